@@ -2,43 +2,57 @@
 
 Four figures for each model and length T, in tokens a second: a prompt of T tokens read; one text
 generated after it; eight forks of it generated together; eight separate texts of T / 8 tokens generated
-together, so that the cache holds T in all. The contestants take turns; ratios are taken within a run.
+together, so that the cache holds T in all. For each figure the contestants take turns, in an order that
+is turned around each time; ratios are taken within a turn.
 
-- *default*, *exact*: a context on its defaults, and with ``batch_invariant=True``
+- *default*, *own cells*, *exact*: a context on its defaults, with ``kv_unified=False``, and with
+  ``batch_invariant=True``
 - *bare ...*: a loop of ``llama_decode`` that keeps nothing, for each K/V type, with flash attention and
   without, in pieces of 512 and of 128 tokens. The best of them, for each figure, is what others are
   compared with.
 - *llama-server*, *Llama*: on their defaults but for threads and context size; one text
 
-python -m benchmarks.length --models smollm2-135m:Q8_0 smollm2-135m:BF16 --lengths 500 2000
+A model and a length take one to five minutes. They can be measured one at a time, with ``--output``;
+``--merge`` prints what the file holds:
+
+    python -m benchmarks.length --models smollm2-135m:Q8_0 --lengths 500 --output length.jsonl
+    python -m benchmarks.length --models smollm2-135m:Q8_0 --lengths 2000 --output length.jsonl
+    python -m benchmarks.length --merge length.jsonl
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from llama_cpp import llama_cpp as C
 
 import llamabranch as lb
 from llamabranch.bench.timing import Spread
+from llamabranch.context.params import ContextOptions
+from llamabranch.native import system_info
 
 from . import llama_tools
 from .llama_python import LlamaPython
 from .llama_server import LlamaServer
-from .report import Settings, emit, parser, pm, table, title
+from .report import Settings, emit, number, parser, pm, table, title
 
-DEFAULT, EXACT, SERVER, LLAMA = "default", "exact", "llama-server", "Llama"
+DEFAULT, OWN, EXACT = "default", "own cells", "exact"
+SERVER, LLAMA = "llama-server", "Llama"
 READ, ONE, FORKS, SEPARATE = "read", "one text", "eight forks", "eight texts"
 FIGURES = (READ, ONE, FORKS, SEPARATE)
 MODELS = ("smollm2-135m:Q8_0", "smollm2-135m:BF16")
 _N = 8
 _ROOM = 256  # cells beyond the prompt
 _BATCH = 512
+_TURNS = 3  # of each way to generate, after each prompt
 
 
 class Bare(NamedTuple):
@@ -59,40 +73,102 @@ BARE = (
 )  # fmt: skip
 _KV = {"f16": 1, "bf16": 30}  # ggml_type
 
-Rates = dict[str, float]  # tokens a second of each figure
-Contestant = Callable[[Sequence[int], int], Rates]
+_OPTIONS: dict[str, ContextOptions] = {
+    DEFAULT: {}, OWN: {"kv_unified": False}, EXACT: {"batch_invariant": True},
+}  # fmt: skip
+
+Rates = dict[str, list[float]]  # tokens a second of each figure, for each turn
+
+
+class Contestant(Protocol):
+    """A program with one prompt or eight texts in its cache. Each method returns tokens a second."""
+
+    def read(self, tokens: Sequence[int]) -> float:
+        """Read a prompt, in place of what the cache held."""
+
+    def one(self, n: int) -> float:
+        """Generate a text after the prompt."""
+
+    def forks(self, n: int) -> float:
+        """Generate eight texts after the prompt together; nan if the program cannot."""
+
+    def begin(self, texts: Sequence[Sequence[int]]) -> None:
+        """Read eight texts, in place of what the cache held."""
+
+    def separate(self, n: int) -> float:
+        """Continue them together; nan if the program cannot."""
 
 
 def main() -> None:
     """Measure every model and length."""
     described = parser("long prompts", runs=3, prompts=1, tokens=24)
-    described.add_argument(
-        "--models", nargs="+", help=f"names or files; default: {' '.join(MODELS)}"
-    )
-    described.add_argument("--model", action="append", help="another one; may be repeated")
-    described.add_argument("--lengths", type=int, nargs="+", help="default: 500 2000 6000")
-    described.add_argument(
-        "--bare", type=int, nargs="+", help="numbers of bare settings; default: all"
-    )
-    described.add_argument("--no-exact", action="store_true", help="leave the exact context out")
+    add = described.add_argument
+    add("--models", nargs="+", help=f"names or files; default: {' '.join(MODELS)}")
+    add("--lengths", type=int, nargs="+", help="default: 500 2000 6000")
+    add("--bare", type=int, nargs="+", help="numbers of bare settings; default: all")
+    names_of = (DEFAULT, OWN, EXACT, "bare", LLAMA, SERVER)
+    add("--without", nargs="+", choices=names_of, default=(), help="contestants to leave out")
+    add("--figures", nargs="+", choices=FIGURES, default=FIGURES, help="default: all")
+    add("--output", type=Path, help="append what was measured to this file of JSON lines")
+    add("--merge", type=Path, help="measure nothing: print what such a file holds")
     args = described.parse_args()
     settings = Settings.of(args)
     lengths = args.lengths or ([64] if settings.quick else [500, 2000, 6000])
-    names = list(args.models or ([settings.target] if settings.quick else MODELS))
-    names += args.model or []
+    names = args.models or ([settings.target] if settings.quick else MODELS)
     bare = [BARE[i] for i in args.bare] if args.bare else BARE
-    found: dict[str, object] = {}
+    measured: list[dict[str, Any]] = []
     with ExitStack() as stack:
+        if args.merge:
+            with args.merge.open(encoding="utf-8") as file:
+                measured = [json.loads(line) for line in file]
+            names = []
         models = {name: stack.enter_context(lb.Model(lb.hub.resolve(name))) for name in names}
-        for name, model in models.items():
+        for model in models.values():
             for length in lengths:
                 with ExitStack() as opened:
-                    contestants = _contestants(
-                        model, length, settings, bare, not args.no_exact, opened
-                    )
-                    runs = _interleaved(contestants, model, length, settings)
-                found[f"{name}, {length} tokens"] = _report(model, length, runs)
-        emit("length", settings, models, found)
+                    contestants = _contestants(model, length, settings, bare, args.without, opened)
+                    runs = _interleaved(contestants, model, length, settings, args.figures)
+                measured.append(
+                    {"model": title(model), "length": length, "build": _build(), "runs": runs}
+                )
+                if args.output:
+                    with args.output.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(measured[-1]) + "\n")
+        results = {
+            f"{each['model']}, {each['length']}, {each['build']}": each
+            for each in _merged(measured)
+        }
+        reports = {label: _report(label, each["runs"]) for label, each in results.items()}
+        _summary(results, reports)
+        emit("length", settings, models, reports)
+
+
+def _build() -> str:
+    """Return the widest instructions that llama.cpp was built for."""
+    known = system_info()
+    return next((name for name in ("AVX512", "AVX2", "NEON") if f"{name} = 1" in known), "")
+
+
+def _merged(measured: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return one entry for each model, length and build, with the turns of all its entries.
+
+    Only contestants that all of its entries have: a ratio is between turns of one run.
+    """
+    merged: dict[tuple[object, ...], dict[str, Any]] = {}
+    for entry in measured:
+        key = entry["model"], entry["length"], entry["build"]
+        if key not in merged:
+            merged[key] = entry
+            continue
+        before = merged[key]["runs"]
+        merged[key] = entry | {
+            "runs": {
+                name: {figure: before[name][figure] + rates[figure] for figure in FIGURES}
+                for name, rates in entry["runs"].items()
+                if name in before
+            }
+        }
+    return list(merged.values())
 
 
 def _contestants(
@@ -100,48 +176,80 @@ def _contestants(
     length: int,
     settings: Settings,
     bare: Sequence[Bare],
-    with_exact: bool,
+    without: Sequence[str],
     stack: ExitStack,
 ) -> dict[str, Contestant]:
-    found: dict[str, Contestant] = {
-        DEFAULT: _ours(stack.enter_context(_context(model, length, settings, "auto")))
-    }
-    if with_exact:
+    found: dict[str, Contestant] = {}
+    for name, options in _OPTIONS.items():
+        if name in without:
+            continue
         try:
-            found[EXACT] = _ours(stack.enter_context(_context(model, length, settings, True)))
-        except lb.errors.UnsupportedError:
-            print(f"{model.name} cannot be exact here")
-    for setting in bare:
-        loop = _BareLoop(model.path, setting, length + _ROOM, settings.threads)
+            ctx = stack.enter_context(_context(model, length, settings, options))
+        except lb.errors.UnsupportedError as error:
+            print(f"{model.name}, {name}: {error}")
+        else:
+            found[name] = _Ours(ctx)
+    of_model = C.llama_model_default_params()
+    of_model.use_extra_bufts = not llama_tools.has_amx()
+    weights = C.llama_model_load_from_file(str(model.path).encode(), of_model)
+    stack.callback(C.llama_model_free, weights)
+    for setting in () if "bare" in without else bare:
+        loop = _BareLoop(weights, setting, length + _ROOM, settings.threads)
         stack.callback(loop.close)
-        found[setting.name] = loop.run
-    llama = LlamaPython(model.path, n_ctx=length + _ROOM, threads=settings.threads)
-    stack.callback(llama.close)
-    found[LLAMA] = lambda tokens, n: _of_llama(llama, tokens, n)
-    if settings.peers:
+        found[setting.name] = loop
+    if LLAMA not in without:
+        llama = LlamaPython(model.path, n_ctx=length + _ROOM, threads=settings.threads)
+        stack.callback(llama.close)
+        found[LLAMA] = _Llama(llama)
+    if settings.peers and SERVER not in without:
         program = llama_tools.build_server(settings.cache, settings.peers_bin)
         server = LlamaServer(
             program, model.path, threads=settings.threads, n_ctx=length + _ROOM, kv_type="f16"
         )
         stack.callback(server.close)
-        found[SERVER] = lambda tokens, n: _of_server(server, tokens, n)
+        found[SERVER] = _Server(server)
     return found
 
 
 def _interleaved(
-    contestants: dict[str, Contestant], model: lb.Model, length: int, settings: Settings
-) -> dict[str, list[Rates]]:
-    runs: dict[str, list[Rates]] = {name: [] for name in contestants}
+    contestants: dict[str, Contestant],
+    model: lb.Model,
+    length: int,
+    settings: Settings,
+    figures: Sequence[str],
+) -> dict[str, Rates]:
+    runs: dict[str, Rates] = {name: {figure: [] for figure in FIGURES} for name in contestants}
     order = list(contestants)
-    for name in order:  # warm
-        contestants[name](_tokens(model, 40, 0), 2)
+
+    def turn(figure: str, measure: Callable[[Contestant], float]) -> None:
+        for name in order:
+            runs[name][figure].append(measure(contestants[name]))
+        order.reverse()
+
+    n = settings.tokens
+    for each in contestants.values():  # warm
+        each.read(_tokens(model, 40, 0))
     for run in range(settings.runs):
         # The beginning differs, so that no program has a part of it in its cache.
         tokens = _tokens(model, length, run + 1)
-        for name in order:
-            runs[name].append(contestants[name](tokens, settings.tokens))
-        order.reverse()
+        turn(READ, partial(_read, tokens=tokens))
+        for _ in range(_TURNS if ONE in figures else 0):
+            turn(ONE, lambda each: each.one(n))
+        for _ in range(_TURNS if FORKS in figures else 0):
+            turn(FORKS, lambda each: each.forks(max(2, n // 2)))
+    if SEPARATE not in figures:
+        return runs
+    size = length // _N
+    texts = [_tokens(model, size, 1000 + i) for i in range(_N)]
+    for each in contestants.values():
+        each.begin(texts)
+    for _ in range(settings.runs * _TURNS):
+        turn(SEPARATE, lambda each: each.separate(max(2, n // 2)))
     return runs
+
+
+def _read(contestant: Contestant, tokens: Sequence[int]) -> float:
+    return contestant.read(tokens)
 
 
 def _tokens(model: lb.Model, n: int, seed: int) -> list[int]:
@@ -153,56 +261,66 @@ def _tokens(model: lb.Model, n: int, seed: int) -> list[int]:
 
 
 def _context(
-    model: lb.Model, length: int, settings: Settings, batch_invariant: bool | str
+    model: lb.Model, length: int, settings: Settings, options: ContextOptions
 ) -> lb.Context:
-    return lb.Context(
-        model,
-        n_ctx=length + _ROOM,
-        n_seq_max=_N + 1,
-        n_threads=settings.threads,
-        n_threads_batch=settings.threads,
-        batch_invariant=batch_invariant,
-    )
+    given = options.copy()
+    given |= {
+        "n_ctx": (length + _ROOM) * (1 if options.get("kv_unified", True) else _N + 1),
+        "n_seq_max": _N + 1,
+        "n_threads": settings.threads,
+        "n_threads_batch": settings.threads,
+    }
+    return lb.Context(model, **given)
 
 
-def _ours(ctx: lb.Context) -> Contestant:
-    banned = dict.fromkeys(ctx.model.eog_tokens, -1e9)
-    greedy = lb.SamplingParams(temperature=0.0, logit_bias=banned, logprobs=False)
+class _Ours:
+    def __init__(self, ctx: lb.Context) -> None:
+        banned = dict.fromkeys(ctx.model.eog_tokens, -1e9)
+        self._ctx = ctx
+        self._sampling = lb.SamplingParams(temperature=0.0, logit_bias=banned, logprobs=False)
+        self._texts: list[lb.Branch] = []
 
-    def step(branches: list[lb.Branch], n: int) -> float:
-        store = lb.BranchStore(ctx)
+    def read(self, tokens: Sequence[int]) -> float:
+        self.begin([])
+        start = perf_counter()
+        self._texts = [lb.Branch.start(self._ctx, list(tokens), sampling=self._sampling)]
+        return len(tokens) / (perf_counter() - start)
+
+    def begin(self, texts: Sequence[Sequence[int]]) -> None:
+        for text in self._texts:
+            text.prune()
+        start = lb.Branch.start
+        self._texts = [start(self._ctx, list(text), sampling=self._sampling) for text in texts]
+
+    def one(self, n: int) -> float:
+        with self._texts[0].fork() as branch:
+            branch.step()
+            start = perf_counter()
+            for _ in range(n):
+                branch.step()
+            return n / (perf_counter() - start)
+
+    def _step(self, branches: Sequence[lb.Branch], n: int) -> float:
+        store = lb.BranchStore(self._ctx)
         store.step(branches)
         start = perf_counter()
         for _ in range(n):
             store.step(branches)
         return n * len(branches) / (perf_counter() - start)
 
-    def run(tokens: Sequence[int], n: int) -> Rates:
-        start = perf_counter()
-        with lb.Branch.start(ctx, list(tokens), sampling=greedy) as root:
-            found = {READ: len(tokens) / (perf_counter() - start)}
-            branch = root.fork()
-            branch.step()
-            start = perf_counter()
-            for _ in range(n):
-                branch.step()
-            found[ONE] = n / (perf_counter() - start)
-            branch.prune()
-            forks = root.fork_many(_N)
-            found[FORKS] = step(forks, max(2, n // 2))
-            for fork in forks:
-                fork.prune()
-        size = len(tokens) // _N
-        texts = [
-            lb.Branch.start(ctx, list(tokens[i * size : (i + 1) * size]), sampling=greedy)
-            for i in range(_N)
-        ]
-        found[SEPARATE] = step(texts, max(2, n // 2))
-        for text in texts:
-            text.prune()
-        return found
+    def forks(self, n: int) -> float:
+        forks = self._texts[0].fork_many(_N)
+        rate = self._step(forks, n)
+        for fork in forks:
+            fork.prune()
+        return rate
 
-    return run
+    def separate(self, n: int) -> float:
+        lengths = [text.position for text in self._texts]
+        rate = self._step(self._texts, n)
+        for text, length in zip(self._texts, lengths, strict=True):
+            text.rewind(length)
+        return rate
 
 
 # -- others ----------------------------------------------------------------------------------------
@@ -211,26 +329,23 @@ def _ours(ctx: lb.Context) -> Contestant:
 class _BareLoop:
     """``llama_decode`` and the greatest logit, and nothing else."""
 
-    def __init__(self, path: object, setting: Bare, n_ctx: int, threads: int) -> None:
-        of_model = C.llama_model_default_params()
-        of_model.use_extra_bufts = not llama_tools.has_amx()
-        self._model = C.llama_model_load_from_file(str(path).encode(), of_model)
+    def __init__(self, weights: Any, setting: Bare, n_ctx: int, threads: int) -> None:
         params = C.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, _BATCH, setting.n_ubatch
         params.n_seq_max, params.kv_unified = _N + 1, True
         params.type_k = params.type_v = _KV[setting.kv_type]
         params.flash_attn_type = int(setting.flash)
         params.n_threads = params.n_threads_batch = threads
-        self._ctx = C.llama_init_from_model(self._model, params)
+        self._ctx = C.llama_init_from_model(weights, params)
         self._memory = C.llama_get_memory(self._ctx)
         self._batch = C.llama_batch_init(_BATCH, 0, 1)
-        self._n_vocab = C.llama_vocab_n_tokens(C.llama_model_get_vocab(self._model))
+        self._n_vocab = C.llama_vocab_n_tokens(C.llama_model_get_vocab(weights))
+        self._at, self._firsts = 0, [0]  # position of the next token, and what it is in each text
 
     def close(self) -> None:
         """Free it."""
         C.llama_batch_free(self._batch)
         C.llama_free(self._ctx)
-        C.llama_model_free(self._model)
 
     def _decode(self, rows: Sequence[tuple[int, int, int]], n_wanted: int) -> list[int]:
         """Decode (token, position, sequence); return the most probable tokens after the last ones."""
@@ -247,7 +362,7 @@ class _BareLoop:
             for i in range(len(rows) - n_wanted, len(rows))
         ]
 
-    def _row(self, i: int) -> object:
+    def _row(self, i: int) -> Any:
         return C.llama_get_logits_ith(self._ctx, i)
 
     def _read(self, tokens: Sequence[int], seq: int) -> int:
@@ -260,85 +375,123 @@ class _BareLoop:
         C.llama_synchronize(self._ctx)
         return found[0]
 
-    def _generate(self, tokens: list[int], at: int, seqs: Sequence[int], n: int) -> float:
+    def _generate(self, tokens: list[int], seqs: Sequence[int], n: int) -> float:
         start = 0.0
         for i in range(n + 1):  # the first is not timed: the graph has another shape
             if i == 1:
                 start = perf_counter()
-            rows = [(tokens[k], at + i, seq) for k, seq in enumerate(seqs)]
+            rows = [(tokens[k], self._at + i, seq) for k, seq in enumerate(seqs)]
             tokens = self._decode(rows, len(rows))
         return n * len(seqs) / (perf_counter() - start)
 
-    def run(self, tokens: Sequence[int], n: int) -> Rates:
-        """Measure all figures."""
+    def read(self, tokens: Sequence[int]) -> float:
         C.llama_memory_clear(self._memory, False)
         start = perf_counter()
-        first = self._read(tokens, 0)
-        found = {READ: len(tokens) / (perf_counter() - start)}
-        others = range(1, _N + 1)
-        C.llama_memory_seq_cp(self._memory, 0, 1, -1, -1)
-        found[ONE] = self._generate([first], len(tokens), [1], n)
-        C.llama_memory_seq_rm(self._memory, 1, -1, -1)
-        for seq in others:
-            C.llama_memory_seq_cp(self._memory, 0, seq, -1, -1)
-        found[FORKS] = self._generate([first] * _N, len(tokens), others, max(2, n // 2))
+        self._firsts, self._at = [self._read(tokens, 0)], len(tokens)
+        return len(tokens) / (perf_counter() - start)
+
+    def begin(self, texts: Sequence[Sequence[int]]) -> None:
         C.llama_memory_clear(self._memory, False)
-        size = len(tokens) // _N
-        firsts = [
-            self._read(tokens[i * size : (i + 1) * size], seq) for i, seq in enumerate(others)
-        ]
-        found[SEPARATE] = self._generate(firsts, size, others, max(2, n // 2))
-        return found
+        self._firsts = [self._read(text, seq) for seq, text in enumerate(texts, start=1)]
+        self._at = len(texts[0])
+
+    def one(self, n: int) -> float:
+        return self._forks(1, n)
+
+    def forks(self, n: int) -> float:
+        return self._forks(_N, n)
+
+    def _forks(self, n_forks: int, n: int) -> float:
+        seqs = range(1, n_forks + 1)
+        for seq in seqs:
+            C.llama_memory_seq_cp(self._memory, 0, seq, -1, -1)
+        rate = self._generate(self._firsts * n_forks, seqs, n)
+        for seq in seqs:
+            C.llama_memory_seq_rm(self._memory, seq, -1, -1)
+        return rate
+
+    def separate(self, n: int) -> float:
+        seqs = range(1, _N + 1)
+        rate = self._generate(self._firsts, seqs, n)
+        for seq in seqs:
+            C.llama_memory_seq_rm(self._memory, seq, self._at, -1)
+        return rate
 
 
-def _of_llama(llama: LlamaPython, tokens: Sequence[int], n: int) -> Rates:
-    start = perf_counter()
-    llama.generate(tokens, 0, 0.0, 1)
-    read = len(tokens) / (perf_counter() - start)
-    return {READ: read, ONE: llama.generate(tokens, n, 0.0, 1).rate}
+class _Single:
+    """A program with one text at a time."""
+
+    def forks(self, n: int) -> float:
+        return math.nan
+
+    def begin(self, texts: Sequence[Sequence[int]]) -> None:
+        return
+
+    def separate(self, n: int) -> float:
+        return math.nan
 
 
-def _of_server(server: LlamaServer, tokens: Sequence[int], n: int) -> Rates:
-    endless = {"ignore_eos": True}
-    answer = server.generate(tokens, n + 1, **endless)
-    return {READ: answer.n_evaluated / answer.first_s, ONE: answer.n_tokens / answer.generating_s}
+class _Llama(_Single):
+    def __init__(self, llama: LlamaPython) -> None:
+        self._llama = llama
+        self._tokens: list[int] = []
+
+    def read(self, tokens: Sequence[int]) -> float:
+        self._tokens = list(tokens)
+        start = perf_counter()
+        self._llama.generate(tokens, 0, 0.0, 1)
+        return len(tokens) / (perf_counter() - start)
+
+    def one(self, n: int) -> float:
+        return self._llama.generate(self._tokens, n, 0.0, 1).rate
+
+
+class _Server(_Single):
+    def __init__(self, server: LlamaServer) -> None:
+        self._server = server
+        self._tokens: list[int] = []
+
+    def read(self, tokens: Sequence[int]) -> float:
+        self._tokens = list(tokens)
+        answer = self._server.generate(tokens, 1)
+        return answer.n_evaluated / answer.first_s
+
+    def one(self, n: int) -> float:
+        answer = self._server.generate(self._tokens, n + 1, ignore_eos=True)
+        # The server counts the first token, which comes from the prompt's logits and takes no time.
+        return (answer.n_tokens - 1) / answer.generating_s
 
 
 # -- the report ------------------------------------------------------------------------------------
 
 
-def _report(model: lb.Model, length: int, runs: dict[str, list[Rates]]) -> dict[str, object]:
+def _report(label: str, runs: Mapping[str, Rates]) -> dict[str, Any]:
     bare = [name for name in runs if name.startswith("bare")]
-    best = {
-        figure: max(bare, key=lambda name: Spread.of([run[figure] for run in runs[name]]).median)
-        for figure in FIGURES
-    }
-    ratios: dict[str, dict[str, Spread]] = {}
-    for ours in (DEFAULT, EXACT):
+    best = {figure: max(bare, key=partial(_median, runs, figure)) for figure in FIGURES if bare}
+    ratios = {}
+    for ours in _OPTIONS:
         if ours not in runs:
             continue
-        bases = {f"{figure}, best bare": best[figure] for figure in FIGURES}
-        compared = {
-            label: _ratio(runs[ours], runs[base], label.partition(",")[0])
-            for label, base in bases.items()
+        ratios[ours] = {
+            f"{figure}, best bare": _ratio(runs[ours], runs[best[figure]], figure)
+            for figure in best
+        } | {
+            f"{figure}, {other}": _ratio(runs[ours], runs[other], figure)
+            for other in (SERVER, LLAMA)
+            if other in runs
+            for figure in (READ, ONE)
         }
-        for other in (SERVER, LLAMA):
-            if other in runs:
-                for figure in (READ, ONE):
-                    compared[f"{figure}, {other}"] = _ratio(runs[ours], runs[other], figure)
-        ratios[ours] = compared
     rates = {
-        name: {figure: Spread.of([run.get(figure, math.nan) for run in each]) for figure in FIGURES}
-        for name, each in runs.items()
+        name: {figure: Spread.of(each[figure]) for figure in FIGURES} for name, each in runs.items()
     }
     table(
-        f"Tokens a second, {title(model)}, a prompt of {length} tokens",
+        f"Tokens a second, {label}",
         ("", *FIGURES),
         [(name, *(pm(each[figure], 1) for figure in FIGURES)) for name, each in rates.items()],
     )
-    labels = list(ratios[DEFAULT])
+    labels = list(next(iter(ratios.values()), {}))
     table(
-        "Ratios within a run",
+        "Ratios within a turn",
         ("", *labels),
         [(name, *(pm(each[label]) for label in labels)) for name, each in ratios.items()],
     )
@@ -356,10 +509,37 @@ def _report(model: lb.Model, length: int, runs: dict[str, list[Rates]]) -> dict[
     }
 
 
-def _ratio(ours: list[Rates], theirs: list[Rates], figure: str) -> Spread:
-    return Spread.of(
-        [mine[figure] / other[figure] for mine, other in zip(ours, theirs, strict=True)]
-    )
+def _summary(results: Mapping[str, Mapping[str, Any]], reports: Mapping[str, Any]) -> None:
+    """Print a row for each model, length and build: the default's speed, and its ratios."""
+    columns = [f"{figure}, best bare" for figure in FIGURES]
+    columns += [f"{figure}, {other}" for other in (SERVER, LLAMA) for figure in (READ, ONE)]
+    rows = []
+    for label, each in results.items():
+        report = reports[label]
+        if DEFAULT not in report["ratios"]:
+            continue
+        rates, ratios = report["tokens_per_s"][DEFAULT], report["ratios"][DEFAULT]
+        speeds = [_shown(rates[figure], 0) for figure in FIGURES]
+        shown = [_shown(ratios.get(name, {}), 2) for name in columns]
+        rows.append((each["model"], str(each["length"]), each["build"], *speeds, *shown))
+    table("The default", ("model", "tokens", "build", *FIGURES, *columns), rows)
+
+
+def _shown(spread: Mapping[str, float | None], digits: int) -> str:
+    """Return the median of a spread's JSON for a table."""
+    median = spread.get("median")
+    return number(math.nan if median is None else median, digits)
+
+
+def _median(runs: Mapping[str, Rates], figure: str, name: str) -> float:
+    """Return a number to sort by: nan, which no program has measured, is the least."""
+    median = Spread.of(runs[name][figure]).median
+    return -1.0 if math.isnan(median) else median
+
+
+def _ratio(ours: Rates, theirs: Rates, figure: str) -> Spread:
+    pairs = zip(ours[figure], theirs[figure], strict=True)
+    return Spread.of([mine / other for mine, other in pairs])
 
 
 if __name__ == "__main__":

@@ -238,7 +238,8 @@ def ready(page: Any) -> None:
 
 
 def begin(page: Any, text: str) -> None:
-    """Type a beginning into the empty page and have it continued three times."""
+    """Type a beginning of a text into the empty page and have it continued three times."""
+    page.locator("#mode input[value=text]").check(force=True)  # not a conversation
     page.locator("#begin").fill(text)
     page.locator("#begin").press("Control+Enter")
     page.locator(".shoot").nth(2).wait_for()

@@ -270,6 +270,29 @@ def _lfm2(s: Sizes) -> tuple[Metadata, Blocks]:
     return s.attention_metadata() | own, [kinds[i % 2] for i in range(s.n_layer)]
 
 
+def _nemotron_h(s: Sizes) -> tuple[Metadata, Blocks]:
+    """Mamba-2, full attention and a feed-forward layer in turn."""
+    d, inner, state, n_head, group, kernel = s.n_embd, 64, 16, 4, 1, 4
+    channels = inner + 2 * group * state
+    scanned: Shapes = {
+        "attn_norm": (d,), "ssm_in": (inner + channels + n_head, d),
+        "ssm_conv1d.weight": (channels, kernel), "ssm_conv1d.bias": (channels,),
+        "ssm_dt.bias": (n_head,), "ssm_a": (n_head, 1), "ssm_d": (n_head, 1),
+        "ssm_norm": (group, inner // group), "ssm_out": (d, inner),
+    }  # fmt: skip
+    dense: Shapes = {"attn_norm": (d,), "ffn_up": (s.n_ff, d), "ffn_down": (d, s.n_ff)}
+    kinds = [i % 3 for i in range(max(3, s.n_layer))]
+    metadata = s.attention_metadata() | {
+        "block_count": len(kinds), "attention.layer_norm_epsilon": 1e-5,
+        "attention.head_count_kv": [s.n_head_kv * (kind == 1) for kind in kinds],
+        "feed_forward_length": [s.n_ff * (kind == 2) for kind in kinds],
+        "ssm.conv_kernel": kernel, "ssm.inner_size": inner, "ssm.state_size": state,
+        "ssm.time_step_rank": n_head, "ssm.group_count": group,
+    }  # fmt: skip
+    blocks = [scanned, {"attn_norm": (d,)} | s.attention(), dense]
+    return metadata, [blocks[kind] for kind in kinds]
+
+
 def _rwkv7(s: Sizes) -> tuple[Metadata, Blocks]:
     d, ff, lora = s.n_embd, s.n_ff, 8
     block: Shapes = {}
@@ -401,7 +424,8 @@ def _gemma4_attention(s: Sizes) -> Metadata:
 
 _ARCHITECTURES: dict[str, Callable[[Sizes], tuple[Metadata, Blocks]]] = {
     "llama": _llama, "gemma3": _gemma3, "mamba": _mamba, "lfm2": _lfm2, "rwkv7": _rwkv7,
-    "bert": _bert, "eagle3": _eagle3, "glm4moe": _glm4moe, "qwen35": _qwen35, "mimo2": _mimo2,
+    "nemotron_h": _nemotron_h, "bert": _bert, "eagle3": _eagle3, "glm4moe": _glm4moe,
+    "qwen35": _qwen35, "mimo2": _mimo2,
     "hy_v3": _hy_v3, "gemma4": _gemma4, "gemma4-assistant": _gemma4_assistant,
 }  # fmt: skip
 

@@ -685,7 +685,7 @@ class Branch:
 
         Args:
             trusted: accept K/V that cannot be checked, because this llama.cpp writes it in an unknown
-                layout. Only for files of which you know that nobody forged them.
+                layout. Only for files that you know nobody forged.
 
         Raises:
             SnapshotError: no such file, damaged, or it failed a check.

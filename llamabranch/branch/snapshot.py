@@ -303,7 +303,7 @@ class Snapshot:
         if n and layout is None and not trusted:
             raise UnsupportedError(
                 "this llama.cpp writes K/V in a form unknown here, so that it cannot be checked",
-                hint="load(path, trusted=True) takes a file of which you know that nobody forged it",
+                hint="load(path, trusted=True) takes a file that you know nobody forged",
             )
         if n and layout is not None:
             layout.check(self.state, n)

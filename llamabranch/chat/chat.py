@@ -470,7 +470,7 @@ class Chat:
         return n
 
     def _end_answer(self) -> None:
-        """End a running answer: its message stays, and what there is of it."""
+        """End a running answer. Its message stays, and so does the text so far."""
         answer, self._answer = self._answer, None
         if answer is not None:
             answer.cut_off()
@@ -491,7 +491,7 @@ class Chat:
         """Take the last message and its answer back, and return the message.
 
         Raises:
-            UsageError: there is none.
+            UsageError: the branch has no message.
         """
         self._end_answer()
         last = self._exchange(len(self.exchanges))
@@ -688,7 +688,7 @@ class Answer:
             )
 
     def _note(self) -> None:
-        """Write what there is of the answer into the conversation."""
+        """Write the answer so far into the conversation."""
         if not self.exchange.calls:
             self.exchange.answer = "".join(each.text for each in self._generations)
         self.exchange.n_tokens = len(self.tokens)
@@ -771,7 +771,7 @@ class Answer:
         self.close()
 
     def close(self) -> None:
-        """End it here: what there is of it stays; if nothing, its message is taken back. Idempotent."""
+        """End it here. The text so far stays; without any, the message is taken back. Idempotent."""
         with self._chat.held():
             self._close()
 

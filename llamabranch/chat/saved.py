@@ -58,7 +58,7 @@ class SavedChat:
 def write_chat(
     folder: str | os.PathLike[str], model: Model, chat: SavedChat, ends: Sequence[Exchange]
 ) -> None:
-    """Write a chat, in place of what was saved of it there; of the branches those of ``ends``.
+    """Save the chat, replacing an earlier save in this folder. Only the branches in ``ends`` are saved.
 
     Raises:
         SnapshotError: it cannot be written, or the folder has another chat or other files.

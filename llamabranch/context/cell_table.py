@@ -110,7 +110,7 @@ class CellTable:
         return self._sequences[seq_id].next_position
 
     def first_position(self, seq_id: int, start: int = 0) -> int:
-        """Return the smallest position of ``seq_id`` from ``start`` on, -1 if there is none."""
+        """Return the smallest position of ``seq_id`` from ``start`` on, or -1 if it has none there."""
         found = -1
         for s in reversed(self._sequences[seq_id].slices):
             if s.end <= start:

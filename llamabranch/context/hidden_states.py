@@ -85,7 +85,7 @@ class HiddenStates:
         self._rows.update(zip(range(first, first + n), found, strict=True))
 
     def of(self, seq_id: int, start: int, end: int) -> list[Rows | None]:
-        """Return the rows of positions [start, end) of a sequence; None where there is none."""
+        """Return the rows of positions [start, end) of a sequence, or None where they were not kept."""
         index = self._cells.write_index
         return [self._rows.get(index(seq_id, position)) for position in range(start, end)]
 

@@ -8,7 +8,8 @@ here expects valid arguments and a caller that holds the context's lock. It does
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -204,6 +205,9 @@ class Memory:
             self._remove(target, 0, END)
             raise
 
+    def distrust(self, seqs: Iterable[int]) -> None:
+        """Note that llama.cpp failed while it computed these sequences; they are cut next."""
+
     def can_cut(self, seq_id: int, n: int) -> bool:
         """Return whether a sequence can go on from its first ``n`` tokens, the others dropped."""
         return True
@@ -252,6 +256,15 @@ class Memory:
     def undoes(self, n: int) -> bool:
         """Return whether the last ``n`` tokens of a decode of one sequence can be dropped after it."""
         return self.can_draft
+
+    def fit_together(self, lengths: Sequence[int], n_others: int) -> list[int]:
+        """Return how much of each draft can be verified in a decode of several texts.
+
+        Args:
+            lengths: of the drafts, tokens; 0 for a text without one.
+            n_others: how many more texts are in it, which are read.
+        """
+        return list(lengths)
 
     def fits(self, n: int, count_free: Callable[[], int]) -> int:
         """Return how many of ``n`` drafted tokens can be verified now.
@@ -403,7 +416,7 @@ class Memory:
                 )
 
     def _compared(self, seq_id: int, ours: Span, theirs: Span) -> tuple[Span, Span]:
-        """Return what of the positions of a sequence must be equal in the table and in llama.cpp."""
+        """Return the two ranges of positions that ``audit`` compares: ours and llama.cpp's."""
         return ours, theirs
 
 
@@ -698,19 +711,25 @@ class States(Memory):
         """Return how many tokens can be verified: on a fork, which takes a sequence."""
         return n if n and count_free() else 0
 
+    def fit_together(self, lengths: Sequence[int], n_others: int) -> list[int]:
+        """Return the lengths where there is one text, else none: nothing can be dropped in place."""
+        return list(lengths) if len(lengths) + n_others == 1 else [0] * len(lengths)
+
     def _compared(self, seq_id: int, ours: Span, theirs: Span) -> tuple[Span, Span]:
         return (ours[1], ours[1]), (theirs[1], theirs[1])  # a state is where a sequence ends
 
 
 class RollingBack(States):
-    """States of which llama.cpp keeps the last few: the end of the last decode can be undone.
+    """States, where llama.cpp also keeps the last few: it can undo the end of the last decode.
 
     While it decodes a sequence, llama.cpp writes the states after each of its last tokens side by side.
-    Three things follow from how it does so (llama-memory-recurrent.cpp):
+    Three things follow from how it does so (llama-memory-recurrent.cpp, llama-batch.cpp):
 
     - They are those of one decode: no more than its tokens can be undone, and those once.
-    - Where several sequences share a decode, it may move the state of one of them to another place, and
-      leaves the others behind. So what can be undone is a decode of one sequence.
+    - Sequences of different lengths are computed one after the other, in "micro-batches". Each of these
+      may move the states of other sequences to another place, and leaves their earlier states behind.
+      So only sequences of the last micro-batch can be undone. `arranged` and `fit_together` make it
+      the drafted ones: single tokens come first, and all drafts of a decode are equally long.
     - An undone state is put in its place by the next decode. Before that a fork would get the other
       one, and forks share one place. So a state is put there first, and nothing is undone after a fork.
 
@@ -728,11 +747,10 @@ class RollingBack(States):
     ) -> None:
         super().__init__(handle, state_layout, max_bytes)
         self.n_rollback = n_rollback
-        self._last: tuple[int, int] = (
-            -1,
-            0,
-        )  # the sequence of the last decode, how many can be undone
+        self.append = self._append
+        self._undoable: dict[int, int] = {}  # how many tokens of a sequence of the last decode
         self._undone: set[int] = set()  # sequences whose state is not in its place
+        self._broken: set[int] = set()  # sequences whose last decode failed
 
     def undoes(self, n: int) -> bool:
         """Return whether llama.cpp keeps that many states."""
@@ -742,42 +760,92 @@ class RollingBack(States):
         """Return how many tokens can be verified: in place, as many as can be undone."""
         return min(n, self.n_rollback)
 
+    def fit_together(self, lengths: Sequence[int], n_others: int) -> list[int]:
+        """Return lengths of which all that are not 0 are the same: the one that drafts most in all."""
+        if len(lengths) + n_others == 1:
+            return list(lengths)
+        if n_others:  # what is read has another length
+            return [0] * len(lengths)
+
+        def drafted(n: int) -> int:
+            n_drafted = sum(length >= n for length in lengths)
+            fit = len(lengths) + n_drafted * n <= self.handle.n_chunk
+            return n_drafted * n if fit else 0
+
+        best = max(range(1, self.n_rollback + 1), key=drafted)
+        n = best if drafted(best) else 0
+        return [n if length >= n else 0 for length in lengths]
+
+    def arranged(self, seqs: Sequence[int]) -> list[int] | None:
+        """Return an order in which single tokens come before drafts; None: as they are."""
+        counts = Counter(seqs)
+        if len(counts) in (1, n_last := len(self._last_computed(counts))) or not n_last:
+            return None
+        order = sorted(range(len(seqs)), key=lambda i: counts[seqs[i]] > 1)
+        return None if order == list(range(len(seqs))) else order
+
     def record(self, seqs: Sequence[int]) -> None:
-        """Record a decoded batch."""
+        """Record a decoded batch, and what of it can be undone."""
         super().record(seqs)
-        if len(set(seqs)) == 1:
-            self._last = (seqs[0], min(len(seqs) - 1, self.n_rollback))
-        else:
-            self._last = (-1, 0)
+        last = self._last_computed(Counter(seqs))
+        self._undoable = {seq_id: min(n - 1, self.n_rollback) for seq_id, n in last.items()}
+
+    def _last_computed(self, counts: Mapping[int, int]) -> dict[int, int]:
+        """Return which sequences of several tokens are computed last and together, and how many tokens.
+
+        Where single tokens come first, the others must be too few for some of theirs to be computed
+        with these: llama.cpp does not divide the last ``n_rollback`` + 1 tokens of a sequence.
+        """
+        several = {seq_id: n for seq_id, n in counts.items() if n > 1}
+        n = max(several.values(), default=0)
+        is_whole = len(several) == len(counts) or n <= self.n_rollback + 1
+        is_one_length = len(several) * n == sum(several.values())
+        return several if is_whole and is_one_length else {}
 
     def _append(self, seq_id: int, n: int, write_indices: Sequence[int] | None = None) -> None:
-        self._last = (-1, 0)
+        self._undoable.clear()
         self._undone.discard(seq_id)
         super()._append(seq_id, n, write_indices)
 
+    def distrust(self, seqs: Iterable[int]) -> None:
+        """Note that these hold states of a decode that failed."""
+        self._undoable.clear()
+        self._broken.update(seqs)
+
     def cut(self, seq_id: int, n: int) -> int:
         """Undo the end of the last decode; else as `States`."""
-        (last, n_undoable), self._last = self._last, (-1, 0)
-        held = self.next_position(seq_id)
-        if seq_id == last and n < held <= n + n_undoable:
+        n_undoable, held = self._undoable.pop(seq_id, 0), self.next_position(seq_id)
+        if n < held <= n + n_undoable:
             self._undone.add(seq_id)
             if self._remove(seq_id, n, END):
                 return n
+        if seq_id in self._broken:  # llama.cpp has undone it, with states that it had not computed
+            n = min(n, held - 1)
         return super().cut(seq_id, n)
+
+    def _remove(self, seq_id: int, start: int, end: int) -> bool:
+        self._undoable.pop(seq_id, None)
+        is_done = super()._remove(seq_id, start, end)
+        if is_done:
+            self._broken.discard(seq_id)
+            if not start:
+                self._undone.discard(seq_id)
+        return is_done
 
     def fork(self, source: int, target: int, n: int = END) -> int:
         """Fork as `States`, from a state that is in its place."""
         if source in self._undone:
             self.handle.set_partial_state(source, self.handle.partial_state(source))
             self._undone.discard(source)
-        self._last = (-1, 0)
+        self._undoable.pop(source, None)
         return super().fork(source, target, n)
 
     def clear(self) -> None:
         """Drop everything."""
         super().clear()
-        self._last = (-1, 0)
+        self._undoable.clear()
         self._undone.clear()
+        self._broken.clear()
 
 
 def _shadow(seq_id: int) -> int:

@@ -39,7 +39,7 @@ class Capabilities:
         can_truncate: the tail of a sequence can be dropped, of any length. (A sequence restored from a
             snapshot has only the end of a sliding window: a branch that drops more is decoded again.)
         can_share: sequences can share cells; otherwise (``kv_unified=False``) a fork copies them.
-        sliding_window: size of the attention window in tokens, 0 if there is none.
+        sliding_window: size of the attention window in tokens, or 0 without a window.
         recurrent: some of the memory is a state instead of cells.
         batch_invariant: a token's logits do not depend, to the bit, on what else is in the batch or the
             cache. (One exception, reported by ``usage().in_order``: the cache ran full while raw

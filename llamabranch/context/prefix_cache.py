@@ -344,7 +344,7 @@ class PrefixCache:
         return transfers
 
     def _allocate(self, text: CachedPrefix) -> int | None:
-        """Return an empty sequence for a text, None if there is none."""
+        """Return an empty sequence for a text, or None if all are taken."""
         if not self._memory.spare_seq_ids:
             return self._sequences.allocate_if_free(text)
         return heapq.heappop(self._spare_seq_ids) if self._spare_seq_ids else None

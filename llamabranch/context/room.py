@@ -20,6 +20,7 @@ from .params import ContextParams
 # llama.cpp's own record of a cell: its position, a shift, 2-D positions, and a bit for each of 256
 # sequences. It has 48 bytes.
 BYTES_OF_CELL = 40
+BYTES_OF_NUMBER = 4  # of a state: llama.cpp keeps them as float32
 _STEP = 256  # llama.cpp rounds a cache up to whole steps
 
 
@@ -31,20 +32,32 @@ def check_room(model: Model, params: ContextParams, *, is_head: bool = False) ->
         is_head: only layers of the model that draft for another context are computed.
     """
     limit = memory_bytes()
-    least = least_bytes(model, params, is_head=is_head)
+    of_cells, of_states = (
+        cell_bytes(model, params, is_head=is_head),
+        least_state_bytes(model, params),
+    )
+    least = of_cells + of_states
     if limit is None or least <= limit:
         return
+    said = f"and there are {limit / 1e9:,.1f} GB of memory, with swap"
+    if of_states > of_cells:
+        n_seq_max, n_rs_seq = params.n_seq_max or 1, int(params.n_rs_seq)
+        raise ConfigError(
+            f"n_seq_max={n_seq_max} with n_rs_seq={n_rs_seq} needs at least {least / 1e9:,.1f} GB, "
+            f"{of_states / n_seq_max / 1e6:,.1f} MB for the states of each sequence, {said}",
+            hint=f"at most n_seq_max={max(0, limit - of_cells) * n_seq_max // of_states} could fit "
+            "beside nothing else" + ("; n_rs_seq=0 keeps one state of each" if n_rs_seq else ""),
+        )
     n_ctx = params.n_ctx or 0
     raise ConfigError(
-        f"n_ctx={n_ctx:,} needs at least {least / 1e9:,.1f} GB for its cells, and there are "
-        f"{limit / 1e9:,.1f} GB of memory, with swap",
+        f"n_ctx={n_ctx:,} needs at least {least / 1e9:,.1f} GB for its cells, {said}",
         hint=f"at most n_ctx={int(n_ctx * limit / least) // _STEP * _STEP:,} could fit beside nothing "
         "else; kv_type='q8_0' takes half of f16",
     )
 
 
-def least_bytes(model: Model, params: ContextParams, *, is_head: bool = False) -> int:
-    """Return what the cache of a context takes at least, bytes; 0 where it is not known."""
+def cell_bytes(model: Model, params: ContextParams, *, is_head: bool = False) -> int:
+    """Return what the cells of a context take at least, bytes; 0 where it is not known."""
     if model.memory_type not in ("attention", "sliding-window", "hybrid"):
         return 0
     if model.memory_type == "sliding-window" and not params.swa_full:
@@ -53,6 +66,14 @@ def least_bytes(model: Model, params: ContextParams, *, is_head: bool = False) -
     numbers = 0 if on_gpu or is_head else model.kv_numbers
     of_cell = BYTES_OF_CELL + numbers * type_bytes(KV_TYPES.get(params.kv_type, -1))
     return int((params.n_ctx or 0) * of_cell)
+
+
+def least_state_bytes(model: Model, params: ContextParams) -> int:
+    """Return what the states of all sequences take, those that can be undone too; 0 if not known."""
+    if model.on_gpu and params.offload_kqv:
+        return 0
+    n_states = (params.n_seq_max or 1) * (1 + int(params.n_rs_seq))
+    return n_states * model.state_numbers * BYTES_OF_NUMBER
 
 
 def memory_bytes(root: Path = Path("/")) -> int | None:

@@ -118,7 +118,7 @@ class Runner:
         reclaims: bool = True,
         on_read: OnRead | None = None,
     ) -> list[LogitsRow]:
-        """Run decodes of which all are in the memory afterwards, or none; return the rows not ``read``.
+        """Run several decodes so that memory holds all of them afterwards, or none. Return unread rows.
 
         Each of ``pieces`` is made when those before it are recorded. If one fails, the sequences are cut
         to ``starts``. ``expiring`` rows need not survive: none is given where a later decode may fail
@@ -206,8 +206,10 @@ class Runner:
             return DecodeError("llama.cpp refused the batch as inconsistent", code=code)
         if code == _INTERRUPTED:
             self.handle.resume()
-        elif code == _NO_MEMORY:
-            self.handle.forget_rows()
+        else:
+            self.memory.distrust(starts)
+            if code == _NO_MEMORY:
+                self.handle.forget_rows()
         emptied = self.undo(starts, expiring)
         state = "the sequences of the batch are as before"
         if emptied:

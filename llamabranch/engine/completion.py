@@ -324,7 +324,7 @@ def plan_chat(
 
 
 def tool_grammar(model: Model, tools: Tools, asked: Grammar | None) -> Grammar | None:
-    """Return the grammar of an answer that may call functions; None = there is none.
+    """Return the grammar of an answer that may call functions, or None where none can be written.
 
     Args:
         model, tools: as for ``turn_grammar``.

@@ -240,7 +240,7 @@ class Engine:
 
         Raises:
             ConfigError: two requests with the same id, or no requests.
-            DecodeInterruptedError: a decode was interrupted; ``results`` of the error has what there is.
+            DecodeInterruptedError: a decode was interrupted; ``results`` of the error hold the texts.
         """
         order: dict[str, int] = {}
         results: list[Result] = []
@@ -387,7 +387,7 @@ class EngineCore:
                 self._aborted.append(submission)
 
     def feed(self, source: RequestSource) -> bool:
-        """Add the next request; False if there is none. One that cannot be queued ends with its error."""
+        """Add the next request; False at the end. A request that cannot be queued ends with its error."""
         if (asked := next(source, None)) is None:
             return False
         name, request, samples, error = asked
@@ -578,7 +578,7 @@ class EngineCore:
     # -- a step --------------------------------------------------------------------------------------
 
     def _schedule(self) -> tuple[list[Job], list[Job]]:
-        """Take what was added and aborted since the last step, and admit what there is room for.
+        """Take the requests that were added or aborted since the last step, and admit those that fit.
 
         Returns:
             the texts that go on, and those whose prompt is read.

@@ -22,6 +22,7 @@ from ..context.logits import LogitsRow, TokenScore
 from ..context.params import DEFAULT_N_CTX, MOST_WITH_PREFIXES
 from ..context.progress import Reading
 from ..errors import LlamaBranchError
+from ..generation.drafter import FixedLength
 from ..generation.drafting import Drafting
 from ..generation.generation import OutputBuffer
 from ..generation.loop import RunningText
@@ -401,6 +402,8 @@ class Job:
         self.running = running = loop.open(
             self.text, rule, self.stats, top, drafts=drafts, like=like
         )
+        if request.draft_k is not None:
+            running.length = FixedLength(request.draft_k, drafting.config.entropy_stop)
         if like is not None:
             running.state.observe(n_shared)
         running.on_round = request.on_round

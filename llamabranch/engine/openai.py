@@ -139,7 +139,7 @@ class Vocabulary:
         return b"".join(self.entry(token)[0] for token in tokens).decode("utf-8", "replace")
 
     def name(self, token: int | None) -> str | None:
-        """Return the text of a token, None of none."""
+        """Return the token's text, or None if there is no token."""
         return None if token is None else self.entry(token)[1]
 
     def _key(self, token: int, as_id: bool) -> str:

@@ -83,6 +83,8 @@ class Request:
             themselves where a text may end, nor with ``continues``.
         grammar: the grammar that the text must follow.
         constraint: which texts are allowed, as for ``Branch.generate``; beside a grammar, too.
+        draft_k: tokens to draft in each round of these texts, 0 to 256; None = as the engine's config
+            says. Without a drafter nothing is drafted.
         n: how many texts to generate from one prefill; each but the first is drawn with a seed derived
             from the first's.
         priority: a request with a smaller number is admitted earlier, and preempted later.
@@ -124,6 +126,7 @@ class Request:
     constraint: ConstraintLike | None = field(default=None, compare=False, repr=False)
     on_prompt_progress: OnPromptProgress | None = field(default=None, compare=False, repr=False)
     prompt_progress: bool = False
+    draft_k: int | None = None
     thinking: Thinking | None = None
 
     def __post_init__(self) -> None:
@@ -161,6 +164,8 @@ class Request:
         for name in ("max_tokens", "top_logprobs", "prompt_logprobs"):
             if fields[name] is not None:
                 fields[name] = whole(name, fields[name], 0)
+        if self.draft_k is not None:
+            fields["draft_k"] = whole("draft_k", self.draft_k, 0, 256)
         for name in ("logprobs_from", "continues", "min_tokens"):
             fields[name] = whole(name, fields[name], 0)
         fields["stop_tokens"] = tuple(token_list(self.stop_tokens))
@@ -261,7 +266,7 @@ class Result(Generic[T]):
 
     @property
     def tool_calls(self) -> list[ToolCall]:
-        """The calls of functions in the text, in order; empty without tools. One that was cut is none."""
+        """The calls of functions in the text, in order; empty without tools. Cut calls do not count."""
         return self.turn.calls
 
     @property
@@ -522,7 +527,7 @@ class RequestSource:
 
 
 class Asked(NamedTuple):
-    """A request with its id and the numbers of the texts to generate, or why it is none."""
+    """A request with its id and the numbers of its texts, or the error that it has instead."""
 
     name: str
     request: Request

@@ -54,7 +54,7 @@ class Scheduler:
             heapq.heappush(self._queue, (submission.key, submission))
 
     def find(self, name: str) -> Submission | None:
-        """Return the request of this id that has unfinished texts, None if there is none."""
+        """Return the request of this id while it has unfinished texts, else None."""
         return self._known.get(name)
 
     def unfinished(self) -> list[Submission]:

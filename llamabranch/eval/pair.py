@@ -20,6 +20,7 @@ from msgspec import Raw
 from ..branch import Branch
 from ..context import Context, TokenScore
 from ..context.logits import LogitsRow
+from ..context.progress import OnPromptProgress
 from ..model import Model
 from ..sampling import SamplingParams
 from ..sampling.sampler import Sampler
@@ -100,6 +101,7 @@ def read_pair(
     start: int,
     params: SamplingParams | None,
     report: Callable[[int, list[Place]], bool],
+    on_prompt_progress: OnPromptProgress | None = None,
 ) -> None:
     """Let both models read a text; report what they find of its tokens from ``start`` on.
 
@@ -109,12 +111,16 @@ def read_pair(
         start: where to begin, at least 1.
         params: settings with the seed for what B would draw; None = nothing is drawn.
         report: called with a position and what was found from there on; a true result ends it.
+        on_prompt_progress: called while B reads the first ``start`` tokens.
     """
     models = pair[0].model, pair[1].model
     draws = None if params is None else Sampler(models[1], params, None)
     if draws is not None:
         draws.accept_prompt(tokens[:start])
-    with Branch.start(pair[0], tokens[:start]) as a, Branch.start(pair[1], tokens[:start]) as b:
+    with (
+        Branch.start(pair[0], tokens[:start]) as a,
+        Branch.start(pair[1], tokens[:start], on_prompt_progress=on_prompt_progress) as b,
+    ):
         last = [LogitsRow(branch.logits) for branch in (a, b)]
         for at in range(start, len(tokens), _STRETCH):
             part = list(tokens[at : at + _STRETCH])
@@ -142,6 +148,7 @@ def write_pair(
     writer: int,
     report: Callable[[Place], bool],
     parted: Callable[[int], bool] | None = None,
+    on_prompt_progress: OnPromptProgress | None = None,
 ) -> None:
     """Let one model write and the other read the same tokens in the same steps.
 
@@ -154,11 +161,12 @@ def write_pair(
         report: called with each token; a true result ends it.
         parted: called with each token that B writes by itself, from the first place on where it draws
             another one; a true result ends it. None = it goes on reading.
+        on_prompt_progress: called while B reads ``tokens``.
     """
     models = pair[0].model, pair[1].model
     with (
         Branch.start(pair[0], tokens, sampling=params) as a,
-        Branch.start(pair[1], tokens, sampling=params) as b,
+        Branch.start(pair[1], tokens, sampling=params, on_prompt_progress=on_prompt_progress) as b,
     ):
         both = a, b
         other: Branch | None = None

@@ -158,7 +158,7 @@ class StopRule:
         return ""
 
     def longest(self, entropies: Sequence[float]) -> int:
-        """Return how many of the tokens that may follow, of which all is known, to draft.
+        """Return how many tokens to draft, where all tokens that could be drafted are known.
 
         As many as gain the most over what their time would yield otherwise.
         """

@@ -115,7 +115,7 @@ class OutputBuffer:
         return emitted if text == emitted.text else emitted._replace(text=text)
 
     def break_off(self, reason: str | None = None) -> Produced | None:
-        """End the text without an EOG token; return the held-back text as an item, None if there is none.
+        """End the text without an EOG token; return the text that was held back, if there was any.
 
         After a regular end, and on a second call, no text is held back.
 

@@ -27,12 +27,12 @@ class _Record:
 
     def __init__(self, *, estimates: bool) -> None:
         self.estimates = estimates  # its entropies are its own estimates of its tokens' surprisals
-        # A copy ends where the text differs, of which its estimate knows nothing: it is too sure.
+        # A copy ends where the text differs. Its estimate cannot see that coming, so it is too sure.
         self._prior = [0.9 * math.exp(-1.25 * nats) if estimates else 0.5 for nats in _MIDDLES]
         weight, self._keep = (3.0, 0.95) if estimates else (1.0, 0.99)
         self._tested = [weight] * len(_MIDDLES)  # tokens of each bucket, the older the less
         self._accepted = [weight * chance for chance in self._prior]
-        self._drawn = deque([-1], maxlen=64)  # the latest buckets of which tokens were considered
+        self._drawn = deque([-1], maxlen=64)  # the buckets whose tokens were considered last
         self.step_s = 0.0  # seconds of a draft step
         self.n_drafts = self.n_tested = self.n_accepted = 0
         self.reach = 0  # as many tokens may come after its latest draft, if that was accepted whole

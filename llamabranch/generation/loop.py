@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 class CommonNoise(NamedTuple):
-    """Where all texts of a search draw with one seed: before a token of which the model is certain.
+    """Where all texts of a search draw with one seed: before tokens that the model is certain of.
 
     Each text has the model's own distribution, since where that is depends on the text before it alone.
 
@@ -477,7 +477,7 @@ class Loop:
     def step(
         self, running: Sequence[tuple[RunningText, int]], readers: Sequence[Reader] = ()
     ) -> Step:
-        """Run a step of all texts, and read what there is room for.
+        """Run a step of all texts, and read as many prompt tokens as fit beside them.
 
         Args:
             running: each with the most tokens that may be drafted for it; with -1 its last token is
@@ -539,8 +539,8 @@ class Loop:
         ctx, drafter = self._ctx, self.drafter
         if drafter is None:
             return 0
-        if len(running) + n_readers > 1 and not ctx.kv_cache.can_draft:
-            for each, _ in running:  # nothing could be undone in a decode of several texts
+        if n_readers and not ctx.kv_cache.can_draft:
+            for each, _ in running:  # nothing could be undone in a decode that also reads
                 each.set_draft(NO_DRAFT)
             return 0
         asked: list[RunningText] = []
@@ -564,7 +564,25 @@ class Loop:
             room -= len(draft.tokens)
             n_decodes += draft.n_decodes
             each.set_draft(draft)
+        if len(running) > 1:
+            self._fit_together([each for each, _ in running])
         return n_decodes
+
+    def _fit_together(self, running: Sequence[RunningText]) -> None:
+        """Cut the drafts of several texts to what can be verified in one decode.
+
+        How long the others are says something about what was drawn. Drafts that were drawn at random
+        for a rule that compares distributions are therefore cut as a whole, whatever was drawn.
+        """
+        memory, drafts = self._ctx.kv_cache, [each.draft for each in running]
+        if memory.can_draft:
+            return
+        for each in running:
+            if each.draft.sources and each.rule != "seeded":
+                each.draft.cut(0)
+        fitting = memory.fit_together([len(draft.tokens) for draft in drafts], 0)
+        for draft, n in zip(drafts, fitting, strict=True):
+            draft.cut(n)
 
     def _decode(
         self, step: Step, running: Sequence[RunningText], readers: Sequence[Reader]

@@ -95,7 +95,7 @@ class ThoughtBuffer(OutputBuffer):
         self.finish_reason = None
 
     def add(self, emitted: Produced) -> Produced | None:
-        """Add the next token; return it with the thought's text in it, None if there is none to emit."""
+        """Add the next token; return it with the text to emit, or None if there is no text."""
         if emitted.is_stop:
             return super().add(emitted._replace(is_thought=True))
         text = token_text(self._model, emitted)

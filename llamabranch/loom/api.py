@@ -86,7 +86,8 @@ async def _tokens(loom: Loom, call: Exchange) -> None:
     owners = dict.fromkeys([owner for owner, _, _ in parts] + [node])
     kept = {str(name): [raw for o in owners for raw in getattr(o, name)] for name in KEPT}
     columns = [document.columns(*part, top=top) for part in parts]
-    found = {"node": document.node_fields(node), "at": start, "parts": columns}
+    nodes = [document.node_fields(owner) for owner in owners]
+    found = {"node": nodes[-1], "nodes": nodes, "at": start, "parts": columns}
     await call.reply(found if top else found | kept)
 
 
@@ -152,6 +153,8 @@ async def _import(loom: Loom, call: Exchange) -> None:
     nodes = loom.make(await asyncio.to_thread(loom.copied, found))
     await loom.confirm()
     warnings = [f"{n_lost:,} nodes without a way to a root were left out."] if n_lost else []
+    if formats.encoding_of(data) == "cp1252":
+        warnings.append("The file is not UTF-8: it was read as Windows-1252 (Latin-1).")
     roots = [loom.document.node_fields(node) for node in nodes if node.parent is None]
     await call.reply({
         "rev": loom.document.rev, "nodes": roots, "count": len(nodes), "format": kind,

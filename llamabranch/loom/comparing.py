@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import structs
 
-from ..context import Context
+from ..context import Context, PromptProgress
+from ..context.progress import OnPromptProgress
+from ..errors import DecodeInterruptedError
 from ..eval.pair import Place, read_pair, same_vocabulary, short, spans, totals, write_pair
 from ..serve.errors import HttpError
 from .document import Ended, Node
@@ -63,8 +65,10 @@ class _Comparison:
 
         tokens, first = self._node.tokens(), max(1, self._node.made.at)
         params = self._params if self._node.made.seed is not None else None
-        await asyncio.to_thread(read_pair, self._both, tokens, first, params, report)
-        self._end(job)
+        if await self._is_read(job, tokens[:first]):
+            watch = self._watch(job)
+            await asyncio.to_thread(read_pair, self._both, tokens, first, params, report, watch)
+            self._end(job)
 
     async def write(self, job: Job) -> None:
         """Let one write and the other read; where they part, let B go on by itself if that is asked."""
@@ -78,9 +82,12 @@ class _Comparison:
             return job.is_stopped
 
         loom, most = self._loom, self._do.max_tokens
+        if not await self._is_read(job, self._node.tokens()):
+            return
         await asyncio.to_thread(
             write_pair, self._both, self._node.tokens(), self._params, most,
             int(self._node.made.by == "B"), report, parted if self._do.mode == "part" else None,
+            self._watch(job),
         )  # fmt: skip
         self._end(job)
         for each in job.nodes:
@@ -101,6 +108,24 @@ class _Comparison:
         self._loom.emit("compare", data)
         self._loom.keep(self._node, "compare", data)
         job.result = {"mode": "read", "n": len(found), **sums}
+
+    async def _is_read(self, job: Job, tokens: Sequence[int]) -> bool:
+        """Let A read the text before; return whether the job goes on."""
+        await self._loom.read(job, tokens)
+        return not job.is_stopped
+
+    def _watch(self, job: Job) -> OnPromptProgress:
+        """Return what is called while B reads the text before: Stop ends the decode, too."""
+        partner = self._both[1]
+
+        def watch(read: PromptProgress) -> None:
+            job.reads = partner if read.n_read < read.n_total else None
+            if job.reads is None:
+                partner.resume()
+            elif job.is_stopped:  # between two decodes
+                raise DecodeInterruptedError("the job was stopped")
+
+        return watch
 
     def _event(self, at: int, found: Mapping[str, object]) -> dict[str, object]:
         return {"node": self._node.id, "at": at, "mode": self._do.mode, **found}

@@ -133,10 +133,14 @@ class Kept(Record, tag="keep", kw_only=True):
 
 
 class Change(Record, tag="set", kw_only=True):
-    """A bookmark, a note or a mark of deletion; or the node that is looked at, which is no action."""
+    """A bookmark, a note or a mark of deletion.
+
+    Two are no actions: "current", the node that is looked at, and "hidden", a node that was stopped
+    before its first token.
+    """
 
     id: str
-    name: Literal["bookmark", "note", "deleted", "current"]
+    name: Literal["bookmark", "note", "deleted", "current", "hidden"]
     value: bool | str = True
     a: int = 0
 
@@ -285,6 +289,8 @@ class Document:
                 getattr(self.nodes[record.id], record.name).append(record.data)
             case Change(name="current"):
                 self.current = self.nodes[record.id].id
+            case Change(name="hidden"):
+                self._drop(self.nodes[record.id])
             case Change():
                 node = self.nodes[record.id]
                 self._act(record.a or record.r, "set", node, record.name, record.value)
@@ -315,11 +321,21 @@ class Document:
         self.done[-1].changes.append((node, name, getattr(node, name), value))
         setattr(node, name, value)
 
+    def _drop(self, node: Node) -> None:
+        """Hide a node for good: no undo and no redo brings it back."""
+        node.hidden = True
+        for actions in (self.done, self.undone):
+            for action in actions:
+                action.changes = [change for change in action.changes if change[0] is not node]
+            actions[:] = [action for action in actions if action.changes]
+
     @staticmethod
     def put(node: Node, new: Tokens) -> None:
         """Put tokens into a node, behind its own or in their place."""
         # The ids last: who reads in another thread finds numbers for all of them.
         columns, n = ("lp", "h", "rk", "src", "top", "ids"), len(new.ids)
+        if node.made.kind == "taken" and not new.at and new.src[:1] == "t":  # as 0.3 wrote it
+            new.src = "k" + new.src[1:]
         is_whole = all(len(getattr(new, name)) == n for name in columns)
         if not 0 <= new.at <= len(node.ids) or not is_whole:
             raise ValueError(f"tokens of {node.id} do not fit")
@@ -418,7 +434,8 @@ class Document:
             "kind": made.kind, "by": made.by, "reason": node.reason,
             "flags": sum(1 << i for i, mark in enumerate(marks) if mark),
             "text": self.text(node)[:_SHOWN], "seed": made.seed, "sampling": made.sampling,
-            "stop": made.stop, "digest": ended.digest or None if ended else None,
+            "stop": made.stop, "max_tokens": made.max_tokens, "grammar": made.grammar,
+            "json_schema": made.json_schema, "digest": ended.digest or None if ended else None,
             "read": ended.read if ended else None, "cached": ended.cached if ended else None,
             "note": node.note, "job": node.job, "hidden": node.hidden, "turns": turn_columns(made.turns),
             **node.summary(),

@@ -13,7 +13,9 @@ import json
 import math
 import re
 from base64 import b64decode
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE, BOM_UTF32_BE, BOM_UTF32_LE
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from io import BytesIO
 from typing import NamedTuple
@@ -27,11 +29,27 @@ from . import page
 from .agents import document_of, is_journal
 from .document import AnyRecord, Document, Made, Node, Number, Tokens, decoded
 
-__all__ = ["Item", "export", "items_of", "read"]
+__all__ = ["Item", "encoding_of", "export", "items_of", "read"]
 
 _MARKER = "llamabranch-loom"
 _MOST_UNPACKED = 1 << 29
 _DATA = re.compile(rb'<script type="application/json" id="loom-data">([A-Za-z0-9+/=\s]*)</script>')
+_CONTROL = re.compile(rb"[\x01-\x08\x0e-\x1a\x1c-\x1f\x7f]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_HALVES = re.compile("[\ud800-\udbff][\udc00-\udfff]")
+_BRACKETS = re.compile(r"\s*(?:[\[{]\s*)?([\[{])\s*([^\s\[{]?)")
+_KEY = re.compile(r'"(?:[^"\\]|\\.)*(?:"\s*(?::|$)|$)')
+_MARKS = {
+    BOM_UTF8: "utf-8-sig", BOM_UTF32_LE: "utf-32", BOM_UTF32_BE: "utf-32", BOM_UTF16_LE: "utf-16",
+    BOM_UTF16_BE: "utf-16",
+}  # fmt: skip
+_BINARY = {
+    b"VersionedTapestryWeave__": "a weave of Tapestry, which only its own program can read",
+    b"%PDF-": "a PDF", b"{\\rtf": "a document in RTF", b"GGUF": "a model",
+    b"PK\x03\x04": "an archive (zip, docx, odt)",
+    b"\x1f\x8b": "a compressed file", b"\x89PNG": "a picture", b"\xff\xd8\xff": "a picture",
+}  # fmt: skip
+_BESIDE = {"memoryTokens": "memory", "authorNoteTokens": "author's note"}
 _TOKEN = re.compile(r'[\s,:]*([{}\[\]]|"(?:[^"\\]|\\.)*"|[^\s{}\[\],:"]+)')
 _JSON, _MARKDOWN = b"application/json", b"text/markdown; charset=utf-8"
 _encode = msgspec.json.encode
@@ -266,6 +284,7 @@ _SHAPES = {
     ),
 }  # fmt: skip
 _NAMES = ", ".join(("json", "html", "markdown", "markdown-tree", *_SHAPES))
+_TEXTS = f"it reads plain text, exported pages (html, json), {', '.join(_SHAPES)} and mikupad"
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -292,11 +311,20 @@ def read(
         document = document_of(data, most)
         is_same = document.head is not None and is_ours(document.head.fingerprint)
         return "agent", document if is_same else items_of(document), 0
-    if data.lstrip()[:1] not in (b"{", b"["):
-        return "markdown", [Item([(data.decode("utf-8", "replace"), None)])], 0
-    match _parsed(data):
+    text = _decoded(data)
+    if not text.strip():
+        raise ConfigError("the file is empty: it has no text", hint=_TEXTS)
+    if text.lstrip()[0] not in "{[":
+        return "markdown", [_story(text)], 0
+    try:
+        value = _parsed(text)
+    except ConfigError:
+        if not _begins_story(text):
+            raise
+        return "markdown", [_story(text)], 0
+    match value:
         case {"format": str(marker)} if marker == _MARKER:
-            document = _own(data, most)
+            document = _own(text.encode("utf-8", "replace"), most)
             is_same = document.head is not None and is_ours(document.head.fingerprint)
             return "json", document if is_same else items_of(document), 0
         case {"isLogitLoomTreeVersion": _, "roots": list(roots)}:
@@ -311,7 +339,9 @@ def read(
             return "socketteer", *_items([root], most)
         case {"text": str()} as root:
             return "socketteer-simple", *_items([root], most)
-    raise ConfigError("this JSON is of no loom that is known", hint=f"formats: {_NAMES}")
+        case dict() as saved if sessions := _sessions(saved):
+            return "mikupad", *_items_of_sessions(sessions, most)
+    raise ConfigError("this JSON is in no format that the page reads", hint=_TEXTS)
 
 
 def _unpacked(data: bytes) -> bytes:
@@ -325,14 +355,83 @@ def _unpacked(data: bytes) -> bytes:
     return found
 
 
-def _parsed(data: bytes) -> object:
+def encoding_of(data: bytes) -> str:
+    """Return the encoding of a text file, by its byte order mark or by its bytes.
+
+    Without a mark it is UTF-8 if the bytes are, and UTF-16 if every second byte is 0. All else is taken
+    for Windows-1252, which has the characters of Latin-1.
+
+    Raises:
+        ConfigError: it is no text.
+    """
+    for begin, what in _BINARY.items():
+        if data.startswith(begin):
+            raise ConfigError(f"this is {what}, not a text", hint=_TEXTS)
+    for mark, name in _MARKS.items():
+        if data.startswith(mark):
+            return name
+    is_zero = [
+        sum(byte == 0 for byte in data[:4096][i::2]) * 4 > len(data[:4096]) // 2 for i in (0, 1)
+    ]
+    name = "utf-8"
+    if is_zero[0] != is_zero[1]:
+        return "utf-16-be" if is_zero[0] else "utf-16-le"
+    try:
+        data.decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        name = "cp1252"
+    n_control = len(_CONTROL.findall(data))
+    if b"\0" in data or n_control > len(data) // 200:
+        raise ConfigError("this is a binary file, not a text", hint=_TEXTS)
+    return name
+
+
+def _decoded(data: bytes) -> str:
+    """Return a file's text, with line ends as ``\\n``; it may have halves of characters."""
+    name = encoding_of(data)
+    if name == "cp1252":  # five bytes have no character there: they are those of Latin-1
+        text = "".join(bytes([b]).decode(name, "ignore") or chr(b) for b in range(256))
+        text = data.decode("latin-1").translate(dict(enumerate(text)))
+    else:
+        try:
+            text = data.decode(name, "surrogatepass")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"this text is damaged: {error}", hint=_TEXTS) from None
+    return text.replace("\r\n", "\n")
+
+
+def _whole_characters(text: str) -> str:
+    """Return a text whose pairs of surrogates are characters, and whose single ones are U+FFFD."""
+    if not _SURROGATE.search(text):
+        return text
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def _story(text: str) -> Item:
+    return Item([(_whole_characters(text), None)])
+
+
+def _begins_story(text: str) -> bool:
+    """Return whether a text that begins with a bracket, and is no JSON, is meant to be read."""
+    match = _BRACKETS.match(text)
+    if match is None or not match[2] or match[2] in "{}[]":
+        return False
+    return not (match[1] == "{" and _KEY.match(text, match.start(2)))
+
+
+def _parsed(text: str) -> object:
     """Return a JSON value; one that is nested deeply, too."""
     try:
-        return msgspec.json.decode(data)
+        return msgspec.json.decode(text)
     except RecursionError:
-        text = data.decode("utf-8", "replace")
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"this is no JSON: {error}") from None
+        pass
+    except (msgspec.DecodeError, UnicodeEncodeError) as error:
+        try:
+            return json.loads(text)  # it also takes a half surrogate: programs cut texts there
+        except RecursionError:
+            pass
+        except ValueError:
+            raise ConfigError(f"this is no JSON: {error}") from None
     top: list[object] = []
     open_: list[tuple[object, str | None]] = [(top, None)]  # containers, and the key that waits
     try:
@@ -361,7 +460,8 @@ def _parsed(data: bytes) -> object:
 
 
 def _str(value: object) -> str:
-    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else ""
+    """Return a value that is a text; half a character at an end may belong to the text beside it."""
+    return value if isinstance(value, str) else ""
 
 
 def _items(
@@ -385,7 +485,7 @@ def _items(
         node, parent, is_only = waiting.pop()
         n_seen += 1
         if n_seen > 50 * most or len(items) > most:
-            raise ConfigError(f"the file is too large: at most {most:,} nodes can be taken")
+            raise _too_large(most)
         if not isinstance(node, dict):
             n_lost += 1
             continue
@@ -394,10 +494,10 @@ def _items(
             lp = None
         part = text, None if lp is None else float(lp)
         mark = True in (node.get("bookmark"), node.get("bookmarked"))
-        note = (notes or {}).get(str(node.get("id")), "")
+        note = _whole_characters((notes or {}).get(str(node.get("id")), ""))
         at, before = len(items), items[parent] if is_only and parent >= 0 else None
         if before is not None and not before.note and not before.bookmark:
-            before.parts.append(part)
+            _append(before.parts, part)
             before.note, before.bookmark, at = note, mark, parent
         elif text or parent >= 0:
             by = {"user": "user", "model": "A"}.get(str(node.get("authorType")), "import")
@@ -408,7 +508,16 @@ def _items(
         children = found if isinstance(found, list) else []
         is_only = below is None and len(children) == 1
         waiting += [(child, at, is_only) for child in reversed(children)]
+    for item in items:
+        item.parts = [(_whole_characters(text), lp) for text, lp in item.parts]
     return items, n_lost
+
+
+def _append(parts: list[tuple[str, Number]], part: tuple[str, Number]) -> None:
+    """Append a text; where it begins with the other half of a character, it is one with that before."""
+    if parts and _HALVES.match(parts[-1][0][-1:] + part[0][:1]):
+        part = parts.pop()[0] + part[0], None
+    parts.append(part)
 
 
 def _flat(nodes: Values | Sequence[object], most: int) -> tuple[list[Item], int]:
@@ -423,6 +532,60 @@ def _flat(nodes: Values | Sequence[object], most: int) -> tuple[list[Item], int]
     roots = children.pop(None, [])
     items, _ = _items(roots, most, lambda node: children.pop(str(node["id"]), []))
     return items, sum(map(len, children.values()))
+
+
+def _sessions(saved: Values) -> list[Values]:
+    """Return mikupad's sessions with a prompt: a file has one, an exported database many."""
+    stores = [store for store in saved.values() if isinstance(store, list)]
+    entries = [entry.get("value") for store in stores for entry in store if isinstance(entry, dict)]
+    found: list[Values] = []
+    for session in (saved, *entries):
+        if not isinstance(session, dict) or "prompt" not in session:
+            continue
+        # In the file of a session each value is JSON, as a text.
+        read = {name: _unquoted(session.get(name)) for name in ("prompt", *_BESIDE)}
+        chunks = read["prompt"]
+        if isinstance(chunks, list) and all(isinstance(c, dict) and "content" in c for c in chunks):
+            found.append(read)
+    return found
+
+
+def _unquoted(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    with suppress(ValueError, RecursionError):
+        return json.loads(value)
+    return value
+
+
+def _items_of_sessions(sessions: Sequence[Values], most: int) -> tuple[list[Item], int]:
+    """Return sessions as paths, a node for what was typed and one for what was generated after it.
+
+    What mikupad puts around a text, its memory and the author's note, is in the note of the first node.
+    """
+    items: list[Item] = []
+    for session in sessions:
+        chunks, parent = session["prompt"], -1
+        beside = [(what, session[name]) for name, what in _BESIDE.items()]
+        texts = [(what, _str(b.get("text"))) for what, b in beside if isinstance(b, dict)]
+        note = "\n".join(f"{what}: {_whole_characters(text)}" for what, text in texts if text)
+        for chunk in chunks if isinstance(chunks, list) else ():
+            text, by = _str(chunk.get("content")), "import"
+            if chunk.get("type") == "user":
+                by = "user"
+            if parent < 0 or items[-1].by != by:
+                items.append(Item([], parent, by, note=note if parent < 0 else ""))
+                parent = len(items) - 1
+                if len(items) > most:
+                    raise _too_large(most)
+            _append(items[-1].parts, (text, None))
+    for item in items:
+        item.parts = [(_whole_characters(item.text), None)]
+    return items, 0
+
+
+def _too_large(most: int) -> ConfigError:
+    return ConfigError(f"the file is too large: at most {most:,} nodes can be taken")
 
 
 def _chapters(given: object) -> dict[str, str]:

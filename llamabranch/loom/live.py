@@ -31,7 +31,7 @@ from ..serve.exchange import Exchange
 from ..serve.generation import all_texts, updates
 from ..serve.service import Service
 from ..speculative import RoundTrace
-from .document import Document, Ended, Kept, KeptName, Node, Number, Record, Tokens, digest
+from .document import Change, Document, Ended, Kept, KeptName, Node, Number, Record, Tokens, digest
 from .journal import Journal
 
 __all__ = ["MOST_TOP", "Job", "Live", "Work", "leaves_cores"]
@@ -68,6 +68,7 @@ class Job:
     at: int = 0  # where a search begins
     is_stopped: bool = False
     names: list[str] = field(default_factory=list)  # of the engine's requests
+    reads: Context | None = None  # of the second model, while it reads the text
     places: list[SearchNode] = field(default_factory=list)  # that a search has looked at
 
     def as_dict(self) -> dict[str, object]:
@@ -290,9 +291,15 @@ class Live:
             node.job = None
             if node.made.seed is not None and node.ended is None:
                 self.add(Ended(id=node.id, reason="stopped" if job.is_stopped else "error"))
-        self.add()
+        # What was stopped before its first token leaves no branch.
+        parents = {node.parent for node in self.document.nodes.values()}
+        cut = job.nodes if job.state != "done" else ()
+        empty = [node for node in cut if not node.ids and node not in parents]
+        self.add(*(Change(id=node.id, name="hidden") for node in empty))
         self.journal.write()
         self.send_nodes(*job.nodes)
+        if empty:
+            self.send_undo()
         self.emit("job", job.as_dict())
         await asyncio.to_thread(self.journal.sync)
 
@@ -323,6 +330,8 @@ class Live:
             job.is_stopped = True
             for name in job.names:
                 self.service.engine.abort(name)
+            if job.reads is not None:
+                job.reads.interrupt()
         return [job.id for job in running]
 
     # -- tokens ----------------------------------------------------------------------------------------
@@ -469,13 +478,25 @@ class Live:
         """Return scores of tokens from ``start`` on, each with its position."""
         first = max(1, start)
         request = Request([*tokens], max_tokens=0, prompt_logprobs=MOST_TOP, logprobs_from=first)
+        scored = enumerate((await self._result(request, job)).prompt_logprobs or ())
+        return [(one, i) for i, one in scored if one is not None]
+
+    async def read(self, job: Job, tokens: Sequence[int]) -> None:
+        """Let the engine read a text that a thread of the job will begin with.
+
+        The thread finds it in the cache. So the reading is shown, and Stop ends it.
+        """
+        if self.service.ctx.prefix_cache is not None and len(tokens) > _FEW:
+            await self._result(Request([*tokens], max_tokens=0), job)
+
+    async def _result(self, request: Request, job: Job | None) -> Result:
+        """Return the result of a request, which is one of a job."""
         if job is not None:
             name = f"loom-{job.id}-{token_hex(4)}"
             request = self._watched(job, replace(request, id=name))
             job.names = [name]
         (text,) = await all_texts(self.service, [request])
-        scored = enumerate(text.result.prompt_logprobs or ())
-        return [(one, i) for i, one in scored if one is not None]
+        return text.result
 
     async def following(self, tokens: Sequence[int]) -> Produced | None:
         """Return what follows a text, with the most probable tokens; it is never the end."""

@@ -85,6 +85,7 @@ class Do(Struct, kw_only=True):
     note: str | None = None
     current: bool = False
     restore: bool = False
+    draft: Annotated[int, Meta(ge=1, le=256)] | None = None
     set: dict[str, object] = {}
 
 
@@ -264,8 +265,12 @@ class Loom(Live):
         seed, service = None if made.seed is None else int(made.seed), self.service
         return fields.sampling(service.model, service.settings).replace(seed=seed, logprobs=True)
 
-    async def request(self, node: Node, max_tokens: int | None, *, again: bool = False) -> Request:
+    async def request(
+        self, node: Node, max_tokens: int | None, *, again: bool = False, draft: int | None = None
+    ) -> Request:
         """Return the request that continues a node, or ``again`` generates what it has.
+
+        ``draft`` is how many tokens to draft in each round; None = as the server does.
 
         Raises:
             HttpError, LlamaBranchError: its settings cannot be generated with.
@@ -282,7 +287,7 @@ class Loom(Live):
         return Request(
             tokens, continues=0 if again else len(node.ids) - n_given, grammar=grammar,
             sampling=self.params(made), max_tokens=max_tokens, stop=made.stop,
-            top_logprobs=MOST_TOP, constraint=constraint,
+            top_logprobs=MOST_TOP, constraint=constraint, draft_k=draft,
         )  # fmt: skip
 
     def make(self, records: Iterable[Record], cid: str = "") -> list[Node]:

@@ -249,7 +249,8 @@ async def _continue(loom: Loom, do: Do, node: Node, at: int) -> Answer:
 
 def _begin(loom: Loom, do: Do, nodes: list[Node], max_tokens: int) -> Answer:
     async def work(job: Job) -> None:
-        requests = [(node, await loom.request(node, max(0, max_tokens))) for node in nodes]
+        most = max(0, max_tokens)
+        requests = [(node, await loom.request(node, most, draft=do.draft)) for node in nodes]
         await loom.generate(job, requests)
 
     for node in nodes:
@@ -265,7 +266,7 @@ async def _fork(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     if do.max_tokens == 0:
         made.seed = None
     await loom.request(Node(made, node), do.max_tokens)
-    records = loom.plain(made.id, [do.token], "t")
+    records = loom.plain(made.id, [do.token], "k")
     for owner, i, _ in node.stretches(at, at + 1):  # what is known of the place
         top = [*zip(decoded(owner.top[i]), range(1, 99), strict=False)]
         for found in ((p, rank) for (token, p), rank in top if token == do.token):
@@ -305,6 +306,9 @@ async def _search(loom: Loom, do: Do, node: Node, at: int) -> Answer:
 
     async def work(job: Job) -> None:
         watch, job.at = Watch(loom, job), at
+        await loom.read(job, tokens)
+        if job.is_stopped:
+            return
         found = await asyncio.to_thread(search, ctx, tokens, sampling, do.kind, asked, watch)
         loom.keep(node, "searches", watch.end(found))
 
@@ -335,6 +339,10 @@ async def _adopt(loom: Loom, do: Do, node: Node, at: int) -> Answer:
         ids = job.places[do.leaf].path_tokens
         if ids and loom.service.model.is_eog(ids[-1]):
             ids.pop()
+        for same in document.shown():  # it was adopted before
+            place = same.made.parent, same.made.at, same.made.kind
+            if place == (job.node, job.at, "search") and same.ids == ids and not same.deleted:
+                return {"nodes": [document.node_fields(same)], "same": True}
         name = document.name()
         records.append(Made(id=name, parent=job.node, at=job.at, kind="search", by="A"))
         records += loom.plain(name, ids, "s")

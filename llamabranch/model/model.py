@@ -55,6 +55,7 @@ class Model:
         path, name: of the file; its name without the suffix.
         files: the file, or all parts of a split model.
         kv_numbers: how many numbers of K/V a token has at least; 0 where it is not known.
+        state_numbers: how many numbers the recurrent state of a sequence has; 0 where it is not known.
         n_params, size_bytes: number of parameters; size of all tensors, bytes.
         n_ctx_train: context length the model was trained for, tokens.
         architecture: llama.cpp's name for it: "llama", "qwen2", "gemma3", "mamba", ...
@@ -63,7 +64,7 @@ class Model:
             They compute only if the model was loaded with ``load_mtp``.
         shares_memory: whether these attend to the K/V of their target instead of their own.
         target_layers: of an EAGLE-3 head, which layers of its target it reads; () for all other models.
-        n_swa: size of the sliding attention window in tokens, 0 if there is none.
+        n_swa: size of the sliding attention window in tokens, or 0 without a window.
         on_gpu: whether layers may be on a GPU.
         n_vocab, vocab_type: size of the vocabulary; kind of tokenizer: "bpe", "spm", "wpm", ..., "none".
         has_text: whether the model can turn text into tokens and back.
@@ -140,6 +141,8 @@ class Model:
         self.on_gpu, self.has_text = handle.on_gpu, handle.vocab_type != "none"
         self.bos, self.eos = handle.special("bos"), handle.special("eos")
         self.kv_numbers = header.kv_numbers() if self.memory_type != "hybrid" else 0
+        has_states = self.memory_type in ("recurrent", "hybrid")
+        self.state_numbers = header.state_numbers() if has_states else 0
         # Comparing two vocabularies of 128k tokens takes a second.
         self._reports = weakref.WeakKeyDictionary[Model, pairs.VocabularyReport]()
         self.on_measuring: Callable[[str], object] | None = None

@@ -27,7 +27,7 @@ class Thinking:
     """How the answer to a prompt begins with a thought.
 
     Attributes:
-        start: the tag that begins a thought; "" = there is none.
+        start: the tag that begins a thought; "" = thoughts begin without a tag.
         end: the tag that ends it.
         is_open: the prompt ends inside the thought; False = a thought may follow, or the answer.
         budget: the most tokens of the thought; None = no limit but that of the text.

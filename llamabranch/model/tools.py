@@ -46,7 +46,7 @@ class Tools:
         given: OpenAI's tool objects.
         names: those of all functions.
         schemas: the JSON schema of the arguments of each function, by name.
-        forced: the names of those of which one must be called; empty where none must.
+        forced: the functions from which one has to be called; empty if no call is required.
         is_named: whether the choice names one function.
         is_used: whether the model is told of them.
     """
@@ -112,7 +112,7 @@ class Tools:
         return reader.turn
 
     def calls(self, text: str) -> list[ToolCall]:
-        """Return the calls in a whole text; one that was cut is none."""
+        """Return the calls in a whole text. A call that was cut short does not count."""
         return self.read(text).calls
 
 

@@ -20,6 +20,7 @@ _F32, _F16 = 0, 1  # ggml_type
 _MASK_ROWS = 64  # rows of the mask that are there at least
 _BYTES = 1 << 20  # for what describes the tensors and the graph
 _TURNS = 8  # of each setting at most
+_HOPELESS = 1.6  # a setting that takes so many times as long as the fastest gets one turn
 _EVICTED = (
     4 << 20
 )  # bytes of K/V that one measurement reads, so that few of them wait in a core's cache
@@ -97,7 +98,8 @@ def attention_seconds(
     """Return for each setting the least seconds in which ``n_rows`` tokens attend to ``n_cells`` others.
 
     Of one K/V head with its heads. The settings take turns, two to eight each, so that another program
-    slows all of them down. inf if this build of llama.cpp lacks a function, or memory is short.
+    slows all of them down. One that is clearly slower than the fastest after the first turn gets no
+    other. inf if this build of llama.cpp lacks a function, or memory is short.
 
     Args:
         settings: K/V type ("f32", "f16", "bf16" or "q8_0"), and whether with flash attention.
@@ -118,7 +120,10 @@ def attention_seconds(
         for turn in range(_TURNS):
             if turn >= 2 and spent > most_s:
                 break
+            most = _HOPELESS * min(least) if turn else math.inf
             for i, (compute, n_computed) in enumerate(made):
+                if least[i] > most < math.inf:
+                    continue
                 start = _clock()
                 compute()
                 seconds = _clock() - start

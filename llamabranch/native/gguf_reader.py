@@ -6,6 +6,7 @@ A file that is certainly no model is refused: missing, empty, not GGUF, truncate
 
 from __future__ import annotations
 
+import math
 import mmap
 import re
 import struct
@@ -118,6 +119,19 @@ class Header:
         return sum(sorted(heads)[:n_layer] if len(heads) > 1 else heads * n_layer) * min(
             sum(sizes), sum(of_window)
         )
+
+    def state_numbers(self) -> int:
+        """Return how many numbers the recurrent state of a sequence has; 0 where it is not known.
+
+        They are what the convolutions of the layers have read last, and what their scans carry on.
+        """
+        carried = self.integer("ssm.state_size") * self.integer("ssm.inner_size")
+        n = 0
+        for name, shape, _, _ in self.tensors:
+            is_scanned = name.endswith(".ssm_conv1d.weight")
+            if is_scanned or name.endswith(".shortconv.conv.weight"):
+                n += (shape[0] - 1) * math.prod(shape[1:]) + is_scanned * carried
+        return n
 
     def head_sizes(self, n_head: int) -> tuple[int, int]:
         """Return the sizes of keys and values of one of ``n_head`` heads."""

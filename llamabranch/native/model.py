@@ -299,7 +299,7 @@ def quantize(source: Path, path: Path, file_type: str) -> None:
 
 
 def _text(read: Callable[[Any, int], int]) -> str:
-    """Return the text that ``read`` writes into a buffer; "" if there is none."""
+    """Return the text that ``read`` writes into a buffer, or "" if it writes nothing."""
     buffer = ctypes.create_string_buffer(1024)
     size = read(buffer, len(buffer))
     if size >= len(buffer):

@@ -206,7 +206,7 @@ class Sampler:
 
     @property
     def current_row_sampler(self) -> core.RowSampler | None:
-        """The compiled core for the next token; None where there is none, or not for these settings.
+        """The compiled core for the next token, or None where it is missing or lacks these settings.
 
         Use it at once: copies of this sampler share it, each with its own mask of a grammar.
 

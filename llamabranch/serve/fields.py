@@ -206,7 +206,7 @@ class TextFields(SamplingFields, kw_only=True):
         return tuple(text for text in given if text)
 
     async def text_grammar(self) -> Grammar | None:
-        """Return the grammar that the text must follow, None if there is none.
+        """Return the grammar that the text must follow, or None without one.
 
         Raises:
             GrammarError, ConfigError, HttpError: it is invalid, or more than one is asked for.
@@ -238,7 +238,7 @@ _compiled = lru_cache(maxsize=64)(Grammar)
 
 
 def limit_of(*given: int | None) -> int | None:
-    """Return the first limit of tokens that is given; None where there is none."""
+    """Return the first token limit that is given, or None without a limit."""
     asked = next((limit for limit in given if limit is not None), -1)
     return None if asked < 0 else asked
 

@@ -133,7 +133,7 @@ class Branches:
         node.use()
 
     def delete(self, node: Node, *, subtree: bool) -> int:
-        """Delete a node, with all below if asked for, else only if there is none; return how many."""
+        """Delete a node. With nodes below it: only if asked for, and with them. Return how many."""
         if node.children and not subtree:
             message = f"{len(node.children)} branches begin with it: ?subtree=true deletes them too"
             raise HttpError(409, message)

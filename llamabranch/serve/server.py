@@ -79,7 +79,7 @@ class Server:
         """
         try:
             from uvloop import run
-        except ImportError:  # there is none for Windows
+        except ImportError:  # not there on Windows
             from asyncio import run  # type: ignore[assignment]
         with self._signals():
             run(self._serve())

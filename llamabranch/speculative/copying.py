@@ -139,7 +139,7 @@ def _longest(
     find: Callable[[bytes, int], list[Place]],
     most: int,
 ) -> Match | None:
-    """Return the longest suffix of ``tokens`` for which ``find`` has places, None if there is none.
+    """Return the longest suffix of ``tokens`` for which ``find`` has places, if any.
 
     That of the longest n-gram that occurred and, where there are gaps between ``lengths``, those places
     that agree furthest back, up to the longest length.

@@ -15,7 +15,7 @@ from llama_cpp import llama_cpp as C
 import llamabranch as lb
 from llamabranch import Context
 from llamabranch.context import kv_type as measured
-from llamabranch.native import AttentionShape, attention_seconds
+from llamabranch.native import AttentionShape, attention, attention_seconds
 
 SETTINGS = [("f16", True), ("bf16", True), ("f16", False), ("bf16", False)]
 
@@ -41,6 +41,19 @@ def test_attention_of_every_type_and_shape_is_timed() -> None:
             assert len(seconds) == len(SETTINGS)
             assert all(0 < each < math.inf for each in seconds)
     assert attention_seconds([("q8_0", True)], AttentionShape(64, 3, 3), 1, 256, 0.0)[0] < math.inf
+
+
+def test_a_setting_that_is_clearly_slower_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the measurement stays short: with many rows one setting takes as long as all others."""
+    seconds = [[1.0, 1.5, 2.0], [1.1, 1.2]]  # of the first turn, and of each other one
+    spans = iter(seconds[0] + 7 * seconds[1])
+    ticks = (tick for span in spans for tick in (0.0, span))
+    monkeypatch.setattr(attention, "_clock", lambda: next(ticks))
+    shape = AttentionShape(64, 1, 1)
+    found = attention_seconds(SETTINGS[:3], shape, 64, 256, math.inf)
+    assert [each / found[0] for each in found] == pytest.approx([1.0, 1.2, 2.0])
+    with pytest.raises(StopIteration):
+        next(ticks)
 
 
 def test_settings_are_measured_once(

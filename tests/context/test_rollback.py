@@ -25,7 +25,7 @@ from llamabranch.generation.drafter import Draft, Drafter
 from llamabranch.native import ContextHandle
 from llamabranch.speculative import SpeculativeConfig
 
-ARCHITECTURES = ("lfm2", "qwen35")
+ARCHITECTURES = ("lfm2", "qwen35", "nemotron_h")
 OPTIONS: dict[str, Any] = {"n_ctx": 1024, "n_seq_max": 5, "n_threads": 1}
 TEXT = [2 + (7 * i + i * i) % 250 for i in range(400)]
 FIXED = SpeculativeConfig(draft_k=4, rule="seeded")
@@ -171,24 +171,19 @@ def test_whatever_is_done_logits_are_those_of_the_tokens(
     memory.clear()
 
 
-def test_one_text_of_an_engine_is_drafted_in_place_and_several_are_not(ctx: Context) -> None:
+def test_a_text_of_an_engine_is_drafted_in_place(ctx: Context) -> None:
     params = SamplingParams(temperature=0.9, logit_bias=ENDLESS)
     prompt = TEXT[:12] * 4
     engine = Engine(ctx, lb.SuffixDrafter(), SpeculativeConfig(draft_k=4))
-    requests = [
-        Request(prompt, max_tokens=40, sampling=params.replace(seed=seed)) for seed in (1, 2, 3)
-    ]
-    together = engine.generate(requests)
-    alone = [engine.generate([request])[0] for request in requests]
-    for seed, one in zip((1, 2, 3), alone, strict=True):
+    n_drafted = 0
+    for seed in (1, 2, 3):
+        request = Request(prompt, max_tokens=40, sampling=params.replace(seed=seed))
+        (found,) = engine.generate([request])
+        n_drafted += found.stats.num_draft_tokens
         with Branch.start(ctx, prompt, sampling=params.replace(seed=seed)) as branch:
             branch.generate(max_tokens=40).finish()
-            assert one.tokens == branch.tokens[len(prompt) :]
-    assert sum(each.stats.num_draft_tokens for each in alone) > 0
-    # Where all run, none is drafted; the last ones may run by themselves.
-    assert sum(each.stats.num_draft_tokens for each in together) < sum(
-        each.stats.num_draft_tokens for each in alone
-    )
+            assert found.tokens == branch.tokens[len(prompt) :]
+    assert n_drafted > 0
 
 
 def test_a_snapshot_goes_between_contexts_that_roll_back_and_not(

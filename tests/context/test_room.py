@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import toys
@@ -66,7 +67,7 @@ def test_least_is_not_more_than_llama_cpp_takes(
     lb.set_log_level("info")
     try:
         with Model(path) as model:
-            least = room.least_bytes(
+            least = room.cell_bytes(
                 model, ContextParams(n_ctx=65536, kv_type=kv_type).resolve(model)
             )
             capfd.readouterr()
@@ -87,7 +88,7 @@ def test_least_is_not_more_than_llama_cpp_takes(
 def test_what_fits_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = toys.write_llama(tmp_path / "toy.gguf")
     with Model(path) as model:
-        least = room.least_bytes(model, ContextParams(n_ctx=4096).resolve(model))
+        least = room.cell_bytes(model, ContextParams(n_ctx=4096).resolve(model))
         monkeypatch.setattr(room, "memory_bytes", lambda: least)
         Context(model, n_ctx=4096, n_threads=1).close()
         with pytest.raises(ConfigError, match="needs at least"):
@@ -96,8 +97,58 @@ def test_what_fits_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         Context(model, n_ctx=4352, n_threads=1).close()
     path = toys.write_mamba(tmp_path / "mamba.gguf")
     with Model(path) as model:  # its memory does not depend on n_ctx
-        monkeypatch.setattr(room, "memory_bytes", lambda: 1)
+        least = room.least_state_bytes(model, ContextParams(n_ctx=256).resolve(model))
+        monkeypatch.setattr(room, "memory_bytes", lambda: least)
         Context(model, n_ctx=4096, n_threads=1).close()
+
+
+@pytest.mark.usefixtures("of_16_gib")
+@pytest.mark.parametrize("architecture", ["qwen35", "lfm2", "nemotron_h", "mamba"])
+@pytest.mark.parametrize(
+    "options", [{"n_seq_max": 200}, {"n_seq_max": 200, "n_rs_seq": 8}, {"n_rs_seq": 64}], ids=str
+)
+def test_states_that_do_not_fit_are_refused_with_their_size(
+    architecture: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = toys.write_toy(tmp_path / "toy.gguf", architecture)
+    with Model(path) as model:
+        params = ContextParams(n_ctx=256, n_threads=1, **options).resolve(model)
+        states = room.least_state_bytes(model, params)
+        n_seq_max, n_rs_seq = params.n_seq_max or 0, options.get("n_rs_seq", 0)
+        assert states == n_seq_max * (1 + n_rs_seq) * model.state_numbers * 4 > 0
+        # Half of the states fit.
+        limit = room.cell_bytes(model, params) + states // 2
+        monkeypatch.setattr(room, "memory_bytes", lambda: limit)
+        monkeypatch.setattr(room, "BYTES_OF_CELL", 0)
+        said = rf"n_seq_max={n_seq_max} with n_rs_seq={n_rs_seq} needs .* MB for the states of each"
+        with pytest.raises(ConfigError, match=said) as raised:
+            Context(model, n_ctx=256, n_threads=1, **options)
+        fits = re.search(r"at most n_seq_max=(\d+) could fit", str(raised.value.hint))
+        assert fits is not None
+        assert n_seq_max // 2 <= int(fits[1]) < n_seq_max
+        assert ("n_rs_seq=0" in str(raised.value.hint)) == bool(n_rs_seq)
+
+
+@pytest.mark.parametrize("architecture", ["qwen35", "lfm2", "nemotron_h", "mamba"])
+@pytest.mark.parametrize("n_rs_seq", [0, 7])
+def test_states_take_what_the_header_says(
+    architecture: str, n_rs_seq: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = toys.write_toy(tmp_path / "toy.gguf", architecture, n_layer=6)
+    options: dict[str, Any] = {"n_ctx": 256, "n_seq_max": 150, "n_rs_seq": n_rs_seq}
+    lb.set_log_level("info")
+    try:
+        with Model(path) as model:
+            least = room.least_state_bytes(model, ContextParams(**options).resolve(model))
+            capfd.readouterr()
+            with Context(model, n_threads=1, batch_invariant=False, **options) as ctx:
+                assert ctx.capabilities.state_bytes >= model.state_numbers * 4
+    finally:
+        lb.set_log_level("none")
+    sizes = re.findall(r"RS buffer size = +([\d.]+) MiB", capfd.readouterr().err)
+    if architecture == "mamba" and n_rs_seq:  # llama.cpp keeps no other states of it
+        least //= 1 + n_rs_seq
+    assert least == pytest.approx(float(sizes[0]) * 2**20, rel=0.02, abs=2**13)
 
 
 def machine(root: Path, **files: str) -> Path:

@@ -23,6 +23,7 @@ from llamabranch import (
     SamplingParams,
     SpeculativeConfig,
     Speculator,
+    SuffixDrafter,
 )
 from llamabranch.errors import (
     BranchStateError,
@@ -260,6 +261,40 @@ for _architecture in ("mamba", "rwkv7", "lfm2", "qwen35", "gemma3"):
     for _checkpoint_ram in (0, 100_000, 1 << 30):
         case("options", f"checkpoints_{_architecture}_{_checkpoint_ram}")(
             partial(_checkpoints, architecture=_architecture, checkpoint_ram=_checkpoint_ram)
+        )
+
+
+def _rollback(w: World, architecture: str, options: dict[str, Any]) -> None:
+    """Few tokens at once, few sequences, many states: drafts of one text and of several."""
+    path = toys.write_toy(w.folder / f"{architecture}.gguf", architecture, vocab="bytes")
+    with Model(path) as model:
+        n_batch = min(options.get("n_ubatch", 512), options.get("n_batch", 512))
+        if options.get("n_rs_seq", 0) > n_batch - 2:
+            must_raise(ConfigError, lambda: Context(model, n_ctx=512, n_threads=1, **options))
+            return
+        with Context(model, n_ctx=512, n_threads=1, **options) as ctx:
+            engine = Engine(ctx, SuffixDrafter(), SpeculativeConfig(draft_k=64))
+            prompt = [3, 4, 5, 6] * 8
+            n_texts = 1 if n_batch < 4 else 4
+            requests = [
+                Request(prompt[i:], max_tokens=24, sampling=SamplingParams(seed=i))
+                for i in range(n_texts)
+            ]
+            engine.generate(requests)
+            ctx.audit()
+
+
+_OPTIONS: list[dict[str, Any]] = [
+    {"n_batch": n_batch, "n_seq_max": n_seq_max, **more}
+    for n_batch in (2, 5, 6, 10, 11)
+    for n_seq_max in (1, 4)
+    for more in ({}, {"n_rs_seq": 4}, {"n_rs_seq": 64}, {"n_ubatch": 6})
+    if n_seq_max <= n_batch
+]
+for _architecture in ("lfm2", "qwen35", "nemotron_h"):
+    for _number, _options in enumerate(_OPTIONS):
+        case("options", f"rollback_{_architecture}_{_number}")(
+            partial(_rollback, architecture=_architecture, options=_options)
         )
 
 

@@ -249,3 +249,149 @@ def test_imports_over_http_make_one_action(tmp_path: Path) -> None:
                 assert getattr(a, name) == getattr(b, name), name
         for data, status in ((b"{" * 100, 400), (b" " * (65 << 20), 413)):
             assert page.api.post("/loom/import", content=data).status_code == status
+
+
+# -- files of other programs, as they come ---------------------------------------------------------
+
+STORY = "Es war „schön“: ein König, naïve cœur.\nEnde"
+ENCODINGS = ("utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "cp1252")
+
+
+def text_of(data: bytes) -> str:
+    """Return the text of a file that is read as one text."""
+    kind, items, _ = formats.read(data, 100, "".__eq__)
+    assert kind == "markdown" and isinstance(items, list)
+    (item,) = items
+    return item.text
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_texts_are_read_in_the_encoding_they_have(encoding: str) -> None:
+    assert text_of(STORY.encode(encoding)) == STORY
+    assert text_of(STORY.replace("\n", "\r\n").encode(encoding)) == STORY
+    tree = json.dumps({"text": STORY, "children": []}, ensure_ascii=False)
+    kind, items, _ = formats.read(tree.encode(encoding), 100, "".__eq__)
+    assert kind == "socketteer-simple" and isinstance(items, list)
+    assert items[0].text == STORY
+
+
+def test_latin_1_with_bytes_that_windows_has_not() -> None:
+    assert text_of(b"caf\xe9 \x81 na\xefve") == "café \x81 naïve"
+    assert formats.encoding_of("café".encode()) == "utf-8"
+    assert formats.encoding_of(b"caf\xe9") == "cp1252"
+
+
+@pytest.mark.parametrize("text", [
+    "[Chapter 1]\nIt rained.", "[1] A note.", "{The lights go out.}\nWho is there?", "[[Home]] is far.",
+    '["Hello," she said.]', "{{char}} looks up.", "[He sighs", '{"Stop!" he cried.}', "[... and then",
+])  # fmt: skip
+def test_a_story_may_begin_with_a_bracket(text: str) -> None:
+    assert text_of(text.encode()) == text
+    assert text_of(f"\n  {text}".encode("utf-16")) == f"\n  {text}"
+
+
+@pytest.mark.parametrize("data", [
+    b'{"nodes": {"a": {"text": "on', b'[{"text": "a"', b'{"root": {"text": "a"}', b'{"a": 1,}', b'{"text',
+    b'{\n  "text": "One" "children": []}', b"[[{", b"{}x",
+])  # fmt: skip
+def test_json_that_is_cut_or_wrong_is_no_story(data: bytes) -> None:
+    with pytest.raises(ConfigError, match="JSON"):
+        formats.read(data, 100, "".__eq__)
+
+
+@pytest.mark.parametrize("data", [
+    b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR", b"GGUF\x03\x00\x00\x00", b"PK\x03\x04\x14\x00\x06\x00",
+    b"%PDF-1.7\n1 0 obj <</Type /Catalog>> endobj", b"\x1f\x8b\x08\x00\x00", b"SQLite format 3\x00",
+    b"\xff\xd8\xff\xe0\x00\x10JFIF", bytes(range(256)), b"\x00" * 64, b"plain \x00 text", b"{\\rtf1 a}",
+    b"\x7fELF\x02\x01\x01\x00", b"\xff\xfea\x00b",
+])  # fmt: skip
+def test_binary_files_are_told(data: bytes) -> None:
+    with pytest.raises(ConfigError) as told:
+        formats.read(data, 100, "".__eq__)
+    assert told.value.hint and "text" in str(told.value)
+
+
+@pytest.mark.parametrize("data", [b"", b" \n", b"\xef\xbb\xbf", b"\xff\xfe"])
+def test_an_empty_file_is_told(data: bytes) -> None:
+    with pytest.raises(ConfigError, match="empty"):
+        formats.read(data, 100, "".__eq__)
+
+
+def test_half_surrogates_are_joined_or_replaced() -> None:
+    def texts(*parts: str) -> list[str]:
+        node: dict[str, object] = {"text": parts[-1], "children": []}
+        for part in reversed(parts[:-1]):
+            node = {"text": part, "children": [node]}
+        found = []
+        for escaped in (True, False):
+            data = json.dumps(node, ensure_ascii=escaped).encode("utf-8", "surrogatepass")
+            _, items, _ = formats.read(data, 100, "".__eq__)
+            assert isinstance(items, list)
+            found.append([item.text for item in items])
+        assert found[0] == found[1]
+        return found[0]
+
+    assert texts("a \ud83d\ude00 b") == ["a 😀 b"]
+    assert texts("a \ud83d b") == ["a \ufffd b"]
+    assert texts("a \ud83d", "\ude00 b") == ["a 😀 b"]  # one character that two nodes share
+    assert texts("a \ud83d", "b", "\ude00") == ["a \ufffdb\ufffd"]
+    assert text_of(b"half \xed\xa0\xbd of it") == "half \ufffd of it"
+    assert text_of(b"\xed\xa0\xbd\xed\xb8\x80 whole") == "😀 whole"
+
+
+def mikupad(chunks: list[dict[str, object]], **more: object) -> dict[str, str]:
+    """Return a session as mikupad exports it: an object whose values are JSON texts."""
+    session = {"name": "MikuPad #1", "prompt": chunks, "seed": -1, "temperature": 0.7, **more}
+    return {name: json.dumps(value) for name, value in session.items()}
+
+
+def chunk(text: str, prob: float) -> dict[str, object]:
+    """Return a token that mikupad has generated."""
+    probs = [{"tok_str": text, "prob": prob}, {"tok_str": " other", "prob": 0.1}]
+    return {
+        "content": text,
+        "prob": prob,
+        "completion_probabilities": [{"content": text, "probs": probs}],
+    }
+
+
+CHUNKS: list[dict[str, object]] = [
+    {"type": "user", "content": "[INST] Write."}, {"type": "user", "content": " Now. [/INST]"},
+    chunk(" Once", 0.5), chunk(" \ud83d", 0.4), chunk("\ude00", 0.3),
+    {"type": "user", "content": "\nEnd"},
+]  # fmt: skip
+TOLD = ["[INST] Write. Now. [/INST]", " Once 😀", "\nEnd"]
+
+
+def test_sessions_of_mikupad_are_read() -> None:
+    beside = {"prefix": "[", "text": "A fox.", "suffix": "]"}
+    other = {"prompt": [{"type": "user", "content": "Two"}], "name": "b"}
+    files = [
+        (mikupad(CHUNKS, memoryTokens=beside), [TOLD]),  # one session
+        ({"prompt": CHUNKS, "memoryTokens": beside}, [TOLD]),  # the same from its server
+        ({"Sessions": [{"key": 0, "value": {"prompt": CHUNKS, "memoryTokens": beside}},
+                       {"key": 1, "value": other}, {"key": "nextSessionId", "value": 2}],
+          "Templates": [{"key": "a", "value": {"name": "x"}}]}, [TOLD, ["Two"]]),  # all of them
+    ]  # fmt: skip
+    for file, texts in files:
+        kind, items, n_lost = formats.read(json.dumps(file).encode(), 99, "".__eq__)
+        assert (kind, n_lost) == ("mikupad", 0) and isinstance(items, list)
+        assert [item.text for item in items] == [text for told in texts for text in told]
+        assert [item.parent for item in items][:3] == [-1, 0, 1]
+        assert [item.by for item in items][:3] == ["user", "import", "user"]
+        assert items[0].note == "memory: A fox."
+    with pytest.raises(ConfigError, match="at most 2 nodes"):
+        formats.read(json.dumps(mikupad(CHUNKS)).encode(), 2, "".__eq__)
+    for wrong in (
+        {"prompt": "a story"},
+        {"prompt": '[{"text": 1}]'},
+        {"prompt": 3},
+        {"prompt": "{"},
+    ):
+        with pytest.raises(ConfigError):
+            formats.read(json.dumps(wrong).encode(), 99, "".__eq__)
+
+
+def test_a_weave_of_tapestry_is_told() -> None:
+    with pytest.raises(ConfigError, match="Tapestry"):
+        formats.read(b"VersionedTapestryWeave__" + bytes(200), 99, "".__eq__)

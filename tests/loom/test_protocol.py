@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,7 @@ def test_an_alternative_reads_no_prompt_token(page: Paged, root: Any) -> None:
     (made,) = page.of("node", cid="taken")  # what a tab shows before it has the answer
     assert made["node"]["id"] == answer["nodes"][0]["id"]
     fork = page.tokens(answer["nodes"][0]["id"])
-    assert fork["src"][0] == "t" and fork["ids"][0] == token and len(fork["ids"]) > 1
+    assert fork["src"][0] == "k" and fork["ids"][0] == token and len(fork["ids"]) > 1
     assert fork["lp"][0] == lps[token]
     assert fork["node"]["read"] == 0
     paths = [page.tokens(node["id"], path=1)["ids"][:place] for node in (first, fork["node"])]
@@ -228,6 +229,109 @@ def test_undo_goes_back_to_nothing_and_forward_again(tmp_path: Path) -> None:
         page.do("redo", 409)
 
 
+def unread(page: Paged, beginning: str) -> str:
+    """Import a text that no model has read; return its node."""
+    text = " ".join([beginning, *(f"a king and {i} sons" for i in range(70))])
+    return str(page.api.post("/loom/import", content=text).json()["nodes"][0]["id"])
+
+
+@contextmanager
+def stopping(page: Paged, ctx: Any) -> Iterator[list[str]]:
+    """Stop what runs while this context decodes for the first time; yield the names of the jobs."""
+    jobs: list[str] = []
+
+    def around(decode: Any, size: int) -> int:
+        if not jobs and page.loom.running:
+            jobs.extend(page.loom.stop(page.loom.running))
+        elif jobs:
+            late.append(size)
+        return int(decode(size))
+
+    late: list[int] = []
+    before = ctx.decoder.hook(around)
+    try:
+        yield jobs
+    finally:
+        ctx.decoder.hook(before)
+    assert jobs and not late  # nothing was decoded after that
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "continue": {"n": 3}, "compare": {"mode": "lockstep"}, "search": {"kind": "best_of_n"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("op", WAYS)
+def test_stop_ends_the_reading_and_leaves_no_branch(page: Paged, op: str) -> None:
+    node = unread(page, f"To {op}")
+    before, n_done = page.nodes(), page.doc()["undo"]
+    with stopping(page, page.loom.service.ctx) as jobs:
+        answer = page.do(op, node=node, **WAYS[op])
+        job = page.finish(answer["job"])
+    assert (job["state"], job["error"], job["message"]) == ("stopped", None, None)
+    assert jobs == [answer["job"]]
+    assert any(each["message"] for each in page.of("job", id=answer["job"]))  # reading 0 of ...
+    page.do("undo")  # the import: there is nothing of what was stopped
+    assert node not in page.nodes()
+    page.do("redo")
+    assert page.nodes() == before and page.doc()["undo"] == n_done
+    for made in answer["nodes"]:
+        assert page.api.get("/loom/tokens", params={"node": made["id"]}).status_code == 404
+
+
+@pytest.mark.parametrize("mode", ["read", "lockstep"])
+def test_stop_ends_the_reading_of_the_second_model(page: Paged, mode: str) -> None:
+    node = unread(page, f"Both {mode}")
+    if mode == "read":
+        node = page.type(" and a fox", node)["id"]
+    before = page.nodes()
+    assert page.loom.partner_of() is not None
+    with stopping(page, page.loom.partner_of()):
+        job = page.finish(page.do("compare", node=node, mode=mode)["job"])
+    assert (job["state"], job["error"]) == ("stopped", None)
+    assert page.nodes() == before
+    page.done("compare", node=node, mode=mode)  # and nothing is left that stops the next one
+
+
+def test_undo_of_what_has_no_token_yet_leaves_nothing_to_redo(page: Paged) -> None:
+    node = unread(page, "Undone")
+    undone: list[Any] = []
+    ctx = page.loom.service.ctx
+
+    def around(decode: Any, size: int) -> int:
+        if not undone:
+            undone.append(page.do("undo"))
+        return int(decode(size))
+
+    before = ctx.decoder.hook(around)
+    try:
+        job = page.finish(page.do("continue", node=node, n=2)["job"])
+    finally:
+        ctx.decoder.hook(before)
+    assert job["state"] == "stopped" and undone
+    page.do("redo", 409)
+
+
+def test_a_length_of_drafts_can_be_forced(page: Paged, root: Any) -> None:
+    for draft in (1, 3):
+        node = page.grow(root["id"], max_tokens=32, seed="8", draft=draft)["id"]
+        lengths = {len(each["draft"]) for each in page.tokens(node)["rounds"]}
+        assert max(lengths) == draft
+    plain = page.grow(root["id"], max_tokens=32, seed="8")
+    assert page.tokens(node)["ids"] == page.tokens(plain["id"])["ids"]
+    page.do("continue", 400, node=root["id"], draft=0)
+
+
+def test_settings_come_with_the_tokens(page: Paged, root: Any) -> None:
+    made = page.grow(root["id"], max_tokens=6, seed="9", sampling={"temperature": 0.7}, stop=["zz"])
+    below = page.type(" and then", made["id"])
+    nodes = {node["id"]: node for node in page.tokens(below["id"], path=1)["nodes"]}
+    assert list(nodes) == [root["id"], made["id"], below["id"]]
+    told = nodes[made["id"]]
+    assert (told["seed"], told["stop"], told["max_tokens"]) == ("9", ["zz"], 6)
+    assert told["sampling"]["temperature"] == 0.7
+
+
 @pytest.mark.parametrize("op", ["undo", "stop"])
 def test_a_generation_is_undone_or_stopped(page: Paged, root: Any, op: str) -> None:
     answer = page.do("continue", node=root["id"], n=1, max_tokens=800)
@@ -267,6 +371,11 @@ def test_searches_are_told_adopted_and_stopped(page: Paged, root: Any, kind: str
     leaf, text, _, _ = job["result"]["hypotheses"][0]
     adopted = page.do("adopt", job=answer["job"], leaf=leaf)["nodes"][0]
     assert page.text(adopted["id"]).startswith(START + text)
+    again = page.do("adopt", job=answer["job"], leaf=leaf)  # it is there already
+    assert again["same"] and [node["id"] for node in again["nodes"]] == [adopted["id"]]
+    page.do("undo")
+    (fresh,) = page.do("adopt", job=answer["job"], leaf=leaf)["nodes"]
+    assert fresh["id"] != adopted["id"]
     (kept,) = page.tokens(root["id"])["searches"]
     assert kept["kind"] == kind and len(kept["lines"]) == len(nodes)
     long = OPTIONS[kind] | {"max_tokens": 400}

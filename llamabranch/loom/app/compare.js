@@ -1,7 +1,7 @@
 // @ts-check
 // Two models side by side: the text under A and under B, or two texts that part; bits by span where tokenizers differ.
 import { $, fill, h, label, redraw, short, tell } from "./dom.js";
-import { choose } from "./lenses.js";
+import { choose, lens } from "./lenses.js";
 import { act, fetchPath, listeners } from "./net.js";
 import { pathOf, pieces, select, store, view } from "./store.js";
 import { keptPath, shownPath, textView } from "./text.js";
@@ -11,6 +11,8 @@ import { keptPath, shownPath, textView } from "./text.js";
 /** @type {ReturnType<typeof textView>} */ let column;
 const parted = keptPath();
 /** @type {Path | null} */ let from = null;
+/** @type {string | null} the node that is compared */ let comparedNode = null;
+let lensBefore = "probability"; // the lens before the comparison
 /** @type {Path} */ let underB = pathOf(null, null);
 
 /** Comparisons of the shown path. */
@@ -53,12 +55,14 @@ function drawCompare() {
   const b = $("text-b");
   const scroller = b.parentElement;
   const { A, B } = store.doc.models;
-  const on = view.compare && B != null;
-  scroller.hidden = $("head-a").hidden = !on;
-  if (!on) return;
+  const all = compares(), runs = [...store.jobs.values()].some(({ op, state, node }) =>
+    op === "compare" && state === "running" && pieces(store.current, store.end).some(({ id }) => id === node));
+  view.compare &&= B != null && (all.length > 0 || runs || comparedNode === store.current);
+  scroller.hidden = $("head-a").hidden = !view.compare;
+  if (!view.compare) return;
   $("head-a").textContent = `A  ${A?.name ?? ""}`;
   $("head-b").textContent = `B  ${B.name}${partner() ? "" : " on the same text"}`;
-  const unequal = compares().findLast((each) => each.spans);
+  const unequal = all.findLast((each) => each.spans);
   b.hidden = unequal != null;
   if ($("spans").of !== unequal) fill($("spans"), unequal && spanTable(unequal));
   $("spans").of = unequal;
@@ -78,19 +82,32 @@ function follow() {
   column.reveal(j, "start");
 }
 
+/** Show one text again, with the lens there was. */
+export function closeCompare() {
+  if (!view.compare) return false;
+  view.compare = false;
+  if (["divergence", "change"].includes(lens.name)) choose(lensBefore);
+  redraw(["compare", "text", "tree"]);
+  return true;
+}
+
 /** Compare from a place on. @param {string} mode @param {number} at @param {Record<string, any>} fields */
 export async function compare(mode, at, fields) {
   const answer = await act("compare", { node: store.current, mode, ...(mode === "read" ? {} : { at, ...fields }) });
   if (!answer) return;
   view.compare = true;
+  comparedNode = answer.nodes?.[0]?.id ?? store.current;
+  if (!["divergence", "change"].includes(lens.name)) lensBefore = lens.name;
   choose(store.doc.models.B?.same_vocabulary === false ? "probability" : "divergence");
   if (answer.nodes?.length) select(answer.nodes[0].id);
   redraw(["compare", "text", "tree"]);
+  return answer;
 }
 
 export function startCompare() {
   column = textView($("text-b"), secondPath, "b");
   $("text").parentElement.addEventListener("scroll", follow, { passive: true });
+  $("close-b").onclick = closeCompare;
   listeners.push((name, { op, state, result }) => {
     if (name !== "job" || op !== "compare" || state !== "done" || !result) return;
     const { n, kl, same, first_greedy: greedy, first_seed: seed } = result;

@@ -42,7 +42,7 @@ export const radios = (id, values, chosen) => fill($(id), values.map(([value, ti
 /** Check one of a group's radio buttons. @param {string} id @param {string} value */
 export const check = (id, value) => void ($(id).querySelector(`[value=${value}]`).checked = true);
 
-const UNSEEN = /[\p{C}\p{Z}]/gu;
+const UNSEEN = /\p{RGI_Emoji}|[\p{C}\p{Z}]/gv; // an emoji may have tags in it, which cannot be seen alone
 const KEPT = " \n\t\u200c\u200d";
 const MARKS = /(\p{M}{8})(\p{M}+)/gu;
 
@@ -52,7 +52,7 @@ export function visible(text) {
   if (/^[\x20-\x7e\n]*$/.test(text)) return text;
   return text
     .replace(UNSEEN, (c) =>
-      KEPT.includes(c) ? c : "\\u" + (c.codePointAt(0) ?? 0).toString(16).padStart(4, "0"))
+      KEPT.includes(c) || /^\p{RGI_Emoji}$/v.test(c) ? c : "\\u" + (c.codePointAt(0) ?? 0).toString(16).padStart(4, "0"))
     .replace(MARKS, (_, drawn, more) => `${drawn}[+${[...more].length} marks]`);
 }
 
@@ -64,6 +64,37 @@ export function visibleTexts(texts) {
     marks = /^\p{M}*$/u.test(text) ? marks + text.length : 0;
     return marks > 8 ? "" : visible(text);
   });
+}
+
+const CHARACTERS = new Intl.Segmenter("en", { granularity: "grapheme" });
+// Where one character may go on from one text to the next: marks, joiners, parts of emoji, syllables of Korean.
+const GOES_ON = /^[\p{M}\u200c\u200d\u1160-\u11ff\p{Emoji_Modifier}\p{Regional_Indicator}\u{e0020}-\u{e007f}]/u;
+const IS_OPEN = /[\u200d\p{Regional_Indicator}\u094d\u09cd\u0acd]$/u;
+
+/** The first characters of a text, as a reader counts them. @param {string} text @param {number} most UTF-16 units */
+export function clip(text, most) {
+  if (text.length <= most) return text;
+  const next = CHARACTERS.segment(text).containing(most); // the character that would be cut
+  return text.slice(0, next?.index ?? most);
+}
+
+/** Texts that follow each other, with each character in one of them: one that several share is in the last.
+ * @param {string[]} texts */
+export function wholeCharacters(texts) {
+  let open = -1; // the text that holds the last character so far
+  texts.forEach((text, i) => {
+    if (!text) return;
+    const before = open < 0 ? "" : texts[open];
+    if (before && (GOES_ON.test(text) || IS_OPEN.test(before))) {
+      const cut = CHARACTERS.segment(before + text).containing(before.length)?.index ?? before.length;
+      if (cut < before.length) {
+        texts[i] = before.slice(cut) + text;
+        texts[open] = before.slice(0, cut);
+      }
+    }
+    open = i;
+  });
+  return texts;
 }
 
 /** As `visible`, on one line: spaces at the ends and line ends can be seen. @param {string} text */
@@ -146,6 +177,19 @@ export function redraw(parts, waits = false) {
 }
 
 let toldAt = 0, telling = 0;
+
+/** Take back what was said: something else is done now. */
+export function hush() {
+  clearTimeout(telling);
+  $("status").textContent = "";
+}
+
+/** Say what went wrong: in the dialog that is open, too. @param {string} message */
+export function warn(message) {
+  tell(message);
+  const box = document.querySelector("dialog[open] .wrong");
+  if (box) box.textContent = visible(message);
+}
 
 /** Say something in the footer and, at most once in two seconds, to a screen reader. @param {string} message */
 export function tell(message) {

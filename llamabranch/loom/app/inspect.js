@@ -1,6 +1,6 @@
 // @ts-check
 // The inspector: one token with its numbers and alternatives, B's view of it, where it came from, its branch.
-import { $, attribute, fill, h, plural, short, visible } from "./dom.js";
+import { $, attribute, fill, h, label, plural, short, visible } from "./dom.js";
 import { SOURCES, looks } from "./lenses.js";
 import { act } from "./net.js";
 import { FLAGS, look, ownerOf, select, store, view } from "./store.js";
@@ -91,6 +91,9 @@ function origin(c, i) {
     node.by === "A" || node.by === "B" ? fact("written by", store.doc.models[node.by]?.name ?? node.by) : [],
     node.seed != null ? fact("seed", node.seed) : [],
     sampling ? fact("sampling", sampling) : [],
+    node.max_tokens ? fact("most tokens", node.max_tokens) : [],
+    node.stop?.length ? fact("stops at", node.stop.map(label).join(", ")) : [],
+    node.grammar || node.json_schema ? fact("follows", node.grammar ? "a grammar" : "a JSON schema") : [],
     fact("token", `${c.ids[i]} at ${i}`),
     shared || /[^\x20-\x7e]/.test(c.text[i])
       ? fact("bytes", bytes.map((byte) => byte.toString(16).padStart(2, "0")).join(" ")) : [],
@@ -107,12 +110,13 @@ export function drawInspector() {
   const box = $("token");
   if (i < 0) {
     drawnFor = null;
+    $("main").classList.remove("tapped");
     return fill(box, h("p", { class: "dim" }, "Point at a token to see what else the model had in mind."));
   }
   const owner = store.nodes.get(ownerOf(c, i) ?? "");
   const top = topsAt(i);
   const key = [ownerOf(c, i), i, c.ids[i], c.lp[i], c.lpB[i], top?.length, owner?.flags, owner?.note, owner?.seed,
-    owner?.read, owner?.rounds.length, view.pinned, document.documentElement.dataset.lens].join();
+    owner?.read, owner?.rounds.length, owner?.sampling, Math.max(view.cursor, view.reading) >= 0, view.pinned, document.documentElement.dataset.lens].join();
   if (drawnFor === key) return; // an element under the mouse or with the focus stays
   drawnFor = key;
   const isNext = i === c.n;
@@ -123,4 +127,7 @@ export function drawInspector() {
     !isNext && numbers(c, i), alternatives(c, i), !isNext && [second(c, i), origin(c, i)]);
   if (focused) box.querySelector(`[data-alternative="${CSS.escape(focused)}"]`)?.focus();
   attribute($("token-pane"), "data-position", i);
+  // On a phone what was tapped is inspected below the text.
+  $("main").classList.toggle("tapped", Math.max(view.cursor, view.reading) >= 0);
+  if (innerWidth <= 900) $("text").querySelector(".cursor")?.scrollIntoView({ block: "nearest" });
 }

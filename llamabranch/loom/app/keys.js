@@ -41,6 +41,7 @@ export const ACTIONS = [
   ["undo", "", "undo", ["u", "Ctrl+z"]],
   ["redo", "", "redo", ["Ctrl+Shift+Z", "U"]],
   ["find", "", "find in all nodes", ["/"]],
+  ["copy", "", "copy the text", ["c"]],
   ["export", "", "export and import", ["E"]],
   ["help", "", "help and keys", ["?"]],
 ];

@@ -1,6 +1,6 @@
 // @ts-check
 // The six lenses: for a token of a path its value, bin and second cue; the legend. Formulas are those of docs/page.md.
-import { $, check, fill, h, redraw, set, short, tell } from "./dom.js";
+import { $, check, fill, h, redraw, set, tell } from "./dom.js";
 
 /** @typedef {import("./store.js").Tokens} Columns what is known of the tokens of a path or stretch */
 /** @typedef {object} Lens
@@ -13,7 +13,7 @@ import { $, check, fill, h, redraw, set, short, tell } from "./dom.js";
 
 export const SOURCES = {
   p: "prompt", t: "typed", s: "sampled", f: "forced by the grammar", d: "drafted and accepted",
-  b: "bonus after a draft", c: "corrected",
+  b: "bonus after a draft", c: "corrected", k: "picked",
 };
 const LETTERS = Object.keys(SOURCES);
 
@@ -38,7 +38,7 @@ export const LENSES = [
   { name: "source", says: "Where each token comes from: you, the sampler, a grammar, or a draft that was accepted.",
     title: "Source", value: (c, i) => (c.src[i] ? LETTERS.indexOf(c.src[i]) : NaN),
     cue: (bin) => (bin ? LETTERS[bin] : ""), bin: (place) => place,
-    bins: ["prompt", "typed", "sampled", "forced", "drafted", "bonus", "corrected"] },
+    bins: ["prompt", "typed", "sampled", "forced", "drafted", "bonus", "corrected", "picked"] },
   { name: "divergence", says: "How far model B's probabilities are from A's at each place. It needs a comparison.",
     title: "Divergence", value: (c, i) => c.kl[i],
     cue: (bin, c, i) => (c.same[i] !== 0 ? "" : i === c.same.indexOf(0) ? "⚑" : "▲"),
@@ -76,7 +76,7 @@ export function turn(by) {
   tell(`Lens: ${lens.title.toLowerCase()}.`);
 }
 
-/** Draw the legend: bins, how many tokens of the path are in each, the share that is not known. A click goes
+/** Draw the legend: bins, and how many tokens of the path are in each. A click goes
  * through the tokens of a bin.
  * @param {Columns} c @param {(bin: number) => void} visit */
 export function drawLegend(c, visit) {
@@ -92,7 +92,7 @@ export function drawLegend(c, visit) {
   }
   counts.forEach((count, bin) => {
     const button = box.children[bin];
-    set(button.lastChild, { textContent: bin < unknown ? String(count) : `${short((100 * count) / Math.max(1, c.n))} %` });
+    set(button.lastChild, { textContent: String(count) });
     set(button, { hidden: bin === unknown && count === 0 });
   });
 }

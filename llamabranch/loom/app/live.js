@@ -6,22 +6,37 @@ import { pieces, select, store, texts } from "./store.js";
 import { moveTo, named } from "./text.js";
 
 /** @typedef {Record<string, any>} Loose */
-/** @typedef {{job: string, kind: string, nodes: any[], children: number[][], stats: Loose, sizes: number[], votes: Loose}} Search */
+/** @typedef {{job: string, kind: string, nodes: any[], children: number[][], stats: Loose, sizes: number[], votes: Loose,
+ *   adopted: Map<number, string>}} Search `adopted`: nodes, by the place that they were */
 
 const LINES = 2000, LISTED = 60; // of an outline, of rounds
 /** @type {Map<string, Search>} */ const searches = new Map();
 let isOpen = false;
 let frozen = false;
 let at = -1; // the round that is looked at; -1: the latest
-let rate = "";
+/** @type {Map<string, string>} tokens a second, by node */ const rates = new Map();
 let drawn = "";
 
-/** Rounds of the shown path, or of the node that is being written. */
+/** The job that runs, the newest one that writes or reads. */
+const runningJob = () => [...store.jobs.values()].findLast((job) => job.state === "running");
+
+/** Rounds of the job that writes; when none does, those of the shown path. */
 function rounds() {
-  const running = [...store.jobs.values()].findLast((job) => job.state === "running");
-  const ids = new Set(pieces(store.current, store.end).map(({ id }) => id));
-  for (const id of running?.nodes ?? []) ids.add(id);
-  return [...ids].flatMap((id) => store.nodes.get(id)?.rounds ?? []);
+  const written = runningJob()?.nodes ?? [];
+  const ids = written.length ? written : pieces(store.current, store.end).map(({ id }) => id);
+  return ids.flatMap((/** @type {string} */ id) => store.nodes.get(id)?.rounds ?? []);
+}
+
+const DOES = { continue: "writing", fork: "writing", replay: "replaying", score: "reading", type: "reading", search: "searching", compare: "comparing" };
+
+/** What a job does, how far it is, and a button that stops it. @param {Loose} job */
+function drawJob({ id, op, message, nodes }) {
+  const [read, total] = (/([\d,]+) of ([\d,]+)/.exec(message ?? "") ?? []).slice(1).map((n) => Number(n.replaceAll(",", "")));
+  const written = nodes.reduce((/** @type {number} */ n, /** @type {string} */ name) => n + (store.nodes.get(name)?.tokens.n ?? 0), 0);
+  return h("p", { class: "row job" },
+    h("span", {}, message ?? `${/** @type {any} */ (DOES)[op] ?? op}${written ? `: ${plural(written, "token")}` : ""}`),
+    total > 0 && h("progress", { max: total, value: read, "aria-label": "How much is read" }),
+    h("button", { type: "button", onclick: () => act("stop", { job: id }) }, "Stop"));
 }
 
 function totals(/** @type {Loose[]} */ all) {
@@ -54,10 +69,10 @@ function roundLine(round, chosen) {
     ms && h("span", { class: "ms" }, `${short(ms[0])} + ${short(ms[1])} ms`));
 }
 
-function drawRounds(/** @type {Loose[]} */ all) {
+function drawRounds(/** @type {Loose[]} */ all, /** @type {any} */ job) {
   const sum = totals(all);
   const spent = sum.draft + sum.verify;
-  return h("div", { class: "panel" }, h("div", { class: "totals" },
+  return h("div", { class: "panel" }, h("div", { class: "totals" }, job,
     h("p", {}, `${sum.drafted} drafted = ${sum.accepted} accepted + ${sum.rejected} rejected + ${sum.unreached} not reached.`),
     h("p", {}, `${short(1 + sum.accepted / all.length)} tokens a round; ${short((100 * sum.draft) / (spent || 1))} % of the time for drafts.`),
     bars("Accepted, by place in the draft, percent", sum.byPosition.map(([yes, n]) => [(100 * yes) / n, `${yes} of ${n}`]))),
@@ -107,18 +122,23 @@ function drawSearch(/** @type {Search} */ search) {
     h("ol", { class: "outline", role: "list" }, outline(search).map(([[i, , , , lp, score, visits, status], text, n, depth]) => {
       const facts = [score != null && `score ${short(score)}`, visits > 0 && plural(visits, "visit"), plural(n, "token"),
         lp != null && `log p ${short(lp)}`].filter(Boolean).join(", ");
-      return h("li", { class: status, "--level": Math.min(depth, 12) },
-        h("button", { type: "button", title: `${status}. Enter adopts it as a branch.`, onclick: () => adopt(job, i) },
-          h("span", { class: "mark" }, { open: "○", pruned: "×", finished: "●" }[/** @type {string} */ (status)] ?? ""),
+      const isAdopted = store.nodes.has(search.adopted.get(i) ?? "");
+      return h("li", { class: `${status}${isAdopted ? " adopted" : ""}`, "--level": Math.min(depth, 12) },
+        h("button", { type: "button", onclick: () => adopt(search, i),
+          title: isAdopted ? "Adopted: Enter shows the branch." : `${status}. Enter adopts it as a branch.` },
+          h("span", { class: "mark" }, isAdopted ? "✓" : { open: "○", pruned: "×", finished: "●" }[/** @type {string} */ (status)] ?? ""),
           h("span", {}, label(text) || "start"), h("small", {}, facts)));
     })));
 }
 
-async function adopt(/** @type {string} */ job, /** @type {number} */ leaf) {
+/** Adopt a text of a search, or show the branch that it is already. @param {Search} search @param {number} leaf */
+async function adopt({ job, adopted }, leaf) {
   const answer = await act("adopt", { job, leaf });
   if (!answer) return;
+  adopted.set(leaf, answer.nodes.at(-1).id);
   select(answer.nodes.at(-1).id);
-  tell("Adopted: it is a branch of the document now.");
+  drawn = "";
+  tell(answer.same ? "It is a branch of the document already." : "Adopted: it is a branch of the document now.");
 }
 
 function drawLive() {
@@ -126,21 +146,23 @@ function drawLive() {
   const all = rounds();
   const search = [...searches.values()].at(-1);
   const latest = all.at(-1);
-  const sum = totals(all);
-  set($("live-line"), { textContent: search && !latest ? `${search.kind.replace(/_/g, " ")}: ${plural(search.nodes.length, "place")}`
-    : latest ? `${sentence(latest)} · ${sum.accepted} of ${sum.drafted} accepted${rate}`
-      : [...store.jobs.values()].find((job) => job.state === "running" && job.message)?.message ?? rate.slice(3) });
+  const running = runningJob(), sum = totals(all);
+  const rate = (running ? "" : rates.get(store.current ?? "")) ?? "";
+  set($("live-line"), { textContent: running?.message ?? (search && !latest ? `${search.kind.replace(/_/g, " ")}: ${plural(search.nodes.length, "place")}`
+    : latest ? `${sentence(latest)} · ${sum.accepted} of ${sum.drafted} accepted${rate && ` · ${rate}`}` : rate) });
   const body = $("live-body");
   for (const each of [body, $("pause")]) set(each, { hidden: !isOpen });
   attribute($("fold"), "aria-expanded", String(isOpen));
   if (!isOpen) return;
+  const written = running?.nodes.map((/** @type {string} */ id) => store.nodes.get(id)?.tokens.n).join();
   const key = `${all.length} ${latest?.node} ${at} ${searches.size} ${search?.nodes.length} ${JSON.stringify(search?.stats)} ${
-    store.jobs.get(search?.job ?? "")?.state}`;
+    store.jobs.get(search?.job ?? "")?.state} ${running?.id} ${running?.message} ${all.length ? "" : written} ${[...search?.adopted ?? []]}`;
   if (key === drawn) return;
   drawn = key;
   const inside = body.contains(document.activeElement) && document.activeElement?.classList.contains("rounds");
-  fill(body, search ? drawSearch(search) : all.length ? drawRounds(all) : h("p", { class: "dim" },
-    "Nothing was drafted here. Rounds of speculation and searches are shown while they run."));
+  const job = running && running.id !== search?.job && drawJob(running);
+  fill(body, search ? [job, drawSearch(search)] : all.length ? drawRounds(all, job) : [job, h("p", { class: "dim" },
+    running ? "Drafts are shown here as they are judged." : "Nothing was drafted here. Rounds of speculation and searches are shown while they run.")]);
   const list = body.querySelector(".rounds");
   list?.querySelector(".chosen")?.scrollIntoView({ block: "nearest" });
   if (inside) list?.focus();
@@ -162,7 +184,7 @@ export function freeze() {
 /** What an event tells of a search. @param {Loose} data */
 function searched({ job, add, set: changed, ...rest }) {
   if (!searches.has(job)) {
-    searches.set(job, { job, kind: store.jobs.get(job)?.kind ?? "search", nodes: [], children: [], stats: {}, sizes: [],
+    searches.set(job, { job, adopted: new Map(), kind: store.jobs.get(job)?.kind ?? "search", nodes: [], children: [], stats: {}, sizes: [],
       votes: {} });
     fold(true);
   }
@@ -178,7 +200,8 @@ function searched({ job, add, set: changed, ...rest }) {
 export function startLive() {
   listeners.push((name, data) => {
     if (name === "search") searched(data);
-    if (name === "end" && data.rate) rate = ` · ${short(data.rate)} tokens/s`;
+    if (name === "end" && data.rate) rates.set(data.node, `${short(data.rate)} tokens/s`);
+    if (name === "job" && data.state === "running") at = -1;
   });
   $("live-body").addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
     const by = { ArrowUp: -1, ArrowDown: 1 }[event.key];

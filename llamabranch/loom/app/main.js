@@ -1,7 +1,7 @@
 // @ts-check
 // The page as a whole: its state, what actions do, typing, dialogs. Everything else is in the modules it joins.
 import {
-  $, attribute, check, fill, h, label, later, pace, paints, plural, radios, redraw, set, tell, visible, visibleTexts,
+  $, attribute, check, fill, h, label, later, pace, paints, plural, radios, redraw, set, tell, visible, visibleTexts, warn,
 } from "./dom.js";
 import { LENSES, binOf, choose, drawLegend, turn } from "./lenses.js";
 import { act, backend, connect, get, net } from "./net.js";
@@ -12,7 +12,9 @@ import { isChat, turnAt } from "./turns.js";
 import { barOf, openBar, sentenceOf } from "./bar.js";
 import { drawInspector, inspected, takeAt } from "./inspect.js";
 import { fold, freeze, startLive } from "./live.js";
-import { compare, startCompare } from "./compare.js";
+import { closeCompare, compare, startCompare } from "./compare.js";
+import { copyText, startCopy } from "./copy.js";
+import { drawMono, isMono } from "./mono.js";
 import { ACTIONS, keyTable, keysOf, startKeys } from "./keys.js";
 
 const exported = () => "exported" in document.documentElement.dataset;
@@ -62,6 +64,7 @@ async function go(fields = {}) {
   if (answer.nodes.length === 1) select(answer.nodes[0].id);
   else select(node.id, at < shownPath().n ? at : store.end);
   tell(kind === "chat" ? `Writing ${plural(answer.nodes.length, "answer")}.` : `Writing ${plural(answer.nodes.length, "continuation")}.`);
+  return answer;
 }
 
 const isAtEnd = () => place() >= shownPath().n;
@@ -246,8 +249,9 @@ function nextHit(/** @type {number} */ by) {
 
 // --- dialogs ---
 
-/** A dialog with fields. A field is [name, title, first value, choices, each with its line, or null].
- * @param {string} title @param {any[][]} fields @param {string} verb @param {(values: Record<string, any>) => void} done
+/** A dialog with fields. A field is [name, title, first value, choices, each with its line, or null]. It stays open, and
+ * says why, until what it asks for is done.
+ * @param {string} title @param {any[][]} fields @param {string} verb @param {(values: Record<string, any>) => any} done
  * @param {any[]} [more] what else is in it */
 function ask(title, fields, verb, done, more = []) {
   const said = h("p", { class: "dim", role: "status" }); // the line of each choice
@@ -256,13 +260,16 @@ function ask(title, fields, verb, done, more = []) {
     fields.map(([name, words, value, choices]) => h("label", {}, h("span", {}, words), choices
       ? h("select", { name, onchange: says }, Object.keys(choices).map((each) => h("option", { value: each }, each.replace(/_/g, " "))))
       : h(name === "note" ? "textarea" : "input", { name, value: value ?? "", spellcheck: false, autocomplete: "off" }))),
-    said, h("p", { class: "row" }, verb && h("button", { type: "submit", class: "main", value: "yes" }, verb),
+    said, h("p", { class: "wrong", role: "alert" }), h("p", { class: "row" }, verb && h("button", { type: "submit", class: "main", value: "yes" }, verb),
       h("button", { type: "submit", value: "", formNoValidate: true }, verb ? "Cancel" : "Close")));
   const dialog = $("dialog");
   fill(dialog, form);
   says();
-  form.onsubmit = (/** @type {SubmitEvent} */ event) => {
-    if (/** @type {any} */ (event.submitter)?.value) done(valuesOf(new FormData(form)));
+  form.onsubmit = async (/** @type {SubmitEvent} */ event) => {
+    if (!(/** @type {any} */ (event.submitter)?.value)) return;
+    event.preventDefault();
+    fill(form.querySelector(".wrong"));
+    if (await done(valuesOf(new FormData(form)))) dialog.close();
   };
   dialog.onclose = () => document.activeElement !== $("tree") && $("text").focus();
   dialog.showModal();
@@ -305,7 +312,8 @@ const FORMATS = {
 
 async function bring(/** @type {any} */ file) {
   if (!file) return;
-  const answer = await backend.ask("/loom/import", { method: "POST", body: file }).catch((error) => tell(error.message));
+  fill($("dialog").querySelector(".wrong"));
+  const answer = await backend.ask("/loom/import", { method: "POST", body: file }).catch((error) => warn(error.message));
   if (!answer) return;
   tell(`${plural(answer.count, "node")} imported. ${(answer.warnings ?? []).join(" ")}`);
   $("dialog").close();
@@ -318,9 +326,9 @@ const selected = () => store.nodes.get(store.current ?? "");
 
 /** @type {Record<string, string[]>} */
 const MENU = {
-  "This branch": ["bookmark", "note", "delete", "hoist", "children", "replay", "retry"],
+  "This branch": ["bookmark", "note", "copy", "delete", "hoist", "children", "replay", "retry"],
   "From here": ["options", "search", "compare"],
-  View: ["bookmarks", "text.surprise", "pin", "ghosts", "thoughts", "deleted", "theme"],
+  View: ["bookmarks", "text.surprise", "pin", "ghosts", "thoughts", "deleted", "mono", "theme"],
   Document: ["new", "export", "compact", "help"],
 };
 
@@ -352,6 +360,7 @@ const run = {
     tell(count ? `${plural(count, "thought is", "thoughts are")} ${folded ? "folded" : "shown"}.` : "There is no thought here.");
   },
   stop: async () => {
+    if (![...store.jobs.values()].some(({ state }) => state === "running") && closeCompare()) return;
     const answer = await act("stop", { job: null });
     if (answer?.stopped.length) tell("Stopped.");
   },
@@ -369,8 +378,9 @@ const run = {
   (fields) => act("search", { node: store.current, at: place(), ...fields })),
   compare: () => {
     const { B } = store.doc.models;
-    if (view.compare || exported()) {
-      view.compare = !view.compare && B != null;
+    if (closeCompare()) return;
+    if (exported()) {
+      view.compare = B != null;
       return redraw(["compare", "text"]);
     }
     if (!B) return tell("There is no second model: start with --compare MODEL2.");
@@ -394,6 +404,8 @@ const run = {
   undo: async () => tell((await act("undo")) ? "Undone." : "There is nothing to undo."),
   redo: async () => tell((await act("redo")) ? "Done again." : "There is nothing to redo."),
   find: () => $("find").focus(),
+  copy: copyText,
+  mono: () => setting("mono", !isMono()),
   export: () => (keepPlace(), ask("Export and import", [], "", () => {}, [
     h("ul", { class: "formats" }, Object.entries(FORMATS).map(([format, words]) => h("li", {},
       h("a", { href: `/loom/export?format=${format}&node=${store.current ?? ""}`, download: "" }, words)))),
@@ -404,7 +416,7 @@ const run = {
   menu: () => ask("Menu", [], "", () => {}, [h("div", { class: "menus" }, Object.entries(MENU).map(([title, names]) =>
     h("div", {}, h("h3", {}, title), h("ul", { class: "menu" }, names.map((name) => h("li", {},
       h("button", { type: "button", onclick: () => ($("dialog").close(), run[name]()) },
-        { deleted: "show or hide deleted branches", theme: "light or dark", new: "begin another text or chat",
+        { deleted: "show or hide deleted branches", mono: "letters of one width", theme: "light or dark", new: "begin another text or chat",
           compact: "write the file anew without what was undone" }[name]
           ?? ACTIONS.find(([each]) => each === name)?.[2] ?? name, " ", h("kbd", {}, keysOf(name)[0] ?? ""))))))))]),
   bookmarks: () => {
@@ -425,6 +437,7 @@ const run = {
     redraw(["tree"]);
   },
   new: () => {
+    closeCompare();
     Object.assign(store, { current: null, end: null });
     redraw(["state", "tree", "text", "inspect", "where"]);
   },
@@ -436,7 +449,7 @@ const run = {
 /** Keep a setting on the server. @param {string} name @param {any} value */
 async function setting(name, value) {
   store.doc.settings = { ...store.doc.settings, [name]: value };
-  redraw(["state", "minimap"]);
+  redraw(["state", "minimap", "legend"]);
   if (!exported()) await act("settings", { set: { [name]: value } });
 }
 
@@ -574,7 +587,8 @@ async function runCard(card, text) {
   $("begin").value = text;
   if (card === "draft" && A?.draft === "none" || card === "models" && !B) return $("begin").focus(); // its line says what it needs
   if (card === "draft") choose("source"), fold(true);
-  await begin(card === "sentence" ? {} : { n: 1, max_tokens: 48 });
+  // The length of the drafts is forced: "auto" may draft nothing on this machine.
+  await begin(card === "sentence" ? {} : { n: 1, max_tokens: 48, ...(card === "draft" ? { draft: 4 } : {}) });
   if (card !== "models" || !store.current) return;
   choose("divergence");
   compare("lockstep", place(), { writer: "A", max_tokens: 24 });
@@ -632,11 +646,13 @@ export function start() {
   paints("text", startText());
   paints("compare", startCompare());
   paints("where", () => $("empty").hidden && drawWhere());
-  paints("legend", () => drawLegend(shownPath(), (bin) => seek((c, i) => binOf(c, i) === bin)));
+  paints("legend", () => (drawMono(), drawLegend(shownPath(), (bin) => seek((c, i) => binOf(c, i) === bin))));
   paints("inspect", drawInspector);
   paints("live", startLive());
   paints("minimap", tree.minimap);
   startKeys(run, takeAt);
+  startCopy();
+  $("untap").onclick = () => moveTo(-1);
   prefersDark.onchange = () => redraw(["state", "minimap"]);
   redraw(["state"]);
 }

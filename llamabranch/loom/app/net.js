@@ -1,7 +1,7 @@
 // @ts-check
 // The server: session, requests, one event stream. Requests go to the page's own origin only.
-import { busy, plural, redraw, short, tell } from "./dom.js";
-import { putCompare, putDoc, putNode, putRound, putTokens, store } from "./store.js";
+import { busy, hush, plural, redraw, short, tell, warn } from "./dom.js";
+import { putCompare, putDoc, putFacts, putNode, putRound, putTokens, store } from "./store.js";
 
 export const net = { session: true, connected: true };
 let links = 0; // that were exchanged: what was asked before the last one tells nothing of its session
@@ -45,6 +45,8 @@ function begun(cid, node) {
   beginnings.delete(cid);
 }
 
+const QUIET = ["set", "settings", "score"]; // what the page does by itself: the footer stays
+
 /** Do an action. While the connection is lost it is tried again under the same id, so that it is done once. What the
  * server refuses is shown in the footer, and the answer is null.
  * @param {string} op @param {Record<string, any>} [fields]
@@ -54,6 +56,7 @@ export async function act(op, fields = {}, first) {
   const cid = crypto.randomUUID();
   const body = JSON.stringify({ cid, op, ...fields });
   if (first) beginnings.set(cid, first);
+  if (!QUIET.includes(op)) hush();
   for (let wait = 250; ; wait = Math.min(4000, 2 * wait)) {
     try {
       const answer = await backend.ask("/loom/do", { method: "POST", body });
@@ -68,7 +71,7 @@ export async function act(op, fields = {}, first) {
       const { message, status } = /** @type {any} */ (error);
       if (status && status !== 401) {
         beginnings.delete(cid);
-        tell(message);
+        warn(message);
         return null;
       }
       if (!status) connection(false); // without a session it waits for a fresh link
@@ -110,8 +113,9 @@ async function once(key, fetched) {
 /** Fetch tokens of a path, with the ten most probable at each place if it is asked for.
  * @param {string} node @param {number} from @param {number | null} [n] all, if it is not given @param {1} [top] */
 export const fetchPath = (node, from, n, top) => once(`${node}:${from}:${top}`, async () => {
-  const { parts, rounds, compare } = await get("/loom/tokens", { node, path: 1, from, n, top });
+  const { parts, nodes, rounds, compare } = await get("/loom/tokens", { node, path: 1, from, n, top });
   parts.forEach(putTokens);
+  nodes?.forEach(putFacts);
   rounds?.forEach(putRound);
   compare?.forEach(putCompare);
   redraw(top ? ["inspect"] : ["tree", "text", "inspect", "where", "live", "compare", "legend"]);
@@ -126,7 +130,7 @@ export const fetchNext = (key, node, at) => once(key, async () => {
 /** @type {Record<string, (data: any) => string[]>} what an event changes, and the parts to draw again */
 const EVENTS = {
   node: ({ node, cid }) => (putNode(node), begun(cid, node), ["tree", "text", "inspect"]),
-  tokens: (data) => (putTokens(data), ["tree", "text"]), // the inspector and the legend when all are there
+  tokens: (data) => (putTokens(data), ["tree", "text", "live"]), // the inspector and the legend when all are there
   round: (data) => (putRound(data), ["live"]),
   compare: (data) => (putCompare(data), ["text", "inspect", "compare", "tree", "legend"]),
   search: () => ["live"],

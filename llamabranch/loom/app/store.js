@@ -1,6 +1,6 @@
 // @ts-check
 // The document as the page knows it: nodes, columns of numbers, the path that is shown. No elements, no requests.
-import { redraw, visibleTexts } from "./dom.js";
+import { hush, redraw, visibleTexts, wholeCharacters } from "./dom.js";
 
 /** @typedef {string | number[] | {c: string}} Piece text of a token: a string, bytes, or the name of a control token
  * @typedef {[number, number | null, Piece][]} Top
@@ -114,6 +114,7 @@ export function select(id, to = null) {
   const [node, end] = home(id, to);
   if (store.current === node && store.end === end) return;
   Object.assign(store, { current: node, end });
+  hush();
   look({ cursor: -1, hover: -1, pinned: -1, reading: -1 });
   redraw(["place", "tree", "live", "compare", "minimap", "legend"]);
 }
@@ -139,8 +140,8 @@ export function putDoc(doc) {
   const columns = Object.entries(doc.nodes);
   doc.nodes.id.forEach((/** @type {string} */ id, /** @type {number} */ i) => {
     const node = Object.fromEntries(columns.map(([name, column]) => [name, column[i]]));
-    const { tokens, rounds, compares, n, known } = old.get(id) ?? /** @type {Loose} */ ({});
-    putNode({ ...node, note: doc.notes?.[id] ?? "", turns: doc.turns?.[id] ?? [], kl: doc.kl?.[id] ?? null,
+    const { tokens, rounds, compares, n, known, ...facts } = old.get(id) ?? /** @type {Loose} */ ({});
+    putNode({ ...facts, ...node, note: doc.notes?.[id] ?? "", turns: doc.turns?.[id] ?? [], kl: doc.kl?.[id] ?? null,
       ...(n === node.n && known === node.known ? { tokens, rounds, compares } : {}) });
   });
   const { nodes: _, ...rest } = doc;
@@ -151,6 +152,12 @@ export function putDoc(doc) {
     store.end = null;
   }
   store.revision++;
+}
+
+/** What a document leaves out of its nodes, and their tokens bring. @param {Loose} node */
+export function putFacts({ id, seed, sampling, stop, max_tokens, grammar, json_schema, read, cached, note }) {
+  const node = store.nodes.get(id);
+  if (node) Object.assign(node, { seed, sampling, stop, max_tokens, grammar, json_schema, note }, read == null ? {} : { read, cached });
 }
 
 function hide(/** @type {string} */ id) {
@@ -267,12 +274,11 @@ export const ownerOf = (path, position) =>
 
 const UTF8 = new TextDecoder("utf-8", { ignoreBOM: true });
 
-/** Texts of tokens one after the other: a character whose bytes are in several tokens stands at the last of them,
- * the others are empty; bytes that are no UTF-8 are written as \ufffd. */
-export const texts = (/** @type {Piece[]} */ all) => all.map((piece, i) => {
+/** Texts of tokens one after the other: a character that several tokens share stands at the last of them; bytes that are no UTF-8 are written as \ufffd. */
+export const texts = (/** @type {Piece[]} */ all) => wholeCharacters(all.map((piece, i) => {
   if (!Array.isArray(piece)) return typeof piece === "string" ? piece : piece.c;
   return UTF8.decode(new Uint8Array(piece), { stream: Array.isArray(all[i + 1]) });
-});
+}));
 
 /** A piece by itself, with bytes that are no text as \xNN. @param {Piece} piece */
 export const pieceText = (piece) => Array.isArray(piece) && texts([piece])[0].includes("\ufffd")

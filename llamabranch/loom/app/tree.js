@@ -1,6 +1,6 @@
 // @ts-check
 // The tree: stretches without forks as rows of a pool, the minimap.
-import { $, attribute, h, label, later, redraw, set } from "./dom.js";
+import { $, attribute, clip, h, label, later, redraw, set } from "./dom.js";
 import { binOf, lens } from "./lenses.js";
 import { fetchPath } from "./net.js";
 import { FLAGS, holder, select, store, texts } from "./store.js";
@@ -12,8 +12,10 @@ import { FLAGS, holder, select, store, texts } from "./store.js";
  * @property {number} from @property {number} to positions in the path @property {number} level
  * @property {Segment | null} parent @property {Segment[]} children */
 
-const ROW = 34;
+const ROW = matchMedia("(pointer: coarse), (max-width: 600px)").matches ? 44 : 34; // px, as in app.css
 const POOL = 80;
+const WORDED = 48; // tokens that the words of a row are made of
+const TOLD = 20; // characters that a document tells of a node at least, if it has so many
 /** @type {Set<string>} */ const closed = new Set();
 /** @type {Segment[]} */ let roots = [];
 /** @type {Segment[]} */ let rows = [];
@@ -155,22 +157,31 @@ function step(/** @type {number} */ by) {
   if (next) goTo(next);
 }
 
-/** The text a row begins with. @param {Segment} segment */
+/** The text a row begins with: no more than is before the next fork. @param {Segment} segment */
 function wording({ parts, from, to }) {
-  let words = "";
   for (const { turns, tokens, at } of parts) { // of a conversation what is said, without the template's own tokens
     const said = (/** @type {any[]} */ [role, , begin]) => role === "user" && begin >= Math.max(from, at) && begin < to;
     const [, , begin, end] = turns?.find(said) ?? [];
     if (begin == null || tokens.n <= begin - at) continue;
-    return texts(tokens.pieces.slice(begin - at, Math.min(end ?? to, begin + 24) - at)).join("");
+    return texts(tokens.pieces.slice(begin - at, Math.min(end ?? to, to, begin + WORDED) - at)).join("");
   }
-  for (const { tokens, text, at } of parts) {
-    const begin = Math.max(0, from - at);
-    if (words.length > 60) break;
-    if (tokens.n > begin) words += texts(tokens.pieces.slice(begin, begin + 24)).join("");
-    else if (begin === 0) words += text;
+  /** @type {import("./store.js").Piece[]} */ const pieces = [];
+  let isCut = false;
+  for (const { tokens, text, at, n } of parts) {
+    const begin = Math.max(0, from - at), end = Math.min(n, to - at, begin + WORDED);
+    if (tokens.n < end && begin === 0 && end === n) { // its tokens are not here: what the document tells of its beginning
+      pieces.push(text);
+      isCut = [...text].length >= TOLD;
+      break;
+    }
+    pieces.push(...tokens.pieces.slice(begin, end));
+    isCut = tokens.n < end || end < Math.min(n, to - at);
+    if (isCut || pieces.length >= WORDED) break;
   }
-  return words || (from > parts[0].at ? "…" : "");
+  const isInside = (/** @type {any} */ piece) => Array.isArray(piece) && (piece[0] & 0xc0) === 0x80; // of a character
+  while (isInside(pieces[0])) pieces.shift();
+  const words = texts(pieces).join("").replace(/\ufffd+$/, "");
+  return (isCut ? clip(words, words.length - 1) : words) || "…"; // the last character may go on
 }
 
 /** Mean bin of a segment and where its worst token is, in the current lens. @param {Segment} segment */
@@ -229,7 +240,7 @@ function drawRow(row, segment, place, chosen) {
     "aria-expanded": children.length ? String(!isClosed) : null,
     class: `row${node.flags & FLAGS.deleted ? " gone" : ""}${node.reason === "running" ? " running" : ""}`,
   });
-  set(words, { textContent: label(wording(segment).trimStart().slice(0, 80)) || "…", "data-marks": marks.trim() || null });
+  set(words, { textContent: label(clip(wording(segment).trimStart(), 80)) || "…", "data-marks": marks.trim() || null });
   set(line, { class: `strip b${bin < 0 ? "x" : bin}`, "--worst": worst < 0 ? "-9px" : steps(100 * worst),
     "--length": steps(Math.min(100, 8 + 14 * Math.log2(1 + segment.to - segment.from))) });
 }

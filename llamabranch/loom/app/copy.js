@@ -1,0 +1,80 @@
+// @ts-check
+// Copying: the text of a path and nothing of what is around it, also where it is not drawn.
+import { $, plural, tell, warn } from "./dom.js";
+import { backend } from "./net.js";
+import { store, texts, view } from "./store.js";
+import { shownPath } from "./text.js";
+
+/** @typedef {import("./store.js").Path} Path */
+
+let isAll = false; // the whole text is selected, with what is not drawn
+
+/** Select the text alone. */
+function selectText() {
+  getSelection()?.selectAllChildren($("text"));
+  setTimeout(() => (isAll = true)); // behind the event of this change
+}
+
+/** The whole text of the path; what is not here is fetched. */
+async function wholeText() {
+  const c = shownPath();
+  if (c.missing < 0) return c.text.join("");
+  const { parts } = await backend.ask(`/loom/tokens?${new URLSearchParams({ node: store.current ?? "", path: "1", n: String(c.n) })}`);
+  return texts(parts.flatMap((/** @type {any} */ { text }) => text)).join("");
+}
+
+/** Copy the whole text. */
+export async function copyText() {
+  try {
+    const text = await wholeText();
+    await navigator.clipboard.writeText(text);
+    tell(`Copied ${plural([...text].length, "character")}.`);
+  } catch (error) {
+    warn(`This could not be copied: ${/** @type {any} */ (error).message}`);
+  }
+}
+
+/** What of a token or a run is selected. @param {Range} range @param {Node} element @param {string} shown what is drawn there
+ * @param {string} text what it is */
+function selectedOf(range, element, shown, text) {
+  if (shown !== text) return text; // drawn as its code: all of it
+  const inside = (/** @type {Node} */ node, /** @type {number} */ offset, /** @type {number} */ otherwise) =>
+    element.contains(node) && node.nodeType === Node.TEXT_NODE ? offset : otherwise;
+  return text.slice(inside(range.startContainer, range.startOffset, 0), inside(range.endContainer, range.endOffset, text.length));
+}
+
+/** The text of a selection in a list of tokens. @param {Range} range @param {any} box @param {Path} c */
+function selectedText(range, box, c) {
+  const found = [];
+  for (const block of box.children) {
+    if (!range.intersectsNode(block)) continue;
+    for (const run of block.firstChild ? block.children : [block]) {
+      if (!range.intersectsNode(run)) continue;
+      const tokens = [...run.querySelectorAll("[data-token]")];
+      if (!tokens.length) found.push(selectedOf(range, run, run.textContent, c.text.slice(run.from, run.to).join("")));
+      for (const token of tokens) {
+        if (range.intersectsNode(token)) found.push(selectedOf(range, token, token.textContent, c.text[token.dataset.token]));
+      }
+    }
+  }
+  return found.join("");
+}
+
+export function startCopy() {
+  document.addEventListener("selectionchange", () => (isAll = false));
+  document.addEventListener("keydown", (event) => {
+    const target = /** @type {any} */ (event.target);
+    if (event.key.toLowerCase() !== "a" || !(event.ctrlKey || event.metaKey) || event.altKey || event.shiftKey) return;
+    if (target.closest("input, textarea, dialog") || !store.current) return;
+    event.preventDefault();
+    selectText();
+  });
+  document.addEventListener("copy", (event) => {
+    const selection = getSelection(), box = $("text");
+    if (!selection?.rangeCount || selection.isCollapsed || /** @type {any} */ (document.activeElement)?.matches("input, textarea")) return;
+    const range = selection.getRangeAt(0);
+    if (!range.intersectsNode(box) || view.compare && range.intersectsNode($("text-b"))) return;
+    event.clipboardData?.setData("text/plain", isAll ? shownPath().text.join("") : selectedText(range, box, shownPath()));
+    event.preventDefault();
+  });
+}

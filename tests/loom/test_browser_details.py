@@ -1,0 +1,432 @@
+"""Small things of the page that were wrong once: rows, comparisons, copying, dialogs, letters, phones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from browsing import asked, begin, exported, idle, press, state, tokens, told, visiting, written
+from paging import Opened
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+FAMILY, FLAG, THUMB = "👩‍👩‍👧", "🏴󠁧󠁢󠁥󠁮󠁧󠁿", "👍🏽"
+ROW = "#rows > :not([hidden])"
+CODE = "def area(width, height):\n    # of a rectangle\n    return width * height\n"
+
+
+@pytest.fixture(scope="module")
+def served(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
+    arguments = ("--draft-length", "4", "--compare", "tale-draft")
+    with Opened(tmp_path_factory.mktemp("loom"), *arguments) as running:
+        yield running
+
+
+@pytest.fixture
+def page(chromium: Browser, served: Opened) -> Iterator[Page]:
+    """The page at the beginning of another text than those that other tests wrote."""
+    with visiting(chromium, served) as opened:
+        idle(opened)
+        if opened.locator("#empty").is_hidden():
+            anew(opened)
+        yield opened
+
+
+def anew(page: Page) -> None:
+    menu(page, "begin another text")
+
+
+def menu(page: Page, item: str) -> None:
+    page.locator("[data-action=menu]").click()
+    page.locator("dialog button", has_text=item).click()
+    idle(page)
+
+
+def do(page: Page, op: str, **fields: object) -> Any:
+    cid = page.evaluate("crypto.randomUUID()")
+    return asked(page, "/loom/do", json.dumps({"op": op, "cid": cid, **fields}))
+
+
+def imported(page: Page, data: object) -> str:
+    """Import a text or a tree and show its first text; return its node."""
+    body = data if isinstance(data, str) else json.dumps(data)
+    node = str(asked(page, "/loom/import", body)["nodes"][0]["id"])
+    show(page, node)
+    return node
+
+
+def show(page: Page, node: str) -> None:
+    """Show a text, wherever its row is."""
+    page.wait_for_function(
+        """node => import("/loom/app/store.js").then(({store, select}) => {
+        if (store.nodes.has(node)) select(node);
+        return store.current === node; })""",
+        arg=node,
+    )
+    idle(page)
+
+
+def rows(page: Page) -> list[tuple[str, str]]:
+    """Return the nodes and the words of the rows of the tree."""
+    each = f"{ROW} >> css=.words"
+    names = page.locator(ROW).evaluate_all("all => all.map(each => each.dataset.node)")
+    return [*zip(names, page.locator(each).all_text_contents(), strict=True)]
+
+
+def status(page: Page) -> str:
+    return page.locator("#status").inner_text()
+
+
+def in_dialog(page: Page, key: str, **fields: str) -> None:
+    """Open a dialog, fill it, and ask for what it does."""
+    page.locator("#text").press(key)
+    for name, value in fields.items():
+        field = page.locator(f"dialog [name='{name.replace('__', '.')}']")
+        if field.evaluate("each => each.tagName") == "SELECT":
+            field.select_option(value)
+        else:
+            field.fill(value)
+    page.locator("dialog button.main").click()
+
+
+# -- the tree --------------------------------------------------------------------------------------
+
+
+def test_a_row_shows_no_text_beyond_its_fork(chromium: Browser, page: Page, tmp_path: Path) -> None:
+    words = ["One", " two", " three", " four", " five", " six", " seven", " eight"]
+    node = imported(page, "".join(words))
+    n = len(tokens(page))
+    for at in (n - 4, n - 2):
+        do(page, "type", node=node, at=at, text=" or else")
+    idle(page)
+    page.locator(ROW, has_text="or else").nth(1).wait_for()
+
+    def check(shown: Page) -> None:
+        def found() -> list[str]:
+            told = rows(shown)
+            begin = next(i for i, (_, text) in enumerate(told) if text.startswith("One two"))
+            mine = [text.replace("·", " ").strip() for name, text in told[begin:]]
+            return [text for text in mine if text and "or else" not in text]
+
+        shown.wait_for_function(
+            "() => ![...document.querySelectorAll('.words')].some(e => e.textContent === '…')"
+        )
+        assert " ".join("".join(found()[:3]).split()) == "".join("".join(words).split(" ")) or (
+            " ".join(found()[:3]) == "".join(words)
+        )
+
+    check(page)
+    page.reload()
+    idle(page)
+    page.locator(f"{ROW}[data-node={node}]").first.click()
+    idle(page)
+    check(page)
+    file = exported(page, tmp_path)
+    other = chromium.new_context().new_page()
+    other.goto(file.as_uri())
+    state(other, "read-only")
+    idle(other)
+    check(other)
+    other.context.close()
+
+
+def test_no_label_is_cut_inside_a_character(page: Page) -> None:
+    family = imported(page, FAMILY * 12)
+    marks = imported(page, "a\u0301\u0302" * 60)
+    flags = imported(page, FLAG * 9)
+    page.reload()
+    idle(page)
+    page.wait_for_timeout(300)  # rows fetch their tokens once they stay in view
+    idle(page)
+    shown = dict(rows(page))
+    for node, unit in ((family, FAMILY), (marks, "a\u0301\u0302"), (flags, FLAG)):
+        words = shown[node]
+        assert words and words == unit * (len(words) // len(unit)), words
+
+
+def test_what_tokens_share_is_drawn_as_one(page: Page) -> None:
+    text = f"We are {FAMILY} and {THUMB} e\u0301 {FLAG}."
+    imported(page, text)
+    shown = [word for word in tokens(page) if word]
+    assert "".join(shown) == text
+    for unit in (FAMILY, THUMB, "e\u0301", FLAG):
+        assert any(unit in word for word in shown), unit
+
+
+# -- what is inspected -----------------------------------------------------------------------------
+
+
+def test_settings_are_told_after_a_reload(page: Page) -> None:
+    root = imported(page, "The king, whose settings are kept, said")
+    made = do(page, "continue", node=root, n=1, max_tokens=5, seed="4711", stop=["zz"],
+              sampling={"temperature": 0.6})["nodes"][0]["id"]  # fmt: skip
+    show(page, made)
+
+    def origin() -> str:
+        page.locator("#text").press("End")
+        told(page, "#token", "4711")
+        return page.locator("#token").inner_text()
+
+    before = origin()
+    page.reload()
+    idle(page)
+    for inspector in (before, origin()):
+        assert "temperature 0.6" in inspector and "zz" in inspector
+
+
+def test_what_was_picked_is_not_called_typed(page: Page) -> None:
+    written(page)
+    page.locator("#text").press("End")
+    page.locator("[data-alternative]:not([aria-current])").first.click()
+    idle(page)
+    at = page.locator("#text [data-token]").count() - 1
+    found = asked(page, f"/loom/tokens?node={chosen(page)}&path=1")
+    src = "".join(part["src"] for part in found["parts"])
+    at = src.rindex("k")
+    page.locator(f"#text [data-token='{at}']").click()
+    told(page, "#token", "picked")
+    page.locator("#lenses input[value=source]").check(force=True)
+    idle(page)
+    assert page.locator(f"#text [data-token='{at}']").get_attribute("data-cue") == "k"
+    assert page.locator("#legend button", has_text="picked").inner_text().endswith("1")
+    page.locator("#lenses input[value=probability]").check(force=True)
+
+
+def chosen(page: Page) -> str:
+    return str(page.evaluate("import('/loom/app/store.js').then(({store}) => store.current)"))
+
+
+def test_not_known_is_counted_as_the_other_bins_are(page: Page) -> None:
+    n = len(written(page))
+    counts = page.locator("#legend button:not([hidden]) small").all_text_contents()
+    assert all(count.isdecimal() for count in counts)
+    assert sum(map(int, counts)) == n
+    assert page.locator("#legend .bx small").inner_text() == "1"  # the first token
+
+
+# -- searches and comparisons ----------------------------------------------------------------------
+
+
+def test_a_search_is_adopted_once(page: Page) -> None:
+    begin(page)
+    in_dialog(page, "S", kind="beam", options__max_tokens="6")
+    line = page.locator("#live-body .outline li.finished").first
+    line.wait_for()
+    idle(page)
+    n = len(asked(page, "/loom/doc")["nodes"]["id"])
+    for _ in range(3):
+        page.locator("#live-body .outline li.finished button").first.click()
+        idle(page)
+    page.locator("#live-body .outline li.adopted").wait_for()
+    assert len(asked(page, "/loom/doc")["nodes"]["id"]) == n + 1
+    told(page, "#status", "already")
+    page.locator("#live-body .totals button", has_text="Close").click()
+
+
+def is_comparing(page: Page) -> bool:
+    idle(page)
+    return page.locator("#text-b").is_visible()
+
+
+def test_a_comparison_can_be_closed(page: Page) -> None:
+    for way in ("button", "key", "Escape", "new text"):
+        begin(page, f"A comparison that a {way} closes")
+        page.locator(".shoot").first.click()
+        in_dialog(page, "d")
+        page.locator("#text-b").wait_for()
+        idle(page)
+        if way == "button":
+            page.locator("#close-b").click()
+        elif way == "new text":
+            anew(page)
+            begin(page, "Another text")
+        else:
+            page.locator("#text").press({"key": "d"}.get(way, way))
+        assert not is_comparing(page), way
+        assert page.evaluate("document.documentElement.dataset.lens") == "probability"
+        anew(page)
+
+
+def test_a_comparison_is_shown_beside_the_text_that_was_compared(page: Page) -> None:
+    begin(page)
+    page.locator(".shoot").first.click()
+    in_dialog(page, "d")
+    page.locator("#text-b").wait_for()
+    idle(page)
+    imported(page, "A text that nobody compared")
+    assert not is_comparing(page)
+
+
+# -- copying ---------------------------------------------------------------------------------------
+
+
+def copied(page: Page) -> str:
+    return str(page.evaluate("navigator.clipboard.readText()"))
+
+
+def test_the_text_is_copied_and_nothing_else(chromium: Browser, served: Opened) -> None:
+    rights = ["clipboard-read", "clipboard-write"]
+    with visiting(chromium, served, permissions=rights) as page:
+        idle(page)
+        text = "A first line.\nA \u202esecond one, café " + " and so on" * 900  # most is not drawn
+        imported(page, text)
+        page.locator("#tree").focus()
+        page.keyboard.press("Control+a")
+        page.keyboard.press("Control+c")
+        assert copied(page) == text
+        page.keyboard.press("c")
+        told(page, "#status", "Copied")
+        assert copied(page) == text
+        menu(page, "copy the text")
+        assert copied(page) == text
+        press(page, "Home", at="#text")
+        first = page.locator("#text [data-token='1']")
+        page.evaluate(
+            "() => getSelection().setBaseAndExtent(document.querySelector('#t1').firstChild, 1,"
+            " document.querySelector('#t4').firstChild, 1)"
+        )
+        page.keyboard.press("Control+c")
+        assert copied(page) in text and copied(page).startswith(first.inner_text()[1:])
+        assert len(copied(page)) < 40
+        menus = "() => getSelection().selectAllChildren(document.body) || String(getSelection())"
+        assert "Menu" not in page.evaluate(menus)
+
+
+# -- what the page says ----------------------------------------------------------------------------
+
+
+def test_errors_of_a_dialog_are_in_the_dialog(page: Page, tmp_path: Path) -> None:
+    begin(page)
+    in_dialog(page, "S", options__width="9999", options__max_tokens="4")
+    told(page, "dialog .wrong", "256")
+    assert page.locator("dialog[open]").count() == 1
+    page.locator("dialog [name='options.width']").fill("2")
+    page.locator("dialog button.main").click()
+    page.wait_for_function("() => !document.querySelector('dialog[open]')")
+    idle(page)
+    page.locator("#text").press("E")
+    binary = tmp_path / "picture.png"
+    binary.write_bytes(b"\x89PNG\r\n\x1a\n\x00\x00")
+    page.locator("dialog input[type=file]").set_input_files(binary)
+    told(page, "dialog .wrong", "picture")
+    page.keyboard.press("Escape")
+
+
+def test_the_footer_forgets_what_was_long_ago(page: Page) -> None:
+    written(page)
+    page.locator("#text").press("g")
+    told(page, "#status", "prompt token")
+    idle(page)
+    press(page, "Home", at="#tree")
+    assert status(page) == ""
+    page.locator("#text").press("v")
+    told(page, "#status", "entropy")
+    page.locator("#text").press("g")
+    told(page, "#status", "prompt token|Writing")
+    idle(page)
+    page.locator("#lenses input[value=probability]").check(force=True)
+
+
+# -- letters ---------------------------------------------------------------------------------------
+
+
+def is_mono(page: Page) -> bool:
+    idle(page)
+    font = page.evaluate("getComputedStyle(document.querySelector('#text')).fontFamily")
+    assert ("monospace" in font) == page.evaluate("'mono' in document.documentElement.dataset")
+    return "monospace" in font
+
+
+def test_code_has_letters_of_one_width(page: Page) -> None:
+    for text, expected in (
+        (CODE, True), ("#include <stdio.h>\nint main() {\n", True), ("<ul>\n<li>a</li>\n</ul>\n", True),
+        ("She said: wait; it is late.\nThen (she thought) again.\n", False), ("Once upon a time", False),
+        ("O moon; O stars;\nO night of mine;\nand let the wind, for all we know,\n", False),
+    ):  # fmt: skip
+        imported(page, text)
+        assert is_mono(page) == expected, text
+    page.locator("[data-action=mono]").click()  # prose, but it is wished for
+    assert is_mono(page)
+    page.reload()
+    assert is_mono(page)
+    page.locator("[data-action=mono]").click()
+    assert not is_mono(page)
+    do(page, "settings", set={"mono": None})
+
+
+# -- phones ----------------------------------------------------------------------------------------
+
+
+def test_fingers_reach_everything(chromium: Browser, served: Opened) -> None:
+    phone = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
+    with visiting(chromium, served, **phone) as page:
+        idle(page)
+        written_here = imported(page, "The old king called his three sons and said")
+        page.locator("#panes label", has_text="Text").tap()
+        sizes = """all => all.filter(each => each.offsetParent).map(each => {
+            const {width, height} = each.getBoundingClientRect();
+            return [each.textContent.trim(), width, height]; })"""
+        for pane in ("Tree", "Text"):
+            page.locator("#panes label", has_text=pane).tap()
+            idle(page)
+            targets = page.locator("button, label > span, [role=treeitem]").evaluate_all(sizes)
+            assert len(targets) > 12
+            assert [each for each in targets if min(each[1:]) < 44] == []
+        page.locator("#text [data-token]").nth(4).tap()
+        other = page.locator("[data-alternative]:not([aria-current])").first
+        other.wait_for()  # one tap shows them
+        idle(page)
+        assert other.bounding_box() is not None and page.locator("#text .cursor").is_visible()
+        assert min(page.locator("[data-alternative]").evaluate_all(sizes)[0][1:]) >= 44
+        other.tap()
+        idle(page)
+        assert chosen(page) != written_here
+        assert page.locator("#untap").is_visible()
+        page.locator("#untap").tap()
+        idle(page)
+        assert page.locator("#token-pane").is_hidden()
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+# -- drafts ----------------------------------------------------------------------------------------
+
+
+def test_the_card_of_drafts_shows_them(chromium: Browser, tmp_path: Path) -> None:
+    with (
+        Opened(tmp_path) as served,
+        visiting(chromium, served) as page,
+    ):  # --draft auto may draft nothing
+        idle(page)
+        page.locator("[data-card=draft]").click()
+        page.locator("#live-body .round").nth(3).wait_for()
+        idle(page)
+        titles = page.locator(".round").evaluate_all("all => all.map(each => each.title)")
+        assert any("drafted 4" in title for title in titles)
+        assert page.evaluate("document.documentElement.dataset.lens") == "source"
+        kinds = {"accepted", "rejected", "next"}
+        shown = page.locator(".judged").evaluate_all("all => all.map(each => each.classList[1])")
+        assert kinds <= set(shown)
+
+
+def test_live_follows_the_job_that_runs(page: Page) -> None:
+    written(page)
+    page.locator("#fold").click()
+    idle(page)
+    before = page.locator(".round").count()
+    assert before
+    text = " ".join(f"a king and {i} daughters" for i in range(300))
+    node = imported(page, text)
+    page.locator("#text").press("g")
+    page.locator("#live-body .job button").wait_for()
+    told(page, "#live-body .job", "reading|writing")
+    page.locator("#live-body .job button").click()
+    state(page, "ready")
+    idle(page)
+    assert page.locator("#live-body .job").count() == 0
+    assert asked(page, "/loom/doc")["jobs"] == []
+    assert chosen(page) == node
+    page.locator("#fold").click()

@@ -225,18 +225,20 @@ async function begin(fields = {}) {
 // --- find ---
 
 /** @type {any[]} */ let hits = [], hit = -1;
+let sought = ""; // what they were found for
 
 /** Find text in all nodes; a number of results, the first is shown. */
 async function find() {
   const q = $("find").value;
   const { found, more } = await get("/loom/find", { q }).catch(() => ({ found: [], more: false }));
   if (q !== $("find").value) return;
-  [hits, hit] = [found, -1];
+  [hits, hit, sought] = [found, -1, q];
   $("found").textContent = q && `${found.length}${more ? "+" : ""}`;
   attribute($("found"), "aria-label", plural(found.length, "place"));
 }
 
-function nextHit(/** @type {number} */ by) {
+async function nextHit(/** @type {number} */ by) {
+  if ($("find").value !== sought) await find(); // more was typed since
   if (!hits.length) return;
   hit = (hit + by + hits.length) % hits.length;
   const { node, at, last = at, text } = hits[hit];
@@ -631,9 +633,9 @@ export function start() {
   onSubmit($("begin"), begin);
   onSubmit($("system"), begin);
   const typing = later(60);
-  $("find").oninput = () => typing(find);
+  $("find").oninput = () => typing(() => $("find").value !== sought && find());
   $("find").onkeydown = (/** @type {KeyboardEvent} */ event) => {
-    if (event.key === "Enter") nextHit(event.shiftKey ? -1 : 1);
+    if (event.key === "Enter") void nextHit(event.shiftKey ? -1 : 1);
     if (event.key === "Escape") $("tree").focus();
   };
   const tree = startTree();

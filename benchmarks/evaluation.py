@@ -70,8 +70,10 @@ def main() -> None:
 def read_text(path: Path | None) -> str:
     if path is not None:
         return path.read_text("utf-8")
-    tasks = map(evaluation.find_task, evaluation.task_names())
-    return "\n".join(item.context for task in tasks for item in task.items)
+    names = ("last_word", "sentence_order", "true_ending")
+    return "\n".join(
+        str(item["context"]) for name in names for item in evaluation.suite_items(name)
+    )
 
 
 def make_items(text: str, n: int) -> list[Item]:

@@ -37,7 +37,6 @@ from llama_cpp import llama_cpp as C
 import llamabranch as lb
 from llamabranch.bench.timing import Spread
 from llamabranch.context.params import ContextOptions
-from llamabranch.native import system_info
 
 from . import llama_tools
 from .llama_python import LlamaPython
@@ -145,7 +144,7 @@ def main() -> None:
 
 def _build() -> str:
     """Return the widest instructions that llama.cpp was built for."""
-    known = system_info()
+    known = lb.system_info()
     return next((name for name in ("AVX512", "AVX2", "NEON") if f"{name} = 1" in known), "")
 
 

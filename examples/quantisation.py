@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 import llamabranch as lb
-from llamabranch.eval import divergence, find_task, perplexity
+from llamabranch.eval import divergence, perplexity, suite_items
 
 MOST_KL = 0.02  # nats a token on average: hard to notice
 WINDOW, CHUNKS = 128, 12
@@ -20,7 +20,7 @@ WINDOW, CHUNKS = 128, 12
 def main() -> None:
     names = sys.argv[1:] or ["tale-target", "tale-draft"]
     models = sorted(names, key=lambda name: -Path(lb.hub.resolve(name)).stat().st_size)
-    text = "\n".join(item.context for item in find_task("last_word").items[:40])
+    text = "\n".join(str(item["context"]) for item in suite_items("last_word")[:40])
     chosen = models[0]
     with tempfile.TemporaryDirectory() as folder:
         logits = Path(folder) / "base.logits"

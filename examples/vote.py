@@ -17,7 +17,7 @@ def first_word(text: str) -> str | None:
 def main() -> None:
     with lb.load(n_seq_max=17, n_ctx=4096) as ctx:
         with lb.Branch.start(ctx, PROMPT, temperature=0.9, seed=3) as branch:
-            for confidence in (None, 1.0, 0.95):
+            for confidence in (None, 1.0):
                 found = search.vote(branch, first_word, 32, 12, confidence=confidence, stop=["."])
                 ranked = ", ".join(f"{answer} {n}" for answer, n in list(found.votes.items())[:6])
                 stats = found.stats

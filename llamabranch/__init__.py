@@ -11,22 +11,4 @@ from .lazy import attach
 
 __version__ = "0.4.0"
 
-# Names that earlier versions had here, by where they are now, as the AttributeError says.
-_FORMER = {
-    "context": "Capabilities Usage",
-    "cli.jsonl": "read_requests",
-    "engine": "EngineStats",
-    "errors": "BranchStateError CacheFullError ClosedError ContextLengthWarning DecodeError "
-    "DownloadError ExactnessWarning GrammarError JobError LlamaBranchWarning ModelLoadError ParseError "
-    "PerformanceWarning QueueFullError SequencesExhaustedError SnapshotError TokenizeError "
-    "UnsupportedError UsageError VocabularyMismatchError",
-    "hub": "CatalogueEntry catalogue resolve",
-    "model.text": "TextDecoder",
-    "model": "VocabularyReport",
-    "sampling": "Sampler",
-    "speculative": "Draft NullDrafter PromptLookupDrafter",
-}
-_MOVED = {name: f"{place}.{name}" for place, names in _FORMER.items() for name in names.split()}
-_MOVED |= {"DraftLine": "speculative.DraftState", "Emitted": "Produced"}
-
-__getattr__, __dir__, __all__ = attach(__name__, __file__, _MOVED)
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
 
 def attach(
-    package: str, file: str, former: Mapping[str, str] | None = None
+    package: str, file: str
 ) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
     """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package.
 
@@ -22,7 +22,6 @@ def attach(
         file: its ``__file__``; the stub is beside it: ``from .module import name as name`` (of ``.``: a
             module, which is an attribute and not listed), and ``name: type`` for what the package itself
             defines.
-        former: where names are that the package had in earlier versions, for the AttributeError.
     """
     stub = ast.parse(Path(file).with_name("__init__.pyi").read_text(encoding="utf-8"))
     own: list[str] = []
@@ -39,9 +38,7 @@ def attach(
     def get(name: str) -> object:
         module = modules.get(name)
         if module is None and name not in packages:
-            where = (former or {}).get(name)
-            hint = f": it is {package}.{where}" if where else ""
-            raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}")
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value: object = import_module(module or f".{name}", package)
         if module is not None and module != f".{name}":
             value = getattr(value, name)

@@ -19,37 +19,38 @@ from .interrupts import EXIT_FAILURE, EXIT_INTERRUPTED
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 _PROMPTS = {"--prompts", "--prompt", "-p"}
-# Flags of llama.cpp, vLLM and of earlier versions, and what to use.
+# Flags of llama.cpp, vLLM and of earlier versions, and what to use: those that people type most.
 HINTS = {
     "--fast": "-S batch_invariant=false takes what is fastest; --exact asks for exact batches",
-    "-kvu --kv-unified --no-kv-unified -no-kvu": "-S kv_unified=true or false",
+    "-kvu --kv-unified --no-kv-unified": "-S kv_unified=true or false",
     "-cram --cache-ram --prefix-cache": "-S cache_ram=BYTES, -S prefix_cache=true",
-    "--rule --entropy-stop --spec-draft-p-min --draft-p-min": "-S rule=NAME, -S entropy_stop=NATS",
+    "--rule --entropy-stop --draft-p-min": "-S rule=NAME, -S entropy_stop=NATS",
     "--regex --choice": "--grammar '/one|another/'",
     "-e --escape": "in a shell $'a\\nb' holds a new line",
     "-sysf --system-prompt-file": 'use -sys "$(cat FILE)"',
-    "-ts -sm -mg -dev -ot -ncmoe -cmoe": "llama.cpp divides a model by itself; -ngl sets how much",
-    "-td -tbd --threads-draft": "-t is used for prompts and drafts too",
-    "-ngld -ctkd -ctvd -cd": "-ngl, -ctk and -c are for target and draft",
-    "--draft-min --spec-draft-n-min --spec-type": "--draft-max N or auto; -md names what drafts",
-    "--draft-width --spec-draft-p-split": "drafts are chains of tokens; --draft-max sets how many",
+    "-ts -sm -dev": "llama.cpp divides a model by itself; -ngl sets how much",
+    "-td --threads-draft": "-t is used for prompts and drafts too",
+    "-ngld -ctkd -cd": "-ngl, -ctk and -c are for target and draft",
+    "--draft-min --spec-type": "--draft-max N or auto; -md names what drafts",
     "-l --logit-bias": "-S 'logit_bias={\"15043\": 1.5}'",
-    "--mirostat --mirostat-lr --mirostat-ent --adaptive-target": "there is no mirostat; -S typical_p=P, "
-    "which keeps tokens of about the expected surprise, is the nearest",
-    "--samplers --sampler-seq --sampling-seq": "samplers run in llama.cpp's default order",
+    "--mirostat": "there is no mirostat; -S typical_p=P, which keeps tokens of about the expected "
+    "surprise, is the nearest",
+    "--typical": "-S typical_p=VALUE",
+    "--top-nsigma": "-S top_n_sigma=VALUE",
+    "--repeat-last-n": "-S penalty_last_n=VALUE",
+    "--dry-sequence-breaker": "-S dry_sequence_breakers=VALUE",
+    "--samplers": "samplers run in llama.cpp's default order",
     "-cnv --conversation -no-cnv --no-conversation": "`llamabranch generate` continues a text, and with "
     "--chat answers a message; `llamabranch chat` is a conversation",
-    "-i -if --interactive --interactive-first": "`llamabranch chat` is interactive",
+    "-i --interactive": "`llamabranch chat` is interactive",
     "-r --reverse-prompt": "--stop ends the text at a string",
-    "-mm --mmproj --image --audio --lora --lora-scaled --control-vector": "it is not supported",
-    "--host --port --api-key -a --alias --metrics": "an option of `llamabranch serve`",
+    "-mm --mmproj --image --lora --control-vector": "it is not supported",
+    "--host --port --api-key": "an option of `llamabranch serve`",
     "-hff --hf-file": "-m user/repo/file.gguf",
     "-hft --hf-token": "set the environment variable HF_TOKEN",
-    "--download --no-download --offline": "LLAMABRANCH_DOWNLOAD=1 or 0, HF_HUB_OFFLINE=1",
-    "--explain": "-v shows how drafts went, and llama.cpp's log",
+    "--offline": "LLAMABRANCH_DOWNLOAD=1 or 0, HF_HUB_OFFLINE=1",
     "--log-file": "-v shows llama.cpp's log on standard error; 2> FILE keeps it",
-    "-ns --sequences": "--samples N gives several texts for a prompt",
-    "--keep --context-shift --no-context-shift --prompt-cache --slot-save-path": "it is not here",
+    "--keep --context-shift --no-context-shift --prompt-cache": "it is not here",
 }
 _HINTS = {name: hint for names, hint in HINTS.items() for name in names.split()}
 # Flags of llama.cpp that change no text here, by how many values they have: they are left out.
@@ -78,11 +79,6 @@ SETTINGS = {
     "--check-tensors": "check_tensors=true",
 }
 _SETTINGS = {name: setting for names, setting in SETTINGS.items() for name in names.split()}
-# llama.cpp's names of sampling settings that have another one here.
-_OTHER_NAMES = {
-    "--typical": "typical_p", "--top-nsigma": "top_n_sigma", "--repeat-last-n": "penalty_last_n",
-    "--dynatemp-exp": "dynatemp_exponent", "--dry-sequence-breaker": "dry_sequence_breakers",
-}  # fmt: skip
 _SWITCHED = (["on"], ["off"], ["auto"])
 _CHATTING, _CONTINUING = {"-cnv", "--conversation"}, {"-no-cnv", "--no-conversation"}
 
@@ -190,7 +186,7 @@ def _hint(name: str, options: Collection[str]) -> str:
         return _HINTS[name]
     from .options import setting_names  # needs the settings of sampling
 
-    setting = _OTHER_NAMES.get(name, name.lstrip("-").replace("-", "_"))
+    setting = name.lstrip("-").replace("-", "_")
     if "-S" in options and any(setting in names for names in setting_names().values()):
         return f"-S {setting}=VALUE"
     close = difflib.get_close_matches(name, options, n=1)

@@ -1,47 +1,41 @@
-"""``llamabranch eval``: how good models are: at tasks with right answers, or by the text they predict."""
+"""``llamabranch eval``: how good models are, by the text they predict."""
 
 from __future__ import annotations
 
 import json
 import math
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import IO, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import typer
 
 import llamabranch as lb
-from llamabranch import ConfigError, Context, hub
+from llamabranch import ConfigError, Context
 from llamabranch.eval import (
     KLDivergence,
     Perplexity,
-    Sample,
-    Task,
-    TaskResult,
-    Uncertain,
-    find_task,
-    run_task,
-    task_names,
 )
 
 from ..files import atomic_write
 from ..loading import LoadOptions
-from .bundles import argument, option, with_bundles
+from .bundles import option, with_bundles
 from .console import Console, base_name, decimal_size, finite, number
 from .files import check_new_file, read_prompt_file, writing
-from .options import OUTPUT, TEXT, ModelOptions, OutputOptions, trained_length, vocabulary
+from .interrupts import EXIT_FAILURE
+from .options import OUTPUT, ModelOptions, OutputOptions, trained_length, vocabulary
+from .pair_report import compare_pair, divergence_tables
+
+if TYPE_CHECKING:
+    from llamabranch.eval.comparison import Comparison
 
 _CHUNKS, _WINDOW = 16, 512  # where models are compared; tokens a chunk
 _N_WRITTEN = 48
 _ROW_BYTES = 64 * 2**20  # of logits at a time
 _SAVED_EVERY_S = 10.0
-_FRACTIONS = {
-    "minimum": 0.0, "1 %": 0.01, "10 %": 0.1, "median": 0.5, "90 %": 0.9, "95 %": 0.95, "99 %": 0.99,
-    "99.9 %": 0.999, "maximum": 1.0,
-}  # fmt: skip  # of tokens, in the tables of KL divergence
-_SEQUENCES, _N_CTX = 64, 4096  # for tasks
 
 
 @dataclass(frozen=True)
@@ -61,7 +55,8 @@ class ReadingOptions:
     against: str | None = option(
         None,
         "A model that the others are compared with by KL divergence; or what --save-logits or "
-        "llama-perplexity wrote of one, which holds the text too.",
+        "llama-perplexity wrote of one, which holds the text too. One model is compared in detail, "
+        "several in one table.",
         metavar="MODEL|FILE",
     )
     chunks: int | None = option(
@@ -74,9 +69,19 @@ class ReadingOptions:
     )
     output_file: Path | None = option(
         None,
-        "Write the results to this file, also when interrupted; of tasks, each item on a line.",
+        "Write the results to this file, also when interrupted.",
         "--output -o",
         rich_help_panel=OUTPUT,
+    )
+
+    coded: bool = option(
+        False,
+        "Compare two models through llama-perplexity's 16 bits: all numbers are its.",
+        "--coded",
+    )
+    fail_kl: float | None = option(None, "Exit 1 above this mean KL divergence, nats.", min=0)
+    fail_top: float | None = option(
+        None, "Exit 1 where fewer most probable tokens agree, from 0 to 1.", min=0, max=1
     )
 
     def check_output(self) -> Path | None:
@@ -199,41 +204,37 @@ def _print(console: Console, ctx: Context, found: Perplexity | KLDivergence) -> 
     console.answer({"name": ctx.model.name, "kv_type": ctx.kv_type, **its})
 
 
-def divergence_tables(found: KLDivergence) -> list[list[tuple[str, ...]]]:
-    """Return the statistics and the percentiles as tables, each with a first row of names."""
-    its = found.statistics
-    natural = {
-        "perplexity": its.perplexity,
-        "perplexity of the base": its.base_perplexity,
-        "log of their ratio": its.log_ratio,
-        "ratio": its.ratio,
-        "difference": its.difference,
-        "correlation of the losses": Uncertain(its.correlation, math.nan),
-        "mean KL divergence, nats": its.mean,
-    }
-    percent = {
-        "same most probable token, %": its.same_top,
-        "mean change of probability, %": its.p_change,
-        "root mean square change, %": its.p_change_rms,
-    }
-    return [
-        [
-            ("", "value", "±"),
-            *((name, *(number(v, 6) for v in each)) for name, each in natural.items()),
-            *((name, *(number(100 * v, 3) for v in each)) for name, each in percent.items()),
-        ],
-        [
-            ("percentile", "KL divergence", "change of probability, %"),
-            *(
-                (
-                    name,
-                    number(found.percentile(f), 6),
-                    number(100 * found.p_change_percentile(f), 3),
-                )
-                for name, f in _FRACTIONS.items()
-            ),
-        ],
-    ]
+# -- two models ----------------------------------------------------------------------------------------
+
+
+def compare(
+    reading: ReadingOptions, base: str, name: str, models: ModelOptions, console: Console
+) -> None:
+    """Print how far a model is from another; exit with 1 where that is further than it may be."""
+    text, path = reading.text(), reading.check_output()
+    if reading.save_to is not None:
+        raise ConfigError("--save-logits is for one model")
+    if name == base:
+        raise ConfigError("--against compares with another model", hint="-m names one")
+    window, chunks = _window_of(base, models), reading.chunks or _CHUNKS
+    pair = (
+        open_for_chunks(base, models, window, console),
+        open_for_chunks(name, models, window, console),
+    )
+
+    def keep(found: Comparison) -> None:
+        save(path, "compare", found.as_dict())
+
+    found = compare_pair(pair, text, window, chunks, console, keep, coded=reading.coded)
+    if found.divergence is None:
+        if reading.fail_kl is not None or reading.fail_top is not None:
+            raise ConfigError("--fail-kl and --fail-top need models with one tokenizer")
+        return
+    its, most, least = found.divergence.statistics, reading.fail_kl, reading.fail_top
+    is_far = most is not None and not its.mean.value <= most
+    if is_far or (least is not None and not its.same_top.value >= least):
+        console.note("the models are further apart than --fail-kl or --fail-top allows")
+        raise typer.Exit(EXIT_FAILURE)
 
 
 # -- several models ------------------------------------------------------------------------------------
@@ -378,169 +379,37 @@ class EvalModels(ModelOptions):
         return [self.announce(console)]
 
 
-@dataclass(frozen=True)
-class TaskOptions:
-    """Which items are scored."""
-
-    panel: ClassVar[str] = TEXT
-    first: ClassVar[str] = "tasks_dir limit list_tasks"
-
-    names: list[str] | None = argument(
-        "Tasks that are shipped, or of --tasks-dir. Default: all of the one or the other.",
-        metavar="TASK",
-    )
-    tasks_dir: Path | None = option(None, "A folder of tasks, one NAME.jsonl each.")
-    limit: int | None = option(None, "Items of each task at most.", min=1)
-    list_tasks: bool = option(False, "List the tasks, and score nothing.", "--list")
-
-    def tasks(self) -> list[Task]:
-        """Return the tasks that are asked for. Raises ConfigError if there are none."""
-        folder = self.tasks_dir
-        if folder is not None and not folder.is_dir():
-            raise ConfigError(f"{folder} is not a folder")
-        names = self.names or task_names(folder)
-        if not names:
-            raise ConfigError(f"{folder} has no tasks", hint="a task is a file NAME.jsonl")
-        return [find_task(name, folder) for name in dict.fromkeys(names)]
-
-
 @with_bundles
 def eval(
     *,
-    given: TaskOptions,
     reading: ReadingOptions,
     models: EvalModels,
     output: OutputOptions,
 ) -> None:
-    """Measure models: tasks with right answers, perplexity, KL divergence.
+    """Measure models by the text they predict: perplexity, KL divergence.
 
-    Without --perplexity and --against the tasks are scored, offline. With several models there is one
-    table. Tasks of lm-evaluation-harness run through `llamabranch.eval.LlamaBranchLM` in Python.
+    One model is compared with that of --against in detail, several in one table. Tasks with right answers
+    run through lm-evaluation-harness: `llamabranch.eval.LlamaBranchLM` in Python,
+    `llamabranch.eval.suite` for three that need no network.
     """
     with output.console() as console:
         against = reading.against
-        if reading.text_file is None and against is None:
-            if reading.chunks or reading.save_to:
-                raise ConfigError("--chunks and --save-logits need --perplexity FILE")
-            _score_tasks(given, reading, models, console)
-            return
-        if given.names or given.tasks_dir or given.limit or given.list_tasks:
-            raise ConfigError("tasks go with neither --perplexity nor --against")
         if reading.text_file is None and reading.logits is None:
-            hint = "or give --against a file that --save-logits wrote, which holds the text"
-            raise ConfigError("--against MODEL needs --perplexity FILE, the text", hint=hint)
+            hint = "--perplexity FILE; or give --against a file of --save-logits, which holds it"
+            if against is None:
+                hint = "--perplexity FILE; tasks run in Python, with llamabranch.eval.LlamaBranchLM"
+            raise ConfigError("there is no text to measure", hint=hint)
         names = models.names(console)
-        if len(names) == 1 and (against is None or reading.logits is not None):
+        is_pair = against is not None and reading.logits is None and len(names) == 1
+        if not is_pair and (reading.coded or (reading.fail_kl, reading.fail_top) != (None, None)):
+            message = "--coded, --fail-kl and --fail-top compare two models"
+            raise ConfigError(message, hint="--against MODEL, and one model with -m")
+        if is_pair:
+            compare(reading, str(against), names[0], models, console)
+        elif len(names) == 1 and (against is None or reading.logits is not None):
             measure(reading, names[0], models, console)
         elif reading.logits is not None:
             hint = "--against MODEL compares several"
             raise ConfigError(f"{against} is compared with one model", hint=hint)
         else:
             compare_models(reading, names, against, models, console)
-
-
-# -- tasks ---------------------------------------------------------------------------------------------
-
-
-def _score_tasks(
-    given: TaskOptions, reading: ReadingOptions, models: EvalModels, console: Console
-) -> None:
-    tasks = given.tasks()
-    if given.list_tasks:
-        rows = [(t.name, len(t.items), "choices" if t.is_choice else "targets") for t in tasks]
-        console.table(("task", "items", "kind"), rows, left=("kind",))
-        described = [{"task": t.name, "n_items": len(t.items), "path": str(t.path)} for t in tasks]
-        console.answer({"tasks": described})
-        return
-    names = models.names(console)
-    if reading.output_file is not None and len(names) > 1:
-        raise ConfigError("--output is for one model", hint="give one file for each run")
-    for name in names:
-        hub.resolve(name, download=None)
-    file = _SampleFile(reading, console)
-    answers: list[dict[str, Any]] = []
-    results: list[tuple[str, TaskResult]] = []
-    try:
-        for name in names:
-            more = scoring_options(name, models, _SEQUENCES)
-            if models.n_ctx is None:
-                more["n_ctx"] = _N_CTX
-            with models.open(name, console, **more) as ctx:
-                found, start_s = list[TaskResult](), time.perf_counter()
-                try:
-                    for task in tasks:
-                        _run(ctx, task, given.limit, file, console, found)
-                finally:
-                    about: dict[str, Any] = {"model": name, "name": ctx.model.name}
-                    about["batch_invariant"] = ctx.capabilities.batch_invariant
-                    about["seconds"] = time.perf_counter() - start_s
-                    answers.append({**about, "tasks": [result.as_dict() for result in found]})
-                    results += ((name, result) for result in found)
-    finally:  # what is done is printed also when it is interrupted
-        console.progress("")
-        if results:
-            _print_tasks(console, results, with_model=len(names) > 1)
-            console.answer(answers[0] if len(names) == 1 else {"models": answers})
-
-
-def _run(
-    ctx: Context,
-    task: Task,
-    limit: int | None,
-    file: _SampleFile,
-    console: Console,
-    results: list[TaskResult],
-) -> None:
-    """Add the result of a task to ``results``: of the items that are done, where it is interrupted."""
-    order = {item.id: i for i, item in enumerate(task.items[:limit])}
-    found = list[Sample]()
-
-    def note(sample: Sample) -> None:
-        found.append(sample)
-        file.write(task, ctx, sample)
-        console.progress(f"{len(found)} of {len(order)} items of {task.name}")
-
-    try:
-        run_task(ctx, task, limit=limit, on_sample=note)
-    finally:
-        if found:
-            found.sort(key=lambda sample: order[sample.item.id])
-            results.append(TaskResult(task, tuple(found)))
-
-
-class _SampleFile:
-    """The samples of tasks, one JSON object a line."""
-
-    def __init__(self, reading: ReadingOptions, console: Console) -> None:
-        path = reading.check_output()
-        self._file: IO[str] | None = None
-        if path is not None:
-            self._file = console.resources.enter_context(path.open("a", encoding="utf-8"))
-
-    def write(self, task: Task, ctx: Context, sample: Sample) -> None:
-        """Append a sample."""
-        if self._file is not None:
-            model = f"{ctx.model.fingerprint} {ctx.kv_type}"
-            its = {name: getattr(sample, name) for name in ("logprobs", "is_greedy", "is_right")}
-            about = {"task": task.name, "model": model, "id": sample.item.id}
-            line = {**about, "answer": sample.item.answer, **its}
-            self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
-            self._file.flush()
-
-
-def _print_tasks(
-    console: Console, results: Sequence[tuple[str, TaskResult]], *, with_model: bool
-) -> None:
-    rows: list[tuple[str, ...]] = []
-    for model, result in results:
-        low, high = result.interval
-        n, n_items = len(result.samples), len(result.task.items)
-        first = (model, result.task.name, str(n) if n == n_items else f"{n} of {n_items}")
-        last = (f"{low:.3f} to {high:.3f}", number(result.chance, 3))
-        for metric, (value, stderr) in result.metrics.items():
-            is_first = metric == "acc"
-            about, more = (first, last) if is_first else (("",) * 3, ("",) * 2)
-            row = (*about, metric, number(value, 4), number(stderr, 4), *more)
-            rows.append(row if with_model else row[1:])
-    columns = ("task", "items", "metric", "value", "±", "95 % interval", "chance")
-    console.table((*("model",) * with_model, *columns), rows, left=("task", "metric"))

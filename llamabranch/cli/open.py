@@ -20,6 +20,7 @@ from llamabranch.serve import ServeSettings
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
 from .console import Console
+from .files import load_function
 from .options import DraftOptions, OutputOptions
 
 if TYPE_CHECKING:
@@ -41,6 +42,12 @@ class PageOptions:
 
     compare: str | None = option(None, "A second model.", metavar="MODEL2")
     file: Path | None = option(None, f"NAME{_SUFFIX}, made where absent.  [default: one a model]")
+    constraint: str | None = option(
+        None,
+        "A Python function of the text so far, which the page's bar can choose: it returns False "
+        "where no allowed text begins so.",
+        metavar="FILE.py:NAME",
+    )
     port: int = option(8137, "The port, or the next free one.", max=65_535)
     browser: bool = option(True, "Open a browser.", "--browser/--no-browser")
     read_only: bool = option(False, "Write nothing.", "--read-only")
@@ -79,6 +86,7 @@ def open(
         from llamabranch.loom import Loom, front_of
         from llamabranch.serve.server import Server
 
+        constraint = page.constraint and (page.constraint, load_function(page.constraint))
         models = replace(models, target=model or models.target or _BUNDLED)
         target, drafters = models.resolve(console)
         if page.compare is not None:
@@ -116,6 +124,7 @@ def open(
             lambda: partner[0] if partner else None, read_only=page.read_only,
             draft="+".join(drafters) or "none",
             settings_file=_folder("XDG_CONFIG_HOME", ".config") / "page.json",
+            constraint=constraint or None,
         )  # fmt: skip
         server.front = front_of(loom)
         console.on_opening = loom.opening

@@ -21,7 +21,7 @@ from ..errors import ConfigError, LlamaBranchError, ParseError
 from ..generation.thought import named_text
 from ..model import Message, Model, Turn, chat_messages, is_chat, token_list
 from ..model.thoughts import Thinking
-from ..model.tools import ToolCall, Tools
+from ..model.tools import ToolCall, Tools, begun_answer
 from ..sampling import SamplingParams
 from ..sampling.constraint import ConstraintCalls, ConstraintLike
 from ..sampling.grammar import Grammar
@@ -261,8 +261,10 @@ class Result(Generic[T]):
         salt = str(len(self.prompt)) if is_chat(self.prompt) else ""
         if self.thought and len(self.tokens) == self.n_thought_tokens:  # it may end with a call
             return tools.read(self.thought, in_thought=True, salt=salt)
-        found = tools.read(self.written or self.text, salt=salt)
-        return found._replace(thought=self.thought or found.thought)
+        begun = begun_answer(self.prompt) if tools.is_used else ""
+        found = tools.read(begun + (self.written or self.text), salt=salt)
+        content = found.content.removeprefix(begun.strip()) if begun.strip() else found.content
+        return found._replace(thought=self.thought or found.thought, content=content)
 
     @property
     def tool_calls(self) -> list[ToolCall]:

@@ -1,13 +1,13 @@
 """Evaluation: how probable a model finds given texts, measured so that the numbers can be compared.
 
 scoring.py      continuations after contexts
-tasks.py        items with a right answer; suite/ has those that are shipped
 harness.py      a model for lm-evaluation-harness
+shipped.py      the tasks that are shipped, for it; suite/ has their files
 perplexity.py   a text in chunks: llama-perplexity's number
 logits_file.py  llama.cpp's files of log-probabilities
 divergence.py   a model against saved log-probabilities
 pair.py         two models on one text: KL divergence, lockstep, spans of unequal tokenizers
-comparison.py   the report of `llamabranch compare`
+comparison.py   the report of `llamabranch eval --against MODEL`
 
 lm-evaluation-harness is imported when ``LlamaBranchLM`` is used first.
 """
@@ -18,30 +18,25 @@ from .divergence import KLDivergence, KLStatistics, Uncertain, divergence
 from .logits_file import LogitsFile
 from .perplexity import Perplexity, perplexity
 from .scoring import Score, encode_pair, score
-from .tasks import Item, Sample, Task, TaskResult, find_task, run_task, task_names
+from .shipped import suite, suite_items
 
 if TYPE_CHECKING:
     from .harness import LlamaBranchLM
 
 __all__ = [
-    "Item",
     "KLDivergence",
     "KLStatistics",
     "LlamaBranchLM",
     "LogitsFile",
     "Perplexity",
-    "Sample",
     "Score",
-    "Task",
-    "TaskResult",
     "Uncertain",
     "divergence",
     "encode_pair",
-    "find_task",
     "perplexity",
-    "run_task",
     "score",
-    "task_names",
+    "suite",
+    "suite_items",
 ]
 
 

@@ -45,7 +45,6 @@ def score(
     *,
     parse_special: bool = True,
     on_done: Callable[[int, list[Score]], None] | None = None,
-    names: Sequence[str] = (),
 ) -> list[list[Score]]:
     """Score continuations after their contexts.
 
@@ -60,7 +59,6 @@ def score(
         parse_special: whether control tokens written in texts are parsed.
         on_done: called with the index of a request and its scores as soon as they are known, in any
             order. What it was called with is not lost if something fails or is interrupted later.
-        names: what the requests are called in messages.
 
     Returns:
         for each request the scores of its continuations.
@@ -76,8 +74,7 @@ def score(
     wanted: list[Wanted] = []
     texts: list[range] = []  # of each request, in ``wanted``
     for number, request in enumerate(requests):
-        name = names[number] if names else f"request {number}"
-        its = _wanted(ctx, name, request, parse_special)
+        its = _wanted(ctx, f"request {number}", request, parse_special)
         texts.append(range(len(wanted), len(wanted) + len(its)))
         wanted += its
     request_of = [number for number, its in enumerate(texts) for _ in its]

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from time import perf_counter
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from ..context import Context
 from ..context.logits import LogitsRow
@@ -41,25 +41,11 @@ from .output import Produced
 from .text import Text
 from .verify import Plan, RoundTrace, Rule, rule_name
 
-__all__ = ["CommonNoise", "Loop", "Reader", "RunningText", "Step"]
+__all__ = ["Loop", "Reader", "RunningText", "Step"]
 
 _MOST_PLAIN = 64  # plain steps that are reported together
 _PLAIN = Round(NO_DRAFT)
 T = TypeVar("T")
-
-
-class CommonNoise(NamedTuple):
-    """Where all texts of a search draw with one seed: before tokens that the model is certain of.
-
-    Each text has the model's own distribution, since where that is depends on the text before it alone.
-
-    Attributes:
-        entropy: the most entropy of the model's distribution there, nats.
-        seed: of the draws.
-    """
-
-    entropy: float
-    seed: int
 
 
 class RunningText:
@@ -87,7 +73,6 @@ class RunningText:
             With drafts only where the sampler has no state, and the rule is "seeded".
         others: of each of these texts the tokens that the last step brought, up to the first one that
             differs from those emitted.
-        common: where it draws with the seed of all texts of a search; None = nowhere.
     """
 
     def __init__(
@@ -118,7 +103,6 @@ class RunningText:
         self.on_round: Callable[[RoundTrace], None] | None = None
         self.other_seeds: list[int] = []
         self.others: list[list[Produced]] = []
-        self.common: CommonNoise | None = None
         self._trace: RoundTrace | None = None
         self._plan: Plan | None = None
         self._n_plain_left = 0  # plain steps to take before it is called again
@@ -134,15 +118,10 @@ class RunningText:
         return self.emitted[0]
 
     def _drawn(self, row: LogitsRow) -> Produced:
-        text, common = self.text, self.common
-        if common is not None and row.entropy() <= common.entropy:
-            token = row.draw(text.sampler, common.seed, len(text.tokens), measured=False)
-            one = self._described(text.describe(token, row)[0], row)
-            self.others = [[one] for _ in self.other_seeds]
-        else:
-            one = self._described(text.produce_from(row), row)
-            if self.other_seeds:
-                self._draw_others([one], [row], text.incomplete)
+        text = self.text
+        one = self._described(text.produce_from(row), row)
+        if self.other_seeds:
+            self._draw_others([one], [row], text.incomplete)
         if not one.is_stop:
             text.append(one.token, -one.logprob, None)
         return one

@@ -4,6 +4,7 @@ document.py    nodes, and the records that make and change them; undo
 journal.py     the file: records only ever appended, one process that writes
 live.py        events for the tabs; jobs: generating, scoring, replaying as they happen
 searching.py   searches and what is reported of them
+turns.py       conversations by the model's template
 comparing.py   two models on one text, for the page as it is found
 formats.py     other looms' files, JSON, Markdown
 page.py        the page's own files, its policy, who may call, the exported HTML

@@ -88,6 +88,7 @@ class Made(Record, tag="node", kw_only=True):
     json_schema: dict[str, object] | None = None
     regex: str | None = None
     choice: list[str] | None = None
+    constraint: str | None = None
     seam: bool = False
     turns: list[Turn] = []
     tools: list[dict[str, object]] = []

@@ -15,6 +15,7 @@ from ..engine import Request
 from ..eval.pair import same_vocabulary
 from ..files import atomic_write, read_small
 from ..sampling import SamplingParams
+from ..sampling.constraint import ConstraintLike
 from ..sampling.grammar import Grammar
 from ..sampling.noise import derive_seed
 from ..serve.errors import HttpError
@@ -69,6 +70,7 @@ class Do(Struct, kw_only=True):
     json_schema: dict[str, object] | None = None
     regex: str | None = None
     choice: list[str] | None = None
+    constraint: bool = False
     model: Literal["A", "B"] = "A"
     resume: bool = False
     token: int | None = None
@@ -99,6 +101,7 @@ class BarFields(Struct, kw_only=True, omit_defaults=True):
     json_schema: dict[str, object] | None = None
     regex: str | None = None
     choice: list[str] | None = None
+    constraint: bool = False
 
     async def text_grammar(self) -> Grammar | None:
         """Return what the text must follow. Raises HttpError if it is invalid, or asked for twice."""
@@ -130,6 +133,7 @@ class Loom(Live):
         partner_of: returns the context of the model to compare with; None = there is none.
         draft: what drafts, by name.
         settings_file: where the page's settings are kept.
+        constraint: its name and the function, which texts can be made to follow.
 
     Raises:
         ConfigError: the file is none of the page's.
@@ -145,6 +149,7 @@ class Loom(Live):
         read_only: bool = False,
         draft: str = "none",
         settings_file: Path,
+        constraint: tuple[str, ConstraintLike] | None = None,
     ) -> None:
         super().__init__(path, service_of, read_only=read_only)
         self.guard = Guard(port)
@@ -152,6 +157,7 @@ class Loom(Live):
         self._draft = draft
         self._loading = {"message": "loading the model"}
         self._settings_file = settings_file
+        self._constraint = constraint
 
     def ready(self) -> None:
         """Report to the tabs that the model is there; a file of another model is not written."""
@@ -178,6 +184,7 @@ class Loom(Live):
             "sampling": {name: getattr(sampling, name) for name in _TOLD},
             "chat": chat_fields(model),
         }
+        a["constraint"] = self._constraint and self._constraint[0]
         a |= {"eos": None if model.eos is None else model.detokenize([model.eos], special=True)}
         if partner is not None:
             same = same_vocabulary(service.model, partner.model)
@@ -242,7 +249,15 @@ class Loom(Live):
             seed=str(derive_seed(seed, i) if i else seed), stop=do.stop, max_tokens=do.max_tokens,
             sampling=msgspec.to_builtins(do.sampling or SamplingFields()), grammar=do.grammar,
             json_schema=do.json_schema, regex=do.regex, choice=do.choice,
+            constraint=self.constraint_name() if do.constraint else None,
         )  # fmt: skip
+
+    def constraint_name(self) -> str:
+        """Return the name of the constraint. Raises HttpError if the page has none."""
+        if self._constraint is None:
+            message = "there is no constraint: start with --constraint FILE.py:NAME"
+            raise HttpError(409, message, param="constraint")
+        return self._constraint[0]
 
     def params(self, made: Made) -> SamplingParams:
         """Return a node's sampling settings."""
@@ -262,12 +277,17 @@ class Loom(Live):
         """
         made, n_given = node.made, node.n_given
         grammar = await text_grammar(made.grammar, made.json_schema, made.regex, made.choice)
+        constraint = None
+        if made.constraint is not None and self._constraint is not None:
+            constraint = self._constraint[1]
+        if made.constraint is not None and made.constraint != self.constraint_name():
+            raise HttpError(409, f"the text follows another constraint: {made.constraint}")
         tokens = node.tokens(made.at + n_given if again else None)
         self.service.check_room(tokens, max_tokens)
         return Request(
             tokens, continues=0 if again else len(node.ids) - n_given, grammar=grammar,
             sampling=self.params(made), max_tokens=max_tokens, stop=made.stop,
-            top_logprobs=MOST_TOP, draft_k=draft,
+            top_logprobs=MOST_TOP, constraint=constraint, draft_k=draft,
         )  # fmt: skip
 
     def make(self, records: Iterable[Record], cid: str = "") -> list[Node]:

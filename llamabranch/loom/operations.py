@@ -219,7 +219,7 @@ async def _bar(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     except msgspec.ValidationError as error:
         raise HttpError(400, f"settings: {error}", param="set") from None
     for bar in bars.values():
-        do.sampling = bar.sampling
+        do.sampling, do.constraint = bar.sampling, bar.constraint
         loom.params(loom.made(do, 0, "sampled", 0))
         most = loom.service.settings.max_choices
         if (bar.n or 1) > most:

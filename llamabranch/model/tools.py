@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..arguments import placed
 from ..errors import ConfigError
 from .call_form import ToolCall
-from .chat import Message, chat_messages
+from .chat import Message, chat_messages, is_chat
 from .functions import function_tool
 from .turn_format import Turn, TurnEvent, TurnFormat, TurnReader
 
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from .model import Model
 
 __all__ = [
-    "Conversation", "Tool", "ToolCall", "Tools", "conversation", "openai_call", "openai_deltas",
+    "Conversation", "Tool", "ToolCall", "Tools", "begun_answer", "conversation", "openai_call",
+    "openai_deltas",
 ]  # fmt: skip
 
 Tool = Mapping[str, object] | Callable[..., object]
@@ -177,6 +178,14 @@ class Conversation(NamedTuple):
         """Return its text."""
         text = model.apply_chat_template(self.messages, **self.options)  # type: ignore[arg-type]
         return text + self.begun
+
+
+def begun_answer(messages: object) -> str:
+    """Return the answer that a conversation ends with the beginning of; "" = it ends otherwise."""
+    if not is_chat(messages):
+        return ""
+    last = chat_messages(messages)[-1]
+    return str(last.get("content") or "") if last["role"] == "assistant" else ""
 
 
 def conversation(

@@ -54,7 +54,7 @@ def best_tokens(ids: Ids, scores: Floats, k: int) -> list[tuple[int, float]]:
 
 
 class Beams:
-    """One group of beams: the scores of those that run, and the best that have finished.
+    """The beams of a search: the scores of those that run, and the best that have finished.
 
     Args:
         width: the number of beams.

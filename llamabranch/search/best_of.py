@@ -10,7 +10,7 @@ from ..errors import ConfigError
 from ..model import stop_strings
 from ..model.thoughts import answer_in
 from ..speculative import Drafter
-from .checks import MOST_TEXTS, check_start, common_noise, first_seed, token_limit
+from .checks import MOST_TEXTS, check_start, first_seed, token_limit
 from .continuations import Boundary, Continuation, Continuations, numbered
 from .result import Hypothesis, SearchResult
 from .sequences import OnStep, SearchSequences
@@ -26,7 +26,6 @@ def best_of_n(
     score: str | Callable[[Hypothesis], float] = "mean",
     reward: Callable[[str], float] | None = None,
     reject_every: int | None = None,
-    entropy: float = 0.0,
     stop: str | Sequence[str] = (),
     seed: int | None = None,
     drafter: Drafter | None = None,
@@ -46,10 +45,6 @@ def best_of_n(
         reward: a function of the text, instead of ``score``.
         reject_every: after every N tokens, drop the worse half of the unfinished texts, until
             one is left. They are returned after all others, as "rejected".
-        entropy: before a token where the model's distribution has at most this entropy, nats, all texts
-            draw with one seed, so more of them stay equal, and fewer tokens are decoded. Each text still
-            has the model's distribution, but they depend on each other: eight count for fewer. Not with
-            a drafter.
         stop: strings that end a text.
         seed: of the draws; None = that of the branch.
         drafter: proposes tokens; it changes no text.
@@ -72,7 +67,6 @@ def best_of_n(
     if reject_every is not None:
         reject_every = whole("reject_every", reject_every, 1)
     stop, seed = stop_strings(stop), first_seed(branch, seed)
-    common = common_noise(entropy, seed, drafter)
 
     def score_of(line: Continuation) -> float:
         if reward is not None:
@@ -83,7 +77,7 @@ def best_of_n(
 
     with (
         SearchSequences(branch, on_step) as sequences,
-        Continuations(sequences, drafter, common) as texts,
+        Continuations(sequences, drafter) as texts,
     ):
         all_lines = numbered(sequences.root, range(n), max_tokens, stop, seed)
         if reject_every is None:

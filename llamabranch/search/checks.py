@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from ..arguments import bounded, function, instance, whole
+from ..arguments import function, instance, whole
 from ..branch import Branch
-from ..errors import ConfigError
 from ..generation.drafter import checked_drafter
-from ..generation.loop import CommonNoise
 from ..speculative import Drafter
 from .sequences import OnStep
 
-__all__ = ["MOST_STEPS", "MOST_TEXTS", "check_start", "common_noise", "first_seed", "token_limit"]
+__all__ = ["MOST_STEPS", "MOST_TEXTS", "check_start", "first_seed", "token_limit"]
 
 MOST_TEXTS = 100_000  # at a time; each takes a few kilobytes, as in an engine's request
 MOST_STEPS = 1_000_000  # iterations
@@ -34,21 +32,6 @@ def check_start(branch: Branch, on_step: OnStep | None, drafter: Drafter | None 
 def first_seed(branch: Branch, seed: int | None) -> int:
     """Return the seed of a search: ``seed``, or that of the branch."""
     return branch.seed if seed is None else whole("seed", seed)
-
-
-def common_noise(entropy: float, seed: int, drafter: Drafter | None) -> CommonNoise | None:
-    """Return where all texts draw with ``seed``; None = nowhere.
-
-    Raises:
-        ConfigError: no entropy of at least 0, or one with a drafter.
-    """
-    if not bounded("entropy", entropy, 0, 1e9):
-        return None
-    if drafter is not None:
-        raise ConfigError(
-            "give either entropy or a drafter: drafts are accepted by the draws of each text"
-        )
-    return CommonNoise(entropy, seed)
 
 
 def token_limit(max_tokens: int | None, low: int = 0) -> int | None:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from itertools import takewhile
-from statistics import fmean
 
 from ..arguments import whole
 from ..branch import Branch, Produced
@@ -21,7 +20,7 @@ from ..errors import CacheFullError, CapacityError, ConfigError, DecodeInterrupt
 from ..generation.drafter import DraftLength, DraftState, FixedLength, propose
 from ..generation.drafting import draft_length
 from ..generation.generation import OutputBuffer
-from ..generation.loop import CommonNoise, Loop, RunningText
+from ..generation.loop import Loop, RunningText
 from ..sampling.noise import derive_seed
 from ..speculative import Drafter, SpeculativeConfig, SpeculativeStats
 from .node import SearchNode
@@ -31,7 +30,6 @@ from .sequences import SearchSequences
 __all__ = ["Boundary", "Continuation", "Continuations", "numbered", "slot_seed"]
 
 _RULE = "seeded"
-_GROUP = 16  # tokens, of `Continuation.lowest_group`
 
 
 def slot_seed(seed: int, index: int) -> int:
@@ -91,9 +89,6 @@ class Continuation:
         branch: the branch that generates it, None while it has none.
         running: its rounds, while it has a branch.
         equals: other texts that are equal so far, and share its branch.
-        lowest_group: the lowest mean confidence of 16 tokens in a row (of all, while there are fewer),
-            nats; that of a token is -1 times the mean log-probability of its alternatives. NaN where
-            none are asked for.
     """
 
     def __init__(
@@ -105,8 +100,6 @@ class Continuation:
         self.branch: Branch | None = None
         self.running: RunningText | None = None
         self.equals: list[Continuation] = []
-        self.lowest_group = math.nan
-        self._confidences: list[float] = []
         self.tokens: list[int] = []  # of the segment, with an EOG token
         self.logprobs: list[float] = []
         self.segment_text = ""
@@ -149,15 +142,6 @@ class Continuation:
         self.tokens.append(one.token)
         self.logprobs.append(one.logprob)
         self.segment_text += one.text
-        if one.alternatives:
-            self._confidences.append(-fmean(logprob for _, logprob in one.alternatives))
-            group = fmean(self._confidences[-_GROUP:])
-            is_first = len(self._confidences) <= _GROUP
-            self.lowest_group = group if is_first else min(group, self.lowest_group)
-
-    def is_less_confident(self, than: float) -> bool:
-        """Return whether 16 tokens in a row were less confident than ``than``, nats."""
-        return len(self._confidences) >= _GROUP and self.lowest_group < than
 
     def hypothesis(self, score: float) -> Hypothesis:
         """Return its text so far."""
@@ -185,20 +169,10 @@ class Continuations:
     Args:
         sequences: the sequences.
         drafter: proposes tokens; it changes no text. None = plain decoding.
-        common: where all texts draw with one seed; only without a drafter.
-        n_alternatives: how many of the most probable tokens are looked at for each token.
     """
 
-    def __init__(
-        self,
-        sequences: SearchSequences,
-        drafter: Drafter | None = None,
-        common: CommonNoise | None = None,
-        n_alternatives: int = 0,
-    ) -> None:
+    def __init__(self, sequences: SearchSequences, drafter: Drafter | None = None) -> None:
         self._sequences = sequences
-        self._n_alternatives = n_alternatives
-        self._common = common
         if not sequences.ctx.kv_cache.can_draft:
             drafter = None
         length: DraftLength = FixedLength(0)
@@ -275,11 +249,6 @@ class Continuations:
                 self._sequences.was_cancelled(error)
             if self._sequences.is_cancelled or after():
                 self._cancel()
-
-    def break_off(self, reason: str, which: Callable[[Continuation], bool]) -> None:
-        """End the running texts for which ``which`` is true, and the texts that are equal to them."""
-        for line in [line for line in self._active if which(line)]:
-            self._end_early(line, reason)
 
     # -- rounds ------------------------------------------------------------------------------------
 
@@ -486,15 +455,9 @@ class Continuations:
         branch.sequence.seed = line.seed
         root = self._draft_root()
         line.running = self._loop.open(
-            branch.sequence,
-            _RULE,
-            self.stats,
-            self._n_alternatives,
-            drafts=root is not None,
-            like=root,
+            branch.sequence, _RULE, self.stats, drafts=root is not None, like=root
         )
         line.running.other_seeds = [each.seed for each in line.equals]
-        line.running.common = self._common
         if line.tokens:  # it goes on after its last token
             branch.sequence.append(line.tokens[-1], -line.logprobs[-1], None)
         else:

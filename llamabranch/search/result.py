@@ -24,8 +24,8 @@ class Hypothesis:
             the EOG token that ended the text included.
         score: what the hypotheses are ordered by.
         finish_reason: "stop" (EOG token or stop string), "length", "capacity" (no room in the cache),
-            "rejected" (dropped while others were better), "decided" (a vote was, before it ended),
-            "uncertain" (the model was, and ``keep`` gave it up) or "cancelled".
+            "rejected" (dropped while others were better), "decided" (a vote was, before it ended)
+            or "cancelled".
         node: where it ends in the tree.
     """
 

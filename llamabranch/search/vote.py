@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from decimal import Decimal, InvalidOperation
-from typing import NamedTuple
 
-from ..arguments import flag, function, real, whole
+from ..arguments import function, real, whole
 from ..branch import Branch
 from ..errors import ConfigError, LlamaBranchWarning, warn
 from ..model import stop_strings
 from ..model.thoughts import answer_in
 from ..sampling.noise import uniform
 from ..speculative import Drafter
-from .checks import MOST_TEXTS, check_start, common_noise, first_seed, token_limit
+from .checks import MOST_TEXTS, check_start, first_seed, token_limit
 from .continuations import Continuation, Continuations, numbered
 from .result import Hypothesis, SearchResult
 from .sequences import OnStep, SearchSequences
 
-__all__ = ["chance_to_stay", "last_match", "vote"]
+__all__ = ["last_match", "vote"]
 
 Answer = str | float  # bool is a number
 
 _NUMBER = re.compile(r"[+-]?(\d+|\d{1,3}(,\d{3})+)?(\.\d*)?([eE][+-]?\d+)?")
 _WIDTH = 4  # texts at a time, where a vote may be decided early
-_N_CONFIDENCE = 20  # tokens whose log-probabilities tell how confident the model is
 
 
 def vote(
@@ -36,12 +33,8 @@ def vote(
     n: int = 16,
     max_tokens: int | None = 256,
     *,
-    adaptive: bool = False,
-    agreement: float = 0.75,
     confidence: float | None = None,
     width: int | None = None,
-    keep: float = 1.0,
-    entropy: float = 0.0,
     stop: str | Sequence[str] = (),
     seed: int | None = None,
     drafter: Drafter | None = None,
@@ -56,20 +49,11 @@ def vote(
             the thought that it begins with.
         n: how many texts.
         max_tokens: the most tokens of each.
-        adaptive: begin with two texts and double their number until the leading answer has
-            ``agreement`` of them, or there are ``n``.
-        agreement: that share, above 0, at most 1.
-        confidence: stop as soon as the leading answer is known. 1.0 = when the texts that are left cannot
-            change it, so the answer is that of all ``n``; below 1, above 0.5 = when it will stay in the
-            lead with this probability, if the texts that are left choose between the two leading answers
-            as those before did (for large ``n`` the rule of Aggarwal et al. 2023, 2305.11860).
+        confidence: 1.0 = stop as soon as the texts that are left cannot change the leading answer, so
+            it is that of all ``n``. None = hear all texts. No other value is taken.
         width: the most texts that are generated at a time, those that are equal so far counted once;
             None = 4 with ``confidence``, else as many as there are sequences for. It changes no text.
-        keep: below 1, give up a text where the model is less confident than in this share of a quarter
-            of the texts, at least two, which come first (DeepConf, Fu et al. 2025, 2508.15260; the
-            lowest mean of 16 tokens counts). A text that is given up does not vote; it comes last, as
-            "uncertain".
-        entropy, stop, seed, drafter, on_step: as for ``best_of_n``.
+        stop, seed, drafter, on_step: as for ``best_of_n``.
 
     Returns:
         all texts, those with the most frequent answer first, the most probable of them at the front;
@@ -94,94 +78,28 @@ def vote(
         width = whole("width", width, 1, MOST_TEXTS)
     elif confidence is not None:
         width = _WIDTH
+    if confidence is not None and real("confidence", confidence) != 1:
+        raise ConfigError(
+            f"confidence must be 1.0 or None, not {confidence!r}",
+            hint="1.0 stops when the texts that are left cannot change the answer",
+        )
     stop, seed = stop_strings(stop), first_seed(branch, seed)
-    common = common_noise(entropy, seed, drafter)
-    rule = _StopRule.of(n, adaptive, agreement, confidence, keep, common is not None)
-    ballot = _Ballot(lambda text: answer(answer_in(branch.ctx.model, text)), n, confidence)
-    lines: list[Continuation] = []
-    lowest = -math.inf  # confidence, below which a text is given up
-
-    def is_over() -> bool:
-        texts.break_off("uncertain", lambda line: line.is_less_confident(lowest))
-        return sequences.end_step() or ballot.decides(lines)
-
-    n_top = _N_CONFIDENCE if keep < 1 else 0
+    ballot = _Ballot(
+        lambda text: answer(answer_in(branch.ctx.model, text)),
+        n,
+        stops_early=confidence is not None,
+    )
     with (
         SearchSequences(branch, on_step) as sequences,
-        Continuations(sequences, drafter, common, n_top) as texts,
+        Continuations(sequences, drafter) as texts,
     ):
         if width is not None:
             sequences.capacity = min(sequences.capacity, width)
-        wanted = rule.first
-        while True:
-            new = numbered(sequences.root, range(len(lines), wanted), max_tokens, stop, seed)
-            lines += new
-            texts.run(new, after=is_over)
-            if not ballot.decides(new):
-                ballot.count(line for line in new if line.output.finish_reason != "uncertain")
-            leads = adaptive and ballot.leaders()[0] >= rule.agreement * len(lines)
-            if wanted == n or sequences.is_cancelled or leads:
-                break
-            lowest = rule.lowest(lines)
-            wanted = min(n, 2 * wanted) if adaptive else n
+        lines = numbered(sequences.root, range(n), max_tokens, stop, seed)
+        texts.run(lines, after=lambda: sequences.end_step() or ballot.decides(lines))
+        if not ballot.decides(lines):
+            ballot.count(lines)
     return _result(sequences, ballot, lines, seed)
-
-
-class _StopRule(NamedTuple):
-    """When a vote, or one of its texts, ends early; see ``vote``.
-
-    Attributes:
-        first: how many texts are generated before others begin.
-        agreement, keep: as ``vote`` has them.
-    """
-
-    first: int
-    agreement: float
-    keep: float
-
-    @classmethod
-    def of(
-        cls,
-        n: int,
-        adaptive: bool,
-        agreement: float,
-        confidence: float | None,
-        keep: float,
-        shares_draws: bool,
-    ) -> _StopRule:
-        """Return the rule of checked arguments.
-
-        Raises:
-            ConfigError: one is out of range, or two do not go together.
-        """
-        flag("adaptive", adaptive)
-        for name, share in (("agreement", agreement), ("keep", keep)):
-            if not 0 < real(name, share) <= 1:
-                raise ConfigError(f"{name} must be above 0 and at most 1, not {share!r}")
-        if confidence is not None and not 0.5 < real("confidence", confidence) <= 1:
-            raise ConfigError(
-                f"confidence must be above 0.5 and at most 1, not {confidence!r}",
-                hint="1.0 stops when the answer of all texts is known, 0.95 when it is likely",
-            )
-        if adaptive + (confidence is not None) + (keep < 1) > 1:
-            raise ConfigError("give one of adaptive, confidence and keep: all end a vote early")
-        if shares_draws and confidence is not None and confidence < 1.0:
-            raise ConfigError(
-                "confidence below 1 counts on independent texts, which those with entropy are not",
-                hint="confidence=1.0 does not",
-            )
-        first = min(n, 2 if adaptive else max(2, n // 4) if keep < 1 else n)
-        return cls(first, agreement, keep)
-
-    def lowest(self, lines: Sequence[Continuation]) -> float:
-        """Return the lowest confidence that ``keep`` of the first texts have, nats."""
-        if self.keep == 1:
-            return -math.inf
-        each = (line.lowest_group for line in lines)
-        known = sorted((lowest for lowest in each if not math.isnan(lowest)), reverse=True)
-        if not known:
-            return -math.inf
-        return known[max(1, min(len(known), round(self.keep * (len(known) + 1)))) - 1]
 
 
 def _result(
@@ -191,8 +109,7 @@ def _result(
     hypotheses, votes, forms = ballot.ranked(seed)
     for line in lines:
         if line not in ballot.given and line.node is not sequences.root:
-            if line.output.finish_reason != "uncertain":
-                line.output.break_off("decided")
+            line.output.break_off("decided")
             hypotheses.append(line.hypothesis(0.0))
             line.node.status = "pruned"
     sequences.root.prune_open()
@@ -201,40 +118,13 @@ def _result(
     )
 
 
-def chance_to_stay(first: int, second: int, n_left: int) -> float:
-    """Return the probability that the first of two answers leads when all texts have voted.
-
-    Each text that is left votes for one of the two, for the first one with an unknown probability whose
-    prior is uniform: a beta-binomial. A tie counts half.
-
-    Args:
-        first, second: their votes so far, ``first`` at least ``second``.
-        n_left: how many texts have not voted.
-    """
-    if first > second + n_left:
-        return 1.0
-    a, b = first + 1, second + 1
-    total = 0.0
-    for k in range(n_left + 1):
-        ahead = first + k - (second + n_left - k)
-        if ahead >= 0:
-            log_ways = -math.log(n_left + 1) - _log_beta(k + 1, n_left - k + 1)
-            log_p = log_ways + _log_beta(k + a, n_left - k + b) - _log_beta(a, b)
-            total += math.exp(log_p) * (0.5 if ahead == 0 else 1.0)
-    return total
-
-
-def _log_beta(a: int, b: int) -> float:
-    return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
-
-
 class _Ballot:
     """The answers of texts that have ended, and whether they decide the vote.
 
     Args:
         answer: the user's.
         n: how many texts there will be.
-        confidence: see ``vote``; None = only all texts decide.
+        stops_early: whether a vote is decided once the texts that are left cannot change it.
 
     Attributes:
         given: the answer in each text that was counted, None if it has none.
@@ -242,11 +132,11 @@ class _Ballot:
     """
 
     def __init__(
-        self, answer: Callable[[str], Answer | None], n: int, confidence: float | None
+        self, answer: Callable[[str], Answer | None], n: int, *, stops_early: bool
     ) -> None:
         self._answer = answer
         self._n = n
-        self._confidence = confidence
+        self._stops_early = stops_early
         self._tally: Counter[Decimal | str] = Counter()
         self._errors: list[Exception] = []
         self.given: dict[Continuation, Answer | None] = {}
@@ -266,30 +156,20 @@ class _Ballot:
             if found is not None:
                 self._tally[_value(found)] += 1
 
-    def leaders(self) -> tuple[int, int]:
-        """Return the votes of the two most frequent answers, 0 where there is none."""
-        first, second = [*(votes for _, votes in self._tally.most_common(2)), 0, 0][:2]
-        return first, second
-
     def decides(self, lines: Sequence[Continuation]) -> bool:
         """Count the texts that have ended meanwhile; return whether the vote is decided."""
-        confidence = self._confidence
-        if confidence is None or self.is_decided:
-            return self.is_decided
+        if not self._stops_early:
+            return False
         for line in lines:
-            if line in self.given:
-                continue
-            if line.is_finished:
+            if self.is_decided:
+                break
+            if line.is_finished and line not in self.given:
                 self.count([line])
                 n_left = self._n - len(self.given)
-                stays = chance_to_stay(*self.leaders(), n_left)
+                first, second = [*(n for _, n in self._tally.most_common(2)), 0, 0][:2]
                 # No vote is decided by the last text: it has ended anyway.
-                self.is_decided = n_left > 0 and stays >= confidence
-                if self.is_decided:
-                    return True
-            elif confidence < 1.0:
-                return False  # in the order of their numbers: short texts must not decide
-        return False
+                self.is_decided = 0 < n_left < first - second
+        return self.is_decided
 
     def ranked(
         self, seed: int

@@ -16,7 +16,7 @@ from ..engine.openai import called, chat_choice, completion_choice
 from ..errors import LlamaBranchError
 from ..model import Turn, TurnEvent, TurnReader
 from ..model.thoughts import Thinking, ThinkingChoice, plan_thinking, thinking_variables
-from ..model.tools import Conversation, Tools, conversation, openai_deltas
+from ..model.tools import Conversation, Tools, begun_answer, conversation, openai_deltas
 from ..sampling import SamplingParams
 from .errors import HttpError, http_error
 from .exchange import Exchange
@@ -403,6 +403,8 @@ class _ChatWriter(Writer[ChatFields]):
             salt = str(len(self.fields.messages))
             reader = self._tools.reader(eager=self._is_strict, salt=salt)
             self._readers[update.index] = reader
+            if self._tools.is_used:  # an answer that is continued may begin with half a call
+                reader.feed(begun_answer(self.fields.messages))
         events = [TurnEvent("thought", update.thought)] if update.thought else []
         events += reader.feed(update.written)
         calls = reader.turn.calls

@@ -24,8 +24,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import NamedTuple
 
-from ..arguments import bounded, real, whole
-from ..errors import ConfigError
+from ..arguments import whole
 from ..generation.drafter import Draft, Drafter, DraftLength, DraftState, StopRule
 from ..generation.text import Text
 from ..model import Model
@@ -42,6 +41,7 @@ __all__ = [
 ]
 
 _WIDTH = array("i").itemsize  # bytes of a token
+_MOST_MATCH = 16  # tokens of the longest suffix that a `SuffixDrafter` compares
 
 
 # -- where tokens occurred before ------------------------------------------------------------------
@@ -382,48 +382,27 @@ class SuffixDrafter(_CopyDrafter):
     benefit from their siblings, and only the newest occurrences are counted.
 
     Args:
-        max_match: the longest suffix compared, up to 64 tokens.
-        min_match: the shortest suffix that counts as evidence.
-        factor, offset: a match of m tokens allows a draft of floor(m * factor + offset) tokens.
-        min_probability: ends a draft where the probability that all of it is accepted falls below this.
-            "auto" weighs whatever could follow instead, without these limits, where copying costs next
-            to nothing beside a step of the target.
-        max_occurrences: how many occurrences of a suffix are counted, the newest ones.
+        min_match: the shortest suffix that counts as evidence, from 1 to 16 tokens.
         shared_tokens: the most tokens that the shared index holds; beyond it the oldest are forgotten.
             Each target model has a shared index of its own, since token ids mean nothing to another.
-            0 = share nothing, otherwise at least 8 * max_match.
+            0 = share nothing, otherwise at least 128.
+
+    A match of m tokens allows a draft of m tokens, and a draft ends where the probability that all of it
+    is accepted falls below 0.2. "auto" weighs whatever could follow instead, without these limits, where
+    copying costs next to nothing beside a step of the target.
 
     Raises:
         ConfigError: a value out of range.
     """
 
     name = "suffix"  # in statistics
+    most, floor, factor, offset = 32, 0.2, 1.0, 0.0
 
-    def __init__(
-        self,
-        max_match: int = 16,
-        min_match: int = 2,
-        *,
-        factor: float = 1.0,
-        offset: float = 0.0,
-        min_probability: float = 0.2,
-        max_occurrences: int = 32,
-        shared_tokens: int = 16384,
-    ) -> None:
-        max_match = whole("max_match", max_match, 1, 64)
-        min_match = whole("min_match", min_match, 1, max_match)
-        self.floor = bounded("min_probability", min_probability, 0.0, 1.0)
-        self.factor = factor = real("factor", factor)
-        self.offset = offset = real("offset", offset)
-        if not (math.isfinite(factor) and factor >= 0 and math.isfinite(offset)):
-            raise ConfigError(
-                f"factor {factor!r} and offset {offset!r} must be numbers, factor >= 0"
-            )
-        self.most = whole("max_occurrences", max_occurrences, 1, 4096)
+    def __init__(self, *, min_match: int = 2, shared_tokens: int = 16384) -> None:
+        self.lengths = doubling(whole("min_match", min_match, 1, _MOST_MATCH), _MOST_MATCH)
         self.shared_tokens = whole("shared_tokens", shared_tokens, 0)
         if self.shared_tokens:
-            whole("shared_tokens", shared_tokens, 8 * max_match, 1 << 24)
-        self.lengths = doubling(min_match, max_match)
+            whole("shared_tokens", shared_tokens, 8 * _MOST_MATCH, 1 << 24)
         self._shared: weakref.WeakKeyDictionary[Model, SharedIndex] = weakref.WeakKeyDictionary()
 
     def pool(self, model: Model) -> SharedIndex | None:

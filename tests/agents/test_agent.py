@@ -463,7 +463,7 @@ def odd(a: threading.Thread) -> str:
         [plain], [starred], [keywords], [positional], [odd], [lambda: 1], [add, add], [1], ["add"], "add",
         add, {"add": add}, [None], [[add]],
     ],
-    ids=repr,
+    ids=lambda tools: type(tools).__name__,  # no addresses: each process names them alike
 )  # fmt: skip
 def test_bad_tools_are_refused_when_the_agent_is_made(stage: Context, tools: object) -> None:
     with pytest.raises(ConfigError):

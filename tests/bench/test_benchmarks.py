@@ -271,9 +271,6 @@ def test_statistics_of_answers_are_exact() -> None:
     assert paired_interval([1.0] * 5) == (1.0, 1.0)
     low, high = paired_interval([0.0, 1.0] * 50)
     assert low == pytest.approx(0.4, abs=0.02) and high == pytest.approx(0.6, abs=0.02)
-    right = [[True, False], [True, True], [False, True]]  # compared within a question
-    assert answers.auroc(right, [[2.0, 1.0], [0.0, 9.0], [3.0, 3.0]]) == 0.75
-    assert math.isnan(answers.auroc([[True]], [[1.0]]))
     asked = questions()
     assert len({question for question, _ in asked}) == len(asked) == 40
     assert all(answer_in(f"= {answer}.") == answer for _, answer in asked)

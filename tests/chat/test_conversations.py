@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import toys
 from conftest import DATA
+from drafts import Eager
 from rounding import rounding
 
 import llamabranch as lb
@@ -128,7 +129,7 @@ def test_ten_turns_with_a_retry_and_an_edit_evaluate_distinct_tokens_only(ctx: C
 def test_answers_are_drafted_where_that_pays_and_stay_the_same(ctx: Context) -> None:
     texts = []
     drafts = lb.SpeculativeConfig(draft_k=4)
-    for drafter in (None, lb.SuffixDrafter(min_probability=0.0), "auto"):
+    for drafter in (None, Eager(), "auto"):
         with Chat(ctx, drafter, drafts, temperature=0, max_tokens=40, seed=1) as chat:
             texts.append([chat.send("The fox, the fox, the fox.").finish().text for _ in range(2)])
             drafted = chat.stats.speculative.num_draft_tokens

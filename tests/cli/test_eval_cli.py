@@ -59,53 +59,22 @@ def test_results_are_kept(text: Path, tmp_path: Path) -> None:
     assert len(data["rows"]) == data["n_chunks"]
 
 
-def test_eval_runs_tasks_and_keeps_samples(tmp_path: Path) -> None:
-    samples = tmp_path / "samples.jsonl"
-    shared = ("eval", "true_ending", "last_word", "--limit", 4, "-c", 1024)
-    tables = answer(*shared, "-o", samples)["tasks"]
-    assert [table["n_done"] for table in tables] == [4, 4]
-    lines = [json.loads(line) for line in samples.read_text().splitlines()]
-    assert len(lines) == 8
-    right = [line["is_right"] for line in lines if line["task"] == "true_ending"]
-    assert tables[0]["metrics"]["acc"]["value"] == sum(right) / 4
-    assert run(*shared, "-o", samples).exit_code == 2
-    shown = run(*shared)
-    assert "acc_norm" in shown.stdout and "chance" in shown.stdout
-
-
-def test_tasks_of_a_folder_are_listed_and_run(tmp_path: Path) -> None:
-    (tmp_path / "mine.jsonl").write_text('{"context": "Once upon a", "target": " time"}\n')
-    head, row = run("eval", "--tasks-dir", tmp_path, "--list").stdout.splitlines()
-    assert head.split() == ["task", "items", "kind"] and row.split() == ["mine", "1", "targets"]
-    listed = answer("eval", "--list")["tasks"]
-    assert len(listed) == 3
-    found = answer("eval", "--tasks-dir", tmp_path, "-c", 256)["tasks"]
-    assert found[0]["metrics"]["acc"]["value"] == 1.0
-    for arguments in (("arc",), ("--tasks-dir", tmp_path / "none"), ("mine", "-o", tmp_path)):
-        assert run("eval", *arguments).exit_code == 2
-
-
-def test_an_item_that_cannot_be_scored_is_named_and_the_tasks_before_it_are_shown(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "a.jsonl").write_text('{"context": "Once upon a", "target": " time"}\n')
-    long = json.dumps({"context": "a " * 600, "target": " b"})
-    (tmp_path / "b.jsonl").write_text(f'{{"context": "a", "target": " b"}}\n{long}\n')
-    found = run("eval", "--tasks-dir", tmp_path, "-c", 256)
-    assert found.exit_code == 1
-    assert "error: b, item 2 has " in found.stderr and "1.0000" in found.stdout
-
-
-AGAINST = ("eval", "-m", DRAFT, "--against", TARGET, "-c", 64, "--perplexity")
+def against(folder: Path) -> list[object]:
+    """Return a command that compares the draft model and a copy of it with the target."""
+    copy = folder / "copy.gguf"
+    copy.symlink_to(DRAFT)
+    given = ("eval", "-m", DRAFT, "-m", copy, "--against", TARGET, "-c", 64, "--perplexity")
+    return [*given]
 
 
 def test_quants_shows_files_side_by_side(text: Path, tmp_path: Path) -> None:
     kept = tmp_path / "quants.json"
-    shared = (*AGAINST, text, "--chunks", 2)
+    shared = (*against(tmp_path), text, "--chunks", 2)
     found = answer(*shared, "-o", kept)
     rows = found["models"]
-    assert found["base"] == TARGET and [row["model"] for row in rows] == [TARGET, DRAFT]
-    assert rows[0]["kl"] == 0.0 < rows[1]["kl"] and rows[1]["same_top"] < 1.0
+    copy = str(tmp_path / "copy.gguf")
+    assert found["base"] == TARGET and [row["model"] for row in rows] == [TARGET, DRAFT, copy]
+    assert rows[0]["kl"] == 0.0 < rows[1]["kl"] == rows[2]["kl"] and rows[1]["same_top"] < 1.0
     assert rows[0]["perplexity"] < rows[1]["perplexity"]
     assert rows[0]["size_bytes"] == Path(TARGET).stat().st_size
     assert not list(tmp_path.glob("*.logits"))
@@ -151,7 +120,7 @@ def test_quants_that_is_interrupted_keeps_the_models_that_are_done(
 
     kept = tmp_path / "quants.json"
     monkeypatch.setattr("llamabranch.eval.divergence", interrupt)
-    result = run(*AGAINST, text, "--chunks", 1, "-o", kept)
+    result = run(*against(tmp_path), text, "--chunks", 1, "-o", kept)
     assert result.exit_code == 130 and Path(TARGET).name in result.stdout
     assert [row["model"] for row in json.loads(kept.read_text())["models"]] == [TARGET]
 

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import pytest
 import toys
 from divergence import first_divergence
+from drafts import Eager
 from rounding import rounding
 
 import llamabranch as lb
@@ -149,7 +150,7 @@ def test_exact_rows_of_a_sliding_window_are_measured(tmp_path: Path, weights: st
         assert can.total_variation is not None and 1 <= can.exact_rows <= ctx.n_batch
         assert (can.total_variation == 0) == (can.exact_rows == ctx.n_batch)
         assert "sliding window" in can.batch_invariant_reason
-        drafter = repeats(2.0)
+        drafter = Eager(2.0)
         most = min(4, can.exact_rows - 1)
         for seed in range(4):
             params = SamplingParams(temperature=0.7, seed=seed, logit_bias={1: -np.inf})
@@ -167,11 +168,6 @@ def test_exact_rows_of_a_sliding_window_are_measured(tmp_path: Path, weights: st
 
 DIFFERS: dict[str, Any] = {"exact_rows": 3, "total_variation": 0.026}
 SEEDED = SamplingParams(temperature=0.9, seed=3)
-
-
-def repeats(factor: float) -> lb.SuffixDrafter:
-    """A drafter that proposes whatever it has seen."""
-    return lb.SuffixDrafter(8, 1, factor=factor, offset=factor, min_probability=0.0)
 
 
 def told(call: Callable[[], object]) -> list[str]:
@@ -195,7 +191,7 @@ def test_warns_once_where_texts_may_differ(target: lb.Model) -> None:
         ]
         for k, found, sampling, n in cases:
             ctx.capabilities = replace(able, batch_invariant=False, **found)
-            speculator = lb.Speculator(ctx, repeats(2.0), lb.SpeculativeConfig(draft_k=k))
+            speculator = lb.Speculator(ctx, Eager(2.0), lb.SpeculativeConfig(draft_k=k))
             generation = speculator.generate(prompt, max_tokens=40, sampling=sampling)
             said = told(generation.finish)
             assert speculator.stats.num_drafts > 0
@@ -224,7 +220,7 @@ def test_exact_mode_keeps_to_the_rows_that_are_exact(model: lb.Model) -> None:
             assert f"{rows} tokens at a time" in ctx.capabilities.batch_invariant_reason
         prompts = [tokens_of(seq)[: 10 + 17 * seq] for seq in range(4)]
         params = SamplingParams(temperature=0.9, seed=3)
-        drafter = repeats(2.0)
+        drafter = Eager(2.0)
         together = Engine(ctx, drafter, sampling=params, max_tokens=40).generate(
             [lb.Request(p) for p in prompts]
         )
@@ -242,7 +238,7 @@ def test_differences_where_nothing_is_claimed_are_explained(model: lb.Model) -> 
         assert ctx.kv_type == "f16"
         assert ctx.capabilities.batch_invariant_reason.startswith("measured: logits of batches of ")
         params, allowed = SamplingParams(temperature=0.9, seed=3), rounding(ctx)
-        drafter = repeats(2.0)
+        drafter = Eager(2.0)
         for seq in range(6):
             prompt = tokens_of(seq)
             with Branch.start(ctx, prompt, sampling=params) as branch:

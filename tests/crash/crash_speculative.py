@@ -82,11 +82,8 @@ refuses(
     lookup_of_nothing=lambda w: PromptLookupDrafter(0),
     lookup_backwards=lambda w: PromptLookupDrafter(2, 3),
     lookup_too_far=lambda w: PromptLookupDrafter(65),
-    suffix_of_nothing=lambda w: SuffixDrafter(8, 0),
-    suffix_probability=lambda w: SuffixDrafter(min_probability=1.5),
-    suffix_factor=lambda w: SuffixDrafter(factor=math.inf),
-    suffix_without_occurrences=lambda w: SuffixDrafter(max_occurrences=0),
-    suffix_shared=lambda w: SuffixDrafter(16, shared_tokens=64),
+    suffix_of_nothing=lambda w: SuffixDrafter(min_match=0),
+    suffix_shared=lambda w: SuffixDrafter(shared_tokens=64),
     chain_of_nothing=lambda w: ChainDrafter([]),
     **{
         f"wait_{x}": lambda w, x=x: Engine(w.ctx, wait_s=x) for x in (-1, math.nan, True, "2", None)

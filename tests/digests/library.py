@@ -18,6 +18,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))  # where it is run as a program
 
 import toys
+from drafts import Eager
 
 import llamabranch as lb
 from llamabranch.generation.drafter import DraftLength, NullState
@@ -208,7 +209,7 @@ class World:
         self, which: str, draft: str = "draft", same: str = "target", **options: object
     ) -> lb.Drafter | None:
         """Return a drafter of one kind; models get fresh contexts with ``options``."""
-        lookup, suffix = lb.speculative.PromptLookupDrafter, lb.SuffixDrafter
+        lookup = lb.speculative.PromptLookupDrafter
         makers: dict[str, Callable[[], lb.Drafter | None]] = {
             "nobody": lambda: None,
             "null": lb.speculative.NullDrafter,
@@ -222,11 +223,11 @@ class World:
             "tree of 2": lambda: lb.ModelDrafter(self.context(draft, **options)),
             "tree of 5": lambda: lb.ModelDrafter(self.context(draft, **options)),
             "lookup": lambda: lookup(min_ngram=1),
-            "suffix": lambda: suffix(8, 1, factor=2.0, offset=2.0, min_probability=0.0),
+            "suffix": lambda: Eager(2.0),
             "chain": lambda: lb.ChainDrafter(
                 [
                     lookup(max_ngram=6, min_ngram=3),
-                    suffix(),
+                    lb.SuffixDrafter(),
                     lb.ModelDrafter(self.context(draft, **options)),
                 ]
             ),

@@ -20,7 +20,7 @@ from typing import Annotated, Literal
 import pydantic
 import pytest
 import toys
-from drafts import FIXED
+from drafts import FIXED, Eager
 from typing_extensions import TypedDict
 
 import llamabranch as lb
@@ -69,7 +69,7 @@ def make(which: str, draft: Context) -> lb.Drafter | None:
         "none": None,
         "model": lb.ModelDrafter(draft),
         "lookup": lb.speculative.PromptLookupDrafter(max_ngram=3, min_ngram=1),
-        "suffix": lb.SuffixDrafter(8, 1, factor=4.0, offset=4.0, min_probability=0.0),
+        "suffix": Eager(),
         "chain": lb.ChainDrafter([lb.speculative.PromptLookupDrafter(), lb.ModelDrafter(draft)]),
     }
     return makers[which]

@@ -78,7 +78,7 @@ def test_text_is_that_of_a_loop_by_hand(name: str, ctx: Context, draft_ctx: Cont
     assert ctx.complete(PROMPT, max_tokens=40, sampling=params).tokens == expected
     drafters: list[lb.Drafter] = [
         lb.ModelDrafter(draft_ctx),
-        lb.SuffixDrafter(8, 1),
+        lb.SuffixDrafter(min_match=1),
         lb.speculative.PromptLookupDrafter(min_ngram=1),
     ]
     for drafter in drafters:
@@ -189,7 +189,7 @@ def test_one_that_fails_ends_its_text_only(
     n_prompt = len(ctx.tokenize(PROMPT))
     params = SamplingParams(temperature=temperature, seed=1)
     expected = ctx.complete(PROMPT, max_tokens=20, sampling=params).tokens
-    for drafter in (None, lb.ModelDrafter(draft_ctx), lb.SuffixDrafter(8, 1)):
+    for drafter in (None, lb.ModelDrafter(draft_ctx), lb.SuffixDrafter(min_match=1)):
         engine = lb.Engine(ctx, drafter, FIXED, sampling=params)
         requests = [
             Request(PROMPT, sampling=params.replace(logits_processor=each), max_tokens=20)

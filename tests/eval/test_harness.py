@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import pytest
 
 import llamabranch as lb
 from llamabranch.errors import ConfigError
-from llamabranch.eval import Task, find_task, run_task, score
+from llamabranch.eval import score, suite, suite_items
 
 pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness")
 
@@ -145,53 +146,30 @@ def test_settings_without_a_counterpart_and_impossible_lengths_are_refused(
         LlamaBranchLM(lm.ctx, n_ctx=64)
 
 
-def harness_config(task: Task) -> dict[str, object]:
-    """Return the same task as lm-evaluation-harness takes it: ``simple_evaluate(tasks=[...])``."""
-    if task.is_choice:
-        kind, metrics = "multiple_choice", ("acc", "acc_norm")
-        answers = {"doc_to_choice": "choices", "doc_to_target": "answer"}
-    else:
-        kind, metrics = "loglikelihood", ("perplexity", "acc")
-        answers = {"doc_to_target": "target"}
-    return {
-        "task": task.name,
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(task.path)}},
-        "test_split": "test",
-        "output_type": kind,
-        "doc_to_text": "context",
-        "target_delimiter": "",
-        **answers,
-        "metric_list": [{"metric": metric} for metric in metrics],
-    }
-
-
-@pytest.mark.parametrize("name", ["true_ending", "last_word"])
-def test_a_shipped_task_gives_the_harness_what_it_gives_us(name: str, target: lb.Model) -> None:
-    task = find_task(name)
+def test_the_shipped_tasks_run_and_give_what_the_scores_say(target: lb.Model) -> None:
+    tasks = {str(task["task"]): task for task in suite()}
     with lb.Context(target, n_ctx=2048, n_seq_max=16, n_threads=1, batch_invariant=True) as ctx:
-        ours = run_task(ctx, task, limit=6)
-        theirs = evaluate(LlamaBranchLM(ctx), [harness_config(task)], limit=6)[name]
-    for metric, (value, stderr) in ours.metrics.items():
-        assert theirs[f"{metric},none"] == pytest.approx(value, abs=1e-9)
-        if metric == "acc":
-            assert theirs[f"{metric}_stderr,none"] == pytest.approx(stderr, abs=1e-9)
-
-
-def test_a_task_of_a_folder_runs_by_name(tmp_path: Path) -> None:
-    path = tmp_path / "sons.jsonl"
-    lines = [
-        {"context": "A king had three", "choices": [" sons", " zebras"], "answer": 0},
-        {"context": "Once upon a", "choices": [" the", " time"], "answer": 1},
-        {"context": "12", "choices": ["[1]", " 3"], "answer": 0},  # texts, not Python's values
-    ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    task = Task.read(path)
-    results = evaluate(
-        "llamabranch", [harness_config(task)], model_args="n_ctx=512,n_seq_max=8,n_threads=1"
-    )
-    with lb.load(n_ctx=512, n_seq_max=8, n_threads=1) as ctx:
-        assert results["sons"]["acc,none"] == run_task(ctx, task).metrics["acc"][0] > 0.6
+        results = evaluate(LlamaBranchLM(ctx), list(tasks.values()), limit=6)
+        for name in tasks:
+            items: list[Any] = suite_items(name)[:6]
+            right, normed, losses = [], [], []
+            for item in items:
+                choices = item.get("choices") or [item["target"]]
+                scores = score(ctx, [(item["context"], choices)])[0]
+                if "target" in item:
+                    right.append(scores[0].is_greedy)
+                    losses.append(-scores[0].logprob)
+                    continue
+                found = [each.logprob for each in scores]
+                right.append(found.index(max(found)) == item["answer"])
+                by_length = [p / len(c) for p, c in zip(found, choices, strict=True)]
+                normed.append(by_length.index(max(by_length)) == item["answer"])
+            assert results[name]["acc,none"] == pytest.approx(fmean(right), abs=1e-9)
+            if losses:
+                perplexity = math.exp(fmean(losses))
+                assert results[name]["perplexity,none"] == pytest.approx(perplexity, rel=1e-9)
+            else:
+                assert results[name]["acc_norm,none"] == pytest.approx(fmean(normed), abs=1e-9)
 
 
 def test_a_conversation_is_the_models_template(tmp_path: Path) -> None:

@@ -49,8 +49,8 @@ def program() -> Path:
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "text.txt"
-    items = evaluation.find_task("true_ending").items[:60]
-    path.write_text("\n".join(item.context for item in items), "utf-8")
+    items = evaluation.suite_items("true_ending")[:60]
+    path.write_text("\n".join(str(item["context"]) for item in items), "utf-8")
     return path
 
 

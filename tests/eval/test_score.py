@@ -15,7 +15,7 @@ from rounding import rounding
 import llamabranch as lb
 from llamabranch import Branch, Context
 from llamabranch.errors import CacheFullError, ConfigError, TokenizeError
-from llamabranch.eval import Score, encode_pair, score
+from llamabranch.eval import Score, encode_pair, score, suite, suite_items
 
 SHOTS = "A king had three sons. The eldest was proud. The second was lazy. "
 QUESTIONS = [
@@ -196,3 +196,27 @@ def test_an_interruption_returns_all_sequences(ctx: Context) -> None:
     with pytest.raises(KeyboardInterrupt):
         score(ctx, QUESTIONS, on_done=stop)
     assert ctx.n_seq_free == ctx.n_seq_max and ctx.usage().cells_used == 0
+
+
+# -- the tasks that are shipped, for lm-evaluation-harness ----------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["last_word", "sentence_order", "true_ending"])
+def test_shipped_tasks_are_well_formed(name: str) -> None:
+    assert [task["task"] for task in suite()] == ["last_word", "sentence_order", "true_ending"]
+    items: list[Any] = suite_items(name)
+    assert len(items) >= 100 and len({item["id"] for item in items}) == len(items)
+    for item in items:
+        texts = item.get("choices") or [item["target"]]
+        assert len(texts) == len(set(texts)) == (1 if name == "last_word" else 4)
+        assert all(text.startswith(" ") for text in texts)
+        assert not item["context"].endswith(" ")
+    if name != "last_word":
+        # Each place is the right one for about a quarter: 4 standard deviations.
+        answers = [item["answer"] for item in items]
+        for place in range(4):
+            share = answers.count(place) / len(answers)
+            assert abs(share - 0.25) < 4 * (0.25 * 0.75 / len(answers)) ** 0.5
+    with pytest.raises(ConfigError, match="no task 'arc'") as caught:
+        suite_items("arc")
+    assert name in (caught.value.hint or "")

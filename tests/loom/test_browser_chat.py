@@ -150,6 +150,15 @@ def test_a_reply_continues_and_turns_are_edited_and_answered_again(page: Page) -
     idle(page)
     assert turns(page)[:4] == [*before, ("user", "And <|im_end|> then?")] and len(turns(page)) == 5
     assert newest(page)[0][1] < len(written_first)
+    press(page, "u", at="#text")
+    assert tokens(page) == written_first
+    set_bar(page, n="2")
+    press(page, "R", at="#text")
+    assert turns(page)[4] == ("assistant", "")
+    assert page.locator(".shoot").count() >= 3  # and the first answer
+    press(page, "u", at="#text")
+    assert tokens(page) == written_first
+    set_bar(page, n="1")
     page.locator("#text .turn.by-user").first.hover()
     page.locator("#turn-tools button", has_text="Edit").click()
     box = page.locator(".typing textarea")
@@ -317,6 +326,7 @@ def test_undo_gives_the_text_back_that_was_there(story: Page) -> None:
     page.locator("#text [data-token]").nth(4).click()
     press(page, "g", at="#text")
     assert len(tokens(page)) == 5
+    assert page.locator(".shoot").count() >= 3  # what could follow here is shown
     press(page, "u", at="#text")
     assert tokens(page) == before
     assert page.locator("#text [aria-selected=true]").get_attribute("data-token") == "4"

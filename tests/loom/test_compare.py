@@ -33,8 +33,8 @@ def opened(path: Path, n_ctx: int = WINDOW) -> Iterator[lb.Context]:
 
 @pytest.fixture(scope="module")
 def text() -> str:
-    items = evaluation.find_task("true_ending").items[:24]
-    return "\n".join(item.context for item in items)
+    items = evaluation.suite_items("true_ending")[:24]
+    return "\n".join(str(item["context"]) for item in items)
 
 
 def compare(a: Path, b: Path, text: str, **more: Any) -> Comparison:
@@ -184,9 +184,12 @@ def test_the_page_tells_why_other_tokenizers_have_no_divergence(tmp_path: Path) 
 # -- the command -----------------------------------------------------------------------------------
 
 
+BOTH = ("--against", TARGET, "-m", DRAFT)
+
+
 def run(*arguments: object) -> Any:
-    options = ["-t", "1", "--window", str(WINDOW), "--chunks", "2"]
-    return CliRunner().invoke(app, ["compare", *map(str, arguments), *options])
+    options = ["-t", "1", "-c", str(WINDOW), "--chunks", "2"]
+    return CliRunner().invoke(app, ["eval", *map(str, arguments), *options])
 
 
 @pytest.fixture
@@ -197,16 +200,16 @@ def file(tmp_path: Path, text: str) -> Path:
 
 
 def test_the_command_prints_and_writes_a_report(file: Path, tmp_path: Path) -> None:
-    page = tmp_path / "report.html"
-    done = run(TARGET, DRAFT, "--text", file, "--output", page)
+    kept = tmp_path / "report.json"
+    done = run(*BOTH, "-f", file, "--output", kept)
     assert done.exit_code == 0, done.output
     for part in ("perplexity of the base", "KL(B, A)", "quarter 1", "until they part"):
         assert part in done.output
-    html = page.read_text("utf-8")
-    assert "The worst tokens" in html and "<script" not in html
-    again = run(TARGET, DRAFT, "--text", file, "--output", page)
-    assert again.exit_code == 2 and page.read_text("utf-8") == html
-    found = json.loads(run(TARGET, DRAFT, "--text", file, "--json").stdout)
+    written = kept.read_text("utf-8")
+    assert run(*BOTH, "-f", file, "--output", kept).exit_code == 2  # it is there already
+    assert kept.read_text("utf-8") == written
+    found = json.loads(run(*BOTH, "-f", file, "--json").stdout)
+    assert json.loads(written) == {"kind": "compare", **found}
     assert found["mean"]["value"] > 0 and len(found["worst"]) == 10 and len(found["forks"]) == 8
 
 
@@ -216,15 +219,16 @@ def test_the_command_prints_and_writes_a_report(file: Path, tmp_path: Path) -> N
      (["--fail-top", "0"], 0)],
 )  # fmt: skip
 def test_limits_decide_the_exit_code(file: Path, limits: list[str], code: int) -> None:
-    assert run(TARGET, DRAFT, "--text", file, *limits).exit_code == code
+    assert run(*BOTH, "-f", file, *limits).exit_code == code
 
 
 def test_wrong_use_is_told(file: Path, tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("too short")
     for arguments in (
-        (TARGET, DRAFT), (TARGET, DRAFT, "--text", tmp_path / "none.txt"),
-        (TARGET, tmp_path / "none.gguf", "--text", file),
-        (TARGET, DRAFT, "--text", tmp_path / "short.txt"),
+        BOTH, (*BOTH, "-f", tmp_path / "none.txt"),
+        ("--against", TARGET, "-m", tmp_path / "none.gguf", "-f", file),
+        (*BOTH, "-f", tmp_path / "short.txt"),
+        ("-m", TARGET, "-f", file, "--coded"), (*BOTH, "-m", TARGET, "-f", file, "--fail-kl", "1"),
     ):  # fmt: skip
         done = run(*arguments)
         assert done.exit_code in (1, 2) and "error:" in done.output
@@ -234,11 +238,9 @@ HOSTILE = "\x1b[31m red \u202e reversed </script><img src=x onerror=alert(1)> \x
 
 
 def test_tokens_cannot_act_in_the_report(tmp_path: Path) -> None:
-    file, page = tmp_path / "text.txt", tmp_path / "report.html"
+    file = tmp_path / "text.txt"
     file.write_text(HOSTILE * 30, "utf-8")
-    done = run(TARGET, DRAFT, "--text", file, "--output", page)
+    done = run(*BOTH, "-f", file)
     assert done.exit_code == 0, done.output
-    html = page.read_text("utf-8")
     for each in ("\x1b", "\u202e", "\x00"):
-        assert each not in done.output and each not in html
-    assert "<img" not in html and "</script" not in html
+        assert each not in done.output

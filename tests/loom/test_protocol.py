@@ -465,7 +465,7 @@ def test_settings_are_kept_in_the_document_and_refused_where_they_cannot_be(tmp_
         bar = {"n": 2, "max_tokens": 7, "sampling": {"temperature": 0.5}, "regex": "[a-z ]+"}
         told = page.do("bar", set={"text": bar})["bars"]["text"]
         assert told["n"] == 2 and told["sampling"] == {"temperature": 0.5}
-        assert page.of("set")[-1]["bars"] == {"text": told}
+        page.wait(lambda: bool(page.of("set", bars={"text": told})))
         undo = page.doc()["undo"]
         for wrong in (
             {"n": 0}, {"n": 1000}, {"max_tokens": 0}, {"sampling": {"temperature": -1}}, {"regex": "("},
@@ -475,6 +475,7 @@ def test_settings_are_kept_in_the_document_and_refused_where_they_cannot_be(tmp_
             page.do("bar", 400, set={"text": wrong})
         page.do("bar", 400, set={"poem": {}})
         assert page.doc()["bars"] == {"text": told} and page.doc()["undo"] == undo  # no action
+        page.do("bar", 409, set={"text": {"constraint": True}})  # the page has none
         page.do("bar", set={"chat": {"n": 1}})
         root = page.type(START)
         made = page.grow(root["id"], 2, **{k: v for k, v in told.items() if k != "n"}, seed="4")
@@ -488,3 +489,20 @@ def test_settings_are_kept_in_the_document_and_refused_where_they_cannot_be(tmp_
         assert page.doc()["bars"] == {"text": told, "chat": {"n": 1}}
     with Paged(tmp_path) as page:
         assert page.doc()["bars"] == {"text": told, "chat": {"n": 1}}
+
+
+def test_texts_follow_a_constraint_in_python(tmp_path: Path) -> None:
+    with Paged(tmp_path, constraint=("rules.py:no_e", lambda text: "e" not in text)) as page:
+        assert page.doc()["models"]["A"]["constraint"] == "rules.py:no_e"
+        bar = page.do("bar", set={"text": {"constraint": True}})["bars"]["text"]
+        root = page.type(START)
+        made = page.grow(root["id"], 3, max_tokens=16, seed="8", **bar)
+        before = page.text(root["id"])
+        free = page.grow(root["id"], 3, max_tokens=16, seed="8")
+        for node in made:
+            assert "e" not in page.text(node["id"]).removeprefix(before)
+        assert any("e" in page.text(node["id"]).removeprefix(before) for node in free)
+        told = page.done("replay", node=made[0]["id"])["ended"]["result"]
+        assert told["same"], told
+    with Paged(tmp_path) as page:
+        page.do("replay", 409, node=made[0]["id"])

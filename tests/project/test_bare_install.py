@@ -25,7 +25,7 @@ EXTRAS = {
     "ray",
 }
 COMMANDS = (
-    "generate", "speculate", "chat", "search", "score", "eval", "compare", "models", "doctor", "demo",
+    "generate", "speculate", "chat", "search", "score", "eval", "models", "doctor", "demo",
     "bench", "open", "serve",
 )  # fmt: skip
 # Imports every module where it lies; prints each that fails in another way than by naming its extra.
@@ -118,8 +118,8 @@ def test_a_bare_install_runs_every_command(tmp_path: Path) -> None:
     assert run("llamabranch", "search", "-p", "Once", *once)
     assert run("llamabranch", "score", "Once upon a time")
     assert run("llamabranch", "eval", "--perplexity", text, "--chunks", "1", "-c", "256")
-    pair = "tale-target", "tale-draft", "--text", text
-    assert run("llamabranch", "compare", *pair, "--window", "64", "--chunks", "1")
+    pair = "--against", "tale-target", "-m", "tale-draft", "--perplexity", text
+    assert run("llamabranch", "eval", *pair, "-c", "64", "--chunks", "1")
     assert "tale-target" in run("llamabranch", "models")
     assert "self-test" in run("llamabranch", "doctor")
     assert run("llamabranch", "demo", timeout=300)

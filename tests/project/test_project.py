@@ -43,23 +43,6 @@ def test_top_of_the_package_has_what_most_programs_need() -> None:
     assert dir(llamabranch) == llamabranch.__all__
 
 
-@pytest.mark.parametrize(
-    ("name", "place"),
-    [
-        ("CacheFullError", "errors.CacheFullError"),
-        ("Emitted", "Produced"),
-        ("NullDrafter", "speculative.NullDrafter"),
-        ("read_requests", "cli.jsonl.read_requests"),
-        ("resolve", "hub.resolve"),
-    ],
-)
-def test_names_of_earlier_versions_tell_where_they_are(name: str, place: str) -> None:
-    with pytest.raises(AttributeError, match=rf": it is llamabranch\.{place}$"):
-        getattr(llamabranch, name)
-    *module, found = f"llamabranch.{place}".split(".")
-    assert hasattr(importlib.import_module(".".join(module)), found)
-
-
 def test_lines_of_a_tree_and_characters_that_cannot_be_seen() -> None:
     """A line has the text of its tokens and the probability of the first; rounding may exceed 0."""
     line = TreeLine([Token("a", math.log(0.25)), Token("b", -9.0)])

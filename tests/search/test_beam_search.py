@@ -1,4 +1,4 @@
-"""Beam search: Hugging Face's results, exhaustive search, greedy decoding, groups, its cost and tree."""
+"""Beam search: Hugging Face's results, exhaustive search, greedy decoding, its cost and tree."""
 
 from __future__ import annotations
 
@@ -140,21 +140,6 @@ def test_stop_string_ends_a_beam(ctx: Context) -> None:
             assert "." not in hypothesis.text
             assert "," not in hypothesis.text
             assert ctx.detokenize(hypothesis.tokens)[len(hypothesis.text)] in ".,"
-
-
-def test_groups_without_penalty_are_copies_and_with_one_they_differ(ctx: Context) -> None:
-    with Branch.start(ctx, STORY) as root:
-        alone = search.beam_search(root, beams=2, max_tokens=12, n=2)
-        same = search.beam_search(root, beams=6, groups=3, max_tokens=12, n=6)
-        assert sorted(h.tokens for h in same.hypotheses) == sorted(
-            h.tokens for h in alone.hypotheses * 3
-        )
-        other = search.beam_search(
-            root, beams=6, groups=3, max_tokens=12, n=6, diversity_penalty=2.0
-        )
-        assert len({tuple(h.tokens) for h in other.hypotheses}) > 2
-        assert alone.best.tokens in [h.tokens for h in other.hypotheses]  # the first group is free
-        assert len({h.tokens[0] for h in other.hypotheses}) > 1
 
 
 # -- cost and tree -----------------------------------------------------------------------------------

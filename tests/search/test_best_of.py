@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from itertools import count
-from math import exp
+from collections.abc import Sequence
 
 import pytest
 
@@ -117,87 +115,6 @@ def test_texts_that_part_keep_their_probabilities_and_states(ctx: Context) -> No
             alone(root, i, 16) for i in range(5)
         )
         assert found.stats.tokens_decoded < sum(len(h.tokens) for h in found.hypotheses)
-
-
-def common(root: Branch, index: int, n: int, entropy: float) -> list[int]:
-    """Return the tokens of a text that draws with the root's seed where the model is certain."""
-    own = root.seed if index == 0 else derive_seed(root.seed, index)
-    tokens: list[int] = []
-    with root.fork() as branch:
-        while len(tokens) < n:
-            branch.reseed(root.seed if branch.entropy() <= entropy else own)
-            one = branch.step()
-            if one.is_stop:
-                break
-            tokens.append(one.token)
-    return tokens
-
-
-@pytest.mark.parametrize("n_seq_max", [2, 4, 8])
-def test_texts_share_the_draws_of_which_the_model_is_certain(
-    target: lb.Model, n_seq_max: int
-) -> None:
-    """Which noise a text draws with depends on the text before it alone, so its distribution stays."""
-    with (
-        Context(target, n_ctx=512, n_seq_max=n_seq_max, n_threads=1, batch_invariant=True) as ctx,
-        Branch.start(ctx, STORY, temperature=0.9, seed=5) as root,
-    ):
-        decoded = []
-        for entropy in (0.0, 1.5, 1e9):
-            found = search.best_of_n(root, 5, 16, entropy=entropy)
-            assert sorted(h.tokens for h in found.hypotheses) == sorted(
-                common(root, i, 16, entropy) for i in range(5)
-            )
-            decoded.append(found.stats.tokens_decoded)
-        assert len({tuple(h.tokens) for h in found.hypotheses}) == 1
-        assert search.best_of_n(root, 5, 16).stats.tokens_decoded == decoded[0] >= decoded[1]
-        assert found.hypotheses[0].tokens == alone(root, 0, 16)
-        ctx.audit()
-
-
-def test_each_of_the_texts_that_share_draws_has_the_distribution_of_the_model(
-    target: lb.Model,
-) -> None:
-    """All texts of two tokens, enumerated: of every one of them the share of 500 seeds."""
-    n_seeds, threshold = 500, 3.2
-    few = lb.SamplingParams(temperature=1.0, top_k=3, top_p=1.0, min_p=0.0)
-    with (
-        Context(target, n_ctx=256, n_seq_max=4, n_threads=1, batch_invariant=True) as ctx,
-        Branch.start(ctx, STORY, sampling=few) as root,
-    ):
-        expected: dict[tuple[int, ...], float] = {}
-        assert root.entropy() > threshold
-        equal = 0.0  # the probability that two of the texts are
-        for first, p in root.distribution().top(3):
-            with root.fork() as branch:
-                branch.commit(first)
-                after = branch.distribution().top(3)
-                for second, q in after:
-                    expected[first, second] = exp(p + q)
-                chance = sum(exp(2 * q) for _, q in after)
-                equal += exp(2 * p) * (1.0 if branch.entropy() <= threshold else chance)
-        assert sum(expected.values()) == pytest.approx(1.0, abs=1e-12)
-        assert equal > 1.1 * sum(p * p for p in expected.values())
-        seen = [Counter[tuple[int, ...]]() for _ in range(3)]
-        n_equal = 0
-        for seed in range(n_seeds):
-            found = search.best_of_n(root, 3, 2, entropy=threshold, seed=seed, score=by_number())
-            texts = [tuple(h.tokens) for h in found.hypotheses]
-            for counted, text in zip(seen, texts, strict=True):
-                counted[text] += 1
-            n_equal += texts[0] == texts[1]
-    checked = [(n_equal, equal)]
-    for counted in seen:
-        assert set(counted) <= set(expected)
-        checked += [(counted[text], p) for text, p in expected.items()]
-    for n, p in checked:
-        assert abs(n / n_seeds - p) < 4 * (p * (1 - p) / n_seeds) ** 0.5
-
-
-def by_number() -> Callable[[search.Hypothesis], float]:
-    """Return a score that leaves texts in the order of their numbers."""
-    numbers = count(0, -1)
-    return lambda _: next(numbers)
 
 
 @pytest.mark.smollm2

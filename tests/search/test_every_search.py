@@ -55,18 +55,14 @@ def no_s(text: str) -> bool:
 STEPS: dict[str, Any] = {"reward": likes_e, "beam_width": 2, "step": 3, "max_tokens": 8}
 RUNS: dict[str, Run] = {
     "beam_search": partial(search.beam_search, beams=4, max_tokens=8, n=4),
-    "beam_search groups": partial(
-        search.beam_search, beams=4, groups=2, diversity_penalty=1.0, max_tokens=5, n=4
-    ),
     "best_of_n": partial(search.best_of_n, n=5, max_tokens=12),
     "best_of_n rejects": partial(search.best_of_n, n=5, max_tokens=9, reject_every=4),
     "vote": partial(search.vote, answer=first_letter, n=6, max_tokens=6),
-    "vote decided": partial(search.vote, answer=first_letter, n=8, max_tokens=6, confidence=0.8),
-    "vote keep": partial(search.vote, answer=first_letter, n=8, max_tokens=19, keep=0.5),
-    **{
-        f"step_search {method}": partial(search.step_search, n=4, method=method, **STEPS)
-        for method in ("beam", "dvts", "rebase", "particles")
-    },
+    # One text at a time: with more, which of them are heard depends on which end first.
+    "vote decided": partial(
+        search.vote, answer=first_letter, n=8, max_tokens=6, confidence=1.0, width=1
+    ),
+    "step_search": partial(search.step_search, n=4, **STEPS),
     "step_search entropy": partial(search.step_search, n=4, **{**STEPS, "entropy": 2.0}),
     "smc": partial(search.smc, particles=5, max_tokens=7, potentials=[Short()], threshold=0.9),
     "smc constraint": partial(search.smc, particles=4, max_tokens=6, constraint=no_s, power=2.0),
@@ -141,7 +137,7 @@ def test_little_room_gives_the_same(target: lb.Model, ctx: Context, name: str, r
         assert all(rival.position == len(others[0]) for rival in rivals)
         assert outcome(found) == outcome(expected)
         if room == "3 sequences" and name in OBSERVED:
-            assert found.stats.peak_sequences == 2
+            assert found.stats.peak_sequences == (1 if name == "vote decided" else 2)
 
 
 @pytest.mark.parametrize("kind", ["lookup", "suffixes", "model"])
@@ -228,7 +224,7 @@ def test_a_cache_that_is_full_in_the_last_step_changes_no_text(target: lb.Model)
             ):
                 root.steer(dict.fromkeys(target.eog_tokens, -50.0))
                 found = search.step_search(
-                    root, lambda text: len(text) % 5, 4, method="rebase", max_steps=2, step=4,
+                    root, lambda text: len(text) % 5, 4, beam_width=2, max_steps=2, step=4,
                     max_tokens=20,
                 )  # fmt: skip
                 texts.append(sorted(h.text for h in found.hypotheses))
@@ -361,7 +357,7 @@ def test_an_observer_that_raises_or_interrupts_leaves_nothing(
 @pytest.mark.parametrize(
     ("name", "argument"),
     [
-        ("best_of_n", "reward"), ("best_of_n rejects", "score"), ("step_search beam", "reward"),
+        ("best_of_n", "reward"), ("best_of_n rejects", "score"), ("step_search", "reward"),
         ("tree_search samples", "reward"), ("tree_search moves", "expand"), ("smc", "critic"),
         ("smc constraint", "constraint"), ("rejection", "constraint"),
     ],

@@ -42,29 +42,24 @@ def score(text: object) -> float:
 
 
 BEAM: dict[str, Values] = {
-    "beams": COUNT, "max_tokens": LIMIT, "n": (*NOT_POSITIVE, 5, 2**63), "groups": (*NOT_POSITIVE, 3, 5),
+    "beams": COUNT, "max_tokens": LIMIT, "n": (*NOT_POSITIVE, 5, 2**63),
     "length_penalty": (*NUMBER, *BIG, 33.0, -33.0, 1e308, -1e308),
     "early_stopping": ("always", 0, 1, None, 1.0, [], np.array([True, False])),
-    "diversity_penalty": (*NUMBER, *BIG, -1.0, 0.5, 1e5),  # 0.5: there is one group
 }  # fmt: skip
 VOTE: dict[str, Values] = {
     "answer": (*FUNCTION, None),
     "n": COUNT,
-    "adaptive": FLAG,
-    "agreement": (*NUMBER, *BIG, 0, -1, 1.5),
-    "confidence": (*(v for v in NUMBER if v is not None), *BIG, 0, 0.5, 1.5),
-    "keep": (*NUMBER, *BIG, 0, -1, 1.5),
+    "confidence": (*(v for v in NUMBER if v is not None), *BIG, 0, 0.5, 0.95, 1.5),
     "width": tuple(v for v in COUNT if v is not None),
-    "entropy": (*NUMBER, -1.0, 10**400),
 }
 BEST: dict[str, Values] = {
     "n": COUNT, "score": (1, None, "best", [], np.array(["mean"]), b"sum"), "reward": FUNCTION,
-    "reject_every": (0, -1, 2.5, True, "3", [1]), "entropy": (*NUMBER, -1.0, 10**400),
+    "reject_every": (0, -1, 2.5, True, "3", [1]),
 }  # fmt: skip
 STEPS: dict[str, Values] = {
-    "reward": (*FUNCTION, None), "n": COUNT, "method": NAME, "beam_width": (*COUNT, 3),
+    "reward": (*FUNCTION, None), "n": COUNT, "beam_width": (*COUNT, 3),
     "max_steps": COUNT, "step": ("", 0, -1, 2.5, True, None, b"x", []),
-    "entropy": (-1.0, math.nan, "1", True, []), "temperature": (0, -1, math.nan, math.inf, "1", True),
+    "entropy": (-1.0, math.nan, "1", True, []),
 }  # fmt: skip
 SMC: dict[str, Values] = {
     "particles": COUNT, "max_tokens": LIMIT,
@@ -170,13 +165,8 @@ def test_a_drafter_must_suit_the_target(shared_branch: Branch) -> None:
 
 
 COMBINATIONS: list[tuple[str, dict[str, Any], str]] = [
-    ("beam_search", {"groups": 2, "diversity_penalty": -1.0}, "diversity_penalty"),
     ("best_of_n", {"score": "sum", "reward": len}, "either score or reward"),
-    ("best_of_n", {"entropy": 0.5, "drafter": lb.SuffixDrafter()}, "drafter"),
-    ("vote", {"confidence": 1.0, "adaptive": True}, "one of adaptive, confidence and keep"),
-    ("vote", {"keep": 0.5, "adaptive": True}, "one of adaptive, confidence and keep"),
-    ("vote", {"keep": 0.5, "confidence": 1.0}, "one of adaptive, confidence and keep"),
-    ("vote", {"entropy": 0.5, "confidence": 0.95}, "independent"),
+    ("step_search", {"n": 4, "beam_width": 3}, "multiple of beam_width"),
 ]
 
 
@@ -271,16 +261,6 @@ def test_what_answer_and_expand_return_is_checked(shared_branch: Branch) -> None
         with pytest.raises(ConfigError, match="expand must return"):
             search.tree_search(shared_branch, score, 2, expand=lambda _, moves=moves: moves)  # type: ignore[misc]
     shared_branch.ctx.audit()
-
-
-@pytest.mark.parametrize("method", ["rebase", "particles"])
-def test_the_coldest_temperature_of_rewards_takes_the_best(
-    method: str, shared_branch: Branch
-) -> None:
-    found = search.step_search(
-        shared_branch, len, 4, method=method, temperature=5e-324, step=2, max_steps=3, max_tokens=8
-    )
-    assert found.best.score >= max(h.score for h in found.hypotheses)
 
 
 def test_lengths_are_penalised_within_the_limits(shared_branch: Branch) -> None:

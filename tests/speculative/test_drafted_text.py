@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import toys
 from divergence import first_divergence
-from drafts import FIXED, GREEDY, PROMPTS, WARM
+from drafts import FIXED, GREEDY, PROMPTS, WARM, Eager
 from rounding import rounding
 
 import llamabranch as lb
@@ -246,7 +246,7 @@ DRAFTERS: dict[str, Maker] = {
     "own settings": lambda w: lb.ModelDrafter(w.draft, SamplingParams(temperature=1.5, seed=1)),
     "other vocabulary": lambda w: lb.ModelDrafter(w.other),
     "lookup": lambda w: PromptLookupDrafter(max_ngram=3, min_ngram=1),
-    "suffix": lambda w: lb.SuffixDrafter(8, 1, factor=4.0, offset=4.0, min_probability=0.0),
+    "suffix": lambda w: Eager(),
     "chain": lambda w: lb.ChainDrafter([PromptLookupDrafter(), lb.ModelDrafter(w.draft)]),
     "grammar": lambda w: lb.GrammarDrafter(lb.ModelDrafter(w.draft)),
     "function": lambda w: lb.FunctionDrafter(lambda tokens, k: [7] * (k + 5), "sevens"),

@@ -26,13 +26,13 @@ const NUMBERS_OF_BAR = [["temperature", "temperature", "temperature"], ["top_p",
   ["min_p", "min p", "min-p"], ["repeat_penalty", "repeat penalty", "repeat penalty"]];
 /** @type {Record<string, string>} */
 const FOLLOWS = { free: "nothing: it is free", json_schema: "a JSON schema", regex: "a regular expression", choice: "one of these lines",
-  grammar: "a grammar (GBNF)" };
+  grammar: "a grammar (GBNF)", constraint: "the constraint in Python" };
 
 /** The bar of texts or of a chat. @param {string} mode @returns {Bar} */
 export const barOf = (mode) => store.doc.bars?.[mode] ?? FIRST[mode];
 
 /** What a text must follow: which kind. @param {Bar} bar */
-const followed = (bar) => Object.keys(FOLLOWS).find((kind) => bar[kind] != null) ?? "free";
+const followed = (bar) => Object.keys(FOLLOWS).find((kind) => bar[kind]) ?? "free";
 
 /** The bar in words. @param {string} mode */
 export function sentenceOf(mode) {
@@ -72,7 +72,8 @@ function read(form) {
   if (of("seed")) bar.seed = of("seed");
   if (data.get("stop")) bar.stop = [String(data.get("stop"))];
   const kind = of("kind"), text = String(data.get("follow") ?? "");
-  if (kind === "free") return clean(bar);
+  if (kind === "constraint") bar.constraint = true;
+  if (kind === "free" || kind === "constraint") return clean(bar);
   if (!text.trim()) throw new Error(`Write ${FOLLOWS[kind]}, or choose free text.`);
   if (kind === "json_schema") {
     try {
@@ -99,9 +100,9 @@ export function openBar(mode, proceed, setting) {
       h("input", { name, placeholder: String(placeholder ?? ""), spellcheck: false, autocomplete: "off" }));
   const follow = h("textarea", { name: "follow", rows: 5, spellcheck: false });
   const kind = h("select", { name: "kind", onchange: () => showFollow() },
-    Object.entries(FOLLOWS).map(([value, words]) => h("option", { value }, words)));
+    Object.entries(FOLLOWS).filter(([value]) => value !== "constraint" || store.doc.models.A?.constraint).map(([value, words]) => h("option", { value }, words)));
   const box = h("label", {}, h("span", {}, "it is written here"), follow);
-  const showFollow = () => void (box.hidden = kind.value === "free");
+  const showFollow = () => void (box.hidden = ["free", "constraint"].includes(kind.value));
   const presets = h("select", { onchange: () => show(all()[presets.value] ?? barOf(mode)) });
   const all = () => ({ ...PRESETS[mode], ...(store.doc.settings.presets?.[mode] ?? {}) });
   const list = () => fill(presets, h("option", { value: "now" }, "as it is now"),
@@ -125,7 +126,7 @@ export function openBar(mode, proceed, setting) {
   function show(bar) {
     const values = { ...bar, ...bar.sampling, stop: bar.stop?.[0], kind: followed(bar) };
     for (const field of form.elements) if (field.name && field.name !== "follow") field.value = values[field.name] ?? "";
-    const value = bar[followed(bar)];
+    const value = bar.constraint ? "" : bar[followed(bar)];
     follow.value = Array.isArray(value) ? value.join("\n") : typeof value === "object" ? JSON.stringify(value, null, 1) : value ?? "";
     showFollow();
   }

@@ -71,11 +71,11 @@ const CHARACTERS = new Intl.Segmenter("en", { granularity: "grapheme" });
 const GOES_ON = /^[\p{M}\u200c\u200d\u1160-\u11ff\p{Emoji_Modifier}\p{Regional_Indicator}\u{e0020}-\u{e007f}]/u;
 const IS_OPEN = /[\u200d\p{Regional_Indicator}\u094d\u09cd\u0acd]$/u;
 
-/** The first characters of a text, as a reader counts them. @param {string} text @param {number} most UTF-16 units */
+/** The first characters of a text, as a reader counts them, at least one. @param {string} text @param {number} most UTF-16 units */
 export function clip(text, most) {
   if (text.length <= most) return text;
   const next = CHARACTERS.segment(text).containing(most); // the character that would be cut
-  return text.slice(0, next?.index ?? most);
+  return text.slice(0, next ? next.index || next.segment.length : most);
 }
 
 /** Texts that follow each other, with each character in one of them: one that several share is in the last.

@@ -54,15 +54,15 @@ function isAnswered() {
 
 /** Continue from the cursor or the end of the path, as the bar says. @param {Record<string, any>} [fields] */
 async function go(fields = {}) {
-  const at = place(), node = selected();
+  const at = fields.at ?? place(), node = selected();
   if (!node) return;
-  if (isAnswered()) return reply();
+  if (fields.at == null && isAnswered()) return reply();
   const resume = node.reason === "interrupted" && at === node.at + node.n; // as if it had not been
   const kind = mode();
   const answer = await act("continue", { node: store.current, at, ...barOf(kind), resume, ...fields });
   if (!answer) return;
   if (answer.nodes.length === 1) select(answer.nodes[0].id);
-  else select(/** @type {string} */ (store.current), at < shownPath().n ? at : store.end);
+  else select(node.id, at < shownPath().n ? at : store.end);
   tell(kind === "chat" ? `Writing ${plural(answer.nodes.length, "answer")}.` : `Writing ${plural(answer.nodes.length, "continuation")}.`);
   return answer;
 }
@@ -197,9 +197,7 @@ function editTurn(turn) {
 async function retry(turn) {
   const c = shownPath(), there = c.turns.findLastIndex(({ role }, i) => role === "assistant" && i <= turn);
   if (there < 0) return tell("There is no answer here.");
-  const { begin } = c.turns[there];
-  select(/** @type {string} */ (store.current), begin === place() ? store.end : begin);
-  await go();
+  await go({ at: c.turns[there].begin });
 }
 
 /** What begins: "text" or "chat". */
@@ -208,7 +206,13 @@ const begins = () => /** @type {any} */ ($("mode").querySelector(":checked"))?.v
 /** Begin a new text or conversation, and have it continued. @param {Record<string, any>} [fields] */
 async function begin(fields = {}) {
   const text = $("begin").value, chat = begins() === "chat";
-  const answer = text.trim() && (await (chat ? act("chat", { node: null, text, system: $("system").value.trim() || null })
+  let tools = [];
+  try {
+    tools = JSON.parse(chat && $("tools").value.trim() || "[]");
+  } catch (error) {
+    return tell(`The tools are not JSON: ${/** @type {Error} */ (error).message}`);
+  }
+  const answer = text.trim() && (await (chat ? act("chat", { node: null, text, tools, system: $("system").value.trim() || null })
     : act("type", { node: null, text })));
   if (!answer) return $("begin").focus();
   $("begin").value = "";
@@ -221,18 +225,20 @@ async function begin(fields = {}) {
 // --- find ---
 
 /** @type {any[]} */ let hits = [], hit = -1;
+let sought = ""; // what they were found for
 
 /** Find text in all nodes; a number of results, the first is shown. */
 async function find() {
   const q = $("find").value;
   const { found, more } = await get("/loom/find", { q }).catch(() => ({ found: [], more: false }));
   if (q !== $("find").value) return;
-  [hits, hit] = [found, -1];
+  [hits, hit, sought] = [found, -1, q];
   $("found").textContent = q && `${found.length}${more ? "+" : ""}`;
   attribute($("found"), "aria-label", plural(found.length, "place"));
 }
 
-function nextHit(/** @type {number} */ by) {
+async function nextHit(/** @type {number} */ by) {
+  if ($("find").value !== sought) await find(); // more was typed since
   if (!hits.length) return;
   hit = (hit + by + hits.length) % hits.length;
   const { node, at, last = at, text } = hits[hit];
@@ -528,6 +534,7 @@ function drawBeginning(A, B) {
   $("mode-line").textContent = !A ? "" : !chat ? "This model has no chat template: it continues texts." : isTalk
     ? "The model's template writes the turns." : "The model continues what you write, as it is.";
   $("system-box").hidden = !isTalk || !chat?.roles.includes("system");
+  $("tools-box").hidden = !isTalk;
   $("begin-note").textContent = A ? controlNote(!isTalk) || "" : "";
   $("begin").setAttribute("aria-label", isTalk ? "First message" : "Beginning of a text");
   $("start").firstChild.textContent = isTalk ? "Send" : "Continue";
@@ -626,9 +633,9 @@ export function start() {
   onSubmit($("begin"), begin);
   onSubmit($("system"), begin);
   const typing = later(60);
-  $("find").oninput = () => typing(find);
+  $("find").oninput = () => typing(() => $("find").value !== sought && find());
   $("find").onkeydown = (/** @type {KeyboardEvent} */ event) => {
-    if (event.key === "Enter") nextHit(event.shiftKey ? -1 : 1);
+    if (event.key === "Enter") void nextHit(event.shiftKey ? -1 : 1);
     if (event.key === "Escape") $("tree").focus();
   };
   const tree = startTree();

@@ -101,8 +101,17 @@ export function look(changes) {
   redraw(["text", "inspect", "where"]);
 }
 
-/** Show a node, up to a position. @param {string} node @param {number | null} [end] */
-export function select(node, end = null) {
+/** The node that a place belongs to, and the place; null: its end. @param {string} id @param {number | null} end
+ * @returns {[string, number | null]} */
+function home(id, end) {
+  let node = store.nodes.get(id);
+  while (node?.parent && end != null && end <= node.at) node = store.nodes.get(node.parent);
+  return node && end != null ? [node.id, end < node.at + node.n ? end : null] : [id, end];
+}
+
+/** Show a node, up to a position. @param {string} id @param {number | null} [to] */
+export function select(id, to = null) {
+  const [node, end] = home(id, to);
   if (store.current === node && store.end === end) return;
   Object.assign(store, { current: node, end });
   hush();
@@ -156,12 +165,12 @@ function hide(/** @type {string} */ id) {
   if (!node || !store.nodes.delete(id)) return;
   store.revision++;
   const parent = store.nodes.get(node.parent ?? "");
-  const isCut = parent && node.at < parent.at + parent.n;
-  if (store.current === id) Object.assign(store, { current: parent?.id ?? null, end: isCut ? node.at : null });
-  if (!parent || store.current !== parent.id || store.end !== node.at) return;
+  const [owner, end] = parent ? home(parent.id, node.at) : [null, null];
+  if (store.current === id) Object.assign(store, { current: owner, end });
+  if (!parent || store.current !== owner || store.end !== end) return;
   for (const other of store.nodes.values()) if (other.parent === parent.id && other.at === node.at) return;
-  store.end = null; // nothing else goes on from here: the text is shown that was here
-  if (isCut) view.cursor = node.at - 1;
+  Object.assign(store, { current: parent.id, end: null }); // nothing else goes on from here: the text is shown that was here
+  if (node.kind === "sampled" && node.at < parent.at + parent.n) view.cursor = node.at - 1; // it acted behind the cursor
 }
 
 /** @param {Loose} columns of a stretch of one node, at absolute positions */

@@ -1,0 +1,139 @@
+"""The report of ``llamabranch eval --against MODEL``: how far one model is from another, on one text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from llamabranch import pictures
+from llamabranch.eval import KLDivergence, Uncertain
+
+from .console import Console, decimal_size, number
+
+if TYPE_CHECKING:
+    from llamabranch import Context
+    from llamabranch.eval.comparison import Comparison
+
+Rows = list[tuple[str, ...]]
+_FRACTIONS = {
+    "minimum": 0.0, "1 %": 0.01, "10 %": 0.1, "median": 0.5, "90 %": 0.9, "95 %": 0.95, "99 %": 0.99,
+    "99.9 %": 0.999, "maximum": 1.0,
+}  # fmt: skip  # of tokens
+
+
+def compare_pair(
+    pair: tuple[Context, Context],
+    text: str,
+    window: int,
+    chunks: int,
+    console: Console,
+    save: Callable[[Comparison], None],
+    *,
+    coded: bool,
+) -> Comparison:
+    """Compare two models and print the report; what is done is saved and printed when interrupted, too.
+
+    Args:
+        pair: contexts of the base and of the model that is compared with it.
+        text, window, chunks, coded: as for `llamabranch.eval.comparison.compare_models`.
+        save: gets what was found before it is printed.
+    """
+    from llamabranch.eval.comparison import compare_models
+
+    found: list[Comparison] = []
+
+    def note(done: Comparison) -> None:
+        found[:] = [done]
+        if done.n_forks:
+            console.progress(f"greedy texts at place {len(done.forks) + 1} of {done.n_forks}")
+        else:
+            console.progress(f"{done.n_chunks} of {chunks} chunks")
+
+    try:
+        return compare_models(pair[0], pair[1], text, window, chunks, coded=coded, progress=note)
+    finally:
+        console.progress("")
+        if found:
+            save(found[0])
+            for rows in _tables(found[0]):
+                console.table(rows[0], [tuple(map(pictures.visible, row)) for row in rows[1:]])
+                console.line()
+            console.line(found[0].advice)
+            console.answer(found[0].as_dict())
+
+
+def _tables(found: Comparison) -> Iterator[Rows]:
+    """Yield the tables of the report, each with a first row of names."""
+    yield [
+        ("", "name", "type", "size", "vocabulary", "K/V"),
+        *(
+            (side, str(m["name"]), str(m["type"]), decimal_size(float(str(m["bytes"]))),
+             str(m["n_vocab"]), str(m["kv_type"]))
+            for side, m in zip("AB", found.models, strict=True)
+        ),
+    ]  # fmt: skip
+    if found.divergence is None:
+        t = {name: math.nan if x is None else x for name, x in found.totals.items()}
+        yield [
+            ("", "bits", "bits per byte"),
+            *((s, number(t[f"bits{s}"], 1), number(t[f"bpb{s}"], 4)) for s in "AB"),
+            ("bytes", number(t["bytes"], 0), ""),
+            ("greedy next texts agree, %", number(100 * t["agreement"], 1), ""),
+        ]  # fmt: skip
+        return
+    (names, *numbers), percentiles = divergence_tables(found.divergence)
+    reverse = ("mean KL(B, A), nats", number(found.reverse, 6), "")
+    yield [("A is the base", *names[1:]), *numbers, reverse]
+    yield percentiles
+    yield [
+        ("KL", "before", "token", "after", "A's top", "B's top"),
+        *((number(t.kl, 3), t.before, t.text, t.after, t.top_a, t.top_b) for t in found.worst),
+    ]  # fmt: skip
+    groups = [*found.by(lambda t: f"quarter {t.quarter}").items()]
+    groups += found.by(lambda t: t.kind).items()
+    yield [
+        ("", "tokens", "mean KL(A, B)"), *((name, str(n), number(kl, 5)) for name, (n, kl) in groups)
+    ]  # fmt: skip
+    if found.forks:
+        yield [
+            ("", "tokens until they part"), ("median", f"{found.median_fork:g}"),
+            ("each", ", ".join(map(str, found.forks))),
+        ]  # fmt: skip
+
+
+def divergence_tables(found: KLDivergence) -> list[list[tuple[str, ...]]]:
+    """Return the statistics and the percentiles as tables, each with a first row of names."""
+    its = found.statistics
+    natural = {
+        "perplexity": its.perplexity,
+        "perplexity of the base": its.base_perplexity,
+        "log of their ratio": its.log_ratio,
+        "ratio": its.ratio,
+        "difference": its.difference,
+        "correlation of the losses": Uncertain(its.correlation, math.nan),
+        "mean KL divergence, nats": its.mean,
+    }
+    percent = {
+        "same most probable token, %": its.same_top,
+        "mean change of probability, %": its.p_change,
+        "root mean square change, %": its.p_change_rms,
+    }
+    return [
+        [
+            ("", "value", "±"),
+            *((name, *(number(v, 6) for v in each)) for name, each in natural.items()),
+            *((name, *(number(100 * v, 3) for v in each)) for name, each in percent.items()),
+        ],
+        [
+            ("percentile", "KL divergence", "change of probability, %"),
+            *(
+                (
+                    name,
+                    number(found.percentile(f), 6),
+                    number(100 * found.p_change_percentile(f), 3),
+                )
+                for name, f in _FRACTIONS.items()
+            ),
+        ],
+    ]

@@ -63,9 +63,10 @@ def test_mikupad_reads_each_token_with_its_alternatives(api: Any) -> None:
         post(api, "/detokenize", {"tokens": [token]})["content"] for token in tokens
     ).strip() == PROMPT  # fmt: skip
     chunks = [each for each in streamed(api, "/completion", MIKUPAD) if each.get("content")]
-    assert len(chunks) > 3
-    for chunk in chunks:
-        (place,) = chunk["completion_probabilities"]
+    # A busy reader gets several tokens in one event.
+    places = [place for chunk in chunks for place in chunk["completion_probabilities"]]
+    assert len(places) > 3
+    for place in places:
         top = place["top_logprobs"]
         assert len(top) == 10 and all(math.exp(each["logprob"]) <= 1 for each in top)
     # The same in its OpenAI mode.

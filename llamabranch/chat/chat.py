@@ -725,16 +725,16 @@ class Answer:
         """Yield the tokens of the thought; leave the branch where the answer begins."""
         chat, text, start = self._chat, self.branch.sequence, self.branch.position
         buffer = ThoughtBuffer(chat.ctx.model, thinking, limit)
+        self._thought = buffer.tokens
         while True:
             generation = Generation(chat.speculator.drafting, text, buffer, owner=self.branch)
             for one in self._segment(generation):
-                self.exchange.thought, self._thought = buffer.thought, buffer.tokens.copy()
+                self.exchange.thought += one.text
                 yield one
             if self.finish_reason is not None or buffer.finish_reason is None:
                 break
             buffer.resume()
-        found = buffer.ended
-        self.exchange.thought, self._thought = buffer.thought, buffer.tokens.copy()
+        found, self.exchange.thought = buffer.ended, buffer.thought
         if found is None or self.finish_reason == "capacity":
             return
         self.exchange.thought, n_kept, forced = found

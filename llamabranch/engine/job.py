@@ -249,7 +249,12 @@ class Job:
         self.key: Key = request.priority, submission.number, sample
         self._max_tokens = max_tokens
         self.thought: list[Produced] = []
-        self.output = self._first_output()
+        thinking, model = submission.thinking, submission.model
+        self.output = (
+            self._answer_output()
+            if thinking is None
+            else ThoughtBuffer(model, thinking, max_tokens)
+        )
         self.stats = SpeculativeStats()
         given = request.constraint
         self.constraint = None if given is None else ConstraintCalls(given)
@@ -274,12 +279,13 @@ class Job:
         n = len(self.output.tokens)
         return f"<Job {self.name!r} sample {self.sample}, {n} tokens>"
 
-    def _first_output(self) -> OutputBuffer:
-        """Return the buffer of the thought, or of the answer where no thought may come before it."""
-        request, thinking, most = self.request, self.submission.thinking, self._max_tokens
-        if thinking is None:
-            return OutputBuffer(most, request.stop, request.stop_tokens, request.min_tokens)
-        return ThoughtBuffer(self.submission.model, thinking, most)
+    def _answer_output(self) -> OutputBuffer:
+        """Return an empty buffer for the answer: for as many tokens as the thought has left."""
+        request, most = self.request, self._max_tokens
+        return OutputBuffer(
+            None if most is None else max(0, most - len(self.thought)),
+            request.stop, request.stop_tokens, request.min_tokens,
+        )  # fmt: skip
 
     @property
     def sampling(self) -> SamplingParams:
@@ -326,14 +332,9 @@ class Job:
         text, n_kept, forced = output.ended
         self.thought = [*output.emitted[:n_kept], *map(forced_token, forced)]
         self.thought_text = text
-        tokens = [one.token for one in self.thought]
-        self.prompt = [*self.submission.prompt, *tokens]
+        self.prompt = [*self.submission.prompt, *(one.token for one in self.thought)]
         self.n_read = len(self.prompt)
-        request, most = self.request, self._max_tokens
-        self.output = OutputBuffer(
-            None if most is None else max(0, most - len(tokens)),
-            request.stop, request.stop_tokens, request.min_tokens,
-        )  # fmt: skip
+        self.output = self._answer_output()
         if self.branch is not None:
             n = min(self.text.n_decoded, self.n_prompt + n_kept, len(self.prompt) - 1)
             grammar = Grammar(given) if isinstance(given := self.grammar, str) else given

@@ -100,8 +100,9 @@ class ThoughtBuffer(OutputBuffer):
             return super().add(emitted._replace(is_thought=True))
         text = token_text(self._model, emitted)
         self._written += text
-        begun, start, is_answer = self._written.lstrip(), self._thinking.start, False
+        is_answer = False
         if not self._is_begun:
+            begun, start = self._written.lstrip(), self._thinking.start
             if begun != start and start.startswith(begun):  # it may be the tag
                 text = ""
             elif start and begun.startswith(start):

@@ -28,7 +28,7 @@ _FILE = "chat.json"
 _VERSION = 1
 _BRANCH = re.compile(r"[0-9a-f]{32}\.branch")
 _EXCHANGE = ("user", "answer", "seed", "finish_reason", "n_tokens", "n_cut")
-_LATER = ("thought", "calls", "results")  # since 0.4; they are left out where there are none
+_LATER = ("thought", "calls", "results")  # since 0.4; left out where they are empty
 _KINDS: dict[str, type | tuple[type, ...]] = {  # of the values in the file, wherever they are
     **dict.fromkeys(
         ("id", "user", "answer", "thought", "file", "name", "path", "fingerprint"), str

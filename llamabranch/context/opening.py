@@ -45,7 +45,7 @@ class Capabilities:
             cache. (One exception, reported by ``usage().in_order``: the cache ran full while raw
             sequences or an unfinished prompt prevented compaction, see ``compaction.py``.)
         batch_invariant_reason: why, or why not.
-        exact_rows: the most rows of a decode of which each has, to the bit, the logits it has alone, as
+        exact_rows: the most rows a decode can have so that each has, to the bit, its logits alone, as
             measured; ``n_batch`` where no size was found that differs, 0 where it was not measured.
             With a sliding window this is all that is known: cells that are used again may change order.
         total_variation: the largest, as measured, between the distributions of the next token of a row

@@ -324,7 +324,7 @@ class Job:
     def answer(self) -> None:
         """Go on from a thought that has ended to the answer; nothing happens where none has.
 
-        The tokens after the thought are read next, or the last one again, if there are none.
+        The forced tokens after the thought are read next. Without any, its last token is read again.
         """
         output = self.output
         if not isinstance(output, ThoughtBuffer) or output.ended is None:
@@ -412,7 +412,7 @@ class Job:
             before.close()
         if not self.shares_thought:  # else they get its tokens
             running.other_seeds = [each.sampling.seed or 0 for each in self.equals]
-        if output.emitted:  # it was preempted, and goes on after its last token
+        if output.emitted:  # it was preempted, and continues after its last token
             last = output.emitted[-1]
             running.text.append(last.token, -last.logprob, None)
         if output.emitted or output.finish_reason is not None:

@@ -59,7 +59,7 @@ class ThoughtBuffer(OutputBuffer):
 
     @property
     def ended(self) -> Thought | None:
-        """The thought, once an answer may follow; None: it goes on, or the text has ended with it."""
+        """The thought, once an answer may follow. None while it lasts, and if the text ended with it."""
         model, thinking, n = self._model, self._thinking, len(self.tokens)
         if self.finish_reason is None:
             return None

@@ -559,9 +559,7 @@ class TurnReader:
             cursor.literal(self._form.section_end.strip())
             self._at = cursor.at
             return True
-        if (
-            kind == "role"
-        ):  # of another message, after calls: some templates then tell their form again
+        if kind == "role":  # of another message: after calls some templates tell their form again
             cursor.literal(self._role[0])
             if not self._calls or cursor.tries(self._role[1]):
                 return False
@@ -576,10 +574,8 @@ class TurnReader:
             cursor.literal(header)
             role = parts.prompt_end.strip()
             if self._calls and role and header.strip() != role and not cursor.tries(role):
-                self._at = len(
-                    cursor.text
-                )  # of a template that tells what calls look like after one
-                self._is_over = True
+                # Some templates tell what calls look like after one.
+                self._at, self._is_over = len(cursor.text), True
                 return True
             self._at, self._is_anew, self._trims = cursor.at, True, True
             return True

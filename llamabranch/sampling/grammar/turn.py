@@ -251,9 +251,8 @@ class _Writer:
                 words.append(
                     f"{self._rule('WORDS', '/ ?[a-z]*/')}? (<[{_ranges(others)}]> WORDS?)?"
                 )
-            elif (
-                part is Slot.WORDS
-            ):  # tags that are text: the lexer does not go back, so one lexeme
+            elif part is Slot.WORDS:
+                # Tags that are text: the lexer does not go back, so they are one lexeme.
                 pattern = f"/ ?[a-z]*(<\\|[a-z]+\\|>[a-z]+)?{_regex(str(parts[at + 1]))}/"
                 words.append(self._rule("WORDS", pattern))
                 parts[at + 1] = ""

@@ -104,10 +104,8 @@ def starts(
         before = plan.messages if after is None else after.messages
         own = () if after is None else after.tokens
         messages = asked(before, task)
-        if (
-            after is not None and after.finish_reason == "stop"
-        ):  # the tokens are all of the messages
-            new = messages[len(before) :]
+        if after is not None and after.finish_reason == "stop":
+            new = messages[len(before) :]  # the tokens of others are not all of their messages
             prompt, n_lost = plan.turns.following(own, before, new, is_turn=False)
         else:
             prompt, n_lost = plan.turns.whole(own, messages)

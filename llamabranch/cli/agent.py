@@ -18,7 +18,7 @@ from .bundles import argument, option, with_bundles
 from .console import Console, shortened
 from .files import check_new_file, load_functions, read_piped_text, read_standard_input
 from .interrupts import EXIT_FAILURE
-from .options import DEFAULTS, OUTPUT, SAMPLING, TEXT, ModelOptions, OutputOptions
+from .options import DEFAULTS, OUTPUT, SAMPLING, TEXT, ModelOptions, OutputOptions, trained_length
 
 _CELLS = 8192  # of the cache, unless -c is given or the model was trained for less
 _SHOWN = 200  # characters of a result
@@ -95,10 +95,9 @@ def agent(*, task: AgentOptions, models: ModelOptions, output: OutputOptions) ->
             **{"temperature": task.temperature, "seed": task.seed, **models.set("sampling")}
         )
         name = models.announce(console)
-        with lb.Model(lb.hub.resolve(name, download=None), vocab_only=True) as model:
-            trained = model.metadata.get(f"{model.architecture}.context_length", "")
-        cells = min(_CELLS, int(trained)) if trained.isdigit() and int(trained) else _CELLS
-        more = LoadOptions() if models.n_ctx is not None else LoadOptions(n_ctx=cells)
+        more = LoadOptions()
+        if models.n_ctx is None:
+            more = LoadOptions(n_ctx=min(_CELLS, trained_length(name) or _CELLS))
         context = models.open(name, console, **more)
         run = lb.Agent(context, task.system or (), functions, journal=task.journal, sampling=params)
         report = show(console, run.stream(text))

@@ -255,10 +255,13 @@ class Result(Generic[T]):
     @cached_property
     def turn(self) -> Turn:
         """The thought, the content and the calls of functions, as the model's template writes them."""
-        tools = self.tools
+        salt = str(len(self.prompt)) if is_chat(self.prompt) else ""
+        return self.turn_with(self.tools, salt)
+
+    def turn_with(self, tools: Tools | None, salt: str) -> Turn:
+        """Return ``turn`` as it is with these tools; the ids of calls are derived from ``salt``."""
         if tools is None:
             return Turn(self.thought, self.text, [])
-        salt = str(len(self.prompt)) if is_chat(self.prompt) else ""
         if self.thought and len(self.tokens) == self.n_thought_tokens:  # it may end with a call
             return tools.read(self.thought, in_thought=True, salt=salt)
         begun = begun_answer(self.prompt) if tools.is_used else ""

@@ -21,12 +21,8 @@ TAKEN = (
 )
 _COMBINE = ("allOf", "anyOf", "oneOf", "$ref")
 _DEFS = ("$defs", "definitions")
-_MAPS = (
-    "properties",
-    "patternProperties",
-    "dependentSchemas",
-    *_DEFS,
-)  # keywords that map names to schemas
+# Keywords that map names to schemas.
+_MAPS = ("properties", "patternProperties", "dependentSchemas", *_DEFS)
 _VALUES = ("const", "enum", "default", "examples")
 _MOST_S = 2.0  # for finding the part of a schema that is refused
 _MOST_NAMES = 100_000  # names that are added to close objects

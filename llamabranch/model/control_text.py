@@ -102,7 +102,7 @@ class ControlText:
         return found, {ord(mark): character for character, mark in chosen.items()}
 
     def _places(self, text: str, removed: re.Pattern[str]) -> set[int]:
-        """Return which characters to replace so that ``text`` neither is nor completes a control token."""
+        """Return which characters to replace so that ``text`` is not a control token, nor part of one."""
         places = {match.start() for match in self._alike.finditer(text)}
         start, end = len(text) - len(text.lstrip()), len(text.rstrip())
         if start >= end:

@@ -188,8 +188,8 @@ class BenchReport:
             return f"{NOTHING_DRAFTED} {advice}"
         if found is not None and not found.drafts:
             return (
-                f"Inconclusive: draft length {found.length} was the fastest above, but when it was "
-                f"measured again with other seeds nothing was drafted. {advice}"
+                f"Inconclusive: draft length {found.length} was the fastest above, but nothing was "
+                f"drafted when it was measured once more, with other seeds. {advice}"
             )
         if found is None:
             return "Inconclusive: interrupted before the best length was measured again."

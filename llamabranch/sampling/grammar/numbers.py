@@ -148,7 +148,7 @@ def multiple(value: object) -> tuple[int, int]:
     if places > _MOST_PLACES or coefficient > _MOST_COMBINED or n_remainders > _MOST_MULTIPLE:
         raise GrammarError(
             f"multipleOf {exact_text(value):.40} has too many digits",
-            hint=f"at most {_MOST_MULTIPLE:,} units, such as {_MOST_MULTIPLE:,} or 0.01",
+            hint=f"at most {_MOST_MULTIPLE:,} units, for example 99991 or 0.01",
         )
     return int(coefficient), places
 

@@ -100,6 +100,13 @@ class ChatStats:
     speculative: SpeculativeStats
 
 
+class ChatSettings(SamplingSettings, total=False):
+    """The settings of answers that `Chat.set` changes."""
+
+    max_tokens: int | None
+    thinking: ThinkingChoice
+
+
 class Chat:
     """A conversation that can be undone, edited, forked and saved; only new tokens are evaluated.
 
@@ -184,7 +191,7 @@ class Chat:
                 hint="load(..., chat_template='chatml') sets one; Branch.append continues plain text",
             )
         changes = {"seed": self.sampling.seed, "max_tokens": max_tokens, "thinking": thinking}
-        self.set(**{**changes, **settings})
+        self.set(**cast(ChatSettings, {**changes, **settings}))
         self.tools = Tools(tools or (), None, ctx.model.turn_format)
         self._tokens(system, (), Exchange(None, "x"))  # raises if the template refuses it
 
@@ -253,7 +260,7 @@ class Chat:
         self._end_answer()
         self._line.system = text
 
-    def set(self, **changes: object) -> None:
+    def set(self, **changes: Unpack[ChatSettings]) -> None:
         """Change settings of the next answers: `SamplingParams`' fields, ``max_tokens``, ``thinking``.
 
         ``seed=None`` picks a random seed.
@@ -264,16 +271,15 @@ class Chat:
         limit = changes.pop("max_tokens", self.max_tokens)
         if limit is not None:
             limit = whole("max_tokens", limit, 1)
-        thinking = cast(ThinkingChoice, changes.pop("thinking", self.thinking))
+        thinking = changes.pop("thinking", self.thinking)
         if thinking:
-            plan_thinking(
-                self.ctx.model, [], thinking
-            )  # raises if the template does not support it
+            plan_thinking(self.ctx.model, [], thinking)  # raises if the template cannot
         thinking_budget(thinking)
         if changes.get("seed", 0) is None:
             changes["seed"] = random_seed()
         with self.held():
-            self.sampling, self.max_tokens = self.sampling.replace(**changes), limit
+            self.sampling = self.sampling.replace(**cast(SamplingSettings, changes))
+            self.max_tokens = limit
             self.thinking = thinking
 
     @property

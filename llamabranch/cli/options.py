@@ -19,6 +19,7 @@ import typer
 
 import llamabranch as lb
 from llamabranch import ConfigError, SamplingParams, hub
+from llamabranch.sampling import SamplingSettings
 
 from ..arguments import choice, nearest
 from .bundles import argument, option
@@ -466,7 +467,8 @@ class SamplingOptions:
         """Return the settings except ``--ignore-eos``; ConfigError for a value out of range."""
         names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")
         given = {name: getattr(self, name) for name in names}
-        return DEFAULTS.replace(**{**given, "seed": seed, **models.set("sampling")})
+        found = {**given, "seed": seed, **models.set("sampling")}
+        return DEFAULTS.replace(**cast(SamplingSettings, found))
 
     def without_eog(self, params: SamplingParams, model: lb.Model) -> SamplingParams:
         """Return ``params`` without the model's EOG tokens if ``--ignore-eos`` was given."""

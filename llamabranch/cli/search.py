@@ -7,12 +7,13 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import typer
 
 import llamabranch as lb
 from llamabranch import ConfigError, SamplingParams, hub
+from llamabranch.sampling import SamplingSettings
 from llamabranch.search import SearchResult, SearchStats, outline
 
 from ..arguments import choice
@@ -115,7 +116,7 @@ class MethodOptions:
         off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} if self.method == "smc" else {}
         default = SamplingParams()
         unset = {k: v for k, v in off.items() if getattr(params, k) == getattr(default, k)}
-        return params.replace(**unset)
+        return params.replace(**cast(SamplingSettings, unset))
 
 
 @with_bundles

@@ -6,9 +6,9 @@ import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
-from typing_extensions import TypedDict
+from typing_extensions import TypedDict, Unpack
 
 from ..arguments import instance, items, nearest, plain_int, real, shown, whole
 from ..errors import ConfigError, UnsupportedError
@@ -233,7 +233,7 @@ class SamplingParams:
                 bias[token] = -math.inf  # no 32-bit float is lower
         object.__setattr__(self, "logit_bias", bias)
 
-    def replace(self, **changes: object) -> SamplingParams:
+    def replace(self, **changes: Unpack[SamplingSettings]) -> SamplingParams:
         """Return a copy with some settings changed.
 
         Raises:
@@ -285,7 +285,7 @@ class SamplingParams:
                     bias[token] = -math.inf if added is None else float(added)
                 case _:
                     raise ConfigError("the logit bias must consist of numbers")
-        return cls().replace(**{**settings, "logit_bias": bias})
+        return cls().replace(**cast(SamplingSettings, {**settings, "logit_bias": bias}))
 
     @property
     def uses_history(self) -> bool:
@@ -317,7 +317,7 @@ def settings_of(sampling: SamplingParams | None, **changes: object) -> SamplingP
     """
     found = SamplingParams() if sampling is None else sampling
     found = instance("sampling", found, SamplingParams, "SamplingParams(temperature=0.8, ...)")
-    return found.replace(**changes) if changes else found
+    return found.replace(**cast(SamplingSettings, changes)) if changes else found
 
 
 def check_names(settings: Mapping[str, object], arguments: Collection[str] = ()) -> None:

@@ -323,7 +323,7 @@ def test_settings_are_changed_for_the_next_answer(ctx: Context) -> None:
         assert greedy[0].tokens == greedy[1].tokens
         assert len(greedy[0].tokens) == 3
         with pytest.raises(lb.ConfigError, match="temprature"):
-            chat.set(temprature=1)
+            chat.set(temprature=1)  # type: ignore[call-arg]
         chat.system = "Be brief."
         assert chat.messages[0] == {"role": "system", "content": "Be brief."}
 

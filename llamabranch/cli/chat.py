@@ -25,9 +25,9 @@ from .interrupts import EXIT_FAILURE, EXIT_INTERRUPTED, InterruptHandler
 from .options import (
     LENGTH,
     TEXT,
-    DraftOptions,
-    OutputOptions,
-    SamplingOptions,
+    DraftFlags,
+    OutputFlags,
+    SamplingFlags,
     limit,
     read_template,
     setting_value,
@@ -303,7 +303,7 @@ def _given(text: str, usage: str, *, is_number: bool = False) -> str:
 
 
 @dataclass(frozen=True)
-class TurnOptions:
+class TurnFlags:
     """The messages, and how they are answered."""
 
     panel: ClassVar[str] = TEXT
@@ -367,10 +367,10 @@ class TurnOptions:
 def chat(
     *,
     call: typer.Context,
-    given: TurnOptions,
-    sampling: SamplingOptions,
-    models: DraftOptions,
-    output: OutputOptions,
+    given: TurnFlags,
+    sampling: SamplingFlags,
+    models: DraftFlags,
+    output: OutputFlags,
 ) -> None:
     """Talk with a model in the terminal; turns can be retried, edited, forked and saved.
 
@@ -422,8 +422,8 @@ def chat(
 def _change(
     talk: Chat,
     call: typer.Context,
-    given: TurnOptions,
-    models: DraftOptions,
+    given: TurnFlags,
+    models: DraftFlags,
     params: SamplingParams,
     max_tokens: int | None,
 ) -> None:

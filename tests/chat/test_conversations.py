@@ -657,7 +657,9 @@ def test_chat_saved_with_another_kv_type_is_read_again(model: lb.Model, tmp_path
         chat.save(folder)
         messages = chat.messages
     with Context(model, options("f32")) as context, Context(model, options("f32")) as other:
-        with pytest.warns(lb.errors.PerformanceWarning, match="evaluated again.*kv_type: f16.*has f32"):
+        with pytest.warns(
+            lb.errors.PerformanceWarning, match="evaluated again.*kv_type: f16.*has f32"
+        ):
             again = Chat.load(context, folder)
         with again:
             assert (again.messages, again.branch) == (messages, None)

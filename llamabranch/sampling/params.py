@@ -248,17 +248,17 @@ class SamplingParams:
         Raises:
             UnsupportedError: there is a ``logits_processor``, which cannot be written.
         """
-        found: dict[str, object] = {f.name: getattr(self, f.name) for f in fields(self)}
-        if found.pop("logits_processor") is not None:
+        settings: dict[str, object] = {f.name: getattr(self, f.name) for f in fields(self)}
+        if settings.pop("logits_processor") is not None:
             raise UnsupportedError(
                 "a logits_processor is a function, which cannot be saved",
                 hint="branch.resample(params.replace(logits_processor=None)) first; set it again after",
             )
-        found["logit_bias"] = [
+        settings["logit_bias"] = [
             [token, None if value == -math.inf else value]
             for token, value in self.logit_bias.items()
         ]
-        return found
+        return settings
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, object]) -> SamplingParams:
@@ -315,9 +315,9 @@ def settings_of(sampling: SamplingParams | None, **changes: object) -> SamplingP
     Raises:
         ConfigError: ``sampling`` is something else, or a name or a value is bad.
     """
-    found = SamplingParams() if sampling is None else sampling
-    found = instance("sampling", found, SamplingParams, "SamplingParams(temperature=0.8, ...)")
-    return found.replace(**cast(SamplingSettings, changes)) if changes else found
+    params = SamplingParams() if sampling is None else sampling
+    params = instance("sampling", params, SamplingParams, "SamplingParams(temperature=0.8, ...)")
+    return params.replace(**cast(SamplingSettings, changes)) if changes else params
 
 
 def check_names(settings: Mapping[str, object], arguments: Collection[str] = ()) -> None:

@@ -226,7 +226,9 @@ def test_quota_holds_for_requests_at_one_time() -> None:
         assert len(api.get("")["data"]) == 3
 
 
-def node(tokens: list[int], parent: nodes.BranchNode | None = None, at: int = 0) -> nodes.BranchNode:
+def node(
+    tokens: list[int], parent: nodes.BranchNode | None = None, at: int = 0
+) -> nodes.BranchNode:
     return nodes.BranchNode(tokens, len(tokens), lb.SamplingParams(), None, parent, at)
 
 

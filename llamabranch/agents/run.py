@@ -503,18 +503,17 @@ class _Path:
                 if inspect.iscoroutinefunction(function):
                     value = await function(**arguments)
                 else:
-                    value = await threaded(partial(function, **arguments))
-                    if inspect.isawaitable(value):
+                    value = await threaded(partial(_listed, function, **arguments))
+                    if inspect.isasyncgen(value):
+                        value = [item async for item in value]
+                    elif inspect.isawaitable(value):
                         value = await cast(Awaitable[object], value)
-            except SystemExit as error:  # an event loop would end with it
-                raise _Raised(tool.name, error) from error
-            except Exception as error:
+                return await threaded(partial(text_of, value))  # it may run an object's own methods
+            except asyncio.CancelledError:
+                raise
+            except BaseException as error:  # an event loop would end with SystemExit, for instance
                 if isinstance(error, self._plan.tell):
                     raise Refused(getattr(error, "message", str(error))) from error
-                raise _Raised(tool.name, error) from error
-            try:
-                return text_of(value)
-            except TypeError as error:
                 raise _Raised(tool.name, error) from error
 
         waiting = asyncio.ensure_future(invoke())
@@ -679,6 +678,12 @@ class _Path:
                     raise Refused(step.text.removeprefix("error: "))
                 return step.text
         raise _Ended("cut")
+
+
+def _listed(function: Callable[..., object], **arguments: object) -> object:
+    """Call a function and return its result; of a generator a list."""
+    value = function(**arguments)
+    return list(value) if inspect.isgenerator(value) else value
 
 
 def _result(call: ToolCall, text: str) -> dict[str, object]:

@@ -129,14 +129,15 @@ class Turns:
 
         The agent's own tokens stay as the model wrote them. What the template writes after an answer
         follows: what it writes for the whole conversation, from the end of the answer on. Where it writes
-        the text before that differently now, the conversation is rendered whole.
+        the text before the answer differently now, the conversation is rendered whole.
 
         Args:
             own: the tokens up to the end of the answer, without the EOG token.
             before: the conversation up to that answer, which it ends with.
             new: the messages after it.
             is_turn: whether it is within a turn of the user. Templates then write earlier messages as
-                before, so that long ones are shortened here: to render a document takes long.
+                before, so that long ones are shortened here: to render a document takes long. After a
+                message of the user they may write the answer itself differently, without its thought.
 
         Raises:
             LlamaBranchError: the template refuses the conversation.
@@ -144,16 +145,21 @@ class Turns:
         known: Messages = before
         if is_turn:
             known = [*map(_short, before[:-1]), before[-1]]
+        others = [{**message, "content": f"x{message['content']}"} for message in new]
         try:
-            head, whole = self.prompt(known, answers=False), self.prompt([*known, *new])
+            whole, other = self.prompt([*known, *new]), self.prompt([*known, *others])
+            asked = self.prompt(known[:-1])
+            earlier = [asked, self.prompt(known[:-1], answers=False)]
+            if not is_turn:
+                earlier.append(self.prompt(known, answers=False))
         except LlamaBranchError:  # some templates take no conversation that ends with an answer
-            head, whole = [], []
-        eog = self.model.eog_tokens
-        end = next((i for i in range(len(head) - 1, -1, -1) if head[i] in eog), None)
-        if end is not None and whole[: end + 1] == head[: end + 1]:
-            rest = self.model.detokenize(head[end + 1 :], special=True)
-            if not rest.strip():  # else it is the end of an earlier turn
-                return [*own, *whole[end:]], 0
+            return self.whole(own, [*before, *new])
+        eog, n = self.model.eog_tokens, n_common(whole, other)
+        end = next((i for i in range(n - 1, -1, -1) if whole[i] in eog), -1)  # of the answer
+        start = n_common(*earlier[:2])  # of what the template writes before an answer
+        is_same = n_common(whole, asked) >= start and end >= start
+        if is_same and all(n_common(whole, head) > end for head in earlier[2:]):
+            return [*own, *whole[end:]], 0
         return self.whole(own, [*before, *new])
 
     def whole(self, own: Sequence[int], messages: Messages) -> tuple[list[int], int]:

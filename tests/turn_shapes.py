@@ -95,7 +95,8 @@ CHANGING = {
         "{{ m.content or '' }}{% if m.tool_calls",
         "{% if loop.last %}<mull>\n\n</mull>\n\n{% endif %}{{ m.content or '' }}{% if m.tool_calls",
     ),
-    "an end of the whole text": _TAGS + "{% if not add_generation_prompt %}<|endoftext|>{% endif %}",
+    "an end of the whole text": _TAGS
+    + "{% if not add_generation_prompt %}<|endoftext|>{% endif %}",
     "white space after a last result": _TAGS.replace(
         "{{ m.content }}<eot>",
         "{{ m.content }}{% if m.role == 'tool' and not loop.last %}{{ '\\n' }}{% endif %}<eot>",

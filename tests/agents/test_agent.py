@@ -274,8 +274,8 @@ class Odd(BaseException):
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize(
     "kind",
-    [SystemExit, KeyboardInterrupt, GeneratorExit, StopIteration, StopAsyncIteration, asyncio.CancelledError,
-     MemoryError, RecursionError, Odd],
+    [SystemExit, KeyboardInterrupt, GeneratorExit, StopIteration, StopAsyncIteration,
+     asyncio.CancelledError, MemoryError, RecursionError, Odd],
 )  # fmt: skip
 def test_whatever_a_function_raises_ends_its_agent_only(
     stage: Context, kind: type[BaseException], is_async: bool
@@ -301,8 +301,8 @@ def test_a_generator_is_a_list(stage: Context) -> None:
             yield number
 
     counts_later.__name__ = "counts"
-    for function in (counts, counts_later):
-        report = Agent(stage, tools=[function]).run("counts: go")
+    for tool in (counts, counts_later):
+        report = Agent(stage, tools=[tool]).run("counts: go")
         assert results(report) == ["[0,1,2]"] and report.text == "I have read it."
 
 
@@ -546,7 +546,9 @@ def takes(
     copy: bool = False,
 ) -> str:
     """Take parameters of all sorts, with names that pydantic keeps for itself."""
-    return f"{place.name}{place.floor} {color.name} {day.year} {path.name} {kind} {_x} {schema} {copy}"
+    return (
+        f"{place.name}{place.floor} {color.name} {day.year} {path.name} {kind} {_x} {schema} {copy}"
+    )
 
 
 def test_parameters_of_any_type_name_and_default() -> None:
@@ -556,9 +558,22 @@ def test_parameters_of_any_type_name_and_default() -> None:
     assert schema["required"] == ["place", "color", "day"]
     assert schema["properties"]["_x"] == {"type": "integer", "default": 3}
     lb.Grammar.from_json_schema(json.dumps(schema))
-    given = {"place": {"name": "hall"}, "color": "red", "day": "2027-03-01", "kind": "a", "copy": True}
+    given = {
+        "place": {"name": "hall"},
+        "color": "red",
+        "day": "2027-03-01",
+        "kind": "a",
+        "copy": True,
+    }
     assert takes(**cast(Any, tool.check(given))) == "hall2 RED 2027 a.txt a 3 y True"
-    for bad in ({**given, "color": "blue"}, {**given, "x": 1}, {"place": {}, "color": "red"}, [], "x"):
+    refused: list[object] = [
+        {**given, "color": "blue"},
+        {**given, "x": 1},
+        {"place": {}, "color": "red"},
+        [],
+        "x",
+    ]
+    for bad in refused:
         with pytest.raises(Refused):
             tool.check(bad)
 

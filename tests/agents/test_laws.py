@@ -155,12 +155,13 @@ def test_law_3_the_next_prompt_is_the_whole_conversation(shaped: Path, shape: st
             own = [*prompt, *model.tokenize(f"In my own way {number}.", add_special=False)]
             call = ToolCall("find", {"text": "a b", "n": number}, f"abcdefgh{number}")
             answer: dict[str, object] = {"role": "assistant", "content": None}
-            result = {"role": "tool", "tool_call_id": call.id, "name": "find", "content": "<eot>"}
+            result: dict[str, object] = {
+                "role": "tool", "tool_call_id": call.id, "name": "find", "content": "<eot>",
+            }  # fmt: skip
             answer["tool_calls"], is_turn = [openai_call(call)], number < 3
             if not is_turn:
-                answer, result = (
-                    {"role": "assistant", "content": "Done."}, {"role": "user", "content": "And now?"},
-                )  # fmt: skip
+                answer = {"role": "assistant", "content": "Done."}
+                result = {"role": "user", "content": "And now?"}
             before = text(turns.prompt(messages, answers=False)).removesuffix("<|endoftext|>")
             messages.append(answer)
             prompt, n_lost = turns.following(own, messages, [result], is_turn=is_turn)

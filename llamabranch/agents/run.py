@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from time import perf_counter
 from typing import NamedTuple, cast
 
@@ -45,6 +46,7 @@ _MOST_SCHEMA = 400  # tokens of a schema that is shown
 _AS_JSON = "Give your answer as JSON."
 _FOLLOWS = "Give your answer as JSON that follows this schema:\n{schema}"
 _NAMED = re.compile(r'"name"\s*:\s*"([^"\\]{1,64})"')
+_numbers = count()
 _LEAVE_S = 1.0  # that an async tool has to end when it is cancelled
 
 
@@ -145,7 +147,9 @@ class Session:
         self._listen, self._keep = listen or (lambda _: None), keep or (lambda _: None)
         self.steps: list[Step] = []
         self.stats: dict[str, AgentStats] = {}
-        self.number = f"agent-{id(self):x}"
+        self.number = (
+            f"agent-{next(_numbers)}"  # requests of a run that was cancelled may end later
+        )
         self.recorded = recorded
 
     def tell(self, step: Step, *, is_piece: bool = False) -> None:
@@ -508,6 +512,8 @@ class _Path:
                         value = [item async for item in value]
                     elif inspect.isawaitable(value):
                         value = await cast(Awaitable[object], value)
+                if isinstance(value, str):
+                    return text_of(value)
                 return await threaded(partial(text_of, value))  # it may run an object's own methods
             except asyncio.CancelledError:
                 raise
@@ -591,16 +597,15 @@ class _Path:
             new = [_result(call, text) for call, text in zip(calls, texts, strict=True)]
             return [*before, *new], *self._turns.following(own, before, new, is_turn=True)
 
-        messages, prompt, n_lost = following()
-        n_cells = self._context.n_ctx_seq - len(prompt)
         if self._turn + 2 >= self._plan.max_turns:
             self._limit = "turns"
         elif self._n_left < self._room:
             self._limit = "length"
-        elif n_cells < self._room:
-            self._limit = "capacity"
-        if self._limit is not None:
-            texts[-1] += f"\n{_LAST}"
+        last = f"{texts[-1]}\n{_LAST}"
+        texts[-1] = last if self._limit is not None else texts[-1]
+        messages, prompt, n_lost = following()
+        if self._limit is None and self._context.n_ctx_seq - len(prompt) < self._room:
+            self._limit, texts[-1] = "capacity", last
             messages, prompt, n_lost = following()
         self._messages = messages
         self._turn += 1

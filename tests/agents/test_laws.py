@@ -134,11 +134,11 @@ def shaped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return toys.write_toy(path, vocab=vocabulary, metadata={"tokenizer.ggml.eot_token_id": 2})
 
 
-@pytest.mark.parametrize("shape", {**SHAPES, **CHANGING})
+@pytest.mark.parametrize("shape", [*SHAPES, *CHANGING])
 def test_law_3_the_next_prompt_is_the_whole_conversation(shaped: Path, shape: str) -> None:
     """What is around the own tokens is what the template writes for all messages, or all is rendered."""
     with (
-        lb.Model(shaped, chat_template={**SHAPES, **CHANGING}[shape]) as model,
+        lb.Model(shaped, chat_template=(SHAPES | CHANGING)[shape]) as model,
         lb.Context(model, n_ctx=4096, n_seq_max=8, n_threads=1) as ctx,
     ):
         turns = Agent(ctx, "Be brief. " * 300, [find]).plan.turns

@@ -26,12 +26,11 @@ from msgspec import Raw
 from ..errors import ConfigError
 from ..serve.fields import SamplingFields
 from . import page
-from .agents import document_of, is_journal
 from .document import AnyRecord, Document, Made, Node, Number, Tokens, decoded
 
 __all__ = ["Item", "encoding_of", "export", "items_of", "read"]
 
-_MARKER = "llamabranch-loom"
+_MARKER, _JOURNAL = "llamabranch-loom", b'{"format": "llamabranch-agent"'
 _MOST_UNPACKED = 1 << 29
 _DATA = re.compile(rb'<script type="application/json" id="loom-data">([A-Za-z0-9+/=\s]*)</script>')
 _CONTROL = re.compile(rb"[\x01-\x08\x0e-\x1a\x1c-\x1f\x7f]")
@@ -307,7 +306,9 @@ def read(
     found = _DATA.search(data)
     if found is not None:
         data = _unpacked(found[1])
-    if is_journal(data):
+    if data.startswith(_JOURNAL):
+        from .agents import document_of  # the page starts without the package of agents
+
         document = document_of(data, most)
         is_same = document.head is not None and is_ours(document.head.fingerprint)
         return "agent", document if is_same else items_of(document), 0
@@ -373,11 +374,11 @@ def encoding_of(data: bytes) -> str:
     is_zero = [
         sum(byte == 0 for byte in data[:4096][i::2]) * 4 > len(data[:4096]) // 2 for i in (0, 1)
     ]
-    name = "utf-8"
     if is_zero[0] != is_zero[1]:
         return "utf-16-be" if is_zero[0] else "utf-16-le"
+    name = "utf-8"
     try:
-        data.decode("utf-8", "surrogatepass")
+        data.decode(name, "surrogatepass")
     except UnicodeDecodeError:
         name = "cp1252"
     n_control = len(_CONTROL.findall(data))

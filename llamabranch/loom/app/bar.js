@@ -121,10 +121,10 @@ export function openBar(mode, proceed, setting) {
     input("stop", "stop at"), h("label", {}, h("span", {}, "the text must follow"), kind), box,
     h("div", { class: "row" }, name, h("button", { type: "button", onclick: () => save() }, "Keep as a preset"),
       h("button", { type: "button", onclick: () => drop() }, "Forget the preset")),
-    wrong, h("p", { class: "row" },
+    h("div", { class: "foot" }, wrong, h("p", { class: "row" },
       proceed && h("button", { type: "submit", class: "main", value: "go" }, isTalk ? "Keep and answer" : "Keep and continue"),
       h("button", { type: "submit", value: "keep", class: proceed ? "" : "main" }, "Keep"),
-      h("button", { type: "button", onclick: () => dialog.close() }, "Cancel")));
+      h("button", { type: "button", onclick: () => dialog.close() }, "Cancel"))));
   /** @param {Bar} bar */
   function show(bar) {
     const values = { ...bar, ...bar.sampling, stop: bar.stop?.[0], kind: followed(bar) };

@@ -353,6 +353,20 @@ def test_the_footer_forgets_what_was_long_ago(page: Page) -> None:
     page.locator("#lenses input[value=probability]").check(force=True)
 
 
+def test_what_was_stopped_is_not_read_again_by_itself(page: Page) -> None:
+    asked_for: list[str] = []
+    page.on("request", lambda request: asked_for.append(request.post_data or ""))
+    page.locator("#begin").fill(" ".join(f"a queen and {i} sons" for i in range(150)))
+    page.locator("#begin").press("Control+Enter")
+    page.locator("#empty").wait_for(state="hidden")
+    page.locator("#text").press("Escape")
+    state(page, "ready")
+    idle(page)  # also a while after it was drawn
+    ops = [json.loads(body).get("op") for body in asked_for if body.startswith("{")]
+    assert "stop" in ops
+    assert "score" not in ops
+
+
 # -- letters ---------------------------------------------------------------------------------------
 
 

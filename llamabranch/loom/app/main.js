@@ -4,7 +4,7 @@ import {
   $, attribute, check, fill, h, label, later, pace, paints, plural, radios, redraw, set, tell, visible, visibleTexts, warn,
 } from "./dom.js";
 import { LENSES, binOf, choose, drawLegend, turn } from "./lenses.js";
-import { act, backend, connect, get, net } from "./net.js";
+import { act, backend, connect, get, listeners, net } from "./net.js";
 import { FLAGS, Tokens, look, select, stateOf, store, texts, view } from "./store.js";
 import { goTo, segmentOf, startTree, treeMoves } from "./tree.js";
 import { foldThoughts, moveTo, place, seek, shownPath, startText, textMoves, tokenSpan } from "./text.js";
@@ -668,6 +668,9 @@ export function start() {
   paints("inspect", drawInspector);
   paints("live", startLive());
   paints("minimap", tree.minimap);
+  listeners.push((name, { state, node }) => {
+    if (name === "job" && state === "stopped") seen.add(node).add(store.current); // else it would be read again by itself
+  });
   startKeys(run, takeAt);
   startCopy();
   $("untap").onclick = () => moveTo(-1);

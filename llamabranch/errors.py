@@ -170,7 +170,7 @@ class SnapshotError(LlamaBranchError):
 class ToolError(LlamaBranchError):
     """A call of an agent's tool failed.
 
-    A function raises it to tell the model why: ``raise ToolError("no such city")``. The agent goes on.
+    A function raises it to tell the model why: ``raise ToolError("no such city")``. The agent continues.
     Any other exception of a function ends its agent; ``report.error`` is then a ToolError whose
     ``__cause__`` is that exception.
     """

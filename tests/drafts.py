@@ -1,9 +1,23 @@
 """What tests of drafts share: a fixed length ("auto" drafts only where that pays), prompts, settings."""
 
-from llamabranch import Branch, Context, Produced, SamplingParams, SpeculativeConfig, SuffixDrafter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from llamabranch import (
+    Branch,
+    Context,
+    Drafter,
+    Model,
+    Produced,
+    SamplingParams,
+    SpeculativeConfig,
+    SuffixDrafter,
+)
+from llamabranch.generation.drafter import Draft
 from llamabranch.speculative.copying import doubling
 
-__all__ = ["FIXED", "GREEDY", "PROMPTS", "WARM", "Eager", "plain"]
+__all__ = ["FIXED", "GREEDY", "PROMPTS", "WARM", "Eager", "Knowing", "counting", "plain"]
 
 FIXED = SpeculativeConfig(draft_k=4)
 PROMPTS = [
@@ -24,6 +38,55 @@ class Eager(SuffixDrafter):
         super().__init__()
         self.lengths = doubling(1, 8)
         self.factor = self.offset = factor
+
+
+class Knowing(Drafter):
+    """A drafter that calls a function for what may follow a text, and has no state.
+
+    ``drafted(tokens, limit)`` returns at most ``limit`` tokens.
+    """
+
+    name = "knowing"
+
+    def __init__(self, drafted: Callable[[Sequence[int], int], list[int]]) -> None:
+        self._drafted = drafted
+
+    def check(self, target: Model) -> None:
+        """Draft for any model."""
+
+    def start(self, target: Any, rule: str) -> Any:
+        """Return itself: it is its own state."""
+        return self
+
+    def fork(self, target: Any) -> Any:
+        """Return itself."""
+        return self
+
+    def observe(self, n_tokens: int) -> None:
+        """Forget nothing."""
+
+    def close(self) -> None:
+        """Hold nothing."""
+
+    def propose(self, tokens: Sequence[int], length: Any, limit: int) -> Draft:
+        """Return what the function says."""
+        return Draft(self._drafted(tokens, min(limit, length.limit)))
+
+
+@contextmanager
+def counting(ctx: Context) -> Iterator[list[int]]:
+    """Collect the number of tokens of each decode."""
+    counts: list[int] = []
+
+    def around(decode: Callable[[int], int], n: int) -> int:
+        counts.append(n)
+        return decode(n)
+
+    before = ctx.decoder.hook(around)
+    try:
+        yield counts
+    finally:
+        ctx.decoder.hook(before)
 
 
 def plain(ctx: Context, prompt: str | list[int], params: SamplingParams, n: int) -> list[Produced]:

@@ -52,7 +52,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Return the spread of ``values``; nan if there are none."""
+        """Return the spread of ``values``; nan without values."""
         valid = [value for value in values if not math.isnan(value)] or [math.nan]
         return cls(statistics.median(valid), min(valid), max(valid))
 

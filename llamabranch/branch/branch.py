@@ -156,7 +156,7 @@ class Branch:
         if not self.sequence.is_pruned and not self.ctx.closed:
             self.prune_subtree()
 
-    # -- what it is --------------------------------------------------------------------------------
+    # -- properties --------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
         about = f"Branch seq {self.seq_id}, {self.position} tokens, {self.state}"
@@ -291,7 +291,7 @@ class Branch:
             return scorer.perplexity(self.sequence, since)
 
     def log_likelihood(self, since: str = "prompt", base: str = "nats") -> float:
-        """Return the sum of log p of the tokens of ``perplexity``, 0 where there are none.
+        """Return the sum of log p of the tokens of ``perplexity``, 0 without any.
 
         Every token lowers it: it compares texts of equal length. ``base``: "nats" or "bits".
         """
@@ -435,7 +435,7 @@ class Branch:
         string), after ``max_tokens``, or when the text contains a stop string, which the branch keeps and
         the yielded text leaves out. ``finish_reason`` is "stop", "length" or "constraint".
 
-        Between two tokens the branch may be read, forked, rewound or extended; the generation goes on
+        Between two tokens the branch may be read, forked, rewound or extended; the generation continues
         from what it finds.
 
         Args:
@@ -635,7 +635,7 @@ class Branch:
             parent._children.add(self)
 
     def transfer_text(self) -> Branch:
-        """Return a root that goes on with this branch's sequence, as it is; this one is pruned.
+        """Return a root that takes over this branch's sequence unchanged; this branch is pruned.
 
         For a cache of branches where no sequence is free for a fork, not for users.
         """

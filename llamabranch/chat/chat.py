@@ -105,7 +105,7 @@ class Chat:
     """A conversation that can be taken back, edited, forked and saved; only new tokens are evaluated.
 
     The model's chat template writes the conversation; what is in a message stays text, whatever control
-    tokens it spells. The K/V of earlier turns is kept in branches: however the conversation goes on, the
+    tokens it spells. The K/V of earlier turns is kept in branches: wherever the conversation turns, the
     longest beginning of its tokens that is there is not evaluated again.
 
     Each answer has the text that a branch with the same prompt tokens, settings and seed has, where the
@@ -188,7 +188,7 @@ class Chat:
         self.tools = Tools(tools or (), None, ctx.model.turn_format)
         self._tokens(system, (), Exchange(None, "x"))  # what the template refuses is refused now
 
-    # -- what it is --------------------------------------------------------------------------------
+    # -- properties --------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
         n = len(self.exchanges)
@@ -557,13 +557,13 @@ class Chat:
         *,
         trusted: bool = False,
     ) -> Chat:
-        """Return the conversation that ``save`` wrote; it goes on as if it had never ended.
+        """Return the conversation that ``save`` wrote; it continues as if it had never ended.
 
         K/V that there is no room for is evaluated again when it is needed; so is all of it, with a
         `PerformanceWarning`, if the context has another K/V type or another setting that K/V depends on.
 
         Args:
-            ctx: where it goes on: a context of the same model, see `saved_model`.
+            ctx: where it continues: a context of the same model, see `saved_model`.
             folder: the folder.
             drafter, config: as for a new one.
             trusted: as for ``Branch.load``.
@@ -725,16 +725,16 @@ class Answer:
         """Yield the tokens of the thought; leave the branch where the answer begins."""
         chat, text, start = self._chat, self.branch.sequence, self.branch.position
         buffer = ThoughtBuffer(chat.ctx.model, thinking, limit)
+        self._thought = buffer.tokens
         while True:
             generation = Generation(chat.speculator.drafting, text, buffer, owner=self.branch)
             for one in self._segment(generation):
-                self.exchange.thought, self._thought = buffer.thought, buffer.tokens.copy()
+                self.exchange.thought += one.text
                 yield one
             if self.finish_reason is not None or buffer.finish_reason is None:
                 break
             buffer.resume()
-        found = buffer.ended
-        self.exchange.thought, self._thought = buffer.thought, buffer.tokens.copy()
+        found, self.exchange.thought = buffer.ended, buffer.thought
         if found is None or self.finish_reason == "capacity":
             return
         self.exchange.thought, n_kept, forced = found

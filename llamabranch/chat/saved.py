@@ -28,7 +28,7 @@ _FILE = "chat.json"
 _VERSION = 1
 _BRANCH = re.compile(r"[0-9a-f]{32}\.branch")
 _EXCHANGE = ("user", "answer", "seed", "finish_reason", "n_tokens", "n_cut")
-_LATER = ("thought", "calls", "results")  # since 0.4; they are left out where there are none
+_LATER = ("thought", "calls", "results")  # since 0.4; left out where they are empty
 _KINDS: dict[str, type | tuple[type, ...]] = {  # of the values in the file, wherever they are
     **dict.fromkeys(
         ("id", "user", "answer", "thought", "file", "name", "path", "fingerprint"), str
@@ -145,6 +145,8 @@ def read_chat(folder: str | os.PathLike[str], ours: Model | None = None) -> Save
             fields |= {name: each[name] for name in _LATER if name in each}
             if not all(isinstance(result, str) for result in fields.get("results", ())):
                 raise ValueError("a result of a function is no text")
+            if not all(map(_is_call, fields.get("calls", ()))):
+                raise ValueError("a call of a function is none of OpenAI's")
             exchanges.append(Exchange(_at(exchanges, each["parent"]), **fields))
         lines = [
             Line(each["number"], _at(exchanges, each["head"]), each["system"])
@@ -183,6 +185,15 @@ def _checked(found: dict[str, object]) -> dict[str, object]:
         if not isinstance(found[name], _KINDS[name]) or isinstance(found[name], bool):
             raise ValueError(f"{name} is {found[name]!r:.40}")
     return found
+
+
+def _is_call(found: object) -> bool:
+    """Return whether this is a call of a function as messages hold it."""
+    call = found if isinstance(found, dict) else {}
+    function = call.get("function")
+    named = function if isinstance(function, dict) else {}
+    texts = call.get("id"), named.get("name"), named.get("arguments")
+    return all(isinstance(text, str) for text in texts)
 
 
 def _at(exchanges: Sequence[Exchange], place: int | None) -> Exchange | None:

@@ -128,7 +128,7 @@ class TurnBranches:
                     raise
 
     def prune_one(self, used: Branch | None = None) -> bool:
-        """Prune the least recently used branch; False if there is none but ``used``."""
+        """Prune the least recently used branch; False if only ``used`` is left."""
         with self._ctx.lock:
             return self._prune_of(self.living(), () if used is None else (used.seq_id,))
 

@@ -69,7 +69,7 @@ class AgentOptions:
     )
 
     def task(self) -> str:
-        """Return the task, or what is piped in; ConfigError if there is none."""
+        """Return the task, or what is piped in; ConfigError without one."""
         words = self.words or []
         text = read_standard_input() if words == ["-"] else " ".join(words)
         text = text or read_piped_text() or ""

@@ -77,7 +77,7 @@ def thinking_of(text: str | None) -> bool | int | None:
     """Return what ``on``, ``off`` or a number of tokens says of thoughts; None = nothing.
 
     Raises:
-        ConfigError: it is none of them.
+        ConfigError: it is something else.
     """
     if text is None or text in THINKING:
         return THINKING[text or "auto"]
@@ -159,7 +159,7 @@ class ChatSession:
         self._stream(lambda: self.chat.send(text))
 
     def _stream(self, begin: Callable[[], Answer]) -> None:
-        """Print an answer as it is generated, and then what there is to say of it."""
+        """Print an answer as it is generated, and then how it ended."""
         with self._console.printing_text():
             self._print_answer(begin)
 
@@ -246,7 +246,7 @@ class ChatSession:
                 note(f"saved in {folder}")
             case "load":
                 folder = os.path.expanduser(_given(rest, "/load FOLDER"))
-                chat.close()  # for room; if the other cannot be read, it goes on and reads itself again
+                chat.close()  # for room; if the other cannot be read, it reads itself again
                 drafting = chat.speculator
                 self.chat = lb.Chat.load(chat.ctx, folder, drafting.drafter, drafting.config)
                 self.chat.on_prompt_progress = self._console.reading

@@ -82,7 +82,7 @@ class Comparison:
         )
 
     def explain(self, shorter: str = ": generate less (-n)") -> str:
-        """Return the speedup and what the verdict means; where there is none, what to do about it.
+        """Return the speedup and what the verdict means; without a speedup, what to do about it.
 
         ``shorter`` follows where a run took too long to be repeated often enough.
         """

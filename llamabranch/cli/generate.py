@@ -198,7 +198,7 @@ class GenerateReport:
     def _give(self, result: Result) -> None:
         """Write a result to the file, or print it, or keep it for the JSON object."""
         request, error, note = self._requests[result.id], result.error, self._console.note
-        result.prompt = request.prompt  # the given one, without the chat template
+        result.prompt = request.prompt  # as it was given, without the chat template
         self._n_failed += error is not None and not result.tokens
         self._finish_reasons[result.finish_reason] += 1
         label = result.id + (f", sample {result.sample}" if result.sample else "")

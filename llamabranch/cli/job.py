@@ -78,7 +78,7 @@ class JobLengths:
     ) -> JobLengths:
         """Look at all requests, long prompts tokenized, without those that cannot run.
 
-        The model of that ``name`` is not read if all prompts are short. ``n_ctx`` is the given size of
+        The model of that ``name`` is not read if all prompts are short. ``n_ctx`` is the wanted size of
         the context, None for up to what the model was trained for.
 
         Raises:

@@ -194,7 +194,7 @@ class ModelOptions:
         """Return the settings of ``-S`` that are of a kind, by name.
 
         Raises:
-            ConfigError: a name that is none.
+            ConfigError: an unknown name.
         """
         kinds, found = setting_names(), dict[str, Any]()
         for text in self.settings or ():

@@ -37,7 +37,7 @@ def compare_pair(
     Args:
         pair: contexts of the base and of the model that is compared with it.
         text, window, chunks, coded: as for `llamabranch.eval.comparison.compare_models`.
-        save: gets what was found before it is printed.
+        save: gets the results before they are printed.
     """
     from llamabranch.eval.comparison import compare_models
 

@@ -50,7 +50,7 @@ class ScoreOptions:
     top: int = option(0, "Show the N most probable tokens.", min=0)
 
     def given(self) -> tuple[str, ...]:
-        """Return the texts that are to be scored; ConfigError if there is none."""
+        """Return the texts that are to be scored; ConfigError without any."""
         texts = (*(self.texts or ()), *map(read_prompt_file, self.files or ()))
         if not texts:
             piped = read_piped_text()

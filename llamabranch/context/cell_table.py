@@ -123,7 +123,7 @@ class CellTable:
         return sum(s.high - s.low for s in self._sequences[seq_id].slices)
 
     def append(self, seq_id: int, n: int, write_indices: Sequence[int] | None = None) -> None:
-        """Record ``n`` new tokens at the end of ``seq_id``, with the next or the given write indices."""
+        """Record ``n`` new tokens at the end of ``seq_id``, with the next write indices or these."""
         if write_indices is None:
             write_indices = range(self.clock, self.clock + n)
             self.clock += n
@@ -274,7 +274,7 @@ class CellTable:
         return Usage(self.n_cells, used, shared, lengths, cells_cached=cached)
 
     def n_used(self, seqs: Iterable[int]) -> int:
-        """Return how many cells the given sequences use, each counted once."""
+        """Return how many cells these sequences use, each counted once."""
         return self._count(seqs)[0]
 
     def _count(self, seqs: Iterable[int]) -> tuple[int, int]:

@@ -50,7 +50,7 @@ class Checkpoints:
     apart at its beginning.
 
     Attributes:
-        max_bytes: 0 if there are none.
+        max_bytes: 0 = no checkpoints.
         n_bytes: what they take; those that sequences share count once.
     """
 

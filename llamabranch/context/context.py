@@ -135,7 +135,7 @@ class Context:
         if resolved.prefix_cache:
             self.prefix_cache = self._open_prefix_cache(resolved.cache_ram)
         self._last_rows: list[LogitsRow] = []
-        self._last_end = 0  # where their sequence goes on after the last of them
+        self._last_end = 0  # where their sequence continues after the last of them
         self._is_warned = False
         self.release_threads()
 

@@ -593,7 +593,7 @@ class States(Memory):
 
     Args:
         handle, state_layout: see `Memory`.
-        max_bytes: of host memory for checkpoints; 0: there are none.
+        max_bytes: of host memory for checkpoints; 0: no checkpoints.
 
     Attributes:
         every: tokens from one checkpoint to the next while a text grows.
@@ -761,7 +761,7 @@ class RollingBack(States):
         return min(n, self.n_rollback)
 
     def fit_together(self, lengths: Sequence[int], n_others: int) -> list[int]:
-        """Return lengths of which all that are not 0 are the same: the one that drafts most in all."""
+        """Return 0 or one same length for each draft: the one with the most drafted tokens in all."""
         if len(lengths) + n_others == 1:
             return list(lengths)
         if n_others:  # what is read has another length

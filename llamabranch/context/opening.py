@@ -19,7 +19,7 @@ from .exactness import exactness_of
 from .kv_type import EXACT, MOST_EXTRA, Setting, measured_costs
 from .memory import MOST_WITH_WINDOW, Memory, NonUnified, RollingBack, States, Windowed
 from .params import ContextParams, warn_of_length
-from .room import check_room, memory_bytes
+from .room import BYTES_OF_NUMBER, check_room, memory_bytes
 from .runner import Runner, decode_run
 from .threads import ThreadTuner
 
@@ -45,7 +45,7 @@ class Capabilities:
             cache. (One exception, reported by ``usage().in_order``: the cache ran full while raw
             sequences or an unfinished prompt prevented compaction, see ``compaction.py``.)
         batch_invariant_reason: why, or why not.
-        exact_rows: the most rows of a decode of which each has, to the bit, the logits it has alone, as
+        exact_rows: the most rows a decode can have so that each has, to the bit, its logits alone, as
             measured; ``n_batch`` where no size was found that differs, 0 where it was not measured.
             With a sliding window this is all that is known: cells that are used again may change order.
         total_variation: the largest, as measured, between the distributions of the next token of a row
@@ -178,6 +178,13 @@ def _probed(
     ``batch_invariant=True`` no more rows are computed at once than are exact.
     """
     first = resolved = given.resolve(model)
+    if (
+        given.n_rs_seq == "auto" and target is None
+    ):  # known before anything is opened, if the file tells
+        n_rollback = _most_rollback(model.state_numbers * BYTES_OF_NUMBER, resolved)
+        if n_rollback:
+            given = replace(given, n_rs_seq=n_rollback)
+            first = resolved = replace(resolved, n_rs_seq=n_rollback)
     reason = ""
     variation: float | None = None
     ratios: tuple[float | None, float | None] = None, None

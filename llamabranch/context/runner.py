@@ -122,7 +122,7 @@ class Runner:
 
         Each of ``pieces`` is made when those before it are recorded. If one fails, the sequences are cut
         to ``starts``. ``expiring`` rows need not survive: none is given where a later decode may fail
-        after an earlier one. ``reclaims``: cells may be freed where there are none. ``on_read`` is called
+        after an earlier one. ``reclaims``: cells may be freed where all are taken. ``on_read`` is called
         after each decode; an exception in it undoes all of them.
         """
         handle, memory, watch = self.handle, self.memory, self.watch

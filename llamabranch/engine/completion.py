@@ -242,9 +242,9 @@ def _planned(
     planned: Sequence[_Planned],
     base: SamplingParams | None,
     options: TextOptions,
-    grammar: Grammar | None = None,
+    tools: Tools | None = None,
 ) -> Completion:
-    """Return a call for prompts that are tokens; ``grammar``: in place of what the options ask for."""
+    """Return a call for prompts that are tokens; ``tools``: functions that the answers may call."""
     settings = {name: value for name, value in options.items() if name not in _NOT_SAMPLING}
     check_names(settings, ChatOptions.__annotations__)
     given = options.get("sampling")
@@ -257,12 +257,14 @@ def _planned(
     if top_logprobs is None and params.logprobs:
         top_logprobs = 0
     given_as_is = {name: value for name, value in options.items() if name in _AS_GIVEN}
-    asked = _grammar(options)
+    asked = grammar = _grammar(options)
+    if tools is not None and tools.is_used:
+        grammar = tool_grammar(ctx.model, tools, asked)
     common = Request(
         "",
         max_tokens=max_tokens,
         sampling=params,
-        grammar=grammar or asked,
+        grammar=grammar,
         top_logprobs=top_logprobs,
         **given_as_is,  # type: ignore[arg-type]
     )
@@ -279,8 +281,8 @@ def _planned(
                 raise CacheFullError.of_prompt(len(tokens), ctx.n_ctx_seq)
             requests.append(replace(common, prompt=tokens, thinking=thinking))
     return Completion(
-        requests, [], is_list=False, drafter=options.get("drafter", "auto"), scores=scores,
-        model=ctx.model, asked=asked,
+        requests, [], is_list=False, tools=tools, drafter=options.get("drafter", "auto"),
+        scores=scores, model=ctx.model, asked=asked,
     )  # fmt: skip
 
 
@@ -317,9 +319,8 @@ def plan_chat(
             planned.append(asked.plan(model, tokens, begun=talk.begun, has_calls=known.is_used))
     if known.forced and any(options.get(name) is not None for name in _GRAMMARS):
         raise ConfigError("a forced tool call has a grammar of its own: give no other one")
-    grammar = tool_grammar(model, known, _grammar(options)) if known.is_used else None
-    found = _planned(ctx, planned, base, options, grammar)
-    found.prompts, found.is_list, found.tools = chats, is_list, known
+    found = _planned(ctx, planned, base, options, known)
+    found.prompts, found.is_list = chats, is_list
     return found
 
 

@@ -172,7 +172,7 @@ class Engine:
         list does not mean that nothing is left to do: see ``has_unfinished``.
 
         Raises:
-            DecodeError: the decode failed or was interrupted. No request is lost: the next step goes on.
+            DecodeError: the decode failed or was interrupted. The next step continues; nothing is lost.
         """
         return self.core.step()
 
@@ -468,7 +468,7 @@ class EngineCore:
 
         Raises:
             DecodeError: the decode failed or was interrupted. The requests are as before; the next call
-                goes on with them.
+                continues them.
         """
         if self._failure is None or self._events:
             self.advance()

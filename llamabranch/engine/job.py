@@ -249,7 +249,12 @@ class Job:
         self.key: Key = request.priority, submission.number, sample
         self._max_tokens = max_tokens
         self.thought: list[Produced] = []
-        self.output = self._first_output()
+        thinking, model = submission.thinking, submission.model
+        self.output = (
+            self._answer_output()
+            if thinking is None
+            else ThoughtBuffer(model, thinking, max_tokens)
+        )
         self.stats = SpeculativeStats()
         given = request.constraint
         self.constraint = None if given is None else ConstraintCalls(given)
@@ -274,12 +279,13 @@ class Job:
         n = len(self.output.tokens)
         return f"<Job {self.name!r} sample {self.sample}, {n} tokens>"
 
-    def _first_output(self) -> OutputBuffer:
-        """Return the buffer of the thought, or of the answer where no thought may come before it."""
-        request, thinking, most = self.request, self.submission.thinking, self._max_tokens
-        if thinking is None:
-            return OutputBuffer(most, request.stop, request.stop_tokens, request.min_tokens)
-        return ThoughtBuffer(self.submission.model, thinking, most)
+    def _answer_output(self) -> OutputBuffer:
+        """Return an empty buffer for the answer: for as many tokens as the thought has left."""
+        request, most = self.request, self._max_tokens
+        return OutputBuffer(
+            None if most is None else max(0, most - len(self.thought)),
+            request.stop, request.stop_tokens, request.min_tokens,
+        )  # fmt: skip
 
     @property
     def sampling(self) -> SamplingParams:
@@ -318,7 +324,7 @@ class Job:
     def answer(self) -> None:
         """Go on from a thought that has ended to the answer; nothing happens where none has.
 
-        The tokens after the thought are read next, or the last one again, if there are none.
+        The forced tokens after the thought are read next. Without any, its last token is read again.
         """
         output = self.output
         if not isinstance(output, ThoughtBuffer) or output.ended is None:
@@ -326,14 +332,9 @@ class Job:
         text, n_kept, forced = output.ended
         self.thought = [*output.emitted[:n_kept], *map(forced_token, forced)]
         self.thought_text = text
-        tokens = [one.token for one in self.thought]
-        self.prompt = [*self.submission.prompt, *tokens]
+        self.prompt = [*self.submission.prompt, *(one.token for one in self.thought)]
         self.n_read = len(self.prompt)
-        request, most = self.request, self._max_tokens
-        self.output = OutputBuffer(
-            None if most is None else max(0, most - len(tokens)),
-            request.stop, request.stop_tokens, request.min_tokens,
-        )  # fmt: skip
+        self.output = self._answer_output()
         if self.branch is not None:
             n = min(self.text.n_decoded, self.n_prompt + n_kept, len(self.prompt) - 1)
             grammar = Grammar(given) if isinstance(given := self.grammar, str) else given
@@ -411,7 +412,7 @@ class Job:
             before.close()
         if not self.shares_thought:  # else they get its tokens
             running.other_seeds = [each.sampling.seed or 0 for each in self.equals]
-        if output.emitted:  # it was preempted, and goes on after its last token
+        if output.emitted:  # it was preempted, and continues after its last token
             last = output.emitted[-1]
             running.text.append(last.token, -last.logprob, None)
         if output.emitted or output.finish_reason is not None:

@@ -96,7 +96,7 @@ class Request:
         logprobs_from: the prompt's tokens before this index are not scored, and may come from the prefix
             cache; None stands for them in ``prompt_logprobs``.
         continues: how many tokens at the end of the prompt were generated before: the grammar has to
-            accept them, and a character that they begin is completed. The text goes on as if it had not
+            accept them, and a character that they begin is completed. The text continues as if it had not
             been interrupted, with the same ``seed``. Only for a prompt of token ids.
         parse_special: whether control tokens written in a text prompt, such as ``<|im_start|>``, are
             parsed; False for untrusted text. Those in messages never are.

@@ -47,7 +47,7 @@ def same_vocabulary(a: Model, b: Model) -> bool:
 
 
 def mean_kl(data: Raw) -> tuple[float, float] | None:
-    """Return the mean and the largest KL divergence of a comparison; None where there is none."""
+    """Return the mean and the largest KL divergence of a comparison; None where nothing was compared."""
     found = msgspec.json.decode(data, type=dict[str, object]).get("kl")
     known = [float(x) for x in found if x is not None] if isinstance(found, list) else []
     return (round(sum(known) / len(known), 5), round(max(known), 5)) if known else None
@@ -107,10 +107,10 @@ def read_pair(
 
     Args:
         pair: contexts of A and B.
-        tokens: ids, of which at least the first one is not compared.
+        tokens: ids. At least the first one is not compared.
         start: where to begin, at least 1.
         params: settings with the seed for what B would draw; None = nothing is drawn.
-        report: called with a position and what was found from there on; a true result ends it.
+        report: called with a position and the results from there on; a true result ends it.
         on_prompt_progress: called while B reads the first ``start`` tokens.
     """
     models = pair[0].model, pair[1].model
@@ -160,7 +160,7 @@ def write_pair(
         writer: 0 = A writes, 1 = B does.
         report: called with each token; a true result ends it.
         parted: called with each token that B writes by itself, from the first place on where it draws
-            another one; a true result ends it. None = it goes on reading.
+            another one; a true result ends it. None = it reads everything.
         on_prompt_progress: called while B reads ``tokens``.
     """
     models = pair[0].model, pair[1].model

@@ -51,7 +51,7 @@ class Chunked:
 
     @classmethod
     def begun(cls, ctx: Context, tokens: Sequence[int], window: int, n_chunks: int) -> Self:
-        """Return what is known of a text of which nothing was read."""
+        """Return the result for a text before anything was read."""
         text = hashlib.sha256(np.asarray(tokens, dtype="<i4").tobytes()).hexdigest()[:16]
         return cls(window, n_chunks, text, f"{ctx.model.fingerprint} {ctx.kv_type}")
 
@@ -78,7 +78,7 @@ class Chunked:
         value: Value,
         progress: Callable[[Self], None] | None = None,
     ) -> Self:
-        """Read chunks, of which the second half is scored but for its first token; return this object.
+        """Read chunks and score the second half of each, without its first token; return this object.
 
         Args:
             ctx: has room for a chunk, see `check_room`. Other branches of it are not touched.

@@ -296,7 +296,7 @@ def _made_for(text: Text, rule: Rule) -> tuple[Rule, int, int, SamplingParams]:
 def draft_length(
     config: SpeculativeConfig, drafter: Drafter | None = None, ctx: Context | None = None
 ) -> DraftLength:
-    """Return the draft length that ``config`` sets; "auto" goes on with what was learned on ``ctx``."""
+    """Return the draft length that ``config`` sets; "auto" uses what was learned on ``ctx`` before."""
     if isinstance(config.draft_k, int):
         return FixedLength(config.draft_k, config.entropy_stop)
     return AutoLength(config.max_draft_tokens, config.entropy_stop, drafter, ctx)

@@ -133,7 +133,7 @@ class OutputBuffer:
 class Emission:
     """The tokens of a text as they are given out, one at a time, from rounds that may bring several.
 
-    Between two of them somebody else may change the text: the output goes on after what is found.
+    Between two of them somebody else may change the text; the output then continues after it.
 
     Args:
         text: generates; begins at its end.
@@ -205,7 +205,7 @@ class Generation:
             n_alternatives: how many of the most probable tokens are reported with each token.
             constraint: of the text since the last token that was read.
             owner: what holds the text's sequence, and is kept alive meanwhile.
-            release: called at the end to free a text that nobody else goes on with.
+            release: called at the end to free a text that nobody else will continue.
         """
         self.seed = text.seed
         self.drafting = drafting

@@ -111,7 +111,7 @@ class AutoLength(DraftLength):
     A draft of k tokens is expected to bring E_k = 1 + sum_{j<=k} prod_{i<=j} b_i tokens in
     t(n) / n + k c + t(n + k) - t(n) seconds: b_i is the learned probability that a token drawn at this
     entropy is accepted, c the time of a draft step, t(m) that of a round with m tokens in the target's
-    decode, n the number of sequences that share it. A draft goes on while some longer one adds more
+    decode, n the number of sequences that share it. A draft grows while some longer one adds more
     tokens than would come in the added time.
 
     A drafter that no length makes 3 % faster than plain steps is called again after longer and longer

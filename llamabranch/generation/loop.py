@@ -154,7 +154,7 @@ class RunningText:
         """Divide the equal texts, one for each of ``other_seeds``, by what they have drawn.
 
         Returns:
-            those that have drawn what was emitted, for which it goes on drawing; and groups of the
+            those that have drawn what was emitted, which it keeps drawing for; and groups of the
             others that are equal, with the tokens of each.
         """
         groups: dict[tuple[int, ...], tuple[list[Produced], list[T]]] = {}

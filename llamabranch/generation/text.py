@@ -105,7 +105,7 @@ class Text:
     def __repr__(self) -> str:
         return f"<Text of {len(self.tokens)} tokens in sequence {self.seq_id}>"
 
-    # -- what it is --------------------------------------------------------------------------------
+    # -- properties --------------------------------------------------------------------------------
 
     @property
     def position(self) -> int:

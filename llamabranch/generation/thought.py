@@ -59,7 +59,7 @@ class ThoughtBuffer(OutputBuffer):
 
     @property
     def ended(self) -> Thought | None:
-        """The thought, once an answer may follow; None: it goes on, or the text has ended with it."""
+        """The thought, once an answer may follow. None while it lasts, and if the text ended with it."""
         model, thinking, n = self._model, self._thinking, len(self.tokens)
         if self.finish_reason is None:
             return None
@@ -100,8 +100,9 @@ class ThoughtBuffer(OutputBuffer):
             return super().add(emitted._replace(is_thought=True))
         text = token_text(self._model, emitted)
         self._written += text
-        begun, start, is_answer = self._written.lstrip(), self._thinking.start, False
+        is_answer = False
         if not self._is_begun:
+            begun, start = self._written.lstrip(), self._thinking.start
             if begun != start and start.startswith(begun):  # it may be the tag
                 text = ""
             elif start and begun.startswith(start):

@@ -86,7 +86,7 @@ class CandidateBuffer:
     def fill(
         self, logits: npt.NDArray[np.float32], ids: npt.NDArray[np.integer] | None = None
     ) -> None:
-        """Load all tokens, or the given ``ids`` with their ``logits`` (K,)."""
+        """Load all tokens, or only ``ids`` with their ``logits`` (K,)."""
         n = len(logits)
         self._ids[:n] = self._all_ids if ids is None else ids
         self._logits[:n] = logits

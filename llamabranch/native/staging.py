@@ -29,7 +29,7 @@ NEXTN_OUTPUT = frozenset({
     "qwen3next", "step35",
 })  # fmt: skip
 
-# Architectures whose MTP layers are computed, and those of which several are: of the others llama.cpp
+# Architectures whose MTP layers are computed, and those with several such layers. Of the others llama.cpp
 # aborts on a second one.
 MTP_LAYERS = frozenset({
     "bailingmoe3", "cohere2moe", "deepseek2", "deepseek32", "deepseek4", "glm-dsa", "glm4moe",

@@ -310,7 +310,7 @@ def _ranges() -> list[tuple[str, bool, _Range]]:
 
 
 def settings_of(sampling: SamplingParams | None, **changes: object) -> SamplingParams:
-    """Return the given settings, or the defaults, with some changed.
+    """Return these settings, or the defaults, with some changed.
 
     Raises:
         ConfigError: something else, an unknown name or a bad value.

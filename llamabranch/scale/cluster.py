@@ -111,5 +111,7 @@ def translated(output: Folder) -> Iterator[None]:
         hint = "what is written is kept; resume the job"
         if isinstance(cause, OSError):
             text = f"cannot write to {output.path}: {cause.strerror or cause}"
-            hint = "what is written is kept; free some space if there is none, and resume the job"
+            hint = (
+                "what was written is kept; free some space if the disk is full, and resume the job"
+            )
         raise JobError(text, hint=hint) from error

@@ -87,7 +87,7 @@ def input_files(
         filesystem: as for `Folder`.
 
     Raises:
-        ConfigError: there are none, or not all are Parquet, or not all are JSON lines.
+        ConfigError: the folder has no files, or not all are Parquet, or not all are JSON lines.
     """
     given = [paths] if isinstance(paths, str) else list(paths)
     found: list[tuple[str, int]] = []

@@ -1,4 +1,4 @@
-"""Several sampled texts, of which the best counts."""
+"""Sample several texts and keep the best."""
 
 from __future__ import annotations
 

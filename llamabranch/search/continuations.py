@@ -132,7 +132,7 @@ class Continuation:
 
     @property
     def mean_logprob(self) -> float:
-        """The mean of log p of all tokens up to ``node``, nats; 0 if there are none."""
+        """The mean of log p of all tokens up to ``node``, nats; 0 without tokens."""
         n = sum(len(node.tokens) for node in self.node.path)
         return self.node.logprob / n if n else 0.0
 
@@ -332,7 +332,7 @@ class Continuations:
             self._end(line)
 
     def _end(self, line: Continuation) -> None:
-        """End the segment of a text: make its node, keep its branch if it goes on."""
+        """End the segment of a text: make its node, keep its branch if the text continues."""
         sequences = self._sequences
         self._release(line, keep=not line.is_finished)
         for each in (line, *line.equals):
@@ -458,7 +458,7 @@ class Continuations:
             branch.sequence, _RULE, self.stats, drafts=root is not None, like=root
         )
         line.running.other_seeds = [each.seed for each in line.equals]
-        if line.tokens:  # it goes on after its last token
+        if line.tokens:  # it continues after its last token
             branch.sequence.append(line.tokens[-1], -line.logprobs[-1], None)
         else:
             self._add(line, [line.running.draw()], boundary)

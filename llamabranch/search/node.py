@@ -17,7 +17,7 @@ class SearchNode:
         pieces: of each of its tokens the text that it completes, and its log p, nats.
         logprob: log p of all tokens from the root to here, nats, under the model's own distribution;
             that of an EOG token included.
-        score: what the search compares: a score, a reward or a log-weight; NaN where there is none.
+        score: what the search compares: a score, a reward or a log-weight; NaN where nothing is compared.
         n_visits: how often a tree search went through it.
         status: "open" (it may be continued), "finished" (a hypothesis ends here) or "pruned".
         children: the nodes that continue it.

@@ -16,7 +16,7 @@ def outline(root: SearchNode, *, prompt: str | None = None, most_pruned: int = 3
     """Return the tree below ``root`` as lines, for drawing; the first one is ``root``.
 
     Nodes that continue in one way only are one line. A pruned branch that is shown is a child of the line
-    that ends where it was pruned, before what goes on there.
+    that ends where it was pruned, before the nodes that continue there.
 
     Args:
         root: a node of a search.

@@ -116,7 +116,7 @@ class Following:
         self.is_possible, self.log_mass, self.power = True, 0.0, power
         if sampler.is_stateless and power == 1.0:
             return
-        # The sequence changes its sampler when it goes on.
+        # The sequence gets another sampler when it continues.
         try:
             self._target = sampler.distribution(row, self._position, self._seed)
         except GrammarError:
@@ -334,7 +334,7 @@ class Filter:
 def run_particles(
     sequences: SearchSequences, n: int, max_tokens: int, draws: Draws, options: Filter
 ) -> SearchResult:
-    """Run ``smc`` over ``sequences`` with the given random numbers."""
+    """Run ``smc`` over ``sequences`` with these random numbers."""
     return _Run(sequences, max_tokens, draws, options).run(n)
 
 
@@ -518,7 +518,7 @@ def _proposed(proposal: Proposal, text: str, target: Distribution) -> Distributi
     """Return what the proposal makes of ``target``.
 
     Raises:
-        ConfigError: it is none, or leaves out tokens of the target.
+        ConfigError: it is no distribution, or leaves out tokens of the target.
     """
     source = proposal(text, target)
     if not isinstance(source, Distribution):

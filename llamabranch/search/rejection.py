@@ -219,7 +219,7 @@ class _Tree:
     def _child(
         self, node: SearchNode, token: int, logprob: float, state: ConstraintState
     ) -> SearchNode:
-        """Return the node after ``token``; one where the text goes on has a place."""
+        """Return the node after ``token``; a node where the text continues has a place."""
         place = self._places[node]
         child = self._sequences.follow(node, token, self._rows[node].logprob(token))
         is_end = self._is_eog(token) or completes_stop(child, self._stop)

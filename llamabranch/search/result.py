@@ -57,7 +57,7 @@ class SearchStats(ConstraintStats):
         tokens_redecoded: how many of those had been decoded before, because there were fewer sequences
             or cells than candidates.
         tokens_shared: tokens that candidates share with others, or with the prompt, by a fork.
-        peak_sequences: the most sequences held at a time, that of the given branch not counted.
+        peak_sequences: the most sequences held at a time, without that of the branch it began with.
         steps: rounds of the search: tokens of a beam, steps of a step search, ...
         elapsed_s: seconds.
     """
@@ -106,7 +106,7 @@ class SearchResult:
         """The best hypothesis.
 
         Raises:
-            UsageError: there is none.
+            UsageError: the search found no text.
         """
         if not self.hypotheses:
             raise UsageError(
@@ -122,7 +122,7 @@ class SearchResult:
 
     @property
     def text(self) -> str:
-        """The text of the best hypothesis, "" if there is none."""
+        """The text of the best hypothesis, or "" without one."""
         return self.hypotheses[0].text if self.hypotheses else ""
 
     def __repr__(self) -> str:

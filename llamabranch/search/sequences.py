@@ -122,7 +122,7 @@ class SearchSequences:
         return SearchNode(parent, tuple(tokens), logprob, text, pending, kept)
 
     def follow(self, parent: SearchNode, token: int, logprob: float) -> SearchNode:
-        """Return the node that continues ``parent`` by ``token``, a new one if there is none."""
+        """Return the node that continues ``parent`` by ``token``, a new one if it does not exist yet."""
         key = (token,)
         node = next((child for child in parent.children if child.tokens == key), None)
         return self.child(parent, key, [logprob]) if node is None else node

@@ -63,7 +63,7 @@ class Exchange:
         self._task = asyncio.current_task()
         self._timer: asyncio.TimerHandle | None = None
         self._watcher: asyncio.Task[None] | None = None
-        self._is_open = False  # a stream that goes on
+        self._is_open = False  # a stream that has not ended
         self._has_failed = False
         self._fields: object = None  # of the body
 

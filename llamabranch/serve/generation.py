@@ -78,7 +78,7 @@ class Writer(ABC, Generic[F]):
 
     Args:
         service, fields: the model, and the request.
-        prefix, kind: of the answer's id, and what it is called.
+        prefix, kind: of the answer's id, and the name of its kind.
     """
 
     def __init__(self, service: Service, fields: F, prefix: str, kind: str) -> None:

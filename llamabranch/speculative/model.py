@@ -193,7 +193,7 @@ class RunDrafter(Drafter, Generic[S]):
     # -- drafting ----------------------------------------------------------------------------------
 
     def _draft(self, states: Sequence[S]) -> list[Draft]:
-        """Draw the drafts that were begun; without room for them the target goes on alone."""
+        """Draw the drafts that were begun; without room for them the target continues alone."""
         start, decoder = perf_counter(), self.ctx.decoder
         n_decodes = decoder.n_decodes
         live = [state for state in states if not state.is_done]

@@ -151,7 +151,7 @@ class InferenceSession:
 
     @property
     def finish_reason(self) -> str | None:
-        """ "stop", "length", or None while it goes on."""
+        """ "stop", "length", or None while it runs."""
         return self._output.finish_reason
 
     def next_token(self, drafter: Drafter | None = None) -> Produced | None:

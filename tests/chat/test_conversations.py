@@ -756,6 +756,9 @@ def test_saved_chat_of_another_kind_is_refused(
         {"exchanges": [{**about["exchanges"][0], "parent": -1}]},
         {"lines": [{**about["lines"][0], "head": 1}]},
         {"branches": [{"file": "0" * 32 + ".branch", "exchange": 0}]},
+        {"exchanges": [{**about["exchanges"][0], "results": [3]}]},
+        {"exchanges": [{**about["exchanges"][0], "calls": [{"id": "a", "function": 3}]}]},
+        {"exchanges": [{**about["exchanges"][0], "calls": ["weather"]}]},
     ]  # fmt: skip
     for change in damaged:
         folder = tmp_path / "damaged"

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import toys
+from drafts import counting
 from llama_cpp import llama_cpp as C
 from rounding import rounding
 
@@ -34,22 +35,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3", {"swa_full": False}),
 }
 TEXT = [2 + (7 * i + i * i) % 250 for i in range(900)]
-
-
-@contextmanager
-def counting(ctx: Context) -> Iterator[list[int]]:
-    """Collect the number of tokens of each decode."""
-    counts: list[int] = []
-
-    def around(decode: Callable[[int], int], n: int) -> int:
-        counts.append(n)
-        return decode(n)
-
-    before = ctx.decoder.hook(around)
-    try:
-        yield counts
-    finally:
-        ctx.decoder.hook(before)
 
 
 @pytest.fixture(scope="module", params=KINDS)

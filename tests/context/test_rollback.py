@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import toys
+from drafts import Knowing, counting
 from rounding import rounding
 
 import llamabranch as lb
@@ -21,7 +21,6 @@ from llamabranch import Branch, Context, Engine, Request, SamplingParams
 from llamabranch.context import opening
 from llamabranch.context.memory import RollingBack, States
 from llamabranch.context.runner import Batch, decode_run
-from llamabranch.generation.drafter import Draft, Drafter
 from llamabranch.native import ContextHandle
 from llamabranch.speculative import SpeculativeConfig
 
@@ -46,48 +45,15 @@ def ctx(model: lb.Model) -> Iterator[Context]:
         context.audit()
 
 
-class Knowing(Drafter):
-    """Drafts the text that will come, with errors at places that the seed chooses."""
+def knowing(text: Sequence[int], seed: int) -> Knowing:
+    """Return what drafts the text that will come, with errors at places that the seed chooses."""
+    rng = random.Random(seed)
 
-    name = "knowing"
+    def drafted(tokens: Sequence[int], limit: int) -> list[int]:
+        found = text[len(tokens) : len(tokens) + rng.randint(0, limit)]
+        return [t if rng.random() < 0.7 else rng.randrange(2, 250) for t in found]
 
-    def __init__(self, text: Sequence[int], seed: int, n_vocab: int) -> None:
-        self._text, self._random, self._n_vocab = list(text), random.Random(seed), n_vocab
-
-    def check(self, target: lb.Model) -> None:
-        pass
-
-    def start(self, target: Any, rule: str) -> Any:
-        return self
-
-    def fork(self, target: Any) -> Any:
-        return self
-
-    def observe(self, n_tokens: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def propose(self, tokens: Sequence[int], length: Any, limit: int) -> Draft:
-        n = self._random.randint(0, min(limit, length.limit))
-        found = self._text[len(tokens) : len(tokens) + n]
-        return Draft(
-            [t if self._random.random() < 0.7 else self._random.randrange(2, 250) for t in found]
-        )
-
-
-@contextmanager
-def counting(ctx: Context) -> Iterator[list[int]]:
-    counts: list[int] = []
-
-    def around(decode: Any, n: int) -> int:
-        counts.append(n)
-        return int(decode(n))
-
-    before = ctx.decoder.hook(around)
-    yield counts
-    ctx.decoder.hook(before)
+    return Knowing(drafted)
 
 
 def plain(ctx: Context, seed: int, n: int = 60) -> list[int]:
@@ -104,7 +70,7 @@ def test_texts_with_drafts_are_those_without(model: lb.Model, ctx: Context, seed
     with Context(model, **OPTIONS, n_rs_seq=0) as without:
         assert type(without.kv_cache) is States
         for context in (ctx, without):
-            drafter = Knowing(expected, seed, model.n_vocab)
+            drafter = knowing(expected, seed)
             with Branch.start(context, TEXT[:30], sampling=params) as branch:
                 with counting(context) as counts:
                     found = branch.generate(max_tokens=60, drafter=drafter, config=FIXED).finish()

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import toys
+from drafts import Knowing
 
 import llamabranch as lb
 from llamabranch import Branch, Context, Engine, Request, SamplingParams
 from llamabranch.context.memory import RollingBack
 from llamabranch.context.runner import Batch, decode_run
 from llamabranch.errors import DecodeError
-from llamabranch.generation.drafter import Draft, Drafter
 from llamabranch.generation.verify import RoundTrace
 from llamabranch.speculative import SpeculativeConfig
 
@@ -41,34 +41,17 @@ def ctx(model: lb.Model, request: pytest.FixtureRequest) -> Iterator[Context]:
         context.audit()
 
 
-class Knowing(Drafter):
-    """Drafts the texts that will come, of different lengths and with errors at times."""
+def knowing(texts: Sequence[list[int]]) -> Knowing:
+    """Return what drafts the texts that will come, of different lengths and with errors at times."""
+    rng = random.Random(1)
 
-    name = "knowing"
-
-    def __init__(self, texts: Sequence[list[int]]) -> None:
-        self._texts, self._random = texts, random.Random(1)
-
-    def check(self, target: lb.Model) -> None:
-        pass
-
-    def start(self, target: Any, rule: str) -> Any:
-        return self
-
-    def fork(self, target: Any) -> Any:
-        return self
-
-    def observe(self, n_tokens: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def propose(self, tokens: Sequence[int], length: Any, limit: int) -> Draft:
+    def drafted(tokens: Sequence[int], limit: int) -> list[int]:
         n = len(tokens)
-        known = next((text for text in self._texts if text[:n] == list(tokens)), list(tokens))
-        found = known[n : n + self._random.randint(min(1, limit), min(4, limit))]
-        return Draft([token if self._random.random() < 0.8 else 99 for token in found])
+        known = next((text for text in texts if text[:n] == list(tokens)), list(tokens))
+        found = known[n : n + rng.randint(min(1, limit), min(4, limit))]
+        return [token if rng.random() < 0.8 else 99 for token in found]
+
+    return Knowing(drafted)
 
 
 def check(ctx: Context, texts: dict[int, list[int]]) -> None:
@@ -193,7 +176,7 @@ def test_texts_of_an_engine_are_drafted_together(model: lb.Model) -> None:
             shapes.append(n)
             return int(decode(n))
 
-        engine = Engine(ctx, Knowing(plain), SpeculativeConfig(draft_k=4, rule="seeded"))
+        engine = Engine(ctx, knowing(plain), SpeculativeConfig(draft_k=4, rule="seeded"))
         traces: list[list[RoundTrace]] = [[], [], []]
         requests = [
             Request(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from conftest import DATA, opened
+from drafts import counting
 
 import llamabranch as lb
 from llamabranch import Context, Engine, Model, Request
@@ -146,20 +147,13 @@ def test_a_shared_thought_with_answers_that_need_a_sequence_each(
 
 
 def test_a_shared_thought_is_decoded_once(ctx: Context) -> None:
-    decoded = []
-
-    def around(decode: Any, n: int) -> int:
-        decoded.append(n)
-        return int(decode(n))
-
-    before = ctx.decoder.hook(around)
     totals = []
     for share in (None, "thought"):
-        ctx.prefix_cache.clear() if ctx.prefix_cache is not None else None
-        decoded.clear()
-        ctx.chat(ASKED, thinking=64, max_tokens=80, seed=1, n=4, share=share, drafter=None)
-        totals.append(sum(decoded))
-    ctx.decoder.hook(before)
+        if ctx.prefix_cache is not None:
+            ctx.prefix_cache.clear()
+        with counting(ctx) as counts:
+            ctx.chat(ASKED, thinking=64, max_tokens=80, seed=1, n=4, share=share, drafter=None)
+        totals.append(sum(counts))
     assert totals[1] < totals[0] / 2
 
 

@@ -186,7 +186,7 @@ def place(
 
 
 def _exclude_each_other(ways: list[object]) -> bool:
-    """Return whether these parts are constants and simple types of which no two share a value.
+    """Return whether these parts are constants and simple types that have no value in common.
 
     llguidance finds out itself where types or the constants of properties tell objects apart.
     """
@@ -322,7 +322,7 @@ def _within(part: dict[str, object]) -> Iterator[tuple[str, dict[str, object]]]:
 
 
 def _needs(part: dict[str, object], document: dict[str, object]) -> list[list[object]]:
-    """Return groups of parts, of each of which one at least must be finite for ``part`` to be."""
+    """Return groups of parts. ``part`` is finite if each group has at least one finite part."""
     every = part.get("allOf")
     needed = [pointed(part["$ref"], document)] if "$ref" in part else []
     needed += every if isinstance(every, list) else []

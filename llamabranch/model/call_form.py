@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 __all__ = [
@@ -24,6 +25,7 @@ _LITERALS = {
     "true": True, "false": False, "null": None, "True": True, "False": False, "None": None,
 }  # fmt: skip
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\n": ""}
+_ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
 
 
 class ToolCall(NamedTuple):
@@ -124,10 +126,20 @@ class Cursor:
         text: the text.
         at: the place.
         last: whether nothing comes after the text.
+        ruled_out: what readers of the same text have learned before it grew, to give to each of them.
+            Of a value in tags: the place before which it does not end.
     """
 
-    def __init__(self, text: str, at: int = 0, *, last: bool = True) -> None:
+    def __init__(
+        self,
+        text: str,
+        at: int = 0,
+        *,
+        last: bool = True,
+        ruled_out: dict[tuple[object, ...], int] | None = None,
+    ) -> None:
         self.text, self.at, self.last = text, at, last
+        self.ruled_out = {} if ruled_out is None else ruled_out
 
     def need(self) -> Exception:
         """Return what to raise where the text ends too early."""
@@ -330,35 +342,15 @@ class Values:
         return value
 
     def _read_text(self, cursor: Cursor, quote: str) -> str:
-        text, at = cursor.text, cursor.at + len(quote)
         if len(quote) > 1:
-            cursor.at = at
+            cursor.at += len(quote)
             return cursor.until(quote)
-        found: list[str] = []
-        while at < len(text):
-            character = text[at]
-            if character == quote:
-                cursor.at = at + 1
-                return "".join(found).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            if character == "\\":
-                escape = re.compile(
-                    r"u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|U[0-9a-fA-F]{8}|.", re.DOTALL
-                ).match(text, at + 1)
-                if escape is None or (escape[0] in "uxU" and len(text) - at < 10):
-                    raise cursor.need()
-                code = escape[0]
-                if len(code) > 1:
-                    number = int(code[1:], 16)
-                    if number > 0x10FFFF:
-                        raise Mismatch
-                    found.append(chr(number))
-                else:
-                    found.append(_ESCAPES.get(code, code if code in "\"'\\/" else "\\" + code))
-                at += 1 + len(code)
-            else:
-                found.append(character)
-                at += 1
-        raise cursor.need()
+        found = _quoted(quote).match(cursor.text, cursor.at)
+        if found is None:
+            raise cursor.need()
+        cursor.at = found.end()
+        text = _ESCAPE.sub(_escaped, found[1])
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
     def _read_many(self, cursor: Cursor, depth: int) -> object:
         opening = cursor.text[cursor.at]
@@ -413,7 +405,6 @@ class Values:
         while cursor.at < len(text):
             cursor.literal(a)
             key = cursor.until(b)
-            inner = cursor.text.find(f"{c}{key}{d}", cursor.at)
             inner = _closing(cursor.text, cursor.at, f"{a}{key}{b}", f"{c}{key}{d}")
             of_item = _inner(schema, key, kind == "array" or key == "item")
             pairs.append((key, self.read_tagged(cursor.text[cursor.at : inner], of_item)))
@@ -422,6 +413,24 @@ class Values:
         if kind == "array" or (kind is None and pairs and all(key == "item" for key, _ in pairs)):
             return [value for _, value in pairs]
         return dict(pairs)
+
+
+@lru_cache
+def _quoted(quote: str) -> re.Pattern[str]:
+    """Return the pattern of a text in quotes."""
+    q = re.escape(quote)
+    return re.compile(rf"{q}([^{q}\\]*(?:\\.[^{q}\\]*)*){q}", re.DOTALL)
+
+
+def _escaped(found: re.Match[str]) -> str:
+    """Return what an escape in a quoted text stands for; one that means nothing is kept."""
+    code = found[1]
+    if len(code) == 1:
+        return _ESCAPES.get(code, code if code in "\"'\\/" else "\\" + code)
+    number = int(code[1:], 16)
+    if number > 0x10FFFF:
+        raise Mismatch
+    return chr(number)
 
 
 def _closing(text: str, at: int, opening: str, closing: str) -> int:
@@ -472,6 +481,10 @@ class Around(NamedTuple):
     between: str
     after: tuple[Part, ...]  # may name the argument again
 
+    def closing(self, key: str) -> str:
+        """Return what stands after the value of an argument."""
+        return "".join(key if part is Slot.NAME else str(part) for part in self.after)
+
 
 class Rest(NamedTuple):
     """What stands after all arguments of a call.
@@ -507,6 +520,12 @@ class ArgumentTags:
     end: str = ""
     wrap: tuple[str, str] = ("", "")
 
+    @cached_property
+    def arounds(self) -> tuple[Around, ...]:
+        """All that may stand around an argument, the longest between name and value first."""
+        every = dict.fromkeys([*([self.text] if self.text else []), *self.others.values()])
+        return tuple(sorted(every, key=lambda one: -len(one.between)))
+
     def around(self, value: object) -> Around:
         """Return what stands around a value."""
         if isinstance(value, str) and self.text is not None:
@@ -523,8 +542,7 @@ class ArgumentTags:
             text = str(value) if is_plain else self.values.write(value)
             if is_plain and self.wrap[0] and re.search("[\n<>&]", text):
                 text = self.wrap[0] + text + self.wrap[1]
-            after = "".join(key if part is Slot.NAME else str(part) for part in around.after)
-            parts.append(around.before + key + around.between + text + after)
+            parts.append(around.before + key + around.between + text + around.closing(key))
         return self.start + self.separator.join(parts) + self.end if parts else ""
 
     @property
@@ -556,15 +574,19 @@ class ArgumentTags:
                 if key in found:
                     raise Mismatch
                 found[key] = value
-                at = cursor.at
-                if self.end and cursor.tries(self.end) and self._ends(cursor, rest):
-                    break
-                cursor.at = at
-                if not self.end and self._ends(cursor, rest):
+                if self._closes(cursor, rest):
                     break
                 if self.separator.strip():
                     cursor.literal(self.separator)
         return found
+
+    def _closes(self, cursor: Cursor, rest: Rest) -> bool:
+        """Read what closes all arguments, if it stands at the cursor with ``rest`` after it."""
+        at = cursor.at
+        if (not self.end or cursor.tries(self.end)) and self._ends(cursor, rest):
+            return True
+        cursor.at = at
+        return False
 
     def _ends(self, cursor: Cursor, rest: Rest) -> bool:
         """Return whether ``rest`` stands at the cursor; the end of a text that is whole ends it too."""
@@ -581,21 +603,16 @@ class ArgumentTags:
 
     def _one(self, cursor: Cursor, known: Known, name: str, rest: Rest) -> tuple[str, object]:
         """Return an argument's name and value."""
-        arounds = [*([self.text] if self.text else []), *self.others.values()]
-        start, failures = cursor.at, []
-        for around in sorted(set(arounds), key=lambda one: -len(one.between)):
+        start = cursor.at
+        for around in self.arounds:
             cursor.at = start
             try:
                 cursor.space()
                 cursor.literal(around.before)
                 key = self._key(cursor, around, known, name)
-                is_text = around is self.text or around == self.text
-                is_other = around in self.others.values()
-                return key, self._value(
-                    cursor, around, key, known, name, rest, is_text=is_text, is_other=is_other
-                )
-            except Mismatch as failure:
-                failures.append(failure)
+                return key, self._value(cursor, around, key, known, name, rest)
+            except Mismatch:
+                continue
         raise Mismatch
 
     def _key(self, cursor: Cursor, around: Around, known: Known, name: str) -> str:
@@ -649,11 +666,9 @@ class ArgumentTags:
         known: Known,
         name: str,
         rest: Rest,
-        *,
-        is_text: bool,
-        is_other: bool,
     ) -> object:
-        after = "".join(key if part is Slot.NAME else str(part) for part in around.after)
+        is_text, is_other = around == self.text, around in self.others.values()
+        after = around.closing(key)
         if not after.strip():
             return self.values.read(cursor)
         opening, closing = self.wrap
@@ -687,29 +702,21 @@ class ArgumentTags:
         """
         start, core = cursor.at, after.strip()
         lead = after[: len(after) - len(after.lstrip())]
-        befores = {
-            one.before for one in [*([self.text] if self.text else []), *self.others.values()]
-        }
-        at, first = start, None
-        while (end := cursor.text.find(core, at)) >= 0:
+        befores = {around.before for around in self.arounds}
+        place = (start, core, rest)
+        end = cursor.text.find(core, cursor.ruled_out.get(place, start))
+        while end >= 0:
             cursor.at = end + len(core)
             if self._goes_on(cursor, rest, befores):
-                first = end
-                break
-            at = end + 1
-        if first is None:
-            raise cursor.need()
-        cursor.at = first + len(core)
-        found = cursor.text[start:first]
-        return found[: -len(lead)] if lead and found.endswith(lead) else found
+                return cursor.text[start:end].removesuffix(lead)
+            cursor.ruled_out[place] = end + 1
+            end = cursor.text.find(core, end + 1)
+        raise cursor.need()
 
     def _goes_on(self, cursor: Cursor, rest: Rest, befores: set[str]) -> bool:
         at = cursor.at
         try:
-            if self.end and cursor.tries(self.end) and self._ends(cursor, rest):
-                return True
-            cursor.at = at
-            if not self.end and self._ends(cursor, rest):
+            if self._closes(cursor, rest):
                 return True
             cursor.space()
             if self.separator.strip() and not cursor.tries(self.separator):
@@ -854,7 +861,7 @@ class CallForm:
             Mismatch, Incomplete: nothing fits here, or more of the text is needed.
         """
         if self.kind != "json":
-            return [self._read_parts(cursor, known)]
+            return [self._read_one(cursor, known)]
         if self.call_start:
             cursor.space()
             cursor.literal(self.call_start)
@@ -873,24 +880,11 @@ class CallForm:
         Raises:
             Mismatch, Incomplete: its parts are not in the expected order, or more is needed.
         """
-        name = call_id = ""
-        for i, part in enumerate(self.unit):
-            after = self._literal_after(i)
-            if isinstance(part, str):
-                if i == 0:
-                    cursor.space()
-                cursor.literal(part.lstrip() if i == 0 else part)
-            elif part is Slot.ARGUMENTS:
-                if self.tags is None:
-                    cursor.space()
-                return name, call_id, cursor.at
-            elif part is Slot.NAME:
-                name = self._read_name(cursor, known, after)
-            else:
-                text = _until(cursor, after)
-                call_id = text.strip() if part is Slot.ID else call_id
-                name = self._name_of_id(text, known) if self.name_in_id and not name else name
-        raise Mismatch
+        end = self.unit.index(Slot.ARGUMENTS)
+        name, call_id = self._read_parts(cursor, known, range(end))
+        if self.tags is None:
+            cursor.space()
+        return name, call_id, cursor.at
 
     def read_arguments(
         self, cursor: Cursor, known: Known, name: str, found: dict[str, object]
@@ -955,11 +949,25 @@ class CallForm:
             raise Mismatch
         return ToolCall(name, arguments_of(arguments, known, name), str(call_id or ""))
 
-    def _read_parts(self, cursor: Cursor, known: Known) -> ToolCall:
-        name = call_id = ""
-        arguments: object = {}
-        for i, part in enumerate(self.unit):
-            after = self._literal_after(i)
+    def _read_one(self, cursor: Cursor, known: Known) -> ToolCall:
+        name, call_id, _ = self.head(cursor, known)
+        at = self.unit.index(Slot.ARGUMENTS)
+        if self.tags is None:
+            arguments = arguments_of(cursor.json(), known, name)
+        else:
+            arguments = self.tags.read(cursor, known, name, self._rest(at))
+        after = range(at + 1, len(self.unit))
+        name, call_id = self._read_parts(cursor, known, after, name, call_id)
+        if not known.takes(name):
+            raise Mismatch
+        return ToolCall(name, arguments, call_id)
+
+    def _read_parts(
+        self, cursor: Cursor, known: Known, places: range, name: str = "", call_id: str = ""
+    ) -> tuple[str, str]:
+        """Read some parts of a call, none of which is its arguments; return its name and id."""
+        for i in places:
+            part, after = self.unit[i], self._literal_after(i)
             if isinstance(part, str):
                 if i == len(self.unit) - 1:
                     self._tolerant(cursor, part)
@@ -972,23 +980,15 @@ class CallForm:
                 name = self._read_name(cursor, known, after)
             elif part is Slot.NAME:
                 cursor.literal(name)
-            elif part is Slot.WORDS:
-                _until(cursor, after)
-            elif part is Slot.INDEX or part is Slot.ID:
-                call_id = _until(cursor, after)
-                if part is Slot.INDEX:
-                    if not call_id.strip().isdigit():
-                        raise Mismatch
-                    call_id = ""
-                elif self.name_in_id and not name:
-                    name = self._name_of_id(call_id, known)
-            elif self.tags is not None:
-                arguments = self.tags.read(cursor, known, name, self._rest(i))
             else:
-                arguments = arguments_of(cursor.json(), known, name)
-        if not known.takes(name):
-            raise Mismatch
-        return ToolCall(name, arguments, call_id.strip())
+                text = _until(cursor, after).strip()
+                if part is Slot.INDEX and not text.isdigit():
+                    raise Mismatch
+                if part is Slot.ID:
+                    call_id = text
+                    if self.name_in_id and not name:
+                        name = self._name_of_id(text, known)
+        return name, call_id
 
     def _name_of_id(self, text: str, known: Known) -> str:
         before, after = self.name_in_id or ("", "")
@@ -1033,7 +1033,6 @@ class CallForm:
             name, end = found[0], found.end()
         if not name or len(name) > 256 or "\n" in name:
             raise Mismatch
-        cursor.at = end if not name or core else start + len(name)
         cursor.at = start + len(cursor.text[start:end].rstrip())
         return name
 
@@ -1074,10 +1073,7 @@ def arguments_of(value: object, known: Known, name: str) -> object:
         Mismatch: they are missing, and the function has some.
     """
     if isinstance(value, str) and value.strip():
-        try:
-            value, _end = json_end(value.strip(), 0, last=True)
-        except Mismatch:
-            raise
+        value, _end = json_end(value.strip(), 0, last=True)
     if value is _missing or value is None or value == "":
         schema = (known.schemas or {}).get(name)
         if isinstance(schema, Mapping) and schema.get("required"):

@@ -121,16 +121,14 @@ def plan_thinking(
     start, end = form.thought_start or "", form.thought_end
     text = model.detokenize(prompt[-_TAIL:], special=True)
     is_open = form.is_in_thought(text)
-    header = parts.header.strip()
-    last = text[text.rfind(header) + len(header) if header and header in text else 0 :]
-    is_over = not is_open and end in last
+    is_over = not is_open and end in form.begun_turn(text)
     opening = parts.thought_open if end not in parts.thought_open else start
-    header_rest = parts.header[len(end) :] if parts.header.startswith(end) else ""
     close = parts.thought_close if end in parts.thought_close else end
     space = close[close.rfind(end) + len(end) :]
+    # What follows the tag may belong to the header; with calls, a header is left to the model.
+    follows_tag = parts.header.startswith(end) and not has_calls
+    header_rest = parts.header[len(end) :] if follows_tag else ""
     head = "" if has_calls else parts.content_start
-    if header_rest and has_calls:
-        header_rest = ""
     found = Thinking(
         start=start.strip(),
         end=end.strip(),

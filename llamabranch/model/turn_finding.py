@@ -81,6 +81,12 @@ class TurnParts:
     roles: frozenset[str] = frozenset()
     reason: str = ""
 
+    @property
+    def headers(self) -> list[str]:
+        """What tells that a turn begins: a header may also have what ends the turn before it."""
+        tails = (self.header[joint.end() :] for joint in _JOINT.finditer(self.header))
+        return [h for h in (self.prompt_end, self.header, *tails) if len(h.strip()) > 4]
+
 
 def _call(name: str, arguments: object, call_id: str) -> dict[str, object]:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
@@ -101,6 +107,7 @@ def _tool(name: str) -> dict[str, object]:
 _TOOLS = [_tool(_NAME), _tool(_OTHER)]
 _ASKED: list[dict[str, object]] = [{"role": "user", "content": _USER}]
 _FINE = {"role": "assistant", "content": "Fine"}
+_THOUGHTS = dict.fromkeys(("reasoning_content", "thinking", "reasoning", "thought"), _THOUGHT)
 _BLOCKS: tuple[object, ...] = (  # other ways in which a message holds its thought
     {"blocks": [{"type": "thoughts", "text": _THOUGHT}, {"type": "response", "text": _CONTENT}]},
     [{"type": "thinking", "thinking": _THOUGHT}, {"type": "text", "text": _CONTENT}],
@@ -128,16 +135,10 @@ def _answers(as_text: bool) -> dict[str, list[dict[str, object]]]:
         ]
         return [*_ASKED, {"role": "assistant", "content": content, "tool_calls": written, **more}]
 
-    thoughts = {
-        "reasoning_content": _THOUGHT,
-        "thinking": _THOUGHT,
-        "reasoning": _THOUGHT,
-        "thought": _THOUGHT,
-    }
     found = {kind: called((_NAME, arguments)) for kind, arguments in _SINGLE.items()}
     found["pair"] = called((_NAME, _SINGLE["one"]), (_OTHER, _SINGLE["one"]))
     found["said"] = called((_NAME, _SINGLE["one"]), content=_CONTENT)
-    found["thought"] = called((_NAME, _SINGLE["one"]), **thoughts)
+    found["thought"] = called((_NAME, _SINGLE["one"]), **_THOUGHTS)
     found["no content"] = called((_NAME, _SINGLE["one"]), content=None)
     return found
 
@@ -178,18 +179,12 @@ def find_parts(template: ChatTemplate) -> TurnParts:
     seen = _Renderings(template)
     tools = {"tools": _TOOLS, "functions": json.dumps([t["function"] for t in _TOOLS])}
     answer = {"role": "assistant", "content": _CONTENT}
-    thoughts = {
-        "reasoning_content": _THOUGHT,
-        "thinking": _THOUGHT,
-        "reasoning": _THOUGHT,
-        "thought": _THOUGHT,
-    }
     prompt = {"messages": _ASKED, "add_generation_prompt": True}
     asked: dict[str, Mapping[str, object]] = {
         "prompt": prompt,
         "tools prompt": {**prompt, **tools},
         "answer": {"messages": [*_ASKED, answer]},
-        "thoughtful": {"messages": [*_ASKED, {**answer, **thoughts}]},
+        "thoughtful": {"messages": [*_ASKED, {**answer, **_THOUGHTS}]},
         "system": {**prompt, "messages": [{"role": "system", "content": "Syz zrole"}, *_ASKED]},
         "developer": {
             **prompt,
@@ -218,7 +213,7 @@ def find_parts(template: ChatTemplate) -> TurnParts:
     for state in (True, False) if switches else ():
         values = dict.fromkeys(switches, state)
         more[f"prompt {state}"] = {**prompt, **values}
-        more[f"thoughtful {state}"] = {"messages": [*_ASKED, {**answer, **thoughts}], **values}
+        more[f"thoughtful {state}"] = {"messages": [*_ASKED, {**answer, **_THOUGHTS}], **values}
         for as_text in (False, True) if "one True" in seen.texts else (False,):
             more[f"thought {as_text} {state}"] = {
                 "messages": _answers(as_text)["thought"], **tools, **values,
@@ -617,8 +612,8 @@ def _json_form(one: str, pair: str | None) -> CallForm | None:
     ):  # nothing is known of two calls: each has all that is around one
         section_start, call_start, call_end, section_end = "", head, tail, ""
     if numbered:
-        parts = _with_index(parts, numbered[0])
-        id_path = id_path or _path_to(value, lambda v: str(v) == numbered[0].split("\0")[1])
+        parts = _with_index(parts, *numbered)
+        id_path = _path_to(value, lambda v: str(v) == str(numbered[1]))
     unit = (*([call_start] if call_start else []), *parts, *([call_end] if call_end else []))
     at = 1 if call_start else 0
     return CallForm(
@@ -704,23 +699,21 @@ def _split(text: str, inner: str, needles: Mapping[str, Slot]) -> tuple[Part, ..
 
 
 def _index_in(text: str, pair: str) -> tuple[str, int] | None:
-    """Return (before + NUL + number) of a number that counts calls, and the first number."""
+    """Return what stands before a number that counts calls, and the first number."""
     second_name = pair.find(_OTHER)
     for match in re.finditer(r"\d+", text):
         if match[0] not in ("0", "1"):
             continue
-        for before in (text[max(0, match.start() - 8) : match.start()],):
-            n = int(match[0])
-            if pair.count(f"{before}{n}") and pair.count(f"{before}{n + 1}") and second_name >= 0:
-                return f"{before}\0{n}", n
-            named = before.replace(_NAME, _OTHER)
-            if named != before and pair.count(f"{named}{n + 1}"):
-                return f"{before}\0{n}", n
+        before, n = text[max(0, match.start() - 8) : match.start()], int(match[0])
+        named = before.replace(_NAME, _OTHER)
+        counts = pair.count(f"{before}{n}") and pair.count(f"{before}{n + 1}") and second_name >= 0
+        if counts or (named != before and pair.count(f"{named}{n + 1}")):
+            return before, n
     return None
 
 
-def _with_index(parts: Sequence[Part], where: str) -> tuple[Part, ...]:
-    before, number = where.split("\0")
+def _with_index(parts: Sequence[Part], before: str, first: int) -> tuple[Part, ...]:
+    number = str(first)
     found: list[Part] = []
     is_done = False
     for part in parts:
@@ -807,7 +800,7 @@ def _tag_form(
             index = _index_in(core, pair)
     parts = _split(core, inner, {_NAME: Slot.NAME, _IDS[0]: Slot.ID})
     if index:
-        parts = _with_index(parts, index[0])
+        parts = _with_index(parts, *index)
     parts = tuple(_split(call_start, "", {_NAME: Slot.NAME})) + parts if call_start else parts
     unit = (*parts, *([call_end] if call_end else []))
     return CallForm(
@@ -843,7 +836,6 @@ def _tags_of(bodies: Mapping[str, str | None], one: str) -> tuple[ArgumentTags, 
     after = inner[last:]
     at = two.find(_VALUE)
     middle = two[at + len(_VALUE) : two.rfind(_KEY2) if two.count(_KEY2) == 1 else two.find(_KEY2)]
-    after_one = after
     start = end = ""
     named_middle = middle.replace(_KEY, "\0")
     named_after = after.replace(_KEY, "\0")
@@ -852,7 +844,6 @@ def _tags_of(bodies: Mapping[str, str | None], one: str) -> tuple[ArgumentTags, 
     left = named_middle[: len(named_middle) - n_start]
     n_end = _n_common(named_after, left)
     after_each, end, separator = named_after[:n_end], named_after[n_end:], left[n_end:]
-    del after_one
     parts: tuple[Part, ...] = tuple(
         p
         for i, piece in enumerate(after_each.split("\0"))
@@ -878,7 +869,7 @@ def _tags_of(bodies: Mapping[str, str | None], one: str) -> tuple[ArgumentTags, 
         key_at = number.find(_KEY)
         base = Around(number[:key_at], number[key_at + len(_KEY) : at], around_number)
         others["number"] = base
-        values = _values_of(texts, base, between, after_each)
+        values = _values_of(texts, between)
         for kind, whole in texts.items():
             around = _around(whole, values.write(_OTHERS[kind]))
             if around is not None:
@@ -904,7 +895,7 @@ def _around(whole: str, written: str) -> Around | None:
     return Around(whole[:key_at], whole[key_at + len(_KEY) : at], after)
 
 
-def _values_of(texts: Mapping[str, str], base: object, between: str, after: str) -> Values:
+def _values_of(texts: Mapping[str, str], between: str) -> Values:
     """Return how values are written that are no text."""
     lists, objects = texts.get("list", ""), texts.get("object", "")
     quotes = ["", "'"]
@@ -921,12 +912,8 @@ def _values_of(texts: Mapping[str, str], base: object, between: str, after: str)
             for bare in (False, True):
                 for quote in quotes:
                     values = Values("" if quote == '"' else quote, item, pair, bare, words)
-                    ok = values.write(_OTHERS["object"]) in objects
-                    if not ok and quote == "":  # keys may be sorted
-                        ok = False
-                    if ok:
+                    if values.write(_OTHERS["object"]) in objects:
                         return values
-    del base, after
     inner = objects[objects.find(_KEY) + len(_KEY) + len(between) :]
     pieces = re.split("kxb|kxe|Vzt", inner)
     if inner.count("kxb") == inner.count("kxe") == 2 and len(pieces) == 6:

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -33,7 +33,6 @@ from .turn_keeping import code_digest, kept, restored
 
 __all__ = ["Turn", "TurnEvent", "TurnFormat", "TurnReader", "call_id", "known_functions"]
 
-_CODE = code_digest()  # what was found by another version of this code is not used
 _LIMIT_S = 5.0  # for all renderings of a template: an ordinary one takes 0.1 s
 _ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _WORDS = ("True", "False", "None")
@@ -206,15 +205,18 @@ class TurnFormat:
             name: on for name in names if not (on and re.search("budget|effort|strength", name))
         }
 
+    def begun_turn(self, prompt: str) -> str:
+        """Return what the text of a prompt has after its last header; all of it if it has none."""
+        header = self.parts.header.strip()
+        return prompt.rpartition(header)[2] if header else prompt
+
     def is_in_thought(self, prompt: str) -> bool:
         """Return whether the text of a prompt ends inside a thought."""
         start, end = self.thought_start, self.thought_end
         if not start or not end:
             return False
-        header = self.parts.header.strip()
-        at = prompt.rfind(header) + len(header) if header and header in prompt else 0
-        tail = prompt[at:]
-        return tail.rfind(start) > tail.rfind(end)
+        begun = self.begun_turn(prompt)
+        return begun.rfind(start) > begun.rfind(end)
 
     @cached_property
     def tags(self) -> frozenset[str]:
@@ -299,7 +301,7 @@ class TurnFormat:
 
 @lru_cache(maxsize=32)
 def _found(template: ChatTemplate) -> TurnFormat:
-    key = template.digest(_CODE)
+    key = template.digest(code_digest())
     parts = restored(read_entry("turns", key))
     if parts is None:
         try:
@@ -308,6 +310,11 @@ def _found(template: ChatTemplate) -> TurnFormat:
             return TurnFormat(TurnParts(roles=frozenset({"system"}), reason=error.message))
         write_entries([("turns", key, kept(parts))])
     return TurnFormat(parts)
+
+
+def _beginnings(tags: Iterable[str]) -> frozenset[str]:
+    """Return the texts that tags begin with, each shorter than its tag."""
+    return frozenset(tag[:n] for tag in tags for n in range(1, len(tag)))
 
 
 class TurnReader:
@@ -340,15 +347,13 @@ class TurnReader:
         salt: str = "",
         calls: bool = True,
     ) -> None:
-        self._start(form.parts, form.form, known_functions(tools), calls=calls)
-        self._salt, self._eager = salt, eager
+        self._tools = list(tools)
+        self._parts, self._form, self._known = form.parts, form.form, known_functions(self._tools)
+        self._salt, self._eager, self._reads_calls = salt, eager, calls
         inside = form.starts_in_thought if in_thought is None else in_thought
         self._in_thought = inside and bool(form.thought_end)
-
-    def _start(self, parts: TurnParts, form: CallForm, known: Known, *, calls: bool = True) -> None:
-        self._parts, self._form, self._known, self._reads_calls = parts, form, known, calls
-        self._salt, self._eager, self._in_thought = "", False, False
         self._buffer = ""
+        self._ruled_out: dict[tuple[object, ...], int] = {}  # about a call that begins the buffer
         self._at = 0  # what is before it in the buffer is read
         self._space = ""  # white space that is content only if content follows
         self._thought: list[str] = []
@@ -358,22 +363,20 @@ class TurnReader:
         self._is_first = True  # nothing but white space was read
         self._trims = False  # what follows a thought or a call begins without white space
         self._in_section = False
-        self._sent: tuple[int, str] | None = None  # of a call that is told early: place, arguments
+        self._n_sent: int | None = None  # characters of the arguments of a call that is told early
         self._is_started = False
         self._is_over = False  # another role's message has begun
         self._is_anew = False  # a header was read, and nothing after it
-        # A header also has what ends the turn before it.
-        joints = [m.end() for m in re.finditer(r"(?<=[>\]])\s*(?=[<\[])", parts.header)]
-        self._headers = [
-            h
-            for h in (parts.prompt_end, parts.header, *(parts.header[at:] for at in joints))
-            if len(h.strip()) > 4
-        ]
-        role = _ROLE.search(parts.header + parts.prompt_end)
+        self._headers = self._parts.headers
+        role = _ROLE.search(self._parts.header + self._parts.prompt_end)
         self._role = (role[1], role[2]) if role else ("", "")
         self._keys = self._all_keys()
         pattern = "|".join(map(re.escape, sorted(self._keys, key=len, reverse=True))) or "(?!)"
         self._pattern = re.compile(pattern)
+        self._begun = _beginnings(self._keys)
+        in_thought_too = (self._parts.thought_end or "", *self._form.opening.split()[:1])
+        self._begun_in_thought = _beginnings(in_thought_too)
+        self._longest = max(map(len, [*self._keys, *in_thought_too]))
 
     @property
     def turn(self) -> Turn:
@@ -406,7 +409,9 @@ class TurnReader:
                 pass
         except Incomplete:
             pass
-        self._buffer, self._at = self._buffer[self._at :], 0
+        if self._at:
+            self._buffer, self._at = self._buffer[self._at :], 0
+            self._ruled_out.clear()
         return self._events
 
     # -- events ------------------------------------------------------------------------------------
@@ -432,12 +437,11 @@ class TurnReader:
         own = call.id or call_id(self._salt, index, call.name)
         self._calls.append(call._replace(id=own))
         text = raw if raw is not None else json.dumps(call.arguments, ensure_ascii=False)
-        if self._sent is None:
+        if self._n_sent is None:
             self._events.append(TurnEvent("name", call.name, index, own))
-            self._events.append(TurnEvent("arguments", text, index))
-        elif text[len(self._sent[1]) :]:
-            self._events.append(TurnEvent("arguments", text[len(self._sent[1]) :], index))
-        self._sent, self._space, self._trims, self._is_first = None, "", True, False
+        if self._n_sent is None or text[self._n_sent :]:
+            self._events.append(TurnEvent("arguments", text[self._n_sent or 0 :], index))
+        self._n_sent, self._space, self._trims, self._is_first = None, "", True, False
 
     # -- steps -------------------------------------------------------------------------------------
 
@@ -451,7 +455,7 @@ class TurnReader:
         if self._in_section:
             return self._step_section(last)
         match = self._pattern.search(self._buffer, self._at)
-        end = len(self._buffer) - (0 if last else self._n_begun())
+        end = len(self._buffer) - (0 if last else self._n_begun(self._begun))
         if match is None or end < match.start():
             self._say(self._buffer[self._at : end])
             self._at = end
@@ -461,7 +465,7 @@ class TurnReader:
             self._at = match.start()
         start = self._at
         rest = self._buffer[start:]
-        if not last and any(len(k) > len(rest) and k.startswith(rest) for k in self._keys):
+        if not last and rest in self._begun:
             raise Incomplete
         for kind in sorted(self._keys[match[0]], key=lambda kind: kind.startswith("header")):
             try:
@@ -475,19 +479,18 @@ class TurnReader:
         return True
 
     def _take_back(self) -> None:
-        if self._sent is not None:
+        if self._n_sent is not None:
             self._events.append(TurnEvent("cut", "", len(self._calls)))
-            self._sent = None
+            self._n_sent = None
 
-    def _n_begun(self) -> int:
+    def _n_begun(self, beginnings: Collection[str]) -> int:
         """Return how many characters at the end of the buffer may begin a tag."""
-        room = len(self._buffer) - self._at
-        longest = max(map(len, self._keys), default=1)
-        for n in range(min(room, longest - 1), 0, -1):
-            tail = self._buffer[-n:]
-            if any(key.startswith(tail) for key in self._keys):
-                return n
-        return 0
+        end = len(self._buffer)
+        places = range(max(self._at, end - self._longest), end)
+        return next((end - at for at in places if self._buffer[at:] in beginnings), 0)
+
+    def _cursor(self, at: int, *, last: bool = False) -> Cursor:
+        return Cursor(self._buffer, at, last=last, ruled_out=self._ruled_out)
 
     def _all_keys(self) -> dict[str, list[str]]:
         """Return what is to be looked for in content, and what each text may be."""
@@ -527,7 +530,7 @@ class TurnReader:
     def _tag(self, kind: str, start: int, last: bool) -> bool:
         """Read a tag of a kind, or its beginning. Return False, or raise Mismatch, for other text."""
         parts = self._parts
-        cursor = Cursor(self._buffer, start, last=last)
+        cursor = self._cursor(start, last=last)
         if kind in ("call", "other call"):
             form = self._form.other if kind == "other call" else self._form
             if form is None or not form.opening.strip():
@@ -556,9 +559,7 @@ class TurnReader:
             cursor.literal(self._form.section_end.strip())
             self._at = cursor.at
             return True
-        if (
-            kind == "role"
-        ):  # of another message, after calls: some templates then tell their form again
+        if kind == "role":  # of another message: after calls some templates tell their form again
             cursor.literal(self._role[0])
             if not self._calls or cursor.tries(self._role[1]):
                 return False
@@ -573,10 +574,8 @@ class TurnReader:
             cursor.literal(header)
             role = parts.prompt_end.strip()
             if self._calls and role and header.strip() != role and not cursor.tries(role):
-                self._at = len(
-                    cursor.text
-                )  # of a template that tells what calls look like after one
-                self._is_over = True
+                # Some templates tell what calls look like after one.
+                self._at, self._is_over = len(cursor.text), True
                 return True
             self._at, self._is_anew, self._trims = cursor.at, True, True
             return True
@@ -642,10 +641,7 @@ class TurnReader:
             self._at, self._in_thought, self._space = found + len(end), False, ""
             self._trims, self._is_first = True, not self._thought and self._is_first
             return True
-        held = 0
-        for tag in () if last else (end, *self._form.opening.split()[:1]):
-            begun = (n for n in range(len(tag) - 1, 0, -1) if buffer.endswith(tag[:n]))
-            held = max(held, next(begun, 0))
+        held = 0 if last else self._n_begun(self._begun_in_thought)
         piece = buffer[self._at : len(buffer) - held]
         core = piece.rstrip()
         self._think(core)
@@ -668,10 +664,9 @@ class TurnReader:
 
     def _ends_in_call(self, at: int) -> bool:
         """Return whether the rest of the text is calls, and what closes them."""
-        parts = replace(self._parts, thought_end=None)
-        reader = TurnReader.__new__(TurnReader)
-        reader._start(parts, self._form, self._known)
-        reader._buffer, reader._is_started = self._buffer[at:], True
+        parts = replace(self._parts, thought_end=None, lead="")
+        reader = TurnReader(TurnFormat(parts), self._tools, in_thought=False)
+        reader.feed(self._buffer[at:])
         reader.finish()
         turn = reader.turn
         return bool(turn.calls) and not turn.content.strip()
@@ -706,7 +701,7 @@ class TurnReader:
 
     def _raw_arguments(self, at: int, calls: Sequence[ToolCall], form: CallForm) -> str | None:
         """Return the text of the arguments as it was told early."""
-        if self._sent is None or len(calls) != 1 or form.tags is not None:
+        if self._n_sent is None or len(calls) != 1 or form.tags is not None:
             return None
         try:
             where = self._arguments_at(at, form)
@@ -716,7 +711,7 @@ class TurnReader:
 
     def _arguments_at(self, at: int, form: CallForm) -> tuple[str, str, int]:
         """Return name, id and where the arguments begin, of a call that begins at ``at``."""
-        return form.head(Cursor(self._buffer, at, last=False), self._known)
+        return form.head(self._cursor(at), self._known)
 
     def _tell_early(self, at: int, form: CallForm) -> None:
         """Tell the name and the arguments of a call that is being written, as far as they are sure."""
@@ -737,23 +732,22 @@ class TurnReader:
                 pass
         else:
             found: dict[str, object] = {}
-            cursor = Cursor(self._buffer, begin, last=False)
+            cursor = self._cursor(begin)
             with contextlib.suppress(Mismatch, Incomplete):
                 form.read_arguments(cursor, self._known, name, found)
             sure = json.dumps(found, ensure_ascii=False)[:-1]
         index = len(self._calls)
-        if self._sent is None:
+        if self._n_sent is None:
             own = given or call_id(self._salt, index, name)
             self._events.append(TurnEvent("name", name, index, own))
-            self._sent = (index, "")
-        more = sure[len(self._sent[1]) :]
-        if more:
-            self._events.append(TurnEvent("arguments", more, index))
-            self._sent = (index, self._sent[1] + more)
+            self._n_sent = 0
+        if sure[self._n_sent :]:
+            self._events.append(TurnEvent("arguments", sure[self._n_sent :], index))
+            self._n_sent = len(sure)
 
     def _step_section(self, last: bool) -> bool:
         form, start = self._form, self._at
-        cursor = Cursor(self._buffer, start, last=last)
+        cursor = self._cursor(start, last=last)
         for is_end in (True, False):
             cursor.at = start
             try:

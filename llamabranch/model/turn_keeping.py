@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
+from functools import cache
 from pathlib import Path
 
 from .call_form import ArgumentTags, Around, CallForm, Slot, Values
@@ -19,8 +20,9 @@ _TYPES: dict[str, Callable[..., object]] = {
 _FILES = ("turn_finding.py", "call_form.py", "turn_keeping.py")
 
 
+@cache
 def code_digest() -> str:
-    """Return a digest of the code that finds forms."""
+    """Return a digest of the code that finds forms: what another version found is not used."""
     found = hashlib.sha256()
     for name in _FILES:
         found.update(Path(__file__).with_name(name).read_bytes())

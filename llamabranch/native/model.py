@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -30,6 +30,7 @@ FILE_TYPES = {
 }  # fmt: skip
 _LOOKS_LIKE_CONTROL = re.compile(r"<[|\uff5c].*[|\uff5c]>", re.DOTALL)
 _TAG = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
+_PARSED = C.LLAMA_TOKEN_ATTR_CONTROL | C.LLAMA_TOKEN_ATTR_UNKNOWN  # by llama.cpp, in any text
 _VOCAB_TYPES = {0: "none", 1: "spm", 2: "bpe", 3: "wpm", 4: "ugm", 5: "rwkv", 6: "plamo2"}
 
 
@@ -152,19 +153,24 @@ class ModelHandle(Handle):
         look like ``<|im_start|>`` count, as they do for llama.cpp's converter; and those that look like
         tags and stand in the chat template, such as ``<tool_call>``.
         """
-        parsed = C.LLAMA_TOKEN_ATTR_CONTROL | C.LLAMA_TOKEN_ATTR_UNKNOWN
-        defined = C.LLAMA_TOKEN_ATTR_USER_DEFINED
         found = {}
-        for token in range(self.n_vocab):
-            attributes = C.llama_vocab_get_attr(self.vocab, token)
-            if not attributes & (parsed | defined):
-                continue
-            text = self.token_text(token).decode("utf-8", "replace")
+        for token, attributes, text in self._marked_tokens:
             is_own = _TAG.fullmatch(text) is not None and text in template
-            if text and (attributes & parsed or _LOOKS_LIKE_CONTROL.fullmatch(text) or is_own):
+            if text and (attributes & _PARSED or _LOOKS_LIKE_CONTROL.fullmatch(text) or is_own):
                 before = bool(attributes & C.LLAMA_TOKEN_ATTR_LSTRIP)
                 found[text] = token, before, bool(attributes & C.LLAMA_TOKEN_ATTR_RSTRIP)
         return found
+
+    @cached_property
+    def _marked_tokens(self) -> list[tuple[int, int, str]]:
+        """Ids, attributes and texts of the tokens that are no plain text: the vocabulary is long."""
+        marks = _PARSED | C.LLAMA_TOKEN_ATTR_USER_DEFINED
+        attributes = (C.llama_vocab_get_attr(self.vocab, token) for token in range(self.n_vocab))
+        return [
+            (token, marked, self.token_text(token).decode("utf-8", "replace"))
+            for token, marked in enumerate(attributes)
+            if marked & marks
+        ]
 
     def token_text(self, token: int) -> bytes:
         """Return the token's text in the vocabulary (byte-level BPE: in its own byte alphabet)."""

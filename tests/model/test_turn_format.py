@@ -18,6 +18,7 @@ from turn_shapes import SHAPES, template
 
 from llamabranch.errors import ConfigError
 from llamabranch.model import ToolCall, Turn, TurnFormat, TurnReader
+from llamabranch.model.call_form import Cursor
 from llamabranch.model.templates import ChatTemplate
 
 PROPERTIES: dict[str, Any] = {
@@ -319,6 +320,38 @@ TEXTS = [
     "```python\nprint()\n```", '{"name": 5}', '{"name": "find", "arguments": 3}', "<tool_call>", "a < b",
     '<do>{"name": "unknown", "arguments": {}}</do>', "<do><do>", "I <do> see\n\n", "[1, 2]", "{ not JSON",
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_each_piece_of_a_long_call_takes_as_many_steps(
+    monkeypatch: pytest.MonkeyPatch, shape: str
+) -> None:
+    n_steps, literal = 0, Cursor.literal
+
+    def counted(cursor: Cursor, text: str) -> None:
+        nonlocal n_steps
+        n_steps += 1
+        literal(cursor, text)
+
+    monkeypatch.setattr(Cursor, "literal", counted)
+    value = 'it\'s "one" </p> of </v> many, x=\n' * 200
+    text = FORMATS[shape].write([ToolCall("find", {"text": value})])
+    for eager in (False, True):
+        reader, steps = TurnReader(FORMATS[shape], TOOLS, eager=eager), []
+        for i in range(0, len(text), 8):
+            before = n_steps
+            reader.feed(text[i : i + 8])
+            steps.append(n_steps - before)
+        reader.finish()
+        assert meant(reader.turn.calls) == [("find", {"text": value})]
+        early, late = steps[100:300], steps[-300:-100]
+        assert len(steps) > 800 and sum(late) <= 1.2 * sum(early)
+
+
+@pytest.mark.parametrize("text", ["C:\\users", "C:\\xy", "a\\U12"])
+def test_an_escape_that_means_nothing_is_kept(text: str) -> None:
+    turn = FORMATS["tags around JSON"].read(f"[find(text='{text}')]", TOOLS)
+    assert meant(turn.calls) == [("find", {"text": text})]
 
 
 @pytest.mark.parametrize("shape", SHAPES)

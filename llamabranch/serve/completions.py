@@ -180,8 +180,14 @@ class _NativeWriter(Writer[CompletionFields]):
         return self.part(update)
 
     def events(self, update: Update) -> list[dict[str, object]]:
-        """Return what a step has brought, and the end apart."""
-        found = [self.part(update)] if update.tokens else []
+        """Return what has come, with ``n_probs`` an event for each token, and the end apart."""
+        found, rest = [], update.text
+        for token in update.tokens[:-1] if self.fields.n_probs else ():
+            n = len(token.text)
+            found.append(self.part(replace(update, text=rest[:n], tokens=[token])))
+            rest = rest[n:]
+        if update.tokens:
+            found.append(self.part(replace(update, text=rest, tokens=update.tokens[len(found) :])))
         if update.ended is not None:
             text = "" if update.tokens else update.text
             found.append(self._end(replace(update, text=text, tokens=[])))

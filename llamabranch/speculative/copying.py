@@ -32,7 +32,7 @@ from ..native import forkable_lock
 
 __all__ = [
     "Match",
-    "Place",
+    "Occurrence",
     "PromptLookupDrafter",
     "SharedIndex",
     "SuffixDrafter",
@@ -47,7 +47,7 @@ _MOST_MATCH = 16  # tokens of the longest suffix that a `SuffixDrafter` compares
 # -- where tokens occurred before ------------------------------------------------------------------
 
 
-class Place(NamedTuple):
+class Occurrence(NamedTuple):
     """A sequence of tokens, and the position in it of the token that followed the match."""
 
     sequence: Sequence[int]
@@ -59,7 +59,7 @@ class Match:
     """The last ``length`` tokens occurred before; ``places``, newest first, are what followed them."""
 
     length: int
-    places: list[Place]
+    places: list[Occurrence]
 
     def follow(self, tokens: Sequence[int], most: int, floor: float) -> Guess:
         """Return the most frequent continuation of ``tokens``, at most ``most`` tokens of it.
@@ -81,7 +81,7 @@ class Match:
         reach = 1.0
         places = self.places
         for j in range(most):
-            following: dict[int, list[Place]] = {}
+            following: dict[int, list[Occurrence]] = {}
             n = 0
             for place in places:
                 at = place.position + j
@@ -136,7 +136,7 @@ def doubling(shortest: int, longest: int) -> tuple[int, ...]:
 def _longest(
     lengths: Sequence[int],
     tokens: Sequence[int],
-    find: Callable[[bytes, int], list[Place]],
+    find: Callable[[bytes, int], list[Occurrence]],
     most: int,
 ) -> Match | None:
     """Return the longest suffix of ``tokens`` for which ``find`` has places, if any.
@@ -218,16 +218,16 @@ class TokenIndex:
         """
         return _longest(self._lengths, self._tokens, self.places, most)
 
-    def places(self, gram: bytes, most: int, first: int = 0) -> list[Place]:
+    def places(self, gram: bytes, most: int, first: int = 0) -> list[Occurrence]:
         """Return where a gram, given as bytes, was followed: the newest places, from ``first`` on."""
-        found: list[Place] = []
+        found: list[Occurrence] = []
         start, end = max(0, first * _WIDTH - len(gram)), len(self._bytes) - _WIDTH
         while len(found) < most:
             at = self._bytes.rfind(gram, start, end)
             if at < 0:
                 break
             if at % _WIDTH == 0:
-                found.append(Place(self._tokens, (at + len(gram)) // _WIDTH))
+                found.append(Occurrence(self._tokens, (at + len(gram)) // _WIDTH))
             end = at + len(gram) - 1
         return found
 
@@ -294,8 +294,8 @@ class SharedIndex:
             skip: the segment of the sequence itself, which is not searched.
         """
 
-        def find(gram: bytes, most: int) -> list[Place]:
-            found: list[Place] = []
+        def find(gram: bytes, most: int) -> list[Occurrence]:
+            found: list[Occurrence] = []
             shortest = gram[-self._lengths[0] * _WIDTH :]
             for segment in reversed(self._segments):
                 if shortest in segment.known and segment is not skip and len(found) < most:

@@ -181,7 +181,10 @@ class ModelOptions:
         """The type of K/V that was given."""
         found = {*(self.kv_types or ())}
         if len(found) > 1:
-            raise ConfigError("K and V have one type here: give -ctk and -ctv the same")
+            raise ConfigError(
+                "K and V have one type here: give -ctk and -ctv the same",
+                hint="--kv-type q8_0/f16 is the one pair: K in q8_0, V in f16",
+            )
         return next(iter(found), None)
 
     def announce(self, console: Console) -> str:

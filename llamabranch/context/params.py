@@ -34,9 +34,10 @@ MOST_WITH_PREFIXES = max_sequences() - 16
 _PLAIN_UBATCH = 128
 _STEP = 256  # llama.cpp rounds the cells of a cache up to a multiple of this
 
-# With these and flash attention on, attention does not depend on the batch: f16 takes another path from
-# 512 cells on, and with 64 rows. The weights are measured: exactness.py.
-INVARIANT_KV_TYPES = ("bf16", "q8_0")
+# With these and flash attention on, attention does not depend on the batch. Where K and V are both f16,
+# llama.cpp takes another path for one token after 512 cells, and for 64 rows. The weights are measured:
+# exactness.py.
+INVARIANT_KV_TYPES = ("bf16", "q8_0", "q8_0/f16")
 
 
 def warn_of_length(what: str, trained: int, n_ctx: int) -> None:
@@ -98,16 +99,19 @@ class ContextParams:
             created, of one thread, half of the cores this process may use, and all; stored for the
             next context. All cores where ``LLAMABRANCH_PROFILE=0``, and for one token where the number
             would change logits: flash attention over more than 256 cells of f16 or f32 K/V.
-        flash_attention: "auto", True or False. kv_type: "f16", "bf16", "q8_0", ... "auto" for both is
+        flash_attention: "auto", True or False. kv_type: "f16", "bf16", "q8_0", ..., or "q8_0/f16" (K in
+            q8_0, V in f16). "auto" for both is
             bf16 with flash attention in a batch-invariant context. Elsewhere it is the setting that was
             measured to be fastest at 2,048 cells: f16 or bf16, with flash attention or without. A session
-            is weighed that reads 2,000 tokens and generates 300. With a given type, flash attention is
-            on; where it is given as False, "auto" K/V is f16.
+            is weighed that reads 2,000 tokens and generates 300. With ``prefix_cache=True`` and one cache
+            for all, four such texts lie in it: without flash attention a token is computed against the
+            cells of all four. With a given type, flash attention is on; where it is given as False,
+            "auto" K/V is f16.
         batch_invariant: True raises UnsupportedError where it is impossible. "auto" turns it on where it
             is possible and costs at most a tenth of reading and of generating on this processor, by the
             same measurement; with ``LLAMABRANCH_PROFILE=0``, which measures nothing, wherever it is
-            possible. "auto" also turns it on where ``kv_type`` is given as "bf16" or "q8_0". False: the
-            fastest setting; exactness is not measured.
+            possible. "auto" also turns it on where ``kv_type`` is given as "bf16", "q8_0" or "q8_0/f16".
+            False: the fastest setting; exactness is not measured.
         swa_full: keep the K/V of all positions in sliding-window layers, so that they can be rewound.
         offload_kqv: keep the cache on the GPU if the model is there.
         kv_unified: one cache for all sequences, in which forks share cells. False: each sequence has
@@ -117,7 +121,9 @@ class ContextParams:
             "auto": False where the memory can be divided, else True.
         prefix_cache: keep the K/V of prompts and finished texts until its cells are needed, so that a
             prompt that begins like one of them is not read again. None: from the first call of
-            ``complete`` or ``chat``, or an ``AsyncEngine``, on, where memory can share cells.
+            ``complete`` or ``chat``, or an ``AsyncEngine``, on, where memory can share cells. There,
+            without flash attention, ``complete`` and ``chat`` keep at most 2,048 cells of texts that are
+            not in use, or as many as the last text has.
         cache_ram: bytes of host memory for K/V that the prefix cache evicts; it comes back where that
             is faster than reading the text again. 0: none.
         checkpoint_ram: bytes of host memory for checkpoints, in contexts whose memory cannot drop the
@@ -226,7 +232,8 @@ class ContextParams:
                 f"n_seq_max must be at most {MOST_WITH_PREFIXES} with a prefix cache, not {n_seq_max}",
                 hint="the prefix cache needs sequence ids of its own",
             )
-        kv_type, flash_attention = self._attention(model, tries_exact)
+        has_others = bool(self.prefix_cache) and kv_unified and n_seq_max > 1
+        kv_type, flash_attention = self._attention(model, tries_exact, has_others)
         n_ubatch = self.n_ubatch or n_batch
         if self.n_ubatch is None and flash_attention != self.flash_attention:
             n_ubatch = max(_PLAIN_UBATCH, n_seq_max)
@@ -274,7 +281,9 @@ class ContextParams:
         """The most states of the last tokens that llama.cpp can keep with resolved parameters."""
         return (self.n_ubatch or self.n_batch) - 2
 
-    def _attention(self, model: Model, tries_exact: bool) -> tuple[str, bool | str]:
+    def _attention(
+        self, model: Model, tries_exact: bool, has_others: bool
+    ) -> tuple[str, bool | str]:
         """Return the K/V type and whether to use flash attention, "auto" where llama.cpp may say.
 
         Other memory than attention is never exact, but with bf16 the number of threads does not matter.
@@ -290,7 +299,7 @@ class ContextParams:
             return self.kv_type if self.kv_type != "auto" else EXACT.kv_type, self.flash_attention
         if self.kv_type != "auto":
             return self.kv_type, self.flash_attention
-        found = fastest(model, self.flash_attention)
+        found = fastest(model, self.flash_attention, has_others=has_others)
         if found is None or self.flash_attention is False:
             return "f16", self.flash_attention
         return found.kv_type, self.flash_attention if found.flash else False
@@ -309,7 +318,8 @@ class ContextParams:
 
     def native(self) -> NativeContextParams:
         """Return llama.cpp's parameters; these must be resolved, the threads included."""
-        kv_type, n_threads = KV_TYPES[self.kv_type], self.n_threads or available_cores()
+        type_k, type_v = KV_TYPES[self.kv_type]
+        n_threads = self.n_threads or available_cores()
         same = {f.name: getattr(self, f.name) for f in fields(self) if f.name in NATIVE_NAMES}
         return {
             "rope_scaling_type": ROPE_SCALING[self.rope_scaling],
@@ -317,8 +327,8 @@ class ContextParams:
             "n_threads": n_threads,
             "n_threads_batch": self.n_threads_batch or n_threads,
             "flash_attn_type": FLASH_ATTENTION[self.flash_attention],
-            "type_k": kv_type,
-            "type_v": kv_type,
+            "type_k": type_k,
+            "type_v": type_v,
         }
 
 

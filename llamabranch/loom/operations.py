@@ -13,8 +13,8 @@ from ..serve.errors import HttpError
 from .comparing import compare
 from .document import Bar, Change, Document, Made, Mode, Node, Record, Tokens, Turn, Undo, decoded
 from .formats import items_of
-from .live import Job
-from .loom import BarFields, Do, Loom
+from .live import PageJob
+from .loom import BarFields, Do, Loom, text_grammar
 from .searching import SearchOptions, Watch, search
 from .turns import Talk, Written, dates_for, messages_of, write
 
@@ -125,9 +125,10 @@ async def _tokenized(loom: Loom, do: Do, node: Node, at: int, text: str) -> tupl
     if do.node is None:
         return await loom.service.tokenize(text, parse_special=special), False
     document, tokens = loom.document, node.tokens(at)
-    before = document.bytes_of(tokens).decode("utf-8", "replace")
     if special:
         before = document.written(tokens)
+    else:
+        before = document.bytes_of(tokens).decode("utf-8", "replace")
     part, ids, whole = [
         await loom.service.tokenize(each, add_special=False, parse_special=special) if each else []
         for each in (before, text, before + text)
@@ -224,7 +225,7 @@ async def _bar(loom: Loom, do: Do, node: Node, at: int) -> Answer:
         most = loom.service.settings.max_choices
         if (bar.n or 1) > most:
             raise HttpError(400, f"n must be 1 to {most}", param="n")
-        await bar.text_grammar()
+        await text_grammar(bar)
     for mode, bar in bars.items():
         loom.add(Bar(mode=mode, fields=msgspec.to_builtins(bar)))
     loom.emit("set", {"rev": loom.document.rev, "bars": loom.document.bars})
@@ -248,7 +249,7 @@ async def _continue(loom: Loom, do: Do, node: Node, at: int) -> Answer:
 
 
 def _begin(loom: Loom, do: Do, nodes: list[Node], max_tokens: int) -> Answer:
-    async def work(job: Job) -> None:
+    async def work(job: PageJob) -> None:
         most = max(0, max_tokens)
         requests = [(node, await loom.request(node, most, draft=do.draft)) for node in nodes]
         await loom.generate(job, requests)
@@ -289,7 +290,7 @@ async def _replay(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     n = len(node.ids) - node.n_given if is_cut else node.made.max_tokens
     request = await loom.request(node, n, again=True)
 
-    async def work(job: Job) -> None:
+    async def work(job: PageJob) -> None:
         await loom.replay(job, node, request)
 
     return loom.started(loom.start("replay", work, node))
@@ -304,7 +305,7 @@ async def _search(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     loom.service.check_room(tokens, 1)
     asked = do.options or SearchOptions()
 
-    async def work(job: Job) -> None:
+    async def work(job: PageJob) -> None:
         watch, job.at = Watch(loom, job), at
         await loom.read(job, tokens)
         if job.is_stopped:

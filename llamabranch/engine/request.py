@@ -394,7 +394,9 @@ def _finite(number: float) -> float | None:
 class Event:
     """A new token of a text (``emitted``), or the end of the text (``result``).
 
-    Or, of a request with ``prompt_progress``, how much of its prompt is read (``progress``).
+    Or, of a request with ``prompt_progress``, how much of its prompt is read (``progress``). Where a
+    thought ends and an answer follows, ``ended_thought`` holds the thought's tokens as the result will:
+    the last of those that were reported may be drawn again, and others were written to end it.
     """
 
     id: str
@@ -402,6 +404,7 @@ class Event:
     emitted: Produced | None = None
     result: Result | None = None
     progress: PromptProgress | None = None
+    ended_thought: Sequence[Produced] = ()
 
     @property
     def is_thought(self) -> bool:

@@ -40,6 +40,7 @@ class Update:
         written: the same with the names of control tokens.
         tokens: of the text, without one that ends it.
         thought, thoughts: the text and the tokens of the thought before it.
+        ended_thought: all tokens of the thought, where it has ended, as the result will have them.
         ended: where the text ends with it.
         progress: how much of the prompt is read, where that is all that has come.
     """
@@ -54,6 +55,7 @@ class Update:
     thoughts: list[Produced] = field(default_factory=list)
     ended: Result | None = None
     progress: PromptProgress | None = None
+    ended_thought: list[Produced] = field(default_factory=list)
 
     @property
     def prompt(self) -> Sequence[int]:
@@ -210,6 +212,7 @@ async def updates(
                         if not event.is_thought and not event.text:
                             update.written += token_text(service.model, one)
                         (update.thoughts if event.is_thought else update.tokens).append(one)
+                    update.ended_thought += event.ended_thought
                     if event.result is not None:
                         n_left -= 1
                         service.count(event.result)

@@ -519,6 +519,12 @@ def test_fingers_reach_everything(chromium: Browser, served: Opened) -> None:
         page.locator("#untap").tap()
         idle(page)
         assert page.locator("#token-pane").is_hidden()
+        menu(page, "begin another text")
+        assert [
+            each
+            for each in page.locator("button, summary").evaluate_all(sizes)
+            if min(each[1:]) < 44
+        ] == []
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 

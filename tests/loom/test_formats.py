@@ -81,6 +81,10 @@ def of_items(items: Document | list[formats.Item]) -> list[tuple[str, list[Any]]
     return shape([(item.text, item.parent) for item in items])
 
 
+def test_a_short_text_with_a_control_character_is_no_binary_file() -> None:
+    assert formats.encoding_of(b'[{"text": "\x7f"}]') == "utf-8"
+
+
 @given(documents())
 def test_a_tree_comes_back_from_every_format(document: Document) -> None:
     shown = [*document.shown()]

@@ -201,9 +201,9 @@ def plan_texts(
     for index, each in enumerate(prompts):
         with placed(_place(index, prompts)):
             planned.append(of(each))
-    found = _planned(ctx, planned, base, options)
-    found.prompts, found.is_list = prompts, is_list
-    return found
+    plan = _planned(ctx, planned, base, options)
+    plan.prompts, plan.is_list = prompts, is_list
+    return plan
 
 
 _Planned = tuple[list[int], Thinking | None]
@@ -319,9 +319,9 @@ def plan_chat(
             planned.append(asked.plan(model, tokens, begun=talk.begun, has_calls=known.is_used))
     if known.forced and any(options.get(name) is not None for name in _GRAMMARS):
         raise ConfigError("a forced tool call has its own grammar, so no other grammar is possible")
-    found = _planned(ctx, planned, base, options, known)
-    found.prompts, found.is_list = chats, is_list
-    return found
+    plan = _planned(ctx, planned, base, options, known)
+    plan.prompts, plan.is_list = chats, is_list
+    return plan
 
 
 def tool_grammar(model: Model, tools: Tools, asked: Grammar | None) -> Grammar | None:

@@ -20,7 +20,7 @@ from ..sampling.grammar import Grammar
 from ..sampling.noise import derive_seed
 from ..serve.errors import HttpError
 from ..serve.fields import SamplingFields, StructuredOutputs, TextFields
-from ..serve.nodes import Node as Branch
+from ..serve.nodes import BranchNode
 from ..serve.service import Service
 from .document import (
     Change,
@@ -36,7 +36,7 @@ from .document import (
     decoded,
 )
 from .formats import Item
-from .live import MOST_TOP, Job, Live, leaves_cores
+from .live import MOST_TOP, Live, PageJob, leaves_cores
 from .page import Guard
 from .searching import Kind, SearchOptions
 from .turns import chat_fields, thinking_at
@@ -305,7 +305,7 @@ class Loom(Live):
         self.send_undo()
         return nodes
 
-    def started(self, job: Job, nodes: Sequence[Node] = ()) -> dict[str, object]:
+    def started(self, job: PageJob, nodes: Sequence[Node] = ()) -> dict[str, object]:
         """Return the answer of an operation that goes on."""
         return {"job": job.id, "nodes": [self.document.node_fields(node) for node in nodes]}
 
@@ -313,15 +313,15 @@ class Loom(Live):
         """Return a branch of the API with a node's text and settings."""
         sampling = self.params(node.made).replace(seed=int(node.made.seed or 0))
         tokens = node.tokens()
-        branch = Branch(tokens, len(tokens), sampling)
+        branch = BranchNode(tokens, len(tokens), sampling)
         with self.service.branches.room_for(1):
             self.service.branches.add(branch)
         return branch.id
 
-    def start_scoring(self, *nodes: Node) -> Job:
+    def start_scoring(self, *nodes: Node) -> PageJob:
         """Score what has no numbers yet in these nodes' texts, one after the other."""
 
-        async def work(job: Job) -> None:
+        async def work(job: PageJob) -> None:
             for node in nodes:
                 if not job.is_stopped:
                     await self.score(job, node)

@@ -13,7 +13,7 @@ from ..serve.errors import HttpError
 from .comparing import compare
 from .document import Bar, Change, Document, Made, Mode, Node, Record, Tokens, Turn, Undo, decoded
 from .formats import items_of
-from .live import Job
+from .live import PageJob
 from .loom import BarFields, Do, Loom, text_grammar
 from .searching import SearchOptions, Watch, search
 from .turns import Talk, Written, beginning, dates_for, messages_of, write
@@ -249,7 +249,7 @@ async def _continue(loom: Loom, do: Do, node: Node, at: int) -> Answer:
 
 
 def _begin(loom: Loom, do: Do, nodes: list[Node], max_tokens: int) -> Answer:
-    async def work(job: Job) -> None:
+    async def work(job: PageJob) -> None:
         most = max(0, max_tokens)
         requests = [(node, await loom.request(node, most, draft=do.draft)) for node in nodes]
         await loom.generate(job, requests)
@@ -290,7 +290,7 @@ async def _replay(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     n = len(node.ids) - node.n_given if is_cut else node.made.max_tokens
     request = await loom.request(node, n, again=True)
 
-    async def work(job: Job) -> None:
+    async def work(job: PageJob) -> None:
         await loom.replay(job, node, request)
 
     return loom.started(loom.start("replay", work, node))
@@ -305,7 +305,7 @@ async def _search(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     loom.service.check_room(tokens, 1)
     asked = do.options or SearchOptions()
 
-    async def work(job: Job) -> None:
+    async def work(job: PageJob) -> None:
         watch, job.at = Watch(loom, job), at
         await loom.read(job, tokens)
         if job.is_stopped:

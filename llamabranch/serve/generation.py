@@ -16,8 +16,8 @@ from ..engine.openai import End, completion_choice, end_reason
 from ..engine.openai import usage as usage_of
 from ..generation.thought import token_text
 from .errors import HttpError, http_error
-from .exchange import Exchange
 from .fields import TextFields
+from .http_call import HttpCall
 from .service import Service, seconds
 
 __all__ = [
@@ -121,7 +121,7 @@ class Writer(ABC, Generic[F]):
         return [event] if options is not None and options.include_usage else []
 
 
-async def answer(call: Exchange, writer: Writer[F], requests: Sequence[Request]) -> None:
+async def answer(call: HttpCall, writer: Writer[F], requests: Sequence[Request]) -> None:
     """Generate the texts of requests and send them, as a stream or in one piece.
 
     A stream begins only with its first text, so that earlier errors get an HTTP status of their own.

@@ -74,11 +74,6 @@ class ReadingFlags:
         rich_help_panel=OUTPUT,
     )
 
-    coded: bool = option(
-        False,
-        "Compare two models with llama-perplexity's 16-bit coding, to get exactly its numbers.",
-        "--coded",
-    )
     fail_kl: float | None = option(
         None, "Exit 1 if the mean KL divergence is above this, in nats.", min=0
     )
@@ -231,7 +226,7 @@ def compare(
     def keep(found: Comparison) -> None:
         save(path, "compare", found.as_dict())
 
-    found = compare_pair(pair, text, window, chunks, console, keep, coded=reading.coded)
+    found = compare_pair(pair, text, window, chunks, console, keep)
     if found.divergence is None:
         if reading.fail_kl is not None or reading.fail_top is not None:
             raise ConfigError("--fail-kl and --fail-top need models with one tokenizer")
@@ -407,8 +402,8 @@ def eval(
             raise ConfigError("there is no text to measure", hint=hint)
         names = models.names(console)
         is_pair = against is not None and reading.logits is None and len(names) == 1
-        if not is_pair and (reading.coded or (reading.fail_kl, reading.fail_top) != (None, None)):
-            message = "--coded, --fail-kl and --fail-top compare two models"
+        if not is_pair and (reading.fail_kl, reading.fail_top) != (None, None):
+            message = "--fail-kl and --fail-top compare two models"
             raise ConfigError(message, hint="--against MODEL, and one model with -m")
         if is_pair:
             compare(reading, str(against), names[0], models, console)

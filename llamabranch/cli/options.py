@@ -181,7 +181,10 @@ class ModelFlags:
         """The type of K/V that the user set."""
         found = {*(self.kv_types or ())}
         if len(found) > 1:
-            raise ConfigError("K and V must have the same type: set -ctk and -ctv alike")
+            raise ConfigError(
+                "K and V must have the same type: set -ctk and -ctv alike",
+                hint="--kv-type q8_0/f16 is the one pair of two types: K in q8_0, V in f16",
+            )
         return next(iter(found), None)
 
     def announce(self, console: Console) -> str:

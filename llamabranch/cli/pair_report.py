@@ -29,14 +29,12 @@ def compare_pair(
     chunks: int,
     console: Console,
     save: Callable[[Comparison], None],
-    *,
-    coded: bool,
 ) -> Comparison:
     """Compare two models and print the report; if interrupted, save and print the results so far.
 
     Args:
         pair: contexts of the base and of the other model.
-        text, window, chunks, coded: as for `llamabranch.eval.comparison.compare_models`.
+        text, window, chunks: as for `llamabranch.eval.comparison.compare_models`.
         save: called with the results before they are printed.
     """
     from llamabranch.eval.comparison import compare_models
@@ -51,7 +49,7 @@ def compare_pair(
             console.progress(f"{done.n_chunks} of {chunks} chunks")
 
     try:
-        return compare_models(pair[0], pair[1], text, window, chunks, coded=coded, progress=note)
+        return compare_models(pair[0], pair[1], text, window, chunks, progress=note)
     finally:
         console.progress("")
         if found:

@@ -253,12 +253,20 @@ class Context:
         n = min(n, self.n_outputs_max - 1)
         return self.kv_cache.fits(n, lambda: self.sequences.count_free(used=(seq_id,)))
 
-    def keep_prefixes(self) -> None:
-        """Open the prefix cache, unless ``prefix_cache`` was set or it would take sequences."""
+    def keep_prefixes(self, most_idle: int = END) -> None:
+        """Open the prefix cache, unless ``prefix_cache`` was set or it would take sequences.
+
+        ``most_idle``: the most cells of cached texts that nobody uses, if flash attention is off and each
+        token is computed against them, too. The largest number that was asked for counts.
+        """
         with self.lock:
             can = self.kv_cache.can_draft and not self.kv_cache.forks_copy
             if can and self.params.prefix_cache is None and self.n_seq_max <= MOST_WITH_PREFIXES:
-                self.prefix_cache = self.prefix_cache or self._open_prefix_cache(0)
+                if self.params.flash_attention is not False:
+                    most_idle = END  # it skips them
+                before = self.prefix_cache
+                self.prefix_cache = before or self._open_prefix_cache(0)
+                self.prefix_cache.most_idle = max(most_idle, before.most_idle if before else 0)
 
     def _check_seq(self, seq_id: int) -> int:
         seq_id = whole("a sequence id", seq_id)

@@ -15,6 +15,7 @@ from typing_extensions import TypeVar, Unpack
 from ..arguments import placed, plain_int, shown
 from ..context import Context
 from ..context.context import text_context
+from ..context.params import DEFAULT_N_CTX
 from ..context.progress import OnPromptProgress
 from ..errors import CacheFullError, ConfigError, DecodeInterruptedError, UnsupportedError
 from ..model import Message, Model, chat_messages, is_chat
@@ -416,7 +417,7 @@ def _engine(ctx: Context, drafter: DrafterChoice, structured: bool) -> Engine:
         ctx.decoder.check_open()
         engine = ctx.attached.get(name)
         if not isinstance(engine, Engine) or (name == "drafter" and drafter is not engine.drafter):
-            ctx.keep_prefixes()
+            ctx.keep_prefixes(DEFAULT_N_CTX)
             if drafter == "auto":
                 drafter = auto_drafter(ctx, structured=structured)
             engine = Engine(ctx, drafter, wait_s=0.5)

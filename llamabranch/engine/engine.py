@@ -657,7 +657,7 @@ class EngineCore:
         if reason is not None and error is None and job.ends_thought:
             for each in (job, *job.equals):
                 self._events += each.emit(None)
-            self.scheduler.answer(job)
+            self._events += self.scheduler.answer(job)
         elif reason is not None:
             if error is not None or job.running is not None:
                 self._end(job, reason)
@@ -676,7 +676,7 @@ class EngineCore:
             reason = first.output.finish_reason
             try:
                 if first.ends_thought:
-                    self.scheduler.answer(first)
+                    self._events += self.scheduler.answer(first)
                     self.scheduler.requeue(first)
                 elif reason is not None:
                     self._end(first, reason)

@@ -397,6 +397,8 @@ class Event:
     """A new token of a text (``emitted``), or the end of the text (``result``).
 
     For a request with ``prompt_progress``, it can also be the progress of its prompt (``progress``).
+    Where a thought ends and an answer follows, ``ended_thought`` holds all tokens of the thought, as the
+    result will have them: the last reported ones may be drawn again, and tokens may be added to end it.
     """
 
     id: str
@@ -404,6 +406,7 @@ class Event:
     emitted: Produced | None = None
     result: Result | None = None
     progress: PromptProgress | None = None
+    ended_thought: Sequence[Produced] = ()
 
     @property
     def is_thought(self) -> bool:

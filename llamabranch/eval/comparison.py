@@ -20,8 +20,7 @@ from ..context import Context
 from ..context.logits import LogitsRow
 from ..model import Model
 from ..sampling import SamplingParams
-from .divergence import KLDivergence, compare_coded
-from .logits_file import encode
+from .divergence import KLDivergence
 from .pair import Number, Span, compared, same_vocabulary, spans, totals
 from .perplexity import Perplexity, text_chunks, with_bos
 
@@ -140,7 +139,6 @@ def compare_models(
     window: int = 512,
     chunks: int | None = 8,
     *,
-    coded: bool = False,
     progress: Callable[[Comparison], None] = lambda found: None,
 ) -> Comparison:
     """Compare B with A on a text.
@@ -149,7 +147,6 @@ def compare_models(
         a, b: contexts that a window fits into.
         text: the text, at least two windows long.
         window, chunks: as for `llamabranch.eval.perplexity`.
-        coded: round A's logits to the 16 bits of llama-perplexity's files, to get exactly its numbers.
         progress: called after each chunk and after each comparison of greedy texts.
 
     Raises:
@@ -165,7 +162,7 @@ def compare_models(
         return found
     found.divergence = KLDivergence.begun(a, tokens, window, len(parts))
     for number, part in enumerate(with_bos(a.model, parts)):
-        _read(found, (a, b), part, parts[number], coded=coded)
+        _read(found, (a, b), part, parts[number])
         progress(found)
     prompts = _places(parts)
     found.n_forks = len(prompts)
@@ -201,8 +198,6 @@ def _read(
     pair: tuple[Context, Context],
     part: list[int],
     shown: list[int],
-    *,
-    coded: bool,
 ) -> None:
     """Let both models read a chunk, and record the figures of its second half."""
     a, b = pair
@@ -218,11 +213,8 @@ def _read(
     def compare(_chunk: int, i: int, token: int, row: LogitsRow) -> tuple[float, ...]:
         place = compared((a.model, b.model), (LogitsRow(base[i - first]), row), token, None, top=1)
         score, other = place.score, place.other
-        if coded:
-            its = compare_coded(row, encode(base[i - first]), token)
-        else:
-            change = math.exp(other.logprob) - math.exp(score.logprob)
-            its = -other.logprob, -score.logprob, place.kl, change, float(place.same)
+        change = math.exp(other.logprob) - math.exp(score.logprob)
+        its = -other.logprob, -score.logprob, place.kl, change, float(place.same)
         around = shown[max(0, i + 1 - _AROUND) : i + 1], shown[i + 2 : i + 2 + _AROUND]
         before, after = (_text(a.model, ids) for ids in around)
         tops = [_text(a.model, [each.alternatives[0].token]) for each in (score, other)]

@@ -159,12 +159,12 @@ def divergence(
         found = KLDivergence.begun(ctx, flat, file.window, len(file.chunks))
 
         def compare(chunk: int, i: int, token: int, row: LogitsRow) -> tuple[float, ...]:
-            return compare_coded(row, file.read(chunk, i), token)
+            return _compared(row, file.read(chunk, i), token)
 
         return found.read(ctx, with_bos(ctx.model, file.chunks), compare, progress)
 
 
-def compare_coded(row: LogitsRow, base: Coded, token: int) -> tuple[float, ...]:
+def _compared(row: LogitsRow, base: Coded, token: int) -> tuple[float, ...]:
     """Return the numbers of one token, with llama-perplexity's arithmetic: 32 bits, sums in 64."""
     logits, codes = row.array, base.codes
     largest = np.float32(logits.max())

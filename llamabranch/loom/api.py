@@ -85,7 +85,7 @@ async def _tokens(loom: Loom, call: HttpCall) -> None:
     parts, top = node.stretches(start, end), query.get("top") == "1"
     owners = dict.fromkeys([owner for owner, _, _ in parts] + [node])
     kept = {str(name): [raw for o in owners for raw in getattr(o, name)] for name in KEPT}
-    columns = [document.columns(*part, top=top) for part in parts]
+    columns = [loom.columns(*part, top=top) for part in parts]
     nodes = [document.node_fields(owner) for owner in owners]
     found = {"node": nodes[-1], "nodes": nodes, "at": start, "parts": columns}
     await call.reply(found if top else found | kept)
@@ -139,7 +139,7 @@ async def _export(loom: Loom, call: HttpCall) -> None:
     top = 3 if kind == "html" and query.get("top") != "10" else 10
     data, name, mime = await asyncio.to_thread(
         formats.export, loom.document, kind, node, title=title, top=top,
-        models=loom.models()["models"],
+        models=loom.models()["models"], answers=loom.answers() if kind == "html" else None,
     )  # fmt: skip
     where = f'attachment; filename="{name}"'.encode("ascii", "replace")
     await call.reply(data, headers=[(b"content-disposition", where)], kind=mime)

@@ -27,18 +27,20 @@ from ..eval.pair import short
 from ..native import available_cores
 from ..search import SearchNode
 from ..serve.errors import HttpError, http_error
-from ..serve.generation import all_texts, updates
+from ..serve.generation import Update, all_texts, updates
 from ..serve.http_call import HttpCall
 from ..serve.service import Service
 from ..speculative import RoundTrace
 from .document import Change, Document, Ended, Kept, KeptName, Node, Number, Record, Tokens, digest
 from .journal import Journal
+from .turns import answers
 
 __all__ = ["MOST_TOP", "Live", "PageJob", "Work", "leaves_cores"]
 
 _EVENT_S, _BUSY_EVENT_S, _WRITE_S, _SYNC_S, _BEAT_S = 0.05, 0.1, 0.09, 1.0, 15.0
 _MOST_EVENTS = 4096  # that a tab can have missed
 _FEW = 64  # tokens whose reading is not reported
+_HELD = 8  # tokens of a tag, or of a character
 MOST_TOP = 10
 _SOURCES = {"plain": "s", "drafted": "d", "forced": "f", "bonus": "b", "corrected": "c"}
 _encode = msgspec.json.encode
@@ -76,6 +78,29 @@ class PageJob:
         nodes = [node.id for node in self.nodes]
         names = ("id", "op", "node", "kind", "state", "message", "result", "error")
         return {name: getattr(self, name) for name in names} | {"nodes": nodes}
+
+
+class _Thought:
+    """The thought of an answer that must follow something, as far as it is sure.
+
+    Its last tokens may be drawn again under what the answer must follow: they wait for its end.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[Produced] = []
+        self._n = 0  # that were given out
+
+    def new(self, update: Update) -> list[Produced]:
+        """Return the tokens that an update makes sure."""
+        self._waiting += update.thoughts
+        sure, self._waiting = self._waiting[:-_HELD], self._waiting[-_HELD:]
+        ended = update.ended_thought
+        if update.ended is not None and self._waiting:  # inside the thought
+            ended = [*update.ended.emitted[: update.ended.n_thought_tokens]]
+        if ended:
+            sure, self._waiting = ended[self._n :], []
+        self._n += len(sure)
+        return sure
 
 
 class Live:
@@ -220,6 +245,21 @@ class Live:
             "error": journal.error,
         }  # fmt: skip
 
+    def columns(self, node: Node, a: int, b: int, *, top: bool = True) -> dict[str, object]:
+        """Return own tokens of a node from ``a`` to ``b``; of an answer its thoughts and calls too."""
+        found, service = self.document.columns(node, a, b, top=top), self.service_of()
+        parts = answers(self.document, service.model, node) if service is not None else []
+        return found | {"answers": parts} if parts else found
+
+    def answers(self) -> dict[str, object]:
+        """Return the thoughts and calls in the answers of each node."""
+        service = self.service_of()
+        if service is None:
+            return {}
+        nodes = self.document.shown()
+        found = {node.id: answers(self.document, service.model, node) for node in nodes}
+        return {name: parts for name, parts in found.items() if parts}
+
     def note(self, node: Node, a: int, b: int) -> None:
         """Note own tokens of a node that are new, or have new numbers."""
         old = self._unsent.get(node, (a, b))
@@ -253,7 +293,7 @@ class Live:
         """Send the tokens that no event has reported yet, and add them to the file."""
         waiting, self._unsent = self._unsent, {}
         for node, (a, b) in waiting.items():
-            self.emit("tokens", self.document.columns(node, a, b, top=True))
+            self.emit("tokens", self.columns(node, a, b))
             self.journal.add(node.record(a, b))
 
     # -- jobs ------------------------------------------------------------------------------------------
@@ -425,10 +465,12 @@ class Live:
             for name, (node, request) in zip(nodes, work, strict=True)
         ]
         begun, n_before = perf_counter(), {node: len(node.ids) for node in nodes.values()}
+        thoughts = {node: _Thought() for node in nodes.values()}
         async with aclosing(updates(self.service, named)) as steps:
             async for changed in steps:
                 for update in changed:
-                    node, tokens = nodes[str(update.request.id)], update.tokens
+                    node = nodes[str(update.request.id)]
+                    tokens = thoughts[node].new(update) + update.tokens
                     if tokens:
                         self.take(node, tokens, "".join(_SOURCES[one.source] for one in tokens))
                     if update.ended is not None:
@@ -510,13 +552,19 @@ class Live:
         old = [*zip(node.ids[first:], node.lp[first:], strict=True)]
         new: list[tuple[int, float | None]] = []
         named = self._watched(job, replace(request, id=f"loom-{job.id}"))
-        job.names = [f"loom-{job.id}"]
+        job.names, thought = [f"loom-{job.id}"], _Thought()
         async with aclosing(updates(self.service, [named])) as steps:
             async for (update,) in steps:
-                new += [(one.token, short(one.logprob)) for one in update.tokens]
+                written = thought.new(update) + update.tokens
+                new += [(one.token, short(one.logprob)) for one in written]
+        n = len(old)
+        for i, ((token, lp), (_, old_lp)) in enumerate(zip(new, old, strict=False)):
+            new[i] = (
+                token,
+                old_lp if lp is None else lp,
+            )  # written to end a thought, and scored since
         pairs = zip_longest(old, new)
         at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-        n = len(old)
         message = f"same {n} tokens, same log-probabilities, bit for bit"
         if at is not None:
             what = "token" if [t for t, _ in old] != [t for t, _ in new] else "log-probability"

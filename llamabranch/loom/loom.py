@@ -39,7 +39,7 @@ from .formats import Item
 from .live import MOST_TOP, Live, PageJob, leaves_cores
 from .page import Guard
 from .searching import Kind, SearchOptions
-from .turns import chat_fields
+from .turns import chat_fields, thinking_at
 
 __all__ = ["BarFields", "Do", "Loom", "text_grammar"]
 
@@ -272,10 +272,14 @@ class Loom(Live):
             constraint = self._constraint[1]
         if made.constraint is not None and made.constraint != self.constraint_name():
             raise HttpError(409, f"the text follows another constraint: {made.constraint}")
-        tokens = node.tokens(made.at + n_given if again else None)
+        at = made.at + n_given if again else node.end
+        tokens, continues, thinking = node.tokens(at), at - made.at - n_given, None
+        if grammar or constraint or made.stop:  # what these say counts from the answer on
+            thinking, begin = thinking_at(self.document, self.service.model, node, at)
+            continues = min(continues, at - begin)
         self.service.check_room(tokens, max_tokens)
         return Request(
-            tokens, continues=0 if again else len(node.ids) - n_given, grammar=grammar,
+            tokens, continues=continues, grammar=grammar, thinking=thinking,
             sampling=self.params(made), max_tokens=max_tokens, stop=made.stop,
             top_logprobs=MOST_TOP, constraint=constraint, draft_k=draft,
         )  # fmt: skip
@@ -297,7 +301,7 @@ class Loom(Live):
             self.send_nodes(*nodes, cid=cid)
             if sum(len(node.ids) for node in nodes) <= _MOST_SENT:
                 for node in filter(lambda node: node.ids, nodes):  # no tab has to ask for them
-                    self.emit("tokens", self.document.columns(node, 0, len(node.ids), top=True))
+                    self.emit("tokens", self.columns(node, 0, len(node.ids)))
         self.send_undo()
         return nodes
 

@@ -91,8 +91,9 @@ def input_files(
     """
     given = [paths] if isinstance(paths, str) else list(paths)
     found: list[tuple[str, int]] = []
-    for path in given:
-        filesystem, resolved = _resolve(path, filesystem)
+    wanted = filesystem
+    for path in given:  # each by itself: a relative path is resolved where none is wanted
+        filesystem, resolved = _resolve(path, wanted)
         found += _files(filesystem, resolved)
     kinds = {path: kind for path, _ in found if (kind := _KINDS.get(posixpath.splitext(path)[1]))}
     if not kinds or filesystem is None:

@@ -42,20 +42,16 @@ def compare(a: Path, b: Path, text: str, **more: Any) -> Comparison:
         return compare_models(first, second, text, WINDOW, 4, **more)
 
 
-def test_coded_numbers_are_those_of_llama_perplexitys_file(text: str, tmp_path: Path) -> None:
+def test_numbers_are_nearly_those_of_a_file_of_logits(text: str, tmp_path: Path) -> None:
     file = tmp_path / "base.kld"
     with opened(TARGET) as base:
         evaluation.perplexity(base, text, WINDOW, chunks=4, save_to=file)
     with opened(DRAFT) as ctx:
         wanted = evaluation.divergence(ctx, file)
-    found = compare(TARGET, DRAFT, text, coded=True).divergence
+    found = compare(TARGET, DRAFT, text).divergence
     assert found is not None
-    assert np.array_equal(np.concatenate(found.rows), np.concatenate(wanted.rows))
-    assert found.statistics == wanted.statistics
-    plain = compare(TARGET, DRAFT, text).divergence
-    assert plain is not None
     mean = wanted.statistics.mean.value
-    assert abs(plain.statistics.mean.value - mean) <= 2e-5 + 0.005 * mean
+    assert abs(found.statistics.mean.value - mean) <= 2e-5 + 0.005 * mean
 
 
 def test_a_model_is_at_zero_from_itself(text: str) -> None:
@@ -228,7 +224,7 @@ def test_wrong_use_is_told(file: Path, tmp_path: Path) -> None:
         BOTH, (*BOTH, "-f", tmp_path / "none.txt"),
         ("--against", TARGET, "-m", tmp_path / "none.gguf", "-f", file),
         (*BOTH, "-f", tmp_path / "short.txt"),
-        ("-m", TARGET, "-f", file, "--coded"), (*BOTH, "-m", TARGET, "-f", file, "--fail-kl", "1"),
+        (*BOTH, "-m", TARGET, "-f", file, "--fail-kl", "1"),
     ):  # fmt: skip
         done = run(*arguments)
         assert done.exit_code in (1, 2) and "error:" in done.output

@@ -85,6 +85,15 @@ def test_input_files_are_those_of_one_format(tmp_path: Path) -> None:
         input_files("nowhere://x")
 
 
+def test_relative_paths_are_those_of_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text("{}\n")
+    monkeypatch.chdir(tmp_path)
+    assert input_files(["a.jsonl", "b.jsonl"])[0] == input_files(str(tmp_path))[0]
+
+
 def test_files_of_a_folder_are_whole_or_missing(tmp_path: Path) -> None:
     folder = Folder(str(tmp_path / "a")) / "b"
     assert folder.paths() == []

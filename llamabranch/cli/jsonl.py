@@ -13,7 +13,6 @@ from msgspec import Meta, Struct
 
 import llamabranch as lb
 from llamabranch import ConfigError, Request, SamplingParams
-from llamabranch.sampling import SamplingSettings
 
 from .files import is_unicode, read_standard_input, read_text, schema_text, text_lines
 
@@ -219,7 +218,9 @@ def _request(data: Any, name: str, sampling: SamplingParams | None) -> Request:
         settings["logit_bias"] = {int(k): v for k, v in bias.items()}
     line = msgspec.convert(given, _Line)
     if settings:
-        sampling = (sampling or SamplingParams()).replace(**cast(SamplingSettings, settings))
+        sampling = (sampling or SamplingParams()).replace(
+            **cast("lb.sampling.SamplingSettings", settings)
+        )
     if line.stream:
         raise ConfigError("stream is not possible in a file of requests")
     for names in _EXCLUSIVE:

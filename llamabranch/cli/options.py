@@ -19,7 +19,6 @@ import typer
 
 import llamabranch as lb
 from llamabranch import ConfigError, SamplingParams, hub
-from llamabranch.sampling import SamplingSettings
 
 from ..arguments import choice, nearest
 from .bundles import argument, option
@@ -471,7 +470,7 @@ class SamplingFlags:
         names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")
         given = {name: getattr(self, name) for name in names}
         found = {**given, "seed": seed, **models.set("sampling")}
-        return DEFAULTS.replace(**cast(SamplingSettings, found))
+        return DEFAULTS.replace(**cast("lb.sampling.SamplingSettings", found))
 
     def without_eog(self, params: SamplingParams, model: lb.Model) -> SamplingParams:
         """Return ``params`` without the model's EOG tokens if ``--ignore-eos`` was given."""

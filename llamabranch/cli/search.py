@@ -13,7 +13,6 @@ import typer
 
 import llamabranch as lb
 from llamabranch import ConfigError, SamplingParams, hub
-from llamabranch.sampling import SamplingSettings
 from llamabranch.search import SearchResult, SearchStats, outline
 
 from ..arguments import choice
@@ -116,7 +115,7 @@ class MethodFlags:
         off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} if self.method == "smc" else {}
         default = SamplingParams()
         unset = {k: v for k, v in off.items() if getattr(params, k) == getattr(default, k)}
-        return params.replace(**cast(SamplingSettings, unset))
+        return params.replace(**cast("lb.sampling.SamplingSettings", unset))
 
 
 @with_bundles

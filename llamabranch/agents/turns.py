@@ -99,7 +99,8 @@ class Turns:
         if not self.others.is_used:
             return None
         # Whatever it calls; and no JSON to begin with, which would end where it turns into a call.
-        forbidden = [r'(.|\n)*"name":\s*"[^"]*",\s*"(arguments|parameters)":', r"\s*(```\w*\s*)?\{"]
+        pair = r'"name"\s*:\s*"[^"]*"\s*,\s*"(arguments|parameters)"\s*:'
+        forbidden = [r"(.|\n)*" + pair, r"\s*(```\w*\s*)?(\[\s*)?\{"]
         control = [text for text in self.model.handle.control_tokens() if text.strip()]
         opening = re.split(r"\s", self.form.form.opening.strip())[0]
         is_control = any(text in opening for text in control)  # which no grammar of text allows

@@ -26,7 +26,7 @@ from ..native.interrupts import HeldInterrupts
 from ..sampling import SamplingParams
 from ..speculative import NullDrafter, SpeculativeConfig, SpeculativeStats
 from ..speculative.combined import DrafterChoice
-from .job import EngineSettings, Job, Submission, Target
+from .job import EngineSettings, Job, State, Submission, Target
 from .request import (
     AnyRequest,
     Event,
@@ -332,6 +332,7 @@ class EngineCore:
     Attributes:
         scheduler: which of its texts hold a sequence.
         n_added: how many requests were added.
+        n_decoded: how many tokens its steps have decoded.
     """
 
     def __init__(
@@ -342,7 +343,7 @@ class EngineCore:
         expected: Collection[str] = (),
         redraws: bool = False,
     ) -> None:
-        self.n_added = 0
+        self.n_added = self.n_decoded = 0
         self._settings = settings
         self._stats = settings.stats
         self.scheduler = Scheduler(settings.target, settings.parallel, settings.stats)
@@ -545,10 +546,15 @@ class EngineCore:
             self._events += announced
             return
         if jobs or reading:
-            running = [(job.running, job.output.draft_limit) for job in jobs if job.running]
+            running = [
+                (job.running, -1 if job.state is State.CLOSING else job.output.draft_limit)
+                for job in jobs
+                if job.running
+            ]
             step = self._run(running, reading)
             if step is None:
                 return
+            self.n_decoded += step.n_tokens
             self._stats.target_forward_passes += step.n_tokens > 0
             self._stats.draft_forward_passes += step.n_draft_decodes
             self._postprocess([*jobs, *reading], step)
@@ -591,7 +597,7 @@ class EngineCore:
             submission = self._aborted[0]
             if scheduler.find(submission.name) is submission:
                 for job in scheduler.jobs_of(submission):
-                    self._end(job, "cancelled")
+                    self.end(job, "cancelled")
             self._aborted.popleft()
         for job in scheduler.admit():
             self._fail(job, job.error)
@@ -599,10 +605,11 @@ class EngineCore:
             self._n_idle = 0
         elif not self._waits():  # others hold all sequences of the context
             while (waiting := scheduler.head()) is not None:
-                self._end(waiting, "capacity", scheduler.no_sequence)
-        active, paused = scheduler.active, scheduler.paused
-        running = [job for job in active if job.running and job.name not in paused]
-        return running, [job for job in active if job.is_reading]
+                self.end(waiting, "capacity", scheduler.no_sequence)
+        for job in [job for job in scheduler.active if job.is_reading and not job.n_uncached]:
+            self._begin(job)
+        active = scheduler.active
+        return [job for job in active if job.running], [job for job in active if job.is_reading]
 
     def _waits(self) -> bool:
         """Sleep briefly; return False once ``wait_s`` has passed without a decode on the context.
@@ -624,29 +631,45 @@ class EngineCore:
             for job in jobs:
                 self._take(job)
             if step.no_room is not None:  # the newest request gives way, the last one ends
-                if self.scheduler.preempt() is not None:
+                if self.scheduler.preempt():
                     self._stats.preemptions += 1
                 else:
-                    self._end(self.scheduler.active[0], "capacity", step.no_room)
+                    self.end(self.scheduler.active[0], "capacity", step.no_room)
         except LlamaBranchError:  # of a drafter that cannot close a state: the others have accepted
             self._recover()
             raise
 
     def _take(self, job: Job) -> None:
-        running, emitted, error = job.running, [], job.error
+        """Take what a step has brought to a text."""
+        running = job.running
         if running is not None:
-            emitted, error = running.emitted, running.error
-        elif job.n_decoded and error is None:
+            self._add(job, running.emitted, running.error)
+        elif job.error is not None:
+            self._fail(job, job.error)
+        elif job.n_decoded:
             self._stats.prompt_tokens += job.n_decoded
             self._events += job.note_read()
             if not job.n_uncached:
-                try:
-                    emitted = job.begin()
-                except LlamaBranchError as failure:
-                    error = failure
+                self._begin(job)
+
+    def _begin(self, job: Job) -> None:
+        """Let a text run that has read all."""
+        try:
+            emitted = job.begin()
+        except LlamaBranchError as failure:
+            self._fail(job, failure)
+        else:
+            self._add(job, emitted, None)
+
+    def _add(self, job: Job, emitted: Sequence[Produced], error: LlamaBranchError | None) -> None:
+        """Add tokens to a text that runs; let it go on to its answer, park or end where that follows."""
+        closes = job.is_at_end()  # a segment without tokens, or whose last one was decoded now
         for one in emitted:
-            if job.output.finish_reason is None:
+            if job.output.finish_reason is None and not closes:
+                if closes := job.is_at_end(one):
+                    break
                 self._events += job.emit(one)
+                closes = job.is_at_end()
         if emitted:
             job.note_token()
             if job.shares_thought:
@@ -655,15 +678,22 @@ class EngineCore:
             elif job.equals and job.running is not None:
                 self._part(job, job.running)
         reason = job.output.finish_reason
-        if reason is not None and error is None and job.ends_thought:
+        if error is not None:
+            if reason is not None:
+                self.end(job, reason)
+            else:
+                self._fail(job, error)
+        elif closes:
+            job.close_segment()
+            if not job.text.is_behind:
+                job.rest()
+                self.scheduler.park(job)
+        elif reason is not None and job.ends_thought:
             for each in (job, *job.equals):
-                self._events += each.emit(None)
+                self._events += each.break_off()
             self.scheduler.answer(job)
         elif reason is not None:
-            if error is not None or job.running is not None:
-                self._end(job, reason)
-        elif error is not None:
-            self._fail(job, error)
+            self.end(job, reason)
 
     def _part(self, job: Job, running: RunningText) -> None:
         """Give equal texts their tokens; those that have drawn another one go on by themselves."""
@@ -680,7 +710,7 @@ class EngineCore:
                     self.scheduler.answer(first)
                     self.scheduler.requeue(first)
                 elif reason is not None:
-                    self._end(first, reason)
+                    self.end(first, reason)
                 elif self.scheduler.part(first, job):
                     first.begin()
             except LlamaBranchError as error:
@@ -694,15 +724,15 @@ class EngineCore:
         job.note_token()
 
     def _fail(self, job: Job, error: LlamaBranchError | None) -> None:
-        self._end(job, "capacity" if isinstance(error, CapacityError) else "error", error)
+        self.end(job, "capacity" if isinstance(error, CapacityError) else "error", error)
 
-    def _end(self, job: Job, reason: str, error: LlamaBranchError | None = None) -> None:
+    def end(self, job: Job, reason: str, error: LlamaBranchError | None = None) -> None:
         """Report the result of a text and of those that are equal, and free what they hold."""
         if isinstance(error, ConstraintError):
             reason, error = "constraint", None
         for each in (job, *job.equals):
             if not each.has_ended:
-                self._events += each.emit(None)
+                self._events += each.break_off(reason)
                 result = each.result(reason, error)
                 self._events.append(Event(each.name, each.sample, result=result))
                 self.scheduler.finish(each)

@@ -1,6 +1,6 @@
-"""A request in the engine, and each of its texts: waiting, reading its prompt, running, ended.
+"""A request in the engine, and each of its texts, a job: waiting, reading, running, parked, ended.
 
-A text that waits has no sequence, one that reads has a branch, one that runs also a `RunningText`.
+A request begins with a prompt, or with a branch: its texts are then continuations of that branch.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ import math
 import os
 from collections import deque
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import partial
+from enum import Enum
 from time import perf_counter
 
 from ..arguments import bounded, whole
@@ -21,13 +22,14 @@ from ..context.context import text_context
 from ..context.logits import LogitsRow, TokenScore
 from ..context.params import DEFAULT_N_CTX, MOST_WITH_PREFIXES
 from ..context.progress import Reading
-from ..errors import LlamaBranchError
-from ..generation.drafter import FixedLength
+from ..errors import CapacityError, ConfigError, LlamaBranchError
+from ..generation.drafter import DraftState, FixedLength, propose
 from ..generation.drafting import Drafting
 from ..generation.generation import OutputBuffer
 from ..generation.loop import RunningText
 from ..generation.text import Text
 from ..generation.thought import ThoughtBuffer, forced_token
+from ..generation.verify import rule_name
 from ..hub import resolve
 from ..model import Model, is_chat
 from ..model.thoughts import plan_thinking
@@ -40,7 +42,16 @@ from ..speculative.combined import DrafterChoice, auto_drafter
 from .openai import named_piece
 from .request import EngineStats, Event, Request, Result
 
-__all__ = ["EngineSettings", "Job", "Submission", "Target"]
+__all__ = [
+    "TRANSITIONS",
+    "Beginning",
+    "EngineSettings",
+    "Job",
+    "SegmentEnd",
+    "State",
+    "Submission",
+    "Target",
+]
 
 Target = Context | Model | str | os.PathLike[str]
 _PARALLEL = 8  # texts at a time of an engine that opens its model: each has its part of the cache
@@ -128,6 +139,107 @@ def _context(target: object, drafter: DrafterChoice, parallel: int | None) -> Co
         raise
 
 
+class State(Enum):
+    """What a job does; `TRANSITIONS` says what may follow."""
+
+    WAITING = "waits in the queue"
+    FOLLOWING = "is equal to another text so far: it waits, and gets the tokens of that one"
+    READING = "has a sequence, and reads the tokens that it lacks"
+    RUNNING = "generates"
+    CLOSING = "is at the end of its segment: its last token is decoded next"
+    PARKED = "is not continued for now; it keeps its sequence while there is room"
+    ENDED = "has its result; others may still begin with its cells"
+
+
+_ANY = frozenset({State.WAITING, State.PARKED, State.ENDED})
+TRANSITIONS = {
+    State.WAITING: _ANY - {State.WAITING} | {State.FOLLOWING, State.READING, State.RUNNING},
+    State.FOLLOWING: _ANY - {State.PARKED} | {State.READING},
+    State.READING: _ANY | {State.RUNNING},
+    State.RUNNING: _ANY | {State.READING, State.CLOSING},
+    State.CLOSING: _ANY,
+    State.PARKED: _ANY - {State.PARKED},
+    State.ENDED: frozenset(),
+}
+
+
+class SegmentEnd:
+    """Where a job is parked, besides where its text ends.
+
+    Args:
+        text: after a token that completes this string.
+        n_tokens: after this number of tokens; 0: once all that it has is decoded.
+        entropy: before a token whose distribution has more entropy than this, nats.
+    """
+
+    def __init__(
+        self, text: str | None = None, n_tokens: int | None = None, entropy: float | None = None
+    ) -> None:
+        self._text = text
+        self._n_tokens = n_tokens
+        self._entropy = entropy
+
+    @classmethod
+    def of(cls, step: str | int) -> SegmentEnd:
+        """Return the end of a step: after a token that completes a string, or after N tokens.
+
+        Raises:
+            ConfigError: an empty string, or no number of at least 1.
+        """
+        if not isinstance(step, str):
+            return cls(n_tokens=whole("step", step, 1))
+        if not step:
+            raise ConfigError("step must be a string that is not empty, or a number of tokens")
+        return cls(text=step)
+
+    def is_before(self, one: Produced, segment: Sequence[Produced]) -> bool:
+        """Return whether a segment of these tokens ends before another one."""
+        return self._entropy is not None and bool(segment) and one.entropy > self._entropy
+
+    def is_after(self, segment: Sequence[Produced]) -> bool:
+        """Return whether a segment of these tokens has ended."""
+        if self._n_tokens is not None and len(segment) >= self._n_tokens:
+            return True
+        return self._text is not None and self._text in "".join(one.text for one in segment)
+
+
+class Beginning:
+    """The branch that the texts of a request continue, with the draft state that has read it.
+
+    Args:
+        branch: has its logits; it stays as it is, and lives as long as the request.
+        drafting: who drafts for the texts.
+    """
+
+    def __init__(self, branch: Branch, drafting: Drafting) -> None:
+        self.branch = branch
+        self._drafting = drafting
+        self._state: DraftState | None = None
+
+    def draft_state(self) -> DraftState | None:
+        """Return the state to fork for each text, so that a drafter reads the beginning once.
+
+        None: nothing is drafted.
+        """
+        loop, text = self._drafting.loop, self.branch.sequence
+        if self._state is None and loop.drafter is not None:
+            with suppress(CapacityError):  # without room for it texts are decoded plainly
+                self._state = state = loop.drafter.start(
+                    text, rule_name(self._drafting.config.rule)
+                )
+                following = text.produce()
+                if not following.is_stop:  # a draft follows a token that is not decoded yet
+                    propose(state, [*text.tokens, following.token], FixedLength(1), 1)
+                    state.observe(text.position)
+        return self._state
+
+    def close(self) -> None:
+        """Free what the drafter holds. Idempotent."""
+        state, self._state = self._state, None
+        if state is not None:
+            state.close()
+
+
 class Submission:
     """A request with its prompt tokenized; makes a job for each of its texts when its turn comes.
 
@@ -138,6 +250,8 @@ class Submission:
         samples: the numbers of the texts to generate.
         reports_tokens: whether there are events for tokens; without them log-probabilities are computed
             only where the request asks for them.
+        beginning: the texts continue its branch, with the branch's own settings and grammar; the
+            request's prompt is not read.
 
     Raises:
         ConfigError: an empty prompt for a model without a beginning token, or a bad stop string.
@@ -162,15 +276,20 @@ class Submission:
         samples: Iterable[int],
         *,
         reports_tokens: bool = True,
+        beginning: Beginning | None = None,
     ) -> None:
         self.request = request
+        self.beginning = beginning
         self.name = name
         self.number = number
         self.arrival = perf_counter()
         self.drafting = settings.drafting
         self.context = settings.target
         self.model = model = settings.target.model
-        self.prompt = model.prompt_tokens(request.prompt, parse_special=request.parse_special)
+        if beginning is not None:
+            self.prompt = beginning.branch.tokens
+        else:
+            self.prompt = model.prompt_tokens(request.prompt, parse_special=request.parse_special)
         self.samples = deque(samples)
         self.thinking = request.thinking
         if self.thinking is None and is_chat(request.prompt):
@@ -194,11 +313,17 @@ class Submission:
 
     def next_job(self) -> Job:
         """Begin its next text."""
-        sample = self.samples[0]
+        job = self.job(self.samples[0])
+        self.jobs[job.sample] = job
+        self.samples.popleft()
+        return job
+
+    def job(self, sample: int, like: Job | None = None) -> Job:
+        """Return a text of this number, by which its seed is derived; ``like``: with the same tokens."""
         seed = self.seed if sample == 0 else derive_seed(self.seed, sample)
         job = Job(self, sample, self._params.replace(seed=seed), self._max_tokens)
-        self.jobs[sample] = job
-        self.samples.popleft()
+        if like is not None:
+            job.output = deepcopy(like.output)
         return job
 
 
@@ -216,7 +341,7 @@ class Job:
         output: the tokens and the text generated so far: of the thought, and then of the answer.
         branch: the sequence it holds; None while it waits, and once it has ended.
         running: its rounds; None until the prompt is read.
-        has_ended: whether it has a result.
+        ends: where its segment ends; None = with the text.
         n_decoded: how many tokens of its prompt the last step has read.
         error: why those could not be taken, or why it cannot be served at all.
         shared: the job whose cells its prompt begins with, and the number of those tokens.
@@ -258,7 +383,9 @@ class Job:
         self.stats = SpeculativeStats()
         given = request.constraint
         self.constraint = None if given is None else ConstraintCalls(given)
-        self.has_ended = False
+        self.ends: SegmentEnd | None = None
+        self._state = State.WAITING
+        self._n_before = 0  # tokens of its output before the segment
         self.branch: Branch | None = None
         self.running: RunningText | None = None
         self._before: RunningText | None = None  # of the thought, until the answer begins
@@ -306,6 +433,57 @@ class Job:
     # -- its states ----------------------------------------------------------------------------------
 
     @property
+    def state(self) -> State:
+        """What it does.
+
+        Raises:
+            RuntimeError: it is set to what `TRANSITIONS` does not allow; nothing changes.
+        """
+        return self._state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        if state not in TRANSITIONS[self._state]:
+            raise RuntimeError(f"{self!r} {self._state.value}: it cannot become {state.name}")
+        self._state = state
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has a result."""
+        return self._state is State.ENDED
+
+    def begin_segment(self, ends: SegmentEnd | None) -> None:
+        """Begin a segment after the tokens that it has."""
+        self.ends, self._n_before = ends, len(self.output.emitted)
+
+    @property
+    def segment(self) -> list[Produced]:
+        """The tokens of its segment."""
+        return self.output.emitted[self._n_before :]
+
+    def is_at_end(self, following: Produced | None = None) -> bool:
+        """Return whether its segment has ended, or ends before the token ``following``."""
+        if self.ends is None or self.output.finish_reason is not None:
+            return False
+        if following is not None:
+            return self.ends.is_before(following, self.segment)
+        return self.ends.is_after(self.segment)
+
+    def close_segment(self) -> None:
+        """Drop what was drafted beyond the end; the last token is to be decoded, if it is not yet."""
+        n = len(self.prompt) + len(self.output.tokens)
+        if self.text.position > n:
+            self.held.rewind(n)
+        if self.text.is_behind and self._state is not State.CLOSING:
+            self.state = State.CLOSING
+
+    def rest(self) -> None:
+        """End its rounds; it keeps its sequence."""
+        running, self.running = self.running, None
+        if running is not None:
+            running.close()
+
+    @property
     def is_thinking(self) -> bool:
         """Whether what it generates is a thought, or may be the beginning of one."""
         return isinstance(self.output, ThoughtBuffer)
@@ -342,18 +520,18 @@ class Job:
             self.text.begin_anew(n, sampler)
             self.text.seed = self.sampling.seed or 0
             self._before, self.running = self.running, None
-            self.shared = (None, 0)
+            self.shared, self.state = (None, 0), State.READING
 
     @property
     def is_reading(self) -> bool:
         """Whether it reads its prompt, and after a preemption what it has generated."""
-        return self.branch is not None and self.running is None
+        return self._state is State.READING
 
     @property
     def may_be_equal(self) -> bool:
         """Whether its tokens need no more than a row of logits, which another text may share."""
         asked = self.request
-        is_plain = asked.constraint is None and not asked.min_tokens
+        is_plain = asked.constraint is None and not asked.min_tokens and self.ends is None
         return is_plain and asked.prompt_logprobs is None and asked.on_round is None
 
     @property
@@ -364,8 +542,8 @@ class Job:
         return drafting.loop.drafter is None or (is_seeded and self.text.sampler.is_stateless)
 
     def admit(self, branch: Branch, n_cached: int) -> None:
-        """Give it a sequence that holds the first ``n_cached`` tokens of ``to_cache``."""
-        self.branch = branch
+        """Give it a sequence that holds the first ``n_cached`` tokens of it."""
+        self.branch, self.state = branch, State.READING
         if self.wants_rows:  # those before ``logprobs_from`` are left out
             self.scores += [None] * (n_cached + 1 - len(self.scores))
         self.note_admitted(n_cached)
@@ -379,7 +557,7 @@ class Job:
             self.n_cached = n_cached
 
     def begin(self) -> list[Produced]:
-        """Let it run: its prompt is read. Return what it emits: a token, or none after a preemption."""
+        """Let it run: all is read. Return what it emits: a token, or none where its last one is next."""
         request, output, drafting = self.request, self.output, self.submission.drafting
         loop, rule, like = drafting.loop, drafting.config.rule, None
         if self.constraint is not None and not self.is_thinking:
@@ -388,8 +566,12 @@ class Job:
                 ConstraintState(self.constraint, model, request.stop, request.stop_tokens)
             )
         source, n_shared = self.shared
+        beginning, drafts = self.submission.beginning, loop.drafter is not None
         before, self._before = self._before, None
-        if before is not None and before.rule == rule and self.grammar is None:
+        if beginning is not None:
+            like, n_shared = beginning.draft_state(), len(self.submission.prompt)
+            drafts = like is not None
+        elif before is not None and before.rule == rule and self.grammar is None:
             like, n_shared = before.state, self.text.n_decoded
         elif (
             source is not None
@@ -398,7 +580,7 @@ class Job:
             and source.grammar == self.grammar
         ):
             like = source.running.state  # so the drafter, too, reads a shared prompt only once
-        drafts = loop.drafter is not None and output.finish_reason is None
+        drafts = drafts and output.finish_reason is None
         top = request.top_logprobs or 0
         self.running = running = loop.open(
             self.text, rule, self.stats, top, drafts=drafts, like=like
@@ -412,24 +594,17 @@ class Job:
             before.close()
         if not self.shares_thought:  # else they get its tokens
             running.other_seeds = [each.sampling.seed or 0 for each in self.equals]
-        if output.emitted:  # it was preempted, and continues after its last token
-            last = output.emitted[-1]
+        self.state = State.RUNNING
+        if len(running.text.tokens) < len(self.prompt) + len(output.tokens):
+            last = output.emitted[-1]  # it was preempted, and continues after its last token
             running.text.append(last.token, -last.logprob, None)
-        if output.emitted or output.finish_reason is not None:
+            return []
+        if output.finish_reason is not None or self.is_at_end():
             return []
         return [running.draw()]
 
-    def preempt(self) -> None:
-        """Take its sequences: it waits to be admitted again."""
-        self.num_preemptions += 1
-        self._release()
-
-    def end(self) -> None:
-        """Free all that it holds; it has a result."""
-        self._release(ends=True)
-
-    def _release(self, *, ends: bool = False) -> None:
-        """Free the sequences it holds, that of its drafter included."""
+    def release(self) -> None:
+        """Free the sequences it holds, that of its drafter included; it can get others."""
         opened, branch = (self.running, self._before), self.branch
         self.running, self._before, self.shared = None, None, (None, 0)
         try:
@@ -438,9 +613,10 @@ class Job:
                     running.close()
         finally:  # also if the drafter fails, which may be a user's
             if branch is not None and not branch.ctx.closed:
-                branch.sequence.keep_cached(is_last=True)
+                if self.submission.beginning is None:
+                    branch.sequence.keep_cached(is_last=True)
                 branch.prune()
-            self.branch, self.has_ended = None, self.has_ended or ends
+            self.branch = None
 
     # -- reading -------------------------------------------------------------------------------------
 
@@ -473,7 +649,12 @@ class Job:
     def n_uncached(self) -> int:
         """How many tokens of ``to_cache`` are not in the cache yet."""
         done = 0 if self.branch is None else self.branch.sequence.n_decoded
-        return self.n_to_cache - done
+        return max(0, self.n_to_cache - done)
+
+    @property
+    def cells(self) -> list[int]:
+        """The tokens that its sequence holds, or will hold before it runs."""
+        return self.to_cache if self.n_uncached else self.text.tokens[: self.text.n_decoded]
 
     @property
     def wants_rows(self) -> bool:
@@ -514,12 +695,16 @@ class Job:
 
     # -- its output ----------------------------------------------------------------------------------
 
-    def emit(self, one: Produced | None) -> list[Event]:
-        """Add a token to the output, or None: end it there; return the event of its text, if any."""
+    def emit(self, one: Produced) -> list[Event]:
+        """Add a token to the output; return the event of its text, if any."""
         reports, of = self.submission.reports_tokens, (self.name, self.sample)
-        add = self.output.break_off if one is None else partial(self.output.add, one)
         # This line does it all: what comes between two lines loses no event.
-        return [Event(*of, it)] if (it := add()) and reports else []
+        return [Event(*of, it)] if (it := self.output.add(one)) and reports else []
+
+    def break_off(self, reason: str | None = None) -> list[Event]:
+        """End its output, as ``OutputBuffer.break_off``; return the event of text held back, if any."""
+        reports, of = self.submission.reports_tokens, (self.name, self.sample)
+        return [Event(*of, it)] if (it := self.output.break_off(reason)) and reports else []
 
     def note_token(self) -> None:
         """Note that it got a token just now; after the last of its ``min_tokens`` it may end."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
+import os
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from time import perf_counter, sleep
 
-from ..arguments import function, instance, whole
+from ..arguments import bounded, function, instance, whole
 from ..branch import Produced
 from ..context import Context
+from ..context.context import text_context
+from ..context.params import DEFAULT_N_CTX, MOST_WITH_PREFIXES
 from ..errors import (
     CapacityError,
     ClosedError,
@@ -21,14 +25,20 @@ from ..errors import (
     LlamaBranchError,
     QueueFullError,
 )
+from ..generation.drafting import Drafting
 from ..generation.loop import RunningText, Step
+from ..hub import resolve
+from ..model import Model
 from ..native.interrupts import HeldInterrupts
 from ..sampling import SamplingParams
-from ..speculative import NullDrafter, SpeculativeConfig, SpeculativeStats
-from ..speculative.combined import DrafterChoice
-from .job import EngineSettings, Job, State, Submission, Target
+from ..sampling.noise import derive_seed, random_seed
+from ..sampling.params import settings_of
+from ..speculative import Drafter, NullDrafter, SpeculativeConfig, SpeculativeStats
+from ..speculative.combined import DrafterChoice, auto_drafter
+from .job import Job, State, Submission
 from .request import (
     AnyRequest,
+    EngineStats,
     Event,
     Request,
     Requests,
@@ -40,8 +50,10 @@ from .request import (
 )
 from .scheduler import Scheduler
 
-__all__ = ["Engine", "EngineCore"]
+__all__ = ["Engine", "EngineCore", "Target"]
 
+Target = Context | Model | str | os.PathLike[str]
+_PARALLEL = 8  # texts at a time of an engine that opens its model: each has its part of the cache
 _POLL_S = 0.02  # how often to check whether others have freed a sequence
 
 
@@ -104,13 +116,25 @@ class Engine:
         parallel: int | None = None,
     ) -> None:
         self._max_waiting = None if max_waiting is None else whole("max_waiting", max_waiting, 0)
-        self._settings = opened = EngineSettings.opened(
-            target, drafter, config, sampling, max_tokens, seed, wait_s, parallel
-        )
-        self.target, self.owns_target = opened.target, not isinstance(target, Context)
-        self.drafter, self.config = opened.drafting.drafter, opened.drafting.config
-        self.sampling, self.stats = opened.sampling, opened.stats
-        self.core = EngineCore(opened, redraws=True)
+        self.sampling = settings_of(sampling)
+        self._max_tokens = None if max_tokens is None else whole("max_tokens", max_tokens, 0)
+        self._wait_s = bounded("wait_s", wait_s, 0.0, math.inf)
+        self._seed = random_seed() if seed is None else whole("seed", seed)
+        self._repeats = seed is not None
+        self._n_seeds = 0
+        with ExitStack() as failing:
+            self.target = ctx = _context(target, drafter, parallel)
+            self.owns_target = ctx is not target
+            if self.owns_target:
+                failing.callback(ctx.close)
+            if drafter == "auto":
+                drafter = auto_drafter(ctx)
+            self._drafting = Drafting(ctx, drafter, config, batched=True)
+            self._parallel = None if parallel is None else whole("parallel", parallel, 1)
+            failing.pop_all()
+        self.drafter, self.config = self._drafting.drafter, self._drafting.config
+        self.stats = EngineStats()
+        self.core = self._new_core()
         self._adding = threading.Lock()
         self._is_closed = False
         # Every call of ``stream`` has a core of its own, with its own ids. A core that is
@@ -121,11 +145,43 @@ class Engine:
     @property
     def seed(self) -> int:
         """The seed from which those of requests without one are derived."""
-        return self._settings.seed
+        return self._seed
 
     @seed.setter
     def seed(self, seed: int) -> None:
-        self._settings.seed, self._settings.repeats = whole("seed", seed), True
+        self._seed, self._repeats = whole("seed", seed), True
+
+    def _draw_seed(self) -> int:
+        """Return the seed, or, if none was given, another one each time: first that one itself."""
+        n, self._n_seeds = self._n_seeds, self._n_seeds + 1
+        return self._seed if self._repeats or not n else derive_seed(self._seed, n)
+
+    def _new_core(self, expected: Collection[str] = ()) -> EngineCore:
+        return EngineCore(
+            self._drafting, self.stats, self._parallel, self._wait_s, expected=expected
+        )
+
+    def _add(
+        self,
+        core: EngineCore,
+        request: Request,
+        name: str,
+        samples: list[int],
+        seed: int,
+        *,
+        reports_tokens: bool,
+    ) -> None:
+        """Queue the texts ``samples`` of a request, whose id is ``name``.
+
+        Raises:
+            ConfigError, TokenizeError: its prompt or its stop strings are invalid; it is not queued.
+        """
+        core.add(
+            Submission(
+                request, name, core.n_added, self._drafting, self.sampling, self._max_tokens, seed,
+                samples, reports_tokens=reports_tokens,
+            )
+        )  # fmt: skip
 
     def __enter__(self) -> Engine:
         return self
@@ -162,7 +218,10 @@ class Engine:
                     hint="add it again after some steps, or raise max_waiting",
                 )
             samples = list(range(n))
-            self.core.add(as_request(request), name, samples, reports_tokens=reports_tokens)
+            self._add(
+                self.core, as_request(request), name, samples, self._draw_seed(),
+                reports_tokens=reports_tokens,
+            )  # fmt: skip
             return name
 
     def step(self) -> list[Event]:
@@ -251,9 +310,9 @@ class Engine:
 
         if on_event is not None:
             function("on_event", on_event)
-        core = self._open(source, reports_tokens=on_event is not None)
+        run = self._run(source, reports_tokens=on_event is not None)
         try:
-            with closing(self._run(core, source)) as events:  # also if ``on_event`` raises
+            with closing(run) as events:  # also if ``on_event`` raises
                 for event in events:
                     if event.result is not None:
                         results.append(event.result)
@@ -277,23 +336,44 @@ class Engine:
             DecodeInterruptedError: a decode was interrupted. The results of the unfinished requests that
                 were read come before, with what they have, as "cancelled".
         """
-        source = RequestSource(requests, skip)
-        return self._run(self._open(source), source)
+        return self._run(RequestSource(requests, skip))
 
-    def _open(self, source: RequestSource, *, reports_tokens: bool = True) -> EngineCore:
+    def _run(
+        self, source: RequestSource, *, reports_tokens: bool = True
+    ) -> Generator[Event, None, None]:
+        """Return an iterator over the events of all steps, until ``source`` and all requests end."""
         self._check_open()
-        core = EngineCore(self._settings, reports_tokens=reports_tokens, expected=source.expected)
+        core, seed = self._new_core(source.expected), self._draw_seed()
         self._streams.append(weakref.ref(core, self._streams.remove))
-        return core
 
-    def _run(self, core: EngineCore, source: RequestSource) -> Generator[Event, None, None]:
-        """Yield the events of all steps until ``source`` and all requests have ended."""
+        def feed() -> bool:
+            """Add the next request; False at the end. One that cannot be queued ends with its error."""
+            if (asked := next(source, None)) is None:
+                return False
+            name, request, samples, error = asked
+            if name in core and error is None:
+                error = ConfigError(f"two unfinished requests have the id {name!r}")
+            try:
+                if error is None:
+                    self._add(core, request, name, samples, seed, reports_tokens=reports_tokens)
+            except LlamaBranchError as refused:
+                error = refused
+            if error is not None:
+                core.refuse(name, request, samples, error)
+            source.expected.discard(name)  # once it is known here
+            return True
+
+        return self._steps(core, source, feed)
+
+    def _steps(
+        self, core: EngineCore, source: RequestSource, feed: Callable[[], bool]
+    ) -> Generator[Event, None, None]:
         ahead = max(2, self.target.n_seq_max)  # requests that wait, besides those that run
         more = True
         try:
             while True:
                 while more and core.n_ahead < ahead:
-                    more = core.feed(source)
+                    more = feed()
                 if not core.has_unfinished:
                     if source.failure is not None:
                         raise source.failure
@@ -310,12 +390,33 @@ class Engine:
 
     def explain(self) -> str:
         """Return a description of how it drafts and batches, with the measurements behind it."""
-        loop = self._settings.drafting.loop
+        loop = self._drafting.loop
         if loop.drafter is not None:
             return loop.length.explain()
         if isinstance(self.drafter, NullDrafter):
             return "plain decoding: there is no drafter"
         return "plain decoding: this model's memory cannot remove the rejected tokens of a draft"
+
+
+def _context(target: object, drafter: DrafterChoice, parallel: int | None) -> Context:
+    """Return the context that generates, one of the engine's own unless it is given."""
+    if not isinstance(target, (Model, str, os.PathLike)):
+        return text_context("target", target)
+    model = target if isinstance(target, Model) else Model(resolve(target))
+    try:
+        n = _PARALLEL if parallel is None else parallel
+        n = whole("parallel", n, 1, MOST_WITH_PREFIXES)
+        return Context(
+            model,
+            n_ctx=n * min(DEFAULT_N_CTX, model.n_ctx_train or DEFAULT_N_CTX),
+            n_seq_max=n,
+            kv_unified=True if isinstance(drafter, Drafter) and drafter.contexts else "auto",
+            owns_model=model is not target,
+        )
+    except BaseException:
+        if model is not target:
+            model.close()
+        raise
 
 
 class EngineCore:
@@ -324,10 +425,11 @@ class EngineCore:
     ``add`` and ``abort`` may be called from any thread, all else from one at a time.
 
     Args:
-        settings: those of the engine.
-        reports_tokens: whether there are events for tokens, besides those for results.
+        drafting: who drafts for all texts, and on which context.
+        stats: gets what it does.
+        parallel: how many texts run at a time at most; None = as many as there are sequences.
+        wait_s: how long to wait, seconds, while others hold all sequences.
         expected: ids of requests that are not added yet, to which ``abort`` applies as well.
-        redraws: where the engine has no given seed: each request draws another text, not all together.
 
     Attributes:
         scheduler: which of its texts hold a sequence.
@@ -337,19 +439,20 @@ class EngineCore:
 
     def __init__(
         self,
-        settings: EngineSettings,
+        drafting: Drafting,
+        stats: EngineStats,
+        parallel: int | None = None,
+        wait_s: float = 0.0,
         *,
-        reports_tokens: bool = True,
         expected: Collection[str] = (),
-        redraws: bool = False,
     ) -> None:
         self.n_added = self.n_decoded = 0
-        self._settings = settings
-        self._stats = settings.stats
-        self.scheduler = Scheduler(settings.target, settings.parallel, settings.stats)
-        self._reports_tokens = reports_tokens
+        self._ctx = drafting.ctx
+        self._loop = drafting.loop
+        self._stats = stats
+        self.scheduler = Scheduler(drafting.ctx, parallel, stats)
+        self._wait_s = wait_s
         self._expected = expected
-        self._seed = None if redraws else settings.draw_seed()
         self._n_idle = 0  # polls for a sequence without a decode
         self._n_decodes = -1
         self._added: deque[Submission] = deque()
@@ -364,50 +467,24 @@ class EngineCore:
 
     # -- requests ------------------------------------------------------------------------------------
 
-    def add(
-        self, request: Request, name: str, samples: list[int], *, reports_tokens: bool = True
-    ) -> None:
-        """Queue the texts ``samples`` of a request, whose id is ``name``; see ``Engine.add_request``.
-
-        Raises:
-            ConfigError, TokenizeError: its prompt or its stop strings are invalid; it is not queued.
-        """
-        submission = Submission(
-            request,
-            name,
-            self.n_added,
-            self._settings,
-            self._settings.draw_seed() if self._seed is None else self._seed,
-            samples,
-            reports_tokens=self._reports_tokens and reports_tokens,
-        )
+    def add(self, submission: Submission) -> None:
+        """Queue the texts of a request."""
         self.n_added += 1
-        if samples:
+        if submission.samples:
             self._added.append(submission)
-            if name in self._aborted_ahead:
+            if submission.name in self._aborted_ahead:
                 self._aborted.append(submission)
 
-    def feed(self, source: RequestSource) -> bool:
-        """Add the next request; False at the end. A request that cannot be queued ends with its error."""
-        if (asked := next(source, None)) is None:
-            return False
-        name, request, samples, error = asked
-        if name in self and error is None:
-            error = ConfigError(f"two unfinished requests have the id {name!r}")
-        try:
-            if error is None:
-                self.add(request, name, samples)
-        except LlamaBranchError as refused:
-            error = refused
-        if error is not None:
-            self.n_added += 1
-            seed = 0 if request.sampling is None else request.sampling.seed or 0
-            for i in samples:
-                stats = SpeculativeStats()
-                result = Result(name, i, request.prompt, "", [], "error", seed, stats, error=error)
-                self._events.append(Event(name, i, result=result))
-        source.expected.discard(name)  # once it is known here
-        return True
+    def refuse(
+        self, name: str, request: Request, samples: Sequence[int], error: LlamaBranchError
+    ) -> None:
+        """Report an error as the result of each text of a request that cannot be queued."""
+        self.n_added += 1
+        seed = 0 if request.sampling is None else request.sampling.seed or 0
+        for i in samples:
+            stats = SpeculativeStats()
+            result = Result(name, i, request.prompt, "", [], "error", seed, stats, error=error)
+            self._events.append(Event(name, i, result=result))
 
     def abort(self, name: str) -> None:
         """End a request at the next step; its results hold what was generated.
@@ -424,7 +501,7 @@ class EngineCore:
             with self._stopping:
                 if self._reads and any(j.is_reading for j in list(submission.jobs.values())):
                     self._has_stopped = True
-                    self._settings.target.interrupt()
+                    self._ctx.interrupt()
 
     def abort_all(self) -> None:
         """End all requests at the next step."""
@@ -563,12 +640,11 @@ class EngineCore:
         self, running: Sequence[tuple[RunningText, int]], reading: Sequence[Job]
     ) -> Step | None:
         """Run a step of the loop; None if ``abort`` has stopped it: then nothing has changed."""
-        loop = self._settings.drafting.loop
         if not reading:
-            return loop.step(running)
+            return self._loop.step(running)
         self._reads = True
         try:
-            return loop.step(running, reading)
+            return self._loop.step(running, reading)
         except DecodeInterruptedError:
             with self._stopping:
                 if not self._has_stopped:
@@ -579,7 +655,7 @@ class EngineCore:
                 self._reads = False
                 if self._has_stopped:  # the decode may have ended before
                     self._has_stopped = False
-                    self._settings.target.resume()
+                    self._ctx.resume()
 
     # -- a step --------------------------------------------------------------------------------------
 
@@ -616,10 +692,10 @@ class EngineCore:
 
         Polls are counted, not seconds, so that a suspended machine does not use up the time.
         """
-        n_decodes = self._settings.target.decoder.n_decodes
+        n_decodes = self._ctx.decoder.n_decodes
         if n_decodes != self._n_decodes:
             self._n_decodes, self._n_idle = n_decodes, 0
-        if self._n_idle * _POLL_S >= self._settings.wait_s:
+        if self._n_idle * _POLL_S >= self._wait_s:
             return False
         self._n_idle += 1
         sleep(_POLL_S)
@@ -663,7 +739,7 @@ class EngineCore:
 
     def _add(self, job: Job, emitted: Sequence[Produced], error: LlamaBranchError | None) -> None:
         """Add tokens to a text that runs; let it go on to its answer, park or end where that follows."""
-        closes = job.is_at_end()  # a segment without tokens, or whose last one was decoded now
+        closes = job.state is State.CLOSING or job.is_at_end()
         for one in emitted:
             if job.output.finish_reason is None and not closes:
                 if closes := job.is_at_end(one):

@@ -6,21 +6,16 @@ A request begins with a prompt, or with a branch: its texts are then continuatio
 from __future__ import annotations
 
 import math
-import os
 from collections import deque
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass, field
 from enum import Enum
 from time import perf_counter
 
-from ..arguments import bounded, whole
+from ..arguments import whole
 from ..branch import Branch, Produced
-from ..context import Context
-from ..context.context import text_context
 from ..context.logits import LogitsRow, TokenScore
-from ..context.params import DEFAULT_N_CTX, MOST_WITH_PREFIXES
 from ..context.progress import Reading
 from ..errors import CapacityError, ConfigError, LlamaBranchError
 from ..generation.drafter import DraftState, FixedLength, propose
@@ -30,113 +25,25 @@ from ..generation.loop import RunningText
 from ..generation.text import Text
 from ..generation.thought import ThoughtBuffer, forced_token
 from ..generation.verify import rule_name
-from ..hub import resolve
-from ..model import Model, is_chat
+from ..model import is_chat
 from ..model.thoughts import plan_thinking
 from ..sampling import Grammar, Sampler, SamplingParams
 from ..sampling.constraint import ConstraintCalls, ConstraintState
-from ..sampling.noise import derive_seed, random_seed, seed_from_text
-from ..sampling.params import settings_of
-from ..speculative import Drafter, SpeculativeConfig, SpeculativeStats
-from ..speculative.combined import DrafterChoice, auto_drafter
+from ..sampling.noise import derive_seed, seed_from_text
+from ..speculative import SpeculativeStats
 from .openai import named_piece
-from .request import EngineStats, Event, Request, Result
+from .request import Event, Request, Result
 
 __all__ = [
     "TRANSITIONS",
     "Beginning",
-    "EngineSettings",
     "Job",
     "SegmentEnd",
     "State",
     "Submission",
-    "Target",
 ]
 
-Target = Context | Model | str | os.PathLike[str]
-_PARALLEL = 8  # texts at a time of an engine that opens its model: each has its part of the cache
 Key = tuple[int, int, int]  # priority, number of the request, sample: the order of admission
-
-
-@dataclass
-class EngineSettings:
-    """What all requests of an engine have in common; see ``Engine``.
-
-    Attributes:
-        drafting: what it drafts with and learns from.
-        seed: the first one.
-        repeats: it was given: all requests get it.
-        stats: totals over all requests.
-    """
-
-    target: Context
-    drafting: Drafting
-    sampling: SamplingParams
-    max_tokens: int | None
-    wait_s: float
-    parallel: int | None
-    seed: int
-    repeats: bool
-    stats: EngineStats = field(default_factory=EngineStats)
-    _n_seeds: int = 0
-
-    @classmethod
-    def opened(
-        cls,
-        target: Target,
-        drafter: DrafterChoice,
-        config: SpeculativeConfig | None,
-        sampling: SamplingParams | None,
-        max_tokens: int | None,
-        seed: int | None,
-        wait_s: float,
-        parallel: int | None,
-    ) -> EngineSettings:
-        """Check the arguments of an engine; open its context, unless it is given."""
-        with ExitStack() as failing:
-            ctx = _context(target, drafter, parallel)
-            if ctx is not target:
-                failing.callback(ctx.close)
-            if drafter == "auto":
-                drafter = auto_drafter(ctx)
-            found = cls(
-                target=ctx,
-                drafting=Drafting(ctx, drafter, config, batched=True),
-                sampling=settings_of(sampling),
-                max_tokens=None if max_tokens is None else whole("max_tokens", max_tokens, 0),
-                wait_s=bounded("wait_s", wait_s, 0.0, math.inf),
-                parallel=None if parallel is None else whole("parallel", parallel, 1),
-                seed=random_seed() if seed is None else whole("seed", seed),
-                repeats=seed is not None,
-            )
-            failing.pop_all()
-            return found
-
-    def draw_seed(self) -> int:
-        """Return the seed, or, if none was given, another one each time: first that one itself."""
-        n, self._n_seeds = self._n_seeds, self._n_seeds + 1
-        return self.seed if self.repeats or not n else derive_seed(self.seed, n)
-
-
-def _context(target: object, drafter: DrafterChoice, parallel: int | None) -> Context:
-    """Return the context that generates, one of the engine's own unless it is given."""
-    if not isinstance(target, (Model, str, os.PathLike)):
-        return text_context("target", target)
-    model = target if isinstance(target, Model) else Model(resolve(target))
-    try:
-        n = _PARALLEL if parallel is None else parallel
-        n = whole("parallel", n, 1, MOST_WITH_PREFIXES)
-        return Context(
-            model,
-            n_ctx=n * min(DEFAULT_N_CTX, model.n_ctx_train or DEFAULT_N_CTX),
-            n_seq_max=n,
-            kv_unified=True if isinstance(drafter, Drafter) and drafter.contexts else "auto",
-            owns_model=model is not target,
-        )
-    except BaseException:
-        if model is not target:
-            model.close()
-        raise
 
 
 class State(Enum):
@@ -148,7 +55,7 @@ class State(Enum):
     RUNNING = "generates"
     CLOSING = "is at the end of its segment: its last token is decoded next"
     PARKED = "is not continued for now; it keeps its sequence while there is room"
-    ENDED = "has its result; others may still begin with its cells"
+    ENDED = "has its result"
 
 
 _ANY = frozenset({State.WAITING, State.PARKED, State.ENDED})
@@ -246,7 +153,8 @@ class Submission:
     Args:
         request, name: the request and its id.
         number: how many requests came before it.
-        settings, seed: the engine's, for what the request leaves out.
+        drafting: who drafts for its texts, and on which context.
+        sampling, max_tokens, seed: the engine's, for what the request leaves out.
         samples: the numbers of the texts to generate.
         reports_tokens: whether there are events for tokens; without them log-probabilities are computed
             only where the request asks for them.
@@ -271,7 +179,9 @@ class Submission:
         request: Request,
         name: str,
         number: int,
-        settings: EngineSettings,
+        drafting: Drafting,
+        sampling: SamplingParams,
+        max_tokens: int | None,
         seed: int,
         samples: Iterable[int],
         *,
@@ -283,9 +193,9 @@ class Submission:
         self.name = name
         self.number = number
         self.arrival = perf_counter()
-        self.drafting = settings.drafting
-        self.context = settings.target
-        self.model = model = settings.target.model
+        self.drafting = drafting
+        self.context = drafting.ctx
+        self.model = model = drafting.ctx.model
         if beginning is not None:
             self.prompt = beginning.branch.tokens
         else:
@@ -296,13 +206,13 @@ class Submission:
             self.prompt, self.thinking = plan_thinking(model, self.prompt)
         self.jobs: dict[int, Job] = {}
         self.is_aborted = False
-        params = request.sampling or settings.sampling
+        params = request.sampling or sampling
         self.reports_tokens = reports_tokens
         logprobs = params.logprobs and (reports_tokens or request.top_logprobs is not None)
         self._params = params.replace(logprobs=logprobs)
         params_seed = self._params.seed
         self.seed = derive_seed(seed, seed_from_text(name)) if params_seed is None else params_seed
-        self._max_tokens = settings.max_tokens if request.max_tokens is None else request.max_tokens
+        self._max_tokens = max_tokens if request.max_tokens is None else request.max_tokens
         OutputBuffer(self._max_tokens, request.stop)  # raises for a bad stop string
         model.check_tokens(request.stop_tokens)
 
@@ -474,6 +384,7 @@ class Job:
         n = len(self.prompt) + len(self.output.tokens)
         if self.text.position > n:
             self.held.rewind(n)
+        self.text.unsettle()
         if self.text.is_behind and self._state is not State.CLOSING:
             self.state = State.CLOSING
 
@@ -601,7 +512,8 @@ class Job:
             return []
         if output.finish_reason is not None or self.is_at_end():
             return []
-        return [running.draw()]
+        self.text.unsettle()
+        return [] if self.text.is_behind else [running.draw()]
 
     def release(self) -> None:
         """Free the sequences it holds, that of its drafter included; it can get others."""

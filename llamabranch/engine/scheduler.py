@@ -24,8 +24,7 @@ class Scheduler:
     Only the head of the queue is looked at in a step.
 
     A job that is parked keeps its sequence until others need it; if it has lost it, its tokens are read
-    again when it goes on. So does a text of a branch that has ended while others of them wait: they
-    may begin like it.
+    again when it goes on.
 
     Args:
         ctx: whose sequences they are.
@@ -83,7 +82,7 @@ class Scheduler:
                     heapq.heapreplace(self._queue, (first.key, first))
                 self._push(job)
                 continue
-            if first.has_ended:
+            if first.state is not State.WAITING:
                 heapq.heappop(self._queue)
             elif first.name in self.paused:
                 heapq.heappop(self._queue)
@@ -141,20 +140,42 @@ class Scheduler:
         if not (submission.jobs or submission.samples):
             self._known.pop(submission.name, None)
             self.paused.discard(submission.name)
-        if job in self.active:
-            self.active.remove(job)
-        if submission.beginning is not None and self._queue and job.branch is not None:
-            job.rest()
-            if job not in self.idle:
-                self.idle.append(job)
-        else:
-            self._free(job)
-        job.state = State.ENDED
-
-    def _free(self, job: Job) -> None:
-        if job in self.idle:
-            self.idle.remove(job)
+        for jobs in (self.active, self.idle):
+            if job in jobs:
+                jobs.remove(job)
+        if not job.has_ended:
+            job.state = State.ENDED
+        if submission.beginning is not None and job.branch is not None:
+            heir, n = self._heir(job)
+            if heir is not None:
+                self._queue.remove((heir.key, heir))
+                heapq.heapify(self._queue)
+                self._hand_over(job, heir, n)
         job.release()
+
+    def _heir(self, job: Job) -> tuple[Job | None, int]:
+        """Return the waiting text of the same branch that begins most like one that ends, if any does.
+
+        And how many tokens they share.
+        """
+        cells, best, n_best = job.cells, None, len(job.prompt)
+        for _, other in self._queue:
+            if not isinstance(other, Job) or other.submission is not job.submission:
+                continue
+            if other.state is State.WAITING and other.branch is None and other.output.tokens:
+                n = self._ctx.kv_cache.usable(job.held.seq_id, n_common(cells, other.to_cache))
+                if n > n_best:
+                    best, n_best = other, n
+        return best, n_best
+
+    def _hand_over(self, source: Job, job: Job, n: int) -> None:
+        """Give a job the sequence of another one, which has none then, with its first ``n`` tokens."""
+        source.rest()
+        branch, source.branch = source.held, None
+        if n < branch.position:
+            branch.rewind(n)
+        branch.sequence.seed = job.sampling.seed or 0
+        self._activate(job, branch, n, None)
 
     def rebuild(self) -> None:
         """Queue all unfinished texts again: a step was broken off, in the middle of anything."""
@@ -236,9 +257,6 @@ class Scheduler:
             if job.error is not None:
                 heapq.heappop(self._queue)
                 refused.append(job)
-        if not self._queue:
-            for each in [job for job in self.idle if job.has_ended]:
-                self._free(each)
         return refused
 
     def _joins(self, job: Job) -> bool:
@@ -299,6 +317,8 @@ class Scheduler:
     def _activate(self, job: Job, branch: Branch, n_cached: int, shared: Job | None) -> None:
         """Give a job a sequence that holds its first tokens, of another job if it shares them."""
         job.shared = (shared, n_cached if shared is not None else 0)
+        if shared is not None or job.submission.beginning is not None:
+            self._stats.shared_prompt_tokens += n_cached
         job.admit(branch, n_cached)
         self.active.append(job)
         self.most_held = max(self.most_held, len(self.active) + len(self.idle))
@@ -323,6 +343,11 @@ class Scheduler:
         if not self._make_room(n_tokens + 1 - n_cached, source, is_first=before is None):
             self.no_sequence = None if self.active else before
             return False
+        if source is not None and source in self.idle and not self._free_one(source):
+            heapq.heappop(self._queue)
+            self.idle.remove(source)
+            self._hand_over(source, job, n_cached)
+            return True
         try:
             found = self._opened(job, source, n_cached)
         except SequencesExhaustedError as error:
@@ -332,8 +357,6 @@ class Scheduler:
             job.error = error
             return True
         heapq.heappop(self._queue)
-        if source is not None or job.submission.beginning is not None:
-            self._stats.shared_prompt_tokens += n_cached
         self._activate(job, *found, source)
         return True
 
@@ -341,11 +364,7 @@ class Scheduler:
         """Return a branch for a job, and how many of its tokens that holds, shared with ``source``."""
         beginning = job.submission.beginning
         if beginning is not None:
-            if source is None:
-                return self._fork(job, beginning.branch, n), n
-            if source.has_ended or not self._free_one(source):
-                return self._taken_over(job, source, n), n
-            return self._fork(job, source.held, n), n
+            return self._fork(job, beginning.branch if source is None else source.held, n), n
         wanted = [] if source is not None else _not_scored(job)
         branch = Branch.create(self._ctx, job.sampling, job.grammar, beginning=wanted)
         if source is not None:
@@ -359,17 +378,6 @@ class Scheduler:
         n = min(n, len(job.prompt))
         self._stats.cached_prompt_tokens += n
         return branch, n
-
-    def _taken_over(self, job: Job, source: Job, n: int) -> Branch:
-        """Return the branch of an idle job, with its first ``n`` tokens; that job has none then."""
-        branch = source.held
-        if n < branch.position:
-            branch.rewind(n)
-        branch.sequence.seed = job.sampling.seed or 0
-        self.idle.remove(source)
-        source.rest()
-        source.branch = None
-        return branch
 
     def _best_prefix(self, job: Job) -> tuple[Job | None, int]:
         """Return the job that shares the longest prefix with this one, and how many tokens.
@@ -439,9 +447,8 @@ class Scheduler:
         idle = [job for job in self.idle if job is not source]
         if not idle:
             return False
-        job = next((job for job in idle if job.has_ended), idle[0])
-        self.idle.remove(job)
-        self._preempt(job)
+        self.idle.remove(idle[0])
+        self._preempt(idle[0])
         return True
 
     def preempt(self) -> bool:

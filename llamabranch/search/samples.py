@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from ..branch import Branch, Produced
 from ..engine.engine import EngineCore
-from ..engine.job import Beginning, EngineSettings, Job, SegmentEnd, State, Submission
+from ..engine.job import Beginning, Job, SegmentEnd, State, Submission
 from ..engine.request import EngineStats, Event, Request
 from ..errors import CapacityError, DecodeInterruptedError
 from ..generation.drafting import Drafting
@@ -117,14 +117,20 @@ class Samples:
         drafting = Drafting(ctx, drafter, SpeculativeConfig(rule="seeded"), batched=True)
         params = branch.sampling.replace(seed=seed)
         self._stats = EngineStats()
-        settings = EngineSettings(
-            ctx, drafting, params, max_tokens, 0.0, parallel, seed, repeats=True, stats=self._stats
-        )
-        self._core = EngineCore(settings, reports_tokens=False)
+        self._core = EngineCore(drafting, self._stats, parallel)
         self._beginning = Beginning(branch, drafting)
         request = Request("", stop=stop, n=2)  # its texts may be equal
         self._submission = Submission(
-            request, "", 0, settings, seed, (), reports_tokens=False, beginning=self._beginning
+            request,
+            "",
+            0,
+            drafting,
+            params,
+            max_tokens,
+            seed,
+            (),
+            reports_tokens=False,
+            beginning=self._beginning,
         )
         self._counted = (0, 0, 0, 0)
 

@@ -9,11 +9,11 @@ import pytest
 
 import llamabranch as lb
 from llamabranch import Branch, Context, Request
+from llamabranch.engine import EngineStats
 from llamabranch.engine.engine import EngineCore
 from llamabranch.engine.job import (
     TRANSITIONS,
     Beginning,
-    EngineSettings,
     Job,
     SegmentEnd,
     State,
@@ -32,12 +32,18 @@ class Jobs:
 
     def __init__(self, branch: Branch, parallel: int | None = None, max_tokens: int = 12) -> None:
         drafting = Drafting(branch.ctx, None, lb.SpeculativeConfig(rule="seeded"), batched=True)
-        settings = EngineSettings(
-            branch.ctx, drafting, branch.sampling, max_tokens, 0.0, parallel, 5, repeats=True
-        )
-        self.core = EngineCore(settings, reports_tokens=False)
+        self.core = EngineCore(drafting, EngineStats(), parallel)
         self.all = Submission(
-            Request("", n=2), "", 0, settings, 5, (), beginning=Beginning(branch, drafting)
+            Request("", n=2),
+            "",
+            0,
+            drafting,
+            branch.sampling,
+            max_tokens,
+            5,
+            (),
+            reports_tokens=False,
+            beginning=Beginning(branch, drafting),
         )
 
     def run(self, *jobs: Job, ends: SegmentEnd | None = None) -> None:

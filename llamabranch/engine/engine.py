@@ -809,8 +809,10 @@ class EngineCore:
         for each in (job, *job.equals):
             if not each.has_ended:
                 self._events += each.break_off(reason)
-                result = each.result(reason, error)
-                self._events.append(Event(each.name, each.sample, result=result))
+                each.error = error
+                if each.submission.beginning is None:  # else a search looks at its jobs itself
+                    result = each.result(reason, error)
+                    self._events.append(Event(each.name, each.sample, result=result))
+                    self._stats.generated_tokens += len(result.tokens)
                 self.scheduler.finish(each)
                 self._stats.speculative.add(each.stats)
-                self._stats.generated_tokens += len(result.tokens)

@@ -340,7 +340,7 @@ class Scheduler:
         source, n_cached = self._best_prefix(job)
         if source is not None and source.is_reading and source.text.n_cached < n_cached:
             return False  # the prefix it will share is still being decoded
-        if not self._make_room(n_tokens + 1 - n_cached, source, is_first=before is None):
+        if not self._make_room(max(1, n_tokens + 1 - n_cached), source, is_first=before is None):
             self.no_sequence = None if self.active else before
             return False
         if source is not None and source in self.idle and not self._free_one(source):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from ..branch import Branch, Produced
 from ..engine.engine import EngineCore
 from ..engine.job import Beginning, Job, SegmentEnd, State, Submission
-from ..engine.request import EngineStats, Event, Request
+from ..engine.request import EngineStats, Request
 from ..errors import CapacityError, DecodeInterruptedError
 from ..generation.drafting import Drafting
 from ..generation.generation import OutputBuffer
@@ -196,14 +196,17 @@ class Samples:
         left = []
         for sample in running:
             if sample.job.state in (State.PARKED, State.ENDED):
+                error = sample.job.error
+                if error is not None and not isinstance(error, CapacityError):
+                    raise error
                 sample.note(self.tree)
             else:
                 left.append(sample)
         return left
 
-    def _step(self) -> list[Event]:
+    def _step(self) -> None:
         """Run a step of the scheduler; count what it has cost."""
-        events = self._core.step()
+        self._core.step()
         ours, stats = self._stats, self.tree.stats
         counted = (
             ours.target_forward_passes, self._core.n_decoded, ours.prompt_tokens,
@@ -216,11 +219,6 @@ class Samples:
         stats.tokens_redecoded += again
         stats.tokens_shared += shared
         stats.peak_sequences = max(stats.peak_sequences, self._core.scheduler.most_held)
-        for event in events:
-            error = None if event.result is None else event.result.error
-            if error is not None and not isinstance(error, CapacityError):
-                raise error
-        return events
 
     def given(self, sample: Sample, texts: Sequence[Sequence[int]]) -> list[list[SearchNode]]:
         """Score given texts after a text; return their nodes, as `SearchTree.add_given`."""
@@ -237,7 +235,7 @@ class Samples:
         if job.branch is None:
             self._core.scheduler.go_on(job, SegmentEnd(n_tokens=0))
             while job.state is not State.PARKED:
-                for event in self._step():
-                    if event.result is not None and event.result.error is not None:
-                        raise event.result.error
+                self._step()
+                if job.error is not None:
+                    raise job.error
         return job.text

@@ -16,12 +16,13 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import llamabranch as lb
+from llamabranch.context.prefix_cache import n_common
 from llamabranch.model.functions import function_tool
 
 from .llama_tools import ToolError
@@ -88,22 +89,42 @@ def nodes(texts: Sequence[Sequence[int]]) -> int:
     """Return how many nodes the trie of texts has."""
     seen, n = list[Sequence[int]](), 0
     for text in texts:
-        n += len(text) - max((common(text, other) for other in seen), default=0)
+        n += len(text) - max((n_common(text, other) for other in seen), default=0)
         seen.append(text)
     return n
 
 
-def common(left: Sequence[int], right: Sequence[int]) -> int:
-    """Return how many tokens two texts begin with together."""
-    both = zip(left, right, strict=False)
-    return next((i for i, (a, b) in enumerate(both) if a != b), min(len(left), len(right)))
+Ask = Callable[[Mapping[str, object]], Awaitable[Mapping[str, object]]]
+
+
+async def talk(question: str, text: str, n_tokens: int, ask: Ask) -> None:
+    """Hold a conversation: ``ask`` takes the parameters of a chat and returns the answer's message."""
+    messages: list[dict[str, object]] = [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": f"{text}\n\n{question}"},
+    ]
+    shared = {"messages": messages, "tools": [function_tool(find)], "temperature": 0.0, "seed": 1}
+    for following in (SECOND, None):
+        call = await ask(
+            {**shared, "tool_choice": "required", "max_tokens": 40, "parallel_tool_calls": False}
+        )
+        messages.append({k: v for k, v in call.items() if k in ("role", "content", "tool_calls")})
+        calls = call.get("tool_calls")
+        if not isinstance(calls, list):
+            raise ToolError(f"no call in {call!r:.300}")
+        result = await asyncio.to_thread(find, "pays")
+        messages.append({"role": "tool", "tool_call_id": calls[0]["id"], "content": result})
+        answer = await ask({**shared, "tool_choice": "none", "max_tokens": n_tokens})
+        messages.append({"role": "assistant", "content": answer.get("content") or ""})
+        if following is not None:
+            messages.append({"role": "user", "content": following})
 
 
 async def over_http(side: Served, text: str, n_tokens: int) -> Figures:
-    """Hold the three conversations with a server."""
+    """Hold the three conversations with a server, at the same time."""
     read = prompts = generated = 0
 
-    async def ask(body: Mapping[str, object]) -> dict[str, object]:
+    async def ask(body: Mapping[str, object]) -> Mapping[str, object]:
         nonlocal read, prompts, generated
         status, data = await request(side.port, "POST", "/v1/chat/completions", body)
         found = json.loads(data)
@@ -117,64 +138,25 @@ async def over_http(side: Served, text: str, n_tokens: int) -> Figures:
         message: dict[str, object] = found["choices"][0]["message"]
         return message
 
-    async def one(question: str) -> None:
-        messages: list[dict[str, object]] = [
-            {"role": "system", "content": SYSTEM},
-            {"role": "user", "content": f"{text}\n\n{question}"},
-        ]
-        shared = {"tools": [function_tool(find)], "temperature": 0.0, "seed": 1}
-        for following in (SECOND, None):
-            call = await ask(
-                {**shared, "messages": messages, "tool_choice": "required", "max_tokens": 40,
-                 "parallel_tool_calls": False}
-            )  # fmt: skip
-            messages.append(
-                {k: v for k, v in call.items() if k in ("role", "content", "tool_calls")}
-            )
-            calls = call.get("tool_calls")
-            if not isinstance(calls, list):
-                raise ToolError(f"no call in {call!r:.300}")
-            result = await asyncio.to_thread(find, "pays")
-            messages.append({"role": "tool", "tool_call_id": calls[0]["id"], "content": result})
-            answer = await ask(
-                {**shared, "messages": messages, "tool_choice": "none", "max_tokens": n_tokens}
-            )
-            messages.append({"role": "assistant", "content": answer.get("content") or ""})
-            if following is not None:
-                messages.append({"role": "user", "content": following})
-
     begun = time.perf_counter()
-    await asyncio.gather(*map(one, QUESTIONS))
+    await asyncio.gather(*(talk(question, text, n_tokens, ask) for question in QUESTIONS))
     return Figures(time.perf_counter() - begun, read, prompts, generated)
 
 
-def reprompting(ctx: lb.Context, text: str, n_tokens: int) -> Figures:
+async def reprompting(ctx: lb.Context, text: str, n_tokens: int) -> Figures:
     """Hold the conversations one after the other, each turn as a whole prompt."""
     n_prompt = n_generated = 0
+
+    async def ask(body: Mapping[str, object]) -> Mapping[str, object]:
+        nonlocal n_prompt, n_generated
+        result = ctx.chat(**body)  # type: ignore[call-overload]
+        n_prompt += result.num_prompt_tokens
+        n_generated += len(result.tokens)
+        return cast("dict[str, object]", result.message)
+
     begun = time.perf_counter()
     for question in QUESTIONS:
-        messages: list[dict[str, object]] = [
-            {"role": "system", "content": SYSTEM},
-            {"role": "user", "content": f"{text}\n\n{question}"},
-        ]
-        for following in (SECOND, None):
-            for choice, most in (("required", 40), ("none", n_tokens)):
-                result = ctx.chat(
-                    messages,
-                    tools=[find],
-                    tool_choice=choice,
-                    max_tokens=most,
-                    temperature=0,
-                    seed=1,
-                )
-                n_prompt += result.num_prompt_tokens
-                n_generated += len(result.tokens)
-                messages.append(result.message)
-                for call in result.tool_calls:
-                    found = find("pays")
-                    messages.append({"role": "tool", "tool_call_id": call.id, "content": found})
-            if following is not None:
-                messages.append({"role": "user", "content": following})
+        await talk(question, text, n_tokens, ask)
     return Figures(time.perf_counter() - begun, n_prompt, n_prompt, n_generated)
 
 
@@ -213,7 +195,7 @@ def main() -> None:
                 with lb.Context(
                     model, n_ctx=cells, n_seq_max=2, prefix_cache=False, n_threads=settings.threads
                 ) as ctx:
-                    figures = reprompting(ctx, text, settings.tokens)
+                    figures = asyncio.run(reprompting(ctx, text, settings.tokens))
                     found.setdefault("re-prompting", []).append(figures)
         rows = [
             [name, number(one.seconds, 1), str(one.n_read), str(one.n_prompt), str(one.n_generated)]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, closing, suppress
 from pathlib import Path
 from secrets import token_hex
 from typing import Generic, NoReturn, cast, overload
@@ -28,7 +27,7 @@ from ..errors import (
     warn,
 )
 from ..model import Message, chat_messages
-from ..model.thoughts import ThinkingChoice, thinking_budget
+from ..model.thoughts import ThinkingChoice, plan_thinking, thinking_budget
 from ..model.tools import Tools
 from ..sampling import SamplingParams, SamplingSettings
 from ..sampling.grammar import Grammar
@@ -142,7 +141,6 @@ class Agent(Generic[T]):
         choice, described = _choice(tool_choice, known), [tool.described for tool in known.values()]
         flag("parallel_calls", parallel_calls)
         thinking_budget(think)
-        grammar, schema = _output(output)
         of_tools = Tools(described, choice, context.model.turn_format, parallel=parallel_calls)
         plan = Plan(
             context=context,
@@ -150,8 +148,7 @@ class Agent(Generic[T]):
             tools=known,
             known=of_tools,
             choice=choice,
-            grammar=grammar,
-            schema=schema,
+            grammar=_output(output),
             name=name,
             about=about,
             forks=forks,
@@ -171,7 +168,7 @@ class Agent(Generic[T]):
         except GrammarError as error:
             raise ConfigError(f"tools: {error.message}", hint=error.hint) from None
         prompt = plan.turns.prompt(asked(plan.messages, "x"))  # what is refused is refused now
-        plan.turns.begun(prompt, calls=bool(known), think=think)
+        plan_thinking(context.model, prompt, think, has_calls=bool(known))
         if plan.journal is not None:
             head(plan, ["x"], 1, None, 0)  # what cannot be written is refused now
         context.keep_prefixes()
@@ -326,29 +323,21 @@ async def conduct(
     context = plan.context
     if context.closed:
         raise ClosedError("the context is closed")
-    is_given = isinstance(target, AsyncEngine)
-    journal = None
-    if plan.journal is not None and recorded is None:
-        journal = Journal(plan.journal, token_hex(4), context.model)
-
-    engine = target if isinstance(target, AsyncEngine) else None
-    try:
+    begun = await threaded(lambda: starts(plan, tasks, n, after, seed))
+    async with AsyncExitStack() as opened:
+        keep = None
+        if plan.journal is not None and recorded is None:
+            journal = Journal(plan.journal, token_hex(4), context.model)
+            keep = opened.enter_context(closing(journal)).add
+            keep(head(plan, tasks, n, after, seed))
+        engine = target
+        if isinstance(engine, Context):
+            engine = await opened.enter_async_context(AsyncEngine(engine, max_tokens=None))
         streams = listen is not None and recorded is None
-        begun = await threaded(lambda: starts(plan, tasks, n, after, seed))
-        if journal is not None:
-            journal.add(head(plan, tasks, n, after, seed))
-        if engine is None:
-            engine = AsyncEngine(context, max_tokens=None)
-        keep = None if journal is None else journal.add
         session = Session(
             engine, seed, listen=listen, keep=keep, streams=streams, recorded=recorded
         )
         return await session.run(begun)
-    finally:
-        if journal is not None:
-            journal.close()
-        if engine is not None and not is_given:
-            await engine.close()
 
 
 # -- what is given -----------------------------------------------------------------------------------
@@ -406,15 +395,12 @@ def _choice(given: object, tools: Mapping[str, Tool]) -> object:
     raise ConfigError(f"unknown tool_choice {given!r:.60}", hint=f"tool_choice: {names}")
 
 
-def _output(output: object) -> tuple[Grammar | None, Mapping[str, object] | None]:
-    """Return the grammar of answers of a type, and its schema."""
-    if output is None:
-        return None, None
+def _output(output: object) -> Grammar | None:
+    """Return the grammar of answers of a type."""
     try:
-        grammar = Grammar.from_json_schema(cast(type, output))
+        return None if output is None else Grammar.from_json_schema(cast(type, output))
     except GrammarError as error:
         raise ConfigError(f"output: {error.message}", hint=error.hint) from None
-    return grammar, json.loads(grammar.source)
 
 
 def _told(tell: object) -> tuple[type[BaseException], ...]:

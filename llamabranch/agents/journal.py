@@ -19,7 +19,7 @@ from .report import Report, Step
 from .tools import FORK, Tool, agent, fork
 from .turns import Plan
 
-__all__ = ["Journal", "Recorded", "head", "planned", "read"]
+__all__ = ["Journal", "Recorded", "begins_a_run", "head", "planned", "read"]
 
 _FORMAT = "llamabranch-agent"
 
@@ -138,7 +138,7 @@ def read(data: bytes, name: object = "the journal") -> list[Recorded]:
             if run in runs and isinstance(pieces := record.get("pieces"), dict):
                 runs[run].pieces.update(pieces)
         except (ValueError, TypeError, RecursionError) as error:
-            if number >= len(lines) - 1 or _begins_a_run(lines[number]):
+            if number >= len(lines) - 1 or begins_a_run(lines[number]):
                 continue  # the process has ended while it wrote this line
             raise ParseError(f"line {number} of {name} is damaged: {error}") from None
     if not runs:
@@ -149,8 +149,9 @@ def read(data: bytes, name: object = "the journal") -> list[Recorded]:
     return list(runs.values())
 
 
-def _begins_a_run(line: bytes) -> bool:
-    return f'"format": "{_FORMAT}"'.encode() in line[:80]
+def begins_a_run(data: bytes) -> bool:
+    """Return whether data begins with the head of a run."""
+    return data.startswith(f'{{"format": "{_FORMAT}"'.encode())
 
 
 # -- the head --------------------------------------------------------------------------------------
@@ -173,7 +174,8 @@ def head(
     before = None
     if after is not None:
         before = {
-            "messages": after.messages, "tokens": after.tokens, "is_settled": after.is_settled,
+            "messages": after.messages, "tokens": after.tokens,
+            "finish_reason": after.finish_reason,
         }  # fmt: skip
     return {
         "format": _FORMAT, "version": 1, "model": context.model.name,
@@ -240,7 +242,6 @@ def _planned(context: Context, given: Mapping[str, object]) -> Plan:
         ),
         choice=given["tool_choice"],
         grammar=grammar,
-        schema=None if grammar is None else json.loads(grammar.source),
         tell=(),
         journal=None,
         sampling=SamplingParams.from_dict(cast("dict[str, object]", given["sampling"])),

@@ -11,6 +11,7 @@ from typing import cast
 from ..arguments import whole
 from ..context import Context
 from ..context.context import text_context
+from ..context.prefix_cache import n_common
 from ..engine import AsyncEngine
 from ..errors import ConfigError, ParseError
 from .agent import conduct
@@ -85,15 +86,9 @@ def _again(found: Recorded, target: Context | AsyncEngine, context: Context) -> 
             told.append(known)
             return
         where = f"the {known.kind} of turn {known.turn} of path {known.path}"
-        at = next(
-            (
-                i
-                for i, pair in enumerate(zip(step.tokens, known.tokens, strict=False))
-                if len({*pair}) > 1
-            ),
-            -1,
-        )
-        text = f"{where} differs" + (f" from its token {at} on" if at >= 0 else "")
+        at = n_common(step.tokens, known.tokens)
+        is_cut = at == min(len(step.tokens), len(known.tokens))
+        text = f"{where} differs" + ("" if is_cut else f" from its token {at} on")
         if is_exact:
             raise _Differs(text, step.text)
         differs.add(step.path)
@@ -124,7 +119,5 @@ def _report(given: object, plan: object) -> Report | None:
         return None
     messages = cast("list[dict[str, object]]", given.get("messages"))
     tokens = cast("Sequence[int]", given.get("tokens"))
-    return Report(
-        "", "stop", messages, list(tokens), 0, AgentStats(), plan=plan,
-        is_settled=bool(given.get("is_settled")),
-    )  # fmt: skip
+    reason = str(given.get("finish_reason"))
+    return Report("", reason, messages, list(tokens), 0, AgentStats(), plan=plan)

@@ -16,6 +16,10 @@ __all__ = ["AgentStats", "Report", "Step"]
 
 T = TypeVar("T", default=object, covariant=True)
 S = TypeVar("S")
+# Of the fields of a step that are no texts.
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "turn": int, "n": int, "seed": int, "seconds": (int, float), "tokens": list,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -75,18 +79,13 @@ class Step:
         Raises:
             TypeError, ValueError: it describes none.
         """
-        names = {each.name: each for each in fields(cls) if each.name != "report"}
+        names = {each.name for each in fields(cls)} - {"report"}
         found = {name: value for name, value in given.items() if name in names}
         for name, value in found.items():
-            is_list = name == "tokens" and isinstance(value, list)
-            if is_list and all(type(token) is int for token in cast(list[object], value)):
-                continue
-            kinds: tuple[type, ...] = (str,)
-            if name in ("turn", "n", "seed"):
-                kinds = (int,)
-            elif name == "seconds":
-                kinds = (int, float)
-            if name == "tokens" or not isinstance(value, kinds):
+            is_valid = isinstance(value, _KINDS.get(name, str))
+            if is_valid and name == "tokens":
+                is_valid = all(type(token) is int for token in cast(list[object], value))
+            if not is_valid:
                 raise ValueError(f"{name} of a step is {value!r:.40}")
         return cls(**found)  # type: ignore[arg-type]
 
@@ -158,9 +157,6 @@ class Report(Generic[T]):
     grammar: Grammar | None = field(default=None, repr=False)
     exact: bool = False
     plan: object = field(default=None, repr=False)  # the agent's, to go on from here
-    is_settled: bool = field(
-        default=True, repr=False
-    )  # whether the tokens are those of the messages
 
     @property
     def parsed(self) -> T:

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import json
 import re
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -16,6 +16,7 @@ from typing import NamedTuple, cast
 
 from ..context.prefix_cache import n_common
 from ..engine import AsyncEngine, Event, Request, Result
+from ..engine.openai import answer_message
 from ..errors import (
     CacheFullError,
     ClosedError,
@@ -23,9 +24,10 @@ from ..errors import (
     ParseError,
     ToolError,
 )
-from ..model.thoughts import Thinking, ThinkingChoice
-from ..model.tools import ToolCall, openai_call
-from ..model.turn_format import Turn, TurnEvent, TurnReader, call_id
+from ..generation.thought import token_text
+from ..model.thoughts import Thinking, ThinkingChoice, plan_thinking
+from ..model.tools import ToolCall, Tools
+from ..model.turn_format import Turn, TurnEvent, TurnReader
 from ..sampling.grammar import Grammar
 from ..sampling.noise import derive_seed, seed_from_text
 from .report import AgentStats, Report, Step
@@ -99,20 +101,14 @@ def starts(
     """
     found = []
     for i, task in enumerate(tasks):
-        own: Sequence[int] = ()
-        n_lost = 0
-        if after is None:
-            messages = asked(plan.messages, task)
-            prompt = plan.turns.prompt(messages)
+        before = plan.messages if after is None else after.messages
+        own = () if after is None else after.tokens
+        messages = asked(before, task)
+        if after is not None and after.finish_reason == "stop":
+            new = messages[len(before) :]  # the tokens of others are not all of their messages
+            prompt, n_lost = plan.turns.following(own, before, new, is_turn=False)
         else:
-            messages, own = asked(after.messages, task), after.tokens
-            if after.is_settled:
-                prompt, n_lost = plan.turns.following(
-                    own, after.messages, messages[len(after.messages) :], is_turn=False
-                )
-            else:
-                prompt = plan.turns.prompt(messages)
-                n_lost = len(own) - n_common(own, prompt)
+            prompt, n_lost = plan.turns.whole(own, messages)
         if len(prompt) >= plan.context.n_ctx_seq:
             raise CacheFullError.of_prompt(len(prompt), plan.context.n_ctx_seq)
         for j in range(n):
@@ -150,11 +146,7 @@ class Session:
         self.steps: list[Step] = []
         self.stats: dict[str, AgentStats] = {}
         self.number = f"agent-{id(self):x}"
-        self.recorded = None if recorded is None else {k: deque(v) for k, v in recorded.items()}
-
-    def seed_of(self, path: str, seed: int | None = None) -> int:
-        """Return the seed of a path."""
-        return seed_of(self.seed if seed is None else seed, path)
+        self.recorded = recorded
 
     def tell(self, step: Step, *, is_piece: bool = False) -> None:
         """Pass a step on, and keep it; a piece of a text is passed on only."""
@@ -170,12 +162,11 @@ class Session:
 
 
 class _Made(NamedTuple):
-    """The result of a call: all of it, what the model reads, and whether it is an error (see `Step`)."""
+    """The result of a call, whether it is an error (see `Step`), and how long it took."""
 
     text: str
-    read: str
-    error: str = ""
-    seconds: float = 0.0
+    error: str
+    seconds: float
 
 
 class _Raised(Exception):
@@ -206,7 +197,7 @@ class _Path:
         self._messages = list(start.messages)
         self._tokens = list(start.own)
         self._n_evaluated = len(self._tokens)  # that the model has read, from the first on
-        self._turn, self._n_left = start.turn, plan.max_tokens - start.n_generated
+        self._turn = start.turn
         self._room = min(_ROOM, plan.max_tokens // 8)
         self._stats = session.stats.setdefault(start.path, AgentStats())
         self._begun = perf_counter()
@@ -216,7 +207,6 @@ class _Path:
         self._text = ""
         self._limit: str | None = None
         self._exact = True
-        self._is_settled = False
 
     async def run(self) -> Report:
         """Run it to its end.
@@ -255,7 +245,6 @@ class _Path:
         report: Report = Report(
             self._text, reason, self._messages, self._tokens, start.seed, stats, self._limit, error,
             self._calls, grammar=self._plan.grammar, exact=self._exact, plan=self._plan,
-            is_settled=self._is_settled,
         )  # fmt: skip
         report.choices = [report]
         self._tell("end", reason, error=str(error or ""), seconds=stats.seconds, report=report)
@@ -268,6 +257,11 @@ class _Path:
         start = self._start
         step = Step(kind, text, self._plan.name, start.path, self._turn, **more)  # type: ignore[arg-type]
         self._session.tell(step, is_piece=is_piece)
+
+    @property
+    def _n_left(self) -> int:
+        """How many tokens may still be generated."""
+        return self._plan.max_tokens - self._start.n_generated - self._stats.generated
 
     # -- turns ---------------------------------------------------------------------------------------
 
@@ -284,7 +278,7 @@ class _Path:
             turn = await self._take_turn(is_first=is_first)
             is_first = False
             if not turn.calls:
-                self._answered(turn)
+                self._messages.append(_answer(turn))
                 return
             if self._limit is not None:  # a form without a grammar: nothing keeps it from calling
                 raise _Ended(self._limit)
@@ -301,12 +295,12 @@ class _Path:
         salt = f"{self._start.path}/{self._turn}"
         # Where a grammar allows no calls there are none.
         calls = tools.is_used and not (self._limit is not None and grammar is not None)
-        reader = TurnReader(
-            turns.form, tools.given if calls else (), in_thought=False, salt=salt, calls=calls
-        )
+        reader = tools.reader(salt=salt) if calls else None
         thinking = self._begin_thought(self._plan.think, calls=calls)
         result, seconds = await self._generate(grammar, reader, thinking)
-        turn = turns.read(result, tools if calls else None, salt)
+        if calls:
+            result.note_written(self._context.model)
+        turn = result.turn_with(tools if calls else None, salt)
         if calls and not turn.calls:
             turn = self._unknown_calls(turn, salt)
         if turn.thought:
@@ -323,8 +317,9 @@ class _Path:
 
     def _begin_thought(self, think: ThinkingChoice, *, calls: bool) -> Thinking | None:
         """Open or close a thought at the end of the prompt; return how the answer begins."""
-        prompt, thinking = self._turns.begun(self._tokens, calls=calls, think=think)
-        if len(prompt) > len(self._tokens):
+        model, tokens = self._context.model, self._tokens
+        prompt, thinking = plan_thinking(model, tokens, think, has_calls=calls)
+        if len(prompt) > len(tokens):
             self._add(prompt, 0)
         return thinking
 
@@ -332,14 +327,13 @@ class _Path:
         """Return a turn that is nothing but calls of unknown functions with these calls."""
         unknown = set(_NAMED.findall(turn.content)) - self._plan.tools.keys()
         named = [{"type": "function", "function": {"name": name}} for name in sorted(unknown)]
-        known = [*self._turns.others.given, *named]
-        other = self._turns.form.read(turn.content, known, in_thought=False)
-        if not named or not other.calls or other.content.strip():
+        if not named:
             return turn
-        calls = [
-            call._replace(id=call_id(salt, i, call.name)) for i, call in enumerate(other.calls)
-        ]
-        return Turn(turn.thought, "", calls)
+        known = Tools([*self._turns.others.given, *named], turns=self._turns.form)
+        other = known.read(turn.content, salt=salt)
+        if not other.calls or other.content.strip():
+            return turn
+        return Turn(turn.thought, "", other.calls)
 
     def _tell_text(self, text: str, result: Result, seconds: float) -> None:
         tokens, seed = result.tokens, self._start.seed
@@ -401,11 +395,13 @@ class _Path:
 
     def _tell_event(self, event: Event, reader: TurnReader | None) -> None:
         """Tell the piece of a text that an event has."""
+        one = event.emitted
         if event.is_thought:
             if event.thought:
                 self._tell("thought", event.thought, is_piece=True)
-        elif event.emitted is not None and reader is not None:
-            self._tell_pieces(reader.feed(self._turns.text(event.emitted)))
+        elif one is not None and reader is not None:
+            text = one.text if one.is_stop else token_text(self._context.model, one)
+            self._tell_pieces(reader.feed(text))
         elif event.text:
             self._tell("text", event.text, is_piece=True)
 
@@ -417,7 +413,6 @@ class _Path:
 
     def _count(self, result: Result, n_prompt: int) -> None:
         self._tokens = [*self._tokens, *result.tokens]
-        self._n_left -= len(result.tokens)
         self._exact = self._exact and result.exact
         cached = result.num_cached_tokens
         self._stats.evaluated += n_prompt - cached
@@ -436,14 +431,6 @@ class _Path:
         self._tokens = list(prompt)
         self._tell("prompt", text, tokens=self._tokens[kept:], n=kept, seed=self._start.seed)
 
-    def _answered(self, turn: Turn) -> None:
-        """Add the last answer to the conversation."""
-        answer: dict[str, object] = {"role": "assistant", "content": turn.content}
-        if turn.thought:
-            answer["reasoning_content"] = turn.thought
-        self._messages.append(answer)
-        self._is_settled = True
-
     # -- calls ---------------------------------------------------------------------------------------
 
     async def _call_all(self, turn: Turn) -> list[_Made]:
@@ -460,20 +447,14 @@ class _Path:
             told.__cause__ = error
             raise _Ended("error", told) from error
         for call, one in zip(calls, made, strict=True):
-            self._tell(
-                "result",
-                one.text,
-                name=call.name,
-                call=call.id,
-                error=one.error,
-                seconds=one.seconds,
-            )
+            text, error, seconds = one
+            self._tell("result", text, name=call.name, call=call.id, error=error, seconds=seconds)
         self._n_failed = self._n_failed + 1 if all(one.error for one in made) else 0
         if self._n_failed >= _MOST_FAILED:
             raise _Ended(
                 "error",
                 ToolError(
-                    f"all calls of {_MOST_FAILED} turns failed; the last: {made[-1].read}",
+                    f"all calls of {_MOST_FAILED} turns failed; the last: {made[-1].text}",
                     hint="report.steps has all of them",
                 ),
             )
@@ -487,15 +468,12 @@ class _Path:
         Raises:
             _Raised: the function raised what the model is not told.
         """
-        begun = perf_counter()
+        begun, error = perf_counter(), ""
         try:
             text = await self._result(turn, call, number)
         except Refused as refused:
-            return self._failed(f"error: {refused}", begun)
-        return _Made(text, text, "", perf_counter() - begun)
-
-    def _failed(self, text: str, begun: float) -> _Made:
-        return _Made(text, text, "told", perf_counter() - begun)
+            text, error = f"error: {refused}", "told"
+        return _Made(text, error, perf_counter() - begun)
 
     async def _result(self, turn: Turn, call: ToolCall, number: int) -> str:
         """Return the result of a call as text; `Refused`: why it failed, for the model to read."""
@@ -510,7 +488,7 @@ class _Path:
         path = f"{self._start.path}/{self._turn}.{number}"
         if tool.agent is not None:
             return await self._run_agent(cast(Plan, tool.agent), str(arguments["task"]), path)
-        if tool.name == FORK and tool.function is None and self._plan.forks:
+        if tool.name == FORK and self._plan.forks:
             return await self._run_forks(turn, call, cast("list[str]", arguments["tasks"]), path)
         if self._session.recorded is not None:
             return self._recorded_result(call)
@@ -554,8 +532,8 @@ class _Path:
 
     async def _run_agent(self, plan: Plan, task: str, path: str) -> str:
         """Run another agent and return its answer."""
-        session = self._session
-        seed = session.seed_of(path, plan.sampling.seed)
+        session, own = self._session, plan.sampling.seed
+        seed = seed_of(session.seed if own is None else own, path)
         try:
             messages = asked(plan.messages, task)
             prompt = plan.turns.prompt(messages)
@@ -572,16 +550,15 @@ class _Path:
             raise Refused("a fork cannot fork: do it yourself")
         if len(turn.calls) > 1:
             raise Refused(f"{FORK} must be the only call of its turn")
-        answer, starts = self._answer(turn), []
+        before, starts = [*self._messages, _answer(turn)], []
         for k, task in enumerate(tasks):
             told = f"You are fork {k + 1} of {len(tasks)}. Do only this: {task}"
             new = [_result(call, told)]
-            before = [*self._messages, answer]
             prompt, n_lost = self._turns.following(self._tokens, before, new, is_turn=True)
             name = f"{path}.{k}"
             starts.append(
                 Start(
-                    self._plan, name, self._session.seed_of(name), task, [*before, *new], prompt,
+                    self._plan, name, seed_of(self._session.seed, name), task, [*before, *new], prompt,
                     self._tokens, n_lost, self._turn + 1, self._plan.max_tokens - self._n_left, True,
                 )
             )  # fmt: skip
@@ -603,22 +580,13 @@ class _Path:
 
     # -- what follows --------------------------------------------------------------------------------
 
-    def _answer(self, turn: Turn) -> dict[str, object]:
-        """Return the message of a turn with calls."""
-        return {
-            "role": "assistant",
-            "content": turn.content or None,
-            **({"reasoning_content": turn.thought} if turn.thought else {}),
-            "tool_calls": [openai_call(_with_object(call)) for call in turn.calls],
-        }
-
     def _continue(self, turn: Turn, made: Sequence[_Made]) -> None:
         """Add a turn and the results of its calls to the conversation, and begin the next turn."""
         calls, model = turn.calls, self._context.model
         cells = self._context.n_ctx_seq - len(self._tokens) - self._room
         most = min(self._plan.result_tokens, max(16, cells // len(calls) - _AROUND))
-        texts = [shortened(model, one.read, most) for one in made]
-        before, own = [*self._messages, self._answer(turn)], self._tokens
+        texts = [shortened(model, one.text, most) for one in made]
+        before, own = [*self._messages, _answer(turn)], self._tokens
 
         def following() -> tuple[list[dict[str, object]], list[int], int]:
             new = [_result(call, text) for call, text in zip(calls, texts, strict=True)]
@@ -637,19 +605,16 @@ class _Path:
             messages, prompt, n_lost = following()
         self._messages = messages
         self._turn += 1
-        self._check_left()
-        self._add(prompt, n_lost)
-
-    def _check_left(self) -> None:
         if self._n_left < 1:
             raise _Ended("length")
         if self._turn >= self._plan.max_turns:
             raise _Ended("turns")
+        self._add(prompt, n_lost)
 
     async def _answer_typed(self, grammar: Grammar) -> None:
         """Ask for the answer as JSON; once more where the type refuses it."""
-        plan, question = self._plan, _AS_JSON
-        schema = json.dumps(plan.schema, ensure_ascii=False)
+        question = _AS_JSON
+        schema = json.dumps(json.loads(grammar.source), ensure_ascii=False)
         model = self._context.model
         if len(model.tokenize(schema, add_special=False)) < _MOST_SCHEMA:
             question = _FOLLOWS.format(schema=schema)
@@ -667,7 +632,6 @@ class _Path:
             self._text = result.text
             self._messages.append({"role": "assistant", "content": result.text})
             if result.finish_reason != "stop":
-                self._is_settled = False
                 raise _Ended(self._reason(result), result.error)
             refused = self._refused(grammar, result.text)
             if not refused:
@@ -721,6 +685,7 @@ def _result(call: ToolCall, text: str) -> dict[str, object]:
     return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
 
 
-def _with_object(call: ToolCall) -> ToolCall:
-    """Return a call whose arguments are an object, as templates take them."""
-    return call if isinstance(call.arguments, dict) else call._replace(arguments={})
+def _answer(turn: Turn) -> dict[str, object]:
+    """Return a turn as a message; the arguments of its calls are objects, as templates take them."""
+    calls = [c if isinstance(c.arguments, dict) else c._replace(arguments={}) for c in turn.calls]
+    return answer_message(turn._replace(calls=calls))

@@ -6,9 +6,10 @@ import asyncio
 import contextvars
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from queue import Empty, SimpleQueue
-from typing import TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 from ..native import call_in_thread
 
@@ -24,63 +25,65 @@ async def threaded(call: Callable[[], T]) -> T:
     Unlike `asyncio.to_thread` nothing waits for the thread where the caller stops waiting: a function
     that hangs takes no thread from others, and does not keep the event loop from closing.
     """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def tell(setter: Callable[[asyncio.Future[T]], None]) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody waits
-            loop.call_soon_threadsafe(lambda: None if future.done() else setter(future))
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # the thread runs on where the caller stops waiting
 
     def run() -> None:
         try:
-            value = call()
+            future.set_result(call())
+        except (StopIteration, asyncio.CancelledError, KeyboardInterrupt) as error:
+            # No asyncio future takes the first two, and Ctrl-C is for the main thread.
+            raised = RuntimeError(f"{type(error).__name__} was raised")
+            raised.__cause__ = error
+            future.set_exception(raised)
         except BaseException as error:
-            caught = error
-            if isinstance(error, (StopIteration, asyncio.CancelledError, KeyboardInterrupt)):
-                # No future takes the first two, and Ctrl-C is for the main thread.
-                caught = RuntimeError(f"{type(error).__name__} was raised")
-                caught.__cause__ = error
-            tell(lambda waiting: waiting.set_exception(caught))
-        else:
-            tell(lambda waiting: waiting.set_result(value))
+            future.set_exception(error)
 
     context = contextvars.copy_context()
     threading.Thread(target=context.run, args=(run,), name="agent tool", daemon=True).start()
-    return await future
+    return await asyncio.wrap_future(future)
 
 
 async def all_done(calls: Sequence[Coroutine[None, None, T]]) -> list[T]:
     """Run all calls together and return what they return; if one raises, the others are cancelled."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        for task in tasks:
-            if task.done() and not task.cancelled() and (error := task.exception()) is not None:
-                raise error
-        return [task.result() for task in tasks]
+        return await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+class _Running(Generic[T]):
+    """A coroutine that ``run`` runs on an event loop of its own, with the maker's context variables."""
+
+    def __init__(self, call: Callable[[], Coroutine[None, None, T]]) -> None:
+        self._call, self._context = call, contextvars.copy_context()
+        self._cancel: Callable[[], object] | None = None
+
+    def run(self) -> T:
+        """Run it, and return what it returns."""
+        return self._context.run(asyncio.run, self._main())
+
+    async def _main(self) -> T:
+        task = cast("asyncio.Task[T]", asyncio.current_task())
+        loop = asyncio.get_running_loop()
+        self._cancel = lambda: loop.call_soon_threadsafe(task.cancel)
+        return await self._call()
+
+    def stop(self) -> None:
+        """Cancel it, from any thread. Before it has begun, and a second time, this does nothing."""
+        cancel, self._cancel = self._cancel, None
+        if cancel is not None:
+            with suppress(RuntimeError):  # it has ended
+                cancel()
+
+
 def on_a_loop(call: Callable[[], Coroutine[None, None, T]]) -> T:
     """Run a coroutine on an event loop in a thread of its own; Ctrl-C cancels it."""
-    running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[object]]] = []
-
-    async def main() -> T:
-        task = cast("asyncio.Task[object]", asyncio.current_task())
-        running.append((asyncio.get_running_loop(), task))
-        return await call()
-
-    def stop() -> None:
-        if running:
-            loop, task = running.pop()
-            with suppress(RuntimeError):  # it has ended
-                loop.call_soon_threadsafe(task.cancel)
-
-    context = contextvars.copy_context()
-    return call_in_thread(lambda: context.run(lambda: asyncio.run(main())), stop=stop)
+    running = _Running(call)
+    return call_in_thread(running.run, stop=running.stop)
 
 
 def iterated(make: Callable[[], AsyncGenerator[T, None]]) -> Iterator[T]:
@@ -89,27 +92,22 @@ def iterated(make: Callable[[], AsyncGenerator[T, None]]) -> Iterator[T]:
     Closing the iterator closes the generator.
     """
     ready: SimpleQueue[T | None] = SimpleQueue()
-    ended = threading.Event()
-    running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[object]]] = []
     errors: list[BaseException] = []
 
-    async def main() -> None:
-        task = cast("asyncio.Task[object]", asyncio.current_task())
-        running.append((asyncio.get_running_loop(), task))
+    async def pump() -> None:
         async with aclosing(make()) as items:
             async for item in items:
                 ready.put(item)
 
     def run() -> None:
         try:
-            asyncio.run(main())
+            running.run()
         except BaseException as error:
             errors.append(error)
-        ended.set()
         ready.put(None)
 
-    context = contextvars.copy_context()
-    thread = threading.Thread(target=context.run, args=(run,), name="agent", daemon=True)
+    running = _Running(pump)
+    thread = threading.Thread(target=run, name="agent", daemon=True)
     thread.start()
     try:
         while True:
@@ -123,9 +121,6 @@ def iterated(make: Callable[[], AsyncGenerator[T, None]]) -> Iterator[T]:
         if errors:
             raise errors[0]
     finally:
-        while not ended.wait(_POLL_S if running else 0.001):
-            if running:
-                loop, task = running.pop()
-                with suppress(RuntimeError):
-                    loop.call_soon_threadsafe(task.cancel)
-        thread.join()
+        while thread.is_alive():
+            running.stop()
+            thread.join(_POLL_S)

@@ -6,7 +6,7 @@ import inspect
 import json
 import typing
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -38,7 +38,7 @@ class Tool:
     described: Mapping[str, object]
     function: Callable[..., object] | None = None
     agent: object = None
-    check: Callable[[object], dict[str, object]] = lambda given: _mapping(given)
+    check: Callable[[object], dict[str, object]] = lambda given: _named(given)
 
     @property
     def name(self) -> str:
@@ -58,11 +58,8 @@ def function(given: Callable[..., object]) -> Tool:
 def agent(plan: object, name: str, about: str) -> Tool:
     """Return another agent, by its plan, as a tool that takes a task."""
     about = about or f"Give a task to {name}, which does it and reports."
-    return Tool(
-        _described(name, about, "task", {"type": "string"}),
-        agent=plan,
-        check=lambda value: _checked(value, {"task": str}),
-    )
+    described = _described(name, about, "task", {"type": "string"})
+    return Tool(described, agent=plan, check=_with_task)
 
 
 def fork() -> Tool:
@@ -72,10 +69,7 @@ def fork() -> Tool:
         "You get their answers."
     )
     tasks = {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": _MOST_FORKS}
-    return Tool(
-        _described(FORK, about, "tasks", tasks),
-        check=lambda value: _forks(_checked(value, {"tasks": list[str]})),
-    )
+    return Tool(_described(FORK, about, "tasks", tasks), check=_with_tasks)
 
 
 def _described(name: str, about: str, parameter: str, schema: object) -> dict[str, object]:
@@ -84,34 +78,38 @@ def _described(name: str, about: str, parameter: str, schema: object) -> dict[st
     return {"type": "function", "function": function}
 
 
-def _forks(arguments: dict[str, object]) -> dict[str, object]:
-    n = len(cast("list[str]", arguments["tasks"]))
-    if not 1 <= n <= _MOST_FORKS:
-        raise Refused(f"tasks must be from 1 to {_MOST_FORKS}, not {n}")
-    return arguments
-
-
 # -- arguments -------------------------------------------------------------------------------------
 
 
-def _mapping(given: object) -> dict[str, object]:
+def _named(
+    given: object, known: Collection[str] | None = None, needed: Iterable[str] = ()
+) -> dict[str, object]:
+    """Return arguments by name: no unknown ones (None = there are none), and all that are needed."""
     if not isinstance(given, Mapping):
         raise Refused("the arguments must be a JSON object")
+    for name in given:
+        if known is not None and name not in known:
+            raise Refused(f"{name}: there is no such parameter")
+    for name in sorted(needed):
+        if name not in given:
+            raise Refused(f"{name}: it is missing")
     return dict(given)
 
 
-def _checked(given: object, kinds: Mapping[str, object]) -> dict[str, object]:
-    """Return plain arguments of which all are needed: texts, or lists of texts."""
-    arguments = _mapping(given)
-    for name in [*arguments, *kinds]:
-        if name not in kinds:
-            raise Refused(f"{name}: there is no such parameter")
-        value = arguments.get(name)
-        if kinds[name] is str:
-            if not isinstance(value, str):
-                raise Refused(f"{name} must be a text")
-        elif not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-            raise Refused(f"{name} must be a list of texts")
+def _with_task(given: object) -> dict[str, object]:
+    arguments = _named(given, {"task"}, {"task"})
+    if not isinstance(arguments["task"], str):
+        raise Refused("task must be a text")
+    return arguments
+
+
+def _with_tasks(given: object) -> dict[str, object]:
+    arguments = _named(given, {"tasks"}, {"tasks"})
+    tasks = arguments["tasks"]
+    if not isinstance(tasks, list) or not all(isinstance(task, str) for task in tasks):
+        raise Refused("tasks must be a list of texts")
+    if not 1 <= len(tasks) <= _MOST_FORKS:
+        raise Refused(f"tasks must be from 1 to {_MOST_FORKS}, not {len(tasks)}")
     return arguments
 
 
@@ -121,27 +119,17 @@ def _checker(called: Callable[..., object]) -> Callable[[object], dict[str, obje
     hints = typing.get_type_hints(called, include_extras=True)
     needed = {key for key, one in parameters.items() if one.default is one.empty}
 
-    def names(given: object) -> dict[str, object]:
-        arguments = _mapping(given)
-        unknown = [key for key in arguments if key not in parameters]
-        missing = sorted(needed - arguments.keys())
-        if unknown:
-            raise Refused(f"{unknown[0]}: there is no such parameter")
-        if missing:
-            raise Refused(f"{missing[0]}: it is missing")
-        return arguments
-
     try:
         from pydantic import TypeAdapter, ValidationError
     except ImportError:
-        return names
+        return lambda given: _named(given, parameters, needed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of annotations that pydantic would rather have otherwise
         adapters = {key: TypeAdapter(hints[key]) for key in parameters}
 
     def check(given: object) -> dict[str, object]:
         found: dict[str, object] = {}
-        for key, value in names(given).items():
+        for key, value in _named(given, parameters, needed).items():
             try:
                 found[key] = adapters[key].validate_json(json.dumps(value))
             except ValidationError as error:

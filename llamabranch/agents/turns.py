@@ -8,16 +8,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from ..branch import Produced
 from ..context import Context
 from ..context.prefix_cache import n_common
-from ..engine import Result
 from ..errors import LlamaBranchError, UnsupportedError
-from ..generation.thought import named_text
 from ..model import Model
-from ..model.thoughts import Thinking, ThinkingChoice, plan_thinking, thinking_variables
+from ..model.thoughts import ThinkingChoice, thinking_variables
 from ..model.tools import Tools, conversation
-from ..model.turn_format import Turn
 from ..sampling import SamplingParams
 from ..sampling.grammar import Grammar, turn_grammar
 from .tools import Tool
@@ -38,7 +34,6 @@ class Plan:
     known: Tools  # the same, as the first turn's template and grammar take them
     choice: object  # of the first turn, in OpenAI's form
     grammar: Grammar | None  # of answers in JSON
-    schema: Mapping[str, object] | None
     name: str
     about: str
     forks: bool
@@ -67,7 +62,6 @@ class Turns:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self._plan = plan
         self.model: Model = plan.context.model
         self.form = self.model.turn_format
         self.first = plan.known
@@ -160,43 +154,16 @@ class Turns:
             rest = self.model.detokenize(head[end + 1 :], special=True)
             if not rest.strip():  # else it is the end of an earlier turn
                 return [*own, *whole[end:]], 0
-        whole = self.prompt([*before, *new])
-        return whole, len(own) - n_common(own, whole)
+        return self.whole(own, [*before, *new])
 
-    def begun(
-        self, prompt: list[int], *, calls: bool, think: ThinkingChoice
-    ) -> tuple[list[int], Thinking | None]:
-        """Return a prompt with what opens or closes a thought, and how its answer begins.
-
-        Args:
-            prompt: as the template writes it.
-            calls: whether the answer may call functions.
-            think: as for `Agent`.
+    def whole(self, own: Sequence[int], messages: Messages) -> tuple[list[int], int]:
+        """Return the prompt of a conversation, and how many tokens of ``own`` it does not keep.
 
         Raises:
-            ConfigError, UnsupportedError: see `plan_thinking`.
+            LlamaBranchError: the template refuses the conversation.
         """
-        return plan_thinking(self.model, prompt, think, has_calls=calls)
-
-    # -- texts -------------------------------------------------------------------------------------
-
-    def read(self, result: Result, tools: Tools | None, salt: str) -> Turn:
-        """Return the thought, the content and the calls of a turn; without ``tools`` no calls."""
-        if tools is None:
-            return Turn(result.thought, result.text, [])
-        if result.thought and len(result.tokens) == result.n_thought_tokens:
-            return tools.read(result.thought, in_thought=True, salt=salt)  # it may end with a call
-        tokens = result.tokens[result.n_thought_tokens :]
-        found = tools.read(named_text(self.model, result.text, tokens), salt=salt)
-        return found._replace(thought=result.thought or found.thought)
-
-    def text(self, produced: Produced) -> str:
-        """Return the text of a token as a reader of turns takes it: of control tokens their names."""
-        token = produced.token
-        is_silent = not produced.text and token >= 0 and token not in self.model.eog_tokens
-        if is_silent and self.model.entry(token)[1]:
-            return self.model.detokenize([token], special=True)
-        return produced.text
+        prompt = self.prompt(messages)
+        return prompt, len(own) - n_common(own, prompt)
 
 
 def _short(message: Mapping[str, object]) -> Mapping[str, object]:

@@ -8,17 +8,13 @@ from msgspec import Raw
 
 from ..agents import Step
 from ..agents.journal import Recorded, read
+from ..context.prefix_cache import n_common
 from ..errors import ConfigError, ParseError
 from .document import Document, Ended, Head, Made, Node, Piece, Pieces, Tokens
 
-__all__ = ["document_of", "is_journal"]
+__all__ = ["document_of"]
 
-_MARK = b'{"format": "llamabranch-agent"'
-
-
-def is_journal(data: bytes) -> bool:
-    """Return whether a file begins as a journal of an agent does."""
-    return data.startswith(_MARK)
+_SHARED = 8  # tokens that tasks of one agent have in common at least
 
 
 def document_of(data: bytes, most: int) -> Document:
@@ -96,12 +92,8 @@ class _Reader:
             return self._add(here, step.tokens, "typed", names or "user", at=step.n)
         for root in [*self._document.nodes.values()]:  # another task of the same agent
             if root.parent is None:
-                ids = root.ids
-                both = zip(ids, step.tokens, strict=False)
-                n = next(
-                    (i for i, (a, b) in enumerate(both) if a != b), min(len(ids), len(step.tokens))
-                )
-                if n >= 8:
+                n = n_common(root.ids, step.tokens)
+                if n >= _SHARED:
                     return self._add(root, step.tokens[n:], "typed", step.agent, at=n)
         return self._add(None, step.tokens, "prompt", step.agent)
 

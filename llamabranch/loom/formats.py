@@ -23,10 +23,11 @@ from typing import NamedTuple
 import msgspec
 from msgspec import Raw
 
+from ..agents.journal import begins_a_run
 from ..errors import ConfigError
 from ..serve.fields import SamplingFields
 from . import page
-from .agents import document_of, is_journal
+from .agents import document_of
 from .document import AnyRecord, Document, Made, Node, Number, Tokens, decoded
 
 __all__ = ["Item", "encoding_of", "export", "items_of", "read"]
@@ -307,7 +308,7 @@ def read(
     found = _DATA.search(data)
     if found is not None:
         data = _unpacked(found[1])
-    if is_journal(data):
+    if begins_a_run(data):
         document = document_of(data, most)
         is_same = document.head is not None and is_ours(document.head.fingerprint)
         return "agent", document if is_same else items_of(document), 0

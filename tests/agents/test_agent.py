@@ -14,6 +14,7 @@ from stages import CONTROL, RELEASED, Number, Sum, add, fails, gives, hangs, lon
 import llamabranch as lb
 from llamabranch import Agent, AsyncEngine, Context
 from llamabranch.agents import Report, Step
+from llamabranch.agents.agent import conduct
 from llamabranch.errors import (
     CacheFullError,
     ClosedError,
@@ -131,6 +132,27 @@ def test_a_run_goes_on_after_a_report(stage: Context) -> None:
     other = Agent(stage, "sys", [add])
     with pytest.raises(ConfigError, match="another agent"):
         other.run("x", after=first)
+
+
+def test_a_run_goes_on_after_one_that_ended_before_its_json(
+    stage: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its conversation ends with the question for the JSON, which the next task is joined to."""
+    now = [0.0]
+    monkeypatch.setattr("llamabranch.agents.run.perf_counter", lambda: now[0])
+    agent = Agent(stage, output=Number, max_seconds=5)
+
+    def listen(step: Step) -> None:
+        if step.kind == "text":
+            now[0] = 10.0
+
+    (first,) = asyncio.run(conduct(stage, agent.plan, ["typed: go"], 1, None, 1, listen))
+    assert first.finish_reason == "time" and first.messages[-1]["role"] == "user"
+    second = agent.run("and again?", after=first)
+    assert "and again?" in read_by(stage, second)
+    assert read_by(stage, second).count("<|assistant|>") == sum(
+        message["role"] == "assistant" for message in second.messages
+    )
 
 
 def test_a_task_is_joined_to_a_trunk_that_ends_with_a_user(stage: Context) -> None:

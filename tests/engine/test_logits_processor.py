@@ -172,7 +172,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "nan": (lambda ids, logits: logits * math.nan, "whose largest is nan"),
     "no token": (lambda ids, logits: logits * 0 - math.inf, "whose largest is -inf"),
     "infinite": (lambda ids, logits: logits.astype(np.float64) + 1e300, "whose largest is inf"),
-    "arguments": (lambda logits: logits, "has raised TypeError"),
+    "arguments": (lambda logits: logits, "raised TypeError"),
 }
 
 

@@ -210,7 +210,7 @@ def test_a_text_that_waits_for_cells_is_counted_twice(ctx: Context, drafter: Any
     ):
         found = search.best_of_n(root, 6, 30, drafter=drafter)
         stats = found.stats
-        assert stats.decodes > 2 * 29 - 5  # nearly all of a text had to wait for others
+        assert stats.decodes > 1.5 * 29  # much of a text had to wait for others
         assert 0 < stats.tokens_redecoded < stats.tokens_decoded / 2
         if drafter is None:
             beginnings = {tuple(h.tokens[:n]) for h in found.hypotheses for n in range(1, 30)}

@@ -113,7 +113,7 @@ class Frontier:
                     raise ConfigError("the root of a search is decoded already")
                 left[parent] -= 1
                 if not left[parent] and parent not in wanted and parent in self._held:
-                    branch, lacking = self._held.pop(parent), ()
+                    branch, lacking = self._held.pop(parent), []
                 else:
                     protected = {other for other, n in left.items() if n and other is not None}
                     branch, lacking = self._forked(parent, len(taken), protected, wanted)
@@ -136,7 +136,7 @@ class Frontier:
         n_taken: int,
         protected: Collection[SearchNode],
         wanted: Collection[SearchNode],
-    ) -> tuple[Branch, Sequence[int]]:
+    ) -> tuple[Branch, list[int]]:
         """Return a branch for a continuation of ``node``, and the tokens of ``node`` that it lacks.
 
         It is a fork of the nearest node that has a branch, or, where no sequence can be had for one, the
@@ -151,11 +151,12 @@ class Frontier:
         while len(self._held) + n_taken >= self._capacity:
             free = [other for other in self._held if other is not node and other not in protected]
             if not free and node in self._held:
-                return self._held.pop(node), ()
+                return self._held.pop(node), []
             if not free:  # impossible: a wave has at most as many nodes as sequences
                 raise SequencesExhaustedError("no sequence is left for a candidate")
             self.release(next((other for other in free if other not in wanted), free[0]))
-        at, lacking = node, []
+        at = node
+        lacking: list[int] = []
         while at.parent is not None and at not in self._held:
             lacking[:0] = at.tokens
             at = at.parent

@@ -126,7 +126,7 @@ def test_a_parked_text_keeps_its_cells_until_others_need_them(target: lb.Model) 
         jobs.run(first, ends=SegmentEnd(n_tokens=3))
         assert jobs.core.n_decoded - before == 3  # nothing was read again
         jobs.run(*others)
-        assert first.branch is None and first.state is State.PARKED and first.num_preemptions == 1
+        assert [first.state, first.branch, first.num_preemptions] == [State.PARKED, None, 1]
         jobs.run(first)
         assert first.output.tokens == alone(root, first)
         assert [job.output.tokens for job in others] == [alone(root, job) for job in others]

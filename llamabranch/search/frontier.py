@@ -112,8 +112,9 @@ class Frontier:
                 if parent is None:
                     raise ConfigError("the root of a search is decoded already")
                 left[parent] -= 1
+                lacking: list[int] = []
                 if not left[parent] and parent not in wanted and parent in self._held:
-                    branch, lacking = self._held.pop(parent), []
+                    branch = self._held.pop(parent)
                 else:
                     protected = {other for other, n in left.items() if n and other is not None}
                     branch, lacking = self._forked(parent, len(taken), protected, wanted)

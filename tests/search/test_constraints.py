@@ -64,7 +64,7 @@ def dictionary(text: str) -> bool:
     [
         (dictionary, "'o', which begins a valid text"),
         (search.words(lambda word: word == "one"), "is a valid text"),
-        (itertools.cycle([True, False]).__next__, "has raised TypeError"),
+        (itertools.cycle([True, False]).__next__, "raised TypeError"),
         (lambda text: next(ANSWERS), "then False"),
         (lambda text: 1, "must return True or False"),
         (5, "cannot be 5"),

@@ -5,9 +5,10 @@
 The same loop on every side: a question, a forced call, its result, an answer of at most --tokens
 tokens; then a second question, call and answer. Sides: `lb.Agent` in this process; the same messages to
 `llamabranch serve` and to ``llama-server -np 3`` over HTTP, three clients at a time; and re-prompting:
-each turn as a whole prompt to a context that keeps no prefixes, one agent after the other. Tokens read
-are the prompt tokens that a side has evaluated, by its own account. Distinct tokens are the nodes of the
-trie of all of the agents' texts.
+each turn as a whole prompt to a context that keeps no prefixes, one agent after the other. "overhead":
+one agent on a document of 300 tokens, and the requests that it made, sent to an engine without it.
+Tokens read are the prompt tokens that a side has evaluated, by its own account. Distinct tokens are the
+nodes of the trie of all of the agents' texts.
 """
 
 from __future__ import annotations
@@ -16,20 +17,23 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
+from statistics import median
 from typing import Literal, NamedTuple, cast
 
 import llamabranch as lb
 from llamabranch.context.prefix_cache import n_common
+from llamabranch.engine import Event
+from llamabranch.engine.request import AnyRequest
 from llamabranch.model.functions import function_tool
 
 from .llama_tools import ToolError
 from .report import Settings, emit, number, parser, table, title
 from .serve import Served, request, start_ours, start_theirs
 
-SIDES = ("agent", "serve", "llama-server", "re-prompting")
+SIDES = ("agent", "serve", "llama-server", "re-prompting", "overhead")
 QUESTIONS = ("Who pays?", "When does it end?", "What is the risk?")
 SECOND = "And what follows from it?"
 SYSTEM = "Answer from the document, in one sentence."
@@ -40,6 +44,12 @@ def find(word: Literal["pays", "ends", "risk", "notice"]) -> str:
     """Return the line of the document that holds a word."""
     time.sleep(SECONDS)
     return f"Line 7: of what {word}, section 4 says more."
+
+
+WORD = {"type": "object", "properties": {"word": {"enum": ["pays", "ends", "risk", "notice"]}},
+        "required": ["word"], "additionalProperties": False}  # fmt: skip
+CALL = {"type": "object", "properties": {"name": {"const": "find"}, "arguments": WORD},
+        "required": ["name", "arguments"], "additionalProperties": False}  # fmt: skip
 
 
 class Figures(NamedTuple):
@@ -85,6 +95,49 @@ def agent(ctx: lb.Context, text: str, n_tokens: int) -> tuple[Figures, int]:
     return Figures(seconds, n_read, n_prompt, n_generated), distinct
 
 
+class _Recording(lb.AsyncEngine):
+    """An engine that keeps the requests it is given."""
+
+    def __init__(self, ctx: lb.Context) -> None:
+        super().__init__(ctx)
+        self.requests: list[AnyRequest] = []
+
+    def steps(
+        self, *requests: AnyRequest, reports_tokens: bool = True
+    ) -> AsyncGenerator[list[Event], None]:
+        self.requests += requests
+        return super().steps(*requests, reports_tokens=reports_tokens)
+
+
+def overhead(model: lb.Model, text: str, n_tokens: int, threads: int) -> tuple[float, float]:
+    """Return the seconds of one agent without those of its functions, and of its requests alone."""
+
+    async def main() -> tuple[float, float]:
+        seconds = []
+        requests: list[AnyRequest] = []
+        for is_agent in (True, False):
+            with lb.Context(model, n_ctx=4096, n_seq_max=8, n_threads=threads) as ctx:
+                engine = _Recording(ctx)
+                async with engine:
+                    reader = lb.Agent(
+                        engine, [("system", SYSTEM), ("user", text)], [find], tool_choice="find",
+                        parallel_calls=False, max_turns=3, max_tokens=80 + n_tokens, temperature=0,
+                    )  # fmt: skip
+                    begun = time.perf_counter()
+                    if is_agent:
+                        report = await reader.arun(QUESTIONS[0])
+                        seconds.append(time.perf_counter() - begun - SECONDS * len(report.calls))
+                        requests = engine.requests
+                        continue
+                    for given in requests:
+                        async for _ in engine.steps(given, reports_tokens=False):
+                            pass
+                    seconds.append(time.perf_counter() - begun)
+        return seconds[0], seconds[1]
+
+    return asyncio.run(main())
+
+
 def nodes(texts: Sequence[Sequence[int]]) -> int:
     """Return how many nodes the trie of texts has."""
     seen, n = list[Sequence[int]](), 0
@@ -98,23 +151,29 @@ Ask = Callable[[Mapping[str, object]], Awaitable[Mapping[str, object]]]
 
 
 async def talk(question: str, text: str, n_tokens: int, ask: Ask) -> None:
-    """Hold a conversation: ``ask`` takes the parameters of a chat and returns the answer's message."""
+    """Hold a conversation: ``ask`` takes the parameters of a chat and returns the answer's message.
+
+    A call is JSON that a schema forces: llama-server does not force a call where, as here, the model's
+    template has no tools of its own.
+    """
+    known = json.dumps(function_tool(find), ensure_ascii=False)
     messages: list[dict[str, object]] = [
-        {"role": "system", "content": SYSTEM},
+        {"role": "system", "content": f"{SYSTEM}\n\nYou may call functions:\n{known}"},
         {"role": "user", "content": f"{text}\n\n{question}"},
     ]
-    shared = {"messages": messages, "tools": [function_tool(find)], "temperature": 0.0, "seed": 1}
+    shared = {"messages": messages, "temperature": 0.0, "seed": 1}
+    forced = {"type": "json_schema", "json_schema": {"name": "call", "schema": CALL}}
     for following in (SECOND, None):
-        call = await ask(
-            {**shared, "tool_choice": "required", "max_tokens": 40, "parallel_tool_calls": False}
-        )
-        messages.append({k: v for k, v in call.items() if k in ("role", "content", "tool_calls")})
-        calls = call.get("tool_calls")
-        if not isinstance(calls, list):
-            raise ToolError(f"no call in {call!r:.300}")
-        result = await asyncio.to_thread(find, "pays")
-        messages.append({"role": "tool", "tool_call_id": calls[0]["id"], "content": result})
-        answer = await ask({**shared, "tool_choice": "none", "max_tokens": n_tokens})
+        call = await ask({**shared, "response_format": forced, "max_tokens": 40})
+        content = str(call.get("content"))
+        try:
+            word = json.loads(content)["arguments"]["word"]
+        except (ValueError, KeyError, TypeError):
+            raise ToolError(f"no call in {call!r:.300}") from None
+        result = await asyncio.to_thread(find, word)
+        messages.append({"role": "assistant", "content": content})
+        messages.append({"role": "tool", "tool_call_id": "abcdefgh1", "content": result})
+        answer = await ask({**shared, "max_tokens": n_tokens})
         messages.append({"role": "assistant", "content": answer.get("content") or ""})
         if following is not None:
             messages.append({"role": "user", "content": following})
@@ -149,7 +208,10 @@ async def reprompting(ctx: lb.Context, text: str, n_tokens: int) -> Figures:
 
     async def ask(body: Mapping[str, object]) -> Mapping[str, object]:
         nonlocal n_prompt, n_generated
-        result = ctx.chat(**body)  # type: ignore[call-overload]
+        given = {**body}
+        if given.pop("response_format", None):
+            given["grammar"] = lb.Grammar.from_json_schema(json.dumps(CALL))
+        result = ctx.chat(**given)  # type: ignore[call-overload]
         n_prompt += result.num_prompt_tokens
         n_generated += len(result.tokens)
         return cast("dict[str, object]", result.message)
@@ -197,6 +259,15 @@ def main() -> None:
                 ) as ctx:
                     figures = asyncio.run(reprompting(ctx, text, settings.tokens))
                     found.setdefault("re-prompting", []).append(figures)
+        if "overhead" in args.only:
+            short = document(model, 300)
+            pairs = [
+                overhead(model, short, settings.tokens, settings.threads)
+                for _ in range(max(settings.runs, 3))
+            ]
+            alone = median(pair[1] for pair in pairs)
+            share = median(pair[0] / pair[1] - 1 for pair in pairs)
+            print(f"one agent: {alone:.2f} s of requests, the layer adds {100 * share:.1f} %")
         rows = [
             [name, number(one.seconds, 1), str(one.n_read), str(one.n_prompt), str(one.n_generated)]
             for name, all_of in found.items()

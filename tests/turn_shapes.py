@@ -87,3 +87,27 @@ SHAPES = {
         "{% if add_generation_prompt %}<|go|>bot{% endif %}"
     ),
 }  # fmt: skip
+
+_TAGS = SHAPES["tags around JSON"]
+# Templates that write a part of a conversation in another way when more follows.
+CHANGING = {
+    "an empty thought in a last answer": _TAGS.replace(
+        "{{ m.content or '' }}{% if m.tool_calls",
+        "{% if loop.last %}<mull>\n\n</mull>\n\n{% endif %}{{ m.content or '' }}{% if m.tool_calls",
+    ),
+    "an end of the whole text": _TAGS
+    + "{% if not add_generation_prompt %}<|endoftext|>{% endif %}",
+    "white space after a last result": _TAGS.replace(
+        "{{ m.content }}<eot>",
+        "{{ m.content }}{% if m.role == 'tool' and not loop.last %}{{ '\\n' }}{% endif %}<eot>",
+    ),
+    "a system message before a last question": _TAGS.replace(
+        "{% else %}<{{ m.role }}>",
+        "{% elif m.role == 'system' %}{% else %}<{{ m.role }}>"
+        "{% if loop.last and m.role == 'user' %}{{ messages[0].content }}\n\n{% endif %}",
+    ),
+    "one call in a turn": _TAGS.replace(
+        "{% if m.tool_calls %}",
+        "{% if m.tool_calls %}{% if m.tool_calls | length > 1 %}{{ raise_exception('one call') }}{% endif %}",
+    ),
+}

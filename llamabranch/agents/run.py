@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from time import perf_counter
 from typing import NamedTuple, cast
 
@@ -45,6 +46,7 @@ _MOST_SCHEMA = 400  # tokens of a schema that is shown
 _AS_JSON = "Give your answer as JSON."
 _FOLLOWS = "Give your answer as JSON that follows this schema:\n{schema}"
 _NAMED = re.compile(r'"name"\s*:\s*"([^"\\]{1,64})"')
+_numbers = count()
 _LEAVE_S = 1.0  # that an async tool has to end when it is cancelled
 
 
@@ -145,7 +147,9 @@ class Session:
         self._listen, self._keep = listen or (lambda _: None), keep or (lambda _: None)
         self.steps: list[Step] = []
         self.stats: dict[str, AgentStats] = {}
-        self.number = f"agent-{id(self):x}"
+        self.number = (
+            f"agent-{next(_numbers)}"  # requests of a run that was cancelled may end later
+        )
         self.recorded = recorded
 
     def tell(self, step: Step, *, is_piece: bool = False) -> None:
@@ -503,18 +507,19 @@ class _Path:
                 if inspect.iscoroutinefunction(function):
                     value = await function(**arguments)
                 else:
-                    value = await threaded(partial(function, **arguments))
-                    if inspect.isawaitable(value):
+                    value = await threaded(partial(_listed, function, **arguments))
+                    if inspect.isasyncgen(value):
+                        value = [item async for item in value]
+                    elif inspect.isawaitable(value):
                         value = await cast(Awaitable[object], value)
-            except SystemExit as error:  # an event loop would end with it
-                raise _Raised(tool.name, error) from error
-            except Exception as error:
+                if isinstance(value, str):
+                    return text_of(value)
+                return await threaded(partial(text_of, value))  # it may run an object's own methods
+            except asyncio.CancelledError:
+                raise
+            except BaseException as error:  # an event loop would end with SystemExit, for instance
                 if isinstance(error, self._plan.tell):
                     raise Refused(getattr(error, "message", str(error))) from error
-                raise _Raised(tool.name, error) from error
-            try:
-                return text_of(value)
-            except TypeError as error:
                 raise _Raised(tool.name, error) from error
 
         waiting = asyncio.ensure_future(invoke())
@@ -592,16 +597,15 @@ class _Path:
             new = [_result(call, text) for call, text in zip(calls, texts, strict=True)]
             return [*before, *new], *self._turns.following(own, before, new, is_turn=True)
 
-        messages, prompt, n_lost = following()
-        n_cells = self._context.n_ctx_seq - len(prompt)
         if self._turn + 2 >= self._plan.max_turns:
             self._limit = "turns"
         elif self._n_left < self._room:
             self._limit = "length"
-        elif n_cells < self._room:
-            self._limit = "capacity"
-        if self._limit is not None:
-            texts[-1] += f"\n{_LAST}"
+        last = f"{texts[-1]}\n{_LAST}"
+        texts[-1] = last if self._limit is not None else texts[-1]
+        messages, prompt, n_lost = following()
+        if self._limit is None and self._context.n_ctx_seq - len(prompt) < self._room:
+            self._limit, texts[-1] = "capacity", last
             messages, prompt, n_lost = following()
         self._messages = messages
         self._turn += 1
@@ -679,6 +683,12 @@ class _Path:
                     raise Refused(step.text.removeprefix("error: "))
                 return step.text
         raise _Ended("cut")
+
+
+def _listed(function: Callable[..., object], **arguments: object) -> object:
+    """Call a function and return its result; of a generator a list."""
+    value = function(**arguments)
+    return list(value) if inspect.isgenerator(value) else value
 
 
 def _result(call: ToolCall, text: str) -> dict[str, object]:

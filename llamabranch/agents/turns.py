@@ -21,6 +21,8 @@ from .tools import Tool
 __all__ = ["Messages", "Plan", "Turns"]
 
 _LONG = 1000  # characters of a message that is rendered again after each turn
+_REMEMBERED = 20_000  # characters of a conversation whose tokens are remembered
+_MOST_RECENT = 64  # of those
 Messages = Sequence[Mapping[str, object]]
 
 
@@ -72,6 +74,7 @@ class Turns:
             parallel=self.first.parallel,
         )
         self._variables = thinking_variables(self.form, plan.think)
+        self._recent: dict[str, list[int]] = {}  # the tokens of short conversations
 
     # -- grammars ----------------------------------------------------------------------------------
 
@@ -103,6 +106,7 @@ class Turns:
         if opening.strip("{[\"'") and not is_control:
             forbidden.append(r"(.|\n)*" + re.escape(opening))
         cuts = ["/" + one.replace("/", r"\/") + r"(.|\n)*/" for one in forbidden]
+        cuts.append(r"/\s*(```\w*\s*)?/")  # no answer, or a fence around none
         return Grammar.from_lark("start: T\nT: /(.|\\n)*/ & ~(" + " | ".join(cuts) + ")")
 
     # -- prompts -----------------------------------------------------------------------------------
@@ -117,10 +121,30 @@ class Turns:
         Raises:
             LlamaBranchError: the template refuses it.
         """
-        talk = conversation(
-            self.model, messages, self.first, self._variables, continues=False, generates=answers
-        )
-        return talk.tokens(self.model)
+        key = repr((answers, *messages))
+        tokens = self._recent.get(key)
+        if tokens is None:
+            talk = conversation(
+                self.model,
+                messages,
+                self.first,
+                self._variables,
+                continues=False,
+                generates=answers,
+            )
+            tokens = talk.tokens(self.model)
+            if len(key) < _REMEMBERED:  # the next turn asks for it again
+                self._recent[key] = tokens
+                if len(self._recent) > _MOST_RECENT:
+                    self._recent.pop(next(iter(self._recent)), None)
+        return [*tokens]
+
+    @cached_property
+    def _n_begun(self) -> int:
+        """How many tokens the template writes where an answer begins."""
+        question = [{"role": "user", "content": "x"}]
+        prompt = self.prompt(question)
+        return len(prompt) - n_common(prompt, self.prompt(question, answers=False))
 
     def following(
         self, own: Sequence[int], before: Messages, new: Messages, *, is_turn: bool
@@ -129,14 +153,15 @@ class Turns:
 
         The agent's own tokens stay as the model wrote them. What the template writes after an answer
         follows: what it writes for the whole conversation, from the end of the answer on. Where it writes
-        the text before that differently now, the conversation is rendered whole.
+        the text before the answer differently now, the conversation is rendered whole.
 
         Args:
             own: the tokens up to the end of the answer, without the EOG token.
             before: the conversation up to that answer, which it ends with.
             new: the messages after it.
             is_turn: whether it is within a turn of the user. Templates then write earlier messages as
-                before, so that long ones are shortened here: to render a document takes long.
+                before, so that long ones are shortened here: to render a document takes long. After a
+                message of the user they may write the answer itself differently, without its thought.
 
         Raises:
             LlamaBranchError: the template refuses the conversation.
@@ -144,16 +169,18 @@ class Turns:
         known: Messages = before
         if is_turn:
             known = [*map(_short, before[:-1]), before[-1]]
+        others = [{**message, "content": f"x{message['content']}"} for message in new]
         try:
-            head, whole = self.prompt(known, answers=False), self.prompt([*known, *new])
+            whole, other = self.prompt([*known, *new]), self.prompt([*known, *others])
+            asked = self.prompt(known[:-1])
+            head = whole if is_turn else self.prompt(known, answers=False)
+            start = len(asked) - self._n_begun  # of what the template writes before an answer
         except LlamaBranchError:  # some templates take no conversation that ends with an answer
-            head, whole = [], []
-        eog = self.model.eog_tokens
-        end = next((i for i in range(len(head) - 1, -1, -1) if head[i] in eog), None)
-        if end is not None and whole[: end + 1] == head[: end + 1]:
-            rest = self.model.detokenize(head[end + 1 :], special=True)
-            if not rest.strip():  # else it is the end of an earlier turn
-                return [*own, *whole[end:]], 0
+            return self.whole(own, [*before, *new])
+        eog, n = self.model.eog_tokens, n_common(whole, other)
+        end = next((i for i in range(n - 1, -1, -1) if whole[i] in eog), -1)  # of the answer
+        if n_common(whole, asked) >= start and start <= end < n_common(whole, head):
+            return [*own, *whole[end:]], 0
         return self.whole(own, [*before, *new])
 
     def whole(self, own: Sequence[int], messages: Messages) -> tuple[list[int], int]:

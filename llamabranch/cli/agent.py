@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,14 +102,17 @@ def agent(*, task: AgentOptions, models: ModelOptions, output: OutputOptions) ->
             more = LoadOptions(n_ctx=min(_CELLS, trained_length(name) or _CELLS))
         context = models.open(name, console, **more)
         run = lb.Agent(context, task.system or (), functions, journal=task.journal, sampling=params)
-        report = show(console, run.stream(text))
+        console.out.file = sys.stdout
+        with contextlib.redirect_stdout(sys.stderr):  # what a function prints is no answer
+            report = show(console, run.stream(text))
+        console.answer(_as_json(report))
         if report.finish_reason in _ENDS:
             console.note(_ENDS[report.finish_reason])
             raise typer.Exit(EXIT_FAILURE)
 
 
 def show(console: Console, steps: Iterable[Step]) -> Report:
-    """Print steps as they happen, and the answer; return the report.
+    """Print steps as they happen, and the answer's text; return the report.
 
     Raises:
         LlamaBranchError: the error that ended the run.
@@ -140,7 +145,6 @@ def show(console: Console, steps: Iterable[Step]) -> Report:
         raise report.error
     if not is_live:
         console.write(report.text + "\n")
-    console.answer(_as_json(report))
     return report
 
 

@@ -114,7 +114,8 @@ def _run_file(path: Path) -> dict[str, Any]:
     """
     names: dict[str, Any] = {"__name__": path.stem, "__file__": str(path)}
     try:
-        exec(compile(read_text(path), str(path), "exec"), names)
+        with contextlib.redirect_stdout(sys.stderr):  # what it prints is no answer
+            exec(compile(read_text(path), str(path), "exec"), names)
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:

@@ -150,11 +150,12 @@ async def _import(loom: Loom, call: Exchange) -> None:
     model = loom.service.model
     data = await call.body(_MOST_UPLOAD)
     kind, found, n_lost = await asyncio.to_thread(formats.read, data, _MOST_NODES, model.is_of)
+    warnings = [f"{n_lost:,} nodes without a way to a root were left out."] if n_lost else []
+    is_own = kind in ("json", "agent")  # read as UTF-8, whatever is around it
+    if not is_own and await asyncio.to_thread(formats.encoding_of, data) == "cp1252":
+        warnings.append("The file is not UTF-8: it was read as Windows-1252 (Latin-1).")
     nodes = loom.make(await asyncio.to_thread(loom.copied, found))
     await loom.confirm()
-    warnings = [f"{n_lost:,} nodes without a way to a root were left out."] if n_lost else []
-    if formats.encoding_of(data) == "cp1252":
-        warnings.append("The file is not UTF-8: it was read as Windows-1252 (Latin-1).")
     roots = [loom.document.node_fields(node) for node in nodes if node.parent is None]
     await call.reply({
         "rev": loom.document.rev, "nodes": roots, "count": len(nodes), "format": kind,

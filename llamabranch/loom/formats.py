@@ -35,7 +35,7 @@ __all__ = ["Item", "encoding_of", "export", "items_of", "read"]
 _MARKER = "llamabranch-loom"
 _MOST_UNPACKED = 1 << 29
 _DATA = re.compile(rb'<script type="application/json" id="loom-data">([A-Za-z0-9+/=\s]*)</script>')
-_CONTROL = re.compile(rb"[\x01-\x08\x0e-\x1a\x1c-\x1f\x7f]")
+_CONTROL = re.compile(rb"[\x01-\x08\x0e-\x1a\x1c-\x1f]")  # JSON escapes all of them
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _HALVES = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 _BRACKETS = re.compile(r"\s*(?:[\[{]\s*)?([\[{])\s*([^\s\[{]?)")

@@ -41,13 +41,26 @@ from .page import Guard
 from .searching import Kind, SearchOptions
 from .turns import chat_fields
 
-__all__ = ["BarFields", "Do", "Loom"]
+__all__ = ["BarFields", "Do", "Loom", "text_grammar"]
 
 _TOLD = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")  # settings that the page shows
 _MOST_SENT = 500  # nodes of one action, each by an event; their tokens
 
 
-class Do(Struct, kw_only=True):
+class TextSettings(Struct, kw_only=True):
+    """How a text is sampled, where it stops, and what it must follow."""
+
+    seed: Seed | None = None
+    sampling: SamplingFields | None = None
+    stop: list[str] = []
+    grammar: str | None = None
+    json_schema: dict[str, object] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    constraint: bool = False
+
+
+class Do(TextSettings, kw_only=True):
     """The body of POST /loom/do: an operation and its fields."""
 
     op: str
@@ -63,14 +76,6 @@ class Do(Struct, kw_only=True):
     tools: list[dict[str, object]] = []
     n: Annotated[int, Meta(ge=1)] = 3
     max_tokens: Annotated[int, Meta(ge=0)] = 24
-    seed: Seed | None = None
-    sampling: SamplingFields | None = None
-    stop: list[str] = []
-    grammar: str | None = None
-    json_schema: dict[str, object] | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    constraint: bool = False
     model: Literal["A", "B"] = "A"
     resume: bool = False
     token: int | None = None
@@ -89,38 +94,23 @@ class Do(Struct, kw_only=True):
     set: dict[str, object] = {}
 
 
-class BarFields(Struct, kw_only=True, omit_defaults=True):
+class BarFields(TextSettings, kw_only=True, omit_defaults=True):
     """What texts are continued with, as the bar beside Continue keeps it."""
 
     n: Annotated[int, Meta(ge=1)] | None = None
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
-    seed: Seed | None = None
-    sampling: SamplingFields | None = None
-    stop: list[str] = []
-    grammar: str | None = None
-    json_schema: dict[str, object] | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    constraint: bool = False
-
-    async def text_grammar(self) -> Grammar | None:
-        """Return what the text must follow. Raises HttpError if it is invalid, or asked for twice."""
-        return await text_grammar(self.grammar, self.json_schema, self.regex, self.choice)
 
 
-async def text_grammar(
-    grammar: str | None,
-    json_schema: dict[str, object] | None,
-    regex: str | None,
-    choice: list[str] | None,
-) -> Grammar | None:
+async def text_grammar(settings: TextSettings | Made) -> Grammar | None:
     """Return the grammar that a text must follow, None if there is none.
 
     Raises:
         HttpError: it is invalid, or there are two.
     """
-    outputs = StructuredOutputs(regex=regex, choice=choice)
-    fields = TextFields(grammar=grammar, json_schema=json_schema, structured_outputs=outputs)
+    outputs = StructuredOutputs(regex=settings.regex, choice=settings.choice)
+    fields = TextFields(
+        grammar=settings.grammar, json_schema=settings.json_schema, structured_outputs=outputs
+    )
     return await fields.text_grammar()
 
 
@@ -276,7 +266,7 @@ class Loom(Live):
             HttpError, LlamaBranchError: its settings cannot be generated with.
         """
         made, n_given = node.made, node.n_given
-        grammar = await text_grammar(made.grammar, made.json_schema, made.regex, made.choice)
+        grammar = await text_grammar(made)
         constraint = None
         if made.constraint is not None and self._constraint is not None:
             constraint = self._constraint[1]

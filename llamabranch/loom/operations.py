@@ -14,7 +14,7 @@ from .comparing import compare
 from .document import Bar, Change, Document, Made, Mode, Node, Record, Tokens, Turn, Undo, decoded
 from .formats import items_of
 from .live import Job
-from .loom import BarFields, Do, Loom
+from .loom import BarFields, Do, Loom, text_grammar
 from .searching import SearchOptions, Watch, search
 from .turns import Talk, Written, dates_for, messages_of, write
 
@@ -125,9 +125,10 @@ async def _tokenized(loom: Loom, do: Do, node: Node, at: int, text: str) -> tupl
     if do.node is None:
         return await loom.service.tokenize(text, parse_special=special), False
     document, tokens = loom.document, node.tokens(at)
-    before = document.bytes_of(tokens).decode("utf-8", "replace")
     if special:
         before = document.written(tokens)
+    else:
+        before = document.bytes_of(tokens).decode("utf-8", "replace")
     part, ids, whole = [
         await loom.service.tokenize(each, add_special=False, parse_special=special) if each else []
         for each in (before, text, before + text)
@@ -224,7 +225,7 @@ async def _bar(loom: Loom, do: Do, node: Node, at: int) -> Answer:
         most = loom.service.settings.max_choices
         if (bar.n or 1) > most:
             raise HttpError(400, f"n must be 1 to {most}", param="n")
-        await bar.text_grammar()
+        await text_grammar(bar)
     for mode, bar in bars.items():
         loom.add(Bar(mode=mode, fields=msgspec.to_builtins(bar)))
     loom.emit("set", {"rev": loom.document.rev, "bars": loom.document.bars})

@@ -171,12 +171,13 @@ def write(
     stays = 0  # turns that are whole before the fork
     while stays < min(len(known), len(talk.messages)) and (known[stays].end or at + 1) < at:
         stays += 1
-    turns = []
+    turns, low = [], spans.boundary(stays)
     for i, message in enumerate(talk.messages[stays:], stays):
         old = known[i] if i < len(known) and known[i].begin <= at else None
-        turns.append(spans.turn(i, message, old))
-    begin = spans.position(spans.boundary(len(talk.messages)))
-    turns.append(Turn("assistant", begin, at + n_prompt - skipped))
+        high = max(low, spans.boundary(i + 1))
+        turns.append(spans.turn(i, message, low, high, old))
+        low = high
+    turns.append(Turn("assistant", spans.position(low), at + n_prompt - skipped))
     return Written(at, full[skipped:], turns)
 
 
@@ -218,11 +219,17 @@ class _Spans:
             return at + token - skipped
         return self._places[bisect_right([there for _, there in self._places], token) - 1][0]
 
-    def turn(self, i: int, message: Mapping[str, object], old: Turn | None) -> Turn:
-        """Return the turn of a message; ``old``: as it is in the text that stays."""
+    def turn(
+        self, i: int, message: Mapping[str, object], low: int, high: int, old: Turn | None
+    ) -> Turn:
+        """Return the turn of message ``i``.
+
+        Args:
+            i, message: its number, and itself.
+            low, high: where it begins and ends in the whole.
+            old: the turn as it is in the text that stays.
+        """
         role, text = str(message["role"]), message.get("content")
-        low, high = self.boundary(i), self.boundary(i + 1)
-        high = max(low, high)
         if role == "assistant":
             begin = max(low, min(high, self.boundary(i, generates=True)))
             ends = (j for j in range(high - 1, begin - 1, -1) if self._model.is_eog(self._full[j]))

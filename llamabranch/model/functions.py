@@ -6,6 +6,7 @@ import inspect
 import re
 import types
 import typing
+import warnings
 from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Annotated, Literal, Union, cast, get_args, get_origin
@@ -89,17 +90,20 @@ def _docs(text: str) -> tuple[str, dict[str, str]]:
 def _by_pydantic(name: str, fields: Mapping[str, _Field]) -> _Schema | None:
     """Return the schema of parameters; None without pydantic."""
     try:
-        from pydantic import create_model
+        from pydantic import Field, create_model
         from pydantic.errors import PydanticUserError
+        from pydantic.json_schema import PydanticJsonSchemaWarning
     except ImportError:
         return None
-    given = {
-        key: (hint, ... if default is inspect.Parameter.empty else default)
-        for key, (hint, default) in fields.items()
+    given = {  # pydantic keeps names such as "_x" and "schema" for itself, so they are aliases
+        f"p{i}": (hint, Field(... if default is inspect.Parameter.empty else default, alias=key))
+        for i, (key, (hint, default)) in enumerate(fields.items())
     }
     try:
         model = create_model(name, **cast(dict[str, "tuple[type, object]"], given))  # type: ignore[call-overload]
-        schema = cast(_Schema, model.model_json_schema())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PydanticJsonSchemaWarning)  # of defaults without JSON
+            schema = cast(_Schema, model.model_json_schema())
     except (PydanticUserError, TypeError, NameError, ValueError) as error:
         raise ConfigError(f"{name}: no JSON schema: {str(error).splitlines()[0]}") from None
     properties = schema.get("properties")

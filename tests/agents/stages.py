@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Iterator
 
 from pydantic import BaseModel, RootModel, field_validator
 from scripts import call
@@ -24,6 +25,8 @@ SCRIPTS = {
     "lookup": [call("fails", how="lookup"), "It says no."],
     "raises": [call("add", a=1, b=2) + call("fails", how="raises"), "never"],
     "exits": [call("fails", how="exits"), "never"],
+    "ends": [call("ends"), "never"],
+    "counts": [call("counts", n=3), "I have read it."],
     "hangs": [call("hangs"), "It takes long."],
     "sleeps": [call("sleeps"), "It takes long."],
     "again": [call("name")] * 5 + ["Enough."],
@@ -81,6 +84,13 @@ def fails(how: str) -> str:
             raise SystemExit(3)
         case _:
             raise ZeroDivisionError("by zero")
+
+
+def counts(n: int) -> Iterator[int]:
+    """Count, and fail from the fourth on."""
+    yield from range(n)
+    if n > 3:
+        raise ToolError("too many")
 
 
 RELEASED = threading.Event()  # threads that hang end with the tests

@@ -3,18 +3,40 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import json
 import threading
-from collections.abc import Callable
-from typing import Annotated, Any, cast
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from datetime import date
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
 
 import pytest
 from pydantic import AfterValidator, Field
-from stages import CONTROL, RELEASED, Number, Sum, add, fails, gives, hangs, long, name, sleeps
+from stages import (
+    CONTROL,
+    RELEASED,
+    Number,
+    Sum,
+    add,
+    assert_left_alone,
+    counts,
+    fails,
+    gives,
+    hangs,
+    long,
+    name,
+    sleeps,
+)
 
 import llamabranch as lb
 from llamabranch import Agent, AsyncEngine, Context
 from llamabranch.agents import Report, Step
 from llamabranch.agents.agent import conduct
+from llamabranch.agents.tools import Refused, function
 from llamabranch.errors import (
     CacheFullError,
     ClosedError,
@@ -245,6 +267,45 @@ def test_what_else_a_function_raises_ends_its_agent(
         _ = Agent(stage, tools=[add, fails, name], output=Sum).run(f"{task}: go").parsed
 
 
+class Odd(BaseException):
+    """An exception that is no Exception."""
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(
+    "kind",
+    [SystemExit, KeyboardInterrupt, GeneratorExit, StopIteration, StopAsyncIteration,
+     asyncio.CancelledError, MemoryError, RecursionError, Odd],
+)  # fmt: skip
+def test_whatever_a_function_raises_ends_its_agent_only(
+    stage: Context, kind: type[BaseException], is_async: bool
+) -> None:
+    def ends() -> str:
+        raise kind
+
+    async def ends_later() -> str:
+        await asyncio.sleep(0)
+        raise kind
+
+    ends_later.__name__ = "ends"
+    agent = Agent(stage, tools=[ends_later if is_async else ends, add, name])
+    report, other = agent.run(["ends: go", "two: go"])
+    assert report.finish_reason == "error" and isinstance(report.error, ToolError)
+    assert "ends" in report.error.message and other.text == "Both are here."
+    assert_left_alone(stage)
+
+
+def test_a_generator_is_a_list(stage: Context) -> None:
+    async def counts_later(n: int) -> AsyncIterator[int]:
+        for number in range(n):
+            yield number
+
+    counts_later.__name__ = "counts"
+    for tool in (counts, counts_later):
+        report = Agent(stage, tools=[tool]).run("counts: go")
+        assert results(report) == ["[0,1,2]"] and report.text == "I have read it."
+
+
 @pytest.mark.parametrize("task", ["hangs", "sleeps"])
 def test_function_that_takes_too_long_is_told(stage: Context, task: str) -> None:
     agent = Agent(stage, tools=[hangs, sleeps], tool_seconds=0.2)
@@ -372,8 +433,10 @@ def test_trunk_that_does_not_fit_is_refused_before_anything_runs(stage: Context)
 def test_seconds_that_run_out_keep_what_was_written(stage: Context) -> None:
     bias = dict.fromkeys(stage.model.eog_tokens, -1e9)
     agent = Agent(stage, max_seconds=0.3, max_tokens=100_000, logit_bias=bias)
-    report = agent.run("plain: go")
-    assert report.finish_reason == "time" and report.text.startswith("No call is needed.")
+    steps = [*agent.stream("plain: go")]
+    report = steps[-1].report
+    assert report is not None and report.finish_reason == "time"
+    assert "".join(s.text for s in steps if s.kind == "text").strip() == report.text
     report = Agent(stage, tools=[sleeps], max_seconds=0.3).run("sleeps: go")
     assert report.finish_reason == "time"
 
@@ -456,6 +519,75 @@ def test_a_fork_that_forks_is_told_and_so_is_one_among_other_calls(stage: Contex
     assert results(report) == ["error: fork must be the only call of its turn", "Ida"]
 
 
+# -- parameters ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Place:
+    name: str
+    floor: int = 2
+
+
+class Color(Enum):
+    RED = "red"
+
+
+def takes(
+    place: Place,
+    color: Color,
+    day: date,
+    path: Path = Path("a.txt"),
+    kind: Literal["a", 1] | None = None,
+    _x: int = 3,
+    schema: str = "y",
+    model_config: str = "z",
+    unnamed: object = RELEASED,
+    *,
+    copy: bool = False,
+) -> str:
+    """Take parameters of all sorts, with names that pydantic keeps for itself."""
+    return (
+        f"{place.name}{place.floor} {color.name} {day.year} {path.name} {kind} {_x} {schema} {copy}"
+    )
+
+
+def test_parameters_of_any_type_name_and_default() -> None:
+    tool = function(takes)
+    schema = cast(Any, tool.described["function"])["parameters"]
+    assert list(schema["properties"]) == list(inspect.signature(takes).parameters)
+    assert schema["required"] == ["place", "color", "day"]
+    assert schema["properties"]["_x"] == {"type": "integer", "default": 3}
+    lb.Grammar.from_json_schema(json.dumps(schema))
+    given = {
+        "place": {"name": "hall"},
+        "color": "red",
+        "day": "2027-03-01",
+        "kind": "a",
+        "copy": True,
+    }
+    assert takes(**cast(Any, tool.check(given))) == "hall2 RED 2027 a.txt a 3 y True"
+    refused: list[object] = [
+        {**given, "color": "blue"},
+        {**given, "x": 1},
+        {"place": {}, "color": "red"},
+        [],
+        "x",
+    ]
+    for bad in refused:
+        with pytest.raises(Refused):
+            tool.check(bad)
+
+
+class Adder:
+    """A class without annotations of its own; its instances have no name."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+
+    def __call__(self, second: int) -> int:
+        return self.first + second
+
+
 # -- bad input -------------------------------------------------------------------------------------
 
 
@@ -482,7 +614,8 @@ def odd(a: threading.Thread) -> str:
 @pytest.mark.parametrize(
     "tools",
     [
-        [plain], [starred], [keywords], [positional], [odd], [lambda: 1], [add, add], [1], ["add"], "add",
+        [plain], [starred], [keywords], [positional], [odd], [lambda: 1], [Adder], [Adder(1)],
+        [partial(add, a=1)], [Adder.__call__], [print], [int], [add, add], [1], ["add"], "add",
         add, {"add": add}, [None], [[add]],
     ],
     ids=lambda tools: type(tools).__name__,  # no addresses: each process names them alike
@@ -546,9 +679,17 @@ def test_no_template_another_context_and_a_closed_one(scripted: lb.Model, target
 def test_closed_engine_and_a_context_closed_while_it_runs(stage: Context) -> None:
     async def main() -> None:
         engine = AsyncEngine(stage)
+        begun = asyncio.Event()
+
+        async def sleeps() -> str:
+            """Take long."""
+            begun.set()
+            await asyncio.Event().wait()
+            return "never"
+
         agent = Agent(engine, tools=[sleeps])
         running = asyncio.ensure_future(agent.arun("sleeps: go"))
-        await asyncio.sleep(0.3)
+        await begun.wait()
         await engine.close()
         with pytest.raises(ClosedError):
             await agent.arun("plain: go")

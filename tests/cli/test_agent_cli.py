@@ -83,6 +83,19 @@ def test_json_and_the_journal(model: Path, tools: Path, tmp_path: Path) -> None:
     assert "already exists" in said_by(*given, "one: go")
 
 
+def test_what_a_function_prints_is_no_answer(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "tools.py"
+    path.write_text(
+        "print('noise 1')\ndef add(a: int, b: int) -> int:\n    print('noise 2')\n    return a + b\n",
+        encoding="utf-8",
+    )
+    given = ["agent", "-m", model, "--tools", path, "-t", "1", "one: go"]
+    result = run(*given)
+    assert result.stdout == "It is three.\n"
+    assert "noise 1" in result.stderr and "noise 2" in result.stderr
+    assert answer(*given)["text"] == "It is three."
+
+
 def test_on_a_terminal_texts_are_shown_as_they_are_written(model: Path, tools: Path) -> None:
     command = [*COMMAND, "agent", "-m", str(model), "--tools", str(tools), "-t", "1", "two: go"]
     shown, _ = on_terminal(command, 80)

@@ -73,6 +73,28 @@ def visiting(browser: Browser, served: Opened, **settings: object) -> Iterator[P
         context.close()
 
 
+@contextmanager
+def afresh(browser: Browser, served: Opened, **settings: object) -> Iterator[Page]:
+    """Open the page before another text begins than those that other tests wrote."""
+    with visiting(browser, served, **settings) as page:
+        idle(page)
+        anew(page)
+        yield page
+
+
+def anew(page: Page) -> None:
+    """Go to the first screen, unless it is shown."""
+    if page.locator("#empty").is_hidden():
+        menu(page, "begin another text")
+
+
+def menu(page: Page, item: str) -> None:
+    """Choose an item of the menu."""
+    page.locator("[data-action=menu]").click()
+    page.locator("dialog button", has_text=item).click()
+    idle(page)
+
+
 def state(page: Page, name: str) -> None:
     """Wait until the page is in this state."""
     page.wait_for_function("name => document.documentElement.dataset.state === name", arg=name)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from browsing import (
+    afresh,
     asked,
     begin,
     exported,
@@ -40,12 +41,7 @@ def served(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Itera
 @pytest.fixture
 def page(chromium: Browser, served: Opened) -> Iterator[Page]:
     """The page at the beginning of another text than those that other tests wrote."""
-    with visiting(chromium, served) as opened:
-        idle(opened)
-        if opened.locator("#empty").is_hidden():
-            opened.locator("[data-action=menu]").click()
-            opened.locator("dialog button", has_text="begin another text").click()
-            idle(opened)
+    with afresh(chromium, served) as opened:
         yield opened
 
 

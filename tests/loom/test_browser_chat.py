@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from browsing import (
+    afresh,
     asked,
     axe,
     exported,
@@ -41,17 +42,8 @@ def served(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Itera
 @pytest.fixture
 def page(chromium: Browser, served: Opened) -> Iterator[Page]:
     """The page of a model with a chat template, before another text begins."""
-    with visiting(chromium, served) as opened:
-        idle(opened)
-        anew(opened)
+    with afresh(chromium, served) as opened:
         yield opened
-
-
-def anew(page: Page) -> None:
-    if page.locator("#empty").is_hidden():
-        page.locator("[data-action=menu]").click()
-        page.locator("dialog button", has_text="begin another").click()
-        idle(page)
 
 
 def set_bar(page: Page, opener: str = "#bar-said", **values: str) -> None:

@@ -8,7 +8,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from browsing import asked, begin, exported, idle, press, state, tokens, told, visiting, written
+from browsing import (
+    afresh,
+    anew,
+    asked,
+    begin,
+    exported,
+    idle,
+    menu,
+    press,
+    state,
+    tokens,
+    told,
+    visiting,
+    written,
+)
 from paging import Opened
 
 if TYPE_CHECKING:
@@ -29,21 +43,8 @@ def served(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Itera
 @pytest.fixture
 def page(chromium: Browser, served: Opened) -> Iterator[Page]:
     """The page at the beginning of another text than those that other tests wrote."""
-    with visiting(chromium, served) as opened:
-        idle(opened)
-        if opened.locator("#empty").is_hidden():
-            anew(opened)
+    with afresh(chromium, served) as opened:
         yield opened
-
-
-def anew(page: Page) -> None:
-    menu(page, "begin another text")
-
-
-def menu(page: Page, item: str) -> None:
-    page.locator("[data-action=menu]").click()
-    page.locator("dialog button", has_text=item).click()
-    idle(page)
 
 
 def do(page: Page, op: str, **fields: object) -> Any:
@@ -208,6 +209,27 @@ def test_not_known_is_counted_as_the_other_bins_are(page: Page) -> None:
     assert page.locator("#legend .bx small").inner_text() == "1"  # the first token
 
 
+def test_a_find_leaves_out_what_is_gone(page: Page) -> None:
+    word = "xylophonist"
+    first = imported(page, f"One {word}")
+    second = imported(page, f"A longer text with another {word} in it")
+    page.locator("#text").press("/")
+    page.keyboard.type(word)
+    told(page, "#found", "2")
+    press(page, "Enter")
+    assert chosen(page) == first
+    do(page, "delete", node=second)
+    idle(page)
+    press(page, "Enter", at="#find")
+    assert chosen(page) == first
+    assert page.locator("#found").inner_text() == "1 / 1"
+    do(page, "delete", node=second, restore=True)
+    idle(page)
+    press(page, "Enter", at="#find")
+    assert chosen(page) == second  # one goes on from where one was
+    assert page.locator("#found").inner_text() == "2 / 2"
+
+
 # -- searches and comparisons ----------------------------------------------------------------------
 
 
@@ -331,6 +353,20 @@ def test_the_footer_forgets_what_was_long_ago(page: Page) -> None:
     page.locator("#lenses input[value=probability]").check(force=True)
 
 
+def test_what_was_stopped_is_not_read_again_by_itself(page: Page) -> None:
+    asked_for: list[str] = []
+    page.on("request", lambda request: asked_for.append(request.post_data or ""))
+    page.locator("#begin").fill(" ".join(f"a queen and {i} sons" for i in range(150)))
+    page.locator("#begin").press("Control+Enter")
+    page.locator("#empty").wait_for(state="hidden")
+    page.locator("#text").press("Escape")
+    state(page, "ready")
+    idle(page)  # also a while after it was drawn
+    ops = [json.loads(body).get("op") for body in asked_for if body.startswith("{")]
+    assert "stop" in ops
+    assert "score" not in ops
+
+
 # -- letters ---------------------------------------------------------------------------------------
 
 
@@ -361,9 +397,48 @@ def test_code_has_letters_of_one_width(page: Page) -> None:
 # -- phones ----------------------------------------------------------------------------------------
 
 
+PHONE: dict[str, Any] = {
+    "viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True,
+}  # fmt: skip
+
+
+def test_what_is_asked_for_is_shown_whatever_the_pane(chromium: Browser, served: Opened) -> None:
+    with visiting(chromium, served, **PHONE) as page:
+        idle(page)
+        node = imported(page, "The old king called his three sons and said")
+        do(page, "set", node=node, bookmark=True)
+
+        def leave(pane: str) -> None:
+            page.locator("#panes label", has_text=pane).tap()
+            idle(page)
+            assert page.locator("#text-pane").is_hidden()
+
+        for pane in ("Tree", "Token"):
+            show(page, node)
+            assert page.locator("#empty").is_hidden()
+            leave(pane)
+            menu(page, "begin another text")
+            assert page.locator("#begin").is_visible(), pane
+        show(page, node)
+        leave("Tree")
+        press(page, "Enter", at="#tree")
+        assert page.locator(".typing textarea").is_visible()
+        page.locator(".typing button", has_text="Discard").tap()
+        leave("Tree")
+        page.locator("#marks").tap()
+        page.locator(f"dialog [data-bookmark={node}]").tap()
+        idle(page)
+        assert page.locator("#text").is_visible()
+        assert page.locator("#panes :checked").get_attribute("value") == "text"
+        leave("Token")
+        menu(page, "compare here")
+        page.locator("dialog button.main").tap()
+        page.locator("#text-b").wait_for()
+        idle(page)
+
+
 def test_fingers_reach_everything(chromium: Browser, served: Opened) -> None:
-    phone = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
-    with visiting(chromium, served, **phone) as page:
+    with visiting(chromium, served, **PHONE) as page:
         idle(page)
         written_here = imported(page, "The old king called his three sons and said")
         page.locator("#panes label", has_text="Text").tap()

@@ -81,6 +81,10 @@ def of_items(items: Document | list[formats.Item]) -> list[tuple[str, list[Any]]
     return shape([(item.text, item.parent) for item in items])
 
 
+def test_a_short_text_with_a_control_character_is_no_binary_file() -> None:
+    assert formats.encoding_of(b'[{"text": "\x7f"}]') == "utf-8"
+
+
 @given(documents())
 def test_a_tree_comes_back_from_every_format(document: Document) -> None:
     shown = [*document.shown()]
@@ -247,6 +251,10 @@ def test_imports_over_http_make_one_action(tmp_path: Path) -> None:
             assert a.id != b.id and a.made.seed == b.made.seed and a.reason == b.reason
             for name in ("ids", "lp", "h", "rk", "src", "top"):
                 assert getattr(a, name) == getattr(b, name), name
+        html = page.get("/loom/export", format="html").content
+        for data, warns in ((html, 0), (html + b"<!-- caf\xe9 -->", 0), (b"caf\xe9", 1)):
+            warnings = page.api.post("/loom/import", content=data).json()["warnings"]
+            assert len(warnings) == warns and all("Windows-1252" in each for each in warnings)
         for data, status in ((b"{" * 100, 400), (b" " * (65 << 20), 413)):
             assert page.api.post("/loom/import", content=data).status_code == status
 

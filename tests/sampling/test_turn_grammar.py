@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import toys
 from llama_cpp import llama_cpp as C
-from turn_shapes import SHAPES
+from turn_shapes import CHANGING, SHAPES
 
 import llamabranch as lb
 from llamabranch.model import ToolCall, TurnFormat
@@ -83,6 +83,15 @@ def test_several_calls_where_the_form_has_them(model: lb.Model, shape: str) -> N
     for parallel in (True, False):
         grammar = turn_grammar(model, Tools(TOOLS, "required", form, parallel=parallel))
         assert fits(model, grammar, text) == (parallel and form.form.several is True)
+
+
+def test_a_template_that_refuses_two_calls_in_a_turn_gets_one(model: lb.Model) -> None:
+    """In its own form and in those that models write on their own."""
+    form = TurnFormat.of(CHANGING["one call in a turn"])
+    auto = turn_grammar(model, Tools(TOOLS, "auto", form))
+    one = '{"name": "ping", "arguments": {}}'
+    for text in (one, f"<do>\n{one}\n</do>", f"```json\n{one}\n```"):
+        assert fits(model, auto, text) and not fits(model, auto, f"{text}\n{text}")
 
 
 def walked(model: lb.Model, grammar: lb.Grammar, tokens: list[int]) -> int:

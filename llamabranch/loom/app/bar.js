@@ -25,7 +25,7 @@ const PRESETS = {
 const NUMBERS_OF_BAR = [["temperature", "temperature", "temperature"], ["top_p", "top p", "top-p"], ["top_k", "top k", "top-k"],
   ["min_p", "min p", "min-p"], ["repeat_penalty", "repeat penalty", "repeat penalty"]];
 /** @type {Record<string, string>} */
-const FOLLOWS = { free: "nothing: it is free", json_schema: "a JSON schema", regex: "a regular expression", choice: "one of these lines",
+const FOLLOWS = { free: "nothing: free text", json_schema: "a JSON schema", regex: "a regular expression", choice: "one of these lines",
   grammar: "a grammar (GBNF)", constraint: "the constraint in Python" };
 
 /** The bar of texts or of a chat. @param {string} mode @returns {Bar} */
@@ -101,8 +101,11 @@ export function openBar(mode, proceed, setting) {
   const follow = h("textarea", { name: "follow", rows: 5, spellcheck: false });
   const kind = h("select", { name: "kind", onchange: () => showFollow() },
     Object.entries(FOLLOWS).filter(([value]) => value !== "constraint" || store.doc.models.A?.constraint).map(([value, words]) => h("option", { value }, words)));
-  const box = h("label", {}, h("span", {}, "it is written here"), follow);
-  const showFollow = () => void (box.hidden = ["free", "constraint"].includes(kind.value));
+  const title = h("span"), box = h("label", {}, title, follow);
+  const showFollow = () => {
+    box.hidden = ["free", "constraint"].includes(kind.value);
+    title.textContent = FOLLOWS[kind.value];
+  };
   const presets = h("select", { onchange: () => show(all()[presets.value] ?? barOf(mode)) });
   const all = () => ({ ...PRESETS[mode], ...(store.doc.settings.presets?.[mode] ?? {}) });
   const list = () => fill(presets, h("option", { value: "now" }, "as it is now"),
@@ -115,13 +118,13 @@ export function openBar(mode, proceed, setting) {
     input("n", isTalk ? "answers" : "texts", FIRST[mode].n),
     input("max_tokens", isTalk ? "tokens at most" : "tokens", FIRST[mode].max_tokens),
     NUMBERS_OF_BAR.map(([id, words]) => input(`${id}`, words, usual[id])), input("seed", "seed", "another each time"),
-    input("stop", "stop at"), h("label", {}, h("span", {}, "the text follows"), kind), box,
+    input("stop", "stop at"), h("label", {}, h("span", {}, "the text must follow"), kind), box,
     h("div", { class: "row" }, name, h("button", { type: "button", onclick: () => save() }, "Keep as a preset"),
       h("button", { type: "button", onclick: () => drop() }, "Forget the preset")),
-    wrong, h("p", { class: "row" },
+    h("div", { class: "foot" }, wrong, h("p", { class: "row" },
       proceed && h("button", { type: "submit", class: "main", value: "go" }, isTalk ? "Keep and answer" : "Keep and continue"),
       h("button", { type: "submit", value: "keep", class: proceed ? "" : "main" }, "Keep"),
-      h("button", { type: "button", onclick: () => dialog.close() }, "Cancel")));
+      h("button", { type: "button", onclick: () => dialog.close() }, "Cancel"))));
   /** @param {Bar} bar */
   function show(bar) {
     const values = { ...bar, ...bar.sampling, stop: bar.stop?.[0], kind: followed(bar) };

@@ -4,7 +4,7 @@ import {
   $, attribute, check, fill, h, label, later, pace, paints, plural, radios, redraw, set, tell, visible, visibleTexts, warn,
 } from "./dom.js";
 import { LENSES, binOf, choose, drawLegend, turn } from "./lenses.js";
-import { act, backend, connect, get, net } from "./net.js";
+import { act, backend, connect, get, listeners, net } from "./net.js";
 import { FLAGS, Tokens, look, select, stateOf, store, texts, view } from "./store.js";
 import { goTo, segmentOf, startTree, treeMoves } from "./tree.js";
 import { foldThoughts, moveTo, place, seek, shownPath, startText, textMoves, tokenSpan } from "./text.js";
@@ -118,6 +118,7 @@ function onSubmit(box, submit, leave = () => {}) {
  *   keep: (text: string, role: string) => Promise<any>, verb?: string, note?: string}} what `at`: the text is shown up to there */
 function openBox({ at, label: title, value = "", scored = false, edit = false, roles = [], keep: kept, verb = "Continue", note = "" }) {
   if (view.typingAt >= 0 || exported() || document.documentElement.dataset.state === "read-only") return;
+  showPane("text");
   const box = h("textarea", { rows: 3, spellcheck: false, value, "aria-label": title });
   const role = h("select", { "aria-label": "Who says it" }, roles.map((each) => h("option", { value: each }, each)));
   const preview = h("p", { class: "preview", "aria-hidden": "true" });
@@ -225,25 +226,30 @@ async function begin(fields = {}) {
 // --- find ---
 
 /** @type {any[]} */ let hits = [], hit = -1;
-let sought = ""; // what they were found for
+let sought = "", soughtIn = ""; // what they were found for, and in which tree
 
-/** Find text in all nodes; a number of results, the first is shown. */
+/** The tree as it is shown: another one has other hits. */
+const shownTree = () => `${store.revision} ${store.showDeleted}`;
+
+/** Find text in all branches that are shown, and count them. The next hit is the one after that which was shown. */
 async function find() {
   const q = $("find").value;
-  const { found, more } = await get("/loom/find", { q }).catch(() => ({ found: [], more: false }));
+  const { found: all, more } = await get("/loom/find", { q }).catch(() => ({ found: [], more: false }));
+  const found = all.filter((/** @type {any} */ each) => segmentOf(each.node));
   if (q !== $("find").value) return;
-  [hits, hit, sought] = [found, -1, q];
+  const { node, at } = hits[hit] ?? {};
+  hit = q === sought ? found.findIndex((/** @type {any} */ each) => each.node === node && each.at === at) : -1;
+  [hits, sought, soughtIn] = [found, q, shownTree()];
   $("found").textContent = q && `${found.length}${more ? "+" : ""}`;
   attribute($("found"), "aria-label", plural(found.length, "place"));
 }
 
 async function nextHit(/** @type {number} */ by) {
-  if ($("find").value !== sought) await find(); // more was typed since
+  if ($("find").value !== sought || soughtIn !== shownTree()) await find(); // more was typed, or branches came or went
   if (!hits.length) return;
   hit = (hit + by + hits.length) % hits.length;
   const { node, at, last = at, text } = hits[hit];
-  const segment = segmentOf(node, last + 1);
-  if (segment) goTo(segment);
+  goTo(/** @type {import("./tree.js").Segment} */ (segmentOf(node, last + 1)));
   moveTo(last); // what is done next is done behind the place
   $("found").textContent = `${hit + 1} / ${hits.length}`;
   attribute($("found"), "title", visible(text));
@@ -387,7 +393,10 @@ const run = {
     }
     if (!B) return tell("There is no second model: start with --compare MODEL2.");
     return ask("Compare two models here", [["mode", "how", "", COMPARISONS], ["writer", "who writes", "", { A: "", B: "" }],
-      ["max_tokens", "tokens", 24], ["seed", "seed"]], "Compare", ({ mode, ...fields }) => compare(mode, place(), fields));
+      ["max_tokens", "tokens", 24], ["seed", "seed"]], "Compare", ({ mode, ...fields }) => {
+      showPane("text");
+      return compare(mode, place(), fields);
+    });
   },
   bookmark: () => selected() && act("set", { node: store.current, bookmark: !(selected()?.flags & FLAGS.bookmark) }),
   note: () => ask("Note", [["note", "note of this branch", selected()?.note]], "Keep",
@@ -424,6 +433,7 @@ const run = {
   bookmarks: () => {
     const visit = (/** @type {string} */ id) => {
       $("dialog").close();
+      showPane("text");
       select(id);
       $("text").focus();
     };
@@ -440,6 +450,7 @@ const run = {
   },
   new: () => {
     closeCompare();
+    showPane("text");
     Object.assign(store, { current: null, end: null });
     redraw(["state", "tree", "text", "inspect", "where"]);
   },
@@ -536,7 +547,8 @@ function drawBeginning(A, B) {
   $("system-box").hidden = !isTalk || !chat?.roles.includes("system");
   $("tools-box").hidden = !isTalk;
   $("begin-note").textContent = A ? controlNote(!isTalk) || "" : "";
-  $("begin").setAttribute("aria-label", isTalk ? "First message" : "Beginning of a text");
+  const title = isTalk ? "First message" : "Beginning of a text";
+  set($("begin"), { "aria-label": title, placeholder: title });
   $("start").firstChild.textContent = isTalk ? "Send" : "Continue";
   if ($("cards").dataset.for === `${key} ${isTalk} ${A?.draft} ${B?.name}`) return;
   $("cards").dataset.for = `${key} ${isTalk} ${A?.draft} ${B?.name}`;
@@ -561,6 +573,13 @@ function widen(/** @type {string} */ side, /** @type {number} */ width) {
   return wide;
 }
 
+/** Show a pane where the window is too narrow for all. @param {string} pane */
+function showPane(pane) {
+  $("main").dataset.pane = pane;
+  check("panes", pane);
+  redraw(["tree", "text", "minimap"]);
+}
+
 function startPanes() {
   for (const side of ["left", "right"]) {
     const splitter = $(`split-${side}`);
@@ -576,11 +595,8 @@ function startPanes() {
       splitter.hasPointerCapture(event.pointerId) && move(event.clientX);
     splitter.onpointerup = (/** @type {PointerEvent} */ event) => keep(event.clientX);
   }
-  radios("panes", [["tree", "Tree"], ["text", "Text"], ["token", "Token"]], (pane) => {
-    $("main").dataset.pane = pane;
-    redraw(["tree", "text", "minimap"]);
-  });
-  check("panes", "text");
+  radios("panes", [["tree", "Tree"], ["text", "Text"], ["token", "Token"]], showPane);
+  showPane("text");
 }
 
 /** Do what a card says: its text begins and is continued. @param {string} card @param {string} text */
@@ -652,6 +668,9 @@ export function start() {
   paints("inspect", drawInspector);
   paints("live", startLive());
   paints("minimap", tree.minimap);
+  listeners.push((name, { state, node }) => {
+    if (name === "job" && state === "stopped") seen.add(node).add(store.current); // else it would be read again by itself
+  });
   startKeys(run, takeAt);
   startCopy();
   $("untap").onclick = () => moveTo(-1);

@@ -113,6 +113,7 @@ function home(id, end) {
 export function select(id, to = null) {
   const [node, end] = home(id, to);
   if (store.current === node && store.end === end) return;
+  if (store.current == null) redraw(["state"]); // the first screen was shown
   Object.assign(store, { current: node, end });
   hush();
   look({ cursor: -1, hover: -1, pinned: -1, reading: -1 });
@@ -274,7 +275,8 @@ export const ownerOf = (path, position) =>
 
 const UTF8 = new TextDecoder("utf-8", { ignoreBOM: true });
 
-/** Texts of tokens one after the other: a character that several tokens share stands at the last of them; bytes that are no UTF-8 are written as \ufffd. */
+/** Texts of tokens one after the other: a character that several tokens share stands at the last of them; bytes that
+ * are no UTF-8 are written as \ufffd. */
 export const texts = (/** @type {Piece[]} */ all) => wholeCharacters(all.map((piece, i) => {
   if (!Array.isArray(piece)) return typeof piece === "string" ? piece : piece.c;
   return UTF8.decode(new Uint8Array(piece), { stream: Array.isArray(all[i + 1]) });

@@ -489,7 +489,7 @@ class _Writer:
             )
             first = self._rule(f"head_{i}", f"/((.|\\n)*\\n)?{body}/", "[lazy]")
             firsts.append(f"{first} {rest}")
-            if self._tools.parallel:
+            if self._tools.parallel and self._form.several is not False:
                 other = self._rule(f"next_{i}", f"/\\s*{body}/", "[lazy]")
                 others.append(f"{other} {rest}")
         self._rule("LOOSE_END", r"/\s*\}\s*(\}\s*)?(```|<\/tool_call>)?\s*/")

@@ -681,10 +681,12 @@ class EngineCore:
         elif not self._waits():  # others hold all sequences of the context
             while (waiting := scheduler.head()) is not None:
                 self.end(waiting, "capacity", scheduler.no_sequence)
-        for job in [job for job in scheduler.active if job.is_reading and not job.n_uncached]:
-            self._begin(job)
         active = scheduler.active
-        return [job for job in active if job.running], [job for job in active if job.is_reading]
+        reading = [job for job in active if job.is_reading]
+        for job in reading:
+            if not job.n_uncached:
+                self._begin(job)
+        return [job for job in active if job.running], [job for job in reading if job.is_reading]
 
     def _waits(self) -> bool:
         """Sleep briefly; return False once ``wait_s`` has passed without a decode on the context.
@@ -738,16 +740,17 @@ class EngineCore:
 
     def _add(self, job: Job, emitted: Sequence[Produced], error: LlamaBranchError | None) -> None:
         """Add tokens to a text that runs; let it go on to its answer, park or end where that follows."""
-        closes = job.state is State.CLOSING or job.is_at_end()
+        has_segments = job.ends is not None
+        closes = has_segments and (job.state is State.CLOSING or job.is_at_end())
         for one in emitted:
             if job.output.finish_reason is None and not closes:
-                if closes := job.is_at_end(one):
+                if has_segments and (closes := job.is_at_end(one)):
                     break
                 self._events += job.emit(one)
-                closes = job.is_at_end()
+                closes = has_segments and job.is_at_end()
         if emitted:
             job.note_token()
-            if job.shares_thought:
+            if job.equals and job.shares_thought:
                 for each in job.equals:
                     self._give(each, emitted)
             elif job.equals and job.running is not None:

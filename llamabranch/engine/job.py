@@ -9,7 +9,6 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from copy import deepcopy
 from enum import Enum
 from time import perf_counter
 
@@ -233,7 +232,7 @@ class Submission:
         seed = self.seed if sample == 0 else derive_seed(self.seed, sample)
         job = Job(self, sample, self._params.replace(seed=seed), self._max_tokens)
         if like is not None:
-            job.output = deepcopy(like.output)
+            job.output = like.output.copied()
         return job
 
 

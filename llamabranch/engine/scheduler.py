@@ -245,8 +245,8 @@ class Scheduler:
         """
         refused: list[Job] = []
         before, self.no_sequence = self.no_sequence, None
-        for each in [job for job in self.active if job.name in self.paused]:
-            if each.state is State.RUNNING:
+        for each in self.active[:] if self.paused else ():
+            if each.name in self.paused and each.state is State.RUNNING:
                 self.park(each)
         while (job := self.head()) is not None:
             if self._joins(job):

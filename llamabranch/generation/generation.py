@@ -9,6 +9,7 @@ import math
 import reprlib
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
+from copy import copy
 from time import perf_counter
 
 from ..arguments import whole
@@ -67,6 +68,13 @@ class OutputBuffer:
         self.finish_reason: str | None = "length" if max_tokens == 0 else None
         self.is_stuck = False
         self.elapsed_s = 0.0
+
+    def copied(self) -> OutputBuffer:
+        """Return another buffer with the same tokens, which continues by itself."""
+        other = copy(self)
+        other.tokens, other.texts, other.emitted = [*self.tokens], [*self.texts], [*self.emitted]
+        other._stops = copy(self._stops)
+        return other
 
     @property
     def text(self) -> str:

@@ -204,7 +204,7 @@ async def run_all(
     async def one(engine: lb.AsyncEngine, number: int, task: Task) -> lb.agents.Report:
         agent = lb.Agent(
             engine, SYSTEM, task.tools, parallel_calls=False, max_turns=4, max_tokens=250,
-            repeats=0, temperature=0, seed=1,
+            temperature=0, seed=1,
         )  # fmt: skip
         async with free:
             report = await agent.arun(task.question)

@@ -43,13 +43,18 @@ SECONDS = 0.3  # of each call
 def find(word: Literal["pays", "ends", "risk", "notice"]) -> str:
     """Return the line of the document that holds a word."""
     time.sleep(SECONDS)
-    return f"Line 7: of what {word}, section 4 says more."
+    return look(word)
 
 
 WORD = {"type": "object", "properties": {"word": {"enum": ["pays", "ends", "risk", "notice"]}},
         "required": ["word"], "additionalProperties": False}  # fmt: skip
 CALL = {"type": "object", "properties": {"name": {"const": "find"}, "arguments": WORD},
         "required": ["name", "arguments"], "additionalProperties": False}  # fmt: skip
+
+
+def look(word: Literal["pays", "ends", "risk", "notice"]) -> str:
+    """Return the line of the document that holds a word."""
+    return f"Line 7: of what {word}, section 4 says more."
 
 
 class Figures(NamedTuple):
@@ -110,7 +115,7 @@ class _Recording(lb.AsyncEngine):
 
 
 def overhead(model: lb.Model, text: str, n_tokens: int, threads: int) -> tuple[float, float]:
-    """Return the seconds of one agent without those of its functions, and of its requests alone."""
+    """Return the seconds of one agent whose function takes no time, and of its requests alone."""
 
     async def main() -> tuple[float, float]:
         seconds = []
@@ -120,13 +125,13 @@ def overhead(model: lb.Model, text: str, n_tokens: int, threads: int) -> tuple[f
                 engine = _Recording(ctx)
                 async with engine:
                     reader = lb.Agent(
-                        engine, [("system", SYSTEM), ("user", text)], [find], tool_choice="find",
+                        engine, [("system", SYSTEM), ("user", text)], [look], tool_choice="look",
                         parallel_calls=False, max_turns=3, max_tokens=80 + n_tokens, temperature=0,
                     )  # fmt: skip
                     begun = time.perf_counter()
                     if is_agent:
-                        report = await reader.arun(QUESTIONS[0])
-                        seconds.append(time.perf_counter() - begun - SECONDS * len(report.calls))
+                        await reader.arun(QUESTIONS[0])
+                        seconds.append(time.perf_counter() - begun)
                         requests = engine.requests
                         continue
                     for given in requests:

@@ -45,7 +45,7 @@ def main() -> None:
     with settings.context(settings.target, n_seq_max=PARTICLES + 2) as ctx:
         endless = dict.fromkeys(ctx.model.eog_tokens, -math.inf)
         sampling = lb.SamplingParams(temperature=TEMPERATURE, seed=1, logit_bias=endless)
-        whole = sampling.replace(**WHOLE)
+        whole = sampling.replace(**WHOLE)  # type: ignore[arg-type]
         counts = {"calls": 0, "rejections": 0, "tokens": 0}
         results = {}
         for name, params, particles in (

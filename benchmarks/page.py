@@ -1,11 +1,12 @@
 """Budgets of the page: from a key or a click to what is painted, in Debian's Chromium.
 
-    python -m benchmarks.page [--target MODEL] [--runs 30] [--only small large loss]
+    python -m benchmarks.page [--target MODEL] [--runs 30] [--only small reading large loss]
 
-``small`` works in one text of the target: the actions of the page that have a budget. ``large`` imports
-a generated document of 10,000 nodes and 100,000 tokens: first paint, moves, scrolling, finding, memory,
-export. ``loss`` continues texts while a page watches and while none does. Medians and 95th percentiles;
-a budget is printed beside them and never asserted.
+``small`` works in one text of the target: the actions of the page that have a budget. ``reading`` stops
+a prompt of about 4,000 tokens while it is read, and counts the branches without a token that this leaves.
+``large`` imports a generated document of 10,000 nodes and 100,000 tokens: first paint, moves, scrolling,
+finding, memory, export. ``loss`` continues texts while a page watches and while none does. Medians and
+95th percentiles; a budget is printed beside them and never asserted.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from typing import Any
 
 from .report import Settings, emit, number, parser, table
 
-PARTS = ("small", "large", "loss")
+PARTS = ("small", "reading", "large", "loss")
 LINK = re.compile(r"http://127\.0\.0\.1:\d+/#\S+")
 # Milliseconds, from the specification: medians, or 95th percentiles where it says so.
 BUDGETS = {
     "choose a node": 50, "lens": 50, "top 10, cached": 50, "alternative painted": 50,
     "alternative's first token": 90, "continue's first token": 120, "type a key": 50,
     "typed text scored": 600, "stop": 100, "search's first event": 200, "find": 100, "export": 3000,
-    "first paint": 1000, "frame while scrolling": 32,
+    "first paint": 1000, "frame while scrolling": 32, "stop reading": 200, "empty branches": 0,
 }  # fmt: skip
 # Functions of the page: each does something and returns the ms until a frame shows what it did.
 MEASURE = """() => {
@@ -90,6 +91,10 @@ MEASURE = """() => {
     stop: async () => {
       key("#text", "g");
       await new Promise((done) => setTimeout(done, 80));
+      key("#text", "Escape");
+      return painted(() => document.documentElement.dataset.state === "ready");
+    },
+    cancel: () => {
       key("#text", "Escape");
       return painted(() => document.documentElement.dataset.state === "ready");
     },
@@ -161,7 +166,7 @@ def main() -> None:
     described.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="default: all")
     args = described.parse_args()
     settings = Settings.of(args)
-    parts = {"small": _small, "large": _large, "loss": _loss}
+    parts = {"small": _small, "reading": _reading, "large": _large, "loss": _loss}
     results: dict[str, object] = {}
     for name in args.only:
         found = {key: _spread(values) for key, values in parts[name](settings).items()}
@@ -278,6 +283,29 @@ def _small(settings: Settings) -> dict[str, list[float]]:
         page.evaluate("() => key('#text', 'Enter')")
         found["type a key"] = _times(page, n, "type")
         found["typed text scored"] = _times(page, min(n, 10), "score")
+    return found
+
+
+def _reading(settings: Settings) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {"stop reading": [], "tokens of the prompt": []}
+    with open_page(settings.target, threads=settings.threads) as page:
+        page.evaluate(MEASURE)
+        for i in range(max(1, settings.runs // 3)):
+            if i:
+                page.locator("[data-action=menu]").click()
+                page.locator("dialog button", has_text="begin another").click()
+                ready(page)
+            words = [f"Chapter {i} of {n}: a king met {n} foxes in the wood." for n in range(230)]
+            page.locator("#mode input[value=text]").check(force=True)
+            page.locator("#begin").fill(" ".join(words))
+            page.locator("#begin").press("Control+Enter")
+            page.wait_for_function("document.documentElement.dataset.state === 'reading-again'")
+            page.wait_for_timeout(300)  # in the middle of it
+            found["stop reading"].append(float(page.evaluate("measure.cancel()")))
+            ready(page)
+        nodes = page.evaluate("fetch('/loom/doc').then(a => a.json())")["nodes"]
+        found["tokens of the prompt"] = [float(n) for n in nodes["n"] if n]
+        found["empty branches"] = [float(nodes["n"].count(0))]
     return found
 
 

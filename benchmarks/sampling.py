@@ -47,7 +47,7 @@ def main() -> None:
         rows: list[tuple[str, ...]] = []
         results: dict[str, object] = {}
         for name, changes in SETTINGS.items():
-            params = lb.SamplingParams(seed=1).replace(**changes)
+            params = lb.SamplingParams(seed=1).replace(**changes)  # type: ignore[arg-type]
             drawing = _drawing(ctx.model, params, logits, settings.tokens)
             with lb.Branch.start(ctx, [2, 3, 4], sampling=params) as branch:
                 step = step_cost(branch, settings.tokens)

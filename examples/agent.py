@@ -1,4 +1,4 @@
-"""An agent that calls Python functions, and what its run cost. A larger model finds its way better.
+"""An agent that calls Python functions, and what its run cost. A larger model does better.
 
 python examples/agent.py [MODEL]
 """
@@ -30,7 +30,7 @@ async def distance(start: str, end: str) -> float:
 
 def main() -> None:
     name = sys.argv[1] if sys.argv[1:] else lb.hub.default_model()
-    template = "chatml" if name == lb.hub.BUNDLED_TARGET else None  # it has none of its own
+    template = "chatml" if name == lb.hub.BUNDLED_TARGET else None  # the bundled model has none
     with lb.load(name, n_ctx=2048, chat_template=template) as ctx:
         agent = lb.Agent(
             ctx,

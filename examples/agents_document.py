@@ -29,7 +29,7 @@ def find(word: str) -> str:
 
 def main() -> None:
     name = sys.argv[1] if sys.argv[1:] else lb.hub.default_model()
-    template = "chatml" if name == lb.hub.BUNDLED_TARGET else None  # it has none of its own
+    template = "chatml" if name == lb.hub.BUNDLED_TARGET else None  # the bundled model has none
     with lb.load(name, n_ctx=4096, chat_template=template) as ctx:
         trunk = [("system", "Answer from the contract, in one sentence."), ("user", CONTRACT)]
         reader = lb.Agent(

@@ -1,4 +1,4 @@
-"""Five samples of an agent that calculates, and a vote; then a question that goes on from the first.
+"""Five samples of an agent that calculates, and a vote; then another question to the first sample.
 
 python examples/agents_vote.py [MODEL]
 """
@@ -28,7 +28,7 @@ def calculate(left: float, sign: Literal["+", "-", "*", "/"], right: float) -> f
 
 
 async def solve(ctx: lb.Context) -> None:
-    """Ask, count the votes, and go on."""
+    """Ask, count the votes, and ask again."""
     async with lb.AsyncEngine(ctx) as engine:
         solver = lb.Agent(
             engine, "Calculate with the function. Answer in one sentence.", tools=[calculate],
@@ -36,19 +36,19 @@ async def solve(ctx: lb.Context) -> None:
             temperature=0.8, seed=1,
         )  # fmt: skip
         question = "A train goes 2 km in a minute. How many minutes does it take for 90 km?"
-        report = await solver.arun(question, n=5)  # five forks, seeds of their own
+        report = await solver.arun(question, n=5)  # five forks with different seeds
         votes = Counter(each.parsed_or(None) for each in report.choices)
         for answer, n in votes.most_common():
             print(f"{n} of 5: {answer}")
         print(f"Tokens read: {sum(each.stats.evaluated for each in report.choices)}")
-        async for step in solver.astream("And back?", after=report):  # goes on from the first
+        async for step in solver.astream("And back?", after=report):  # continues the first sample
             if step.kind in ("call", "result", "end"):
                 print(step.agent, step.kind, step.name, step.text)
 
 
 def main() -> None:
     name = sys.argv[1] if sys.argv[1:] else lb.hub.default_model()
-    template = "chatml" if name == lb.hub.BUNDLED_TARGET else None  # it has none of its own
+    template = "chatml" if name == lb.hub.BUNDLED_TARGET else None  # the bundled model has none
     with lb.load(name, n_ctx=4096, chat_template=template) as ctx:
         asyncio.run(solve(ctx))
 

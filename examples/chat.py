@@ -1,4 +1,4 @@
-"""A conversation of ten turns, with an answer drawn again and a message edited: only new tokens are read.
+"""A conversation of ten turns with a retry and an edit: only new tokens are processed.
 
 The bundled target was not trained on conversations: a template makes one of a tale that two tell in turn.
 """

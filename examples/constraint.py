@@ -10,12 +10,12 @@ N_TOKENS = 12
 
 
 def no_e(text: str) -> bool:
-    """Return whether a text may go on: it has no e."""
+    """Return whether a text has no e."""
     return "e" not in text.lower()
 
 
 def is_good(text: str) -> bool:
-    """Return whether a whole text is wanted."""
+    """Return whether a complete text is valid."""
     return "cat" in text
 
 

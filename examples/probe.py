@@ -44,7 +44,7 @@ def main() -> None:
         print(f"An end is ranked above another token: {100 * better:.1f} % of the time")
 
         with lb.Branch.start(ctx, "The princess", seed=3) as branch:
-            reader = branch.fork()  # before the search, which takes the sequences that are free
+            reader = branch.fork()  # before the search, which takes all free sequences
 
             def about_to_end(text: str) -> float:
                 reader.rewind(branch.position)

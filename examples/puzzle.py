@@ -8,7 +8,7 @@ PROMPT = "The number of the lock is"
 
 
 def moves(text: str) -> list[str]:
-    """Return the digits that may follow, none for a whole number."""
+    """Return the digits that may follow; [] for a complete number."""
     digits = text.strip()
     return [] if len(digits) == len(SECRET) else [("" if digits else " ") + d for d in "0123456789"]
 
@@ -27,7 +27,7 @@ def main() -> None:
         print(f"Texts evaluated: {found.tree.n_visits}, of 10000 numbers")
         print(f"Decodes: {found.stats.decodes}, each of all moves in a text")
 
-        # The same tree, step by step: ask for texts, tell what they are worth.
+        # The same tree, step by step: ask for texts, and tell their values.
         with search.TreeSearch(branch, moves, prior="uniform") as tree:
             for _ in range(3):
                 for node, text in tree.ask(4):

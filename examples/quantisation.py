@@ -1,4 +1,4 @@
-"""Which of several quantisations to use: the smallest one whose answers are still those of the largest.
+"""Choose the smallest of several quantisations that is still close to the largest.
 
     python quantisation.py model-bf16.gguf model-q8_0.gguf model-q4_0.gguf
 

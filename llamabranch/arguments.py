@@ -44,16 +44,16 @@ def shown(value: object) -> str:
 
 def whole(name: str, value: object, low: int | None = None, high: int | None = None) -> int:
     """Return ``value`` as int; it must be an integer from ``low`` to ``high``."""
-    found = plain_int(value)
-    if found is None:
+    integer = plain_int(value)
+    if integer is None:
         raise ConfigError(f"{name} must be an integer, not {value!r}")
-    if (low is not None and found < low) or (high is not None and found > high):
+    if (low is not None and integer < low) or (high is not None and integer > high):
         if low is None:
             bounds = f"at most {high}"
         else:
             bounds = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise ConfigError(f"{name} must be {bounds}, not {shown(found)}")
-    return found
+        raise ConfigError(f"{name} must be {bounds}, not {shown(integer)}")
+    return integer
 
 
 def real(name: str, value: object) -> float:
@@ -63,9 +63,9 @@ def real(name: str, value: object) -> float:
     """
     if type(value) is float:
         return value
-    found = plain_int(value)
-    if found is not None:
-        return found if abs(found) <= _LARGEST else math.copysign(math.inf, found > 0 or -1)
+    integer = plain_int(value)
+    if integer is not None:
+        return integer if abs(integer) <= _LARGEST else math.copysign(math.inf, integer > 0 or -1)
     if not isinstance(value, bool) and isinstance(value, Real):
         try:
             return float(value)
@@ -76,10 +76,10 @@ def real(name: str, value: object) -> float:
 
 def finite(name: str, value: object) -> float:
     """Return ``value`` as int or float, which must be neither infinite nor NaN."""
-    found = real(name, value)
-    if not math.isfinite(found):
-        raise ConfigError(f"{name} must be finite, not {found}")
-    return found
+    number = real(name, value)
+    if not math.isfinite(number):
+        raise ConfigError(f"{name} must be finite, not {number}")
+    return number
 
 
 def instance(name: str, value: object, kind: type[T], hint: str | None = None) -> T:
@@ -98,10 +98,10 @@ def items(name: str, value: Iterable[T]) -> list[T]:
 
 def bounded(name: str, value: object, low: float, high: float) -> float:
     """Return ``value`` as int or float; it must be a number from ``low`` to ``high``."""
-    found = real(name, value)
-    if not low <= found <= high:
-        raise ConfigError(f"{name} must be from {low:g} to {high:g}, not {found}")
-    return found
+    number = real(name, value)
+    if not low <= number <= high:
+        raise ConfigError(f"{name} must be from {low:g} to {high:g}, not {number}")
+    return number
 
 
 def nearest(text: str, names: Collection[str], what: str) -> str:

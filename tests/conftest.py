@@ -92,7 +92,7 @@ def freeze() -> None:
 def unannounced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands that name no model say nothing of it: standard error is what a test is about."""
     if request.path.parent.name == "cli" and not request.node.get_closest_marker("smollm2"):
-        to = "llamabranch.cli.options.ModelOptions.announce"
+        to = "llamabranch.cli.options.ModelFlags.announce"
         default = lb.hub.default_model
         monkeypatch.setattr(to, lambda self, _: default() if self.target is None else self.target)
 

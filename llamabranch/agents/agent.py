@@ -1,4 +1,4 @@
-"""An agent: what is given to it, and the four ways to run it."""
+"""An agent: its settings, and the four ways to run it."""
 
 from __future__ import annotations
 
@@ -51,51 +51,52 @@ _MOST_SAMPLES = 1000
 class Agent(Generic[T]):
     """A model that does tasks in turns: it may call functions, read their results, and answers.
 
-    Several tasks, samples, sub-agents and forks run together on one context; what their prompts have in
-    common is read once. With the same seed and equal results of the functions a run gives the same text,
-    whatever else runs, where the context is batch-invariant.
+    Several tasks, samples, sub-agents and forks run together on one context; the common beginning of
+    their prompts is processed once. In a batch-invariant context, with the same seed and equal results of
+    the functions, a run gives the same text, whatever else is running.
 
-    An agent never changes and holds nothing between two runs: any thread may use it.
+    An agent never changes and keeps nothing between two runs, so any thread may use it.
 
     Args:
         target: a context, on which each call opens an `AsyncEngine` and closes it; or an `AsyncEngine`
             that runs.
-        messages: what every conversation begins with: messages, or a text, which is the system message.
-            A task is joined to a user's message at its end, by an empty line.
+        messages: the beginning of every conversation: messages, or a text, which is the system message.
+            If it ends with a user's message, the task is appended to that, after an empty line.
         tools: functions with annotated parameters, sync or async, bound methods, and other agents. The
-            name and the docstring tell the model what a function does; ``Args:`` what its parameters
+            name and the docstring tell the model what a function does, and ``Args:`` what its parameters
             are. An agent is a function ``name(task)``, described by its ``about``; it runs on the engine
             of its caller.
-        output: the type of the answer: a pydantic model, or what else `Grammar.from_json_schema` takes.
-            After the answer it is asked for as JSON; ``report.parsed`` is an instance.
-        name, about: as a tool of others: what it is called, and what it is for.
-        tool_choice: of the first turn: "auto", "required", "none", or the name of a function.
-        parallel_calls: whether a turn may hold several calls.
-        max_turns: how many turns a task may take. The last one has no calls.
-        max_tokens: how many tokens a task may take, of all turns together.
-        max_seconds: how many seconds a task may take; None = any number. What was written by then stays.
-        tool_seconds: how many seconds a function may take. The model is told that it took longer; a
-            thread cannot be stopped and runs on.
-        result_tokens: how many tokens of a result the model reads: of a longer one the first three
-            quarters of that, and its end.
+        output: the type of the answer: a pydantic model, or anything that `Grammar.from_json_schema`
+            takes. After its answer the agent is asked for it as JSON; ``report.parsed`` is an instance.
+        name, about: its name and description if it is a tool of another agent.
+        tool_choice: for the first turn: "auto", "required", "none", or the name of a function.
+        parallel_calls: whether a turn may have several calls.
+        max_turns: the most turns of a task. The last one has no calls.
+        max_tokens: the most tokens of a task, of all turns together.
+        max_seconds: the most seconds of a task; None = no limit. The text so far stays.
+        tool_seconds: the most seconds of a function. If it takes longer, the model is told so; its thread
+            cannot be stopped and continues.
+        result_tokens: the most tokens of a result that the model reads. A longer result is cut in its
+            middle: the model reads three quarters of this from its beginning, and the rest from its end.
         think: False: the model does not think before it answers, True: it does; a number: the most
             tokens of a thought; None = as its template does.
-        forks: offer a function ``fork(tasks)``: copies of the agent that have read all that it has read
-            do a task each; it gets their answers.
+        forks: offer the model a function ``fork(tasks)``: copies of the agent continue from everything
+            that it has read and do one task each, and it gets their answers.
         tell: exceptions, besides ToolError, whose text the model is told. Any other exception of a
             function ends the agent.
         repeats: how often the same call may be repeated.
         journal: a file to which all steps are appended, for `replay` and the page.
-        sampling: settings. Without a seed each run draws others.
-        settings: fields of `SamplingParams` by name, in place of those of ``sampling``.
+        sampling: settings. Without a seed each run has a random one.
+        settings: fields of `SamplingParams` by name, which override those of ``sampling``.
 
     Raises:
-        ConfigError: a bad value, two tools of one name, or parameters that cannot be described.
+        ConfigError: a bad value, two tools with the same name, or parameters that cannot be described.
         UnsupportedError: the model has no chat template.
         ClosedError: the context is closed.
 
     Warns:
-        PerformanceWarning: the context keeps no prefixes: every turn reads its whole conversation again.
+        PerformanceWarning: the context has no prefix cache, so every turn processes its conversation
+            again.
     """
 
     def __init__(
@@ -205,18 +206,18 @@ class Agent(Generic[T]):
     def run(
         self, task: str | Tasks, n: int = 1, after: Report | None = None
     ) -> Report[T] | list[Report[T]]:
-        """Do a task, or several at a time, and return a report, or a list of them.
+        """Do a task, or several at the same time, and return a report, or a list of reports.
 
-        The agent runs on an event loop in a thread of its own, so that this works where a loop runs
-        already. Ctrl-C cancels it.
+        The agent runs on an event loop in a thread of its own, so this also works inside a running event
+        loop. Ctrl-C cancels it.
 
         Args:
             task: what to do; a list gives a list of reports.
-            n: how many samples of each task, with seeds of their own: ``report.choices``.
-            after: a report of this agent whose conversation goes on.
+            n: how many samples of each task, with different seeds: ``report.choices``.
+            after: a report of this agent whose conversation is continued.
 
         Raises:
-            CacheFullError: a task does not fit into the context; nothing has run.
+            CacheFullError: a task does not fit into the context; nothing was run.
             ConfigError: a bad argument, or the template refuses a task.
             ClosedError: the context or the engine is closed.
             DecodeError: see `AsyncEngine.generate`.
@@ -232,7 +233,7 @@ class Agent(Generic[T]):
     async def arun(
         self, task: str | Tasks, n: int = 1, after: Report | None = None
     ) -> Report[T] | list[Report[T]]:
-        """Do what ``run`` does on the running event loop.
+        """Do the same as ``run``, on the running event loop.
 
         Cancelling it aborts its requests, cancels its async functions, and frees its sequences.
 
@@ -249,7 +250,7 @@ class Agent(Generic[T]):
         return reports[0] if isinstance(task, str) else reports
 
     def stream(self, task: str | Tasks, n: int = 1, after: Report | None = None) -> Iterator[Step]:
-        """Do what ``run`` does, and yield steps as they happen; closing the iterator cancels it.
+        """Do the same as ``run``, and yield steps as they happen; closing the iterator cancels it.
 
         Thoughts and texts come in pieces, as they are written. The step "end" of a path has its
         ``report``.
@@ -262,7 +263,7 @@ class Agent(Generic[T]):
     async def astream(
         self, task: str | Tasks, n: int = 1, after: Report | None = None
     ) -> AsyncGenerator[Step, None]:
-        """Do what ``stream`` does on the running event loop.
+        """Do the same as ``stream``, on the running event loop.
 
         Raises:
             LlamaBranchError: as ``run``.

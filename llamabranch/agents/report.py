@@ -1,4 +1,4 @@
-"""What an agent did: its steps, and the report at its end."""
+"""The steps of an agent, and its report."""
 
 from __future__ import annotations
 
@@ -24,28 +24,29 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class Step:
-    """Something an agent did: a line of its journal.
+    """A step of an agent: a line of its journal.
 
     Attributes:
-        kind: "prompt": tokens were added to what the agent has; "reread": ``n`` of its tokens have to be
-            read again, because the template writes them differently now; "thought", "text": what the
-            model wrote (in a stream they come in pieces); "call": of a function; "result": of a call;
-            "end": of the agent; "differs": only of `replay`, in a context that is not exact.
-        text: the text that was written, a call's arguments as JSON, a function's whole result, or how the
+        kind: "prompt": tokens were added to the agent's conversation; "reread": ``n`` of its tokens must
+            be processed again, because the template now writes them differently; "thought", "text": text
+            of the model (in a stream it comes in pieces); "call": a call of a function; "result": its
+            result; "end": the end of the agent; "differs": only from `replay`, in a context that is not
+            exact.
+        text: the text of the model, a call's arguments as JSON, a function's complete result, or how the
             agent ended.
         agent: the agent's name.
-        path: which run of it: "0.1" is the second sample of the first task, "0.1/2.0" a sub-agent that
-            the first call of its third turn has started. Numbers count from 0.
+        path: identifies the run: "0.1" is the second sample of the first task, "0.1/2.0" is a sub-agent
+            that the first call of its third turn started. Numbers count from 0.
         turn: the turn, from 0.
-        name, call: of a call or a result: the function's name, and the call's id.
-        error: of a result: "told" = the model was told that the call failed, "raised" = the function
-            raised something that ends the agent. Of an end: the error, as text.
-        tokens: of a prompt: its tokens after the first ``n``. Of a text: all tokens of the turn, its
-            thought and its calls included.
-        n: how many of the agent's tokens a prompt keeps, or are read again.
-        seed: the seed that the turn was drawn with.
-        seconds: how long a turn or a call took, or the agent in all.
-        report: at the end of an agent its report; it is no part of the journal.
+        name, call: for a call or a result: the function's name, and the call's id.
+        error: for a result: "told" = the model was told that the call failed, "raised" = the function
+            raised an exception that ends the agent. For an end: the error, as text.
+        tokens: for a prompt: its tokens after the first ``n``. For a text: all tokens of the turn,
+            including its thought and its calls.
+        n: how many of the agent's tokens a prompt keeps, or how many are processed again.
+        seed: the seed of the turn.
+        seconds: the time of a turn or a call, or of the whole agent.
+        report: for an end: the report of the agent; it is not in the journal.
     """
 
     kind: str
@@ -63,7 +64,7 @@ class Step:
     report: Report | None = field(default=None, compare=False, repr=False)
 
     def as_dict(self) -> dict[str, object]:
-        """Return JSON types: what is not at its default, and always kind, agent, path and turn."""
+        """Return JSON types: kind, agent, path, turn, and all fields that are not at their defaults."""
         kept = ("kind", "agent", "path", "turn")
         found: dict[str, object] = {}
         for each in fields(self):
@@ -77,7 +78,7 @@ class Step:
         """Return the step that ``as_dict`` describes.
 
         Raises:
-            TypeError, ValueError: it describes none.
+            TypeError, ValueError: it does not describe a step.
         """
         names = {each.name for each in fields(cls)} - {"report"}
         found = {name: value for name, value in given.items() if name in names}
@@ -92,15 +93,15 @@ class Step:
 
 @dataclass
 class AgentStats:
-    """What a run has cost, its sub-agents and forks included.
+    """The cost of a run, including its sub-agents and forks.
 
     Attributes:
-        evaluated: prompt tokens that were read.
+        evaluated: prompt tokens that were processed.
         cached: prompt tokens that were in the cache already.
-        reread: how many of ``evaluated`` had been read or generated before: their cells were needed by
-            others meanwhile, or the template writes them differently now.
+        reread: how many of ``evaluated`` had been processed or generated before, because others needed
+            their cells meanwhile, or because the template now writes them differently.
         generated: tokens that were generated.
-        preemptions: how often a turn lost its cells while it ran, and was read again.
+        preemptions: how often a turn lost its cells while it ran, and was processed again.
         seconds: from the beginning of the run to its end.
     """
 
@@ -119,25 +120,25 @@ class AgentStats:
 
 @dataclass
 class Report(Generic[T]):
-    """How an agent's run ended, and all that it did.
+    """How an agent's run ended, with all its steps.
 
-    As of a `Result`, limits raise nothing; ``parsed`` does.
+    As with a `Result`, limits do not raise an exception, but ``parsed`` does.
 
     Attributes:
         text: the answer; with ``output`` its JSON.
         finish_reason: "stop"; "length": ``max_tokens``; "turns": ``max_turns``; "time": ``max_seconds``;
             "capacity": the context is full; "cancelled"; "error".
-        limit: "turns", "length" or "capacity", where that limit made the last turn the last: the model
-            was told to answer without another call. None where it ended by itself.
-        error: what ended it, if there was an error. Where a tool raised, a `ToolError` whose
-            ``__cause__`` is the exception.
+        limit: "turns", "length" or "capacity" if that limit made it the last turn: the model was told to
+            answer without another call. None if the agent ended by itself.
+        error: the error that ended it, if any. If a tool raised an exception, it is a `ToolError` whose
+            ``__cause__`` is that exception.
         calls: all calls of functions, in order.
-        messages: the conversation in OpenAI's form, from the trunk on.
-        tokens: its token ids: ``Branch.start(ctx, report.tokens)`` is its branch.
+        messages: the conversation in OpenAI's format, including the trunk.
+        tokens: its token ids; ``Branch.start(ctx, report.tokens)`` makes a branch of it.
         steps: its steps, and those of its sub-agents and forks, as they happened.
-        seed: that of its turns.
-        choices: the reports of all samples of the task, this one included.
-        stats: what it cost.
+        seed: the seed of its turns.
+        choices: the reports of all samples of the task, including this one.
+        stats: its cost.
         grammar: that of the answer, of an agent with ``output``.
         exact: whether all turns were made in a batch-invariant context: then the same seed gives the same
             text again, whatever else runs.

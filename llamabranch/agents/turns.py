@@ -106,7 +106,6 @@ class Turns:
         if opening.strip("{[\"'") and not is_control:
             forbidden.append(r"(.|\n)*" + re.escape(opening))
         cuts = ["/" + one.replace("/", r"\/") + r"(.|\n)*/" for one in forbidden]
-        cuts.append(r"/\s*(```\w*\s*)?/")  # no answer, or a fence around none
         return Grammar.from_lark("start: T\nT: /(.|\\n)*/ & ~(" + " | ".join(cuts) + ")")
 
     # -- prompts -----------------------------------------------------------------------------------

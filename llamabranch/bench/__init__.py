@@ -1,7 +1,7 @@
 """Benchmarking: interleaved runs, the time of a decode, the best draft length for a model pair.
 
 timing.py     timings, interleaved runs, medians, spread, ratios and their confidence intervals
-machine.py    the machine that was measured on: processor, load, build
-workloads.py  what is timed: generations, the time inside llama.cpp; v(n)
-pair.py       which draft length is the fastest for a target with its drafter
+machine.py    the machine of a measurement: processor, load, build
+workloads.py  the timed work: generations, the time inside llama.cpp; v(n)
+pair.py       finds the fastest draft length for a target with its drafter
 """

@@ -1,4 +1,4 @@
-"""The machine that was measured on: processor, cores, load, and the build of llama.cpp."""
+"""The machine of a measurement: processor, cores, load, and the build of llama.cpp."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..native import available_cores, engine_versions, system_info
 
 
 def load_average() -> float | None:
-    """Return the load average of the last minute; None where the system has none."""
+    """Return the load average of the last minute; None if the system has none."""
     try:
         return round(os.getloadavg()[0], 2)
     except (AttributeError, OSError):
@@ -44,7 +44,7 @@ class Machine:
         return cls(processor_name(), available_cores(), load_average(), *releases, features)
 
     def describe(self, n_threads: int) -> str:
-        """Describe it and what disturbed a measurement with ``n_threads`` threads, which ends now."""
+        """Describe it, and what disturbed a measurement with ``n_threads`` threads that ends now."""
         loads = self.load, load_average()
         before, after = ("unknown" if x is None else f"{x:.2f}" for x in loads)
         complaint = self.complaint(n_threads)
@@ -78,24 +78,24 @@ def _count(n: int, noun: str) -> str:
 
 
 def processor_name() -> str:
-    """Return the processor's name as the system has it, "unknown" if it has none."""
+    """Return the system's name for the processor, or "unknown"."""
     found = _values("/proc/cpuinfo", "model name")
     return found or platform.processor() or platform.machine() or "unknown"
 
 
 def processor_flags() -> frozenset[str]:
-    """Return what instructions the processor has, in Linux's names; empty where it does not tell."""
+    """Return the processor's features by Linux's names; empty if the system does not tell."""
     return frozenset(_values("/proc/cpuinfo", "flags", "Features").split())
 
 
 def free_memory_bytes() -> int | None:
-    """Return how much memory programs can still get, None where the system does not tell."""
+    """Return how much memory is available; None if the system does not tell."""
     found = _values("/proc/meminfo", "MemAvailable")
     return int(found.split()[0]) * 1024 if found else None
 
 
 def _values(path: str, *names: str) -> str:
-    """Return what one of Linux's files says first of one of ``names``; "" if nothing."""
+    """Return the first value of one of ``names`` in one of Linux's files; "" if there is none."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path(path).read_text("utf-8").splitlines():
             name, _, value = line.partition(":")

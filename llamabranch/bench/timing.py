@@ -1,7 +1,7 @@
 """Samples, interleaved runs, medians, spread, ratios and their confidence intervals. No models here.
 
 The speed of a machine changes during a measurement. Therefore the measured methods take turns: each
-prompt is given to all of them, in alternating order, and ratios are taken within a run.
+prompt is run by all of them, in alternating order, and ratios are computed within a run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from ..errors import DecodeInterruptedError
 from ..speculative import SpeculativeStats
 
 _CONFIDENCE = 0.95
-PAUSE_S = 0.01  # between two methods: the threads of the previous one still spin for a short time
+PAUSE_S = (
+    0.01  # between two methods, because the threads of the previous one still spin for a while
+)
 
 
 class Stopped(Exception):
@@ -93,13 +95,13 @@ class Interval(Spread):
 
 @dataclass
 class Series:
-    """The runs of one method: of each run the timings of its items."""
+    """The runs of one method: for each run the timings of its items."""
 
     runs: list[list[Timing]] = field(default_factory=list)
 
     @property
     def timings(self) -> list[Timing]:
-        """Those of all runs."""
+        """The timings of all runs."""
         return [timing for run in self.runs for timing in run]
 
     @property

@@ -1,4 +1,4 @@
-"""What is timed: a generation, plain or speculative, without its prompt; decodes of n tokens, v(n)."""
+"""The timed work: a generation, plain or speculative, without its prompt; decodes of n tokens, v(n)."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def speculative(
     *,
     stop: Stop = lambda: False,
 ) -> Maker:
-    """Return decoding with a drafter that is new in every run; without one it is plain decoding.
+    """Return a method that decodes with a new drafter in every run; without one, plain decoding.
 
     A drafter kept between runs would copy the text of the previous run. What "auto" learns stays with the
-    context, as it does for a user. Each run sets its own seed. The draft model's reading of the prompt is
-    timed.
+    context, as it does for a user. Each run sets its own seed. The draft model's processing of the prompt
+    is timed.
     """
 
     def make(run: int) -> Work:
@@ -95,9 +95,9 @@ def verify_times(
 ) -> dict[int, list[float]]:
     """Return the seconds of decodes of n tokens of one sequence, with logits for all of them.
 
-    They follow ``n_prefix`` tokens, or as many as leave room. The sizes take turns, so that a change of
-    the machine's speed affects all; each is decoded ``repeats`` times, and more until ``least_s`` seconds
-    have passed. Only the time inside ``llama_decode`` counts.
+    They follow ``n_prefix`` tokens, or fewer if these do not fit. The sizes take turns, so that a change
+    of the machine's speed affects all; each is decoded ``repeats`` times, and more until ``least_s``
+    seconds have passed. Only the time inside ``llama_decode`` counts.
 
     Raises:
         Stopped: ``stop()`` returned True. UnsupportedError: memory that cannot be truncated.

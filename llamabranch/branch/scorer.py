@@ -184,7 +184,7 @@ class _Path:
         self.n_shared = n_shared  # with the path before it
 
 
-class _Node(NamedTuple):
+class _Stretch(NamedTuple):
     """Tokens [start, end) that the paths [low, high) have in common; ``base`` comes before them."""
 
     base: _Base
@@ -222,7 +222,7 @@ class _Reading:
         by_base: dict[int, list[_Text]] = {}
         for text in self._texts:
             by_base.setdefault(text.base.seq_id, []).append(text)
-        roots: list[_Node] = []
+        roots: list[_Stretch] = []
         for texts in by_base.values():
             base, after, start = texts[0].base, texts[0].after, texts[0].start
             if after is not None:  # the logits after it are known
@@ -250,24 +250,24 @@ class _Reading:
                 last = _Path(text, n)
                 self._paths.append(last)
 
-    def _nodes(self, base: _Base, low: int, high: int, start: int) -> list[_Node]:
+    def _nodes(self, base: _Base, low: int, high: int, start: int) -> list[_Stretch]:
         """Return the nodes of the paths [low, high), beginning at ``start``."""
         paths, least = self._paths, start + self._least
         cuts = [i for i in range(low, high) if i == low or paths[i].n_shared < least]
         found = []
         for a, b in pairwise([*cuts, high]):
             shared = (paths[i].n_shared for i in range(a + 1, b))
-            found.append(_Node(base, a, b, start, min(shared, default=len(paths[a].tokens))))
+            found.append(_Stretch(base, a, b, start, min(shared, default=len(paths[a].tokens))))
         return found
 
-    def _below(self, node: _Node, base: _Base) -> list[_Node]:
+    def _below(self, node: _Stretch, base: _Base) -> list[_Stretch]:
         if node.high - node.low == 1:
             return []
         return self._nodes(base, node.low, node.high, node.end)
 
     # -- groups ------------------------------------------------------------------------------------
 
-    def _walk(self, nodes: Sequence[_Node]) -> None:
+    def _walk(self, nodes: Sequence[_Stretch]) -> None:
         """Read all nodes at and below ``nodes``, in groups that fit."""
         for group in self._groups(nodes):
             node = group[0]
@@ -278,10 +278,10 @@ class _Reading:
             else:  # no sequence is left for the shared part, so it is decoded again
                 for i in range(node.low, node.high):
                     end = len(self._paths[i].tokens)
-                    self._read_group([_Node(node.base, i, i + 1, node.start, end)])
+                    self._read_group([_Stretch(node.base, i, i + 1, node.start, end)])
 
-    def _groups(self, nodes: Sequence[_Node]) -> Iterator[list[_Node]]:
-        group: list[_Node] = []
+    def _groups(self, nodes: Sequence[_Stretch]) -> Iterator[list[_Stretch]]:
+        group: list[_Stretch] = []
         for node in nodes:
             if group and not self._fits([*group, node]):
                 yield group
@@ -290,7 +290,7 @@ class _Reading:
         if group:
             yield group
 
-    def _fits(self, group: Sequence[_Node]) -> bool:
+    def _fits(self, group: Sequence[_Stretch]) -> bool:
         cells = min(self._ctx.kv_cache.n_free, _DECODES * self._ctx.n_batch)
         n_in_place = len({node.base.seq_id for node in group} - {-1}) if self._can_draft else 0
         n_leaves = sum(node.high - node.low for node in group)
@@ -299,7 +299,7 @@ class _Reading:
     def _n_free(self) -> int:
         return self._ctx.sequences.count_free(used=self._used)
 
-    def _n_needed(self, group: Sequence[_Node]) -> int:
+    def _n_needed(self, group: Sequence[_Stretch]) -> int:
         """Return the most tokens that are decoded; short shared parts may be decoded twice."""
         n = 0
         for node in group:
@@ -309,7 +309,7 @@ class _Reading:
                 n += len(path.tokens) - max(node.start, shared)
         return n
 
-    def _read_prefix(self, node: _Node) -> None:
+    def _read_prefix(self, node: _Stretch) -> None:
         """Read a node by itself into its own sequence, and then everything below it."""
         ctx = self._ctx
         with ctx.lock:
@@ -329,7 +329,7 @@ class _Reading:
             self._used.discard(seq_id)
             ctx.sequences.free(seq_id)
 
-    def _read_group(self, group: Sequence[_Node]) -> None:
+    def _read_group(self, group: Sequence[_Stretch]) -> None:
         """Read nodes and all below them; the first text after a base is read in its sequence."""
         ctx, seqs = self._ctx, dict[int, int]()
         as_tree = self._is_tree and any(node.high - node.low > 1 for node in group)
@@ -357,7 +357,9 @@ class _Reading:
                         ctx.sequences.free(seq_id)
         self._report()
 
-    def _decode_all(self, group: Sequence[_Node], seqs: dict[int, int], *, as_tree: bool) -> None:
+    def _decode_all(
+        self, group: Sequence[_Stretch], seqs: dict[int, int], *, as_tree: bool
+    ) -> None:
         """Decode nodes and all below them: as a tree, or level by level."""
         if as_tree:
             nodes, waiting = [], [*reversed(group)]
@@ -377,7 +379,7 @@ class _Reading:
                     level.append(child)
 
     def _decode(
-        self, nodes: Sequence[_Node], seqs: dict[int, int], *, as_tree: bool = False
+        self, nodes: Sequence[_Stretch], seqs: dict[int, int], *, as_tree: bool = False
     ) -> None:
         """Decode the tokens of ``nodes``, each in the sequence of its first path, or in those of all."""
         batch, shown = Batch(), list[tuple[list[_Text], int]]()

@@ -1,7 +1,7 @@
 """Conversations whose turns are branches: only new tokens are evaluated."""
 
-from .chat import Answer, Chat, ChatStats
+from .chat import Answer, Chat, ChatSettings, ChatStats
 from .conversation import Exchange
 from .saved import saved_model
 
-__all__ = ["Answer", "Chat", "ChatStats", "Exchange", "saved_model"]
+__all__ = ["Answer", "Chat", "ChatSettings", "ChatStats", "Exchange", "saved_model"]

@@ -100,6 +100,13 @@ class ChatStats:
     speculative: SpeculativeStats
 
 
+class ChatSettings(SamplingSettings, total=False):
+    """The settings of answers that `Chat.set` changes."""
+
+    max_tokens: int | None
+    thinking: ThinkingChoice
+
+
 class Chat:
     """A conversation that can be undone, edited, forked and saved; only new tokens are evaluated.
 
@@ -184,7 +191,7 @@ class Chat:
                 hint="load(..., chat_template='chatml') sets one; Branch.append continues plain text",
             )
         changes = {"seed": self.sampling.seed, "max_tokens": max_tokens, "thinking": thinking}
-        self.set(**{**changes, **settings})
+        self.set(**cast(ChatSettings, {**changes, **settings}))
         self.tools = Tools(tools or (), None, ctx.model.turn_format)
         self._tokens(system, (), Exchange(None, "x"))  # raises if the template refuses it
 
@@ -253,7 +260,7 @@ class Chat:
         self._end_answer()
         self._line.system = text
 
-    def set(self, **changes: object) -> None:
+    def set(self, **changes: Unpack[ChatSettings]) -> None:
         """Change settings of the next answers: `SamplingParams`' fields, ``max_tokens``, ``thinking``.
 
         ``seed=None`` picks a random seed.
@@ -264,16 +271,15 @@ class Chat:
         limit = changes.pop("max_tokens", self.max_tokens)
         if limit is not None:
             limit = whole("max_tokens", limit, 1)
-        thinking = cast(ThinkingChoice, changes.pop("thinking", self.thinking))
+        thinking = changes.pop("thinking", self.thinking)
         if thinking:
-            plan_thinking(
-                self.ctx.model, [], thinking
-            )  # raises if the template does not support it
+            plan_thinking(self.ctx.model, [], thinking)  # raises if the template cannot
         thinking_budget(thinking)
         if changes.get("seed", 0) is None:
             changes["seed"] = random_seed()
         with self.held():
-            self.sampling, self.max_tokens = self.sampling.replace(**changes), limit
+            self.sampling = self.sampling.replace(**cast(SamplingSettings, changes))
+            self.max_tokens = limit
             self.thinking = thinking
 
     @property
@@ -292,8 +298,8 @@ class Chat:
 
         The chat never prunes a fork of it.
         """
-        found = None if self._line.head is None else self._line.head.branch
-        return None if found is None or found.state == "pruned" else found
+        branch = None if self._line.head is None else self._line.head.branch
+        return None if branch is None or branch.state == "pruned" else branch
 
     @property
     def stats(self) -> ChatStats:
@@ -389,14 +395,16 @@ class Chat:
         return self._begin(line, Exchange(parent, asked.user, results=asked.results), params)
 
     def _exchange(self, n: int) -> Exchange:
-        found = self.exchanges
+        exchanges = self.exchanges
         n = whole("the number of a message", n)
-        if not 1 <= n <= len(found):
+        if not 1 <= n <= len(exchanges):
             raise UsageError(
-                f"there is no message {n}" if found else "there is no message yet",
-                hint=f"messages are numbered from 1 to {len(found)}" if found else "send one first",
+                f"there is no message {n}" if exchanges else "there is no message yet",
+                hint=f"messages are numbered from 1 to {len(exchanges)}"
+                if exchanges
+                else "send one first",
             )
-        return found[n - 1]
+        return exchanges[n - 1]
 
     def _begin(self, line: Line, asked: Exchange, params: SamplingParams) -> Answer:
         """Process the prompt of an answer, and then change the conversation."""
@@ -582,23 +590,23 @@ class Chat:
                    stop=saved.stop)  # fmt: skip
         chat._id, chat.current = saved.id, saved.current
         chat._lines = {line.number: line for line in saved.lines}
-        found: list[Branch] = []
+        branches: list[Branch] = []
         try:
             for path, exchange in reversed(
                 saved.branches
             ):  # the last one is the most recently used
                 exchange.branch = Branch.load(ctx, path, trusted=trusted)
-                found.append(exchange.branch)
+                branches.append(exchange.branch)
         except CapacityError:  # the rest is evaluated again
             pass
         except BaseException as error:
-            for branch in found:
+            for branch in branches:
                 branch.prune()
             if not isinstance(error, SnapshotError) or error.setting is None:
                 raise
-            found = []
+            branches = []
             warn(f"the conversation is evaluated again: {error.message}", PerformanceWarning)
-        for branch in reversed(found):
+        for branch in reversed(branches):
             chat._turns.keep(branch)
         return chat
 

@@ -20,7 +20,7 @@ from .bundles import argument, option, with_bundles
 from .console import Console, shortened
 from .files import check_new_file, load_functions, read_piped_text, read_standard_input
 from .interrupts import EXIT_FAILURE
-from .options import DEFAULTS, OUTPUT, SAMPLING, TEXT, ModelOptions, OutputOptions, trained_length
+from .options import DEFAULTS, OUTPUT, SAMPLING, TEXT, ModelFlags, OutputFlags, trained_length
 
 _CELLS = 8192  # cells of the cache, unless -c is given or the model was trained for less
 _SHOWN = 200  # characters of a result
@@ -33,7 +33,7 @@ _ENDS = {
 
 
 @dataclass(frozen=True)
-class AgentOptions:
+class AgentFlags:
     """The task, and the functions that the model may call."""
 
     panel: ClassVar[str] = TEXT
@@ -82,7 +82,7 @@ class AgentOptions:
 
 
 @with_bundles
-def agent(*, task: AgentOptions, models: ModelOptions, output: OutputOptions) -> None:
+def agent(*, task: AgentFlags, models: ModelFlags, output: OutputFlags) -> None:
     """Do a task with a model that may call the functions of a Python file.
 
     Steps are shown as they happen; if the output is a pipe they go to standard error. Ctrl-C ends

@@ -23,7 +23,7 @@ from .comparison import NOTHING_DRAFTED
 from .console import Console, base_name, interval_text, number, spread_text
 from .drafters import is_model, make_drafter
 from .interrupts import EXIT_INTERRUPTED, InterruptHandler
-from .options import LENGTH, ChatOptions, DraftOptions, ManyPrompts, OutputOptions, SamplingOptions
+from .options import LENGTH, ChatFlags, DraftFlags, ManyPrompts, OutputFlags, SamplingFlags
 
 # A story, instructions, a program, a dialogue: acceptance depends on the kind of text.
 PROMPTS = (
@@ -38,7 +38,7 @@ COLUMNS = (
 
 
 @dataclass(frozen=True)
-class SizeOptions:
+class SizeFlags:
     """How many prompts, tokens and runs are measured."""
 
     panel: ClassVar[str] = "Measurement"
@@ -68,11 +68,11 @@ class SizeOptions:
 def bench(
     *,
     prompts: ManyPrompts,
-    chat: ChatOptions,
-    size: SizeOptions,
-    sampling: SamplingOptions,
-    models: DraftOptions,
-    output: OutputOptions,
+    chat: ChatFlags,
+    size: SizeFlags,
+    sampling: SamplingFlags,
+    models: DraftFlags,
+    output: OutputFlags,
 ) -> None:
     """Measure drafting with a pair of models here, and name the best draft length.
 
@@ -132,7 +132,7 @@ def _prompts(prompts: ManyPrompts, params: lb.SamplingParams) -> Sequence[Prompt
     return found
 
 
-def _arguments(sampling: SamplingOptions, models: DraftOptions) -> list[str]:
+def _arguments(sampling: SamplingFlags, models: DraftFlags) -> list[str]:
     """Return the options of this measurement, for the suggested command line."""
     temperature = sampling.temperature
     given = {

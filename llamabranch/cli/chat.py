@@ -9,13 +9,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import typer
 
 import llamabranch as lb
 from llamabranch import Chat, ConfigError, SamplingParams
-from llamabranch.chat import Answer, saved_model
+from llamabranch.chat import Answer, ChatSettings, saved_model
 
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
@@ -25,9 +25,9 @@ from .interrupts import EXIT_FAILURE, EXIT_INTERRUPTED, InterruptHandler
 from .options import (
     LENGTH,
     TEXT,
-    DraftOptions,
-    OutputOptions,
-    SamplingOptions,
+    DraftFlags,
+    OutputFlags,
+    SamplingFlags,
     limit,
     read_template,
     setting_value,
@@ -268,7 +268,7 @@ class ChatSession:
         name = name.lstrip("-").replace("-", "_")
         name = _SETTINGS.get(name, name)
         if name:
-            self.chat.set(**{name: setting_value(value.strip())})
+            self.chat.set(**cast(ChatSettings, {name: setting_value(value.strip())}))
             self._console.note(f"{name}: {value.strip()}")
             return
         rows = [(f.name, getattr(self.chat.sampling, f.name)) for f in fields(lb.SamplingParams)]
@@ -303,7 +303,7 @@ def _given(text: str, usage: str, *, is_number: bool = False) -> str:
 
 
 @dataclass(frozen=True)
-class TurnOptions:
+class TurnFlags:
     """The messages, and how they are answered."""
 
     panel: ClassVar[str] = TEXT
@@ -367,10 +367,10 @@ class TurnOptions:
 def chat(
     *,
     call: typer.Context,
-    given: TurnOptions,
-    sampling: SamplingOptions,
-    models: DraftOptions,
-    output: OutputOptions,
+    given: TurnFlags,
+    sampling: SamplingFlags,
+    models: DraftFlags,
+    output: OutputFlags,
 ) -> None:
     """Talk with a model in the terminal; turns can be retried, edited, forked and saved.
 
@@ -422,8 +422,8 @@ def chat(
 def _change(
     talk: Chat,
     call: typer.Context,
-    given: TurnOptions,
-    models: DraftOptions,
+    given: TurnFlags,
+    models: DraftFlags,
     params: SamplingParams,
     max_tokens: int | None,
 ) -> None:
@@ -435,7 +435,8 @@ def _change(
     if "ignore_eos" in names and "logit_bias" not in names:
         names.add("logit_bias")
         values["logit_bias"] = {**talk.sampling.logit_bias, **params.logit_bias}
-    talk.set(**{name: value for name, value in values.items() if name in names})
+    changes = {name: value for name, value in values.items() if name in names}
+    talk.set(**cast(ChatSettings, changes))
     if given.think is not None:
         talk.set(thinking=thinking_of(given.think))
     talk.stop = tuple(given.stop or talk.stop)

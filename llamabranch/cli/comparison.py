@@ -22,7 +22,7 @@ MOST_PAIRS = 9  # with fewer, one outlier on either side would widen the 95 % in
 
 
 @dataclass(frozen=True)
-class Comparison:
+class DraftComparison:
     """Decoding with drafts compared with plain decoding of the same requests, with the same seed.
 
     Attributes:
@@ -111,7 +111,7 @@ def compare(
     *,
     budget_s: float = 60.0,
     progress: Callable[[str], None] = lambda text: None,
-) -> Comparison | None:
+) -> DraftComparison | None:
     """Time decoding with drafts and plain decoding, both warmed up. None if interrupted.
 
     There are at most 9 pairs of runs; no pair begins after ``budget_s`` seconds.
@@ -137,11 +137,11 @@ def compare(
     )  # fmt: skip
     if interrupts.requested or not found["plain"].runs:
         return None
-    return Comparison(found["drafted"], found["plain"], results[drafting], results[plain])
+    return DraftComparison(found["drafted"], found["plain"], results[drafting], results[plain])
 
 
 def first_difference(
-    ctx: lb.Context, found: Comparison, requests: Sequence[Request]
+    ctx: lb.Context, found: DraftComparison, requests: Sequence[Request]
 ) -> dict[str, object] | None:
     """Return where the first pair of different texts parts; None if all are equal.
 

@@ -19,7 +19,7 @@ from .bundles import with_bundles
 from .comparison import compare
 from .console import SOURCE_STYLES, Console
 from .interrupts import InterruptHandler
-from .options import ModelOptions, OutputOptions, Threads
+from .options import ModelFlags, OutputFlags, Threads
 from .trees import LEGEND, drawn_tree, tree_of
 
 N_CTX, N_FORKS, N_STEPS, SEED = 1024, 8, 24, 7
@@ -96,7 +96,7 @@ NEXT = """
 
 
 @with_bundles
-def demo(*, threads: Threads = None, output: OutputOptions) -> None:
+def demo(*, threads: Threads = None, output: OutputFlags) -> None:
     """Show in half a minute what llamabranch does: forks, drafts, JSON and scores.
 
     It forks a prompt into eight answers, drafts an edit of a function and a JSON object without a draft
@@ -107,7 +107,7 @@ def demo(*, threads: Threads = None, output: OutputOptions) -> None:
         start = time.perf_counter()
         name = WEIGHTS.get(hub.default_model(), hub.default_model())
         hub.resolve(name)  # the first time it makes these weights, and says so
-        models = ModelOptions(n_ctx=N_CTX, threads=threads)
+        models = ModelFlags(n_ctx=N_CTX, threads=threads)
         ctx = models.open(name, console, n_seq_max=N_FORKS + 1, prefix_cache=True)
         if ctx.n_threads_batch < ctx.n_threads:
             # Other programs use the cores. The number of threads for single tokens is not measured here,

@@ -27,7 +27,7 @@ from ..extras import install_command
 from .bundles import with_bundles
 from .console import decimal_size
 from .interrupts import EXIT_FAILURE
-from .options import ModelOptions, OutputOptions, Threads
+from .options import ModelFlags, OutputFlags, Threads
 
 if TYPE_CHECKING:
     from llamabranch.bench.machine import Machine
@@ -53,7 +53,7 @@ Check = tuple[str, bool, str]  # the name of a test, whether it passed, and what
 
 
 @with_bundles
-def doctor(*, threads: Threads = None, output: OutputOptions) -> None:
+def doctor(*, threads: Threads = None, output: OutputFlags) -> None:
     """Report versions, processor, build, memory and caches, test the installation, and advise.
 
     The tests and measurements take about ten seconds. A bug report needs this output. Exit code 1: a test
@@ -78,7 +78,7 @@ def doctor(*, threads: Threads = None, output: OutputOptions) -> None:
             machine = Machine.now()
             tell("machine", _described(machine))
             sections["machine"] |= machine.as_dict()
-            runtime = ModelOptions(n_ctx=1024, threads=threads)
+            runtime = ModelFlags(n_ctx=1024, threads=threads)
             target, draft = (
                 runtime.open(name, console) for name in (hub.BUNDLED_TARGET, hub.BUNDLED_DRAFT)
             )

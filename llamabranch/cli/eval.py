@@ -26,7 +26,7 @@ from .bundles import option, with_bundles
 from .console import Console, base_name, decimal_size, finite, number
 from .files import check_new_file, read_prompt_file, writing
 from .interrupts import EXIT_FAILURE
-from .options import OUTPUT, ModelOptions, OutputOptions, trained_length, vocabulary
+from .options import OUTPUT, ModelFlags, OutputFlags, trained_length, vocabulary
 from .pair_report import compare_pair, divergence_tables
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ _SAVED_EVERY_S = 10.0
 
 
 @dataclass(frozen=True)
-class ReadingOptions:
+class ReadingFlags:
     """The text, and what the models are compared with."""
 
     panel: ClassVar[str] = "Perplexity and KL divergence"
@@ -111,7 +111,7 @@ class ReadingOptions:
 # -- shared by all measurements ------------------------------------------------------------------------
 
 
-def scoring_options(name: str, models: ModelOptions, n_seq_max: int) -> LoadOptions:
+def scoring_options(name: str, models: ModelFlags, n_seq_max: int) -> LoadOptions:
     """Return context options that limit the memory of logits, for a vocabulary of any size."""
     with vocabulary(name) as model:
         rows = _ROW_BYTES // (4 * model.n_vocab)
@@ -120,7 +120,7 @@ def scoring_options(name: str, models: ModelOptions, n_seq_max: int) -> LoadOpti
     return {"n_seq_max": n_seq_max, "n_outputs_max": max(n_seq_max, min(n_batch, 256, rows))}
 
 
-def open_for_chunks(name: str, models: ModelOptions, window: int, console: Console) -> Context:
+def open_for_chunks(name: str, models: ModelFlags, window: int, console: Console) -> Context:
     """Open a context for texts that are read in chunks, with llama-perplexity's K/V type, f16."""
     more = scoring_options(name, models, 1)
     n_batch = models.set("load").get("n_batch") or min(512, window)
@@ -130,7 +130,7 @@ def open_for_chunks(name: str, models: ModelOptions, window: int, console: Conso
     return models.open(name, console, **more)
 
 
-def _window_of(name: str, models: ModelOptions) -> int:
+def _window_of(name: str, models: ModelFlags) -> int:
     """Return the tokens per chunk: ``--ctx-size``, as in llama-perplexity; 0 is the trained length."""
     return (trained_length(name) if models.n_ctx == 0 else models.n_ctx) or _WINDOW
 
@@ -146,7 +146,7 @@ def save(path: Path | None, kind: str, data: Mapping[str, object]) -> None:
 # -- one model -----------------------------------------------------------------------------------------
 
 
-def measure(reading: ReadingOptions, name: str, models: ModelOptions, console: Console) -> None:
+def measure(reading: ReadingFlags, name: str, models: ModelFlags, console: Console) -> None:
     """Print the perplexity of a model, or its divergence from the model whose logits a file has.
 
     If it is interrupted, the results so far are saved and printed.
@@ -214,7 +214,7 @@ def _print(console: Console, ctx: Context, found: Perplexity | KLDivergence) -> 
 
 
 def compare(
-    reading: ReadingOptions, base: str, name: str, models: ModelOptions, console: Console
+    reading: ReadingFlags, base: str, name: str, models: ModelFlags, console: Console
 ) -> None:
     """Print the divergence of two models; exit with 1 if it is above a limit."""
     text, path = reading.text(), reading.check_output()
@@ -247,10 +247,10 @@ def compare(
 
 
 def compare_models(
-    reading: ReadingOptions,
+    reading: ReadingFlags,
     names: Sequence[str],
     base: str | None,
-    models: ModelOptions,
+    models: ModelFlags,
     console: Console,
 ) -> None:
     """Measure several models on a text; with a base, also their divergence from it.
@@ -366,7 +366,7 @@ def _print_rows(console: Console, rows: Sequence[dict[str, Any]], *, with_base: 
 
 
 @dataclass(frozen=True)
-class EvalModels(ModelOptions):
+class EvalModels(ModelFlags):
     """The models that are measured."""
 
     first: ClassVar[str] = "target"
@@ -388,9 +388,9 @@ class EvalModels(ModelOptions):
 @with_bundles
 def eval(
     *,
-    reading: ReadingOptions,
+    reading: ReadingFlags,
     models: EvalModels,
-    output: OutputOptions,
+    output: OutputFlags,
 ) -> None:
     """Measure models by the text they predict: perplexity, KL divergence.
 

@@ -30,7 +30,7 @@ from llamabranch.speculative import NullDrafter
 
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
-from .comparison import Comparison, compare, first_difference
+from .comparison import DraftComparison, compare, first_difference
 from .console import LONG_PROMPT, ROUNDING, Console, shortened
 from .drafters import has_model
 from .files import digest, load_function, read_piped_text
@@ -42,11 +42,11 @@ from .options import (
     MODEL,
     OUTPUT,
     TEXT,
-    ChatOptions,
-    DraftOptions,
+    ChatFlags,
+    DraftFlags,
     ManyPrompts,
-    OutputOptions,
-    TextOptions,
+    OutputFlags,
+    TextFlags,
 )
 from .results import ResultFile
 
@@ -98,7 +98,7 @@ class GenerateReport:
         self.engine, self._console, self._file = engine, console, file
         self._requests = {str(request.id): request for request in requests}
         self.done = set() if file is None else file.done
-        self.comparison: Comparison | None = None
+        self.comparison: DraftComparison | None = None
         self._chat, self._is_flat = chat, is_flat
         self._is_plain = isinstance(engine.drafter, NullDrafter)
         self._results: list[Result] = []
@@ -291,7 +291,7 @@ class GenerateReport:
             "stats": result.stats.as_dict(),
         }
 
-    def _compared(self, found: Comparison) -> dict[str, object]:
+    def _compared(self, found: DraftComparison) -> dict[str, object]:
         results, engine = found.plain_results, self.engine
         can, is_exact = engine.target.capabilities, engine.sampling.temperature == 0
         plain: dict[str, object] = {"tokens_per_s": found.plain.rate.median}
@@ -393,7 +393,7 @@ _LEAST_CELLS = 2048
 
 
 @dataclass(frozen=True)
-class BatchOptions(DraftOptions):
+class BatchFlags(DraftFlags):
     """The models, and how many texts they generate at a time."""
 
     panel: ClassVar[str] = MODEL
@@ -428,7 +428,7 @@ class BatchOptions(DraftOptions):
 
 
 @dataclass(frozen=True)
-class ResultOptions:
+class ResultFlags:
     """How many texts of each prompt, with which details, and where they go."""
 
     panel: ClassVar[str] = OUTPUT
@@ -457,11 +457,11 @@ def generate(
     *,
     call: typer.Context,
     prompts: ManyPrompts,
-    chat: ChatOptions,
-    text: TextOptions,
-    models: BatchOptions,
-    job: ResultOptions,
-    output: OutputOptions,
+    chat: ChatFlags,
+    text: TextFlags,
+    models: BatchFlags,
+    job: ResultFlags,
+    output: OutputFlags,
 ) -> None:
     """Generate text from one prompt or many, and show what drafting did.
 
@@ -527,7 +527,7 @@ def generate(
 
 
 def _requests(
-    prompts: ManyPrompts, text: TextOptions, job: ResultOptions, params: SamplingParams
+    prompts: ManyPrompts, text: TextFlags, job: ResultFlags, params: SamplingParams
 ) -> list[Request]:
     """Return the user's requests, completed with the settings of the command line."""
     grammar = text.parse_grammar()
@@ -545,9 +545,7 @@ def _requests(
     ]
 
 
-def _check(
-    requests: list[Request], models: BatchOptions, job: ResultOptions, *, is_flat: bool
-) -> None:
+def _check(requests: list[Request], models: BatchFlags, job: ResultFlags, *, is_flat: bool) -> None:
     """Raise ConfigError for options that exclude each other."""
     models.config()
     if job.resume and job.output_file is None:
@@ -561,11 +559,11 @@ def _check(
 
 
 def _settings(
-    text: TextOptions,
+    text: TextFlags,
     params: SamplingParams,
-    chat: ChatOptions,
-    models: BatchOptions,
-    job: ResultOptions,
+    chat: ChatFlags,
+    models: BatchFlags,
+    job: ResultFlags,
 ) -> dict[str, Any]:
     """Return the settings that --resume compares; sampling and stopping as a digest."""
     grammar = text.parse_grammar()
@@ -592,9 +590,7 @@ def _settings(
     }
 
 
-def _prepared(
-    request: Request, text: TextOptions, chat: ChatOptions, context: lb.Context
-) -> Request:
+def _prepared(request: Request, text: TextFlags, chat: ChatFlags, context: lb.Context) -> Request:
     """Return a request for the engine: in the chat template, without EOG tokens under --ignore-eos."""
     if request.sampling is not None:
         params = text.without_eog(request.sampling, context.model)

@@ -10,7 +10,7 @@ from math import inf, isinf, nan
 from llamabranch import ConfigError, LlamaBranchError, Request
 from llamabranch.errors import CacheFullError
 
-from .options import ModelOptions, trained_length, vocabulary
+from .options import ModelFlags, trained_length, vocabulary
 
 _N_COMPARED = 64  # prompts whose beginnings are compared
 # Cells of all texts together; with more, attention to other texts costs more than sharing saves.
@@ -136,7 +136,7 @@ class JobLengths:
         return int(min(self.most, _whole_steps(self.needed + _TEMPLATE)))
 
 
-def with_room(models: ModelOptions, name: str, prompt: str, max_tokens: int | None) -> ModelOptions:
+def with_room(models: ModelFlags, name: str, prompt: str, max_tokens: int | None) -> ModelFlags:
     """Return the options with a context for a prompt and ``max_tokens`` more, unless ``-c`` is set.
 
     Raises:

@@ -6,13 +6,14 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 from msgspec import Meta, Struct
 
 import llamabranch as lb
 from llamabranch import ConfigError, Request, SamplingParams
+from llamabranch.sampling import SamplingSettings
 
 from .files import is_unicode, read_standard_input, read_text, schema_text, text_lines
 
@@ -217,6 +218,8 @@ def _request(data: Any, name: str, sampling: SamplingParams | None) -> Request:
         bias = _object("logit_bias", settings["logit_bias"])
         settings["logit_bias"] = {int(k): v for k, v in bias.items()}
     line = msgspec.convert(given, _Line)
+    if settings:
+        sampling = (sampling or SamplingParams()).replace(**cast(SamplingSettings, settings))
     if line.stream:
         raise ConfigError("stream is not possible in a file of requests")
     for names in _EXCLUSIVE:
@@ -234,7 +237,7 @@ def _request(data: Any, name: str, sampling: SamplingParams | None) -> Request:
         stop=line.stop or (),
         n=line.n,
         top_logprobs=line.n_alternatives(),
-        sampling=(sampling or SamplingParams()).replace(**settings) if settings else sampling,
+        sampling=sampling,
         grammar=line.parsed_grammar(),
         priority=line.priority,
         prompt_logprobs=line.prompt_logprobs,

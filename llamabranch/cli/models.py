@@ -11,7 +11,7 @@ from llamabranch import ConfigError, hub
 
 from .bundles import argument, option, with_bundles
 from .console import ROUNDING, Console, base_name, decimal_size
-from .options import MODEL, OutputOptions
+from .options import MODEL, OutputFlags
 
 ACTIONS = {"list": "nothing", "pull": "a model", "show": "one or two"}  # arguments of each
 _N_CTX = 256  # enough to probe what the memory can do
@@ -24,7 +24,7 @@ _SAME = (
 
 
 @dataclass(frozen=True)
-class ModelsOptions:
+class ModelsFlags:
     """The action, and its models."""
 
     panel: ClassVar[str] = MODEL
@@ -43,7 +43,7 @@ class ModelsOptions:
 
 
 @with_bundles
-def models(*, given: ModelsOptions, output: OutputOptions) -> None:
+def models(*, given: ModelsFlags, output: OutputFlags) -> None:
     """List the known models, download one, or show what a file is.
 
     In the list a target is followed by its draft model or head; a model with the role mtp drafts for

@@ -21,7 +21,7 @@ from ..loading import LoadOptions
 from .bundles import option, with_bundles
 from .console import Console
 from .files import load_function
-from .options import DraftOptions, OutputOptions
+from .options import DraftFlags, OutputFlags
 
 if TYPE_CHECKING:
     from llamabranch.loom import Loom
@@ -35,7 +35,7 @@ _SUFFIX = ".loom.jsonl"
 
 
 @dataclass(frozen=True)
-class PageOptions:
+class PageFlags:
     """The document, and where the page listens."""
 
     panel: ClassVar[str] = "Page"
@@ -76,9 +76,9 @@ def open(
         str | None, typer.Argument(metavar="[MODEL]", help="Default: the bundled tale model.")
     ] = None,
     *,
-    page: PageOptions,
-    models: DraftOptions,
-    output: OutputOptions,
+    page: PageFlags,
+    models: DraftFlags,
+    output: OutputFlags,
 ) -> None:
     """Branch, see and compare texts in the browser.
 

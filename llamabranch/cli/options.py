@@ -19,6 +19,7 @@ import typer
 
 import llamabranch as lb
 from llamabranch import ConfigError, SamplingParams, hub
+from llamabranch.sampling import SamplingSettings
 
 from ..arguments import choice, nearest
 from .bundles import argument, option
@@ -127,7 +128,7 @@ def _load(name: str, console: Console, **options: Any) -> lb.Context:
 
 
 @dataclass(frozen=True)
-class ModelOptions:
+class ModelFlags:
     """The model, and how it is loaded."""
 
     panel: ClassVar[str] = MODEL
@@ -181,7 +182,10 @@ class ModelOptions:
         """The type of K/V that the user set."""
         found = {*(self.kv_types or ())}
         if len(found) > 1:
-            raise ConfigError("K and V must have the same type: set -ctk and -ctv alike")
+            raise ConfigError(
+                "K and V must have the same type: set -ctk and -ctv alike",
+                hint="--kv-type q8_0/f16 is the one pair of two types: K in q8_0, V in f16",
+            )
         return next(iter(found), None)
 
     def announce(self, console: Console) -> str:
@@ -243,7 +247,7 @@ class ModelOptions:
 
 
 @dataclass(frozen=True)
-class DraftOptions(ModelOptions):
+class DraftFlags(ModelFlags):
     """The model, its drafter, and how much to draft."""
 
     first: ClassVar[str] = "draft"
@@ -323,7 +327,7 @@ class DraftOptions(ModelOptions):
 
 
 @dataclass(frozen=True)
-class PromptOptions:
+class PromptFlags:
     """Prompts of the command line and of files."""
 
     panel: ClassVar[str] = TEXT
@@ -364,7 +368,7 @@ class PromptOptions:
 
 
 @dataclass(frozen=True)
-class ManyPrompts(PromptOptions):
+class ManyPrompts(PromptFlags):
     """Prompts from the command line, and from the lines of a file."""
 
     first: ClassVar[str] = "input_file"
@@ -384,7 +388,7 @@ class ManyPrompts(PromptOptions):
 
 
 @dataclass(frozen=True)
-class ChatOptions:
+class ChatFlags:
     """How a prompt becomes tokens: as it is, or as a message of a conversation."""
 
     panel: ClassVar[str] = TEXT
@@ -403,7 +407,7 @@ class ChatOptions:
     )
     chat_template: str | None = template_option()
 
-    def decided(self, name: str) -> ChatOptions:
+    def decided(self, name: str) -> ChatFlags:
         """Return the options with ``--conversation`` resolved: ``--chat`` if there is a template."""
         if not self.conversation or self.is_on:
             return self
@@ -433,7 +437,7 @@ class ChatOptions:
 
 
 @dataclass(frozen=True)
-class SamplingOptions:
+class SamplingFlags:
     """How tokens are drawn: the settings of `llamabranch.SamplingParams` by the same names."""
 
     panel: ClassVar[str] = SAMPLING
@@ -462,11 +466,12 @@ class SamplingOptions:
         False, "Never sample a token that ends the text.", "--ignore-eos --ignore-end"
     )
 
-    def params(self, models: ModelOptions, seed: int | None = None) -> SamplingParams:
+    def params(self, models: ModelFlags, seed: int | None = None) -> SamplingParams:
         """Return the settings except ``--ignore-eos``; ConfigError for a value out of range."""
         names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")
         given = {name: getattr(self, name) for name in names}
-        return DEFAULTS.replace(**{**given, "seed": seed, **models.set("sampling")})
+        found = {**given, "seed": seed, **models.set("sampling")}
+        return DEFAULTS.replace(**cast(SamplingSettings, found))
 
     def without_eog(self, params: SamplingParams, model: lb.Model) -> SamplingParams:
         """Return ``params`` without the model's EOG tokens if ``--ignore-eos`` was given."""
@@ -477,7 +482,7 @@ class SamplingOptions:
 
 
 @dataclass(frozen=True)
-class TextOptions(SamplingOptions):
+class TextFlags(SamplingFlags):
     """Everything that determines a text: length, stop strings, structure, sampling."""
 
     first: ClassVar[str] = "max_tokens json_schema"
@@ -528,7 +533,7 @@ class TextOptions(SamplingOptions):
 
 
 @dataclass(frozen=True)
-class OutputOptions:
+class OutputFlags:
     """How a command prints its output."""
 
     panel: ClassVar[str] = OUTPUT

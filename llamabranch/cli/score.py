@@ -18,14 +18,14 @@ from .bundles import argument, option, with_bundles
 from .console import Console, number, shortened
 from .files import read_piped_text, read_prompt_file
 from .job import with_room
-from .options import TEXT, ModelOptions, OutputOptions
+from .options import TEXT, ModelFlags, OutputFlags
 from .search import stats_text
 
 _SEQUENCES = 33
 
 
 @dataclass(frozen=True)
-class ScoreOptions:
+class ScoreFlags:
     """The texts to score."""
 
     panel: ClassVar[str] = TEXT
@@ -63,7 +63,7 @@ class ScoreOptions:
 
 
 @with_bundles
-def score(*, given: ScoreOptions, models: ModelOptions, output: OutputOptions) -> None:
+def score(*, given: ScoreFlags, models: ModelFlags, output: OutputFlags) -> None:
     """Score a text: log-probabilities of its tokens, perplexity, or the best of several.
 
     The first token of a text is not scored unless the model begins every text with a BOS token. With a

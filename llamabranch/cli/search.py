@@ -7,12 +7,13 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import typer
 
 import llamabranch as lb
 from llamabranch import ConfigError, SamplingParams, hub
+from llamabranch.sampling import SamplingSettings
 from llamabranch.search import SearchResult, SearchStats, outline
 
 from ..arguments import choice
@@ -23,7 +24,7 @@ from .console import Console
 from .files import text_lines
 from .interrupts import EXIT_INTERRUPTED, InterruptHandler
 from .job import with_room
-from .options import ChatOptions, DraftOptions, OutputOptions, PromptOptions, TextOptions
+from .options import ChatFlags, DraftFlags, OutputFlags, PromptFlags, TextFlags
 from .trees import LEGEND, drawn_tree
 
 WIDTHS = {"beam": 4, "best-of": 8, "vote": 16, "smc": 8, "steps": 4, "mcts": 3}
@@ -38,7 +39,7 @@ _NONE_HINT = "raise -n, or allow shorter texts in the grammar; for smc also rais
 
 
 @dataclass(frozen=True)
-class MethodOptions:
+class MethodFlags:
     """How to search."""
 
     panel: ClassVar[str] = "Search"
@@ -72,7 +73,7 @@ class MethodOptions:
     iterations: int = option(40, "steps: at most N steps; mcts: texts evaluated.", min=1)
     tree: bool = option(False, "Draw the tree of the search.", "--tree")
 
-    def searching(self, text: TextOptions) -> Callable[..., SearchResult]:
+    def searching(self, text: TextFlags) -> Callable[..., SearchResult]:
         """Return the search without its branch; ConfigError for options that exclude each other."""
         choice("method", self.method, WIDTHS)
         name, n, step = self.method, self.n, self.step.replace("\\n", "\n").replace("\\t", "\t")
@@ -115,18 +116,18 @@ class MethodOptions:
         off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} if self.method == "smc" else {}
         default = SamplingParams()
         unset = {k: v for k, v in off.items() if getattr(params, k) == getattr(default, k)}
-        return params.replace(**unset)
+        return params.replace(**cast(SamplingSettings, unset))
 
 
 @with_bundles
 def search(
     *,
-    given: PromptOptions,
-    chat: ChatOptions,
-    method: MethodOptions,
-    text: TextOptions,
-    models: DraftOptions,
-    output: OutputOptions,
+    given: PromptFlags,
+    chat: ChatFlags,
+    method: MethodFlags,
+    text: TextFlags,
+    models: DraftFlags,
+    output: OutputFlags,
 ) -> None:
     """Search for the best continuation: beams, samples, votes, particles, steps, or a tree.
 
@@ -197,7 +198,7 @@ def _reward(command: str, text: str) -> float:
 
 
 def _print(
-    console: Console, prompt: str, before: str, result: SearchResult, method: MethodOptions
+    console: Console, prompt: str, before: str, result: SearchResult, method: MethodFlags
 ) -> None:
     beside = console.beside
     if method.tree:

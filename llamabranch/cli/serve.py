@@ -19,9 +19,9 @@ from .files import read_text, text_lines
 from .options import (
     LENGTH,
     MODEL,
-    DraftOptions,
-    OutputOptions,
-    SamplingOptions,
+    DraftFlags,
+    OutputFlags,
+    SamplingFlags,
     limit,
     read_template,
     setting_value,
@@ -41,7 +41,7 @@ _LIMITS = (
 
 
 @dataclass(frozen=True)
-class ServerOptions:
+class ServerFlags:
     """Where the server listens, who may use it, and its limits."""
 
     panel: ClassVar[str] = "Server"
@@ -108,7 +108,7 @@ class ServerOptions:
 
 
 @dataclass(frozen=True)
-class ServedModels(DraftOptions):
+class ServedModels(DraftFlags):
     """The model, and the context of the server."""
 
     panel: ClassVar[str] = MODEL
@@ -148,10 +148,10 @@ class ServedModels(DraftOptions):
 @with_bundles
 def serve(
     *,
-    listening: ServerOptions,
-    sampling: SamplingOptions,
+    listening: ServerFlags,
+    sampling: SamplingFlags,
     models: ServedModels,
-    output: OutputOptions,
+    output: OutputFlags,
 ) -> None:
     """Serve a model over HTTP: OpenAI's API, scores of texts, and branches.
 

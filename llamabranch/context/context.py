@@ -177,15 +177,15 @@ class Context:
 
     def warn_if_inexact(self, n_rows: int) -> None:
         """Warn, once, if logits of ``n_rows`` tokens in one decode differ from those of each alone."""
-        found = self.capabilities.total_variation
-        if self._is_warned or not found or n_rows <= max(1, self.capabilities.exact_rows):
+        variation = self.capabilities.total_variation
+        if self._is_warned or not variation or n_rows <= max(1, self.capabilities.exact_rows):
             return
         self._is_warned = True
         warn(
             "drafted or batched texts can differ from plain ones by rounding. "
             f"With {self.model.name} tokens that are decoded together change the next token's "
-            f"distribution by a total variation of {found:.2g}, as measured here. If equal texts matter, "
-            "use weights that are exact, such as Q8_0, or batch_invariant=True",
+            f"distribution by a total variation of {variation:.2g}, as measured here. If equal texts "
+            "matter, use weights that are exact, such as Q8_0, or batch_invariant=True",
             ExactnessWarning,
         )
 
@@ -253,12 +253,20 @@ class Context:
         n = min(n, self.n_outputs_max - 1)
         return self.kv_cache.fits(n, lambda: self.sequences.count_free(used=(seq_id,)))
 
-    def keep_prefixes(self) -> None:
-        """Open the prefix cache, unless ``prefix_cache`` was set or it would take sequences."""
+    def keep_prefixes(self, most_idle: int = END) -> None:
+        """Open the prefix cache, unless ``prefix_cache`` was set or it would take sequences.
+
+        ``most_idle``: the most cells of cached texts that nobody uses, if flash attention is off and each
+        token is computed against them, too. The largest number that was asked for counts.
+        """
         with self.lock:
             can = self.kv_cache.can_draft and not self.kv_cache.forks_copy
             if can and self.params.prefix_cache is None and self.n_seq_max <= MOST_WITH_PREFIXES:
-                self.prefix_cache = self.prefix_cache or self._open_prefix_cache(0)
+                if self.params.flash_attention is not False:
+                    most_idle = END  # it skips them
+                before = self.prefix_cache
+                self.prefix_cache = before or self._open_prefix_cache(0)
+                self.prefix_cache.most_idle = max(most_idle, before.most_idle if before else 0)
 
     def _check_seq(self, seq_id: int) -> int:
         seq_id = whole("a sequence id", seq_id)
@@ -389,7 +397,7 @@ class Context:
                 raise UnsupportedError(
                     "penalties, DRY and a logits processor look at the tokens so far: use a Branch"
                 )
-            found, n_rows = self._row(row), len(self._last_rows)
+            row_logits, n_rows = self._row(row), len(self._last_rows)
             if params.seed is None and params.temperature > 0:
                 raise ConfigError(
                     "sampling above temperature 0 needs a seed: two calls give the same token",
@@ -397,7 +405,7 @@ class Context:
                 )
             seed, position = params.seed or 0, self._last_end - (n_rows - 1 - int(row) % n_rows)
             sampler = Sampler(self.model, params)
-            return sampler.distribution(found.array, position, seed).draw(seed, position)
+            return sampler.distribution(row_logits.array, position, seed).draw(seed, position)
 
     def model_entropy(self, base: str = "nats", logits: Logits | None = None) -> float:
         """Return the entropy of softmax(logits) in "nats" or "bits"; default: the last row."""

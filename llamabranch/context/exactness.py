@@ -64,7 +64,7 @@ def exactness_of(
         reason = "not measured for a head, which needs the states of its target"
     slides, limit = model.memory_type == "sliding-window", ""
     if params.kv_type not in INVARIANT_KV_TYPES:  # f16 differs only after 500 tokens
-        limit = f"the K/V type is {params.kv_type}, not bf16 or q8_0"
+        limit = f"the K/V type is {params.kv_type}, not {' or '.join(INVARIANT_KV_TYPES)}"
     elif slides:
         limit = "cells of a sliding window may be used in another order"
     if reason or (limit and not slides):

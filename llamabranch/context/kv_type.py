@@ -29,6 +29,7 @@ _MOST_HEADS = 4  # of those that share a K/V head
 # in one text and half in eight at once.
 _READ, _GENERATED = 2000, 300
 MOST_EXTRA = 1.1  # what exactness may cost by default, of reading and of generating
+_TEXTS = 4  # that lie in a cache which keeps prefixes, of equal length
 _WORTH = 0.97  # a setting must take less than this share of the time of one that comes before it
 
 _ATTENTION = "attention"
@@ -76,11 +77,16 @@ EXACT = Setting("bf16", True)  # logits do not depend on the batch, where the we
 _ALL = (Setting("f16", True), EXACT, Setting("f16", False), Setting("bf16", False))
 
 
-def fastest(model: Model, flash: bool | str) -> Setting | None:
-    """Return the setting in which a session takes least, of those with flash attention as it is given.
+def fastest(model: Model, flash: bool | str, *, has_others: bool = False) -> Setting | None:
+    """Return the setting in which a session takes least.
 
-    "auto" leaves it open with plain attention memory. None where nothing is measured: with layers on a
-    GPU, or ``LLAMABRANCH_PROFILE=0``.
+    None where nothing is measured: with layers on a GPU, or ``LLAMABRANCH_PROFILE=0``.
+
+    Args:
+        model: that the context will compute.
+        flash: whether flash attention is used; "auto" leaves it open with plain attention memory.
+        has_others: other texts lie in the cache, too. Flash attention skips their cells. Without it a
+            token is computed against all of them.
     """
     shape = _shape(model)
     if shape is None:
@@ -89,9 +95,11 @@ def fastest(model: Model, flash: bool | str) -> Setting | None:
         flash = True
     possible = [each for each in _ALL if flash in ("auto", each.flash)]
     costs = _attention(_key(), shape)
+    times = _TEXTS if has_others else 1
+    seconds = {each: costs[each].session * (1 if each.flash else times) for each in possible}
     best, *others = possible
     for each in others:
-        if costs[each].session < _WORTH * costs[best].session:
+        if seconds[each] < _WORTH * seconds[best]:
             best = each
     return best
 

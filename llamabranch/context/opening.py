@@ -18,7 +18,7 @@ from .cell_table import Usage
 from .exactness import exactness_of
 from .kv_type import EXACT, MOST_EXTRA, Setting, measured_costs
 from .memory import MOST_WITH_WINDOW, Memory, NonUnified, RollingBack, States, Windowed
-from .params import ContextParams, warn_of_length
+from .params import INVARIANT_KV_TYPES, ContextParams, warn_of_length
 from .room import BYTES_OF_NUMBER, check_room, memory_bytes
 from .runner import Runner, decode_run
 from .threads import ThreadTuner
@@ -264,7 +264,7 @@ def _adapted(
             return replace(resolved, n_ubatch=rows)
         hint = (
             "it takes weights on the CPU of a type that llama.cpp computes alike in all batches, "
-            "such as Q8_0 or Q4_0, kv_type bf16 or q8_0, and flash attention"
+            f"such as Q8_0 or Q4_0, kv_type {' or '.join(INVARIANT_KV_TYPES)}, and flash attention"
         )
         raise UnsupportedError(
             f"this context cannot be batch-invariant: {found.batch_invariant_reason}",

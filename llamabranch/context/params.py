@@ -34,9 +34,9 @@ MOST_WITH_PREFIXES = max_sequences() - 16
 _PLAIN_UBATCH = 128
 _STEP = 256  # llama.cpp rounds the cells of a cache up to a multiple of this
 
-# With these types and flash attention, attention does not depend on the batch. f16 takes another path
-# from 512 cells on, and with 64 rows. The weights are measured: exactness.py.
-INVARIANT_KV_TYPES = ("bf16", "q8_0")
+# With these types and flash attention, attention does not depend on the batch. If K and V are both f16,
+# it takes another path from 512 cells on, and with 64 rows. The weights are measured: exactness.py.
+INVARIANT_KV_TYPES = ("bf16", "q8_0", "q8_0/f16")
 
 
 def warn_of_length(what: str, trained: int, n_ctx: int) -> None:
@@ -99,16 +99,19 @@ class ContextParams:
             created; the choice is stored for the next context. With ``LLAMABRANCH_PROFILE=0`` it is all
             cores. It is also all cores for one token if the number would change logits: with flash
             attention over more than 256 cells of f16 or f32 K/V.
-        flash_attention: "auto", True or False. kv_type: "f16", "bf16", "q8_0", ... "auto" for both is
+        flash_attention: "auto", True or False. kv_type: "f16", "bf16", "q8_0", ..., or "q8_0/f16" (K in
+            q8_0, V in f16). "auto" for both is
             bf16 with flash attention in a batch-invariant context. In other contexts it is the fastest of
             f16 and bf16, with and without flash attention, as measured at 2,048 cells for a session with
-            a prompt of 2,000 tokens and 300 generated ones. If you set the type, flash attention is on;
+            a prompt of 2,000 tokens and 300 generated ones. With ``prefix_cache=True`` and one cache for
+            all sequences, four such texts are assumed to share the cache: without flash attention each
+            token is computed against the cells of all four. If you set the type, flash attention is on;
             if you turn flash attention off, "auto" K/V is f16.
         batch_invariant: True = batch-invariant, or UnsupportedError if that is impossible. "auto" turns
             it on if it is possible and costs at most a tenth of the speed of prompts and of generation on
             this processor, by the same measurement; with ``LLAMABRANCH_PROFILE=0``, which measures
-            nothing, whenever it is possible. "auto" also turns it on if ``kv_type`` is "bf16" or "q8_0".
-            False = the fastest setting; exactness is not measured.
+            nothing, whenever it is possible. "auto" also turns it on if ``kv_type`` is "bf16", "q8_0"
+            or "q8_0/f16". False = the fastest setting; exactness is not measured.
         swa_full: keep the K/V of all positions in sliding-window layers, so that they can be rewound.
         offload_kqv: keep the cache on the GPU if the model is there.
         kv_unified: True = one cache for all sequences, in which forks share cells. False = each sequence
@@ -118,7 +121,9 @@ class ContextParams:
             memory can be divided, else True.
         prefix_cache: keep the K/V of prompts and finished texts until its cells are needed, so that a
             prompt that begins like one of them is not processed again. None = on after the first call of
-            ``complete`` or ``chat``, or with an ``AsyncEngine``, if the memory can share cells.
+            ``complete`` or ``chat``, or with an ``AsyncEngine``, if the memory can share cells. If flash
+            attention is off then, ``complete`` and ``chat`` keep at most 2,048 cells of cached texts that
+            nobody uses, or as many as the last text has.
         cache_ram: bytes of host memory for K/V that the prefix cache evicts; it is copied back if that is
             faster than processing the text again. 0 = none.
         checkpoint_ram: bytes of host memory for checkpoints, in contexts whose memory cannot drop the
@@ -227,7 +232,8 @@ class ContextParams:
                 f"n_seq_max must be at most {MOST_WITH_PREFIXES} with a prefix cache, not {n_seq_max}",
                 hint="the prefix cache needs sequence ids of its own",
             )
-        kv_type, flash_attention = self._attention(model, tries_exact)
+        has_others = bool(self.prefix_cache) and kv_unified and n_seq_max > 1
+        kv_type, flash_attention = self._attention(model, tries_exact, has_others)
         n_ubatch = self.n_ubatch or n_batch
         if self.n_ubatch is None and flash_attention != self.flash_attention:
             n_ubatch = max(_PLAIN_UBATCH, n_seq_max)
@@ -275,7 +281,9 @@ class ContextParams:
         """The most states of the last tokens that llama.cpp can keep with resolved parameters."""
         return (self.n_ubatch or self.n_batch) - 2
 
-    def _attention(self, model: Model, tries_exact: bool) -> tuple[str, bool | str]:
+    def _attention(
+        self, model: Model, tries_exact: bool, has_others: bool
+    ) -> tuple[str, bool | str]:
         """Return the K/V type and whether to use flash attention; "auto" = llama.cpp decides.
 
         Memory other than attention is never exact, but with bf16 the number of threads does not matter.
@@ -291,7 +299,7 @@ class ContextParams:
             return self.kv_type if self.kv_type != "auto" else EXACT.kv_type, self.flash_attention
         if self.kv_type != "auto":
             return self.kv_type, self.flash_attention
-        found = fastest(model, self.flash_attention)
+        found = fastest(model, self.flash_attention, has_others=has_others)
         if found is None or self.flash_attention is False:
             return "f16", self.flash_attention
         return found.kv_type, self.flash_attention if found.flash else False
@@ -310,7 +318,8 @@ class ContextParams:
 
     def native(self) -> NativeContextParams:
         """Return llama.cpp's parameters. All defaults, including the threads, must be resolved."""
-        kv_type, n_threads = KV_TYPES[self.kv_type], self.n_threads or available_cores()
+        type_k, type_v = KV_TYPES[self.kv_type]
+        n_threads = self.n_threads or available_cores()
         same = {f.name: getattr(self, f.name) for f in fields(self) if f.name in NATIVE_NAMES}
         return {
             "rope_scaling_type": ROPE_SCALING[self.rope_scaling],
@@ -318,8 +327,8 @@ class ContextParams:
             "n_threads": n_threads,
             "n_threads_batch": self.n_threads_batch or n_threads,
             "flash_attn_type": FLASH_ATTENTION[self.flash_attention],
-            "type_k": kv_type,
-            "type_v": kv_type,
+            "type_k": type_k,
+            "type_v": type_v,
         }
 
 

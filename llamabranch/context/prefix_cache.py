@@ -165,6 +165,7 @@ class PrefixCache:
         n_evicted: how many cells were freed because others needed them.
         n_restored: how many tokens came back from ``saved``.
         saved: what is in host memory.
+        most_idle: cells that only cached texts may use, or as many as the last text has if that is more.
 
     Where the memory cannot be cut (recurrent, hybrid, sliding window), a text is of use to texts that
     begin with all of it, or as it was at one of its checkpoints.
@@ -182,6 +183,7 @@ class PrefixCache:
         self.n_hit_tokens = 0
         self.n_evicted = 0
         self.n_restored = 0
+        self.most_idle = END
         memory.evict = self.evict
         sequences.evict, sequences.transfer_text = self.evict_text, self.transfer_text
 
@@ -341,6 +343,9 @@ class PrefixCache:
         else:
             self._memory.fork(seq_id, allocated)
         self._kept.add(text)
+        most = max(self.most_idle, len(tokens))
+        if most < self._memory.cells.n_cells:
+            self.evict(self._memory.usage().cells_cached - most)
         return transfers
 
     def _allocate(self, text: CachedPrefix) -> int | None:

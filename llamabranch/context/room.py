@@ -64,7 +64,8 @@ def cell_bytes(model: Model, params: ContextParams, *, is_head: bool = False) ->
         return 0
     on_gpu = model.on_gpu and params.offload_kqv
     numbers = 0 if on_gpu or is_head else model.kv_numbers
-    of_cell = BYTES_OF_CELL + numbers * type_bytes(KV_TYPES.get(params.kv_type, -1))
+    of_number = sum(map(type_bytes, KV_TYPES.get(params.kv_type, ()))) / 2
+    of_cell = BYTES_OF_CELL + numbers * of_number
     return int((params.n_ctx or 0) * of_cell)
 
 

@@ -15,6 +15,7 @@ from typing_extensions import TypeVar, Unpack
 from ..arguments import placed, plain_int, shown
 from ..context import Context
 from ..context.context import text_context
+from ..context.params import DEFAULT_N_CTX
 from ..context.progress import OnPromptProgress
 from ..errors import CacheFullError, ConfigError, DecodeInterruptedError, UnsupportedError
 from ..model import Message, Model, chat_messages, is_chat
@@ -201,9 +202,9 @@ def plan_texts(
     for index, each in enumerate(prompts):
         with placed(_place(index, prompts)):
             planned.append(of(each))
-    found = _planned(ctx, planned, base, options)
-    found.prompts, found.is_list = prompts, is_list
-    return found
+    plan = _planned(ctx, planned, base, options)
+    plan.prompts, plan.is_list = prompts, is_list
+    return plan
 
 
 _Planned = tuple[list[int], Thinking | None]
@@ -319,9 +320,9 @@ def plan_chat(
             planned.append(asked.plan(model, tokens, begun=talk.begun, has_calls=known.is_used))
     if known.forced and any(options.get(name) is not None for name in _GRAMMARS):
         raise ConfigError("a forced tool call has its own grammar, so no other grammar is possible")
-    found = _planned(ctx, planned, base, options, known)
-    found.prompts, found.is_list = chats, is_list
-    return found
+    plan = _planned(ctx, planned, base, options, known)
+    plan.prompts, plan.is_list = chats, is_list
+    return plan
 
 
 def tool_grammar(model: Model, tools: Tools, asked: Grammar | None) -> Grammar | None:
@@ -416,7 +417,7 @@ def _engine(ctx: Context, drafter: DrafterChoice, structured: bool) -> Engine:
         ctx.decoder.check_open()
         engine = ctx.attached.get(name)
         if not isinstance(engine, Engine) or (name == "drafter" and drafter is not engine.drafter):
-            ctx.keep_prefixes()
+            ctx.keep_prefixes(DEFAULT_N_CTX)
             if drafter == "auto":
                 drafter = auto_drafter(ctx, structured=structured)
             engine = Engine(ctx, drafter, wait_s=0.5)

@@ -769,7 +769,7 @@ class EngineCore:
         elif reason is not None and job.ends_thought:
             for each in (job, *job.equals):
                 self._events += each.break_off()
-            self.scheduler.answer(job)
+            self._events += self.scheduler.answer(job)
         elif reason is not None:
             self.end(job, reason)
 
@@ -785,7 +785,7 @@ class EngineCore:
             reason = first.output.finish_reason
             try:
                 if first.ends_thought:
-                    self.scheduler.answer(first)
+                    self._events += self.scheduler.answer(first)
                     self.scheduler.requeue(first)
                 elif reason is not None:
                     self.end(first, reason)

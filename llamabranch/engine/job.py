@@ -409,14 +409,16 @@ class Job:
         thinking = self.submission.thinking
         return self.is_thinking and thinking is not None and thinking.is_shared
 
-    def answer(self) -> None:
+    def answer(self) -> list[Event]:
         """Go on from a thought that has ended to the answer; nothing happens where none has.
+
+        Returns the event that reports the thought's tokens.
 
         The forced tokens after the thought are read next. Without any, its last token is read again.
         """
         output = self.output
         if not isinstance(output, ThoughtBuffer) or output.ended is None:
-            return
+            return []
         text, n_kept, forced = output.ended
         self.thought = [*output.emitted[:n_kept], *map(forced_token, forced)]
         self.thought_text = text
@@ -431,6 +433,9 @@ class Job:
             self.text.seed = self.sampling.seed or 0
             self._before, self.running = self.running, None
             self.shared, self.state = (None, 0), State.READING
+        if not self.submission.reports_tokens:
+            return []
+        return [Event(self.name, self.sample, ended_thought=self.thought)]
 
     @property
     def is_reading(self) -> bool:

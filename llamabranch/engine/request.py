@@ -266,9 +266,9 @@ class Result(Generic[T]):
         if self.thought and len(self.tokens) == self.n_thought_tokens:  # it may end with a call
             return tools.read(self.thought, in_thought=True, salt=salt)
         begun = begun_answer(self.prompt) if tools.is_used else ""
-        found = tools.read(begun + (self.written or self.text), salt=salt)
-        content = found.content.removeprefix(begun.strip()) if begun.strip() else found.content
-        return found._replace(thought=self.thought or found.thought, content=content)
+        turn = tools.read(begun + (self.written or self.text), salt=salt)
+        content = turn.content.removeprefix(begun.strip()) if begun.strip() else turn.content
+        return turn._replace(thought=self.thought or turn.thought, content=content)
 
     @property
     def tool_calls(self) -> list[ToolCall]:
@@ -326,7 +326,7 @@ class Result(Generic[T]):
         results = self.choices or [self]
         chat = is_chat(self.prompt)
         kind = ("chatcmpl", "chat.completion") if chat else ("cmpl", "text_completion")
-        made = []
+        choices = []
         for i, each in enumerate(results):
             end = end_reason(each.finish_reason, each.stop_reason)
             words = Vocabulary(each.pieces.__getitem__)
@@ -334,16 +334,16 @@ class Result(Generic[T]):
             scored = [token for token in logprobs if token.token >= 0 and not token.is_stop]
             if chat:
                 content = words.chat_logprobs(scored) if each.pieces else None
-                made.append(chat_choice(i, each.turn, end, content))
+                choices.append(chat_choice(i, each.turn, end, content))
             else:
                 pairs = [(token.token, token) for token in scored]
                 offsets = [*accumulate((len(token.text) for token in scored), initial=0)][:-1]
                 lists = words.completion_logprobs(pairs, offsets) if each.pieces else None
-                made.append(completion_choice(i, each.text, end, lists))
+                choices.append(completion_choice(i, each.text, end, lists))
         n_generated = sum(len(each.tokens) for each in results)
         n_thought = sum(each.n_thought_tokens for each in results)
         counts = usage(self.num_prompt_tokens, n_generated, self.num_cached_tokens, n_thought)
-        return {**head(*kind, self.model), "choices": made, "usage": counts}
+        return {**head(*kind, self.model), "choices": choices, "usage": counts}
 
     def as_dict(self, *, stats: bool = True) -> dict[str, object]:
         """Return JSON types, without times and counts of the cache, which differ from run to run.
@@ -397,6 +397,8 @@ class Event:
     """A new token of a text (``emitted``), or the end of the text (``result``).
 
     For a request with ``prompt_progress``, it can also be the progress of its prompt (``progress``).
+    Where a thought ends and an answer follows, ``ended_thought`` holds all tokens of the thought, as the
+    result will have them: the last reported ones may be drawn again, and tokens may be added to end it.
     """
 
     id: str
@@ -404,6 +406,7 @@ class Event:
     emitted: Produced | None = None
     result: Result | None = None
     progress: PromptProgress | None = None
+    ended_thought: Sequence[Produced] = ()
 
     @property
     def is_thought(self) -> bool:

@@ -10,7 +10,7 @@ from ..context import Context
 from ..context.prefix_cache import MIN_SHARED, n_common
 from ..errors import CacheFullError, GrammarError, LlamaBranchError, SequencesExhaustedError
 from .job import Job, Key, SegmentEnd, State, Submission
-from .request import EngineStats
+from .request import EngineStats, Event
 
 __all__ = ["Scheduler"]
 
@@ -280,15 +280,18 @@ class Scheduler:
                 return True
         return False
 
-    def answer(self, job: Job) -> None:
-        """Let a text, and those equal to it, go on to their answers; each by itself if need be."""
+    def answer(self, job: Job) -> list[Event]:
+        """Let a text, and those equal to it, go on to their answers; each by itself if need be.
+
+        Returns the events that report their thoughts.
+        """
         equals = job.equals
-        for each in (job, *equals):
-            each.answer()
+        events = [event for each in (job, *equals) for event in each.answer()]
         if job.branch is None or not (job.may_be_equal and job.can_draw_others):
             job.equals = []
             for each in equals:
                 self.requeue(each)
+        return events
 
     def part(self, job: Job, other: Job) -> bool:
         """Give a text that was equal to ``other`` a sequence of its own; False if it waits for one.

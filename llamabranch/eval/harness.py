@@ -12,7 +12,9 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from importlib import metadata
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypedDict, cast
+
+from typing_extensions import Unpack
 
 from ..arguments import whole
 from ..context import Context
@@ -20,7 +22,7 @@ from ..engine import Engine, Request
 from ..errors import ConfigError, UnsupportedError
 from ..extras import install_command
 from ..loading import LoadOptions, load
-from ..sampling import SamplingParams
+from ..sampling import SamplingParams, SamplingSettings
 from .scoring import Score, score
 
 try:
@@ -41,6 +43,18 @@ else:
 _WITHOUT_EFFECT: dict[str, object] = {
     "num_beams": 1, "num_return_sequences": 1, "do_sample": None, "use_cache": True,
 }  # fmt: skip
+
+
+class _Ignored(TypedDict, total=False):
+    """Options that lm-evaluation-harness passes, and that are not needed."""
+
+    batch_size: object
+    max_batch_size: object
+    device: object
+
+
+class _Options(_Ignored, LoadOptions, total=False):
+    """The options of `LlamaBranchLM` by name."""
 
 
 class LlamaBranchLM(TemplateLM):  # type: ignore[misc]
@@ -83,7 +97,7 @@ class LlamaBranchLM(TemplateLM):  # type: ignore[misc]
         think_end_token: str | None = None,
         parse_special: bool = True,
         seed: int = 0,
-        **options: object,
+        **options: Unpack[_Options],
     ) -> None:
         if _MISSING:
             raise UnsupportedError(
@@ -91,14 +105,15 @@ class LlamaBranchLM(TemplateLM):  # type: ignore[misc]
                 hint=f"{install_command('eval')}, or pip install lm_eval",
             )
         super().__init__()
-        for name in ("batch_size", "max_batch_size", "device"):
-            options.pop(name, None)
+        more = dict[str, object](options)
+        for name in _Ignored.__annotations__:
+            more.pop(name, None)
         if isinstance(model, Context):
-            if options:
-                raise ConfigError(f"an open context takes no {', '.join(options)}")
+            if more:
+                raise ConfigError(f"an open context takes no {', '.join(more)}")
             self.ctx = model
         else:
-            given: dict[str, object] = {"n_ctx": 4096, "n_seq_max": 64, **options}
+            given: dict[str, object] = {"n_ctx": 4096, "n_seq_max": 64, **more}
             self.ctx = load(model if pretrained is None else pretrained, **cast(LoadOptions, given))
         room = self.ctx.n_ctx_seq
         usual = min(room, self.ctx.model.n_ctx_train or room)
@@ -273,7 +288,7 @@ def _sampling(given: Mapping[str, object]) -> SamplingParams:
         elif name not in _WITHOUT_EFFECT or _WITHOUT_EFFECT[name] not in (None, value):
             message = f"a task asks for {name}={value!r}, which has no counterpart here"
             raise ConfigError(message, hint="override it: gen_kwargs={...}")
-    return SamplingParams().replace(**settings)
+    return SamplingParams().replace(**cast(SamplingSettings, settings))
 
 
 if not _MISSING:

@@ -26,7 +26,7 @@ from ..sampling import SamplingParams
 from ..sampling.sampler import Sampler
 
 __all__ = [
-    "Number", "Place", "Span", "compared", "mean_kl", "read_pair", "same_vocabulary", "short",
+    "Number", "PairScore", "Span", "compared", "mean_kl", "read_pair", "same_vocabulary", "short",
     "spans", "totals", "write_pair",
 ]  # fmt: skip
 
@@ -53,7 +53,7 @@ def mean_kl(data: Raw) -> tuple[float, float] | None:
     return (round(sum(known) / len(known), 5), round(max(known), 5)) if known else None
 
 
-class Place(NamedTuple):
+class PairScore(NamedTuple):
     """The figures of one token under both models.
 
     Attributes:
@@ -80,7 +80,7 @@ def compared(
     token: int,
     draw: int | None,
     top: int = _TOP,
-) -> Place:
+) -> PairScore:
     """Compare the distributions of two rows, before ``token``."""
     n = min(len(row.array) for row in rows)
     logs = [row.log_probs()[:n] for row in rows]
@@ -92,7 +92,7 @@ def compared(
         for log, change in zip(logs, (difference, -difference), strict=True)
     )
     a, b = (row.score(token, model, top) for row, model in zip(rows, models, strict=True))
-    return Place(token, a, kl, klr, b, rows[0].best == rows[1].best, draw)
+    return PairScore(token, a, kl, klr, b, rows[0].best == rows[1].best, draw)
 
 
 def read_pair(
@@ -100,7 +100,7 @@ def read_pair(
     tokens: Sequence[int],
     start: int,
     params: SamplingParams | None,
-    report: Callable[[int, list[Place]], bool],
+    report: Callable[[int, list[PairScore]], bool],
     on_prompt_progress: OnPromptProgress | None = None,
 ) -> None:
     """Let both models read a text; report the figures of its tokens, beginning at ``start``.
@@ -147,7 +147,7 @@ def write_pair(
     params: SamplingParams,
     max_tokens: int,
     writer: int,
-    report: Callable[[Place], bool],
+    report: Callable[[PairScore], bool],
     parted: Callable[[int], bool] | None = None,
     on_prompt_progress: OnPromptProgress | None = None,
 ) -> None:

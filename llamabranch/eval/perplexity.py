@@ -68,8 +68,8 @@ class Chunked:
     def as_dict(self) -> dict[str, object]:
         """Return all of it as JSON types."""
         names = ("window", "n_chunks", "text", "model", "n_done", "n_tokens")
-        found: dict[str, object] = {name: getattr(self, name) for name in names}
-        return {**found, self._KEY: [rows.tolist() for rows in self.rows]}
+        header: dict[str, object] = {name: getattr(self, name) for name in names}
+        return {**header, self._KEY: [rows.tolist() for rows in self.rows]}
 
     def read(
         self,
@@ -185,17 +185,17 @@ def perplexity(
             smaller than a window. TokenizeError, DecodeError. OSError: the disk is full.
     """
     tokens, parts = text_chunks(ctx, text, window, chunks)
-    found = Perplexity.begun(ctx, tokens, len(parts[0]), len(parts))
+    result = Perplexity.begun(ctx, tokens, len(parts[0]), len(parts))
     given = with_bos(ctx.model, parts)
     if save_to is None:
-        return found.read(ctx, given, _loss, progress)
+        return result.read(ctx, given, _loss, progress)
     with LogitsFile.create(save_to, ctx.n_vocab, parts) as file:
 
         def write(chunk: int, i: int, token: int, row: LogitsRow) -> float:
             file.write(chunk, i, row.array)
             return _loss(chunk, i, token, row)
 
-        return found.read(ctx, given, write, progress)
+        return result.read(ctx, given, write, progress)
 
 
 def _loss(_chunk: int, _i: int, token: int, row: LogitsRow) -> float:

@@ -74,10 +74,10 @@ def score(
     wanted: list[Wanted] = []
     texts: list[range] = []  # the range in ``wanted`` of each request
     for number, request in enumerate(requests):
-        its = _wanted(ctx, f"request {number}", request, parse_special)
-        texts.append(range(len(wanted), len(wanted) + len(its)))
-        wanted += its
-    request_of = [number for number, its in enumerate(texts) for _ in its]
+        new = _wanted(ctx, f"request {number}", request, parse_special)
+        texts.append(range(len(wanted), len(wanted) + len(new)))
+        wanted += new
+    request_of = [number for number, span in enumerate(texts) for _ in span]
     left = Counter(request_of)
     logprobs: list[list[float]] = [[] for _ in wanted]
     is_greedy = [True] * len(wanted)

@@ -46,24 +46,24 @@ def resolve(name_or_path: str | os.PathLike[str], *, download: bool | None = Fal
         DownloadError, UnsupportedError: as for `fetch`.
         ModelLoadError: another quantization of it cannot be made.
     """
-    made = _made_here(name_or_path)
-    if made is not None:
-        entry, tag = made
+    made_here = _made_here(name_or_path)
+    if made_here is not None:
+        entry, tag = made_here
         path = own_cache() / f"{entry.name}-{tag}.gguf"
         if not path.is_file():
             source = resolve(entry.name, download=download)
             _quantize(source, path, tag)
         return path
-    found = _look_up(name_or_path)
-    if isinstance(found, Path):
-        return found
+    path_or_spec = _look_up(name_or_path)
+    if isinstance(path_or_spec, Path):
+        return path_or_spec
     is_offline = _flag("HF_HUB_OFFLINE") is True
     allowed = _flag("LLAMABRANCH_DOWNLOAD") if download is None else download
     if allowed is None:
         allowed = sys.stderr is not None and sys.stderr.isatty()
     if is_offline or not allowed:
         raise _missing(os.fspath(name_or_path), is_offline=is_offline and download is not False)
-    return download_files(found)
+    return download_files(path_or_spec)
 
 
 def fetch(name: str | os.PathLike[str]) -> Path:
@@ -92,12 +92,12 @@ def fetch(name: str | os.PathLike[str]) -> Path:
     spec = _hub_spec(name)
     if _flag("HF_HUB_OFFLINE") is True or spec is None or spec.tag or spec.file:
         return resolve(name, download=True)
-    found = _look_up(name)
+    path_or_spec = _look_up(name)
     try:
         return download_files(spec)
     except UnsupportedError:
-        if isinstance(found, Path):
-            return found
+        if isinstance(path_or_spec, Path):
+            return path_or_spec
         raise
 
 
@@ -226,5 +226,5 @@ def _near_file(path: Path) -> Path | None:
 
 
 def _first_gguf(folder: Path) -> str:
-    found = sorted(folder.glob("*.gguf"))
-    return f"it contains {found[0]}" if found else "use the path of a .gguf file"
+    files = sorted(folder.glob("*.gguf"))
+    return f"it contains {files[0]}" if files else "use the path of a .gguf file"

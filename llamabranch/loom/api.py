@@ -10,7 +10,7 @@ from ..eval import pair
 from ..eval.pair import short
 from ..serve.app import Front
 from ..serve.errors import HttpError
-from ..serve.exchange import Exchange
+from ..serve.http_call import HttpCall
 from . import formats, page
 from .document import KEPT, turn_columns
 from .loom import Do, Loom
@@ -21,19 +21,19 @@ __all__ = ["front_of"]
 _MOST_UPLOAD = 64 << 20
 _MOST_NODES = 200_000
 _MOST_FOUND = 200
-Handler = Callable[[Loom, Exchange], Awaitable[None]]
+Handler = Callable[[Loom, HttpCall], Awaitable[None]]
 
 
 def front_of(loom: Loom) -> Front:
     """Return what a server has in front of its API for a page."""
     operations = Operations(loom)
 
-    async def do(call: Exchange) -> None:
+    async def do(call: HttpCall) -> None:
         body = await operations.do(await call.json(Do))
         status = 200 if body.get("job") is None else 202
         await call.reply({"rev": loom.document.rev, **body}, status)
 
-    def bound(handler: Handler) -> Callable[[Exchange], Awaitable[None]]:
+    def bound(handler: Handler) -> Callable[[HttpCall], Awaitable[None]]:
         return lambda call: handler(loom, call)
 
     routes = {path: bound(handler) for path, handler in _ROUTES.items()}
@@ -41,20 +41,20 @@ def front_of(loom: Loom) -> Front:
     return Front(loom.guard.check, loom.guard.headers, routes, loom.close)
 
 
-async def _static(loom: Loom, call: Exchange) -> None:
+async def _static(loom: Loom, call: HttpCall) -> None:
     found = page.static_file(call.scope["path"])
     if found is None:
         raise HttpError(404, "there is nothing at this path")
     await call.reply(found[0], kind=found[1])
 
 
-async def _session(loom: Loom, call: Exchange) -> None:
+async def _session(loom: Loom, call: HttpCall) -> None:
     given = await call.json(dict[str, str])
     cookie = loom.guard.session(given.get("token", ""))
     await call.reply(b"", 204, [(b"set-cookie", cookie)])
 
 
-async def _doc(loom: Loom, call: Exchange) -> None:
+async def _doc(loom: Loom, call: HttpCall) -> None:
     document, wanted = loom.document, call.query.get("branch")
     if wanted is not None:
         await call.reply({"branch": loom.branch(loom.node(wanted))})
@@ -73,7 +73,7 @@ async def _doc(loom: Loom, call: Exchange) -> None:
     })  # fmt: skip
 
 
-async def _tokens(loom: Loom, call: Exchange) -> None:
+async def _tokens(loom: Loom, call: HttpCall) -> None:
     query, document = call.query, loom.document
     node = loom.node(query.get("node"))
     low = 0 if query.get("path") == "1" else node.made.at
@@ -85,13 +85,13 @@ async def _tokens(loom: Loom, call: Exchange) -> None:
     parts, top = node.stretches(start, end), query.get("top") == "1"
     owners = dict.fromkeys([owner for owner, _, _ in parts] + [node])
     kept = {str(name): [raw for o in owners for raw in getattr(o, name)] for name in KEPT}
-    columns = [document.columns(*part, top=top) for part in parts]
+    columns = [loom.columns(*part, top=top) for part in parts]
     nodes = [document.node_fields(owner) for owner in owners]
     found = {"node": nodes[-1], "nodes": nodes, "at": start, "parts": columns}
     await call.reply(found if top else found | kept)
 
 
-async def _next(loom: Loom, call: Exchange) -> None:
+async def _next(loom: Loom, call: HttpCall) -> None:
     """Report what could follow the first ``at`` tokens of a text."""
     node, document = loom.node(call.query.get("node")), loom.document
     at = call.query.get("at", "")
@@ -102,7 +102,7 @@ async def _next(loom: Loom, call: Exchange) -> None:
     await call.reply({"h": None if one is None else short(one.entropy), "top": top})
 
 
-async def _find(loom: Loom, call: Exchange) -> None:
+async def _find(loom: Loom, call: HttpCall) -> None:
     document, wanted = loom.document, call.query.get("q", "").lower()
     found: list[dict[str, object]] = []
     for node in document.shown() if wanted else ():
@@ -126,12 +126,12 @@ async def _find(loom: Loom, call: Exchange) -> None:
     await call.reply({"found": found, "more": len(found) == _MOST_FOUND})
 
 
-async def _events(loom: Loom, call: Exchange) -> None:
+async def _events(loom: Loom, call: HttpCall) -> None:
     last = dict(call.scope["headers"]).get(b"last-event-id", b"").decode("latin-1")
     await loom.stream(call, last or call.query.get("since", ""))
 
 
-async def _export(loom: Loom, call: Exchange) -> None:
+async def _export(loom: Loom, call: HttpCall) -> None:
     query = call.query
     node = loom.node(query["node"]) if query.get("node") else None
     kind = query.get("format", "json")
@@ -139,13 +139,13 @@ async def _export(loom: Loom, call: Exchange) -> None:
     top = 3 if kind == "html" and query.get("top") != "10" else 10
     data, name, mime = await asyncio.to_thread(
         formats.export, loom.document, kind, node, title=title, top=top,
-        models=loom.models()["models"],
+        models=loom.models()["models"], answers=loom.answers() if kind == "html" else None,
     )  # fmt: skip
     where = f'attachment; filename="{name}"'.encode("ascii", "replace")
     await call.reply(data, headers=[(b"content-disposition", where)], kind=mime)
 
 
-async def _import(loom: Loom, call: Exchange) -> None:
+async def _import(loom: Loom, call: HttpCall) -> None:
     loom.check_writable()
     model = loom.service.model
     data = await call.body(_MOST_UPLOAD)

@@ -11,10 +11,10 @@ from msgspec import structs
 from ..context import Context, PromptProgress
 from ..context.progress import OnPromptProgress
 from ..errors import DecodeInterruptedError
-from ..eval.pair import Place, read_pair, same_vocabulary, short, spans, totals, write_pair
+from ..eval.pair import PairScore, read_pair, same_vocabulary, short, spans, totals, write_pair
 from ..serve.errors import HttpError
 from .document import Ended, Node
-from .live import Job
+from .live import PageJob
 from .loom import Do, Loom
 
 __all__ = ["compare"]
@@ -56,10 +56,10 @@ class _Comparison:
         self._at = 0
         self._columns: dict[str, list[object]] = {}
 
-    async def read(self, job: Job) -> None:
+    async def read(self, job: PageJob) -> None:
         """Let both read all tokens of the node."""
 
-        def report(at: int, places: list[Place]) -> bool:
+        def report(at: int, places: list[PairScore]) -> bool:
             self._loom.call(self._take, at, places)
             return job.is_stopped
 
@@ -70,10 +70,10 @@ class _Comparison:
             await asyncio.to_thread(read_pair, self._both, tokens, first, params, report, watch)
             self._end(job)
 
-    async def write(self, job: Job) -> None:
+    async def write(self, job: PageJob) -> None:
         """Let one write and the other read; where they part, let B go on by itself if that is asked."""
 
-        def report(place: Place) -> bool:
+        def report(place: PairScore) -> bool:
             self._loom.call(self._wrote, place)
             return job.is_stopped
 
@@ -96,7 +96,7 @@ class _Comparison:
         if self._partner is not None:
             await loom.score(job, self._partner)
 
-    async def spans(self, job: Job) -> None:
+    async def spans(self, job: PageJob) -> None:
         """Let both read the text, each with its own tokens."""
         found = await asyncio.to_thread(spans, self._both, self._node.tokens())
         why = (
@@ -109,12 +109,12 @@ class _Comparison:
         self._loom.keep(self._node, "compare", data)
         job.result = {"mode": "read", "n": len(found), **sums}
 
-    async def _is_read(self, job: Job, tokens: Sequence[int]) -> bool:
+    async def _is_read(self, job: PageJob, tokens: Sequence[int]) -> bool:
         """Let A read the text before; return whether the job goes on."""
         await self._loom.read(job, tokens)
         return not job.is_stopped
 
-    def _watch(self, job: Job) -> OnPromptProgress:
+    def _watch(self, job: PageJob) -> OnPromptProgress:
         """Return what is called while B reads the text before: Stop ends the decode, too."""
         partner = self._both[1]
 
@@ -130,7 +130,7 @@ class _Comparison:
     def _event(self, at: int, found: Mapping[str, object]) -> dict[str, object]:
         return {"node": self._node.id, "at": at, "mode": self._do.mode, **found}
 
-    def _take(self, at: int, places: Sequence[Place]) -> None:
+    def _take(self, at: int, places: Sequence[PairScore]) -> None:
         """Take what was found of tokens from a position on."""
         loom, node, first = self._loom, self._node, at - self._node.made.at
         for i, place in enumerate(places, first):
@@ -155,13 +155,13 @@ class _Comparison:
             self._first_seed = next(draws, (None, None))[0]
         loom.emit("compare", self._event(at, columns))
 
-    def _wrote(self, place: Place) -> None:
+    def _wrote(self, place: PairScore) -> None:
         """Take a token that was written, and what was found of it."""
         self._loom.take(self._node, [place.score], "s")
         self._loom.send_tokens()
         self._take(self._node.end - 1, [place])
 
-    def _part(self, job: Job, token: int) -> None:
+    def _part(self, job: PageJob, token: int) -> None:
         """Take a token that B writes by itself."""
         loom, made, partner = self._loom, self._node.made, self._partner
         if self._first_seed is None:
@@ -181,7 +181,7 @@ class _Comparison:
             loom.journal.add(record)
         loom.note(partner, start, start + 1)
 
-    def _end(self, job: Job) -> None:
+    def _end(self, job: PageJob) -> None:
         """Report the means and where they part first, and keep it with the node."""
         columns, n = self._columns, len(self._columns.get("kl", ()))
         means = {

@@ -388,15 +388,13 @@ class Document:
                 new[token] = list(piece)
         return Pieces(p=new) if new else None
 
-    def bytes_of(self, ids: Iterable[int]) -> bytes:
-        """Return the text of tokens; control tokens have none."""
-        return b"".join(map(_bytes, map(self.pieces.__getitem__, ids)))
+    def bytes_of(self, ids: Iterable[int], *, names: bool = False) -> bytes:
+        """Return the text of tokens; control tokens have none, unless with their ``names``."""
+        return b"".join(_bytes(self.pieces[token], names=names) for token in ids)
 
     def written(self, ids: Iterable[int]) -> str:
         """Return the text of tokens with the names of control tokens, as it is shown and typed."""
-        pieces = map(self.pieces.__getitem__, ids)
-        parts = (p["c"].encode() if isinstance(p, dict) else _bytes(p) for p in pieces)
-        return b"".join(parts).decode("utf-8", "replace")
+        return self.bytes_of(ids, names=True).decode("utf-8", "replace")
 
     def turns(self, node: Node, end: int | None = None) -> list[Turn]:
         """Return the turns of a node's text, or of its first ``end`` tokens; the last may be cut short.
@@ -468,10 +466,12 @@ def turn_columns(turns: Iterable[Turn]) -> list[tuple[str, int, int, int | None]
     return [(turn.role, turn.at, turn.begin, turn.end) for turn in turns]
 
 
-def _bytes(piece: Piece) -> bytes:
+def _bytes(piece: Piece, *, names: bool) -> bytes:
     if isinstance(piece, str):
         return piece.encode()
-    return bytes(piece) if isinstance(piece, list) else b""
+    if isinstance(piece, list):
+        return bytes(piece)
+    return piece["c"].encode() if names else b""
 
 
 class _Alternative(Struct, array_like=True):

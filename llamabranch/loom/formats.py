@@ -154,6 +154,7 @@ def export(
     title: str = "loom",
     top: int = 10,
     models: object = None,
+    answers: object = None,
 ) -> tuple[bytes, str, bytes]:
     """Return a document in a format: its bytes, a name for the file, and its type.
 
@@ -162,7 +163,8 @@ def export(
     """
     safe = re.sub(r"[^A-Za-z0-9._-]+", "_", title) or "loom"
     if kind in ("json", "html"):
-        data = _encode(_whole(document, title, top, models))
+        whole = _whole(document, title, top, models)
+        data = _encode(whole if answers is None else {**whole, "answers": answers})
         if kind == "html":
             return page.html_file(data, title), f"{safe}.html", b"text/html; charset=utf-8"
         return data, f"{safe}.json", _JSON

@@ -27,24 +27,26 @@ from ..eval.pair import short
 from ..native import available_cores
 from ..search import SearchNode
 from ..serve.errors import HttpError, http_error
-from ..serve.exchange import Exchange
-from ..serve.generation import all_texts, updates
+from ..serve.generation import Update, all_texts, updates
+from ..serve.http_call import HttpCall
 from ..serve.service import Service
 from ..speculative import RoundTrace
 from .document import Change, Document, Ended, Kept, KeptName, Node, Number, Record, Tokens, digest
 from .journal import Journal
+from .turns import answers
 
-__all__ = ["MOST_TOP", "Job", "Live", "Work", "leaves_cores"]
+__all__ = ["MOST_TOP", "Live", "PageJob", "Work", "leaves_cores"]
 
 _EVENT_S, _BUSY_EVENT_S, _WRITE_S, _SYNC_S, _BEAT_S = 0.05, 0.1, 0.09, 1.0, 15.0
 _MOST_EVENTS = 4096  # that a tab can have missed
 _FEW = 64  # tokens whose reading is not reported
+_HELD = 8  # tokens of a tag, or of a character
 MOST_TOP = 10
 _SOURCES = {"plain": "s", "drafted": "d", "forced": "f", "bonus": "b", "corrected": "c"}
 _encode = msgspec.json.encode
 
 Scored = Produced | TokenScore
-Work = Callable[["Job"], Coroutine[object, object, None]]
+Work = Callable[["PageJob"], Coroutine[object, object, None]]
 
 
 def leaves_cores(ctx: Context) -> bool:
@@ -53,7 +55,7 @@ def leaves_cores(ctx: Context) -> bool:
 
 
 @dataclass(eq=False)
-class Job:
+class PageJob:
     """Something that runs: its nodes, and how it went."""
 
     id: str
@@ -78,6 +80,29 @@ class Job:
         return {name: getattr(self, name) for name in names} | {"nodes": nodes}
 
 
+class _Thought:
+    """The thought of an answer that must follow something, as far as it is sure.
+
+    Its last tokens may be drawn again under what the answer must follow: they wait for its end.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[Produced] = []
+        self._n = 0  # that were given out
+
+    def new(self, update: Update) -> list[Produced]:
+        """Return the tokens that an update makes sure."""
+        self._waiting += update.thoughts
+        sure, self._waiting = self._waiting[:-_HELD], self._waiting[-_HELD:]
+        ended = update.ended_thought
+        if update.ended is not None and self._waiting:  # inside the thought
+            ended = [*update.ended.emitted[: update.ended.n_thought_tokens]]
+        if ended:
+            sure, self._waiting = ended[self._n :], []
+        self._n += len(sure)
+        return sure
+
+
 class Live:
     """The events and the jobs of one document.
 
@@ -97,7 +122,7 @@ class Live:
         self.journal = Journal(path, self.document, read_only=read_only)
         self.service_of = service_of
         self.boot = token_hex(4)
-        self.jobs: dict[str, Job] = {}
+        self.jobs: dict[str, PageJob] = {}
         self._numbers = count(1)
         self._ring: deque[tuple[int, bytes]] = deque(maxlen=_MOST_EVENTS)
         self._lost = 0  # the newest event that is not in the ring any more
@@ -136,7 +161,7 @@ class Live:
             found = self.document.node_fields(node)
             self.emit("node", {"rev": self.document.rev, "node": found, "cid": cid})
 
-    async def stream(self, call: Exchange, since: str) -> None:
+    async def stream(self, call: HttpCall, since: str) -> None:
         """Send all events after ``since``, and from now on those that come."""
         self._loop = asyncio.get_running_loop()
         await call.body()
@@ -220,6 +245,21 @@ class Live:
             "error": journal.error,
         }  # fmt: skip
 
+    def columns(self, node: Node, a: int, b: int, *, top: bool = True) -> dict[str, object]:
+        """Return own tokens of a node from ``a`` to ``b``; of an answer its thoughts and calls too."""
+        found, service = self.document.columns(node, a, b, top=top), self.service_of()
+        parts = answers(self.document, service.model, node) if service is not None else []
+        return found | {"answers": parts} if parts else found
+
+    def answers(self) -> dict[str, object]:
+        """Return the thoughts and calls in the answers of each node."""
+        service = self.service_of()
+        if service is None:
+            return {}
+        nodes = self.document.shown()
+        found = {node.id: answers(self.document, service.model, node) for node in nodes}
+        return {name: parts for name, parts in found.items() if parts}
+
     def note(self, node: Node, a: int, b: int) -> None:
         """Note own tokens of a node that are new, or have new numbers."""
         old = self._unsent.get(node, (a, b))
@@ -253,7 +293,7 @@ class Live:
         """Send the tokens that no event has reported yet, and add them to the file."""
         waiting, self._unsent = self._unsent, {}
         for node, (a, b) in waiting.items():
-            self.emit("tokens", self.document.columns(node, a, b, top=True))
+            self.emit("tokens", self.columns(node, a, b))
             self.journal.add(node.record(a, b))
 
     # -- jobs ------------------------------------------------------------------------------------------
@@ -265,9 +305,9 @@ class Live:
         node: Node | None = None,
         nodes: Sequence[Node] = (),
         kind: str | None = None,
-    ) -> Job:
+    ) -> PageJob:
         """Begin a job: it and, once it has ended, its nodes are reported to its tabs."""
-        job = Job(f"j{next(self._numbers)}", op, node.id if node else None, [*nodes], kind)
+        job = PageJob(f"j{next(self._numbers)}", op, node.id if node else None, [*nodes], kind)
         self.jobs[job.id] = job
         self._loop = asyncio.get_running_loop()
         for each in nodes:
@@ -278,7 +318,7 @@ class Live:
         task.add_done_callback(self._tasks.discard)
         return job
 
-    async def _run(self, job: Job, work: Work) -> None:
+    async def _run(self, job: PageJob, work: Work) -> None:
         try:
             await work(job)
             job.state = "stopped" if job.is_stopped else "done"
@@ -303,7 +343,7 @@ class Live:
         self.emit("job", job.as_dict())
         await asyncio.to_thread(self.journal.sync)
 
-    def _fail(self, job: Job, error: BaseException) -> None:
+    def _fail(self, job: PageJob, error: BaseException) -> None:
         found = http_error(error)
         job.error = {"code": found.status, "message": str(found)}
         self.emit("error", {**job.error, "job": job.id})
@@ -319,11 +359,11 @@ class Live:
         self.journal.close()
 
     @property
-    def running(self) -> list[Job]:
+    def running(self) -> list[PageJob]:
         """The jobs that have not ended."""
         return [job for job in self.jobs.values() if job.state == "running"]
 
-    def stop(self, jobs: Iterable[Job]) -> list[str]:
+    def stop(self, jobs: Iterable[PageJob]) -> list[str]:
         """End jobs at their next step; return their names."""
         running = [job for job in jobs if job.state == "running"]
         for job in running:
@@ -374,7 +414,7 @@ class Live:
         )  # fmt: skip
         return [*([pieces] if pieces else ()), *([new] if n else ())]
 
-    def _on_reading(self, job: Job, read: PromptProgress) -> None:
+    def _on_reading(self, job: PageJob, read: PromptProgress) -> None:
         """Show how much of a text a job has read."""
         message = None
         if read.n_total - read.n_cached > _FEW and read.n_read < read.n_total:
@@ -383,7 +423,7 @@ class Live:
             job.message = message
             self.emit("job", job.as_dict())
 
-    def _watched(self, job: Job, request: Request) -> Request:
+    def _watched(self, job: PageJob, request: Request) -> Request:
         """Return a request of a job that shows how much of its prompt is read."""
 
         def report(read: PromptProgress) -> None:
@@ -410,7 +450,7 @@ class Live:
         self.keep(node, "rounds", found)
         self.emit("round", found)
 
-    async def generate(self, job: Job, work: Sequence[tuple[Node, Request]]) -> None:
+    async def generate(self, job: PageJob, work: Sequence[tuple[Node, Request]]) -> None:
         """Run requests to their ends, each for a node of its own."""
         if job.is_stopped:
             return
@@ -425,17 +465,19 @@ class Live:
             for name, (node, request) in zip(nodes, work, strict=True)
         ]
         begun, n_before = perf_counter(), {node: len(node.ids) for node in nodes.values()}
+        thoughts = {node: _Thought() for node in nodes.values()}
         async with aclosing(updates(self.service, named)) as steps:
             async for changed in steps:
                 for update in changed:
-                    node, tokens = nodes[str(update.request.id)], update.tokens
+                    node = nodes[str(update.request.id)]
+                    tokens = thoughts[node].new(update) + update.tokens
                     if tokens:
                         self.take(node, tokens, "".join(_SOURCES[one.source] for one in tokens))
                     if update.ended is not None:
                         seconds = perf_counter() - begun
                         self._end(job, node, update.ended, seconds, n_before[node])
 
-    def _end(self, job: Job, node: Node, result: Result, seconds: float, n_before: int) -> None:
+    def _end(self, job: PageJob, node: Node, result: Result, seconds: float, n_before: int) -> None:
         reason = "stopped" if result.finish_reason == "cancelled" else result.finish_reason
         if result.error is not None and reason != "capacity":
             self._fail(job, result.error)
@@ -452,7 +494,7 @@ class Live:
             "cached": ended.cached, "digest": ended.digest, "ms": round(1e3 * seconds, 1), "rate": rate,
         })  # fmt: skip
 
-    async def score(self, job: Job, node: Node) -> None:
+    async def score(self, job: PageJob, node: Node) -> None:
         """Score the tokens of a node's text that have no numbers yet."""
         parts = node.stretches()
         unknown = [
@@ -473,7 +515,7 @@ class Live:
                 self.note(owner, 0, at)
 
     async def scored_path(
-        self, tokens: Sequence[int], start: int, job: Job | None = None
+        self, tokens: Sequence[int], start: int, job: PageJob | None = None
     ) -> list[tuple[TokenScore, int]]:
         """Return scores of tokens from ``start`` on, each with its position."""
         first = max(1, start)
@@ -481,7 +523,7 @@ class Live:
         scored = enumerate((await self._result(request, job)).prompt_logprobs or ())
         return [(one, i) for i, one in scored if one is not None]
 
-    async def read(self, job: Job, tokens: Sequence[int]) -> None:
+    async def read(self, job: PageJob, tokens: Sequence[int]) -> None:
         """Let the engine read a text that a thread of the job will begin with.
 
         The thread finds it in the cache. So the reading is shown, and Stop ends it.
@@ -489,7 +531,7 @@ class Live:
         if self.service.ctx.prefix_cache is not None and len(tokens) > _FEW:
             await self._result(Request([*tokens], max_tokens=0), job)
 
-    async def _result(self, request: Request, job: Job | None) -> Result:
+    async def _result(self, request: Request, job: PageJob | None) -> Result:
         """Return the result of a request, which is one of a job."""
         if job is not None:
             name = f"loom-{job.id}-{token_hex(4)}"
@@ -504,19 +546,25 @@ class Live:
         (text,) = await all_texts(self.service, [request])
         return next(iter(text.result.emitted), None)
 
-    async def replay(self, job: Job, node: Node, request: Request) -> None:
+    async def replay(self, job: PageJob, node: Node, request: Request) -> None:
         """Generate a node's text again and report the first difference."""
         first = node.n_given
         old = [*zip(node.ids[first:], node.lp[first:], strict=True)]
         new: list[tuple[int, float | None]] = []
         named = self._watched(job, replace(request, id=f"loom-{job.id}"))
-        job.names = [f"loom-{job.id}"]
+        job.names, thought = [f"loom-{job.id}"], _Thought()
         async with aclosing(updates(self.service, [named])) as steps:
             async for (update,) in steps:
-                new += [(one.token, short(one.logprob)) for one in update.tokens]
+                written = thought.new(update) + update.tokens
+                new += [(one.token, short(one.logprob)) for one in written]
+        n = len(old)
+        for i, ((token, lp), (_, old_lp)) in enumerate(zip(new, old, strict=False)):
+            new[i] = (
+                token,
+                old_lp if lp is None else lp,
+            )  # written to end a thought, and scored since
         pairs = zip_longest(old, new)
         at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-        n = len(old)
         message = f"same {n} tokens, same log-probabilities, bit for bit"
         if at is not None:
             what = "token" if [t for t, _ in old] != [t for t, _ in new] else "log-probability"

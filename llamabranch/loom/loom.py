@@ -20,7 +20,7 @@ from ..sampling.grammar import Grammar
 from ..sampling.noise import derive_seed
 from ..serve.errors import HttpError
 from ..serve.fields import SamplingFields, StructuredOutputs, TextFields
-from ..serve.nodes import Node as Branch
+from ..serve.nodes import BranchNode
 from ..serve.service import Service
 from .document import (
     Change,
@@ -36,10 +36,10 @@ from .document import (
     decoded,
 )
 from .formats import Item
-from .live import MOST_TOP, Job, Live, leaves_cores
+from .live import MOST_TOP, Live, PageJob, leaves_cores
 from .page import Guard
 from .searching import Kind, SearchOptions
-from .turns import chat_fields
+from .turns import chat_fields, thinking_at
 
 __all__ = ["BarFields", "Do", "Loom", "text_grammar"]
 
@@ -272,10 +272,14 @@ class Loom(Live):
             constraint = self._constraint[1]
         if made.constraint is not None and made.constraint != self.constraint_name():
             raise HttpError(409, f"the text follows another constraint: {made.constraint}")
-        tokens = node.tokens(made.at + n_given if again else None)
+        at = made.at + n_given if again else node.end
+        tokens, continues, thinking = node.tokens(at), at - made.at - n_given, None
+        if grammar or constraint or made.stop:  # what these say counts from the answer on
+            thinking, begin = thinking_at(self.document, self.service.model, node, at)
+            continues = min(continues, at - begin)
         self.service.check_room(tokens, max_tokens)
         return Request(
-            tokens, continues=0 if again else len(node.ids) - n_given, grammar=grammar,
+            tokens, continues=continues, grammar=grammar, thinking=thinking,
             sampling=self.params(made), max_tokens=max_tokens, stop=made.stop,
             top_logprobs=MOST_TOP, constraint=constraint, draft_k=draft,
         )  # fmt: skip
@@ -297,11 +301,11 @@ class Loom(Live):
             self.send_nodes(*nodes, cid=cid)
             if sum(len(node.ids) for node in nodes) <= _MOST_SENT:
                 for node in filter(lambda node: node.ids, nodes):  # no tab has to ask for them
-                    self.emit("tokens", self.document.columns(node, 0, len(node.ids), top=True))
+                    self.emit("tokens", self.columns(node, 0, len(node.ids)))
         self.send_undo()
         return nodes
 
-    def started(self, job: Job, nodes: Sequence[Node] = ()) -> dict[str, object]:
+    def started(self, job: PageJob, nodes: Sequence[Node] = ()) -> dict[str, object]:
         """Return the answer of an operation that goes on."""
         return {"job": job.id, "nodes": [self.document.node_fields(node) for node in nodes]}
 
@@ -309,15 +313,15 @@ class Loom(Live):
         """Return a branch of the API with a node's text and settings."""
         sampling = self.params(node.made).replace(seed=int(node.made.seed or 0))
         tokens = node.tokens()
-        branch = Branch(tokens, len(tokens), sampling)
+        branch = BranchNode(tokens, len(tokens), sampling)
         with self.service.branches.room_for(1):
             self.service.branches.add(branch)
         return branch.id
 
-    def start_scoring(self, *nodes: Node) -> Job:
+    def start_scoring(self, *nodes: Node) -> PageJob:
         """Score what has no numbers yet in these nodes' texts, one after the other."""
 
-        async def work(job: Job) -> None:
+        async def work(job: PageJob) -> None:
             for node in nodes:
                 if not job.is_stopped:
                     await self.score(job, node)

@@ -13,10 +13,10 @@ from ..serve.errors import HttpError
 from .comparing import compare
 from .document import Bar, Change, Document, Made, Mode, Node, Record, Tokens, Turn, Undo, decoded
 from .formats import items_of
-from .live import Job
+from .live import PageJob
 from .loom import BarFields, Do, Loom, text_grammar
 from .searching import SearchOptions, Watch, search
-from .turns import Talk, Written, dates_for, messages_of, write
+from .turns import Talk, Written, beginning, dates_for, messages_of, write
 
 __all__ = ["Operations"]
 
@@ -175,7 +175,7 @@ async def _chat(loom: Loom, do: Do, node: Node, at: int) -> Answer:
         turns = turns[: do.turn]
     elif do.role == "assistant":
         raise HttpError(400, "an answer can be edited, not added: give its turn", param="role")
-    root = next((owner.made for owner, *_ in node.stretches() if owner.made.turns), Made(id=""))
+    root = beginning(node)
     name = document.name()
     made = Made(id=name, kind="chat", by="user", tools=do.tools, variables=root.variables)
     if do.node is not None:
@@ -186,7 +186,7 @@ async def _chat(loom: Loom, do: Do, node: Node, at: int) -> Answer:
         tools = root.tools or do.tools
         if do.node is None:
             made.variables = dates_for(model)
-        messages = messages_of(document, model, node, turns, tools) if turns else []
+        messages = messages_of(document, model, node, turns)
         if do.node is None and do.system:
             messages.append({"role": "system", "content": do.system})
         if answer is None and (do.text is not None or do.role != "user"):
@@ -195,7 +195,7 @@ async def _chat(loom: Loom, do: Do, node: Node, at: int) -> Answer:
             if do.role == "tool" and isinstance(calls, list):
                 message["tool_call_id"] = calls[0]["id"]
             messages.append(message)
-        messages += messages_of(document, model, node, after, tools) if after else []
+        messages += messages_of(document, model, node, after)
         talk = Talk(messages, tools, made.variables)
         return write(model, talk, node.tokens(at if do.turn is None else None), turns, answer)
 
@@ -249,7 +249,7 @@ async def _continue(loom: Loom, do: Do, node: Node, at: int) -> Answer:
 
 
 def _begin(loom: Loom, do: Do, nodes: list[Node], max_tokens: int) -> Answer:
-    async def work(job: Job) -> None:
+    async def work(job: PageJob) -> None:
         most = max(0, max_tokens)
         requests = [(node, await loom.request(node, most, draft=do.draft)) for node in nodes]
         await loom.generate(job, requests)
@@ -290,7 +290,7 @@ async def _replay(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     n = len(node.ids) - node.n_given if is_cut else node.made.max_tokens
     request = await loom.request(node, n, again=True)
 
-    async def work(job: Job) -> None:
+    async def work(job: PageJob) -> None:
         await loom.replay(job, node, request)
 
     return loom.started(loom.start("replay", work, node))
@@ -305,7 +305,7 @@ async def _search(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     loom.service.check_room(tokens, 1)
     asked = do.options or SearchOptions()
 
-    async def work(job: Job) -> None:
+    async def work(job: PageJob) -> None:
         watch, job.at = Watch(loom, job), at
         await loom.read(job, tokens)
         if job.is_stopped:
@@ -392,7 +392,8 @@ async def _undo(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     loom.add(Undo(of=action.r, again=again, cid=do.cid))
     loom.send_nodes(*touched)
     loom.send_undo()
-    done = {"op": action.op, "nodes": [node.id for node in touched]}
+    is_deletion = any(name == "deleted" for _, name, *_ in action.changes)
+    done = {"op": "delete" if is_deletion else action.op, "nodes": [node.id for node in touched]}
     return {"redone" if again else "undone": done, **document.counts()}
 
 

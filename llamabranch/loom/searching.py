@@ -28,7 +28,7 @@ from ..search import (
 )
 from ..search.vote import last_match
 from .document import Seed
-from .live import Job, Live
+from .live import Live, PageJob
 
 __all__ = ["Kind", "SearchOptions", "Watch", "search"]
 
@@ -67,7 +67,7 @@ class SearchOptions(Struct, kw_only=True, forbid_unknown_fields=True):
 class Watch(SearchObserver):
     """Looks at a search while it runs, in its thread, and reports what is new in its tree."""
 
-    def __init__(self, live: Live, job: Job) -> None:
+    def __init__(self, live: Live, job: PageJob) -> None:
         self.live = live
         self.job = job
         self._index: dict[SearchNode, int] = {}

@@ -6,27 +6,27 @@ template writes too, and forks where it writes others: many templates leave out 
 
 from __future__ import annotations
 
-import re
-from bisect import bisect_right
+import codecs
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from datetime import date
+from itertools import accumulate
 from typing import NamedTuple
 
 from ..context.prefix_cache import n_common
 from ..errors import LlamaBranchError
-from ..model import Model, TurnFormat
-from ..model.call_form import CallForm, Slot
+from ..model import Model, TurnReader
+from ..model.thoughts import Thinking, plan_thinking
 from ..model.tools import Tools, conversation, openai_call
-from .document import Document, Node, Turn
+from .document import Document, Made, Node, Turn
 
-__all__ = ["Talk", "Written", "chat_fields", "dates_for", "messages_of", "write"]
+__all__ = [
+    "Part", "Talk", "Written", "answers", "beginning", "chat_fields", "dates_for", "messages_of",
+    "thinking_at", "write",
+]  # fmt: skip
 
 _DATES = {"date_string": "%d %b %Y", "datetime": "%b %d %Y"}  # what llama.cpp tells templates
 _CONTROL = b"\xff"  # before the number of a control token: no text has this byte
-_SLOTS = {
-    Slot.NAME: r"(?<name>[^\s<>{}()\[\]|\"']+)", Slot.ARGUMENTS: r"(?<arguments>[\s\S]*?)",
-    Slot.ID: r"[^\s<>{}\[\]|\"']*", Slot.INDEX: r"\d+",
-}  # fmt: skip
 
 
 class Talk(NamedTuple):
@@ -59,51 +59,99 @@ class Written(NamedTuple):
     turns: list[Turn]
 
 
+class Part(NamedTuple):
+    """A part of an answer that is drawn apart, by positions of tokens.
+
+    Attributes:
+        kind: "thought"; "thinking", a thought that has not ended; "call".
+        start, end: its tokens.
+        calls: the names and arguments of what is called.
+    """
+
+    kind: str
+    start: int
+    end: int
+    calls: list[tuple[str, object]]
+
+
 def chat_fields(model: Model) -> dict[str, object] | None:
     """Return what the page is told of the model's turns; None where it has no chat template."""
     if model.chat_template is None:
         return None
-    form = model.turn_format
-    thought = [form.thought_start or "", form.thought_end] if form.thought_end else None
-    roles = ["user", *sorted(form.parts.roles & {"system", "tool"}, reverse=True)]
-    return {"roles": roles, "thought": thought, "call": _call_fields(form)}
+    known = model.turn_format.parts.roles & {"system", "tool"}
+    return {"roles": ["user", *sorted(known, reverse=True)]}
 
 
-def _call_fields(form: TurnFormat) -> dict[str, object] | None:
-    """Return a regular expression, of JavaScript, that finds calls in an answer; None: it has no form."""
-    calls = form.form
-    if form.is_general:
-        return None
-    if calls.kind == "json":
-        is_bare = not (calls.opening.strip() or calls.call_end.strip())
-        json_text = r"(?<json>[\[{][\s\S]*?[\]}])"
-        start, end = _loose(calls.call_start), _loose(calls.call_end)
-        pattern = r"^\s*(?<json>\{[\s\S]*\})\s*$" if is_bare else f"{start}{json_text}{end}"
-        if not is_bare and not calls.call_end.strip():  # up to what ends all calls, or the text
-            pattern = f"{_loose(calls.opening)}{json_text}{_loose(calls.section_end) or '$'}"
-    else:
-        pattern = _unit_pattern(calls)
-    return {"pattern": pattern, "name": calls.name_path, "arguments": calls.arguments_path}
+def beginning(node: Node) -> Made:
+    """Return the record that begins a node's conversation, with its tools; an empty one if none does."""
+    return next((owner.made for owner, *_ in node.stretches() if owner.made.turns), Made(id=""))
 
 
-def _unit_pattern(calls: CallForm) -> str:
-    seen: set[Slot] = set()
-    parts = []
-    for part in calls.unit:
-        if isinstance(part, str):
-            parts.append(_loose(part))
-        else:
-            parts.append(r"[\s\S]*?" if part in seen else _SLOTS[part])
-            seen.add(part)
-    if calls.unit and isinstance(calls.unit[-1], Slot):
-        parts.append("$")
-    return "".join(parts)
+def answers(document: Document, model: Model, node: Node) -> list[tuple[int, list[Part]]]:
+    """Return the parts of the answers that a node's own tokens are in, each with where it begins."""
+    found: list[tuple[int, list[Part]]] = []
+    turns = document.turns(node) if model.chat_template is not None else []
+    for turn in turns:
+        if turn.role != "assistant" or not max(node.made.at, turn.begin) < (turn.end or 0):
+            continue
+        found.append((turn.begin, _parts(document, model, node, turn)))
+    return found
 
 
-def _loose(text: str) -> str:
-    """Return a pattern for a literal in which white space may be more, or absent."""
-    words = (re.sub(r"([\\^$.|?*+()\[\]{}/])", r"\\\1", word) for word in text.split())
-    return r"\s*" + "".join(word + r"\s*" for word in words)
+def _parts(document: Document, model: Model, node: Node, turn: Turn) -> list[Part]:
+    decoder, begin = codecs.getincrementaldecoder("utf-8")("replace"), turn.begin
+    pieces = (
+        decoder.decode(document.bytes_of([token], names=True))
+        for token in node.tokens(turn.end)[begin:]
+    )
+    ends = [*accumulate(map(len, pieces))]
+    reader, text = _read(document, model, node, turn)
+    found: list[Part] = []
+    for span in reader.spans:
+        kind, start, end = span.kind, span.start, span.end
+        if kind == "call":
+            start += len(text[start:end]) - len(text[start:end].lstrip())
+        elif not text[:start].strip():
+            start = 0
+        first = max(bisect_right(ends, start), found[-1].end - begin if found else 0)
+        last = min(bisect_left(ends, end) + 1, len(ends))
+        if kind == "thought":  # with the white space after it
+            last = bisect_right(ends, end + len(text[end:]) - len(text[end:].lstrip()))
+        if last > first:
+            calls = [(call.name, call.arguments) for call in span.calls]
+            found.append(Part(kind, begin + first, begin + last, calls))
+    if reader.is_in_thought and found and found[-1].kind == "thought":
+        found[-1] = found[-1]._replace(kind="thinking", end=begin + len(ends))
+    return found
+
+
+def _read(document: Document, model: Model, node: Node, turn: Turn) -> tuple[TurnReader, str]:
+    """Return an answer, read, and its text."""
+    ids, form = node.tokens(turn.end), model.turn_format
+    header, text = (
+        document.written(part) for part in (ids[turn.at : turn.begin], ids[turn.begin :])
+    )
+    tools = beginning(node).tools
+    reader = TurnReader(form, tools, in_thought=form.is_in_thought(header))
+    reader.feed(text)
+    reader.finish()
+    return reader, text
+
+
+def thinking_at(
+    document: Document, model: Model, node: Node, at: int
+) -> tuple[Thinking | None, int]:
+    """Return how a text goes on with a thought, None if it does not, and where its answer begins."""
+    turns, ids = document.turns(node, at), node.tokens(at)
+    if model.chat_template is None or not turns or turns[-1].role != "assistant":
+        return None, 0
+    turn, has_calls = turns[-1], bool(beginning(node).tools)
+    if at <= turn.begin:
+        return plan_thinking(model, ids, has_calls=has_calls)[1], at
+    if _read(document, model, node, turn)[0].is_in_thought:
+        return plan_thinking(model, ids[: turn.begin], True, has_calls=has_calls)[1], at
+    parts = _parts(document, model, node, turn)
+    return None, max((part.end for part in parts if part.kind == "thought"), default=turn.begin)
 
 
 def dates_for(model: Model) -> dict[str, object]:
@@ -113,20 +161,18 @@ def dates_for(model: Model) -> dict[str, object]:
 
 
 def messages_of(
-    document: Document, model: Model, node: Node, turns: Sequence[Turn], tools: Sequence[object]
+    document: Document, model: Model, node: Node, turns: Sequence[Turn]
 ) -> list[dict[str, object]]:
     """Return turns of a node's text as messages: of answers, thoughts and calls are apart."""
-    ids, form = node.tokens(), model.turn_format
     found: list[dict[str, object]] = []
     last_call = ""
     for turn in turns:
         text = turn.text
         if text is None:
-            text = document.written(ids[turn.begin : turn.end])
+            text = document.written(node.tokens(turn.end)[turn.begin :])
         message: dict[str, object] = {"role": turn.role, "content": text}
         if turn.role == "assistant":
-            header = document.written(ids[turn.at : turn.begin])
-            read = form.read(text, tools, in_thought=form.is_in_thought(header))
+            read = _read(document, model, node, turn)[0].turn
             message["content"] = read.content or None
             if read.thought:
                 message["reasoning_content"] = read.thought

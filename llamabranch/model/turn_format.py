@@ -31,7 +31,9 @@ from .templates import ChatTemplate
 from .turn_finding import TurnParts, find_parts
 from .turn_keeping import code_digest, kept, restored
 
-__all__ = ["Turn", "TurnEvent", "TurnFormat", "TurnReader", "call_id", "known_functions"]
+__all__ = [
+    "Turn", "TurnEvent", "TurnFormat", "TurnReader", "TurnSpan", "call_id", "known_functions",
+]  # fmt: skip
 
 _LIMIT_S = 5.0  # for all renderings of a template; an ordinary template takes 0.1 s
 _ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
@@ -89,6 +91,21 @@ class TurnEvent(NamedTuple):
     text: str
     call: int | None = None
     id: str = ""
+
+
+class TurnSpan(NamedTuple):
+    """A stretch of a turn's text that is no content.
+
+    Attributes:
+        kind: "thought" or "call", tags included.
+        start, end: its place in the text, in characters.
+        calls: what is called there.
+    """
+
+    kind: str
+    start: int
+    end: int
+    calls: tuple[ToolCall, ...] = ()
 
 
 def call_id(salt: str, index: int, name: str) -> str:
@@ -335,6 +352,8 @@ class TurnReader:
 
     Attributes:
         turn: the turn so far.
+        spans: where its thoughts and calls are, in order.
+        is_in_thought: whether the text ends inside a thought.
     """
 
     def __init__(
@@ -355,6 +374,8 @@ class TurnReader:
         self._buffer = ""
         self._ruled_out: dict[tuple[object, ...], int] = {}  # about a call that begins the buffer
         self._at = 0  # the buffer before it has been read
+        self._n_cut = 0  # characters of the text before the buffer
+        self.spans: list[TurnSpan] = []
         self._space = ""  # white space that is content only if content follows
         self._thought: list[str] = []
         self._content: list[str] = []
@@ -383,12 +404,18 @@ class TurnReader:
         """The turn so far."""
         return Turn("".join(self._thought), "".join(self._content), list(self._calls))
 
+    @property
+    def is_in_thought(self) -> bool:
+        """Whether the text ends inside a thought."""
+        return self._in_thought
+
     def feed(self, text: str) -> list[TurnEvent]:
         """Return the events of the next piece of the text."""
         if not self._is_started and (self._buffer or text):
             self._is_started = True
             lead = self._parts.lead
             self._buffer = "" if text.startswith(lead) else lead
+            self._n_cut = -len(self._buffer)
         self._buffer += text
         return self._read(last=False)
 
@@ -405,14 +432,37 @@ class TurnReader:
     def _read(self, *, last: bool) -> list[TurnEvent]:
         self._events = []
         try:
-            while self._at < len(self._buffer) and self._step(last):
+            while self._at < len(self._buffer) and self._noted_step(last):
                 pass
         except Incomplete:
             pass
         if self._at:
+            self._n_cut += self._at
             self._buffer, self._at = self._buffer[self._at :], 0
             self._ruled_out.clear()
         return self._events
+
+    def _noted_step(self, last: bool) -> bool:
+        """Read something and note its span; return whether to go on."""
+        start, n_calls = self._at, len(self._calls)
+        was_thought, was_section = self._in_thought, self._in_section
+        try:
+            return self._step(last)
+        finally:
+            calls = tuple(self._calls[n_calls:])
+            is_empty = not self._buffer[start : self._at].strip() and not self._in_thought
+            if calls or (was_section and not is_empty):
+                self._note("call", start, calls)
+            elif (was_thought or self._in_thought) and not is_empty:
+                self._note("thought", start)
+
+    def _note(self, kind: str, start: int, calls: tuple[ToolCall, ...] = ()) -> None:
+        start, end = max(0, self._n_cut + start), self._n_cut + self._at
+        old = self.spans[-1] if self.spans else None
+        if old is not None and (old.kind, old.end) == (kind, start) and not calls:
+            start, calls = old.start, old.calls
+            self.spans.pop()
+        self.spans.append(TurnSpan(kind, start, end, calls))
 
     # -- events ------------------------------------------------------------------------------------
 
@@ -463,6 +513,7 @@ class TurnReader:
         if match.start() > self._at:
             self._say(self._buffer[self._at : match.start()])
             self._at = match.start()
+            return True
         start = self._at
         rest = self._buffer[start:]
         if not last and rest in self._begun:

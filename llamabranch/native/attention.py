@@ -148,7 +148,7 @@ def _graph(
         tensors = ggml["init"](_InitParams(_BYTES, None, True))
         stack.callback(ggml["free"], tensors)
         make = partial(ggml["new_tensor_4d"], tensors)
-        graph, scale, kind = ggml["new_graph"](tensors), 1 / math.sqrt(size), KV_TYPES[kv_type]
+        graph, scale, kind = ggml["new_graph"](tensors), 1 / math.sqrt(size), KV_TYPES[kv_type][0]
         mask = make(_F16 if flash else _F32, n_cells, max(n_rows, _MASK_ROWS), 1, 1)
         row = ggml["row_size"](kind, width)
         for _ in range(n):

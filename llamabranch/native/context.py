@@ -27,16 +27,17 @@ from .state_layout import State, with_streams, without_streams
 Rows = npt.NDArray[np.float32]
 DecodeHook = Callable[[Callable[[int], int], int], int]
 
-KV_TYPES = {
-    "f32": 0,
-    "f16": 1,
-    "q4_0": 2,
-    "q4_1": 3,
-    "q5_0": 6,
-    "q5_1": 7,
-    "q8_0": 8,
-    "iq4_nl": 20,
-    "bf16": 30,
+KV_TYPES = {  # ggml_type of K, and of V
+    "f32": (0, 0),
+    "f16": (1, 1),
+    "q4_0": (2, 2),
+    "q4_1": (3, 3),
+    "q5_0": (6, 6),
+    "q5_1": (7, 7),
+    "q8_0": (8, 8),
+    "q8_0/f16": (8, 1),
+    "iq4_nl": (20, 20),
+    "bf16": (30, 30),
 }
 FLASH_ATTENTION = {"auto": -1, False: 0, True: 1}
 ROPE_SCALING = {None: -1, "none": 0, "linear": 1, "yarn": 2, "longrope": 3}

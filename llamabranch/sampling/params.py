@@ -6,9 +6,9 @@ import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
-from typing_extensions import TypedDict
+from typing_extensions import TypedDict, Unpack
 
 from ..arguments import instance, items, nearest, plain_int, real, shown, whole
 from ..errors import ConfigError, UnsupportedError
@@ -233,7 +233,7 @@ class SamplingParams:
                 bias[token] = -math.inf  # no 32-bit float is lower
         object.__setattr__(self, "logit_bias", bias)
 
-    def replace(self, **changes: object) -> SamplingParams:
+    def replace(self, **changes: Unpack[SamplingSettings]) -> SamplingParams:
         """Return a copy with some settings changed.
 
         Raises:
@@ -248,17 +248,17 @@ class SamplingParams:
         Raises:
             UnsupportedError: there is a ``logits_processor``, which cannot be written.
         """
-        found: dict[str, object] = {f.name: getattr(self, f.name) for f in fields(self)}
-        if found.pop("logits_processor") is not None:
+        settings: dict[str, object] = {f.name: getattr(self, f.name) for f in fields(self)}
+        if settings.pop("logits_processor") is not None:
             raise UnsupportedError(
                 "a logits_processor is a function, which cannot be saved",
                 hint="branch.resample(params.replace(logits_processor=None)) first; set it again after",
             )
-        found["logit_bias"] = [
+        settings["logit_bias"] = [
             [token, None if value == -math.inf else value]
             for token, value in self.logit_bias.items()
         ]
-        return found
+        return settings
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, object]) -> SamplingParams:
@@ -285,7 +285,7 @@ class SamplingParams:
                     bias[token] = -math.inf if added is None else float(added)
                 case _:
                     raise ConfigError("the logit bias must consist of numbers")
-        return cls().replace(**{**settings, "logit_bias": bias})
+        return cls().replace(**cast(SamplingSettings, {**settings, "logit_bias": bias}))
 
     @property
     def uses_history(self) -> bool:
@@ -315,9 +315,9 @@ def settings_of(sampling: SamplingParams | None, **changes: object) -> SamplingP
     Raises:
         ConfigError: ``sampling`` is something else, or a name or a value is bad.
     """
-    found = SamplingParams() if sampling is None else sampling
-    found = instance("sampling", found, SamplingParams, "SamplingParams(temperature=0.8, ...)")
-    return found.replace(**changes) if changes else found
+    params = SamplingParams() if sampling is None else sampling
+    params = instance("sampling", params, SamplingParams, "SamplingParams(temperature=0.8, ...)")
+    return params.replace(**cast(SamplingSettings, changes)) if changes else params
 
 
 def check_names(settings: Mapping[str, object], arguments: Collection[str] = ()) -> None:

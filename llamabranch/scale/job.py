@@ -127,7 +127,7 @@ def generate(
     given = {name: value for name, value in options.items() if name in RowOptions.__annotations__}
     of_job = cast(JobOptions, {k: v for k, v in options.items() if k not in given})
     rows = GenerateRows(**cast(RowOptions, given))
-    return _Job(rows, inputs, output, model, load, of_job).run(Generate, seed)
+    return _RayJob(rows, inputs, output, model, load, of_job).run(Generate, seed)
 
 
 def score(
@@ -147,10 +147,10 @@ def score(
     Arguments and errors are those of `generate`.
     """
     rows = ScoreRows(parse_special=parse_special)
-    return _Job(rows, inputs, output, model, load, options).run(Score, 0)
+    return _RayJob(rows, inputs, output, model, load, options).run(Score, 0)
 
 
-class _Job:
+class _RayJob:
     """A job: its folders, what it was made with, its plan for Ray Data."""
 
     def __init__(

@@ -75,7 +75,7 @@ class GenerateRows:
             prompt = context.model.prompt_tokens([{"role": "user", "content": content}])
         sampling = self.sampling or SamplingParams()
         if row.get("seed") is not None:
-            sampling = sampling.replace(seed=row["seed"])
+            sampling = sampling.replace(seed=row["seed"])  # type: ignore[arg-type]
 
         def own(name: str, default: object) -> object:
             return default if row.get(name) is None else row[name]

@@ -38,6 +38,9 @@ from .rows import (
 if TYPE_CHECKING:
     import pyarrow
     from ray.actor import ActorHandle
+    from typing_extensions import Unpack
+
+    from ..sampling import Grammar, SamplingParams
 
 _CELLS_PER_TEXT = 512  # of the cache, unless n_ctx is given
 _LEAST_CELLS = 2048
@@ -63,6 +66,18 @@ class WorkerOptions:
     stall_s: float = 600.0
 
 
+class StageOptions(LoadOptions, total=False):
+    """Options of `load`, and the settings of `Generate` and `Score` for their rows."""
+
+    max_tokens: int | None
+    sampling: SamplingParams | None
+    stop: Sequence[str]
+    grammar: Grammar | str | None
+    n: int
+    chat: bool
+    parse_special: bool
+
+
 class _Stage:
     """A worker: opens the model, then turns batches of rows into batches of results."""
 
@@ -76,10 +91,11 @@ class _Stage:
         id_column: str = "id",
         keep: Sequence[str] = (),
         worker: WorkerOptions | None = None,
-        **options: object,
+        **options: Unpack[StageOptions],
     ) -> None:
+        load = dict[str, object](options)
         names = {field.name for field in fields(self._rows)}
-        of_rows = {name: options.pop(name) for name in names & options.keys()}
+        of_rows = {name: load.pop(name) for name in names & load.keys()}
         self._kind = kind = self._rows(**of_rows)  # type: ignore[arg-type]
         self._id_column, self._keep = id_column, items("keep", keep)
         self._worker = worker = worker or WorkerOptions()
@@ -88,7 +104,7 @@ class _Stage:
         self._register()
         n_ctx = max(_LEAST_CELLS, _CELLS_PER_TEXT * streams)
         usual = LoadOptions(n_seq_max=streams, prefix_cache=True, n_ctx=n_ctx)
-        given = cast(LoadOptions, {**usual, **_assigned(), **options})
+        given = cast(LoadOptions, {**usual, **_assigned(), **load})
         self._context = _open(model, given)
         fingerprint = self._context.model.fingerprint
         if worker.fingerprint not in (None, fingerprint):

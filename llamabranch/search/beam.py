@@ -1,4 +1,4 @@
-"""Beam search, token for token as Hugging Face's ``generate(num_beams=...)`` does it."""
+"""Beam search, token for token like Hugging Face's ``generate(num_beams=...)``."""
 
 from __future__ import annotations
 
@@ -31,25 +31,26 @@ def beam_search(
     stop: str | Sequence[str] = (),
     on_step: OnStep | None = None,
 ) -> SearchResult:
-    """Return the most probable continuations that a beam search finds.
+    """Return the most probable continuations found by a beam search.
 
-    A beam's score is the sum of the model's log-probabilities, after the branch's logit bias, grammar and
-    penalties, not normalised again; temperature and truncation play no role. The final score is that sum
-    divided by (number of tokens, EOG token included) ** ``length_penalty``. Each token costs one decode,
-    whatever the number of beams, as long as there are as many sequences; the first costs none.
+    A beam's score is the sum of the model's log-probabilities after the branch's logit bias, grammar and
+    penalties, without renormalisation; temperature and truncation are ignored. The final score is that
+    sum divided by (number of tokens, including EOG) ** ``length_penalty``. If there are enough sequences,
+    each token costs one decode for all beams; the first token costs none.
 
     Args:
         branch: has read the prompt; it is left as it is.
         beams: the number of beams.
-        max_tokens: the most tokens of a text, an EOG token included; beams that reach it are finished.
+        max_tokens: the most tokens of a text, including EOG; beams that reach it are finished.
         n: how many hypotheses to return, at most ``beams``.
-        length_penalty: above 0 it favours long texts, below 0 short ones; from -32 to 32.
-        early_stopping: True = end when ``beams`` texts are finished; False = also when the best running
-            beam, divided by its present length, is no better than the worst of them; "never" = only when
-            no running beam can become better. Textbook beam search is "never" with ``length_penalty`` 0.
-        stop: strings that end a text, as an EOG token does.
-        on_step: called after each token with the statistics so far; a true result ends the search with
-            the best so far, running beams included as "cancelled".
+        length_penalty: positive values favour long texts, negative ones short texts; from -32 to 32.
+        early_stopping: True = end when ``beams`` texts are finished; False = end also when the best
+            running beam, with its score at its present length, is no better than the worst finished text;
+            "never" = end only when no running beam can become better. Textbook beam search is "never"
+            with ``length_penalty`` 0.
+        stop: strings that end a text, like an EOG token.
+        on_step: called after each token with the statistics so far. If it returns true, the search ends
+            with the best texts so far, including running beams as "cancelled".
 
     Raises:
         ConfigError: a value out of range. BranchStateError, SequencesExhaustedError, CacheFullError,
@@ -59,7 +60,7 @@ def beam_search(
     beams = whole("beams", beams, 1, MOST_TEXTS)
     max_tokens = whole("max_tokens", token_limit(max_tokens), 1)
     n = whole("n", n, 1, beams)
-    # So that no power of a length overflows, or is 0.
+    # These bounds ensure that a power of a length neither overflows nor becomes 0.
     length_penalty = bounded("length_penalty", length_penalty, -32, 32)
     if not isinstance(early_stopping, (bool, str)) or early_stopping not in (True, False, "never"):
         raise ConfigError(f"early_stopping must be True, False or 'never', not {early_stopping!r}")

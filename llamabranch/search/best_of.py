@@ -34,26 +34,26 @@ def best_of_n(
 ) -> SearchResult:
     """Sample ``n`` texts with the settings of ``branch`` and return all of them, best first.
 
-    They share the prompt and every decode. The first is the text that ``branch.generate`` would give; all
-    depend on the seed and their number alone.
+    They share the prompt and every decode. The first text is that of ``branch.generate``. Each text
+    depends only on the seed and on its number.
 
     Args:
         branch: has read the prompt; it is left as it is.
         n: how many texts.
         max_tokens: the most tokens of each; None = until the model ends it or the cache is full.
-        score: "mean" = mean log-probability of the tokens, "sum" = that of the text; or a function of a
+        score: "mean" = mean log-probability of the tokens, "sum" = their sum; or a function of a
             hypothesis. Log-probabilities are the model's own, before sampling settings.
         reward: a function of the text, instead of ``score``.
         reject_every: after every N tokens, drop the worse half of the unfinished texts, until
-            one is left. They are returned after all others, as "rejected".
+            one is left. Dropped texts are returned last, as "rejected".
         stop: strings that end a text.
-        seed: of the draws; None = that of the branch.
+        seed: the seed of the draws; None = the branch's.
         drafter: proposes tokens; it changes no text.
-        on_step: called after each decode with the statistics so far; a true result ends the search, and
-            unfinished texts are "cancelled".
+        on_step: called after each decode with the statistics so far. If it returns true, the search ends,
+            and unfinished texts are "cancelled".
 
     Raises:
-        ConfigError: a value out of range. What ``score`` or ``reward`` raises; BranchStateError,
+        ConfigError: a value is out of range. Errors of ``score`` and ``reward``; BranchStateError,
         CapacityError, DecodeError: all sequences are returned.
     """
     check_start(branch, on_step, drafter)
@@ -64,7 +64,7 @@ def best_of_n(
     if reward is not None:
         function("reward", reward)
         if score != "mean":
-            raise ConfigError("give either score or reward")
+            raise ConfigError("use either score or reward")
     if reject_every is not None:
         reject_every = whole("reject_every", reject_every, 1)
     stop, seed = stop_strings(stop), first_seed(branch, seed)
@@ -90,7 +90,7 @@ def best_of_n(
                     texts.end(line, "rejected")
                 running = [line for line in running if not line.is_finished]
         found = [line.hypothesis(score_of(line)) for line in all_lines]
-    # Of equals, the earlier text comes first.
+    # Among equal texts the earlier one comes first.
     found.sort(key=lambda h: (h.finish_reason == "rejected", -h.score))
     for hypothesis in found:
         rejected = hypothesis.finish_reason == "rejected"
@@ -100,8 +100,8 @@ def best_of_n(
 
 
 def _number(value: object, what: str) -> float:
-    """Return what a function of the user's has returned, if it can be compared."""
+    """Return the result of a user's function; ConfigError if it cannot be compared."""
     found = real(f"what {what} returns", value)
     if found != found:
-        raise ConfigError(f"{what} has returned NaN")
+        raise ConfigError(f"{what} returned NaN")
     return found

@@ -1,4 +1,4 @@
-"""Constraints on texts: lifts of functions of words and lines, a check, and exact weights for a draw."""
+"""Constraints on texts: from functions of words or lines, a check, and exact weights for a draw."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Units:
             function("partial", self._partial)
 
     def prefix(self, text: str) -> bool:
-        """Return whether all units that have ended are allowed, and the last one may become so."""
+        """Return whether all finished units are allowed, and the last one can become allowed."""
         *ended, last = self._split(text)
         if not all(map(self._allowed, ended)):
             return False
@@ -47,12 +47,12 @@ class _Units:
 def words(
     allowed: Callable[[str], bool], partial: Callable[[str], bool] | None = None
 ) -> Constraint:
-    """Return the constraint that ``allowed`` is true of each word; words are split at white space.
+    """Return a constraint that requires ``allowed`` of each word; words are split at white space.
 
     Args:
-        allowed: asked about each word that has ended.
-        partial: whether the beginning of a word may become an allowed one, default: always. The sooner
-            it says no, the fewer texts end in a corner.
+        allowed: called for each word that has ended.
+        partial: whether the beginning of a word can become an allowed word; default: always. The sooner
+            it returns False, the fewer texts end in a dead end.
     """
     return _Units(_split_words, allowed, partial)
 
@@ -60,9 +60,9 @@ def words(
 def lines(
     allowed: Callable[[str], bool], partial: Callable[[str], bool] | None = None
 ) -> Constraint:
-    """Return the constraint that ``allowed`` is true of each line, as `words` does of words.
+    """Return a constraint that requires ``allowed`` of each line, like `words` for words.
 
-    An empty line is asked about, but not an empty end of the text.
+    ``allowed`` is called for empty lines too, but not for an empty end of the text.
     """
     return _Units(lambda text: text.split("\n"), allowed, partial)
 
@@ -73,14 +73,14 @@ def _split_words(text: str) -> list[str]:
 
 
 def check_constraint(constraint: ConstraintLike, texts: Sequence[str]) -> None:
-    """Try a constraint with texts that are valid: it must allow every beginning of them, and each whole.
+    """Try a constraint with valid texts: it must allow each text and every beginning of it.
 
-    A text is cut into tokens anywhere, also within a word, so a constraint that asks a spelling checker
-    about the last word refuses everything. Each question is asked twice.
+    Tokens can end anywhere, also inside a word. So, for example, a constraint that asks a spelling
+    checker about an unfinished last word refuses everything. Each question is asked twice.
 
     Raises:
-        ConfigError: it refuses a beginning of a valid text, or the text; its answers differ; it raises
-            something; it returns neither True nor False.
+        ConfigError: it refuses a valid text or its beginning, its two answers differ, it raises an
+            exception, or it returns neither True nor False.
     """
     asked = ConstraintCalls(constraint)
     for text in items("texts", texts):
@@ -96,13 +96,13 @@ def _ask_twice(asked: ConstraintCalls, text: str, *, is_end: bool) -> None:
     if first != second:
         raise ConfigError(
             f"the constraint answers {first}, then {second}, to {what}({text[-60:]!r})",
-            hint="it must be pure: its answer may depend on the text alone",
+            hint="it must be pure: its answer may depend only on the text",
         )
     if not first:
         raise ConfigError(
             f"the constraint refuses {text[-60:]!r}, which "
             + ("is a valid text" if is_end else "begins a valid text"),
-            hint="prefix(text) may be False only where no valid text begins so",
+            hint="prefix(text) may be False only if no valid text can start with it",
         )
 
 
@@ -114,19 +114,19 @@ def weighted_draw(
 ) -> tuple[int | None, float]:
     """Draw an allowed token by adaptive weighted rejection (Lipkin et al. 2025, 2504.05410).
 
-    Tokens are tried in the order of a draw without replacement; the first allowed one is taken, and the
-    next one is looked at for the weight. For every function f of a token the expectation of
+    Tokens are tried in the order of a draw without replacement. The first allowed one is taken, and the
+    next one is needed for the weight. For every function f of a token the expectation of
     exp(log-weight) f(token) is the sum of p f over the allowed tokens, so the weight estimates their
     mass. Unlike the paper's geometric form no token is tried twice.
 
     Args:
         source: p.
-        order: the places of its tokens in that order.
+        order: the indices of its tokens in that order.
         allows: whether a token is allowed.
-        max_rejects: no more tokens are tried; if none was allowed, the draw is worth nothing.
+        max_rejects: the most tokens to try; if none of them is allowed, the weight is 0.
 
     Returns:
-        the token and the log of its weight; (None, -inf) without one.
+        the token and the log of its weight; (None, -inf) if there is none.
     """
     probs, n = source.probs, len(source)
     weight, left = 0.0, 1.0

@@ -41,28 +41,28 @@ class _State:
 
 
 class TreeSearch:
-    """A tree search that is asked for texts to evaluate and given their values.
+    """A tree search with two steps: ``ask`` for texts to evaluate, and ``tell`` it their values.
 
     The tree is walked down by PUCT (Silver et al. 2017): to the child with the largest
     mean value + exploration x prior x sqrt(visits of the parent) / (1 + visits). The prior of a move is
     its probability under the model, among its siblings; a child without visits counts with the mean value
-    of its parent. A context manager, which returns the sequences at its end.
+    of its parent. It is a context manager, which returns the sequences at its end.
 
     Args:
         branch: has read the prompt; it is left as it is.
-        expand: the moves in a text (without the prompt): texts that may follow it; none = it is final. An
-            int N = N samples from the model, up to ``step``.
-        exploration: how much the prior counts against the values seen so far.
-        prior: "model", or "uniform": equal for all moves in a text, for moves of which the model gives
-            little. Sampled moves always have equal ones.
+        expand: a function that lists the moves from a text (without the prompt): texts that may follow
+            it; [] = the text is final. Or an int N: N samples from the model, up to ``step``.
+        exploration: the weight of the prior relative to the values seen so far.
+        prior: "model", or "uniform": equal for all moves from a text, for moves that the model finds
+            improbable. Sampled moves always have equal priors.
         step: where a sampled move ends: after a token that completes this string, or after N tokens.
-        max_tokens: the most tokens of a text; one that has them is final.
+        max_tokens: the most tokens of a text; a text of this length is final.
         rollout_tokens: the most tokens the model adds to a text before it is evaluated; 0 = none.
         stop: strings that end a text.
-        seed: of all draws; None = that of the branch.
+        seed: the seed of all draws; None = the branch's.
         drafter: proposes tokens for moves and rollouts; it changes no text.
-        on_step: called after each decode of samples with the statistics so far; a true result ends the
-            search.
+        on_step: called after each decode of samples with the statistics so far; if it returns true, the
+            search ends.
 
     Raises:
         ConfigError: a value out of range. BranchStateError, SequencesExhaustedError.
@@ -120,9 +120,9 @@ class TreeSearch:
     def ask(self, n: int = 1) -> list[tuple[SearchNode, str]]:
         """Return ``n`` texts to evaluate, with the nodes to tell about; their rollouts share decodes.
 
-        Each is a leaf of the tree or a final text, with what a rollout has added. Until its value is
-        given it counts as a visit, so that several asked together differ; a final text may come again.
-        There are fewer where a decode was interrupted and ``on_step`` has ended the search.
+        Each text is a leaf of the tree or a final text, with the tokens that a rollout added. Until its
+        value is known it counts as a visit, so that texts asked together differ; a final text may come
+        again. There are fewer texts if a decode was interrupted and ``on_step`` ended the search.
         """
         found = []
         for _ in range(whole("n", n, 1, MOST_TEXTS)):
@@ -146,7 +146,7 @@ class TreeSearch:
         return [(state.node, text.output.text) for state, text in found]
 
     def tell(self, node: SearchNode, value: float) -> None:
-        """Report what a text of ``ask`` is worth; those of one node in the order asked.
+        """Report the value of a text of ``ask``; several texts of one node in the order of ``ask``.
 
         Raises:
             UsageError: the node was not asked about. ConfigError: the value is not finite.
@@ -154,7 +154,7 @@ class TreeSearch:
         value = finite("the value", value)
         state = self._states.get(node) if isinstance(node, SearchNode) else None
         if state is None or not state.waiting:
-            raise UsageError("tell() needs a node that ask() has returned, once for each time")
+            raise UsageError("tell() needs a node that ask() returned, once for each time it did")
         text = state.waiting.pop(0)
         if state.best is None or value > state.best[0]:
             state.best = value, text

@@ -1,4 +1,4 @@
-"""Sequential Monte Carlo steering: weighted texts that are resampled while they are generated."""
+"""Sequential Monte Carlo: weighted texts that are resampled while they are generated."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ Logits = npt.NDArray[np.float32]
 
 
 class Potential:
-    """A weight for texts: what ``smc`` multiplies the model's probability with. Subclass it.
+    """A weight for texts; ``smc`` multiplies the model's probability by it. Subclass it.
 
     Weights are logarithms, nats: 0 = 1, -inf = impossible. The target of ``smc`` is proportional to the
     model's probability of a text times exp(``complete``). ``prefix`` decides which unfinished texts are
-    worth going on with: the closer to what can still become of them, the fewer particles are needed.
-    A prefix of -inf must mean that no text that begins so has a ``complete`` above -inf.
+    worth continuing: the better it predicts their final weight, the fewer particles are needed. It may be
+    -inf only if ``complete`` is -inf for every text that starts with this one.
     """
 
     def prefix(self, text: str) -> float:
@@ -48,12 +48,12 @@ class Potential:
         return 0.0
 
     def complete(self, text: str) -> float:
-        """Return the log-weight of a finished text, without the prompt; default: as of a prefix."""
+        """Return the log-weight of a finished text, without the prompt; default: that of ``prefix``."""
         return self.prefix(text)
 
 
 class Proposal(Protocol):
-    """Chooses what a particle's next token is drawn from."""
+    """Chooses the distribution from which a particle's next token is drawn."""
 
     def __call__(self, text: str, target: Distribution) -> Distribution:
         """Return the distribution to draw from.
@@ -198,14 +198,15 @@ def smc(
     2504.13139).
 
     The target is the model's distribution of texts at the branch's temperature, conditioned on its
-    grammar and multiplied with the potentials. Masking token by token (what ``Branch.generate`` does with
-    a grammar) draws from another distribution: it never pays for having run into a corner. Here each
-    particle is weighted by the mass that the grammar left it. The weighted texts are properly weighted:
-    the mean weight is an unbiased estimate of the normalising constant, whatever the settings, and
-    normalised averages are consistent.
+    grammar and multiplied by the potentials. Forbidding tokens one by one, as ``Branch.generate`` does
+    with a grammar, draws from another distribution: a text that runs into a dead end counts as much as
+    any other. Here each particle is weighted by the mass that the grammar left at each token. The texts
+    are properly weighted: with any settings the mean weight is an unbiased estimate of the normalising
+    constant, and normalised averages are consistent.
 
-    Each step, every particle draws a token, its weight is multiplied with what the draw was worth, and if
-    the weights have become too unequal, particles are resampled: heavy ones are forked, light ones go.
+    In each step every particle draws a token, and its weight is multiplied by the weight of the draw. If
+    the weights have become too unequal, particles are resampled: heavy ones are forked, light ones
+        dropped.
 
     Args:
         branch: has read the prompt; it is left as it is. Its settings must not truncate, since a token
@@ -213,38 +214,38 @@ def smc(
             above 0. Logit bias and penalties belong to the target.
         particles: N. One particle without potentials gives the text that ``branch.generate`` gives.
         max_tokens: the most tokens of a text, its EOG token not counted.
-        potentials: weights that belong to the target.
-        critic: the log-weight, nats, of an unfinished text that guides the resampling only. It is undone
-            in the next step, so it changes no expectation.
-        proposal: chooses what tokens are drawn from; None = the target's own next-token distribution.
-        constraint: which texts belong to the target, as for ``Branch.generate``: texts of probability
-            above 0 are those that it and the grammar allow. Tokens that it refuses are drawn again, and
-            the weights stay exact, whatever it costs: see `weighted_draw`.
-        max_rejects: the most tokens that are tried for one draw; more only lower the variance.
+        potentials: weights that are part of the target.
+        critic: returns the log-weight, nats, of an unfinished text, which only guides the resampling. It
+            is undone in the next step, so it changes no expectation.
+        proposal: chooses the distribution of a draw; None = the target's own next-token distribution.
+        constraint: decides which texts belong to the target, as for ``Branch.generate``. If it refuses a
+            token, another one is drawn, and the weights stay exact: see `weighted_draw`.
+        max_rejects: the most tokens to try for one draw; more tries only lower the variance.
         power: the target is proportional to the probability of a text to this power, so above 1 probable
             texts count more (power sampling, 2510.14901). This is not temperature 1 / ``power``, which
-            favours probable tokens whatever becomes of them.
-        ramp: number of tokens over which the power rises from 1. The target is the same; the first
-            tokens are drawn more freely.
+            favours probable tokens and not probable texts.
+        ramp: number of tokens over which the power rises from 1. The target is the same, but the first
+            tokens vary more.
         threshold: resample if the effective number of particles is below this share of N; 0 = never,
             1 = as soon as weights differ.
         resampling: "systematic", "stratified", "multinomial" or "residual".
-        force_end: a text that reaches ``max_tokens`` ends there by force, and its weight is multiplied
-            with the probability of an EOG token: the target are texts of at most ``max_tokens``. False =
-            the target are texts cut at ``max_tokens``.
+        force_end: True = a text that reaches ``max_tokens`` is ended there, and its weight is multiplied
+            by the probability of an EOG token; the target is texts of at most ``max_tokens``. False = the
+            target is texts cut at ``max_tokens``.
         stop: strings that end a text.
-        seed: of the draws; None = that of the branch.
-        on_step: called after each step with the statistics so far; a true result ends the search.
+        seed: the seed of the draws; None = the branch's.
+        on_step: called after each step with the statistics so far; if it returns true, the search ends.
 
     Returns:
-        the texts of the particles with a weight above 0, equal ones merged; ``score`` is the log of their
-        share of all weight, so that exp(score) sums to 1. ``log_evidence`` is the log of the mean weight;
-        without hypotheses it is -inf: then no particle could be continued. ``effective_sizes`` tells how
-        unequal the weights became.
+        the texts of the particles with a weight above 0; equal texts are merged. ``score`` is the log of
+        a text's share of the total weight, so exp(score) sums to 1. ``log_evidence`` is the log of the
+        mean weight; if no particle could be continued, it is -inf and there are no hypotheses.
+        ``effective_sizes`` shows how unequal the weights became.
 
     Raises:
-        ConfigError: a value out of range, truncating settings, a proposal without a token of the target.
-        What potentials raise; BranchStateError, CapacityError, DecodeError: all sequences are returned.
+        ConfigError: a value is out of range, settings truncate, or a proposal lacks a token of the
+            target.
+        Errors of potentials; BranchStateError, CapacityError, DecodeError: all sequences are returned.
     """
     check_start(branch, on_step)
     n = whole("particles", particles, 1, MOST_TEXTS)
@@ -525,7 +526,7 @@ def _proposed(proposal: Proposal, text: str, target: Distribution) -> Distributi
         raise ConfigError(f"the proposal returned {source!r}, not a Distribution")
     if source is not target and len(np.setdiff1d(target.ids, source.ids)):
         raise ConfigError(
-            "the proposal leaves out tokens of the target: that biases the weights",
+            "the proposal leaves out tokens of the target, which biases the weights",
             hint="mix it with the target, for example 0.9 x yours + 0.1 x target",
         )
     return source

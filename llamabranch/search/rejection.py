@@ -1,4 +1,4 @@
-"""Exact samples of the texts that a function accepts, by rejection that learns what cannot be valid."""
+"""Exact samples of the texts that a function accepts, by rejection that never repeats a refused text."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from .tree import OnStep
 __all__ = ["rejection"]
 
 _BYTES = 1 << 27  # of kept probabilities
-_LEAST_MASS = 1e-12  # what is less is lost in rounding
-_AT_ONCE = 16  # texts at least, while some are wanted; a text does not depend on who else is drawn
+_LEAST_MASS = 1e-12  # smaller masses are lost in rounding
+_AT_ONCE = 16  # the least texts drawn together; a text does not depend on the others
 _REST = -1  # stands for all tokens but EOG
 
 
@@ -42,33 +42,34 @@ def rejection(
     seed: int | None = None,
     on_step: OnStep | None = None,
 ) -> SearchResult:
-    """Draw ``n`` independent texts from the model's distribution of those that are valid, exactly.
+    """Draw ``n`` independent texts exactly from the model's distribution of valid texts.
 
-    Texts are drawn until one is valid. What was refused is never drawn again: the tree of all texts so
-    far remembers how much of the mass below each node can still be valid, and draws go around the rest
-    (constrained adaptive rejection sampling, 2510.01902). So the same is drawn as by throwing invalid
-    texts away, in fewer draws; and the mass bounds the probability that a text is valid.
+    Texts are drawn until one is valid. A refused text is never drawn again: a tree of all texts so far
+    remembers how much of the mass below each node can still be valid, and draws avoid the rest
+    (constrained adaptive rejection sampling, 2510.01902). The result has the same distribution as if
+    invalid texts were thrown away, with fewer draws. The mass also bounds the probability that a text is
+    valid.
 
     Args:
         branch: has read the prompt; it is left as it is. It has no grammar.
-        constraint: a function of a whole text; or an object with ``complete``, and with ``prefix``, by
-            which a text is given up early.
+        constraint: a function of a complete text; or an object with ``complete`` and optionally
+            ``prefix``, which ends invalid texts early.
         n: how many texts.
-        max_tokens: the most tokens of a text, its EOG token not counted; one that has not ended by
-            then is not valid.
+        max_tokens: the most tokens of a text without its EOG token; a text that has not ended by then is
+            not valid.
         max_draws: the most texts to draw; if they are used up, fewer than ``n`` are returned.
         stop: strings that end a text.
-        seed: of the draws; None = that of the branch.
-        on_step: called after each decode with the statistics so far; a true result ends the search.
+        seed: the seed of the draws; None = the branch's.
+        on_step: called after each decode with the statistics so far; if it returns true, the search ends.
 
     Returns:
-        the valid texts in the order of their numbers, equal ones more than once; ``score`` is the log of
-        a text's probability under the settings. ``valid_mass`` holds bounds of the probability that a
-        text is valid: that of the texts found, and one minus that of what was refused.
+        the valid texts in the order of their numbers; equal texts may occur more than once. ``score`` is
+        the log of a text's probability under the settings. ``valid_mass`` has bounds for the probability
+        that a text is valid: the mass of the valid texts found, and one minus the refused mass.
 
     Raises:
-        ConfigError: a value out of range, a grammar, or the constraint fails. BranchStateError,
-        CapacityError, DecodeError: all sequences are returned.
+        ConfigError: a value is out of range, the branch has a grammar, or the constraint fails.
+        BranchStateError, CapacityError, DecodeError: all sequences are returned.
     """
     check_start(branch, on_step)
     n = whole("n", n, 1, MOST_TEXTS)
@@ -76,8 +77,8 @@ def rejection(
     max_draws = whole("max_draws", max_draws, 1, MOST_STEPS)
     if branch.grammar is not None:
         raise ConfigError(
-            "rejection cannot weigh what a grammar masks",
-            hint="search.smc has a grammar and a constraint",
+            "rejection cannot be used with a grammar",
+            hint="search.smc supports a grammar and a constraint",
         )
     asked = ConstraintCalls(constraint, whole_texts=True)
     stop, seed = stop_strings(stop), first_seed(branch, seed)
@@ -106,10 +107,10 @@ def rejection(
 
 @dataclass
 class _Place:
-    """What is known of the texts that begin with those of a node.
+    """The knowledge about the texts below a node.
 
     Attributes:
-        state: of the constraint.
+        state: the state of the constraint.
         depth: how many tokens the node has.
         logprob: of the node's text under the settings.
         parent: its place, and the token and its probability there.
@@ -126,7 +127,7 @@ class _Place:
     mass: float = 1.0
 
     def refuse(self, token: int, probability: float, mass: float = 0.0) -> None:
-        """Lower the bound of the texts that go on with ``token``, and the bounds of all above."""
+        """Lower the bound of the texts that continue with ``token``, and the bounds above."""
         self.valid[token] = (probability, mass)
         lost = math.fsum(p * (1.0 - kept) for p, kept in self.valid.values())
         self.mass = 1.0 - lost if lost < 1.0 - _LEAST_MASS else 0.0

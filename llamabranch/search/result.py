@@ -1,4 +1,4 @@
-"""What every search returns: hypotheses, statistics, and the tree it has looked at."""
+"""The result of every search: hypotheses, statistics, and the tree of all texts."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ __all__ = ["Hypothesis", "SearchResult", "SearchStats"]
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """One text that a search has found.
+    """A text found by a search.
 
     Attributes:
-        tokens: the generated ids, those of a stop string included, EOG tokens not.
+        tokens: the generated ids, including those of a stop string, but not EOG tokens.
         text: their text, without the stop string that ended it.
-        logprob: the sum of their log-probabilities under the model's own distribution, nats; that of
-            the EOG token that ended the text included.
-        score: what the hypotheses are ordered by.
-        finish_reason: "stop" (EOG token or stop string), "length", "capacity" (no room in the cache),
-            "rejected" (dropped while others were better), "decided" (a vote was, before it ended)
-            or "cancelled".
+        logprob: the sum of their log-probabilities under the model's own distribution, nats, including
+            that of an EOG token that ended the text.
+        score: the hypotheses are ordered by it.
+        finish_reason: "stop" (EOG token or stop string), "length", "capacity" (the cache is full),
+            "rejected" (dropped because others were better), "decided" (the vote was decided before it
+            ended) or "cancelled".
         node: where it ends in the tree.
     """
 
@@ -49,12 +49,12 @@ class Hypothesis:
 
 @dataclass
 class SearchStats(ConstraintStats):
-    """The cost of a search; that of a constraint is of ``smc`` and ``rejection``.
+    """The cost of a search; for ``smc`` and ``rejection`` also that of the constraint.
 
     Attributes:
         decodes: calls of llama_decode.
         tokens_decoded: tokens in them.
-        tokens_redecoded: how many of those had been decoded before, because there were fewer sequences
+        tokens_redecoded: how many of these were decoded before, because there were fewer sequences
             or cells than candidates.
         tokens_shared: tokens that candidates share with others, or with the prompt, by a fork.
         peak_sequences: the most sequences held at a time, without that of the branch it began with.
@@ -77,19 +77,20 @@ class SearchStats(ConstraintStats):
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search has found.
+    """The result of a search.
 
     Attributes:
         hypotheses: best first; empty if nothing could be generated.
-        stats: what it has cost.
-        tree: the prompt; all that was looked at is below it.
-        log_evidence: of ``smc``: the logarithm of the estimated normalising constant; None elsewhere.
-        effective_sizes: of ``smc``: 1 / sum(w^2) over the particles' shares w of all weight, after each
-            step and before resampling: N if all weigh the same, 1 if one has it all, 0 if none has any.
-        valid_mass: of ``rejection``: bounds of the probability that a text is valid; None elsewhere.
-        votes: of ``vote``: the number of texts for each answer, as it was returned, most first; empty
-            elsewhere.
-        answer_forms: of ``vote``: for each answer the texts in which it was given, and how often.
+        stats: the cost.
+        tree: the node of the prompt; all texts of the search are below it.
+        log_evidence: only from ``smc``: the logarithm of the estimated normalising constant.
+        effective_sizes: only from ``smc``: 1 / sum(w^2) over the particles' shares w of the total weight,
+            after each step and before resampling: N if all weights are equal, 1 if one particle has all
+                the
+            weight, 0 if there is none.
+        valid_mass: only from ``rejection``: bounds for the probability that a text is valid.
+        votes: only from ``vote``: the number of texts for each answer, the most frequent first.
+        answer_forms: only from ``vote``: for each answer its spellings and their counts.
     """
 
     hypotheses: list[Hypothesis]
@@ -110,14 +111,14 @@ class SearchResult:
         """
         if not self.hypotheses:
             raise UsageError(
-                "the search has found no text",
+                "the search found no text",
                 hint="raise max_tokens, allow shorter texts in the grammar, or use more particles",
             )
         return self.hypotheses[0]
 
     @property
     def answer(self) -> str | float | None:
-        """Of ``vote``: the most frequent answer; None if no text has one, and elsewhere."""
+        """The most frequent answer of a ``vote``; None if no text has one, and for other searches."""
         return next(iter(self.votes), None)
 
     @property

@@ -1,4 +1,4 @@
-"""Choosing among given texts by their log-probabilities: ``select``."""
+"""``select``: choose among texts by their log-probabilities."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Selection:
     """The outcome of ``select``.
 
     Attributes:
-        choice: the best choice, as it was given.
-        index: its number.
+        choice: the best choice.
+        index: its index.
         scores: of all choices, in their order; the best has the highest.
-        logprobs: of each choice, log p of each of its tokens, nats.
-        tokens: of each choice, its token ids.
-        stats: what it has cost.
-        tree: the choices as a tree, in which common beginnings are one.
+        logprobs: for each choice, log p of each of its tokens, nats.
+        tokens: for each choice, its token ids.
+        stats: the cost.
+        tree: the choices as a tree; common beginnings are one node.
     """
 
     choice: str
@@ -61,23 +61,25 @@ def select(branch: Branch, choices: Sequence[str], *, method: str = "mean") -> S
     """Return which of ``choices`` the model prefers as the continuation of ``branch``.
 
     All choices are decoded together, as a tree in which common beginnings are decoded once; the last
-    token of a choice is not decoded at all. The log-probabilities are the model's own: sampling settings
-    and grammar of the branch play no role. Each choice is tokenized by itself, so begin it with a space
-    where the text needs one.
+    token of a choice is not decoded at all. The log-probabilities are the model's own; sampling settings
+    and grammar of the branch are ignored. Each choice is tokenized by itself, so begin it with a space
+    if the text needs one.
 
     Args:
         branch: has read the prompt; it is left as it is.
         choices: texts, not empty; equal ones share their score.
         method: how a choice is scored from log p of its tokens.
             "mean": their mean, SGLang's ``token_length_normalized``.
-            "greedy": token by token; a choice is dropped where another one's token is more probable.
-            Shorter choices go on with their own mean. Scores are the numbers of tokens survived.
-            "contrast": the mean of log p minus log p without the prompt (that of the first token counts
-            as 0), SGLang's ``unconditional_likelihood_normalized``. It decodes the choices once more.
-            "sum": their sum, the log-probability of the choice. "bytes": their sum per byte of text.
+            "greedy": goes token by token and drops a choice when another choice's token is more probable.
+            After its end a shorter choice competes with its mean. The score is the number of tokens that
+            a choice survived. "contrast": the mean of log p minus log p without the prompt (which is 0
+            for the first token), SGLang's ``unconditional_likelihood_normalized``. It decodes the choices
+            once more. "sum": their sum, the log-probability of the choice. "bytes": their sum per byte of
+            text.
 
     Raises:
-        ConfigError: no choices, an empty one, or an unknown method. TokenizeError, BranchStateError,
+        ConfigError: there are no choices, one is empty, or the method is unknown. TokenizeError,
+            BranchStateError,
         CapacityError, DecodeError: all sequences are returned.
     """
     check_start(branch, None)
@@ -99,7 +101,7 @@ def select(branch: Branch, choices: Sequence[str], *, method: str = "mean") -> S
             ]
         else:
             scores = _scores(method, choices, logprobs)
-    index = int(np.argmax(scores))  # of equals, the first
+    index = int(np.argmax(scores))  # among equals, the first
     for i, path in enumerate(paths):
         path[-1].status = "finished" if i == index else path[-1].status
         path[-1].score = scores[i]
@@ -127,7 +129,7 @@ def _scores(
 
 
 def _greedy(logprobs: Sequence[Sequence[float]]) -> list[float]:
-    """Return for each choice at how many tokens it was still among the best."""
+    """Return for each choice for how many tokens it was among the best."""
     longest = max(map(len, logprobs))
     padded = [[*row, *[math.fsum(row) / len(row)] * (longest - len(row))] for row in logprobs]
     left = set(range(len(padded)))

@@ -1,4 +1,4 @@
-"""Search step by step, guided by a reward: the best texts so far go on."""
+"""Search step by step, guided by a reward: the best texts so far are continued."""
 
 from __future__ import annotations
 
@@ -36,30 +36,31 @@ def step_search(
     drafter: Drafter | None = None,
     on_step: OnStep | None = None,
 ) -> SearchResult:
-    """Sample texts step by step and let a reward decide, after each step, which go on.
+    """Sample texts step by step; after each step a reward decides which are continued.
 
-    In each iteration ``n`` texts are sampled up to the next boundary, in shared decodes; then ``reward``
-    is asked about each. The ``n / beam_width`` best go on, each as often as fits into ``n``. The last
-    iteration samples to the end.
+    In each iteration ``n`` texts are sampled up to the next boundary, in shared decodes, and ``reward``
+    is called for each. The best ``n / beam_width`` texts are continued, each ``beam_width`` times. The
+    last iteration samples to the end.
 
     Args:
         branch: has read the prompt; it is left as it is.
-        reward: of a text, without the prompt, finished or not; higher is better.
+        reward: a function of a text without the prompt, finished or not; higher is better.
         n: how many texts are sampled in each iteration.
-        beam_width: how many texts each of the best becomes; it must divide ``n``.
+        beam_width: how often each of the best texts is continued; it must divide ``n``.
         max_steps: the most iterations.
         step: where a step ends: after a token that completes this string, or after N tokens.
         entropy: instead of ``step``: a step ends before a token whose distribution under the model has
             more entropy than this, nats, so that texts part where the model is uncertain (Li et al.
             2025, 2503.21961).
         max_tokens: the most tokens of a text.
-        stop, seed, drafter, on_step: as for ``best_of_n``. One text is that of ``branch.generate``.
+        stop, seed, drafter, on_step: as for ``best_of_n``. With ``n=1`` the text is that of
+            ``branch.generate``.
 
     Returns:
         the finished texts, best reward first; ``score`` is the reward.
 
     Raises:
-        ConfigError: a value out of range, or a reward that is no finite number. What ``reward`` raises;
+        ConfigError: a value is out of range, or a reward is not a finite number. Errors of ``reward``;
         BranchStateError, CapacityError, DecodeError: all sequences are returned.
     """
     check_start(branch, on_step, drafter)
@@ -70,7 +71,7 @@ def step_search(
     if n % beam_width:
         raise ConfigError(
             f"n ({n}) must be a multiple of beam_width ({beam_width})",
-            hint="n / beam_width texts go on after each step",
+            hint="n / beam_width texts are continued after each step",
         )
     max_tokens = token_limit(max_tokens)
     max_steps = whole("max_steps", max_steps, 1, MOST_STEPS)
@@ -115,7 +116,7 @@ def step_search(
 
 def _result(tree: SearchTree, done: Scored) -> SearchResult:
     hypotheses = [line.hypothesis(score) for line, score in done]
-    hypotheses.sort(key=lambda h: -h.score)  # of equals, the one that was finished first
+    hypotheses.sort(key=lambda h: -h.score)  # among equals, the one that finished first
     chosen_nodes = {h.node for h in hypotheses}
     for node in tree.root.walk():
         if node is not tree.root and not node.children:

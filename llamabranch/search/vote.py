@@ -44,31 +44,30 @@ def vote(
 
     Args:
         branch: has read the prompt; it is left as it is.
-        answer: a function that returns the answer in a text, as text, number or bool; None = it has none
-            and does not vote. A text for which it raises does not vote either. It gets a text without
-            the thought that it begins with.
+        answer: a function that returns the answer in a text, as text, number or bool; if it returns None
+            or raises, the text does not vote. It gets the text without a thought at its beginning.
         n: how many texts.
         max_tokens: the most tokens of each.
-        confidence: 1.0 = stop as soon as the texts that are left cannot change the leading answer, so
-            it is that of all ``n``. None = hear all texts. No other value is taken.
-        width: the most texts that are generated at a time, those that are equal so far counted once;
-            None = 4 with ``confidence``, else as many as there are sequences for. It changes no text.
+        confidence: 1.0 = stop when the remaining texts cannot change the leading answer, so that the
+            answer is that of all ``n``. None = count all texts. No other values are allowed.
+        width: the most texts that are generated at a time, where texts that are equal so far count once;
+            None = 4 with ``confidence``, otherwise as many as there are sequences. It changes no text.
         stop, seed, drafter, on_step: as for ``best_of_n``.
 
     Returns:
-        all texts, those with the most frequent answer first, the most probable of them at the front;
-        ``answer`` is the most frequent one, ``votes`` counts them; ``score`` is the share of the texts
-        counted that have the same one. Of equally frequent answers the seed decides which comes first.
-        Numbers that are equal, such as 1 and 1.00, are one answer; ``answer_forms`` has the texts in
-        which it was given. With ``confidence``: the texts that were begun; those that did not vote
-        because the vote was decided come last, as "decided".
+        all texts. Those with the most frequent answer come first, ordered by probability. ``answer`` is
+        the most frequent answer, and ``votes`` has the counts. ``score`` is the share of counted texts
+        with the same answer. The seed decides between equally frequent answers. Equal numbers, such as 1
+        and 1.00, are one answer; ``answer_forms`` has the different spellings. With ``confidence`` there
+        are only texts that were begun; those that did not vote, because the vote was decided, come last,
+        as "decided".
 
     Raises:
-        ConfigError: a value out of range. BranchStateError, CapacityError, DecodeError: all sequences
+        ConfigError: a value is out of range. BranchStateError, CapacityError, DecodeError: all sequences
             are returned.
 
     Warns:
-        LlamaBranchWarning: no text has an answer, or ``answer`` has raised something.
+        LlamaBranchWarning: no text has an answer, or ``answer`` raised an exception.
     """
     check_start(branch, on_step, drafter)
     n = whole("n", n, 1, MOST_TEXTS)
@@ -81,7 +80,7 @@ def vote(
     if confidence is not None and real("confidence", confidence) != 1:
         raise ConfigError(
             f"confidence must be 1.0 or None, not {confidence!r}",
-            hint="1.0 stops when the texts that are left cannot change the answer",
+            hint="1.0 stops when the remaining texts cannot change the answer",
         )
     stop, seed = stop_strings(stop), first_seed(branch, seed)
     ballot = _Ballot(
@@ -170,10 +169,10 @@ class _Ballot:
         forms = _forms(given for given in found.values() if given is not None)
         votes = {name: seen.total() for name, seen in forms.items()}
         if self._errors:
-            failed = f"answer() has failed for {len(self._errors)} of {len(found)} texts"
+            failed = f"answer() failed for {len(self._errors)} of {len(found)} texts"
             warn(f"{failed}, which do not vote: {self._errors[0]!r}", LlamaBranchWarning)
         elif not votes:
-            warn("no text has an answer: answer() has returned None", LlamaBranchWarning)
+            warn("no text has an answer: answer() returned None", LlamaBranchWarning)
         # The order of first appearance must not decide between equals: early texts are not better.
         luck = {
             given: uniform(seed, self._n, index=i) for i, given in enumerate(sorted(votes, key=str))
@@ -191,15 +190,15 @@ class _Ballot:
 
 
 def last_match(pattern: str) -> Callable[[str], str | None]:
-    """Return what finds the last match of a pattern in a text; of it the first group, if it has one.
+    """Return a function that finds the last match of a pattern in a text, or the match's first group.
 
     Raises:
-        ConfigError: no regular expression.
+        ConfigError: ``pattern`` is not a regular expression.
     """
     try:
         compiled = re.compile(pattern)
     except re.error as error:
-        raise ConfigError(f"answer is no regular expression: {error}") from None
+        raise ConfigError(f"answer is not a regular expression: {error}") from None
 
     def answer(text: str) -> str | None:
         found = [*compiled.finditer(text)]
@@ -219,10 +218,10 @@ def _checked(answer: object) -> Answer | None:
 
 
 def _forms(answers: Iterable[Answer]) -> dict[Answer, Counter[str]]:
-    """Return the different answers, each with the texts in which it was given and how often.
+    """Return the different answers, each with its spellings and their counts.
 
-    Numbers that are equal are one answer: 1, 1.00 and 1e0, and 1,000 and 1000. It is the one of the most
-    frequent text; of equally frequent ones of the shortest, then of the first in the alphabet.
+    Equal numbers are one answer: 1, 1.00 and 1e0, and 1,000 and 1000. It is represented by the most
+    frequent spelling; among equally frequent ones by the shortest, then by the first in the alphabet.
     """
     groups: dict[Decimal | str, Counter[str]] = {}
     given: dict[str, Answer] = {}

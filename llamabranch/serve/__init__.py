@@ -4,7 +4,7 @@ settings.py     the settings of a server, checked
 server.py       the socket, loading, the end
 app.py          the routes
 security.py     hosts, origins, keys
-exchange.py     one request and its answer: body, JSON, events, time limits
+http_call.py    one request and its answer: body, JSON, events, time limits
 errors.py       errors in the form for clients
 fields.py       the fields of requests, converted for the engine
 generation.py   the texts of one request, and its answer

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from . import branches, completions, require_server, utilities
 from .errors import HttpError
-from .exchange import Exchange, Headers
+from .http_call import Headers, HttpCall
 from .security import Guard
 from .service import Service
 from .settings import ServeSettings
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["App", "Front"]
 
-Handler = Callable[[Exchange, Service], Awaitable[None]]
+Handler = Callable[[HttpCall, Service], Awaitable[None]]
 _ROUTES: dict[str, Handler] = {
     "GET /": utilities.index,
     "POST /v1/completions": completions.completions,
@@ -60,7 +60,7 @@ class Front(NamedTuple):
 
     check: Callable[[Scope], None]
     headers: Headers
-    routes: Mapping[str, Callable[[Exchange], Awaitable[None]]]
+    routes: Mapping[str, Callable[[HttpCall], Awaitable[None]]]
     close: Callable[[], Awaitable[None]]
 
 
@@ -102,14 +102,14 @@ class App:
         headers = self._guard.cors(scope) if front is None else [*front.headers]
         if service is not None and not service.is_exact:
             headers.append((b"x-batch-invariant", b"false"))
-        call = Exchange(scope, receive, send, self._settings, headers)
+        call = HttpCall(scope, receive, send, self._settings, headers)
         await call.run(self._answer(call))
         if self._settings.log_requests:
             ms = 1e3 * (perf_counter() - call.start)
             line = f"{scope['method']} {scope['path']} {call.status} {ms:.0f} ms {call.ended_by}"
             self._log(line.rstrip())
 
-    async def _answer(self, call: Exchange) -> None:
+    async def _answer(self, call: HttpCall) -> None:
         scope = call.scope
         check = self._guard.check if self._front is None else self._front.check
         check(scope)
@@ -127,7 +127,7 @@ class App:
                 status, message = 405, "this path supports other methods"
         raise HttpError(status, message)
 
-    async def _serve(self, handler: Handler, call: Exchange) -> None:
+    async def _serve(self, handler: Handler, call: HttpCall) -> None:
         """Answer a request of the API; HttpError if the model is not loaded."""
         service = self._service_of()
         if service is None:

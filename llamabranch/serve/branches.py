@@ -13,7 +13,6 @@ from msgspec import Meta, Struct
 from ..engine import Request
 from ..sampling import SamplingParams
 from .errors import HttpError
-from .exchange import Exchange
 from .fields import (
     Limit,
     Prompt,
@@ -26,7 +25,8 @@ from .fields import (
     prompt_tokens,
 )
 from .generation import Update, Writer, all_texts, answer, usage
-from .nodes import Node
+from .http_call import HttpCall
+from .nodes import BranchNode
 from .service import Service
 
 __all__ = ["continue_", "create", "delete", "fork", "get", "listing", "score"]
@@ -99,7 +99,7 @@ class ScoreFields(Struct, kw_only=True):
     top_logprobs: Top = 0
 
 
-async def create(call: Exchange, service: Service) -> None:
+async def create(call: HttpCall, service: Service) -> None:
     """Make a root."""
     fields, model = await call.json(CreateFields), service.model
     given = [fields.prompt, fields.tokens, fields.messages]
@@ -119,10 +119,12 @@ async def create(call: Exchange, service: Service) -> None:
         structured_outputs=fields.structured_outputs,
     ).text_grammar()
     sampling = fields.params(service, service.settings.sampling)
-    await _add(call, service, Node(tokens, len(tokens), sampling, grammar), fields.top_logprobs)
+    await _add(
+        call, service, BranchNode(tokens, len(tokens), sampling, grammar), fields.top_logprobs
+    )
 
 
-async def fork(call: Exchange, service: Service) -> None:
+async def fork(call: HttpCall, service: Service) -> None:
     """Make a child with the first tokens of a node and the appended text."""
     fields = await call.json(ForkFields)
     parent, append = _node(call, service), fields.append or Append(tokens=[])
@@ -138,11 +140,11 @@ async def fork(call: Exchange, service: Service) -> None:
     service.model.check_tokens(more)
     n_read = at + len(more) if more else min(at, parent.n_read)
     sampling = fields.params(service, parent.sampling)
-    node = Node([*parent.tokens[:at], *more], n_read, sampling, parent.grammar, parent, at)
+    node = BranchNode([*parent.tokens[:at], *more], n_read, sampling, parent.grammar, parent, at)
     await _add(call, service, node, fields.top_logprobs)
 
 
-async def _add(call: Exchange, service: Service, node: Node, top: int) -> None:
+async def _add(call: HttpCall, service: Service, node: BranchNode, top: int) -> None:
     with service.branches.room_for(1):
         text = await _look(service, node, top)
         service.branches.add(node)
@@ -150,7 +152,7 @@ async def _add(call: Exchange, service: Service, node: Node, top: int) -> None:
     await call.reply({**shown, "next": node.next, **usage([text])}, 201)
 
 
-async def continue_(call: Exchange, service: Service) -> None:
+async def continue_(call: HttpCall, service: Service) -> None:
     """Generate children of a node."""
     fields = await call.json(ContinueFields)
     parent = _node(call, service)
@@ -173,7 +175,7 @@ class _Writer(Writer[TextFields]):
     """Writes texts as children of a node; they become nodes when they end."""
 
     def __init__(
-        self, service: Service, fields: TextFields, parent: Node, sampling: SamplingParams
+        self, service: Service, fields: TextFields, parent: BranchNode, sampling: SamplingParams
     ) -> None:
         super().__init__(service, fields, "br", "branch.children")
         self._parent, self._sampling = parent, sampling
@@ -193,7 +195,7 @@ class _Writer(Writer[TextFields]):
 
     def _child(self, update: Update) -> dict[str, object]:
         parent, result = self._parent, update.result
-        child = Node(
+        child = BranchNode(
             [*parent.tokens, *result.tokens], parent.n_read,
             self._sampling.replace(seed=result.seed), parent.grammar, parent, parent.position,
             update.end["finish_reason"],
@@ -210,7 +212,7 @@ class _Writer(Writer[TextFields]):
         return found
 
 
-async def score(call: Exchange, service: Service) -> None:
+async def score(call: HttpCall, service: Service) -> None:
     """Score continuations of a node; no node is added."""
     fields = await call.json(ScoreFields)
     tokens, parse = _node(call, service).tokens, fields.parse_special
@@ -237,7 +239,7 @@ async def score(call: Exchange, service: Service) -> None:
     await call.reply({"object": "branch.scores", "scores": scores, **usage(texts)})
 
 
-async def get(call: Exchange, service: Service) -> None:
+async def get(call: HttpCall, service: Service) -> None:
     """Show a node; ``?include=tokens,next`` shows more of it."""
     node, wanted = _node(call, service), call.query.get("include", "").split(",")
     if {*wanted} - {"", "tokens", "next"}:
@@ -253,14 +255,14 @@ async def get(call: Exchange, service: Service) -> None:
     await call.reply(shown)
 
 
-async def listing(call: Exchange, service: Service) -> None:
+async def listing(call: HttpCall, service: Service) -> None:
     """List all nodes, or those of one tree."""
     root = call.query.get("root")
     nodes = service.branches.all() if root is None else service.branches[root].subtree()
     await call.reply({"object": "list", "data": [_shown(service, node) for node in nodes]})
 
 
-async def delete(call: Exchange, service: Service) -> None:
+async def delete(call: HttpCall, service: Service) -> None:
     """Delete a node; with ``?subtree=true`` also those below it."""
     node, subtree = _node(call, service), call.query.get("subtree", "").lower()
     n = service.branches.delete(node, subtree=subtree in ("1", "true"))
@@ -270,11 +272,11 @@ async def delete(call: Exchange, service: Service) -> None:
 # -- parts -----------------------------------------------------------------------------------------
 
 
-def _node(call: Exchange, service: Service) -> Node:
+def _node(call: HttpCall, service: Service) -> BranchNode:
     return service.branches[call.scope["path_params"]["id"]]
 
 
-async def _look(service: Service, node: Node, top: int) -> Update:
+async def _look(service: Service, node: BranchNode, top: int) -> Update:
     """Find the most probable next tokens of a node: draw one token and drop it."""
     (text,) = await all_texts(service, [service.next_request(node.tokens, top)])
     for first in text.result.emitted:
@@ -282,7 +284,7 @@ async def _look(service: Service, node: Node, top: int) -> Update:
     return text
 
 
-def _shown(service: Service, node: Node) -> dict[str, object]:
+def _shown(service: Service, node: BranchNode) -> dict[str, object]:
     """Return a node as JSON types."""
     return {
         "id": node.id,

@@ -19,9 +19,9 @@ from ..model.thoughts import Thinking, ThinkingChoice, plan_thinking, thinking_v
 from ..model.tools import Conversation, Tools, begun_answer, conversation, openai_deltas
 from ..sampling import SamplingParams
 from .errors import HttpError, http_error
-from .exchange import Exchange
 from .fields import Limit, Prompt, TextFields, Top, engine_requests, limit_of, prompt_tokens
 from .generation import Update, Writer, answer, timings
+from .http_call import HttpCall
 from .service import Service
 
 __all__ = [
@@ -68,7 +68,7 @@ class CompletionFields(TextFields, kw_only=True):
         return await prompt_tokens(service, self.prompt, add_special=add, parse_special=parse)
 
 
-async def completions(call: Exchange, service: Service) -> None:
+async def completions(call: HttpCall, service: Service) -> None:
     """Answer a request of OpenAI's."""
     fields = await call.json(CompletionFields)
     if fields.best_of not in (None, fields.n or 1):
@@ -155,7 +155,7 @@ class _CompletionWriter(Writer[CompletionFields]):
 # -- llama-server's own ----------------------------------------------------------------------------
 
 
-async def completion(call: Exchange, service: Service) -> None:
+async def completion(call: HttpCall, service: Service) -> None:
     """Answer a request in llama-server's format: an object, or a list for several prompts."""
     fields = await call.json(CompletionFields)
     prompts = await fields.tokens(service)
@@ -326,7 +326,7 @@ class ChatFields(TextFields, kw_only=True):
         return Tools(self.tools or (), self.tool_choice, form, parallel=parallel)
 
 
-async def chat(call: Exchange, service: Service) -> None:
+async def chat(call: HttpCall, service: Service) -> None:
     """Answer a request."""
     fields = await call.json(ChatFields)
     if fields.top_logprobs and not fields.logprobs:
@@ -354,7 +354,7 @@ async def chat(call: Exchange, service: Service) -> None:
     await answer(call, _ChatWriter(service, fields, tools, is_strict=grammar is not None), requests)
 
 
-async def input_tokens(call: Exchange, service: Service) -> None:
+async def input_tokens(call: HttpCall, service: Service) -> None:
     """Count the tokens of a conversation, and write it as a prompt (``/apply-template``)."""
     fields = await call.json(ChatFields)
     tools = await to_thread(fields.known_tools, service)

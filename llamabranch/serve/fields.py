@@ -13,7 +13,7 @@ import re
 from asyncio import to_thread
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Annotated, get_type_hints
+from typing import TYPE_CHECKING, Annotated, cast, get_type_hints
 
 from msgspec import Meta, Struct, defstruct
 
@@ -115,7 +115,7 @@ class SamplingFields(_Named, kw_only=True):
             given["seed"] = self.seed
         elif base.seed is None and settings.seed is not None and self.seed is None:
             given["seed"] = settings.seed
-        return base.replace(**given) if given else base
+        return base.replace(**cast(SamplingSettings, given)) if given else base
 
     def _bias(self, model: Model) -> dict[int, float]:
         given = self.logit_bias or {}

@@ -16,8 +16,8 @@ from ..engine.openai import End, completion_choice, end_reason
 from ..engine.openai import usage as usage_of
 from ..generation.thought import token_text
 from .errors import HttpError, http_error
-from .exchange import Exchange
 from .fields import TextFields
+from .http_call import HttpCall
 from .service import Service, seconds
 
 __all__ = [
@@ -42,6 +42,7 @@ class Update:
         thought, thoughts: text and tokens of the thought before the answer.
         ended: the event that ended the text, if it has ended.
         progress: the progress of the prompt, if there is no text yet.
+        ended_thought: all tokens of the thought, as the result will have them, if it has just ended.
     """
 
     index: int
@@ -54,6 +55,7 @@ class Update:
     thoughts: list[Produced] = field(default_factory=list)
     ended: Result | None = None
     progress: PromptProgress | None = None
+    ended_thought: list[Produced] = field(default_factory=list)
 
     @property
     def prompt(self) -> Sequence[int]:
@@ -119,7 +121,7 @@ class Writer(ABC, Generic[F]):
         return [event] if options is not None and options.include_usage else []
 
 
-async def answer(call: Exchange, writer: Writer[F], requests: Sequence[Request]) -> None:
+async def answer(call: HttpCall, writer: Writer[F], requests: Sequence[Request]) -> None:
     """Generate the texts of requests and send them, as a stream or in one piece.
 
     A stream begins only with its first text, so that earlier errors get an HTTP status of their own.
@@ -210,6 +212,7 @@ async def updates(
                         if not event.is_thought and not event.text:
                             update.written += token_text(service.model, one)
                         (update.thoughts if event.is_thought else update.tokens).append(one)
+                    update.ended_thought += event.ended_thought
                     if event.result is not None:
                         n_left -= 1
                         service.count(event.result)

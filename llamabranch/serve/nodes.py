@@ -17,11 +17,11 @@ from ..sampling import SamplingParams
 from ..sampling.grammar import Grammar
 from .errors import HttpError
 
-__all__ = ["Branches", "Node"]
+__all__ = ["BranchNode", "Branches"]
 
 
 @dataclass(eq=False)
-class Node:
+class BranchNode:
     """A text that can be continued.
 
     Attributes:
@@ -38,11 +38,11 @@ class Node:
     n_read: int
     sampling: SamplingParams
     grammar: Grammar | None = None
-    parent: Node | None = None
+    parent: BranchNode | None = None
     fork_position: int = 0
     finish_reason: str | None = None
     id: str = field(default_factory=lambda: f"br-{uuid4().hex}")
-    children: list[Node] = field(default_factory=list)
+    children: list[BranchNode] = field(default_factory=list)
     next: dict[str, object] | None = None
     used: float = 0.0
 
@@ -58,12 +58,12 @@ class Node:
 
     def use(self) -> None:
         """Mark it and its ancestors as used now."""
-        node: Node | None = self
+        node: BranchNode | None = self
         while node is not None:
             node.used = monotonic()
             node = node.parent
 
-    def subtree(self) -> list[Node]:
+    def subtree(self) -> list[BranchNode]:
         """Return it and all nodes below it, parents first."""
         found = [self]
         for node in found:  # the list grows in the loop
@@ -81,10 +81,10 @@ class Branches:
 
     def __init__(self, most: int, ttl_s: float) -> None:
         self._most, self._ttl_s = most, ttl_s
-        self._nodes: dict[str, Node] = {}
+        self._nodes: dict[str, BranchNode] = {}
         self._n_promised = 0
 
-    def __getitem__(self, name: str) -> Node:
+    def __getitem__(self, name: str) -> BranchNode:
         node = self._nodes.get(name)
         if node is None:
             text = f"there is no branch {name[:100]!r}: it was deleted, or not used for {self._ttl_s:g} s"
@@ -92,7 +92,7 @@ class Branches:
         node.use()
         return node
 
-    def all(self) -> list[Node]:
+    def all(self) -> list[BranchNode]:
         """Return all nodes, oldest first."""
         oldest = monotonic() - self._ttl_s
         for node in [node for node in self._nodes.values() if node.used < oldest]:
@@ -122,7 +122,7 @@ class Branches:
         finally:
             self._n_promised -= n
 
-    def add(self, node: Node) -> None:
+    def add(self, node: BranchNode) -> None:
         """Keep a new node; if its parent was deleted meanwhile, it becomes a root."""
         if node.parent is not None and node.parent.id not in self._nodes:
             node.parent, node.fork_position = None, 0
@@ -131,7 +131,7 @@ class Branches:
             node.parent.children.append(node)
         node.use()
 
-    def delete(self, node: Node, *, subtree: bool) -> int:
+    def delete(self, node: BranchNode, *, subtree: bool) -> int:
         """Delete a node, with ``subtree`` also the nodes below it; return how many were deleted."""
         if node.children and not subtree:
             message = f"{len(node.children)} branches begin with it: ?subtree=true deletes them too"
@@ -141,7 +141,7 @@ class Branches:
             self._remove(each)
         return len(gone)
 
-    def _remove(self, node: Node) -> None:
+    def _remove(self, node: BranchNode) -> None:
         self._nodes.pop(node.id, None)
         if node.parent is not None and node in node.parent.children:
             node.parent.children.remove(node)

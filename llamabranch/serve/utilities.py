@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from .completions import sampling_of
 from .errors import HttpError
-from .exchange import Exchange
+from .http_call import HttpCall
 from .service import Service
 
 __all__ = [
@@ -33,7 +33,7 @@ class DetokenizeFields(Struct, kw_only=True):
     tokens: list[int]
 
 
-async def index(call: Exchange, service: Service) -> None:
+async def index(call: HttpCall, service: Service) -> None:
     """Show a browser which model runs here, and the addresses of the API."""
     host = dict(call.scope["headers"]).get(b"host", b"localhost").decode("latin-1")
     name, n, n_ctx = service.names[0], service.settings.parallel, service.n_ctx
@@ -59,12 +59,12 @@ _PAGE = """<!doctype html>
 """
 
 
-async def health(call: Exchange, service: Service) -> None:
+async def health(call: HttpCall, service: Service) -> None:
     """Tell that the server answers."""
     await call.reply({"status": "ok"})
 
 
-async def models(call: Exchange, service: Service) -> None:
+async def models(call: HttpCall, service: Service) -> None:
     """List the one model, or show it."""
     model = service.model
     one = {
@@ -82,7 +82,7 @@ async def models(call: Exchange, service: Service) -> None:
     await call.reply(one if wanted else {"object": "list", "data": [one]})
 
 
-async def props(call: Exchange, service: Service) -> None:
+async def props(call: HttpCall, service: Service) -> None:
     """Tell the settings."""
     model, settings, words = service.model, service.settings, service.vocabulary
     params = {
@@ -100,7 +100,7 @@ async def props(call: Exchange, service: Service) -> None:
     })  # fmt: skip
 
 
-async def slots(call: Exchange, service: Service) -> None:
+async def slots(call: HttpCall, service: Service) -> None:
     """Tell how many texts hold a sequence."""
     if not service.settings.slots:
         raise HttpError(501, "the server was started with --limit slots=false")
@@ -109,7 +109,7 @@ async def slots(call: Exchange, service: Service) -> None:
     await call.reply([{"id": i, "n_ctx": n_ctx, "is_processing": i < n_running} for i in range(n)])
 
 
-async def tokenize(call: Exchange, service: Service) -> None:
+async def tokenize(call: HttpCall, service: Service) -> None:
     """Turn a text into tokens."""
     fields = await call.json(TokenizeFields)
     text = fields.prompt if fields.content is None else fields.content
@@ -133,7 +133,7 @@ def _piece(raw: bytes) -> str | list[int]:
         return list(raw)
 
 
-async def detokenize(call: Exchange, service: Service) -> None:
+async def detokenize(call: HttpCall, service: Service) -> None:
     """Turn tokens into text: ``content`` is llama-server's name for it, ``prompt`` vLLM's."""
     fields = await call.json(DetokenizeFields)
     service.model.check_tokens(fields.tokens)
@@ -141,7 +141,7 @@ async def detokenize(call: Exchange, service: Service) -> None:
     await call.reply({"content": text, "prompt": text})
 
 
-async def tokenizer_info(call: Exchange, service: Service) -> None:
+async def tokenizer_info(call: HttpCall, service: Service) -> None:
     """Tell the special tokens, as lm-evaluation-harness asks for them."""
     model, words = service.model, service.vocabulary
     await call.reply({
@@ -150,7 +150,7 @@ async def tokenizer_info(call: Exchange, service: Service) -> None:
     })  # fmt: skip
 
 
-async def metrics(call: Exchange, service: Service) -> None:
+async def metrics(call: HttpCall, service: Service) -> None:
     """Write llama-server's totals in Prometheus' format."""
     if not service.settings.metrics:
         raise HttpError(501, "the server was started with --limit metrics=false")

@@ -4,7 +4,7 @@ speculator.py   prompts and branches, continued with a drafter: as a generation,
 model.py        draft models, and what heads share with them: read the new text, draw
 head.py         EAGLE-3 heads and MTP layers, which read hidden states of the target
 copying.py      drafters that copy what followed the same tokens before
-combined.py     drafters made of others or of a function; the drafter that is used where none is named
+combined.py     drafters made of others or of a function; the default drafter, "auto"
 
 The loop, the rules and the draft length are in :mod:`llamabranch.generation`.
 """

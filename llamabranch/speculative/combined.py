@@ -33,27 +33,27 @@ __all__ = ["ChainDrafter", "DrafterChoice", "FunctionDrafter", "GrammarDrafter",
 DrafterChoice = Drafter | Literal["auto"] | None
 DraftFunction = Callable[[list[int], int], Sequence[int]]
 
-_GRAMMAR = "grammar"  # the name of drafts that begin with what is forced
+_GRAMMAR = "grammar"  # the name of drafts that begin with forced text
 
 
 # -- a function -----------------------------------------------------------------------------------
 
 
 class FunctionDrafter(Drafter):
-    """Drafts what a function returns.
+    """Drafts the tokens that a function returns.
 
-    ``function(tokens, k)`` gets the ids of the text so far, a list of its own, and returns at most ``k``
-    ids that may follow; what is beyond ``k`` is cut off, and an empty list is no draft. It may use
-    anything but the target's random numbers; drafts never change the text's distribution. Several texts
-    at a time are drafted one after another.
+    ``function(tokens, k)`` gets a copy of the ids of the text so far, and returns at most ``k`` ids that
+    may follow. More than ``k`` are cut off, and an empty list means no draft. It may use anything but the
+    target's random numbers. Drafts never change the text's distribution. Several texts are drafted one
+    after another.
 
     Args:
         function: the guess.
         name: its name in statistics.
 
     Raises:
-        ConfigError: not a function. What the function raises ends the generation; a result that is no
-            list of the target's token ids raises TokenizeError there.
+        ConfigError: ``function`` is not a function. An exception in it ends the generation; a result that
+            is not a list of the target's token ids raises TokenizeError there.
     """
 
     def __init__(self, function: DraftFunction, name: str | None = None) -> None:
@@ -71,10 +71,10 @@ class FunctionDrafter(Drafter):
         return self._name
 
     def check(self, target: Model) -> None:
-        """Accept any target: the function is responsible for the ids."""
+        """Accept any target; the function is responsible for the ids."""
 
     def start(self, target: Text, rule: str) -> DraftState:
-        """Return a state that keeps nothing: the function gets the whole text each time."""
+        """Return a state that keeps nothing, because the function gets the whole text each time."""
         return _FunctionState(self._function, self._name)
 
 
@@ -121,16 +121,16 @@ class _Combined(Drafter):
 
 
 class ChainDrafter(_Combined):
-    """Tries drafters in order until one proposes a draft: cheap ones first, a model last.
+    """Tries drafters in order until one proposes a draft; put cheap ones first and a model last.
 
-    A draft state whose turn does not come only learns how many tokens were accepted, so a model behind
-    n-gram drafters decodes all the text it has missed in one decode when its turn comes.
+    A drafter that is not needed is only told how many tokens were accepted. So a model after n-gram
+    drafters decodes all text that it has missed in one decode when it is needed.
 
     Args:
         drafters: at least one, in the order in which they are tried.
 
     Raises:
-        ConfigError: an empty list, or something that is no drafter.
+        ConfigError: the list is empty, or an item is not a drafter.
     """
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
@@ -151,7 +151,7 @@ class ChainDrafter(_Combined):
         return _ChainState(self, _all_or_none(makers))
 
     def propose_many(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Call each drafter with all requests for which those before it have no draft.
+        """Call each drafter with the requests for which the drafters before it have no draft.
 
         A draft has the cost of the drafters before it added to its own.
         """
@@ -209,13 +209,13 @@ def _all_or_none(makers: Sequence[Callable[[], DraftState]]) -> list[DraftState]
 class GrammarDrafter(_Combined):
     """Drafts the text that the grammar of a branch forces: keys, punctuation, the rest of a constant.
 
-    Where the grammar leaves a choice, ``values`` drafts on: with a copying drafter, values come from the
-    prompt. After these tokens follows what is forced next, and so on. What the grammar refuses is left
-    out.
+    Where the grammar leaves a choice, ``values`` continues the draft; for example, a copying drafter
+    takes values from the prompt. Then the next forced text follows, and so on. Tokens that the grammar
+    refuses are left out.
 
     Args:
-        values: drafts where the grammar leaves a choice; None = the draft ends there.
-        plain: drafts on a branch without a grammar; None = ``values`` does.
+        values: the drafter for places where the grammar leaves a choice; None = the draft ends there.
+        plain: the drafter for branches without a grammar; None = ``values``.
     """
 
     def __init__(self, values: Drafter | None = None, plain: Drafter | None = None) -> None:
@@ -228,7 +228,7 @@ class GrammarDrafter(_Combined):
 
     @classmethod
     def copying(cls) -> GrammarDrafter:
-        """Return the drafter that is used where a grammar is given and no drafter: "grammar+suffix"."""
+        """Return the default drafter for texts with a grammar: "grammar+suffix"."""
         return cls(SuffixDrafter(min_match=1, shared_tokens=0))
 
     @property
@@ -274,9 +274,9 @@ class _ForcedState:
                     self._fill(draft, tokens, grammar, length, limit)
                 draft.seconds = perf_counter() - start
                 return draft
-        except GrammarError:  # the target raises it if it gets there
+        except GrammarError:  # the target raises it if the text gets there
             return Draft(drafter=_GRAMMAR, stopped="end")
-        # What a draft begins with decides whose costs and acceptance it is judged by.
+        # The first token of a draft decides which drafter's costs and acceptance rate apply.
         return self._values.propose(tokens, length, limit)
 
     def _fill(
@@ -314,7 +314,7 @@ class _ForcedState:
         length: DraftLength,
         limit: int,
     ) -> bool:
-        """Add what ``values`` proposes and the grammar allows; return whether the draft may go on."""
+        """Add tokens of ``values`` that the grammar allows; return whether the draft may continue."""
         n, before = len(draft.tokens), length.n_before
         length.n_before = before + n
         try:
@@ -327,7 +327,7 @@ class _ForcedState:
         if found.sources and not draft.sources:
             draft.sources = [Distribution.point(token) for token in draft.tokens]
         for i, token in enumerate(found.tokens):
-            # Cutting a token that was drawn at random would bias the text: the rule has to reject it.
+            # Cutting off a token that was drawn at random would bias the text; the rule must reject it.
             is_allowed = grammar.allows(token)
             if not is_allowed and not found.sources:
                 draft.stopped = "end"
@@ -361,14 +361,14 @@ class _ForcedState:
         self._values.close()
 
 
-# -- where none is named --------------------------------------------------------------------------
+# -- the default ----------------------------------------------------------------------------------
 
 
 def auto_drafter(ctx: Context, *, structured: bool | None = None) -> Drafter:
-    """Return a drafter of copied text, and of the model's MTP layers and what a grammar forces.
+    """Return a drafter that combines copied text, the model's MTP layers, and text that a grammar forces.
 
-    ``structured``: whether a grammar constrains the texts; None = some of them. A context that reads the
-    MTP layers is opened once and stays with ``ctx``.
+    ``structured``: whether texts have a grammar; None = some of them have. The context of the MTP layers
+    is opened once, and ``ctx`` keeps it.
     """
     head = None
     if ctx.model.n_mtp_layers:

@@ -32,7 +32,7 @@ from ..native import forkable_lock
 
 __all__ = [
     "Match",
-    "Place",
+    "Occurrence",
     "PromptLookupDrafter",
     "SharedIndex",
     "SuffixDrafter",
@@ -47,8 +47,8 @@ _MOST_MATCH = 16  # tokens of the longest suffix that a `SuffixDrafter` compares
 # -- where tokens occurred before ------------------------------------------------------------------
 
 
-class Place(NamedTuple):
-    """A sequence of tokens, and the position in it of the token that followed the match."""
+class Occurrence(NamedTuple):
+    """A sequence of tokens, and the position of the token after the match in it."""
 
     sequence: Sequence[int]
     position: int
@@ -56,13 +56,13 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The last ``length`` tokens occurred before; ``places``, newest first, are what followed them."""
+    """The last ``length`` tokens occurred before; ``places`` are those occurrences, newest first."""
 
     length: int
-    places: list[Place]
+    places: list[Occurrence]
 
     def follow(self, tokens: Sequence[int], most: int, floor: float) -> Guess:
-        """Return the most frequent continuation of ``tokens``, at most ``most`` tokens of it.
+        """Return the most frequent continuation of ``tokens``, at most ``most`` tokens.
 
         Step j takes the token that most of the remaining places continue with (the newest place
         decides a tie) and keeps those places. If c of n places do, its estimated probability is
@@ -81,7 +81,7 @@ class Match:
         reach = 1.0
         places = self.places
         for j in range(most):
-            following: dict[int, list[Place]] = {}
+            following: dict[int, list[Occurrence]] = {}
             n = 0
             for place in places:
                 at = place.position + j
@@ -95,7 +95,7 @@ class Match:
                 following.setdefault(token, []).append(place)
             if not n:
                 break
-            # In a tie the first, which is the newest, is taken.
+            # In a tie the first one, which is the newest, is taken.
             token = max(following, key=lambda t: len(following[t]))
             places = following[token]
             probability = len(places) / (n + 1.0 / (self.length + j))
@@ -109,7 +109,7 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """A continuation, and the estimated probability of each token given that those before are right."""
+    """A continuation, with the estimated probability of each token if those before it are right."""
 
     tokens: list[int]
     probabilities: list[float]
@@ -136,7 +136,7 @@ def doubling(shortest: int, longest: int) -> tuple[int, ...]:
 def _longest(
     lengths: Sequence[int],
     tokens: Sequence[int],
-    find: Callable[[bytes, int], list[Place]],
+    find: Callable[[bytes, int], list[Occurrence]],
     most: int,
 ) -> Match | None:
     """Return the longest suffix of ``tokens`` for which ``find`` has places, if any.
@@ -212,22 +212,22 @@ class TokenIndex:
         return clone
 
     def longest(self, most: int) -> Match | None:
-        """Return the longest suffix of the tokens that occurred before, None if none did.
+        """Return the longest suffix of the tokens that occurred before; None if there is none.
 
-        It takes the newest ``most`` places.
+        It uses the newest ``most`` occurrences.
         """
         return _longest(self._lengths, self._tokens, self.places, most)
 
-    def places(self, gram: bytes, most: int, first: int = 0) -> list[Place]:
+    def places(self, gram: bytes, most: int, first: int = 0) -> list[Occurrence]:
         """Return where a gram, given as bytes, was followed: the newest places, from ``first`` on."""
-        found: list[Place] = []
+        found: list[Occurrence] = []
         start, end = max(0, first * _WIDTH - len(gram)), len(self._bytes) - _WIDTH
         while len(found) < most:
             at = self._bytes.rfind(gram, start, end)
             if at < 0:
                 break
             if at % _WIDTH == 0:
-                found.append(Place(self._tokens, (at + len(gram)) // _WIDTH))
+                found.append(Occurrence(self._tokens, (at + len(gram)) // _WIDTH))
             end = at + len(gram) - 1
         return found
 
@@ -236,7 +236,7 @@ class TokenIndex:
 
 
 class Segment:
-    """A run of tokens in a shared index; those before ``start`` are context or already forgotten."""
+    """A run of tokens in a shared index; tokens before ``start`` are context or already forgotten."""
 
     def __init__(self, context: Iterable[int]) -> None:
         self.text = TokenIndex((), context)
@@ -246,7 +246,7 @@ class Segment:
 
 
 class SharedIndex:
-    """The latest output of many sequences, which is searched; safe to use from many threads.
+    """A searchable index of the latest output of many sequences; many threads may use it.
 
     Args:
         lengths: the n of the n-grams that are searched for.
@@ -294,8 +294,8 @@ class SharedIndex:
             skip: the segment of the sequence itself, which is not searched.
         """
 
-        def find(gram: bytes, most: int) -> list[Place]:
-            found: list[Place] = []
+        def find(gram: bytes, most: int) -> list[Occurrence]:
+            found: list[Occurrence] = []
             shortest = gram[-self._lengths[0] * _WIDTH :]
             for segment in reversed(self._segments):
                 if shortest in segment.known and segment is not skip and len(found) < most:
@@ -325,7 +325,7 @@ class _CopyDrafter(Drafter):
         lengths: of the n-grams that are indexed.
         most: how many occurrences are counted.
         floor: ends a draft where the probability that all of it is accepted falls below it.
-        factor, offset: a match of m tokens allows a draft of floor(m * factor + offset) tokens.
+        factor, offset: after a match of m tokens a draft has at most floor(m * factor + offset) tokens.
     """
 
     lengths: Sequence[int]
@@ -337,7 +337,7 @@ class _CopyDrafter(Drafter):
         return frozenset({self.name})
 
     def check(self, target: Model) -> None:
-        """Accept any target: it copies token ids of the target's own text."""
+        """Accept any target, because it copies token ids of the target's own text."""
 
     def start(self, target: Text, rule: str) -> DraftState:
         """Return a new state."""
@@ -387,9 +387,9 @@ class SuffixDrafter(_CopyDrafter):
             Each target model has a shared index of its own, since token ids mean nothing to another.
             0 = share nothing, otherwise at least 128.
 
-    A match of m tokens allows a draft of m tokens, and a draft ends where the probability that all of it
-    is accepted falls below 0.2. "auto" weighs whatever could follow instead, without these limits, where
-    copying costs next to nothing beside a step of the target.
+    After a match of m tokens a draft has at most m tokens, and it ends where the probability that all of
+    it is accepted falls below 0.2. If copying costs almost nothing compared to a step of the target,
+    "auto" ignores these limits and decides by the expected gain.
 
     Raises:
         ConfigError: a value out of range.

@@ -341,31 +341,31 @@ class MTPDrafter(HeadDrafter):
     DeepSeek-V3, 2412.19437. At position P the pair is (token P, state P - 1). Several layers form a
     chain: each drafts one token, and reads the states that the layers before it made of the draft.
 
-    For the target's own it opens a context; ``close`` frees it, and so does closing the target. Several
-    layers draft one token each, so a draft has at most as many tokens as there are layers.
+    For the target's own layers it opens a context, which ``close`` frees, and so does closing the target.
+    If there are several layers, each drafts one token, so a draft has at most as many tokens as layers.
 
     Args:
         target: the context that generates, of a model loaded with ``load_mtp=True``; or a context of
-            MTP layers that is open already: ``Context(model, target=ctx)``.
+            MTP layers that is already open: ``Context(model, target=ctx)``.
         sampling: the settings of the draws; None = the request's.
 
     Raises:
         ConfigError: not a context.
-        UnsupportedError: the target has no MTP layers that can be computed, with the reason.
+        UnsupportedError: the target has no usable MTP layers; the message has the reason.
     """
 
     ahead = 0
 
     def __init__(self, target: Context, sampling: SamplingParams | None = None) -> None:
         instance(
-            "target", target, Context, "give the context that generates, for example lb.load()"
+            "target", target, Context, "pass the context that generates, for example lb.load()"
         )
         is_open = target.target is not None and not target.model.target_layers
         super().__init__(target if is_open else Context(target.model, target=target), sampling)
 
     @property
     def n_layers(self) -> int:
-        """How many MTP layers there are; of several, each drafts one token.
+        """The number of MTP layers; if there are several, each drafts one token.
 
         1 for layers that read the target's K/V: llama.cpp computes all of them for each token.
         """

@@ -283,7 +283,7 @@ def test_a_forgotten_generation_with_penalties_ends_in_silence(
     kind: str, setting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unraisable: list[object] = []
-    settings = SamplingParams(seed=1).replace(**{setting: 1.2})
+    settings = SamplingParams(seed=1).replace(**{setting: 1.2})  # type: ignore[arg-type]
     monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
     with lb.load(n_threads=1, chat_template="chatml") as ctx:
         if kind == "Chat":

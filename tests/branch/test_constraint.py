@@ -276,7 +276,7 @@ class Moody:
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (lambda: raises, "has raised ZeroDivisionError"),
+        (lambda: raises, "raised ZeroDivisionError"),
         (lambda: forgets, "must return True or False, not None"),
         (Moody, "which it allowed before"),
     ],

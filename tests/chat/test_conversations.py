@@ -323,7 +323,7 @@ def test_settings_are_changed_for_the_next_answer(ctx: Context) -> None:
         assert greedy[0].tokens == greedy[1].tokens
         assert len(greedy[0].tokens) == 3
         with pytest.raises(lb.ConfigError, match="temprature"):
-            chat.set(temprature=1)
+            chat.set(temprature=1)  # type: ignore[call-arg]
         chat.system = "Be brief."
         assert chat.messages[0] == {"role": "system", "content": "Be brief."}
 
@@ -657,7 +657,9 @@ def test_chat_saved_with_another_kv_type_is_read_again(model: lb.Model, tmp_path
         chat.save(folder)
         messages = chat.messages
     with Context(model, options("f32")) as context, Context(model, options("f32")) as other:
-        with pytest.warns(lb.errors.PerformanceWarning, match="read again.*kv_type: f16.*has f32"):
+        with pytest.warns(
+            lb.errors.PerformanceWarning, match="evaluated again.*kv_type: f16.*has f32"
+        ):
             again = Chat.load(context, folder)
         with again:
             assert (again.messages, again.branch) == (messages, None)

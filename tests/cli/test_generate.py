@@ -17,7 +17,7 @@ from commands import answer, on_terminal, run, said_by, texts
 from toys import CHAT_TEMPLATE, Vocabulary, write_toy
 
 import llamabranch as lb
-from llamabranch.cli.comparison import Comparison, compare
+from llamabranch.cli.comparison import DraftComparison, compare
 from llamabranch.cli.interrupts import InterruptHandler
 from llamabranch.context import Capabilities, opening
 
@@ -406,7 +406,9 @@ def test_repeated_runs_of_a_comparison_do_not_copy_each_other() -> None:
     assert counts[0] == counts[1] < 20
 
 
-def _flawed(drafting: lb.Engine, plain: lb.Engine, *rest: Any, **options: Any) -> Comparison | None:
+def _flawed(
+    drafting: lb.Engine, plain: lb.Engine, *rest: Any, **options: Any
+) -> DraftComparison | None:
     """Compare as usual, but pretend that plain decoding generates another token 5."""
     generate = plain.generate
 

@@ -105,7 +105,7 @@ def test_rare_settings_are_those_of_the_library(settings: dict[str, object]) -> 
     common = ("speculate", prompt, *SHORT, "-n", "24", "-s", "3", "--temp", "1.2")
     given = [f"{name.replace('_', '-')}={json.dumps(value)}" for name, value in settings.items()]
     found = answer(*common, *(each for text in given for each in ("-S", text)))["tokens"]
-    sampling = lb.SamplingParams(temperature=1.2, seed=3).replace(**settings)
+    sampling = lb.SamplingParams(temperature=1.2, seed=3).replace(**settings)  # type: ignore[arg-type]
     with lb.load(n_ctx=256, n_threads=1) as ctx:
         expected = lb.Speculator(ctx).generate(prompt, max_tokens=24, sampling=sampling).finish()
     assert found == expected.tokens

@@ -135,7 +135,7 @@ def test_bundled_models_are_batch_invariant_by_default(target: lb.Model, draft: 
             assert ctx.capabilities.batch_invariant_reason
 
 
-@pytest.mark.parametrize("kv_type", ["bf16", "q8_0"])
+@pytest.mark.parametrize("kv_type", ["bf16", "q8_0", "q8_0/f16"])
 def test_batches_of_any_size_give_the_same_logits_to_the_bit(
     kv_type: str, target: lb.Model
 ) -> None:

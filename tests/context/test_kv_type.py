@@ -179,16 +179,17 @@ def test_plain_attention_reads_prompts_in_smaller_pieces(target: lb.Model, profi
         assert ctx.params.n_ubatch == 512
 
 
+@pytest.mark.parametrize("kv_type", ["auto", "q8_0/f16"])
 @pytest.mark.parametrize("unified", [True, False])
-def test_branches_fork_rewind_and_are_saved_without_flash_attention(
-    unified: bool, target: lb.Model, profile: Path, tmp_path: Path
+def test_branches_fork_rewind_and_are_saved_in_any_layout(
+    unified: bool, kv_type: str, target: lb.Model, profile: Path, tmp_path: Path
 ) -> None:
-    """V lies transposed in that cache."""
+    """Without flash attention V lies transposed in the cache; K and V can have two types."""
     of_auto(target)
     write_costs(profile, {"f16, plain": [1e-7] * 3}, EVEN)
     options: dict[str, Any] = {"n_ctx": 1024 if unified else 2048, "n_seq_max": 4, "n_threads": 1}
-    with Context(target, kv_unified=unified, **options) as ctx:
-        assert ctx.params.flash_attention is False
+    with Context(target, kv_unified=unified, kv_type=kv_type, **options) as ctx:
+        assert (ctx.params.flash_attention is False) == (kv_type == "auto")
         with lb.Branch.start(ctx, "The king and the queen", temperature=0.8, seed=1) as branch:
             branch.generate_text(max_tokens=20)
             tokens = list(branch.tokens)
@@ -207,6 +208,27 @@ def test_branches_fork_rewind_and_are_saved_without_flash_attention(
         pytest.raises(lb.errors.SnapshotError, match=r"kv_type|flash_attention"),
     ):
         lb.Branch.load(ctx, tmp_path / "branch")
+
+
+@pytest.mark.parametrize(
+    ("options", "factor", "flash"),
+    [
+        ({}, 0.5, False),
+        ({"prefix_cache": True}, 0.5, True),
+        ({"prefix_cache": True}, 0.1, False),
+        ({"prefix_cache": True, "n_seq_max": 1}, 0.5, False),
+        ({"prefix_cache": True, "kv_unified": False}, 0.5, False),
+        ({"prefix_cache": True, "flash_attention": False}, 0.5, False),
+    ],
+)
+def test_cells_of_other_texts_count_without_flash_attention(
+    options: dict[str, Any], factor: float, flash: bool, target: lb.Model, profile: Path
+) -> None:
+    """It computes them, too; flash attention skips them."""
+    of_auto(target)
+    write_costs(profile, {"f16, plain": [factor * each for each in EVEN]})
+    with Context(target, n_threads=1, batch_invariant=False, **options) as ctx:
+        assert (ctx.params.flash_attention is not False) == flash
 
 
 def test_measuring_leaves_the_threads_that_were_given(target: lb.Model, profile: Path) -> None:

@@ -198,6 +198,53 @@ def test_thoughts_fold_and_calls_are_cards(page: Page) -> None:
     assert turns(page)[2:4] == [("assistant", "A fox lived there."), ("user", "Why?")]
 
 
+def test_the_tools_box_tells_the_model_of_tools(page: Page) -> None:
+    page.locator("#tools-box summary").click()
+    tools = page.locator("#tools")
+    set_bar(page, "#bar-begin", n="1", max_tokens="6")
+    page.locator("#begin").fill("Who lived in the old house?")
+    for bad, told_of in (("{", "not JSON"), ('[{"function": {}}]', "name"), ("7", "tools")):
+        tools.fill(bad)
+        page.locator("#start").click()
+        told(page, "#status", told_of)
+        assert page.locator("#begin").input_value() == "Who lived in the old house?"
+        assert page.locator("#empty").is_visible()
+    tools.fill(
+        '[{"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}]'
+    )
+    page.locator("#start").click()
+    page.locator("#empty").wait_for(state="hidden")
+    idle(page)
+    prompt = "".join(page.locator("#text .turn.markup").all_text_contents())
+    assert "Tools: " in prompt and '"name": "find"' in prompt
+    edit_answer(page, ANSWER)
+    assert (
+        page.locator("#text .turn.call").get_attribute("data-title") == 'Calls find(where: "house")'
+    )
+    edit_answer(page, ANSWER.replace("find", "lose"))  # no such tool: it is what the answer says
+    assert page.locator("#text .turn.call").count() == 0
+    assert "lose" in turns(page)[-1][1]
+
+
+def test_an_answer_is_continued_from_the_cursor(page: Page) -> None:
+    talk(page)
+    before = turns(page)
+    words = tokens(page)
+    last = len(words) - 1
+    page.locator(f"#text [data-token='{last - 3}']").click()
+    told(page, "#go", "Continue after")
+    press(page, "g", at="#text")
+    now = turns(page)
+    assert now[:2] == before[:2] and now[2][0] == "assistant"
+    assert tokens(page)[: last - 2] == words[: last - 2]
+    assert newest(page)[0][1] == last - 2
+    page.locator(f"#text [data-token='{last - 3}']").click()
+    page.locator("#text").press("Enter")  # its next words are typed
+    page.locator(".typing textarea").fill(" and a queen")
+    press(page, "Escape")
+    assert turns(page)[2][1].endswith(" and a queen") and len(turns(page)) == 3
+
+
 def test_an_exported_chat_has_its_cards(chromium: Browser, page: Page, tmp_path: Path) -> None:
     talk(page)
     edit_answer(page, ANSWER)

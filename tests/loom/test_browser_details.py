@@ -209,6 +209,61 @@ def test_not_known_is_counted_as_the_other_bins_are(page: Page) -> None:
     assert page.locator("#legend .bx small").inner_text() == "1"  # the first token
 
 
+def test_the_card_of_two_models_writes_and_compares(page: Page) -> None:
+    card = page.locator("[data-card=models]")
+    assert "tale-draft" in card.inner_text()
+    card.click()
+    page.locator("#text-b [data-token]").first.wait_for()
+    idle(page)
+    assert page.evaluate("document.documentElement.dataset.lens") == "divergence"
+    assert "The moral of the story is that" in "".join(tokens(page))
+    told(page, "#status", r"tokens compared: mean KL\(A, B\)")
+    both = ["#head-a", "#head-b"]
+    assert [page.locator(head).is_visible() for head in both] == [True, True]
+    words = page.locator("#text-b [data-token]").all_text_contents()
+    assert words == tokens(page)
+    nodes = asked(page, "/loom/doc")["nodes"]
+    ends = [at + n for at, n in zip(nodes["at"], nodes["n"], strict=True)]
+    assert nodes["at"][-1] in (ends[-2], nodes["at"][-2])  # it goes on from the end of a text
+    page.locator("#text").press("Escape")
+    page.locator("#text-b").wait_for(state="hidden")
+
+
+def test_what_is_imported_is_shown(page: Page) -> None:
+    written(page)
+    tree = json.dumps({"text": "A king", "children": [{"text": " slept"}]})
+    for name, data, text in (
+        ("tale.txt", "\ufeffA café by the sea", "A café by the sea"),
+        ("loom.json", tree, "A king"),
+    ):
+        page.locator("#text").press("E")
+        file: Any = {"name": name, "mimeType": "text/plain", "buffer": data.encode()}
+        page.locator("dialog input[type=file]").set_input_files(file)
+        page.locator("dialog[open]").wait_for(state="detached")
+        told(page, "#status", "imported")
+        idle(page)
+        assert "".join(tokens(page)).startswith(text)
+
+
+def test_undo_shows_a_deleted_branch_again(page: Page) -> None:
+    written(page)
+    node, before = chosen(page), tokens(page)
+    press(page, "Delete", at="#text")
+    assert len(tokens(page)) < len(before)
+    press(page, "u", at="#text")
+    assert (chosen(page), tokens(page)) == (node, before)
+    press(page, "Delete", at="#text")
+    page.reload()
+    idle(page)
+    press(page, "u", at="#text")
+    assert (chosen(page), tokens(page)) == (node, before)
+    press(page, "b", at="#text")  # another action on the same branch moves nothing
+    page.locator("#text").press("Home")
+    shown = tokens(page)
+    press(page, "u", at="#text")
+    assert tokens(page) == shown
+
+
 def test_a_find_leaves_out_what_is_gone(page: Page) -> None:
     word = "xylophonist"
     first = imported(page, f"One {word}")
@@ -464,6 +519,12 @@ def test_fingers_reach_everything(chromium: Browser, served: Opened) -> None:
         page.locator("#untap").tap()
         idle(page)
         assert page.locator("#token-pane").is_hidden()
+        menu(page, "begin another text")
+        assert [
+            each
+            for each in page.locator("button, summary").evaluate_all(sizes)
+            if min(each[1:]) < 44
+        ] == []
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 

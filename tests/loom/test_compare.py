@@ -104,8 +104,8 @@ def test_advice_does_not_call_texts_alike_that_part_at_once(text: str) -> None:
     assert found.advice.startswith("the probabilities are close, but greedy texts part early")
 
 
-def keeping(places: list[pair.Place]) -> Callable[[int, list[pair.Place]], bool]:
-    def keep(_: int, found: list[pair.Place]) -> bool:
+def keeping(places: list[pair.PairScore]) -> Callable[[int, list[pair.PairScore]], bool]:
+    def keep(_: int, found: list[pair.PairScore]) -> bool:
         places.extend(found)
         return False
 
@@ -115,7 +115,7 @@ def keeping(places: list[pair.Place]) -> Callable[[int, list[pair.Place]], bool]
 def test_divergences_are_sums_over_the_vocabulary() -> None:
     with opened(TARGET) as a, opened(DRAFT) as b:
         tokens = a.model.prompt_tokens("Once upon a time there was a fox")
-        places: list[pair.Place] = []
+        places: list[pair.PairScore] = []
         pair.read_pair((a, b), tokens, 1, None, keeping(places))
         for i, place in enumerate(places, 1):
             logs = []
@@ -135,7 +135,7 @@ def test_ids_of_one_model_only_are_left_out(tmp_path: Path) -> None:
     with opened(small) as a, opened(large) as b:
         assert pair.same_vocabulary(a.model, b.model)
         tokens = a.model.tokenize("abcdefgh")
-        places: list[pair.Place] = []
+        places: list[pair.PairScore] = []
         pair.read_pair((a, b), tokens, 1, None, keeping(places))
         assert all(math.isfinite(place.kl) and place.kl >= 0 for place in places)
 

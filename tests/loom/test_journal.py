@@ -12,7 +12,7 @@ import pytest
 from paging import TARGET, Opened, Paged
 
 from llamabranch import ConfigError
-from llamabranch.cli.open import PageOptions
+from llamabranch.cli.open import PageFlags
 from llamabranch.loom.document import Document, Head, Made, Tokens
 from llamabranch.loom.journal import Journal
 
@@ -242,7 +242,7 @@ def test_a_folder_that_is_relative_is_none(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_DATA_HOME", "relative")
     file = tmp_path / ".local" / "share" / "llamabranch" / "a.loom.jsonl"
-    assert PageOptions().path("a.gguf") == file
+    assert PageFlags().path("a.gguf") == file
 
 
 def test_records_that_fit_nothing_change_nothing() -> None:

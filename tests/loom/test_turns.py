@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from paging import Paged, chat_model
+import toys
+from paging import TARGET, Paged, chat_model
+from turn_shapes import SHAPES
 
 import llamabranch as lb
+from llamabranch.model import ToolCall
 
 SYSTEM = "You tell tales."
 ASKED = "Who lived in the old house?"
@@ -55,9 +59,7 @@ def test_a_beginning_is_what_the_template_writes(page: Paged, model: lb.Model) -
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": ASKED}]
     assert page.tokens(node["id"], path=1)["ids"] == model.chat_tokens(messages)
     assert turns(page, node["id"]) == [("system", SYSTEM), ("user", ASKED), ("assistant", "")]
-    told = page.doc()["models"]["A"]["chat"]
-    assert told["thought"] == ["<think>", "</think>"]
-    assert {*told["roles"]} >= {"user", "system"}
+    assert {*page.doc()["models"]["A"]["chat"]["roles"]} >= {"user", "system"}
 
 
 def test_what_is_said_in_a_chat_never_becomes_a_control_token(page: Paged, model: lb.Model) -> None:
@@ -139,6 +141,78 @@ def test_thoughts_and_calls_are_apart_and_the_template_leaves_earlier_thoughts_o
     assert roles == ["user", "assistant", "tool", "assistant", "user", "assistant"]
     whole = model.detokenize(page.tokens(asked["id"], path=1)["ids"], special=True)
     assert "old houses" not in whole and '"where": "house"' in whole
+
+
+def parts(page: Paged, node: str) -> list[tuple[str, str, list[Any]]]:
+    """Return the parts of a node's last answer as the page gets them: kind, text, calls."""
+    stretches = page.get("/loom/tokens", node=node, path=1).json()["parts"]
+    ids = [token for each in stretches for token in each["ids"]]
+    (found,) = [each["answers"] for each in stretches if each["node"] == node]
+    return [
+        (kind, page.loom.document.written(ids[start:end]), calls)
+        for kind, start, end, calls in found[-1][1]
+    ]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_page_gets_the_thoughts_and_calls_of_every_form(shape: str, tmp_path: Path) -> None:
+    names = {*re.findall(r"<[/|\w=]*>|\[/?[A-Z]+\]", SHAPES[shape])} - {"<eot>"}
+    model = toys.write_chat(TARGET, tmp_path / "chat.gguf", SHAPES[shape], *sorted(names)[:3])
+    with Paged(tmp_path, model=model) as page:
+        form = page.loom.service.model.turn_format
+        text = form.write([ToolCall("find", {"text": "an old house"})])
+        thought, said = "<mull>\nold houses\n</mull>\n\n", "I look at it, 日本.\n"
+        if shape == "channels":
+            thought = "<|on|>musing<|say|>old houses<|over|>"
+            said, text = "", f"<|go|>bot{text}"
+        node = answered(page, chat(page, text=ASKED, tools=TOOLS), thought + said + text)
+        found = parts(page, node["id"])
+        assert [kind for kind, *_ in found] == ["thought", "call"]
+        assert "".join(found[0][1].split()) == "".join(thought.split())
+        assert found[1][1].strip() in text and "an old house" in found[1][1]
+        assert found[1][2] == [["find", {"text": "an old house"}]]
+
+
+def test_parts_of_an_answer_are_those_of_its_own_branch(page: Paged) -> None:
+    call = '<tool_call>\n{"name": "find", "arguments": {"where": "house"}}\n</tool_call>'
+    begun = chat(page, text=ASKED, tools=TOOLS)
+    wrote = answered(page, begun, f"<think>\nold houses\n</think>\n\nI look.{call}")
+    thought, called = parts(page, wrote["id"])
+    assert thought == ("thought", "<think>\nold houses\n</think>\n\n", [])
+    assert called == ("call", call, [["find", {"where": "house"}]])
+    at = page.get("/loom/tokens", node=wrote["id"]).json()["parts"][0]["answers"][0][1][1][1] + 5
+    cut = page.type(" and no call", wrote["id"], at=at)
+    assert [kind for kind, *_ in parts(page, cut["id"])] == ["thought"]
+    open_again = page.type(" still", wrote["id"], at=wrote["at"] + 4)
+    ((kind, text, _),) = parts(page, open_again["id"])
+    assert kind == "thinking" and text.startswith("<think>") and text.endswith(" still")
+    plain = page.type("Once upon a time")
+    stretches = page.get("/loom/tokens", node=plain["id"]).json()["parts"]
+    assert all("answers" not in each for each in stretches)
+
+
+def test_what_an_answer_must_follow_counts_from_its_thought_on(page: Paged) -> None:
+    begun = chat(page, text=ASKED)
+    schema = {"enum": ["north", "south"]}
+    fields: dict[str, Any] = {"json_schema": schema, "max_tokens": 40, "seed": "5"}
+    open_thought = answered(page, begun, "<think>\nI think of")
+    (think,) = page.loom.service.model.tokenize("</think>", add_special=False, parse_special=True)
+    biased = {"logit_bias": {str(think): 12}}
+    for node in (open_thought, begun):
+        new = page.grow(node["id"], sampling=biased, **fields)
+        written = page.loom.document.nodes[new["id"]]
+        answer = turns(page, new["id"])[-1][1].rpartition("</think>")[2].strip()
+        assert answer in ('"north"', '"south"')
+        ((thought, text, _),) = parts(page, new["id"]) or [("thought", "", [])]
+        assert thought == "thought" and "north" not in text
+        assert page.done("replay", node=new["id"])["ended"]["result"]["same"]
+        assert written.made.json_schema == schema
+    assert parts(page, page.grow(open_thought["id"], sampling=biased, **fields)["id"])
+    # What was cut goes on: in its thought, or in its answer.
+    answer = page.grow(open_thought["id"], sampling=biased, **fields)
+    cut = page.grow(answer["id"], at=answer["at"] + answer["n"] - 1, **fields)
+    end = turns(page, cut["id"])[-1][1].rpartition("</think>")[2].strip()
+    assert end
 
 
 def test_a_text_goes_on_as_it_was_cut_and_files_keep_the_turns(page: Paged, tmp_path: Path) -> None:

@@ -112,6 +112,56 @@ def test_calls_are_read_as_they_are_written(
 
 
 @pytest.mark.parametrize("shape", SHAPES)
+@example([ToolCall("find", {"text": "x"}), ToolCall("ping", {})], "Let me look.", "Hm.", 3)
+@given(
+    st.lists(_CALL, min_size=1, max_size=3),
+    st.sampled_from(["", "Let me look."]),
+    st.sampled_from(["", "Hm."]),
+    st.integers(1, 9),
+)
+@settings(max_examples=30, deadline=None)
+def test_a_reader_tells_where_thoughts_and_calls_are(
+    shape: str, calls: list[ToolCall], content: str, thought: str, size: int
+) -> None:
+    form = FORMATS[shape]
+    if shape == "tags named like values" and any("" in c.arguments for c in calls):  # type: ignore[operator]
+        return
+    if shape == "channels":
+        parts = [thought and f"<|on|>musing<|say|>{thought}<|over|>"]
+        parts += [
+            ("<|go|>bot" * bool(thought) + f"<|on|>final<|say|>{content}<|over|>") * bool(content)
+        ]
+        parts += ["<|go|>bot" * any(parts) + form.write(calls)]
+    else:
+        parts = [thought and f"<mull>\n{thought}\n</mull>", content, form.write(calls)]
+        parts[2] = "\n" * (shape == "bare JSON") + parts[2]
+    text = "".join(parts)
+    reader = TurnReader(form, TOOLS, in_thought=False)
+    for i in range(0, len(text), size):
+        reader.feed(text[i : i + size])
+    reader.finish()
+    thoughts = [text[span.start : span.end] for span in reader.spans if span.kind == "thought"]
+    assert "".join(thoughts).strip() == parts[0]
+    called = [span for span in reader.spans if span.kind == "call"]
+    assert meant([call for span in called for call in span.calls]) == meant(calls)
+    wrote = "".join(text[span.start : span.end] for span in called)
+    assert "".join(wrote.split()) == "".join(form.write(calls).split())
+    ends = [place for span in reader.spans for place in (span.start, span.end)]
+    assert ends == sorted(ends) and len({*ends}) >= len(reader.spans) + 1
+    assert not reader.is_in_thought
+
+
+def test_a_thought_that_lasts_is_told_as_far_as_it_is_read() -> None:
+    reader, pieces = TurnReader(FORMATS["tags around JSON"], in_thought=False), []
+    for piece in ("<mull>\nI think of <do>", "gs</mu", "ll>\n\nDogs."):
+        reader.feed(piece)
+        pieces.append(reader.is_in_thought)
+    assert pieces == [True, True, False]
+    ((kind, start, end, calls),) = reader.spans
+    assert (kind, start, end, calls) == ("thought", 0, len("<mull>\nI think of <do>gs</mull>"), ())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 def test_the_template_itself_writes_the_same(shape: str) -> None:
     form = FORMATS[shape]
     given = [

@@ -113,7 +113,7 @@ def not_gguf(parts: Parts) -> Path:
 
 WRONG: list[tuple[Callable[[Parts], Path], str, str]] = [
     (later_part, "it is part 3 of 3 of a split model", "first part: .*whole-00001-of-00003.gguf"),
-    (later_part_alone, "part 3 of 3", "other-00001-of-00003.gguf, which is not beside it"),
+    (later_part_alone, "part 3 of 3", "other-00001-of-00003.gguf, which is not in the same folder"),
     (later_part_renamed, "part 2 of 3", "name ends in -00001-of-00003.gguf"),
     (first_renamed, "name does not end in -00001-of-00003.gguf", "original names of all parts"),
     (

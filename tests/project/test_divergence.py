@@ -37,7 +37,7 @@ def test_a_draw_that_a_small_move_turns_has_a_small_gap(
     row[2 : 2 + len(logits)] = logits
     other = row.copy()
     other[list(tokens)] += np.array([-1e-3, 1e-3], dtype=np.float32)
-    sampler = Sampler(small_toy, OPEN.replace(**changes))
+    sampler = Sampler(small_toy, OPEN.replace(**changes))  # type: ignore[arg-type]
     for seed in range(20_000):
         drawn = [sampler.distribution(each, 5, seed).draw(seed, 5) for each in (row, other)]
         if set(drawn) == set(tokens):

@@ -183,7 +183,7 @@ def test_settings_that_a_search_cannot_have(shared_branch: Branch) -> None:
     ctx, plain = shared_branch.ctx, shared_branch.sampling
     settings = {"top_k": 40, "top_p": 0.9, "min_p": 0.1, "temperature": 0.0, "typical_p": 0.9}
     for name, value in settings.items():
-        root = Branch.start(ctx, STORY, sampling=plain.replace(**{name: value}))
+        root = Branch.start(ctx, STORY, sampling=plain.replace(**{name: value}))  # type: ignore[arg-type]
         with root, pytest.raises(ConfigError, match=name):
             search.smc(root, 2, 3)
     root = Branch.start(ctx, STORY, sampling=plain, grammar='root ::= "a"')

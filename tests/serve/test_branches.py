@@ -226,8 +226,10 @@ def test_quota_holds_for_requests_at_one_time() -> None:
         assert len(api.get("")["data"]) == 3
 
 
-def node(tokens: list[int], parent: nodes.Node | None = None, at: int = 0) -> nodes.Node:
-    return nodes.Node(tokens, len(tokens), lb.SamplingParams(), None, parent, at)
+def node(
+    tokens: list[int], parent: nodes.BranchNode | None = None, at: int = 0
+) -> nodes.BranchNode:
+    return nodes.BranchNode(tokens, len(tokens), lb.SamplingParams(), None, parent, at)
 
 
 def test_room_that_was_not_used_is_given_back() -> None:

@@ -117,7 +117,7 @@ def free(ctx: Context) -> list[Case]:
 def penalties(ctx: Context) -> list[Case]:
     base = SamplingParams(seed=7)
     return [
-        Case(PROMPTS[2], base.replace(temperature=temperature, **settings))
+        Case(PROMPTS[2], base.replace(temperature=temperature, **settings))  # type: ignore[arg-type]
         for temperature in (0.0, 0.8)
         for settings in LOOKING_BACK
     ]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from llamabranch.speculative.copying import Match, Place, SharedIndex, TokenIndex, doubling
+from llamabranch.speculative.copying import Match, Occurrence, SharedIndex, TokenIndex, doubling
 
 FEW = (0, 1, 1 << 8)  # the bytes of a 0 are there between a 1 and a 256, too
 
@@ -115,7 +115,7 @@ def test_what_follows_is_guessed(
 
 def test_floor_ends_a_guess_and_longer_matches_are_trusted_more() -> None:
     tokens = [9, 1, 2]
-    match = Match(1, [Place(tokens, 1)])
+    match = Match(1, [Occurrence(tokens, 1)])
     reach = [1 / 2, 1 / 2 * 2 / 3]
     assert match.follow(tokens, 9, reach[0]).tokens == [1]
     assert match.follow(tokens, 9, reach[1]).tokens == [1, 2]

@@ -204,8 +204,8 @@ async function retry(turn) {
 /** What begins: "text" or "chat". */
 const begins = () => /** @type {any} */ ($("mode").querySelector(":checked"))?.value ?? "text";
 
-/** Begin a new text or conversation, and have it continued. @param {Record<string, any>} [fields] */
-async function begin(fields = {}) {
+/** Begin a new text or conversation, and have it continued. @param {() => Promise<any>} [proceed] what continues it */
+async function begin(proceed = go) {
   const text = $("begin").value, chat = begins() === "chat";
   let tools = [];
   try {
@@ -220,7 +220,7 @@ async function begin(fields = {}) {
   select(answer.node.id);
   drawState();
   $("text").focus();
-  await go(fields);
+  await proceed();
 }
 
 // --- find ---
@@ -323,14 +323,17 @@ async function bring(/** @type {any} */ file) {
   fill($("dialog").querySelector(".wrong"));
   const answer = await backend.ask("/loom/import", { method: "POST", body: file }).catch((error) => warn(error.message));
   if (!answer) return;
-  tell(`${plural(answer.count, "node")} imported. ${(answer.warnings ?? []).join(" ")}`);
   $("dialog").close();
+  if (answer.nodes.length) select(answer.nodes[0].id);
+  tell(`${plural(answer.count, "node")} imported. ${(answer.warnings ?? []).join(" ")}`);
 }
 
 const bookmarked = () => [...store.nodes.values()].filter(({ flags }) =>
   flags & FLAGS.bookmark && (store.showDeleted || !(flags & FLAGS.deleted)));
 
 const selected = () => store.nodes.get(store.current ?? "");
+
+/** @type {Map<string, any>} what was shown when a branch was deleted */ const shownBefore = new Map();
 
 /** @type {Record<string, string[]>} */
 const MENU = {
@@ -407,12 +410,18 @@ const run = {
     const { first, from, parent } = segment;
     if (from > first.at) return tell("Other branches fork from this one: delete them, or where it begins.");
     const restore = Boolean(first.flags & FLAGS.deleted);
+    const shown = [store.current, store.end];
     if (!(await act("delete", { node: first.id, restore })) || restore || store.showDeleted) return;
+    shownBefore.set(first.id, shown);
     if (parent) goTo(parent);
     tell("Deleted; u brings it back.");
   },
   compact: async () => (await act("compact")) && tell("The file was written anew; the old one is beside it, as .bak."),
-  undo: async () => tell((await act("undo")) ? "Undone." : "There is nothing to undo."),
+  undo: async () => {
+    const { op, nodes: [node] = [] } = (await act("undo"))?.undone ?? {};
+    if (op === "delete" && !(store.nodes.get(node)?.flags & FLAGS.deleted)) select(...(shownBefore.get(node) ?? [node, null]));
+    tell(op ? "Undone." : "There is nothing to undo.");
+  },
   redo: async () => tell((await act("redo")) ? "Done again." : "There is nothing to redo."),
   find: () => $("find").focus(),
   copy: copyText,
@@ -606,10 +615,8 @@ async function runCard(card, text) {
   if (card === "draft" && A?.draft === "none" || card === "models" && !B) return $("begin").focus(); // its line says what it needs
   if (card === "draft") choose("source"), fold(true);
   // The length of the drafts is forced: "auto" may draft nothing on this machine.
-  await begin(card === "sentence" ? {} : { n: 1, max_tokens: 48, ...(card === "draft" ? { draft: 4 } : {}) });
-  if (card !== "models" || !store.current) return;
-  choose("divergence");
-  compare("lockstep", place(), { writer: "A", max_tokens: 24 });
+  if (card === "draft") return begin(() => go({ n: 1, max_tokens: 48, draft: 4 }));
+  return begin(card === "models" ? () => compare("lockstep", place(), { writer: "A", max_tokens: 48 }) : go);
 }
 
 /** Show what can be done with the turn under the mouse. @param {any} event */

@@ -1,7 +1,7 @@
 // @ts-check
 // The server: session, requests, one event stream. Requests go to the page's own origin only.
 import { busy, hush, plural, redraw, short, tell, warn } from "./dom.js";
-import { putCompare, putDoc, putFacts, putNode, putRound, putTokens, store } from "./store.js";
+import { forgetTokens, putCompare, putDoc, putFacts, putNode, putRound, putTokens, store } from "./store.js";
 
 export const net = { session: true, connected: true };
 let links = 0; // that were exchanged: what was asked before the last one tells nothing of its session
@@ -146,7 +146,11 @@ const EVENTS = {
     if (message) tell(message);
     return ["state", "live", "inspect", "legend"];
   },
-  model: (data) => (Object.assign(store.doc, data), ["state"]),
+  model: (data) => {
+    if (data.models?.A && !store.doc.models.A) forgetTokens(); // it tells what is in answers
+    Object.assign(store.doc, data);
+    return ["state", "text"];
+  },
   set: (data) => (Object.assign(store.doc, data), ["state"]),
   error: ({ message }) => (tell(message), []),
   reset: () => (void fetchDoc(), []),

@@ -62,6 +62,7 @@ async function readExport() {
   start();
   await fetchDoc(); // what it draws is drawn after this
   apply(data.records);
+  for (const [id, answers] of Object.entries(data.answers ?? {})) /** @type {any} */ (store.nodes.get(id)).answers = answers;
   if (!store.current) tell("The exported document is empty.");
 }
 

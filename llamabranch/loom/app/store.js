@@ -187,9 +187,16 @@ export function putTokens(columns) {
   if (at > node.tokens.n) return; // what is before it is fetched when it is shown
   if (node.tokens === NONE) node.tokens = new Tokens(end);
   node.tokens.write(at, columns);
+  if (columns.answers) node.answers = columns.answers;
   if (node.text.length < 40) node.text = node.tokens.pieces.slice(0, 40).map(pieceText).join("").slice(0, 60);
   columns.top?.forEach((/** @type {Top} */ top, /** @type {number} */ i) => store.tops.set(`${node.id}:${columns.at + i}`, top));
   for (const key of store.tops.keys()) if (store.tops.size > CACHED_TOPS) store.tops.delete(key);
+}
+
+/** Have all tokens fetched again, where there is a conversation. */
+export function forgetTokens() {
+  const nodes = [...store.nodes.values()];
+  if (nodes.some(({ turns }) => turns?.length)) for (const node of nodes) node.tokens = NONE;
 }
 
 export function putRound(/** @type {Loose} */ round) {

@@ -10,8 +10,7 @@ import { ownerOf, store, view } from "./store.js";
  * @property {string} title what is written above it, "" for nothing @property {string} key of a thought, else ""
  * @property {boolean} first @property {boolean} last */
 
-/** @type {WeakMap<Path, Part[]>} */ let known = new WeakMap();
-/** @type {any} what is known of the template's thoughts and calls */ let form;
+/** @type {WeakMap<Path, Part[]>} */ const known = new WeakMap();
 
 /** Whether the shown text is a conversation. @param {Path} c */
 export const isChat = (c) => c.turns.length > 0;
@@ -21,7 +20,6 @@ export const turnAt = (c, position) => c.turns.findLastIndex(({ at }) => at <= p
 
 /** The parts of a path, in order; none where it is no conversation. @param {Path} c */
 export function partsOf(c) {
-  if (form !== store.doc.models.A?.chat) [form, known] = [store.doc.models.A?.chat, new WeakMap()];
   const there = known.get(c);
   if (there) return there;
   /** @type {Part[]} */ const parts = [];
@@ -45,59 +43,33 @@ export function partsOf(c) {
   return parts;
 }
 
-/** Thought, calls and the rest of an answer. @param {Path} c @param {Turn} turn
+/** Thoughts, calls and the rest of an answer, as the server has read it. @param {Path} c @param {Turn} turn
  * @param {(from: number, to: number, of: Partial<Part>) => void} put */
-function answer(c, { at, begin, end }, put) {
-  const { thought, call } = form ?? {};
-  const text = c.text.slice(begin, end).join("");
-  /** The token that a character is in; one that ends there. */
-  const ends = [begin];
-  let sum = 0;
-  /** @type {number[]} */ const sums = [0];
-  for (let i = begin; i < end; i++) {
-    sums.push((sum += c.text[i].length));
-    ends.push(i + 1);
-  }
-  const tokenOf = (/** @type {number} */ place) => ends[Math.max(0, sums.findLastIndex((each) => each <= place))];
-  const tokenEnd = (/** @type {number} */ place) => ends[sums.findIndex((each) => each >= place)] ?? end;
-  let from = begin, past = 0;
-  if (thought) {
-    const [start, stop] = thought, header = c.text.slice(at, begin).join("");
-    const inside = start && header.lastIndexOf(start) > header.lastIndexOf(stop);
-    if (inside || (start ? text.trimStart().startsWith(start) : text.includes(stop))) {
-      const found = text.indexOf(stop);
-      past = found < 0 ? text.length : found + stop.length;
-      past += text.slice(past).search(/\S|$/);
-      const to = found < 0 ? end : tokenEnd(past), count = plural(to - begin, "token");
-      const title = found < 0 ? `Thinking … ${count}` : `Thought, ${count}`;
-      put(begin, to, { kind: "thought", key: `${ownerOf(c, begin)}:${begin}`, title });
-      from = to;
+function answer(c, { begin, end }, put) {
+  let from = begin;
+  for (const [kind, start, stop, calls] of readBy(c, begin)) {
+    if (start >= end) break;
+    put(from, start, {});
+    from = Math.min(stop, end);
+    if (kind === "call") put(start, from, stop > end ? {} : { kind, title: calls.map(called).join("; ") }); // cut: it is text
+    else {
+      const title = (kind === "thinking" || stop > end ? "Thinking … " : "Thought, ") + plural(from - start, "token");
+      put(start, from, { kind: "thought", key: `${ownerOf(c, start)}:${start}`, title });
     }
-  }
-  for (const found of call ? text.slice(past).matchAll(new RegExp(call.pattern, "g")) : []) {
-    const a = tokenOf(past + found.index + found[0].length - found[0].trimStart().length);
-    const b = tokenEnd(past + found.index + found[0].trimEnd().length);
-    if (a < from || b <= a) continue;
-    put(from, a, {});
-    put(a, b, { kind: "call", title: calls(found.groups ?? {}, call).join("; ") });
-    from = b;
   }
   put(from, end, {});
 }
 
-/** What is called, in words. @param {Record<string, string>} groups @param {{name: string[], arguments: string[]}} paths */
-function calls({ name, json, arguments: given }, paths) {
-  const at = (/** @type {any} */ value, /** @type {string[]} */ path) => path.reduce((one, key) => one?.[key], value);
-  /** @type {[string, any][]} */ let found = [[name ?? "a tool", given ?? ""]];
-  try {
-    if (json) found = [JSON.parse(json)].flat().map((one) => paths.name.length
-      ? [at(one, paths.name), at(one, paths.arguments)] : /** @type {[string, any]} */ (Object.entries(one)[0]));
-  } catch { /* it is drawn as it was written */ }
-  return found.map(([called, value]) => {
-    const facts = value && typeof value === "object"
-      ? Object.entries(value).map(([key, one]) => `${key}: ${JSON.stringify(one)}`).join(", ") : String(value ?? "");
-    return label(`Calls ${called}(${facts.length > 120 ? facts.slice(0, 120) + "…" : facts})`);
-  });
+/** What is known of an answer: the last node with tokens in it has read it whole. @param {Path} c @param {number} begin
+ * @returns {[string, number, number, [string, any][]][]} */
+const readBy = (c, begin) => c.owners.flatMap(({ id }) =>
+  (store.nodes.get(id)?.answers ?? []).filter(([at]) => at === begin)).at(-1)?.[1] ?? [];
+
+/** A call in words. @param {[string, any]} call */
+function called([name, value]) {
+  const facts = value && typeof value === "object"
+    ? Object.entries(value).map(([key, one]) => `${key}: ${JSON.stringify(one)}`).join(", ") : String(value ?? "");
+  return label(`Calls ${name}(${facts.length > 120 ? facts.slice(0, 120) + "…" : facts})`);
 }
 
 /** Whether a thought is folded: not while the cursor is in it. @param {Part | undefined} part */

@@ -21,7 +21,7 @@ from .settings import ServeSettings
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
-__all__ = ["Exchange", "Headers"]
+__all__ = ["Headers", "HttpCall"]
 
 T = TypeVar("T")
 Headers = Iterable[tuple[bytes, bytes]]
@@ -35,7 +35,7 @@ _STREAM_HEADERS = (
 _log = logging.getLogger("llamabranch.serve")
 
 
-class Exchange:
+class HttpCall:
     """A request being answered.
 
     Args:

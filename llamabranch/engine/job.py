@@ -230,9 +230,9 @@ class Submission:
     def job(self, sample: int, like: Job | None = None) -> Job:
         """Return a text of this number, by which its seed is derived; ``like``: with the same tokens."""
         seed = self.seed if sample == 0 else derive_seed(self.seed, sample)
-        job = Job(self, sample, self._params.replace(seed=seed), self._max_tokens)
+        job = Job(self, sample, self._params, self._max_tokens, seed)
         if like is not None:
-            job.output = like.output.copied()
+            job.output, job.like = like.output.copied(), like
         return job
 
 
@@ -251,6 +251,7 @@ class Job:
         branch: the sequence it holds; None while it waits, and once it has ended.
         running: its rounds; None until the prompt is read.
         ends: where its segment ends; None = with the text.
+        like: the text that it began as a copy of, if any.
         n_decoded: how many tokens of its prompt the last step has read.
         error: why those could not be taken, or why it cannot be served at all.
         shared: the job whose cells its prompt begins with, and the number of those tokens.
@@ -269,6 +270,7 @@ class Job:
         sample: int,
         sampling: SamplingParams,
         max_tokens: int | None,
+        seed: int,
     ) -> None:
         request = submission.request
         self.submission = submission
@@ -280,6 +282,8 @@ class Job:
         self.n_prompt = len(self.prompt)
         self.n_read = self.n_prompt - request.continues
         self._sampling = sampling
+        self._seed = seed
+        self.like: Job | None = None
         self.key: Key = request.priority, submission.number, sample
         self._max_tokens = max_tokens
         self.thought: list[Produced] = []
@@ -326,13 +330,16 @@ class Job:
     @property
     def sampling(self) -> SamplingParams:
         """Its settings: before its ``min_tokens`` no token that ends the text may be drawn."""
-        if self.shares_thought:
-            return self._sampling.replace(seed=self.submission.seed)
-        if len(self.output.tokens) >= self.output.min_tokens:
-            return self._sampling
-        ends = {*self.submission.model.eog_tokens, *self.request.stop_tokens}
-        bias = {**self._sampling.logit_bias, **dict.fromkeys(ends, -math.inf)}
-        return self._sampling.replace(logit_bias=bias)
+        bias = self._sampling.logit_bias
+        if len(self.output.tokens) < self.output.min_tokens and not self.shares_thought:
+            ends = {*self.submission.model.eog_tokens, *self.request.stop_tokens}
+            bias = {**bias, **dict.fromkeys(ends, -math.inf)}
+        return self._sampling.replace(logit_bias=bias, seed=self.seed)
+
+    @property
+    def seed(self) -> int:
+        """The seed of its draws; texts that share a thought draw it with that of the first text."""
+        return self.submission.seed if self.shares_thought else self._seed
 
     @property
     def grammar(self) -> Grammar | str | None:
@@ -430,7 +437,7 @@ class Job:
             grammar = Grammar(given) if isinstance(given := self.grammar, str) else given
             sampler = Sampler(self.submission.model, self.sampling, grammar)
             self.text.begin_anew(n, sampler)
-            self.text.seed = self.sampling.seed or 0
+            self.text.seed = self.seed
             self._before, self.running = self.running, None
             self.shared, self.state = (None, 0), State.READING
         if not self.submission.reports_tokens:
@@ -508,7 +515,7 @@ class Job:
         if before is not None:
             before.close()
         if not self.shares_thought:  # else they get its tokens
-            running.other_seeds = [each.sampling.seed or 0 for each in self.equals]
+            running.other_seeds = [each.seed for each in self.equals]
         self.state = State.RUNNING
         if len(running.text.tokens) < len(self.prompt) + len(output.tokens):
             last = output.emitted[-1]  # it was preempted, and continues after its last token
@@ -626,7 +633,7 @@ class Job:
         """Note that it got a token just now; after the last of its ``min_tokens`` it may end."""
         self._last = perf_counter()
         if 0 < self.output.min_tokens == len(self.output.tokens):
-            self.held.resample(self._sampling)
+            self.held.resample(self.sampling)
         if self._first is None:
             self._first = self._last
 
@@ -653,7 +660,7 @@ class Job:
             thought=thought,
             n_thought_tokens=n_thought,
             finish_reason=reason,
-            seed=self._sampling.seed or 0,
+            seed=self._seed,
             stats=self.stats,
             num_prompt_tokens=self.n_prompt,
             num_cached_tokens=self.n_cached or 0,

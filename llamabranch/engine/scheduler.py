@@ -174,7 +174,7 @@ class Scheduler:
         branch, source.branch = source.held, None
         if n < branch.position:
             branch.rewind(n)
-        branch.sequence.seed = job.sampling.seed or 0
+        branch.sequence.seed = job.seed
         self._activate(job, branch, n, None)
 
     def rebuild(self) -> None:
@@ -310,8 +310,7 @@ class Scheduler:
     def _fork(self, job: Job, source: Branch, n: int) -> Branch:
         """Return a root for a job, with the first ``n`` tokens of ``source`` and its settings."""
         with self._ctx.lock:
-            seed = job.sampling.seed or 0
-            branch = Branch(self._ctx, source.sequence.sampler.clone(), seed, source)
+            branch = Branch(self._ctx, source.sequence.sampler.clone(), job.seed, source)
             if n < branch.position:
                 branch.rewind(n)
             branch.detach()
@@ -401,7 +400,8 @@ class Scheduler:
             wanted, n_least, best = tokens[: job.n_read], MIN_SHARED, (None, 0)
         if len(wanted) < n_least:
             return best
-        for other in (*self.active, *self.idle):
+        likely = [] if job.like is None else [job.like]
+        for other in (*likely, *self.active, *self.idle):
             if other.branch is None or (
                 beginning is not None and other.submission is not job.submission
             ):
@@ -409,6 +409,8 @@ class Scheduler:
             n = memory.usable(other.branch.seq_id, n_common(other.cells, wanted))
             if n >= n_least and n > best[1]:
                 best = (other, n)
+                if n == len(wanted):
+                    break
         if beginning is not None:
             return best
         prefixes = self._ctx.prefix_cache

@@ -56,7 +56,7 @@ class Jobs:
 
 def alone(root: Branch, job: Job, n: int = 12) -> list[int]:
     with root.fork() as branch:
-        branch.reseed(job.sampling.seed)
+        branch.reseed(job.seed)
         return branch.generate(n).finish().tokens
 
 
@@ -146,7 +146,7 @@ def test_copies_of_a_parked_text_share_its_cells(ctx: Context) -> None:
         for copy in copies:
             with root.fork() as branch:
                 branch.extend(first.output.tokens[:6])
-                branch.reseed(copy.sampling.seed)
+                branch.reseed(copy.seed)
                 assert copy.output.tokens[6:] == branch.generate(2).finish().tokens
         jobs.core.close()
 

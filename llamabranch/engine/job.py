@@ -250,6 +250,7 @@ class Job:
         output: the tokens and the text generated so far: of the thought, and then of the answer.
         branch: the sequence it holds; None while it waits, and once it has ended.
         running: its rounds; None until the prompt is read.
+        state: what it does; ``become`` changes it.
         ends: where its segment ends; None = with the text.
         like: the text that it began as a copy of, if any.
         n_decoded: how many tokens of its prompt the last step has read.
@@ -297,7 +298,7 @@ class Job:
         given = request.constraint
         self.constraint = None if given is None else ConstraintCalls(given)
         self.ends: SegmentEnd | None = None
-        self._state = State.WAITING
+        self.state = State.WAITING
         self._n_before = 0  # tokens of its output before the segment
         self.branch: Branch | None = None
         self.running: RunningText | None = None
@@ -348,25 +349,20 @@ class Job:
 
     # -- its states ----------------------------------------------------------------------------------
 
-    @property
-    def state(self) -> State:
-        """What it does.
+    def become(self, state: State) -> None:
+        """Change its state.
 
         Raises:
-            RuntimeError: it is set to what `TRANSITIONS` does not allow; nothing changes.
+            RuntimeError: `TRANSITIONS` does not allow it; nothing changes.
         """
-        return self._state
-
-    @state.setter
-    def state(self, state: State) -> None:
-        if state not in TRANSITIONS[self._state]:
-            raise RuntimeError(f"{self!r} {self._state.value}: it cannot become {state.name}")
-        self._state = state
+        if state not in TRANSITIONS[self.state]:
+            raise RuntimeError(f"{self!r} {self.state.value}: it cannot become {state.name}")
+        self.state = state
 
     @property
     def has_ended(self) -> bool:
         """Whether it has a result."""
-        return self._state is State.ENDED
+        return self.state is State.ENDED
 
     def begin_segment(self, ends: SegmentEnd | None) -> None:
         """Begin a segment after the tokens that it has."""
@@ -391,8 +387,8 @@ class Job:
         if self.text.position > n:
             self.held.rewind(n)
         self.text.unsettle()
-        if self.text.is_behind and self._state is not State.CLOSING:
-            self.state = State.CLOSING
+        if self.text.is_behind and self.state is not State.CLOSING:
+            self.become(State.CLOSING)
 
     def rest(self) -> None:
         """End its rounds; it keeps its sequence."""
@@ -439,7 +435,8 @@ class Job:
             self.text.begin_anew(n, sampler)
             self.text.seed = self.seed
             self._before, self.running = self.running, None
-            self.shared, self.state = (None, 0), State.READING
+            self.shared = (None, 0)
+            self.become(State.READING)
         if not self.submission.reports_tokens:
             return []
         return [Event(self.name, self.sample, ended_thought=self.thought)]
@@ -447,7 +444,7 @@ class Job:
     @property
     def is_reading(self) -> bool:
         """Whether it reads its prompt, and after a preemption what it has generated."""
-        return self._state is State.READING
+        return self.state is State.READING
 
     @property
     def may_be_equal(self) -> bool:
@@ -465,7 +462,8 @@ class Job:
 
     def admit(self, branch: Branch, n_cached: int) -> None:
         """Give it a sequence that holds the first ``n_cached`` tokens of it."""
-        self.branch, self.state = branch, State.READING
+        self.branch = branch
+        self.become(State.READING)
         if self.wants_rows:  # those before ``logprobs_from`` are left out
             self.scores += [None] * (n_cached + 1 - len(self.scores))
         self.note_admitted(n_cached)
@@ -516,7 +514,7 @@ class Job:
             before.close()
         if not self.shares_thought:  # else they get its tokens
             running.other_seeds = [each.seed for each in self.equals]
-        self.state = State.RUNNING
+        self.become(State.RUNNING)
         if len(running.text.tokens) < len(self.prompt) + len(output.tokens):
             last = output.emitted[-1]  # it was preempted, and continues after its last token
             running.text.append(last.token, -last.logprob, None)

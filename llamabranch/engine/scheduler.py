@@ -86,14 +86,14 @@ class Scheduler:
                 heapq.heappop(self._queue)
             elif first.name in self.paused:
                 heapq.heappop(self._queue)
-                first.state = State.PARKED
+                first.become(State.PARKED)
             else:
                 return first
         return None
 
     def requeue(self, job: Job) -> None:
         """Let a text that has begun wait in the queue."""
-        job.state = State.WAITING
+        job.become(State.WAITING)
         self._push(job)
 
     def _push(self, job: Job) -> None:
@@ -114,7 +114,7 @@ class Scheduler:
 
     def park(self, job: Job) -> None:
         """Do not continue an active text for now; it keeps its sequence while there is room."""
-        job.state = State.PARKED
+        job.become(State.PARKED)
         self.active.remove(job)
         self.idle.append(job)
 
@@ -124,7 +124,7 @@ class Scheduler:
         job.submission.jobs[job.sample] = job
         job.begin_segment(ends)
         if job.state is State.PARKED:
-            job.state = State.WAITING
+            job.become(State.WAITING)
         self._push(job)
 
     def jobs_of(self, submission: Submission) -> list[Job]:
@@ -144,7 +144,7 @@ class Scheduler:
             if job in jobs:
                 jobs.remove(job)
         if not job.has_ended:
-            job.state = State.ENDED
+            job.become(State.ENDED)
         if submission.beginning is not None and job.branch is not None:
             heir, n = self._heir(job)
             if heir is not None:
@@ -195,7 +195,7 @@ class Scheduler:
         for job in jobs:
             job.equals = []
             if job.state not in (State.WAITING, State.PARKED):
-                job.state = State.WAITING
+                job.become(State.WAITING)
             if job.state is State.WAITING:
                 queue.append((job.key, job))
         queue += [(s.key, s) for s in self._known.values() if s.samples]
@@ -273,7 +273,7 @@ class Scheduler:
             may_join = other.shares_thought or other.can_draw_others
             if other.submission is job.submission and is_begin and may_join:
                 other.equals.append(job)
-                job.state = State.FOLLOWING
+                job.become(State.FOLLOWING)
                 n = len(job.prompt) - 1 if self._ctx.kv_cache.can_draft else 0
                 job.note_admitted(n)
                 self._stats.shared_prompt_tokens += n
@@ -336,7 +336,7 @@ class Scheduler:
         if job.branch is not None:  # it was parked
             self.idle.remove(job)
             self.active.append(job)
-            job.state = State.READING if job.running is None else State.RUNNING
+            job.become(State.READING if job.running is None else State.RUNNING)
             heapq.heappop(self._queue)
             return True
         source, n_cached = self._best_prefix(job)

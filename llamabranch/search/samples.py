@@ -31,17 +31,14 @@ class Sample:
     Attributes:
         job: generates it.
         node: where its present segment starts; after it, where it ended.
+        output: all its tokens since the root, and whether it has ended.
     """
 
     def __init__(self, job: Job, node: SearchNode) -> None:
         self.job = job
         self.node = node
+        self.output: OutputBuffer = job.output
         self._n_noted = len(job.output.emitted)  # tokens in nodes
-
-    @property
-    def output(self) -> OutputBuffer:
-        """All its tokens since the root, and whether it has ended."""
-        return self.job.output
 
     @property
     def is_finished(self) -> bool:

@@ -65,13 +65,13 @@ def test_only_what_the_table_allows_may_follow(ctx: Context) -> None:
     with Branch.start(ctx, STORY, sampling=WARM) as root:
         job = Jobs(root).all.job(0)
     for before, after in product(State, State):
-        job._state = before
+        job.state = before
         if after in TRANSITIONS[before]:
-            job.state = after
+            job.become(after)
             assert job.state is after
         else:
             with pytest.raises(RuntimeError, match=f"cannot become {after.name}"):
-                job.state = after
+                job.become(after)
             assert job.state is before
 
 

@@ -159,6 +159,9 @@ RATE = """async (n) => {
 }"""
 
 
+READING = "() => document.documentElement.dataset.state === 'reading-again'"
+
+
 def main() -> None:
     """Measure the parts that are asked for."""
     described = parser("the page in a browser", runs=30, prompts=1, tokens=24)
@@ -299,7 +302,7 @@ def _reading(settings: Settings) -> dict[str, list[float]]:
             page.locator("#mode input[value=text]").check(force=True)
             page.locator("#begin").fill(" ".join(words))
             page.locator("#begin").press("Control+Enter")
-            page.wait_for_function("document.documentElement.dataset.state === 'reading-again'")
+            page.wait_for_function(READING)
             page.wait_for_timeout(300)  # in the middle of it
             found["stop reading"].append(float(page.evaluate("measure.cancel()")))
             ready(page)

@@ -1,8 +1,8 @@
-"""The interface of a drafter and of its draft states; draft lengths; what is counted and timed.
+"""The interfaces of drafters, draft states and draft lengths; counts and times of speculation.
 
-A *drafter* is shared by all requests; each request has a *draft state* of its own. It gets the tokens of
-the text and proposes those that may follow; ``observe`` tells it how many were accepted, and it forgets
-the rest.
+All requests share one *drafter*; each request has a *draft state* of its own. The state gets the
+tokens of the text and proposes tokens that may follow. ``observe`` then tells it how many were
+accepted, and it forgets the rest.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ __all__ = [
     "propose",
 ]
 
-_LEAST_GAIN = 0.2  # tokens that a draft must be expected to gain: acceptance is not known exactly
-_EDGES = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)  # of buckets of entropy, nats
+_LEAST_GAIN = 0.2  # tokens a draft must be expected to gain, because acceptance is only an estimate
+_EDGES = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)  # edges of the entropy buckets, nats
 
 
 @dataclass(slots=True)
@@ -53,21 +53,22 @@ class Draft:
 
     Attributes:
         tokens: the drafted ids.
-        sources: ``sources[i]`` is the distribution that ``tokens[i]`` was really drawn from; empty =
-            each token was certain, with probability 1.
-        entropies: of the draft's own distributions in nats, one for each step for which the length was
-            asked, whether a token was drawn or not; NaN where the length does not read them. Empty =
-            the state has not asked the length how far to draft; it is then asked afterwards, without
-            an entropy.
+        sources: ``sources[i]`` is the distribution that ``tokens[i]`` was drawn from. Empty if each
+            token was certain, with probability 1.
+        entropies: of the draft's own distributions, in nats: one for each time the state asked the
+            length for another token, even if no token was drawn after that. NaN if the length does
+            not read entropies. Empty if the state has not asked the length how far to draft; the
+            length is then asked afterwards, without an entropy.
         n_read: how many tokens of the text were new to the drafter.
-        seconds, n_decodes: the cost of the draft; 0 seconds = to be measured by the caller.
+        seconds, n_decodes: the cost of the draft; with 0 seconds the caller measures it.
         stopped: why the draft is not longer: "length", "entropy", "goodput" (more tokens would not
-            raise the throughput), "end" (nothing can follow), "capacity" (no room), "no evidence" or
-            "off" (the drafter was not used).
+            raise the throughput), "end" (nothing can follow), "capacity" (no room), "no evidence"
+            or "off" (the drafter was not used).
         drafter: the name of the drafter that made it.
-        forced: for each token whether a grammar allowed no other text; empty = none of them.
-        following: the token that was next and not worth drafting; the one that is emitted in its place
-            shows whether it would have been accepted.
+        forced: for each token, whether a grammar allowed no other text; empty if no token was
+            forced.
+        following: the token that would have come next but was not worth drafting. Comparing it with
+            the token that is emitted there shows whether it would have been accepted.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -88,18 +89,18 @@ class Draft:
         del self.tokens[n:], self.sources[n:], self.forced[n:]
 
 
-NO_DRAFT = Draft(stopped="off")  # where the drafter was not called
+NO_DRAFT = Draft(stopped="off")  # when the drafter was not called
 
 
 class Round(NamedTuple):
-    """What a draft has brought.
+    """The outcome of a draft.
 
     Attributes:
-        draft: `NO_DRAFT` = a plain step.
+        draft: `NO_DRAFT` for a plain step.
         n_accepted: how many of its tokens were accepted.
-        overhead_s: seconds of sampling, the acceptance rule, text and clean-up.
-        followed: after a draft that was accepted whole, whether ``draft.following`` is what came next;
-            None = not known.
+        overhead_s: seconds spent on sampling, the acceptance rule, text and clean-up.
+        followed: if the whole draft was accepted, whether ``draft.following`` came next; None if
+            that is not known.
     """
 
     draft: Draft
@@ -109,25 +110,27 @@ class Round(NamedTuple):
 
 
 def bucket(entropy: float) -> int:
-    """Return the bucket of an entropy, one of eight; -1, the last of nine, if it is NaN: not known."""
+    """Return the bucket of an entropy, 0 to 7; -1, the last of nine, if it is NaN."""
     return -1 if math.isnan(entropy) else bisect.bisect(_EDGES, entropy)
 
 
 @dataclass(slots=True)
 class StopRule:
-    """When a draft ends, as numbers.
+    """The numbers that decide when a draft ends.
 
     Attributes:
-        most_entropy: no token is drawn above it, nats; inf = no limit.
-        most_tokens: of the draft, whatever the entropy.
-        acceptance: the probability that a token of each bucket is accepted.
-        costs: seconds of a round by the length of its draft; empty = only the limits count.
+        most_entropy: no token is drawn from a distribution with more entropy than this, in nats;
+            inf = no limit.
+        most_tokens: the longest draft, whatever the entropy.
+        acceptance: the probability that a token is accepted, for each bucket.
+        costs: seconds of a round, by the length of its draft; empty if only the limits count.
         mean: the acceptance of tokens whose entropy is not known yet.
-        rate: tokens a second that a longer draft must exceed.
+        rate: a longer draft must yield more tokens per second than this.
         is_probe: the first token is drawn even if that does not pay.
-        weighs: drafting itself costs next to nothing: ``longest`` decides on all that could follow.
-        n_drafted: tokens of the draft when the loop begins.
-        reach: the product of the acceptance of the tokens drafted so far.
+        weighs: drafting costs next to nothing, so ``longest`` decides after it has seen all tokens
+            that could follow.
+        n_drafted: the length of the draft when the loop begins.
+        reach: the product of the acceptances of the tokens drafted so far.
     """
 
     most_entropy: float
@@ -142,9 +145,9 @@ class StopRule:
     reach: float = 1.0
 
     def reason(self, n_drafted: int, entropy: float) -> str:
-        """Return why the draft ends after ``n_drafted`` tokens, "" if a token at ``entropy`` follows.
+        """Return why the draft ends after ``n_drafted`` tokens; "" if it continues.
 
-        NaN = the entropy is not known.
+        ``entropy`` is that of the next token; NaN if it is not known.
         """
         if entropy > self.most_entropy:
             return "entropy"
@@ -158,9 +161,9 @@ class StopRule:
         return ""
 
     def longest(self, entropies: Sequence[float]) -> int:
-        """Return how many tokens to draft, where all tokens that could be drafted are known.
+        """Return how many tokens to draft when all tokens that could be drafted are known.
 
-        As many as gain the most over what their time would yield otherwise.
+        This is the number that gains the most compared to spending the same time on other rounds.
         """
         k, costs, reach, gained = self.n_drafted, self.costs, self.reach, 0.0
         best, n = _LEAST_GAIN, 0
@@ -188,16 +191,17 @@ class StopRule:
 
 
 class DraftLength(ABC):
-    """How many tokens one sequence drafts, decided before each of them is drawn.
+    """How many tokens one sequence drafts. It decides before each token is drawn.
 
-    Each sequence has its own, made by ``stream()`` and used by one thread at a time. These may share what
-    they learn; then any number of threads may each use one.
+    Each sequence has a length of its own, made by ``stream()`` and used by one thread at a time.
+    These lengths may share what they learn; any number of threads may then each use one.
 
     Attributes:
         limit: the most tokens a draft may have.
-        reads_entropy: whether it decides or learns by entropies; else they may be NaN.
+        reads_entropy: whether it uses entropies to decide or to learn; if not, they may be NaN.
         reason: why ``goes_on`` last returned False: "length", "entropy" or "goodput".
-        n_before: how many tokens another drafter has made of the draft; those of this one follow them.
+        n_before: how many tokens of the draft came from another drafter; this one's tokens follow
+            them.
     """
 
     limit: int
@@ -206,7 +210,7 @@ class DraftLength(ABC):
     n_before = 0
 
     def stream(self) -> DraftLength:
-        """Return one for another sequence, which shares what is learned."""
+        """Return a length for another sequence; both share what they learn."""
         return copy.copy(self)
 
     def plain_steps(self, n_behind: int) -> int:
@@ -214,19 +218,22 @@ class DraftLength(ABC):
 
         The drafter has ``n_behind`` new tokens to process before it can draft.
         """
-        return 0 if self.limit > 0 else 64  # then it is asked again
+        return 0 if self.limit > 0 else 64  # after these steps it is asked again
 
     def consider(self, drafter: str) -> bool:
-        """Return whether the drafter of this name should draft; later ``goes_on`` calls are about it.
+        """Return whether the drafter of this name should draft; later ``goes_on`` calls are about
+        it.
 
-        A draft state calls this before it does anything else; in a chain each state calls it in turn.
+        A draft state calls this before it does anything else. In a chain of drafters each state
+        calls it.
         """
         return True
 
     def goes_on(self, n_drafted: int, entropy: float) -> bool:
-        """Return whether to draw another token after ``n_drafted``.
+        """Return whether to draw another token after ``n_drafted`` tokens.
 
-        ``entropy`` in nats is that of the distribution it would be drawn from; NaN = not known.
+        ``entropy`` is that of the distribution it would be drawn from, in nats; NaN if it is not
+        known.
         """
         n = self.n_before + n_drafted
         rule = self.stop_rule(n) if n < self.limit else None
@@ -236,9 +243,9 @@ class DraftLength(ABC):
 
     @abstractmethod
     def stop_rule(self, n_drafted: int) -> StopRule | None:
-        """Return what ``goes_on`` decides by, for a draft that has ``n_drafted`` tokens.
+        """Return the numbers by which ``goes_on`` decides after ``n_drafted`` tokens.
 
-        None where ``limit`` alone decides.
+        None if only ``limit`` counts.
         """
 
     def learn(  # noqa: B027  (a fixed length learns nothing)
@@ -248,15 +255,16 @@ class DraftLength(ABC):
 
         Args:
             rounds: one for each sequence.
-            n_tokens: of the decode.
-            verify_s: its seconds; NaN = it also read prompts, so its time is not comparable.
-            n_rounds: how many such rounds it were: plain steps are reported together, with the median
-                seconds of one, since a single slow step would mislead.
+            n_tokens: how many tokens the decode had.
+            verify_s: seconds of the decode. NaN if it also read prompts, which makes its time
+                useless here.
+            n_rounds: how many rounds this reports. Plain steps are reported together, with the
+                median seconds of one, because a single slow step would mislead.
         """
 
     @abstractmethod
     def explain(self) -> str:
-        """Return a description of what it does, with the numbers behind it."""
+        """Return a description of its decisions, with the numbers behind them."""
 
 
 class FixedLength(DraftLength):
@@ -268,7 +276,7 @@ class FixedLength(DraftLength):
         self._rule = None if entropy_stop is None else StopRule(entropy_stop)
 
     def stop_rule(self, n_drafted: int) -> StopRule | None:
-        """Return the entropy limit, None without one."""
+        """Return the entropy limit, or None if there is none."""
         return self._rule
 
     def explain(self) -> str:
@@ -284,25 +292,25 @@ class DraftState(Protocol):
     def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
         """Return at most ``limit`` tokens that may follow ``tokens``.
 
-        ``tokens`` begin with all tokens that earlier calls have given to this state, up to where
-        ``observe`` has cut them. ``length`` is asked before each token is drawn, never after.
+        ``tokens`` begin with the tokens of earlier calls, up to where ``observe`` has cut them. The
+        state asks ``length`` before it draws each token, never after.
         """
 
     def observe(self, n_tokens: int) -> None:
-        """Keep the first ``n_tokens`` of text and draft; forget the rest: rejected or removed tokens."""
+        """Keep the first ``n_tokens`` of text and draft. Forget the rest (rejected or removed)."""
 
     def fork(self, target: Text) -> DraftState:
-        """Return a copy for ``target``; ``observe`` follows with how many tokens are the same."""
+        """Return a copy for ``target``. An ``observe`` call follows: how many tokens are the same."""
 
     def close(self) -> None:
         """Free the sequences and the memory that the state holds."""
 
 
 def checked_drafter(drafter: Drafter | None, target: Model) -> Drafter:
-    """Return the drafter, one that drafts nothing for None, once it is known to fit ``target``.
+    """Return ``drafter`` if it fits ``target``; for None return one that never drafts.
 
     Raises:
-        ConfigError: it is no drafter.
+        ConfigError: it is not a drafter.
         UnsupportedError, VocabularyMismatchError: it cannot draft for ``target``.
     """
     if drafter is None:
@@ -317,8 +325,8 @@ def checked_drafter(drafter: Drafter | None, target: Model) -> Drafter:
 def propose(state: DraftState, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
     """Return the draft of ``state``; measure its time and ask the length if the state did not.
 
-    Tokens that the length does not want are cut from the end. It decides by the results of earlier
-    drafts and never sees these tokens, so this is as lossless as not drawing them.
+    Tokens beyond the chosen length are cut from the end. The length decides by the results of
+    earlier drafts and never sees these tokens, so cutting them is as lossless as not drawing them.
     """
     start = perf_counter()
     draft = state.propose(tokens, length, limit)
@@ -365,12 +373,12 @@ class Drafter(ABC):
 
     @property
     def estimates(self) -> frozenset[str]:
-        """Names that drafts have whose ``entropies`` are surprisals, by the drafter's own estimate."""
+        """Names of drafts whose ``entropies`` are surprisals estimated by the drafter itself."""
         return frozenset()
 
     @property
     def contexts(self) -> list[Context]:
-        """The contexts of the models that it drafts with."""
+        """The contexts of the models it drafts with."""
         return []
 
     @abstractmethod
@@ -381,14 +389,14 @@ class Drafter(ABC):
     def start(self, target: Text, rule: str) -> DraftState:
         """Return a new state that drafts for ``target`` after its last token.
 
-        Under every rule but "seeded" its draws must be independent of the target's.
+        Its draws must be independent of the target's, except under the rule "seeded".
         """
 
     def propose_many(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Return a draft for each request; their states are all this drafter's. Default: one by one.
+        """Return a draft for each request, made by this drafter's states. Default: one by one.
 
-        Override it to share work, such as one decode of a draft model for all requests. It then sets
-        the ``seconds`` of the drafts itself, and asks the lengths.
+        Override it to share work, such as one decode of a draft model for all requests. The
+        override must then set the ``seconds`` of the drafts and ask the lengths itself.
         """
         return [propose(*request) for request in requests]
 
@@ -420,29 +428,30 @@ class NullState:
         """Do nothing: there is nothing to forget."""
 
     def fork(self, target: Text) -> DraftState:
-        """Return itself: it holds nothing that could differ."""
+        """Return itself, because it holds nothing."""
         return self
 
     def close(self) -> None:
         """Do nothing: it holds nothing."""
 
 
-NO_STATE = NullState()  # of a text that is not drafted for
+NO_STATE = NullState()  # of a text without drafts
 
 
 @dataclass
 class SpeculativeStats(ConstraintStats):
     """Counts and times of one generation, or the sum over many.
 
-    ``num_drafts`` counts the rounds with a draft, ``num_draft_tokens`` the drafted tokens,
-    ``num_accepted_tokens`` those that were accepted (without the bonus or corrected token after them),
-    ``num_accepted_tokens_per_pos[i]`` how often the (i+1)-th token of a draft was accepted, and
-    ``num_tested_tokens_per_pos[i]`` how often it was tested: all tokens before it had been accepted.
-    ``num_forced_tokens`` counts those accepted that a grammar had forced.
-    ``num_draft_steps`` and ``draft_step_time_s`` leave out the drafts before which the drafter read more
-    than the last round's tokens: a prompt, or what was generated while it was off.
-    ``stop_reasons`` counts why drafts were not longer; ``target_s_by_n[n]`` is the time of all target
-    decodes of n tokens, ``target_decodes_by_n[n]`` their number. Times in seconds.
+    ``num_drafts`` is the number of rounds with a draft, ``num_draft_tokens`` the number of drafted
+    tokens. ``num_accepted_tokens`` counts accepted tokens, without the bonus or corrected token
+    after them. ``num_accepted_tokens_per_pos[i]`` is how often the (i+1)-th token of a draft was
+    accepted. ``num_tested_tokens_per_pos[i]`` is how often it was tested: all tokens before it had
+    been accepted. ``num_forced_tokens`` counts the accepted tokens that a grammar had forced.
+    ``num_draft_steps`` and ``draft_step_time_s`` leave out drafts for which the drafter first had
+    to read more than the last round's tokens: a prompt, or text that was generated while it was
+    off. ``stop_reasons`` counts why drafts were not longer. ``target_s_by_n[n]`` is the total time
+    of the target decodes of n tokens, ``target_decodes_by_n[n]`` their number. Times are in
+    seconds.
     """
 
     num_drafts: int = 0
@@ -478,16 +487,16 @@ class SpeculativeStats(ConstraintStats):
 
     @property
     def alpha_hat(self) -> float:
-        """The estimated probability that a drafted token is accepted, given that those before it were.
+        """The estimated probability that a drafted token is accepted if those before it were.
 
-        ``draft_acceptance_rate`` is lower: it also counts the drafted tokens that were never tested
+        ``draft_acceptance_rate`` is lower: it also counts drafted tokens that were never tested
         because one before them was rejected. nan without a draft.
         """
         return _ratio(self.num_accepted_tokens, sum(self.num_tested_tokens_per_pos))
 
     @property
     def alpha_interval(self) -> tuple[float, float]:
-        """A 95 % confidence interval of ``alpha_hat`` (Wilson 1927), (nan, nan) without a draft."""
+        """A 95 % confidence interval of ``alpha_hat`` (Wilson 1927); (nan, nan) without a draft."""
         n, z = sum(self.num_tested_tokens_per_pos), 1.96
         if n == 0:
             return (math.nan, math.nan)
@@ -498,7 +507,7 @@ class SpeculativeStats(ConstraintStats):
 
     @property
     def conditional_rates_per_pos(self) -> list[float]:
-        """For each position, the share of tested tokens that were accepted."""
+        """For each position, the share of the tested tokens that were accepted."""
         pairs = zip(self.num_accepted_tokens_per_pos, self.num_tested_tokens_per_pos, strict=True)
         return [_ratio(accepted, tested) for accepted, tested in pairs]
 
@@ -509,7 +518,7 @@ class SpeculativeStats(ConstraintStats):
 
     @property
     def draft_step_s(self) -> float:
-        """Seconds of a draft step: a decode of the draft model, or a copied token; nan without one."""
+        """Seconds of a draft step (a draft model's decode, or a copied token); nan without one."""
         return _ratio(self.draft_step_time_s, self.num_draft_steps)
 
     @property
@@ -526,16 +535,18 @@ class SpeculativeStats(ConstraintStats):
 
     @property
     def speedup_predicted(self) -> float:
-        """Tokens per second of rounds with a draft over those of plain steps; nan without either.
+        """Tokens per second of rounds with a draft over those of plain steps; nan if either is
+        missing.
 
-        It uses this generation's own times; measuring a speedup needs a plain run of the same prompt.
+        It uses the times of this generation only. To measure a speedup, run the same prompt without
+        drafts.
         """
         drafted_s = _ratio(self.draft_time_s + self.verify_time_s, self.num_drafts)
         plain_s = _ratio(self.plain_time_s, self.num_plain_steps)
         return _ratio(self.mean_acceptance_length * plain_s, drafted_s)
 
     def record_steps(self, n_steps: int, n_read: int, seconds: float) -> None:
-        """Count the drafter's steps of a draft before which it read ``n_read`` new tokens."""
+        """Count the steps of a draft for which the drafter first read ``n_read`` new tokens."""
         self.draft_time_s += seconds
         if n_read <= 2 and n_steps:
             self.num_draft_steps += n_steps
@@ -560,7 +571,7 @@ class SpeculativeStats(ConstraintStats):
         self.target_s_by_n[n] = self.target_s_by_n.get(n, 0.0) + seconds
 
     def count_plain(self, n: int, decode_s: float, sample_s: float, stopped: str) -> None:
-        """Count ``n`` plain steps, the seconds of all of them together, and why there was no draft."""
+        """Count ``n`` plain steps, their total seconds, and why there was no draft."""
         self.num_plain_steps += n
         self.plain_time_s += decode_s
         self.sample_time_s += sample_s
@@ -586,7 +597,7 @@ class SpeculativeStats(ConstraintStats):
                 setattr(self, f.name, mine + theirs)
 
     def as_dict(self) -> dict[str, object]:
-        """Return all counts, times and ratios as JSON types; what is nan above is None."""
+        """Return all counts, times and ratios as JSON types; nan becomes None."""
         known: dict[str, object] = dataclasses.asdict(self)
         names = "draft_acceptance_rate", "mean_acceptance_length", "alpha_hat", "c"
         known |= {n: _or_none(getattr(self, n)) for n in (*names, "speedup_predicted")}

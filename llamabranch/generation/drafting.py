@@ -1,4 +1,4 @@
-"""Who drafts for the texts of a context, by which settings, and the draft states that are kept."""
+"""The drafter for the texts of a context, its settings, and the draft states that are kept."""
 
 from __future__ import annotations
 
@@ -36,17 +36,19 @@ class SpeculativeConfig:
     """How to speculate.
 
     Args:
-        draft_k: tokens to draft in each round, 0 to 256; "auto" drafts as many as raise the throughput
-            as measured while it runs, and none where drafting does not raise it. The first token comes
-            from the prompt's logits and the last needs no draft: ``max_tokens=2`` drafts nothing.
+        draft_k: tokens to draft in each round, 0 to 256. "auto" measures while it runs and drafts
+            the number of tokens with the highest throughput, or none if drafting does not pay. The
+            first token comes from the prompt's logits and the last needs no draft: ``max_tokens=2``
+            drafts nothing.
         max_draft_tokens: the most tokens that "auto" may draft in a round, 1 to 256.
-        entropy_stop: end a draft before a token whose distribution has more than this entropy, nats;
-            None = never. The decision does not depend on the drawn token, so it is lossless.
-        rule: how drafted tokens are accepted: "seeded", "token" or "block". All are lossless: they keep
-            the target's distribution. Under "seeded", and at temperature 0 under all of them, the text is
-            moreover the one of plain decoding with its seed. "block" accepts most of what a model drafts
-            above temperature 0. A function with the arguments of `token_rule` is a rule of your own;
-            `rule_error` verifies by enumeration whether it is lossless.
+        entropy_stop: end a draft before a token whose distribution has more than this entropy, in
+            nats; None = never. The decision does not depend on the drawn token, so it is lossless.
+        rule: how drafted tokens are accepted: "seeded", "token" or "block". All three are lossless:
+            they keep the target's distribution. Under "seeded" the text is also the same as that of
+            plain decoding with its seed; at temperature 0 this holds for all three. "block" accepts
+            the most tokens of a draft model above temperature 0. You may pass a rule of your own: a
+            function with the arguments of `token_rule`. `rule_error` verifies by enumeration
+            whether it is lossless.
 
     Raises:
         ConfigError: a value out of range.
@@ -74,27 +76,28 @@ class SpeculativeConfig:
 
 
 def checked_config(config: SpeculativeConfig | None) -> SpeculativeConfig:
-    """Return it, or the default one where none is given; raise ConfigError for anything else."""
+    """Return ``config``, or the default for None; raise ConfigError for anything else."""
     return instance("config", SpeculativeConfig() if config is None else config, SpeculativeConfig)
 
 
 class Drafting:
-    """How texts of a context are drafted for by one drafter, and what is learned from that.
+    """One drafter's work for the texts of a context, and what is learned from it.
 
-    The draft states of texts that may be continued are kept, so that no text is decoded twice. A text
-    without a state gets a fork of its nearest ancestor's, or a new one. ``observe`` tells a state how
-    many of the tokens it has seen are still those of its text. When the drafter's context runs out of
+    Draft states of texts that may be continued are kept, so that the drafter decodes no text twice.
+    A text without a state gets a fork of its nearest ancestor's, or a new one. ``observe`` tells a
+    state how many of its tokens are still those of its text. When the drafter's context runs out of
     sequences, the states that were returned first are closed.
 
-    Threads may share one. A state belongs to the thread that uses it, or that marked it as being forked;
-    the lock is never held during a call of a state, since such a call may wait for a context's lock.
+    Threads may share one `Drafting`. A state belongs to the thread that uses it, or that is forking
+    it. The lock is never held during a call of a state, since such a call may wait for a context's
+    lock.
 
     Args:
         ctx: the context that generates.
-        drafter: proposes the drafts; None = none are drafted.
+        drafter: proposes the drafts; None = no drafts.
         config: how much to draft.
-        batched: whether texts share decodes, as in an engine. Then memory that cannot drop a tail is not
-            drafted for.
+        batched: whether texts share decodes, as in an engine. If so, there are no drafts for memory
+            that cannot drop a tail.
 
     Attributes:
         loop: runs the texts.
@@ -116,7 +119,7 @@ class Drafting:
         self._lock = forkable_lock()
         self._kept: weakref.WeakKeyDictionary[Text, _Kept] = weakref.WeakKeyDictionary()
         if isinstance(self.drafter, NullDrafter) or (batched and not ctx.kv_cache.undoes(1)):
-            self.loop = Loop(ctx, FixedLength(0))  # without a drafter nothing is drafted
+            self.loop = Loop(ctx, FixedLength(0))  # without a drafter there are no drafts
         else:
             self.loop = Loop(ctx, draft_length(self.config, self.drafter, ctx), self.drafter)
 
@@ -128,10 +131,10 @@ class Drafting:
         drafter: Drafter | None,
         config: SpeculativeConfig,
     ) -> Drafting:
-        """Return who drafts for branches that were forked from one: the ``last`` one, or a new one."""
+        """Return the drafting of branches with a common origin: the ``last`` one, or a new one."""
         if drafter is None:
             return cls(ctx, None, config)
-        # By identity, since a drafter need not be hashable.
+        # Compared by identity, since a drafter need not be hashable.
         for found in last:
             if found.drafter is drafter and found.config == config:
                 return found
@@ -147,16 +150,16 @@ class Drafting:
         return self.loop.length
 
     def open(self, text: Text, stats: SpeculativeStats, n_alternatives: int = 0) -> RunningText:
-        """Return a text to be run by itself; end that with ``close``."""
+        """Return a text that runs by itself; call ``close`` at the end."""
         rule = self.config.rule if text.sampler.constraint is None else "seeded"
         state = NO_STATE if self.loop.drafter is None else self._state(text, rule)
         length = self.length.stream()
         return RunningText(text, state, length, rule, stats, n_alternatives, alone=True)
 
     def close(self, running: RunningText, *, keep: bool, is_changed: bool = False) -> None:
-        """Report its last steps; keep the draft state for the text's next generation, or free it.
+        """Report its last steps. Keep the draft state for the text's next generation, or free it.
 
-        ``is_changed``: somebody else has changed the text since its last round.
+        ``is_changed``: someone else has changed the text since its last round.
         """
         running.report()
         text, state = running.text, running.state
@@ -172,12 +175,12 @@ class Drafting:
         state.close()
 
     def add_stats(self, stats: SpeculativeStats) -> None:
-        """Add the counts and times of a generation that has ended."""
+        """Add the counts and times of a finished generation."""
         with self._lock:
             self.stats.add(stats)
 
     def explain(self) -> str:
-        """Return a description of how it drafts, with the measurements behind it and the acceptance."""
+        """Return a description of how it drafts, with its measurements and the acceptance."""
         drafter = self.loop.drafter
         if drafter is None:
             return "plain decoding: there is no drafter"
@@ -215,7 +218,7 @@ class Drafting:
                 state = self._make(text, rule)
                 break
             except CapacityError:
-                if not self.forget_oldest():  # without room for a draft state it decodes plainly
+                if not self.forget_oldest():  # no room for a draft state: decode plainly
                     return NO_STATE
         self.forget(text)
         if state is not NO_STATE:
@@ -226,9 +229,11 @@ class Drafting:
     def _use(
         self, holder: Text, text: Text, rule: Rule, *, draws_alike: bool = False
     ) -> _Kept | None:
-        """Return what is kept for ``holder`` if it can draft for ``text``, marked as in use; or None.
+        """Return the state kept for ``holder``, marked as in use, or None if it cannot draft for
+        ``text``.
 
-        It cannot once its prompt was cut short. ``draws_alike``: nor with another seed or other settings.
+        It cannot if its prompt was cut short. With ``draws_alike`` it also needs the same seed and
+        settings.
         """
         n = 4 if draws_alike else 2
         with self._lock:
@@ -257,14 +262,14 @@ class Drafting:
         return self.drafter.start(text, rule_name(rule))
 
     def forget(self, text: Text) -> None:
-        """Free the draft state that is kept for ``text``, if there is one."""
+        """Free the draft state kept for ``text``, if there is one."""
         with self._lock:
             kept = self._kept.pop(text, None)
-        if kept is not None and not kept.is_used:  # else whoever uses it closes it
+        if kept is not None and not kept.is_used:  # otherwise the thread that uses it closes it
             kept.state.close()
 
     def forget_oldest(self) -> bool:
-        """Free the state that was used least lately; False if none is kept, or all are in use."""
+        """Free the least recently used state; return False if there is none, or all are in use."""
         with self._lock:
             kept = [text for text, its in list(self._kept.items()) if not its.is_used]
         for text in kept[:1]:
@@ -272,23 +277,23 @@ class Drafting:
         return bool(kept)
 
     def forget_all(self) -> None:
-        """Free all draft states that are kept."""
+        """Free all kept draft states."""
         while self.forget_oldest():
             pass
 
 
 @dataclass(eq=False)
 class _Kept:
-    """A state, what it was made for, and the tokens of its text when it was returned."""
+    """A state, the key it was made for, and the tokens of its text when it was returned."""
 
     state: DraftState
     made_for: tuple[Rule, int, int, SamplingParams]
     tokens: Sequence[int] = ()
-    is_used: bool = True  # a thread drafts with it or forks it: no other may use it now
+    is_used: bool = True  # a thread drafts with it or forks it; no other thread may use it now
 
 
 def _made_for(text: Text, rule: Rule) -> tuple[Rule, int, int, SamplingParams]:
-    """Return the rule, up to where a state must have read, not drafted, the text, seed and settings."""
+    """Return what a state depends on: rule, where drafting may begin, seed, and settings."""
     n_prompt = text.n_prompt if text.grammar is None else text.answer_start
     return rule, n_prompt, text.seed, text.sampling
 

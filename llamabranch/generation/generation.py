@@ -31,20 +31,20 @@ class OutputBuffer:
         max_tokens: the most tokens to emit; None = until the model ends.
         stop: strings that end the text; ``text`` leaves them out, ``tokens`` includes theirs.
         stop_tokens: ids that end the text, and are part of it.
-        min_tokens: the stop strings are looked for after this many tokens.
+        min_tokens: the stop strings are ignored until there are this many tokens.
 
     Raises:
-        ConfigError: a limit that is no integer or negative, or an empty stop string.
+        ConfigError: a limit is negative or not an integer, or a stop string is empty.
 
     Attributes:
-        tokens: ids, those of a stop string included; EOG tokens are not among them.
+        tokens: ids, including those of a stop string, but no EOG tokens.
         texts: the text emitted with each token; joined they are the text, without the stop string.
-        emitted: each of ``tokens`` with all that is known of it.
-        eog: the EOG token that has ended it, None before that.
-        finish_reason: "stop" (EOG token or stop string), "length", None while it continues, or what
-            ``break_off`` was given. Nobody else sets it.
-        is_stuck: it cannot continue for now, but may later: meanwhile ``text`` includes the text held
-            back for a stop string.
+        emitted: a `Produced` for each of ``tokens``.
+        eog: the EOG token that ended the text; None before that.
+        finish_reason: "stop" (EOG token or stop string), "length", None while it continues, or the
+            reason passed to ``break_off``. Only this class sets it.
+        is_stuck: it cannot continue for now, but may later. Meanwhile ``text`` includes text that
+            is held back because it may begin a stop string.
         elapsed_s: seconds so far, if the caller counts them.
     """
 
@@ -83,22 +83,22 @@ class OutputBuffer:
 
     @property
     def stop_reason(self) -> str | int | None:
-        """The stop string, or else the stop token, that has ended the text; None if neither has."""
+        """The stop string or stop token that ended the text; None if neither did."""
         if self._stops.found is not None or not self.tokens:
             return self._stops.found
         return self.tokens[-1] if self.tokens[-1] in self._stop_tokens else None
 
     @property
     def draft_limit(self) -> int:
-        """The most tokens a draft may have so that the round overruns neither limit."""
+        """The longest draft with which the round overruns neither limit."""
         n = len(self.tokens)
         limit = 1 << 30 if self._max_tokens is None else self._max_tokens
         return (min(limit, self.min_tokens) if n < self.min_tokens else limit) - n - 1
 
     def add(self, emitted: Produced) -> Produced | None:
-        """Add the next token; return it with the text to emit, None if there is nothing to emit.
+        """Add the next token. Return it with the text to emit, or None if there is nothing to emit.
 
-        An EOG token is emitted only to carry text that was held back for a stop string.
+        An EOG token is emitted only if it carries text that was held back for a stop string.
         """
         self.is_stuck = False
         if emitted.is_stop:
@@ -116,7 +116,8 @@ class OutputBuffer:
             text = self._stops.show(text, last=last or is_end)
         if is_end or self._stops.found is not None:
             reason = "stop"
-        # Nothing is called from here on: what the handler of a signal raises comes before or after.
+        # No function is called from here on, so an exception of a signal handler comes before or
+        # after.
         self.tokens += (emitted.token,)
         self.emitted += (emitted,)
         self.texts += (text,)
@@ -125,12 +126,13 @@ class OutputBuffer:
         return emitted if text == emitted.text else emitted._replace(text=text)
 
     def break_off(self, reason: str | None = None) -> Produced | None:
-        """End the text without an EOG token; return the text that was held back, if there was any.
+        """End the text without an EOG token; return the text that was held back, if any.
 
-        After a regular end, and on a second call, no text is held back.
+        After a regular end, or on a second call, there is no such text.
 
         Args:
-            reason: why it cannot go on, as "capacity" or "cancelled"; None: it may, or has ended
+            reason: why it cannot continue, such as "capacity" or "cancelled"; None if it may, or
+                has ended
         """
         self.finish_reason = reason or self.finish_reason
         held = self._stops.flush()
@@ -141,17 +143,17 @@ class OutputBuffer:
 
 
 class Emission:
-    """The tokens of a text as they are given out, one at a time, from rounds that may bring several.
+    """Gives out the tokens of a text one at a time, from rounds that may produce several.
 
-    Between two of them somebody else may change the text; the output then continues after it.
+    Between two tokens someone else may change the text; the output then continues after the change.
 
     Args:
-        text: generates; begins at its end.
-        output: takes them.
+        text: generates; the output begins at its end.
+        output: takes the tokens.
 
     Attributes:
-        waiting: what the last round emitted and is not given out yet; where nothing is, ``next`` may be
-            called after another round.
+        waiting: tokens of the last round that are not given out yet. If it is empty, run another
+            round before the next call of ``next``.
     """
 
     def __init__(self, text: Text, output: OutputBuffer) -> None:
@@ -162,7 +164,7 @@ class Emission:
         self.waiting: list[Produced] = []
 
     def resume(self) -> bool:
-        """Go on from the text as it is now; return whether somebody else has changed it."""
+        """Continue from the text as it is now; return whether someone else has changed it."""
         if self._text.version == self._version:
             return False
         self.waiting.clear()
@@ -170,7 +172,7 @@ class Emission:
         return True
 
     def next(self) -> Produced | None:
-        """Give out the next token that waits; None: nothing to show."""
+        """Give out the next waiting token; None if it shows nothing."""
         text, output = self._text, self._output
         shown = output.add(self.waiting.pop(0))
         text.n_held = len(text.tokens) - self._base - len(output.tokens)
@@ -178,8 +180,8 @@ class Emission:
         return shown
 
     def end(self, *, decodes: bool) -> None:
-        """Leave the text with exactly what was given out; ``decodes`` as in `Text.end_at`."""
-        # Of a text that is forgotten with its context, the sampler may be freed already.
+        """Leave the text with exactly the tokens given out; ``decodes`` as in `Text.end_at`."""
+        # If the context was closed, the sampler of the text may be freed already.
         with suppress(ClosedError):
             if not self._text.ctx.closed:
                 self._text.end_at(self._base + len(self._output.tokens), decodes=decodes)
@@ -190,7 +192,7 @@ class Generation:
     """A running generation: an iterator of :class:`Produced`, with the text and tokens so far.
 
     Attributes:
-        drafting: who drafts, and what is learned about that.
+        drafting: the drafter and what was learned about it.
         stats: counts and times; complete at the end.
         seed: the seed of its draws.
     """
@@ -206,22 +208,22 @@ class Generation:
         owner: object = None,
         release: Callable[[], None] | None = None,
     ) -> None:
-        """Begin one, for ``Branch.generate`` and its like.
+        """Begin a generation, for ``Branch.generate`` and similar calls.
 
         Args:
-            drafting: who drafts, and how.
+            drafting: the drafter and its settings.
             text: has read its prompt.
-            output: what limits it.
+            output: holds the limits and takes the tokens.
             n_alternatives: how many of the most probable tokens are reported with each token.
-            constraint: of the text since the last token that was read.
-            owner: what holds the text's sequence, and is kept alive meanwhile.
-            release: called at the end to free a text that nobody else will continue.
+            constraint: applies to the text after the last token that was read.
+            owner: holds the text's sequence; kept alive meanwhile.
+            release: called at the end, to free a text that nobody else will continue.
         """
         self.seed = text.seed
         self.drafting = drafting
         self.stats = SpeculativeStats()
         self._output = output
-        # The loop holds no reference to this object, so a generation that is dropped ends at once.
+        # The loop holds no reference to this object, so dropping a generation ends it at once.
         self._events = _run(
             drafting, text, output, n_alternatives, constraint, self.stats, owner, release
         )
@@ -230,13 +232,14 @@ class Generation:
     def text(self) -> str:
         """The text of the yielded tokens, without the stop string that ended it.
 
-        Text that was held back as a possible beginning of a stop string is included once it is closed.
+        After ``close`` it includes text that was held back as a possible beginning of a stop
+        string.
         """
         return self._output.text
 
     @property
     def tokens(self) -> list[int]:
-        """The ids of the yielded tokens, a copy: those of a stop string included, EOG tokens not."""
+        """The ids of the yielded tokens, a copy. Includes those of a stop string, but no EOG tokens."""
         return list(self._output.tokens)
 
     @property
@@ -259,7 +262,7 @@ class Generation:
 
     @property
     def emitted(self) -> list[Produced]:
-        """Each of ``tokens`` with its text, log-probability, entropy and source, a copy."""
+        """A copy of the yielded tokens, each with its text, log-probability, entropy and source."""
         return list(self._output.emitted)
 
     def __repr__(self) -> str:
@@ -283,7 +286,7 @@ class Generation:
         return self
 
     def close(self) -> None:
-        """Stop here: a branch that was given keeps exactly the yielded tokens. Idempotent."""
+        """Stop here. A branch you passed keeps exactly the yielded tokens. Idempotent."""
         self._events.close()
 
 

@@ -1,4 +1,4 @@
-"""How many tokens to draft: as many as raise the throughput, learned while it runs."""
+"""How many tokens to draft: the number with the highest throughput, learned while it runs."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from .drafter import Drafter, DraftLength, NullDrafter, Round, StopRule, bucket
 
 __all__ = ["AutoLength"]
 
-# Acceptance is learned in buckets of entropy, nats: their middles, and one for those not known.
+# Acceptance is learned in buckets of entropy, in nats: their middles, and one for unknown entropy.
 _MIDDLES = (0.02, 0.07, 0.15, 0.3, 0.6, 1.2, 2.4, 4.8, 0.7)
 
 
 class _Record:
-    """What a drafter has shown: how often its tokens are accepted, what they cost, if they pay."""
+    """The record of a drafter: how often its tokens are accepted, what they cost, whether they pay."""
 
     def __init__(self, *, estimates: bool) -> None:
         self.estimates = estimates  # its entropies are its own estimates of its tokens' surprisals
         # A copy ends where the text differs. Its estimate cannot see that coming, so it is too sure.
         self._prior = [0.9 * math.exp(-1.25 * nats) if estimates else 0.5 for nats in _MIDDLES]
         weight, self._keep = (3.0, 0.95) if estimates else (1.0, 0.99)
-        self._tested = [weight] * len(_MIDDLES)  # tokens of each bucket, the older the less
+        self._tested = [weight] * len(_MIDDLES)  # tested tokens per bucket, older ones less
         self._accepted = [weight * chance for chance in self._prior]
-        self._drawn = deque([-1], maxlen=64)  # the buckets whose tokens were considered last
+        self._drawn = deque([-1], maxlen=64)  # the buckets of the tokens considered last
         self.step_s = 0.0  # seconds of a draft step
         self.n_drafts = self.n_tested = self.n_accepted = 0
-        self.reach = 0  # as many tokens may come after its latest draft, if that was accepted whole
+        self.reach = 0  # how many tokens may follow its latest draft, if that was accepted whole
         self.pause = 0  # rounds before it is tried again; 0 = it is called in every round
         self.waited = self.waited_s = 0.0  # rounds of the pause, and their seconds
 
     def acceptance(self) -> tuple[list[float], float]:
-        """Return the acceptance in each bucket, and of all tokens that were considered lately."""
+        """Return the acceptance in each bucket, and of all recently considered tokens."""
         rates = [a / t for a, t in zip(self._accepted, self._tested, strict=True)]
         return rates, sum(rates[each] for each in self._drawn) / len(self._drawn)
 
     def learn(self, done: Round) -> None:
-        """Learn from a draft."""
+        """Learn from the outcome of a draft."""
         draft, n_accepted = done.draft, done.n_accepted + bool(done.followed)
         n_tested = min(n_accepted + 1, len(draft.tokens) + (done.followed is not None))
         self.n_drafts += 1
@@ -61,42 +61,42 @@ class _Record:
             self._accepted[at] = keep * self._accepted[at] + weight * outcome
             self._drawn.append(at)
         n_looks = max(1, len(draft.tokens), sum(not math.isnan(each) for each in draft.entropies))
-        if draft.n_read <= (2 if self.step_s else 8):  # else that is the time of reading
+        if draft.n_read <= (2 if self.step_s else 8):  # otherwise this is the time of reading
             seconds = min(draft.seconds / n_looks, 4.0 * (self.step_s or math.inf))
             share = 0.5 if seconds < self.step_s else 0.1 if self.step_s else 1.0
             self.step_s += share * (seconds - self.step_s)
 
 
 class _Learned:
-    """What all generations of a context share: seconds of rounds, and drafters by their names."""
+    """Shared by all generations of a context: seconds of rounds, and the records of drafters by name."""
 
     def __init__(self) -> None:
         self.lock = forkable_lock()
         self.records: dict[tuple[str, str], _Record] = {}
-        self.seconds: dict[int, float] = {}  # t(n), by the target's tokens
+        self.seconds: dict[int, float] = {}  # t(n), by the number of target tokens
         self.n_sequences = 1  # in the last round
         self.since_plain = 0  # rounds since the last plain one
-        self.gained, self.spent_s = 0.0, 1.0  # a sequence's tokens and seconds, the older the less
+        self.gained, self.spent_s = 0.0, 1.0  # a sequence's tokens and seconds, older ones less
 
     def times(self, sizes: Sequence[int]) -> list[float]:
-        """Return t(n) of these numbers of tokens, between and beyond those that were decoded."""
+        """Return t(n) for these token counts, interpolated or extrapolated if they were not decoded."""
         known, seconds = zip(*(sorted(self.seconds.items()) or [(1, 1.0)]), strict=True)
-        slope = seconds[-1] / 8  # of a single size: more tokens cost something
-        if known[1:]:  # the mean of the upper half: a single step is no slope
+        slope = seconds[-1] / 8  # with a single size: assume that more tokens cost something
+        if known[1:]:  # mean of the upper half, because a single step says nothing about the slope
             low = min(bisect.bisect(known, known[-1] / 2), len(known) - 2)
             slope = max(0.0, (seconds[-1] - seconds[low]) / (known[-1] - known[low]))
-        # Beyond them a quarter of it: what may be cheap is tried, and is known then.
+        # Beyond them use a quarter of the slope: a size that may be cheap is tried, and then known.
         xs, ys = (*known, known[-1] + 4096), (*seconds, seconds[-1] + 1024 * slope)
         return [float(each) for each in np.interp(sizes, xs, ys)]
 
     def learn(self, n: int, seconds: float, n_rounds: int) -> None:
-        """Learn from rounds with ``n`` tokens; times of other sizes follow their pace."""
+        """Learn from rounds with ``n`` tokens; the times of other sizes change in proportion."""
         if self.seconds:
             (expected,) = self.times([n])
             if n in self.seconds:  # the machine may be slower or faster now, and a context grows
                 pace = 0.8 + 0.2 * min(2.0, max(0.5, seconds / expected))
                 self.seconds = {size: pace * each for size, each in self.seconds.items()}
-            most = 2.0 if len(self.seconds) > 1 else 4.0  # a single one that is slow says little
+            most = 2.0 if len(self.seconds) > 1 else 4.0  # a single slow one says little
             seconds = min(seconds, most * expected)
         old = self.seconds.get(n, seconds)
         self.seconds[n] = old + (1.0 - 0.9**n_rounds) * (seconds - old)
@@ -114,19 +114,19 @@ class AutoLength(DraftLength):
     decode, n the number of sequences that share it. A draft grows while some longer one adds more
     tokens than would come in the added time.
 
-    A drafter that no length makes 3 % faster than plain steps is called again after longer and longer
-    pauses. One that copies at next to no cost is always called: it shows what could follow. All that is
-    learned is shared by the generations of a context, in any number of threads.
+    If no length makes a drafter 3 % faster than plain steps, it is called again after longer and
+    longer pauses. A drafter that copies at next to no cost is always called, to see which tokens
+    could follow. All generations of a context share what is learned, in any number of threads.
     """
 
     WARM_UP_PLAIN = 3  # plain steps before the first draft
-    WARM_UP_DRAFTS, WARM_UP_K = 4, 3  # drafts that measure a new drafter, and their tokens
-    FIRST_K = 3  # tokens of a copied draft until longer ones are timed
-    MARGIN = 1.03  # speedup that must be expected of drafts, since times are noisy
+    WARM_UP_DRAFTS, WARM_UP_K = 4, 3  # drafts that measure a new drafter, and the tokens of each
+    FIRST_K = 3  # tokens of a copied draft until longer ones have been timed
+    MARGIN = 1.03  # the least expected speedup of drafts, since times are noisy
     REFRESH = 64  # rounds after which a plain step measures t(n) again
     PAUSE, LONGEST_PAUSE = 16, 1024  # rounds between trials
-    CHEAP = 0.02  # of a plain step: the time of a draft step that costs next to nothing
-    TRIAL_SHARE = 0.02  # the most a trial may cost, of the time since the last one
+    CHEAP = 0.02  # share of a plain step: a draft step that takes less costs next to nothing
+    TRIAL_SHARE = 0.02  # the most a trial may cost, as a share of the time since the last one
 
     reads_entropy = True
 
@@ -142,7 +142,7 @@ class AutoLength(DraftLength):
         self._drafter = drafter or NullDrafter()
         self._learned = _Learned() if ctx is None else _of_contexts.setdefault(ctx, _Learned())
         self._splits = ctx is not None and ctx.kv_cache.forks_copy
-        self._used: dict[str, _Record] = {}  # drafters that it was asked about, the latest last
+        self._used: dict[str, _Record] = {}  # the drafters it was asked about, the latest one last
         self._record = _Record(estimates=False)  # of the drafter in use
         self._rule, self._rule_of = self._stop, self._record  # of the draft in progress
         self._n_behind = 0
@@ -185,9 +185,10 @@ class AutoLength(DraftLength):
             return replace(self._stop)
         costs, (rates, mean) = self._costs(record), record.acceptance()
         rate = max(1.0, self._best(record)[1]) / costs[0]
-        if is_free and not is_new:  # not every round has something to copy: what counts was reached
+        if is_free and not is_new:  # some rounds have nothing to copy: what was reached counts
             rate = max(1.0 / costs[0], learned.gained / learned.spent_s)
-        # Times beyond those seen say little: they are measured where all that costs less was accepted.
+        # Times beyond the measured sizes say little: measure where all cheaper tokens were
+        # accepted.
         most = max(self.FIRST_K, record.reach, max(learned.seconds, default=1) - 1)
         return replace(
             self._stop,
@@ -201,21 +202,21 @@ class AutoLength(DraftLength):
         )
 
     def _is_free(self, record: _Record) -> bool:
-        """Return whether it can be looked at all that could follow at next to no cost."""
+        """Return whether all tokens that could follow can be seen at next to no cost."""
         n = self._learned.n_sequences
         return record.estimates and n * record.step_s < self.CHEAP * self._learned.times([n])[0]
 
     def _is_due(self, record: _Record) -> bool:
         """Return whether a drafter that is off should be tried again."""
-        # Reading many tokens at once costs about a fifth of a step for each, those of a pause too.
+        # Reading many tokens at once costs about a fifth of a step each, also those of a pause.
         n_behind, costs = max(self._n_behind, record.waited), self._costs(record)
         cost_s = record.step_s * (1 + n_behind / 5) + costs[1] - costs[0]
         return record.waited >= record.pause and cost_s < self.TRIAL_SHARE * record.waited_s
 
     def _costs(self, record: _Record) -> list[float]:
-        """Return a sequence's seconds a round by the length of its draft; it pays all that this adds."""
+        """Return a sequence's seconds per round, by draft length. It pays for all added time."""
         n, sizes = self._learned.n_sequences, range(1, self.limit + 1)
-        # With non-unified K/V llama.cpp decodes what one text has more than the others by itself.
+        # With non-unified K/V llama.cpp decodes the surplus tokens of one text by themselves.
         shared = n if n == 1 or not self._splits else 0
         plain_s, *times = self._learned.times([n, *(shared + k for k in sizes)])
         added_s = (max(0.0, each - plain_s * bool(shared)) for each in times)  # below 0 is noise
@@ -225,7 +226,7 @@ class AutoLength(DraftLength):
         """Return the length with the highest expected throughput, and its speedup over plain steps."""
         costs, (_, mean) = self._costs(record), record.acceptance()
         tokens = accumulate(mean**k for k in range(self.limit + 1))
-        # A draft that ends before the limit has looked at one step more.
+        # A draft that ends before the limit has looked at one more step.
         looks_s = [record.step_s] * self.limit + [0.0]
         gains = [n * costs[0] / sum(s) for n, *s in zip(tokens, costs, looks_s, strict=True)]
         k = max(range(1, self.limit + 1), key=gains.__getitem__)
@@ -266,7 +267,7 @@ class AutoLength(DraftLength):
                     record.waited_s += seconds * n_rounds / n
 
     def explain(self) -> str:
-        """Return the length it chose, and the measurements behind that."""
+        """Return the chosen length and the measurements behind it."""
         learned, used = self._learned, [*self._used.values()]
         with learned.lock:
             if not (learned.seconds and used and used[-1].n_drafts):

@@ -1,13 +1,13 @@
-"""The loop that generates: draft, decode once for all running texts, verify, take what was accepted.
+"""The loop that generates: draft, decode once for all running texts, verify, take tokens.
 
-A generation runs one text, the engine and the sampled searches many; all of them run them here. A step
-may read texts besides, such as prompts, as far as there is room in its decode. Who gets a sequence and
-who gives way are the caller's decisions: a step for which the cache has no room has changed nothing, and
-its result says so.
+A generation runs one text; the engine and the sampled searches run many. All of them use this loop.
+A step may also read texts, such as prompts, if its decode has room. The caller decides who gets a
+sequence and who gives way: if the cache has no room for a step, nothing changes, and the result
+says so.
 
-Two threads may each generate on the context that the other one drafts with. So what needs the target's
-lock (decode, verify, take) and what may need the drafter's (draft, conclude) never overlap: no thread
-waits for one lock while it holds the other.
+Two threads may each generate on the context that the other one drafts with. So the calls that need
+the target's lock (decode, verify, take) and those that may need the drafter's (draft, conclude)
+never overlap: no thread waits for one lock while it holds the other.
 """
 
 from __future__ import annotations
@@ -49,30 +49,30 @@ T = TypeVar("T")
 
 
 class RunningText:
-    """A text with the state that drafts for it.
+    """A text and the state that drafts for it.
 
     Args:
         text: has read its prompt.
         state: drafts for it.
-        length: how long its drafts are.
-        rule: how they are accepted.
+        length: decides how long its drafts are.
+        rule: how drafted tokens are accepted.
         stats: counts its rounds.
         n_alternatives: how many of the most probable tokens are reported with each token.
-        alone: whether no other text shares its decodes: then it reports them to ``length`` itself.
+        alone: no other text shares its decodes, so it reports them to ``length`` itself.
 
     Attributes:
-        emitted: the tokens that the last step brought.
-        n_decoded: how many of its tokens the decode of that step had.
-        error: why it cannot go on; also that its part of a non-unified KV cache is full.
-        draft: of this round.
+        emitted: the tokens of the last step.
+        n_decoded: how many of its tokens that step decoded.
+        error: why it cannot continue; also set if its part of a non-unified KV cache is full.
+        draft: the draft of this round.
         draws: whether a token is drawn after the last one is decoded.
-        seen: the tokens that it was given with its last call.
-        on_round: called after each round with a draft; None = nobody looks.
-        done: the round of the last step, as a length learns from it.
-        other_seeds: of texts that have been equal so far: for each of them the next token is drawn too.
-            With drafts only where the sampler has no state, and the rule is "seeded".
-        others: of each of these texts the tokens that the last step brought, up to the first one that
-            differs from those emitted.
+        seen: the tokens that the draft state got with its last call.
+        on_round: called after each round with a draft; None = nobody listens.
+        done: the outcome of the last step, as a length learns from it.
+        other_seeds: seeds of texts that have been equal so far: the next token is drawn for each of
+            them too. With drafts only if the sampler has no state, and the rule is "seeded".
+        others: for each of these texts the tokens of the last step, up to the first one that
+            differs from ``emitted``.
     """
 
     def __init__(
@@ -105,8 +105,8 @@ class RunningText:
         self.others: list[list[Produced]] = []
         self._trace: RoundTrace | None = None
         self._plan: Plan | None = None
-        self._n_plain_left = 0  # plain steps to take before it is called again
-        self._plain_s: list[tuple[float, float]] = []  # of those taken: of the decode, of the rest
+        self._n_plain_left = 0  # plain steps to take before the drafter is called again
+        self._plain_s: list[tuple[float, float]] = []  # seconds of each: decode, rest
         self._verify_s: float | None = None  # of a round that is accepted and not yet reported
 
     # -- plain steps -------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ class RunningText:
     ) -> None:
         """Draw the tokens of the equal texts from the logits before each of ``emitted``.
 
-        ``incomplete``: bytes before them. The last of them is not appended yet.
+        ``incomplete``: the bytes before them. The last of ``emitted`` is not appended yet.
         """
         text, self.others = self.text, []
         start = len(text.tokens) - len(emitted) + 1
@@ -151,11 +151,11 @@ class RunningText:
             self.others.append(its)
 
     def part(self, texts: Sequence[T]) -> tuple[list[T], list[tuple[list[Produced], list[T]]]]:
-        """Divide the equal texts, one for each of ``other_seeds``, by what they have drawn.
+        """Divide the equal texts, one for each of ``other_seeds``, by the tokens they have drawn.
 
         Returns:
-            those that have drawn what was emitted, which it keeps drawing for; and groups of the
-            others that are equal, with the tokens of each.
+            the texts that drew the same as ``emitted``, which this one still draws for; and groups
+            of the others that are equal, with the tokens of each group.
         """
         groups: dict[tuple[int, ...], tuple[list[Produced], list[T]]] = {}
         seeds = []
@@ -178,14 +178,14 @@ class RunningText:
         self._plain_s.append((decoded - start, perf_counter() - decoded))
 
     def skips_draft(self) -> bool:
-        """Return whether the length has asked for a plain step now; count it."""
+        """Return whether the length has asked for a plain step now, and count that step."""
         self._n_plain_left -= 1
         return self._n_plain_left >= 0
 
     # -- drafts ------------------------------------------------------------------------------------
 
     def request(self, limit: int) -> DraftRequest | None:
-        """Return the request for a draft of at most ``limit`` tokens; None if this round has none."""
+        """Return the request for a draft of at most ``limit`` tokens; None for a round without one."""
         limit = min(limit, self.length.limit)
         if limit <= 0:
             return None
@@ -193,7 +193,7 @@ class RunningText:
         tokens = self.text.tokens
         n_plain = self.length.plain_steps(len(tokens) - len(self.seen))
         if n_plain:
-            self._n_plain_left = n_plain - 1  # without this one
+            self._n_plain_left = n_plain - 1  # this one is taken now
             return None
         self.seen = tokens.copy()
         return DraftRequest(self.state, self.seen, self.length, limit)
@@ -213,10 +213,10 @@ class RunningText:
             self.stats.draft_forward_passes += draft.n_decodes
 
     def _cut_refused(self, draft: Draft) -> None:
-        """Drop the tokens from the first one on that the text's grammar refuses.
+        """Drop the first token that the text's grammar rejects, and all tokens after it.
 
-        Not those that were drawn at random for a rule that compares distributions: which of them are
-        dropped would depend on what was drawn, and bias the text. The rule rejects them.
+        Keep them if they were drawn at random for a rule that compares distributions: dropping some
+        would depend on the drawn tokens and bias the text. The rule rejects them.
         """
         sampler = self.text.sampler
         drawn = bool(draft.sources) and self.rule != "seeded"
@@ -224,7 +224,7 @@ class RunningText:
             draft.cut(sampler.count_allowed(draft.tokens))
 
     def drop_draft(self) -> None:
-        """Go back to before the draft, which could not be decoded."""
+        """Go back to the state before the draft, which could not be decoded."""
         self.abandon()
         self.draft = NO_DRAFT
         self.state.observe(self.text.n_decoded)
@@ -232,24 +232,24 @@ class RunningText:
     # -- rounds ------------------------------------------------------------------------------------
 
     def plan(self) -> Plan:
-        """Return what is to be decoded in this round. The context's lock is held until ``take``."""
+        """Return the tokens to decode in this round. The context's lock is held until ``take``."""
         self._plan = Plan(self.text, self.draft)
         return self._plan
 
     def abandon(self) -> None:
-        """Return the sequences that the plan holds; safe to call at any time."""
+        """Return the sequences that the plan holds. Safe to call at any time."""
         plan, self._plan = self._plan, None
         if plan is not None:
             with self.text.lock:
                 plan.end()
 
     def take(self, rows: Sequence[LogitsRow], verify_s: float) -> None:
-        """Apply the rule to the plan; append what is accepted and what follows.
+        """Apply the rule to the plan; append the accepted tokens and the one after them.
 
-        ``conclude`` must follow, once the context's lock is free.
+        Call ``conclude`` next, once the context's lock is free.
 
         Args:
-            rows: those after each token of the plan.
+            rows: the logits after each token of the plan.
             verify_s: seconds of the decode, or this text's share of them.
         """
         start = perf_counter()
@@ -272,7 +272,7 @@ class RunningText:
             self._verify_s = verify_s
 
     def _verified(self, draft: Draft, plan: Plan) -> tuple[list[Produced], int]:
-        """Return what a draft brings, and how much of it was accepted."""
+        """Return the tokens a draft yields, and how many of the draft were accepted."""
         text, rows = self.text, plan.rows
         verdict = plan.verify(self.rule)
         if self.on_round is not None:
@@ -298,7 +298,7 @@ class RunningText:
         return emitted, verdict.n_accepted
 
     def _described(self, one: Produced, row: LogitsRow) -> Produced:
-        """Return it with its alternatives and its rank, if they are asked for."""
+        """Return ``one`` with its alternatives and rank, if they were requested."""
         if not self._n_alternatives:
             return one
         alternatives = row.alternatives(self.text.ctx.model, self._n_alternatives)
@@ -333,7 +333,7 @@ class RunningText:
             self.length.learn([self.done], 1 + len(draft.tokens), verify_s)
 
     def report(self) -> None:
-        """Report the plain steps in which the drafter was not called."""
+        """Report the plain steps without a call of the drafter."""
         if self._plain_s:
             verify_s, overhead_s = zip(*self._plain_s, strict=True)
             n = len(self._plain_s)
@@ -347,16 +347,16 @@ class RunningText:
         """Report its last steps and free the draft state."""
         try:
             self.report()
-        finally:  # also if the length fails, which may be a user's
+        finally:  # also if the length fails, which may be the user's code
             self.state.close()
 
 
 class Reader(Protocol):
-    """A text that steps read, in as many steps as it takes.
+    """A text that is read, in as many steps as it takes.
 
     Attributes:
         n_decoded: how many of its tokens the last step has read.
-        error: why it cannot go on.
+        error: why it cannot continue.
     """
 
     n_decoded: int
@@ -364,28 +364,29 @@ class Reader(Protocol):
 
     @property
     def text(self) -> Text:
-        """What it is read into."""
+        """The text that gets the tokens."""
 
     @property
     def wants_rows(self) -> bool:
-        """Whether the logits after each token are wanted, or only after the last one of the text."""
+        """Whether it needs the logits after each token, or only after the last token of the text."""
 
     def unread(self) -> list[int]:
-        """Return the tokens that are still to be decoded, at least one."""
+        """Return the tokens that are not decoded yet, at least one."""
 
     def read(self, tokens: Sequence[int], rows: Sequence[LogitsRow]) -> None:
-        """Take decoded tokens, with the logits that are wanted. The context's lock is held."""
+        """Take decoded tokens, with the logits it needs. The context's lock is held."""
 
 
 @dataclass(slots=True)
 class Step:
-    """What a step has done; what it has brought is in the texts.
+    """What a step did. Its tokens are in the texts.
 
     Attributes:
-        n_tokens: of the decode; 0 if there was none.
-        n_draft_decodes: of the drafter.
+        n_tokens: tokens of the decode; 0 if there was none.
+        n_draft_decodes: decodes of the drafter.
         verify_s: seconds of the decode.
-        no_room: the cache has no room for the step: somebody must give way. Nothing has changed.
+        no_room: the cache has no room for the step, so some text must give way. Nothing has
+            changed.
     """
 
     n_tokens: int = 0
@@ -399,8 +400,8 @@ class Loop:
 
     Args:
         ctx: the context that generates.
-        length: how long drafts are; it learns from the steps.
-        drafter: drafts for all texts; None = none drafts.
+        length: decides how long drafts are; it learns from the steps.
+        drafter: drafts for all texts; None = no drafts.
     """
 
     def __init__(self, ctx: Context, length: DraftLength, drafter: Drafter | None = None) -> None:
@@ -419,13 +420,13 @@ class Loop:
         drafts: bool = True,
         like: DraftState | None = None,
     ) -> RunningText:
-        """Return ``text`` to be run beside others.
+        """Return ``text``, ready to run beside others.
 
         Args:
             text: has read its prompt.
             rule, stats, n_alternatives: see `RunningText`.
-            drafts: whether it is drafted for. Where the drafter has no room for it, it is not.
-            like: the draft state of a text that begins like this one: the drafter then need not read
+            drafts: whether to draft for it. There are no drafts if the drafter has no room for it.
+            like: the draft state of a text with the same beginning. The drafter then need not read
                 those tokens again.
         """
         state: DraftState = NO_STATE
@@ -459,17 +460,18 @@ class Loop:
         """Run a step of all texts, and read as many prompt tokens as fit beside them.
 
         Args:
-            running: each with the most tokens that may be drafted for it; with -1 its last token is
-                decoded, and none drawn after it. The cache lacks the last token of each.
-            readers: texts that are read besides.
+            running: the texts, each with the most tokens that may be drafted for it. With -1 its
+                last token is decoded, and none is drawn after it. The cache lacks the last token of
+                each.
+            readers: texts that are read in the same decode.
 
         Raises:
-            DecodeError: the decode failed or was interrupted; all are as before. And what the drafter
-                raises.
+            DecodeError: the decode failed or was interrupted; all texts are as before. Errors of
+                the drafter are raised too.
         """
         step = self._run(running, readers)
         if step.n_tokens and running and self.drafter is not None:
-            # The time of a decode that also read texts is not comparable.
+            # the time of a decode that also read texts is not comparable
             verify_s = math.nan if readers else step.verify_s
             self.length.learn([each.done for each, _ in running], step.n_tokens, verify_s)
         return step
@@ -519,7 +521,7 @@ class Loop:
         if drafter is None:
             return 0
         if n_readers and not ctx.kv_cache.can_draft:
-            for each, _ in running:  # nothing could be undone in a decode that also reads
+            for each, _ in running:  # a decode that also reads cannot be undone
                 each.set_draft(NO_DRAFT)
             return 0
         asked: list[RunningText] = []
@@ -548,10 +550,11 @@ class Loop:
         return n_decodes
 
     def _fit_together(self, running: Sequence[RunningText]) -> None:
-        """Cut the drafts of several texts to what can be verified in one decode.
+        """Cut the drafts of several texts so that one decode can verify all of them.
 
-        How long the others are says something about what was drawn. Drafts that were drawn at random
-        for a rule that compares distributions are therefore cut as a whole, whatever was drawn.
+        The lengths of the other drafts depend on the tokens that were drawn. Drafts that were drawn
+        at random for a rule that compares distributions are therefore cut as a whole, whatever was
+        drawn.
         """
         memory, drafts = self._ctx.kv_cache, [each.draft for each in running]
         if memory.can_draft:
@@ -566,7 +569,7 @@ class Loop:
     def _decode(
         self, step: Step, running: Sequence[RunningText], readers: Sequence[Reader]
     ) -> None:
-        """Decode last tokens, drafts and texts together; let each take its rows."""
+        """Decode last tokens, drafts and texts together; each text takes its rows."""
         ctx = self._ctx
         if not ctx.capabilities.batch_invariant and any(each.rule == "seeded" for each in running):
             ctx.warn_if_inexact(len(running) + sum(len(each.draft.tokens) for each in running))
@@ -598,7 +601,7 @@ class Loop:
                 member.error = error
 
     def _decode_alone(self, step: Step, running: RunningText) -> None:
-        """Decode the plan of one text, and let it take its rows."""
+        """Decode the plan of one text, which then takes its rows."""
         start = perf_counter()
         if running.draft.tokens:
             rows = running.plan().decode()
@@ -610,7 +613,7 @@ class Loop:
             running.take(rows, step.verify_s)
         except LlamaBranchError as error:
             running.abandon()
-            if isinstance(error, CapacityError):  # memory that decodes again to accept
+            if isinstance(error, CapacityError):  # memory that has to decode again to accept tokens
                 raise
             running.error = error
 
@@ -642,7 +645,7 @@ class Loop:
     def _note_full(
         self, step: Step, members: Sequence[RunningText | Reader], error: CacheFullError
     ) -> None:
-        """Note which texts have filled their part of the cache, or else that somebody must give way."""
+        """Note which texts have filled their part of the cache, or else that one must give way."""
         ctx = self._ctx
         for each in members:
             if not ctx.kv_cache.room(each.text.seq_id, 1):

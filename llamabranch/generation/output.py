@@ -1,4 +1,4 @@
-"""A token that is given out: by branches, generations, sessions and engines alike."""
+"""A token as branches, generations, sessions and engines emit it."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The state of a text: its sequence id, tokens, sampler and logits, and what the K/V cache holds of it.
+"""The state of a text: its sequence id, tokens, sampler and logits, in step with the K/V cache.
 
-``Branch`` wraps it for users; the loop, drafters and the engine work on it directly. Unless documented
-otherwise, methods expect valid arguments and a caller that holds the context's lock.
+``Branch`` wraps it for users; the loop, drafters and the engine work on it directly. Unless
+documented otherwise, methods expect valid arguments, and the caller must hold the context's lock.
 
-The last token may be one that was drawn and is not decoded yet: the cache is then one token shorter than
-the text, and nothing else says so. Whatever needs its logits or its cell decodes it first (``settle``).
+The last token may be drawn but not decoded yet. The cache is then one token shorter than the text;
+there is no flag for this. Code that needs its logits or its cell first decodes it (``settle``).
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ class Text:
 
     Args:
         ctx: the context that holds it.
-        seq_id: an empty sequence that is held; None = one is allocated, and freed with this object.
+        seq_id: an empty sequence that the caller holds; None = allocate one, and free it with this.
         sampler: turns its logits into distributions; has accepted the tokens of ``parent``, if any.
         seed: the seed of its draws.
-        parent: the sequence to start as a copy of, sharing its cells; None for an empty one.
+        parent: the sequence to start as a copy of, sharing its cells; None = start empty.
 
     Attributes:
         lock: the context's.
-        tokens: all ids, prompt and inherited ones included.
+        tokens: all ids, including the prompt and inherited tokens.
         n_prompt: how many of them were prefilled, not generated.
-        appended: (start, end) of each run of later tokens that was read, not generated; ascending.
-        surprisals: -log p of those after the prompt, nats; NaN where it was not computed.
+        appended: (start, end) of each later run of tokens that was read, not generated; ascending.
+        surprisals: -log p of the tokens after the prompt, nats; NaN where it was not computed.
         fork_position: how many tokens it shared with the parent when it was forked.
-        finish_reason: why the last generation ended, as its output says; None before that.
+        finish_reason: why the last generation ended, as its output says; None before the first.
         is_pruned: True once the sequence id was returned.
-        row: the logits after the last token, None or invalid if unavailable; see ``logits_row``.
-        n_held: how many of the last tokens a round has accepted that are not given out yet. Whoever
-            changes the text, or asks what follows it, drops them.
-        version: another one after each change.
+        row: the logits after the last token; None or invalid if unavailable, see ``logits_row``.
+        n_held: how many tokens at the end were accepted by a round but not given out yet. Code that
+            changes the text, or asks for its next token, drops them.
+        version: changes with each change of the text.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Text:
         seed: int,
         parent: Text | None = None,
     ) -> None:
-        self.tokens: list[int] = []  # before others see the text: their errors show it
+        self.tokens: list[int] = []  # before others see the text, because errors about it show them
         self.seq_id = -1
         if seq_id is None:
             used = () if parent is None else (parent.seq_id,)
@@ -109,17 +109,17 @@ class Text:
 
     @property
     def position(self) -> int:
-        """Number of tokens that are given out: where the next one goes."""
+        """How many tokens are given out; the position of the next one."""
         return len(self.tokens) - self.n_held
 
     @property
     def shown(self) -> list[int]:
-        """The tokens that are given out; not to be changed."""
+        """The tokens that are given out. Do not change the list."""
         return self.tokens[: -self.n_held] if self.n_held else self.tokens
 
     @property
     def sampling(self) -> SamplingParams:
-        """The settings in effect; a given seed is the current one, also after another was set."""
+        """The settings in effect. The seed is the current one, even if another was set later."""
         params = self.sampler.params
         # Forks share sampler settings, so those do not determine the seed in effect.
         if params.seed is None or params.seed == self._seed:
@@ -133,18 +133,18 @@ class Text:
 
     @property
     def answer_start(self) -> int:
-        """The position after the last token that was read, not generated: where a grammar begins."""
+        """The position after the last token that was read, not generated; a grammar begins there."""
         return self.appended[-1][1] if self.appended else self.n_prompt
 
     def generated_positions(self, start: int = 0) -> Iterator[int]:
-        """Yield the positions of generated tokens, those before ``start`` left out."""
+        """Yield the positions of generated tokens from ``start`` on."""
         at = max(start, self.n_prompt)
         for read_from, read_to in [*self.appended, (self.position, 0)]:
             yield from range(at, read_from)
             at = max(at, read_to)
 
     def replayed(self, sampler: Sampler) -> Sampler:
-        """Return a copy of ``sampler``, with its settings, that has accepted the tokens."""
+        """Return a copy of ``sampler``, with the same settings, that has accepted the tokens."""
         n = self.answer_start
         return sampler.replay(self.tokens[:n], self.tokens[n:])
 
@@ -160,7 +160,7 @@ class Text:
 
     @property
     def n_decoded(self) -> int:
-        """How many tokens there are before one that is not decoded yet."""
+        """How many tokens the text has without a last one that is not decoded yet."""
         return len(self.tokens) - self.is_behind
 
     @property
@@ -184,13 +184,13 @@ class Text:
         self.version += 1
 
     def use_sampler(self, sampler: Sampler) -> None:
-        """Use another sampler from here on; it has accepted the tokens."""
+        """Use another sampler from here on. It must have accepted the tokens."""
         self.sampler = sampler
         self._produced = None
         self.version += 1
 
     def begin_anew(self, position: int, sampler: Sampler) -> None:
-        """Go on from the first ``position`` tokens, which count as read, with a sampler that is new."""
+        """Continue from the first ``position`` tokens, which count as read, with a new sampler."""
         with self.lock:
             if position < len(self.tokens):
                 self.rewind(position)
@@ -215,7 +215,7 @@ class Text:
         self._decoder.check_open()
 
     def check_not_empty(self, what: str) -> None:
-        """Raise BranchStateError if it has no tokens, and so none of what is asked for."""
+        """Raise BranchStateError if it has no tokens, so there is nothing to return."""
         if not self.tokens:
             raise BranchStateError(
                 f"the branch is empty: it has no {what}", hint="prefill it first"
@@ -223,7 +223,7 @@ class Text:
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """Raise BranchStateError if another generation of it has begun and not ended."""
+        """Raise BranchStateError if another generation of it is running."""
         with self.lock:
             if self._is_generating:
                 raise BranchStateError(
@@ -262,7 +262,7 @@ class Text:
     def decode_last(self, *, draws_next: bool = False) -> LogitsRow:
         """Decode the last token; return the logits after it.
 
-        ``draws_next``: the next one is drawn in the same native call where it can be.
+        With ``draws_next`` the next token is drawn in the same native call, if possible.
         """
         if self.is_pruned:
             self.check_usable()
@@ -290,7 +290,7 @@ class Text:
     # -- drawing -----------------------------------------------------------------------------------
 
     def produce(self) -> Produced:
-        """Return the next token; drawn once, until the state changes."""
+        """Return the next token. It is drawn once, until the state changes."""
         if self._produced is None or self.n_held:
             return self.produce_from(self.logits_row())
         self.check_usable()
@@ -306,7 +306,7 @@ class Text:
     def describe(self, token: int, row: LogitsRow) -> tuple[Produced, bytes]:
         """Return ``token`` as the next one, with its log-probability and entropy from ``row``.
 
-        And the bytes of a character that is still incomplete after it.
+        Also return the bytes of a character that is still incomplete after it.
         """
         model = self.ctx.model
         if self.sampler.params.logprobs:
@@ -360,7 +360,7 @@ class Text:
     ) -> LogitsRow:
         """Decode ``tokens`` after ``settle``; return the logits after the last one.
 
-        If that fails the cache is as before. ``report`` is called after each decode.
+        If that fails, the cache is as before. ``report`` is called after each decode.
         """
         expiring, on_read = self.expiring_rows(), reading(report, len(self.tokens), len(tokens))
         return decode_run(self._decoder, tokens, self.seq_id, "last", expiring, on_read)[-1]

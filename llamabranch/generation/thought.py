@@ -1,4 +1,4 @@
-"""The output of a text while it thinks: where the thought ends, and what leads from it to the answer."""
+"""The output of a text while it thinks: where the thought ends, and the tokens before the answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Thought(NamedTuple):
 
     Attributes:
         text: without tags, and without white space around it.
-        n_kept: how many of the tokens that were generated are the thought's, its tags included; the
+        n_kept: how many of the generated tokens belong to the thought, including its tags; the
             answer begins after them.
         forced: token ids that are read before the answer.
     """
@@ -32,11 +32,11 @@ class Thought(NamedTuple):
 class ThoughtBuffer(OutputBuffer):
     """The tokens of a text up to the end of its thought.
 
-    The texts of its tokens are the thought's, without tags. Where the text begins with something else
-    than a thought, it ends there, and ``ended`` is an empty thought.
+    The texts of its tokens are those of the thought, without tags. If the text does not begin with
+    a thought, this output ends there, and ``ended`` is an empty thought.
 
     Args:
-        model: whose tokens they are.
+        model: the model of the tokens.
         thinking: where the thought begins and ends.
         max_tokens: the most tokens of the whole text; None = until the model ends it.
     """
@@ -59,7 +59,7 @@ class ThoughtBuffer(OutputBuffer):
 
     @property
     def ended(self) -> Thought | None:
-        """The thought, once an answer may follow. None while it lasts, and if the text ended with it."""
+        """The thought, once an answer may follow. None while it lasts, or if the text ended within it."""
         model, thinking, n = self._model, self._thinking, len(self.tokens)
         if self.finish_reason is None:
             return None
@@ -91,7 +91,7 @@ class ThoughtBuffer(OutputBuffer):
         return None if held is None else held._replace(is_thought=True)
 
     def resume(self) -> None:
-        """Go on with a thought that was broken off for want of room."""
+        """Continue a thought that stopped because there was no room."""
         self.finish_reason = None
 
     def add(self, emitted: Produced) -> Produced | None:
@@ -126,12 +126,12 @@ class ThoughtBuffer(OutputBuffer):
 
 
 def forced_token(token: int) -> Produced:
-    """Return a token that was read between a thought and its answer, as it is reported."""
+    """Return the reported form of a token that was read between a thought and its answer."""
     return Produced(token, "", False, math.nan, math.nan, "forced", is_thought=True)
 
 
 def token_text(model: Model, one: Produced) -> str:
-    """Return the text of a token that was emitted; of a control token its name."""
+    """Return the text of an emitted token; for a control token, its name."""
     if one.text or not model.entry(one.token)[1]:
         return one.text
     return model.detokenize([one.token], special=True)

@@ -1,4 +1,4 @@
-"""Drafted tokens after a text: decoded, judged by a rule, and kept in part.
+"""Drafted tokens after a text: decode them, apply a rule, keep the accepted ones.
 
 Every rule here is lossless: the tokens it emits have exactly the target's distribution. A rule is a pure
 function and uses no model: it calls a function for distributions and a :class:`RandomSource` for
@@ -243,14 +243,15 @@ def _check_sources(drafted: Sequence[int], sources: Sequence[Distribution]) -> N
 
 
 class Verdict(NamedTuple):
-    """What becomes of a draft.
+    """The decision about a draft.
 
     Attributes:
         n_accepted: how many of the drafted tokens are accepted.
-        n_kept: how many the text takes: without the last one where that ends the text, or nothing can be
-            drawn after it.
-        token: what follows them.
-        source: whose that token is: "bonus", "corrected", or "drafted" where it is of the draft itself.
+        n_kept: how many the text takes. Without the last one if that ends the text, or if nothing
+            can be drawn after it.
+        token: the token after them.
+        source: where that token comes from: "bonus", "corrected", or "drafted" if it is in the
+            draft.
     """
 
     n_accepted: int
@@ -261,16 +262,16 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RoundTrace:
-    """What a round with a draft has done; for ``Request.on_round``.
+    """A report of a round with a draft, for ``Request.on_round``.
 
     Attributes:
         position: that of the first drafted token in the text, prompt included.
         draft: the drafted ids.
-        logprobs: the target's log-probabilities, nats, of the tokens that were accepted, in their order,
-            and then of the one that was rejected after them, if any.
-        n_accepted, n_rejected: of the draft; the others were never judged.
+        logprobs: the target's log-probabilities, in nats, of the accepted tokens in order, and then
+            of the rejected token after them, if any.
+        n_accepted, n_rejected: counts of drafted tokens; the others were not tested.
         following: the token after them: the target's own, or an accepted one that ends the text.
-        drafter: what drafted.
+        drafter: the name of the drafter.
         draft_s, verify_s: seconds of the draft, and of the decode or this text's share of it.
     """
 
@@ -294,18 +295,19 @@ class _DeadEnd(Exception):
 
 
 class Plan:
-    """A draft that may follow a text: decoded, judged, then kept in part or dropped.
+    """A draft that may follow a text: it is decoded and tested, then kept in part or dropped.
 
     The caller holds the context's lock, and makes and ends the plan under it.
 
     Args:
-        text: what it follows. Before ``keep`` only its K/V changes.
+        text: the text before the draft. Until ``keep`` only its K/V changes.
         draft: the tokens.
 
     Attributes:
-        tokens: those to decode: the text's last one, if the cache lacks it, and the drafted ones.
-        rows: the logits after each of them, valid until the next decode; set by ``decode``, or by the
-            caller if a shared decode has computed them in place.
+        tokens: the tokens to decode: the text's last one, if the cache lacks it, and the drafted
+            ones.
+        rows: the logits after each of them, valid until the next decode. Set by ``decode``, or by
+            the caller if a shared decode has computed them.
     """
 
     def __init__(self, text: Text, draft: Draft) -> None:
@@ -316,7 +318,7 @@ class Plan:
         self._draft = draft
         self._n_first = len(first)
         self._fork: int | None = None  # the sequence of a decode that cannot be undone in place
-        self._samplers = [text.sampler]  # those that have accepted 0, 1, ... drafted tokens
+        self._samplers = [text.sampler]  # samplers that have accepted 0, 1, ... drafted tokens
 
     def decode(self) -> Sequence[LogitsRow]:
         """Decode the tokens by themselves, at once; return their rows. ``keep`` or ``end`` must follow.
@@ -350,7 +352,8 @@ class Plan:
     # -- what is accepted --------------------------------------------------------------------------
 
     def verify(self, rule: Rule) -> Verdict:
-        """Apply ``rule`` to the draft, of at least one token after one that was decoded with it.
+        """Apply ``rule`` to the draft. It has at least one token, after one that was decoded with
+        it.
 
         Raises:
             GrammarError, ConstraintError, ConfigError: the target can draw nothing right after the text.
@@ -368,10 +371,10 @@ class Plan:
         return Verdict(n, n_kept, following, source)
 
     def _judge(self, rule: Rule) -> tuple[int, int | None]:
-        """Return how many tokens are accepted, and what follows them.
+        """Return how many tokens are accepted, and the token after them.
 
-        None where the target can draw nothing there, for instance if the grammar is complete, but a logit
-        bias forbids the EOG token.
+        That token is None if the target can draw nothing there. For example, the grammar is
+        complete, but a logit bias forbids the EOG token.
         """
         drafted, sources, text = self._draft.tokens, self._draft.sources, self._text
         n, seed, position = len(drafted), text.seed, len(text.tokens)

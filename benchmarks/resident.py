@@ -16,7 +16,7 @@ import llamabranch as lb
 from llamabranch.bench.timing import Maker, Spread, Timing, Work
 from llamabranch.context.compaction import rewrite_in_order
 from llamabranch.engine import EngineStats
-from llamabranch.engine.job import EngineSettings, Submission
+from llamabranch.engine.job import Submission
 from llamabranch.engine.scheduler import Scheduler
 from llamabranch.generation.drafting import Drafting
 
@@ -308,8 +308,7 @@ def _admission(settings: Settings, ctx: lb.Context) -> dict[str, float]:
     for n in (10, 1000) if settings.quick else (10, 1000, 1_000_000):
         scheduler = Scheduler(ctx, None, EngineStats())
         request = lb.Request([5, 6, 7], max_tokens=2)
-        common = EngineSettings(ctx, Drafting(ctx), GREEDY, 2, 0.0, None, 0, repeats=True)
-        first = Submission(request, "0", 0, common, 0, [0])
+        first = Submission(request, "0", 0, Drafting(ctx), GREEDY, 2, 0, [0])
         for i in range(n + ctx.n_seq_max):
             scheduler.add(_numbered(first, i))
         scheduler.admit()

@@ -38,7 +38,7 @@ from .turns import Messages, Plan
 
 __all__ = ["Session", "asked", "starts"]
 
-_LAST = "No more calls: answer now."
+_LAST = "That was the last call. Use the results to answer the question."
 _ROOM = 256  # tokens and cells that the last turn has, or an eighth of max_tokens
 _MOST_FAILED = 3  # turns in a row in which all calls failed
 _AROUND = 64  # tokens that a template writes around a result

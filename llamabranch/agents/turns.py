@@ -98,16 +98,19 @@ class Turns:
         """The grammar of a turn without calls."""
         if not self.others.is_used:
             return None
-        # Whatever it calls; and no JSON to begin with, which would end where it turns into a call.
+        # Whatever it calls; and neither JSON nor a fence of it to begin with: the text would have to end
+        # where it turns into a call.
         pair = r'"name"\s*:\s*"[^"]*"\s*,\s*"(arguments|parameters)"\s*:'
-        forbidden = [r"(.|\n)*" + pair, r"\s*(```\w*\s*)?(\[\s*)?\{"]
+        forbidden = [r"(.|\n)*" + pair, r"\s*(\[\s*)?\{", r"\s*```(json|tool_calls?)?\s"]
         control = [text for text in self.model.handle.control_tokens() if text.strip()]
         opening = re.split(r"\s", self.form.form.opening.strip())[0]
         is_control = any(text in opening for text in control)  # which no grammar of text allows
         if opening.strip("{[\"'") and not is_control:
             forbidden.append(r"(.|\n)*" + re.escape(opening))
-        cuts = ["/" + one.replace("/", r"\/") + r"(.|\n)*/" for one in forbidden]
-        return Grammar.from_lark("start: T\nT: /(.|\\n)*/ & ~(" + " | ".join(cuts) + ")")
+        cuts = [one.replace("/", r"\/") + r"(.|\n)*" for one in forbidden] + [r"\s*```\w*"]
+        return Grammar.from_lark(
+            "start: T\nT: /(.|\\n)*/ & ~(" + " | ".join(f"/{cut}/" for cut in cuts) + ")"
+        )
 
     # -- prompts -----------------------------------------------------------------------------------
 

@@ -174,7 +174,7 @@ def read_chat(folder: str | os.PathLike[str], ours: Model | None = None) -> Save
         raise SnapshotError(f"{place} has no chat that can be read: {error}") from error
     if ours is not None and chat.model and not ours.is_of(chat.model["fingerprint"]):
         raise SnapshotError(
-            f"the chat is of another model: {chat.model['name']}, not {ours.path.name}",
+            f"the chat is from another model: {chat.model['name']}, not {ours.path.name}",
             hint=f"it was saved with {chat.model['path']}",
         )
     return chat

@@ -1,8 +1,8 @@
 """Which sequence uses which cells of the K/V cache: pure Python accounting, checked against llama.cpp.
 
 A fork shares the cells of its prefix, so a set of sequences uses fewer cells than the sum of their
-lengths. Cells are written in *runs*: one sequence's uninterrupted appends. A sequence refers to slices of
-runs, its own and inherited ones; a cell is free when no sequence refers to it any more.
+lengths. Cells are written in *runs*: one sequence's uninterrupted appends. A sequence refers to
+slices of runs, both its own and inherited ones. A cell is free when no sequence refers to it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ __all__ = ["CellTable", "Usage"]
 class Usage:
     """How full a context's cache is, in cells (one cell holds one token's K and V).
 
-    ``cells_shared`` are used by two or more sequences, ``sequences`` gives the tokens of each sequence
-    that holds any. ``cells_reserved`` are free but temporarily not reused, so that no sequence gets a
-    cell below its earlier ones; ``in_order`` is False once some had to be reused before that was safe.
-    ``cells_cached`` are held by the prefix cache alone; they count as free, since it gives them up as
-    soon as they are needed. ``cells_per_sequence`` is how many cells each sequence has where they have
-    non-unified KV (``kv_unified=False``): no other can use them, and none are shared or reserved.
+    ``cells_shared`` are used by two or more sequences. ``sequences`` gives the tokens of each
+    sequence that is not empty. ``cells_reserved`` are free but temporarily not reused, so that no
+    sequence gets a cell below its earlier ones; ``in_order`` is False once some had to be reused
+    before that was safe. ``cells_cached`` are used by the prefix cache alone. They count as free,
+    because the cache drops them when they are needed. ``cells_per_sequence`` is the number of cells
+    of each sequence with non-unified KV (``kv_unified=False``): no other sequence can use them, and
+    none are shared or reserved.
     """
 
     cells_total: int
@@ -81,8 +82,8 @@ class _Sequence:
 class CellTable:
     """The cells of every sequence; mirrors decode, copy and remove of llama.cpp's unified cache.
 
-    Beyond the ``n_seq_max`` sequences of a context there may be others, which only keep cells: those
-    of the prefix cache.
+    A table may have more than a context's ``n_seq_max`` sequences. The others belong to the prefix
+    cache and only keep cells.
     """
 
     def __init__(self, n_cells: int, n_seq_max: int) -> None:
@@ -92,11 +93,11 @@ class CellTable:
         self.clock = 0
         self._sequences = [_Sequence() for _ in range(n_seq_max)]
         self._newest = [-1] * n_seq_max  # the write index at the end of each sequence
-        self._with_holes: set[int] = set()  # those that may lack positions below their last one
+        self._with_holes: set[int] = set()  # sequences that may lack positions below their last one
 
     @property
     def n_sequences(self) -> int:
-        """How many sequences there are, those that only keep cells included."""
+        """Return the number of sequences, including those that only keep cells."""
         return len(self._sequences)
 
     def make_sequence(self, seq_id: int) -> None:
@@ -176,10 +177,12 @@ class CellTable:
         return (start, end - start) if start < end else (None, 0)
 
     def _n_shared(self, seq_id: int, start: int) -> int:
-        """Return how many first tokens of a sequence others share, 0 if not more than ``start``.
+        """Return how many first tokens of a sequence others share; 0 if there are no more than
+        ``start``.
 
-        No sequence may have holes. Two that share a cell then share all cells before it: a sequence gets
-        cells of another one only as a whole prefix, and appends only at its end.
+        No sequence may have holes. Two sequences that share a cell then share all cells before it,
+        because a sequence gets another one's cells only as a whole prefix, and appends only at its
+        end.
         """
         for s in reversed(self._sequences[seq_id].slices):
             if s.end <= start:
@@ -203,7 +206,7 @@ class CellTable:
         raise KeyError(position)
 
     def write_indices(self, *, but: int = -1) -> set[int]:
-        """Return the write indices of all cells that a sequence other than ``but`` holds."""
+        """Return the write indices of all cells that sequences other than ``but`` hold."""
         found: set[int] = set()
         for i, sequence in enumerate(self._sequences):
             for s in sequence.slices if i != but else ():
@@ -211,7 +214,7 @@ class CellTable:
         return found
 
     def copy(self, source: int, target: int, start: int, end: int) -> None:
-        """Let the empty ``target`` refer to what ``source`` has in positions [start, end)."""
+        """Let the empty ``target`` refer to the cells of ``source`` in positions [start, end)."""
         kept = []
         for s in self._sequences[source].slices:
             low, high = max(s.position, start), min(s.end, end)
@@ -262,9 +265,9 @@ class CellTable:
         self._with_holes.clear()
 
     def usage(self, kept: Collection[int] = ()) -> Usage:
-        """Count the cells in use, each once, and those that two or more sequences use.
+        """Count the used cells, each once, and the cells that two or more sequences use.
 
-        The sequences in ``kept`` are those of the prefix cache: cells of theirs alone count as cached.
+        ``kept`` are the sequences of the prefix cache: cells that only they use count as cached.
         """
         lengths = {
             i: self.length(i) for i, s in enumerate(self._sequences) if s.slices and i not in kept

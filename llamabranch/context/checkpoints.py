@@ -1,7 +1,7 @@
 """Checkpoints: states of sequences at earlier positions, in host memory.
 
-A recurrent state has one position, and llama.cpp cannot go back from it. A copy that was taken on the
-way there can be put back, and only the tokens after it are decoded again. Forks share checkpoints.
+A recurrent state has one position, and llama.cpp cannot move it back. A copy taken at an earlier
+position can be put back, and only the tokens after it are decoded again. Forks share checkpoints.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Checkpoint:
         n_tokens: the position at which the sequence continues from it.
         state: as llama.cpp writes it, without cells of attention, uint8 (n,).
         row: the logits after the last of these tokens, float32 (V,); None if they were not kept.
-        n_users: how many sequences have it.
+        n_users: how many sequences use it.
     """
 
     def __init__(
@@ -38,54 +38,56 @@ class Checkpoint:
 
     @property
     def n_bytes(self) -> int:
-        """The memory that it takes."""
+        """The bytes of memory it takes."""
         return self.state.nbytes + (0 if self.row is None else self.row.nbytes)
 
 
 class Checkpoints:
-    """The checkpoints of all sequences of a context: at most ``max_bytes``.
+    """The checkpoints of all sequences of a context, limited to ``max_bytes``.
 
-    When they take more, the checkpoint is dropped that is missed least: one whose gap is small compared
-    to its distance from the end of the text. So they are close together near the end of a text, and far
+    At the limit, one checkpoint is dropped: the one whose gap is smallest compared to its distance
+    from the end of the text. So checkpoints are dense near the end of a text, and sparse at its
+    beginning.
+
     apart at its beginning.
 
     Attributes:
         max_bytes: 0 = no checkpoints.
-        n_bytes: what they take; those that sequences share count once.
+        n_bytes: the bytes they take; a checkpoint that sequences share counts once.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.n_bytes = 0
-        self._of: dict[int, list[Checkpoint]] = {}  # of each sequence, by position
+        self._of: dict[int, list[Checkpoint]] = {}  # the checkpoints of each sequence, by position
 
     def last(self, seq_id: int) -> int:
-        """Return the position of the last one of a sequence, 0 if it has none."""
+        """Return the position of a sequence's last checkpoint, 0 if it has none."""
         points = self._of.get(seq_id)
         return points[-1].n_tokens if points else 0
 
     def find(self, seq_id: int, n: int) -> Checkpoint | None:
-        """Return the last one of a sequence that has at most ``n`` tokens."""
+        """Return a sequence's last checkpoint that has at most ``n`` tokens."""
         points = self._of.get(seq_id, [])
         at = bisect_right(points, n, key=_position)
         return points[at - 1] if at else None
 
     def add(self, seq_id: int, point: Checkpoint) -> None:
-        """Add one after all others of the sequence; others may be dropped for it, or it itself."""
+        """Add a checkpoint after all others of the sequence. Others, or it, may be dropped for room."""
         self._of.setdefault(seq_id, []).append(point)
         point.n_users = 1
         self.n_bytes += point.n_bytes
         self.thin()
 
     def keep_row(self, point: Checkpoint, row: npt.NDArray[np.float32]) -> None:
-        """Keep the logits after a checkpoint, a copy."""
+        """Keep a copy of the logits after a checkpoint."""
         self.n_bytes -= point.n_bytes
         point.row = row.copy()
         self.n_bytes += point.n_bytes
         self.thin()
 
     def share(self, source: int, target: int) -> None:
-        """Let a sequence without checkpoints have those of another one."""
+        """Give a sequence without checkpoints those of another sequence."""
         points = self._of.get(source)
         if points:
             self._of[target] = [*points]
@@ -93,7 +95,7 @@ class Checkpoints:
                 point.n_users += 1
 
     def cut(self, seq_id: int, n: int) -> None:
-        """Forget those of a sequence that have more than ``n`` tokens; all of them for 0."""
+        """Drop a sequence's checkpoints with more than ``n`` tokens; all of them for 0."""
         points = self._of.get(seq_id)
         while points and (points[-1].n_tokens > n or not n):
             self._release(points.pop())
@@ -101,7 +103,7 @@ class Checkpoints:
             del self._of[seq_id]
 
     def clear(self) -> None:
-        """Forget all of them."""
+        """Drop all checkpoints."""
         self._of.clear()
         self.n_bytes = 0
 
@@ -117,7 +119,7 @@ class Checkpoints:
                         del self._of[seq_id]
 
     def _least(self) -> Checkpoint:
-        """Return the checkpoint that is missed least; the last of a text only if there are no others."""
+        """Return the checkpoint to drop next; the last of a text only if there are no others."""
         best, least = None, float("inf")
         for points in self._of.values():
             end, before = points[-1].n_tokens, 0

@@ -1,7 +1,7 @@
 """Compaction: write all sequences again, in order and without holes in the cache.
 
-Their K/V is copied out and back where that gives the same bits, which takes as long as copying the bytes.
-Elsewhere their tokens are decoded again.
+The K/V is copied out and back if that gives the same bits; this takes as long as copying the bytes.
+Otherwise the tokens are decoded again.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = ["Replayable", "rewrite_in_order"]
 
 @runtime_checkable
 class Replayable(Protocol):
-    """A holder that knows which tokens its sequence holds.
+    """The owner of a sequence, with the tokens that the sequence holds.
 
     Attributes:
-        seq_id: the sequence that is held.
+        seq_id: its sequence.
         position: how many tokens it holds.
         tokens: their ids.
     """
@@ -48,15 +48,17 @@ def rewrite_in_order(
     *,
     by_state: bool = True,
 ) -> bool:
-    """Write all sequences again, common prefixes once; False if the tokens of one are unknown.
+    """Write all sequences again, common prefixes once; return False if a sequence's tokens are
+    unknown.
 
-    The context does not know the tokens of raw sequences, nor of those a verification is using.
+    The context does not know the tokens of raw sequences, or of sequences that a verification is
+    using.
 
     Args:
-        runner: has the cells, and decodes the tokens where their K/V cannot be copied.
-        holders: the holders of sequences.
-        prefixes: the prefix cache. What it keeps is lost where tokens are decoded again.
-        by_state: copy the K/V where that is exact; otherwise decode again.
+        runner: has the cells, and decodes the tokens if their K/V cannot be copied.
+        holders: the owners of the sequences.
+        prefixes: the prefix cache. It loses its texts if tokens are decoded again.
+        by_state: copy the K/V if that is exact; otherwise decode again.
 
     Raises:
         KeyboardInterrupt, DecodeInterruptedError: only after every sequence has its cells again.
@@ -81,7 +83,7 @@ def rewrite_in_order(
 
 
 def _plan(texts: Iterable[CachedPrefix]) -> list[_Step]:
-    """Return in which order to write the sequences; a prefix comes before what continues it."""
+    """Return the order in which to write the sequences; a prefix comes before texts that continue it."""
     written = CachedPrefixes()
     plan = []
     for text in sorted(texts, key=lambda text: len(text.tokens)):
@@ -95,7 +97,7 @@ def _plan(texts: Iterable[CachedPrefix]) -> list[_Step]:
 def _copy(memory: Memory, plan: list[_Step], kept: list[CachedPrefix]) -> bool:
     """Copy the K/V of all sequences out of the cache and back; False if llama.cpp refuses.
 
-    It runs in a thread of its own, so that Ctrl-C waits until it is complete.
+    It runs in its own thread, so that Ctrl-C waits until it is complete.
     """
 
     def move() -> bool:

@@ -1,9 +1,9 @@
-"""The memory of a context: which sequence holds which cells, one class for each kind of memory.
+"""The memory of a context: which sequence holds which cells. One class for each kind of memory.
 
-llama.cpp's cells and the table of them are always changed together. Callers ask the memory to do things
-(fork, cut, drop, make room) and get the result; what kind it is they need not know. Everything
-here expects valid arguments and a caller that holds the context's lock. It does not decode: the
-:class:`~llamabranch.context.runner.Runner` decodes and records here what was written.
+llama.cpp's cells and the table of them always change together. Callers ask the memory to fork, cut,
+drop or make room, and get the result; they need not know the kind of memory. Everything here
+expects valid arguments and a caller that holds the context's lock. Nothing here decodes: the
+:class:`~llamabranch.context.runner.Runner` decodes, and records here which cells were written.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ Row = npt.NDArray[np.float32]
 Span = tuple[int, int]  # the first and the last position of a sequence
 
 END = 1 << 31  # a position after all others
-MOST_WITH_WINDOW = max_sequences() // 2  # sequences whose window can be kept: each has a shadow
+MOST_WITH_WINDOW = max_sequences() // 2  # sequences whose window can be kept; each has a shadow
 
-_MOVED = max_sequences() - 2  # holds the cells that are being moved, and nothing at other times
-_RECLAIMED_PART = 8  # of the cache: what the prefix cache evicts, at least, when cells are needed
+_MOVED = max_sequences() - 2  # holds cells while they are moved; otherwise empty
+_RECLAIMED_PART = 8  # the prefix cache frees at least 1/8 of the cache when cells are needed
 
 
 class CellOrder:
     """Keeps the cells of every sequence in the order of its tokens.
 
-    llama.cpp's attention sums over cells in the order of their indices. A sequence whose later token is
-    in a lower cell than an earlier one gets the same logits except for rounding, and rounding differences
-    can change the sampled token. llama.cpp fills the lowest free cells first, so a hole below the cells
-    of a living sequence is what would break the order.
-    In a batch-invariant context such cells are therefore *quarantined* when they become free: tagged with
-    a sequence id that is never used otherwise. They are released when no living sequence has cells above
-    them, or when the cache is full: then all sequences are decoded again, in order (``compaction.py``).
-    Where that is impossible, the cells are freed and the order is no longer guaranteed.
+    llama.cpp's attention sums over cells in the order of their indices. If a later token is in a
+    lower cell than an earlier one, the logits are the same except for rounding, and rounding
+    differences can change the sampled token. llama.cpp fills the lowest free cells first, so a hole
+    below the cells of a living sequence would break the order.
+    A batch-invariant context therefore *quarantines* such cells when they become free: it tags them
+    with a sequence id that has no other use. They are released when no living sequence has cells
+    above them, or when the cache is full: then all sequences are decoded again, in order
+    (``compaction.py``). If that is impossible, the cells are freed and the order is lost.
 
     Args:
-        handle, cells: of the memory.
-        seq_id: the sequence that tags them; where it is negative none are quarantined.
+        handle, cells: those of the memory.
+        seq_id: the sequence id of the tag; if it is negative, no cells are quarantined.
     """
 
     def __init__(self, handle: ContextHandle, cells: CellTable, seq_id: int) -> None:
@@ -63,7 +63,7 @@ class CellOrder:
         self.in_order = True  # False once quarantined cells had to be freed below a living sequence
 
     def quarantine(self, seq_id: int, start: int, end: int) -> None:
-        """Quarantine the cells that a drop of [start, end) would free below a living sequence."""
+        """Quarantine the cells that dropping [start, end) would free below a living sequence."""
         if not self.is_kept:
             return
         cells = self._cells
@@ -72,7 +72,7 @@ class CellOrder:
         start = cells.first_position(seq_id, start)
         if not 0 <= start < high:
             return
-        # Of a sequence's cells those of later positions were written later.
+        # Within a sequence, cells of later positions were written later.
         newest = cells.newest(but=seq_id)
         if high == end_of_seq and newest <= cells.write_index(seq_id, start):
             return
@@ -92,33 +92,33 @@ class CellOrder:
             self._lowest, self.n_cells = None, 0
 
     def release(self) -> None:
-        """Release the quarantined cells although sequences have cells above them: order is lost."""
+        """Release the quarantined cells even if sequences have cells above them; the order is lost."""
         self._handle.remove(self._seq_id, 0, -1)
         self._lowest, self.n_cells, self.in_order = None, 0, False
 
     def reset(self) -> None:
-        """Record that the cache is empty: whatever is written next is in order."""
+        """Record that the cache is empty: the next cells are written in order."""
         self._lowest, self.n_cells, self.in_order = None, 0, True
 
 
 class Memory:
-    """Attention memory, one cache for all sequences (llama.cpp's unified KV); other kinds differ from it.
+    """Attention memory, one cache for all sequences (llama.cpp's unified KV); the base class.
 
     Args:
-        handle: the native context whose memory it is; an attribute too.
-        state_layout: how llama.cpp serialises the state of a sequence; None if that is not known.
-        keeps_order: whether the cells of every sequence are kept in the order of its tokens.
+        handle: the native context that has this memory; also an attribute.
+        state_layout: how llama.cpp serialises the state of a sequence; None if unknown.
+        keeps_order: keep the cells of every sequence in the order of its tokens.
 
     Attributes:
-        cells: which sequence holds which of them.
+        cells: which sequence holds which cells.
         hidden: the hidden states of its tokens, while a head reads them.
         prefix_seq_ids: the sequences of the prefix cache.
-        spare_seq_ids: beyond those of the context: cells can refer to them, but they cannot be decoded.
-        evict: of the prefix cache: frees at least that many cells, returns how many.
-        compact: writes all sequences again, in order and without holes; False if that is impossible.
-        order: of the cells, which is kept or not.
-        can_draft: whether the end of a sequence can be dropped, so that drafts are verified in place.
-        forks_copy: whether a fork copies K/V; otherwise it costs nothing.
+        spare_seq_ids: ids beyond those of the context. Cells can refer to them; they cannot decode.
+        evict: frees at least that many cells of the prefix cache; returns how many.
+        compact: writes all sequences again, in order, without holes; False if impossible.
+        order: keeps, or does not keep, the order of the cells.
+        can_draft: the end of a sequence can be dropped, so drafts are verified in place.
+        forks_copy: a fork copies K/V; otherwise it costs nothing.
     """
 
     can_draft = True
@@ -150,7 +150,7 @@ class Memory:
     # -- what is written ---------------------------------------------------------------------------
 
     def arranged(self, seqs: Sequence[int]) -> list[int] | None:
-        """Return the order in which llama.cpp can decode these sequences; None: as they are."""
+        """Return the order in which llama.cpp can decode these sequences; None = as they are."""
         return None
 
     def prepare(self, seq_id: int, n: int) -> None:
@@ -169,24 +169,24 @@ class Memory:
     # -- forking and cutting -----------------------------------------------------------------------
 
     def usable(self, seq_id: int, n: int) -> int:
-        """Return how many of the first ``n`` tokens of a sequence can be kept, or forked, alone."""
+        """Return how many of the first ``n`` tokens of a sequence can be kept or forked by themselves."""
         return n if self.can_cut(seq_id, n) else 0
 
     def mark(self, seq_id: int, row: Row | None = None) -> None:
         """Note the end of a sequence as a place to return to; ``row``: the logits there, (V,)."""
 
     def row(self, seq_id: int) -> Row | None:
-        """Return the logits that were noted at the end of a sequence, if any."""
+        """Return the logits noted at the end of a sequence, if any."""
         return None
 
     def fork(self, source: int, target: int, n: int = END) -> int:
         """Make ``target`` hold the first ``n`` tokens of ``source``, or all, and nothing else.
 
         Returns:
-            how many it holds: none, if this memory cannot give a part.
+            how many tokens ``target`` holds: 0 if this memory cannot fork a part of a sequence.
 
         Raises:
-            SnapshotError: llama.cpp cannot copy what is not shared. ``target`` is empty then.
+            SnapshotError: llama.cpp cannot copy unshared cells. ``target`` is then empty.
         """
         if self.first_position(target) >= 0:
             self.drop(target, 0)
@@ -206,20 +206,20 @@ class Memory:
             raise
 
     def distrust(self, seqs: Iterable[int]) -> None:
-        """Note that llama.cpp failed while it computed these sequences; they are cut next."""
+        """Note that llama.cpp failed while it computed these sequences. They are cut next."""
 
     def can_cut(self, seq_id: int, n: int) -> bool:
-        """Return whether a sequence can go on from its first ``n`` tokens, the others dropped."""
+        """Return whether a sequence can continue from its first ``n`` tokens once the rest is dropped."""
         return True
 
     def cut(self, seq_id: int, n: int) -> int:
-        """Drop all but the first ``n`` tokens of a sequence, a failed decode among them.
+        """Drop all but the first ``n`` tokens of a sequence, including those of a failed decode.
 
-        Of that, part may be in llama.cpp's memory and not in the table.
+        Part of a failed decode may be in llama.cpp's memory but not in the table.
 
         Returns:
-            how many it holds: fewer if it had fewer, or if this memory returned to a checkpoint before
-            them; none if it had to drop the sequence whole.
+            how many tokens it holds now. Fewer than ``n`` if it had fewer, or if this memory
+            returned to an earlier checkpoint; 0 if it had to drop the whole sequence.
         """
         if self.can_cut(seq_id, n) and self.drop(seq_id, n):
             return self.next_position(seq_id)
@@ -238,14 +238,14 @@ class Memory:
         return is_done
 
     def _remove(self, seq_id: int, start: int, end: int) -> bool:
-        """Remove positions from llama.cpp's memory and the table; may be repeated if interrupted."""
+        """Remove positions from llama.cpp's memory and the table. May be repeated after an interrupt."""
         if not self.handle.remove(seq_id, start, -1 if end == END else end):
             return False
         self.cells.remove(seq_id, start, end)
         return True
 
     def clear(self) -> None:
-        """Drop everything; what the prefix cache keeps too."""
+        """Drop everything, including the prefix cache's cells."""
         self.handle.clear()
         self.cells.clear()
         self.prefix_seq_ids.clear()
@@ -261,8 +261,8 @@ class Memory:
         """Return how much of each draft can be verified in a decode of several texts.
 
         Args:
-            lengths: of the drafts, tokens; 0 for a text without one.
-            n_others: how many more texts are in it, which are read.
+            lengths: tokens of each draft; 0 for a text without a draft.
+            n_others: how many more texts the decode reads.
         """
         return list(lengths)
 
@@ -270,30 +270,30 @@ class Memory:
         """Return how many of ``n`` drafted tokens can be verified now.
 
         Args:
-            n: of the first ones, which one decode can hold.
-            count_free: counts the sequences that are free.
+            n: how many one decode can hold.
+            count_free: counts the free sequences.
         """
         return n
 
     # -- room --------------------------------------------------------------------------------------
 
     def room(self, seq_id: int, n: int) -> int:
-        """Return for how many of ``n`` more tokens a sequence can have cells, were all others free."""
+        """Return how many of ``n`` more tokens a sequence could hold if all other cells were free."""
         return n
 
     def has_room(self, n: int, n_needed: int) -> bool:
-        """Return whether ``n`` cells are free beside the ``n_needed`` that running sequences need."""
+        """Return whether ``n`` cells are free in addition to the ``n_needed`` of running sequences."""
         return n + n_needed <= self.n_free
 
     def reclaim(self, n: int) -> bool:
-        """Free cells for ``n`` tokens, if any can be freed; True if some were.
+        """Free cells for ``n`` tokens; return whether any were freed.
 
-        First those that only the prefix cache uses, then quarantined ones: by compaction, or, where that
-        is impossible, out of order.
+        First free cells that only the prefix cache uses, then quarantined ones: by compaction, or,
+        if that is impossible, out of order.
         """
         freed = 0
         if self.prefix_seq_ids:
-            # More than is needed now, so that compactions are rare.
+            # Free more than is needed now, so that compactions are rare.
             wanted = max(n - self.n_vacant, self.cells.n_cells // _RECLAIMED_PART)
             freed = self.evict(wanted - self.order.n_cells)
         if not self.order.n_cells or (freed and self.n_vacant >= n):
@@ -303,7 +303,7 @@ class Memory:
         return True
 
     def full_error(self, n: int) -> CacheFullError:
-        """Return the error for ``n`` tokens for which there are no cells."""
+        """Return the error for ``n`` tokens that do not fit."""
         usage = self.usage()
         return CacheFullError(
             f"the cache is full: {n} tokens need cells, {usage.cells_free} of "
@@ -313,7 +313,7 @@ class Memory:
 
     @property
     def n_vacant(self) -> int:
-        """Number of cells that hold nothing and are not quarantined."""
+        """Number of cells that are empty and not quarantined."""
         cells = self.cells
         return cells.n_cells - cells.n_used(range(cells.n_sequences)) - self.order.n_cells
 
@@ -325,13 +325,13 @@ class Memory:
 
     @property
     def is_placement_exact(self) -> bool:
-        """Whether it changes no bit of a text's logits which cells the text has."""
+        """Whether a text's logits are the same to the bit in any cells."""
         return self.forks_copy or self.order.is_kept
 
     # -- the prefix cache --------------------------------------------------------------------------
 
     def keep(self, seq_id: int) -> None:
-        """Count a sequence as one of the prefix cache, which may be beyond those of the context."""
+        """Count a sequence as part of the prefix cache; its id may be beyond those of the context."""
         self.cells.make_sequence(seq_id)
         self.prefix_seq_ids.add(seq_id)
 
@@ -342,10 +342,10 @@ class Memory:
         return self.handle.state(seq_id)
 
     def set_state(self, seq_id: int, state: State, n_tokens: int) -> bool:
-        """Fill an empty sequence with the state of ``n_tokens``; False if there are no cells for it.
+        """Fill an empty sequence with a state of ``n_tokens``; False if cells are lacking.
 
         Raises:
-            SnapshotError: llama.cpp refuses it. The sequence may then hold anything: drop it.
+            SnapshotError: llama.cpp rejects the state. The sequence may hold anything: drop it.
         """
         try:
             self.handle.set_state(seq_id, state)
@@ -373,7 +373,7 @@ class Memory:
         """Return the K/V of a sequence from position ``start`` on, for ``place``; a copy.
 
         Raises:
-            SnapshotError: llama.cpp writes it in an unknown form.
+            SnapshotError: llama.cpp writes it in an unknown format.
         """
         if self.state_layout is None:
             raise SnapshotError("llama.cpp writes K/V in an unknown form")
@@ -384,10 +384,11 @@ class Memory:
             self.handle.remove(_MOVED, 0, -1)
 
     def place(self, seq_id: int, state: State, start: int, n_tokens: int) -> None:
-        """Write a ``piece`` of ``n_tokens`` into the next free cells, at ``start``, the sequence's end.
+        """Write a ``piece`` of ``n_tokens`` into the next free cells; ``start`` is the sequence's
+        end.
 
         Raises:
-            SnapshotError: llama.cpp refuses it.
+            SnapshotError: llama.cpp rejects it.
         """
         self.handle.set_state(_MOVED, state)
         self.handle.copy(_MOVED, seq_id, start, -1)
@@ -421,18 +422,18 @@ class Memory:
 
 
 class Windowed(Memory):
-    """Attention with a sliding window whose cells must all stay, so that sequences can be cut.
+    """Attention with a sliding window. All cells must stay, so that sequences can be cut.
 
-    In layers with a sliding window llama.cpp writes new tokens into cells that one sequence alone owns
-    and that lie outside its window, also with ``swa_full``: ``find_slot`` of llama-kv-cache.cpp. A
-    sequence cut there, or a fork of its beginning, would attend to a window with tokens missing. A cell
-    of two sequences is not used again, so each sequence has a shadow sequence, which owns the same cells
-    before they leave the window. It takes no room: in the other layers these cells are needed anyway. A
-    decode must be one micro-batch then, since nothing can be done between two of them.
+    In layers with a sliding window llama.cpp overwrites cells that belong to one sequence and are
+    outside its window, even with ``swa_full``: see ``find_slot`` in llama-kv-cache.cpp. If the
+    sequence is then cut, or its beginning is forked, tokens are missing from the window. llama.cpp
+    does not overwrite a cell of two sequences, so each sequence has a shadow sequence, which also
+    owns the cells before they leave the window. This takes no room, because the other layers need
+    these cells anyway. But a decode must be one micro-batch, since nothing can be done between two.
 
     Args:
         handle, state_layout: see `Memory`.
-        window: its size.
+        window: the size of the window.
     """
 
     def __init__(
@@ -441,7 +442,7 @@ class Windowed(Memory):
         super().__init__(handle, state_layout)
         self.spare_seq_ids = range(handle.n_seq_max, MOST_WITH_WINDOW)  # the others are shadows
         self._window = window
-        self._shadowed: dict[int, int] = {}  # up to which position each shadow holds its sequence
+        self._shadowed: dict[int, int] = {}  # each shadow holds its sequence up to here
         self.append = self._append
 
     def _append(self, seq_id: int, n: int, write_indices: Sequence[int] | None = None) -> None:
@@ -464,9 +465,9 @@ class Windowed(Memory):
                 raise
 
     def can_cut(self, seq_id: int, n: int) -> bool:
-        """Return whether the cells of the window before token ``n`` are there.
+        """Return whether the window's cells before token ``n`` are there.
 
-        Not all are after a restore: the state of a sequence has only those of the window at its end.
+        After a restore some are missing: a saved state has only the cells of the window at its end.
         """
         first = max(0, self.first_position(seq_id), n - self._window + 1)
         return not n or self.handle.position_range(seq_id)[0] <= first
@@ -480,7 +481,7 @@ class Windowed(Memory):
             raise
 
     def _remove(self, seq_id: int, start: int, end: int) -> bool:
-        """Remove positions, of the shadow too."""
+        """Remove positions, also from the shadow."""
         held = self._shadowed.get(seq_id, 0)
         if start < held:
             self.handle.remove(_shadow(seq_id), start, -1 if end == END else end)
@@ -498,16 +499,16 @@ class Windowed(Memory):
         if self.handle.position_range(_shadow(seq_id))[1] >= self._shadowed.get(seq_id, 0):
             raise DecodeError(f"cells that sequence {seq_id} has left are kept")
         if self.can_cut(seq_id, ours[1] + 1):
-            ours = (theirs[0], ours[1])  # a restored one has the window at its end only
+            ours = (theirs[0], ours[1])  # a restored sequence has only the window at its end
         return ours, theirs
 
 
 class NonUnified(Memory):
     """Attention memory in which each sequence has a part of the cells (llama.cpp's non-unified KV).
 
-    A sequence is always in order there: nothing is quarantined, and nothing moves. What would be shared
-    is copied, through the states of sequences: llama.cpp's own copy between such sequences takes all
-    cells, used or not, and does so only at the next decode.
+    Each sequence is always in order: nothing is quarantined, and nothing moves. Cells that other
+    kinds of memory would share are copied, through the states of sequences. llama.cpp's own copy
+    between such sequences copies all cells, used or not, and only at the next decode.
     """
 
     forks_copy = True
@@ -539,7 +540,7 @@ class NonUnified(Memory):
             raise
 
     def drop(self, seq_id: int, start: int, end: int = END) -> bool:
-        """Drop positions; a hole below the last one is filled next, out of order."""
+        """Drop positions. The next tokens fill a hole below the last position, out of order."""
         if start <= max(0, self.first_position(seq_id)) and end >= self.next_position(seq_id):
             self._with_holes.discard(seq_id)
         elif end < self.next_position(seq_id):
@@ -552,26 +553,26 @@ class NonUnified(Memory):
         self._with_holes.clear()
 
     def room(self, seq_id: int, n: int) -> int:
-        """Return how many of ``n`` tokens the cells of the sequence have room for."""
+        """Return how many of ``n`` tokens fit into the sequence's cells."""
         return min(n, self._n_cells_seq - self.next_position(seq_id))
 
     def has_room(self, n: int, n_needed: int) -> bool:
-        """Return True: no other sequence takes cells of a new one."""
+        """Return True, because other sequences cannot take a new sequence's cells."""
         return True
 
     def reclaim(self, n: int) -> bool:
-        """Return False: others cannot give cells to a sequence."""
+        """Return False, because other sequences cannot give cells to this one."""
         return False
 
     def full_error(self, n: int) -> CacheFullError:
-        """Return the error for a sequence whose cells are used."""
+        """Return the error for a sequence that has used all its cells."""
         return CacheFullError(
             f"a sequence is full: each has {self._n_cells_seq} cells of its own",
             hint="create the context with a larger n_ctx, which is divided among the sequences",
         )
 
     def piece(self, seq_id: int, start: int) -> State:
-        """Return the K/V of a whole sequence: nothing is shared, so no part is asked for."""
+        """Return the K/V of a whole sequence: nothing is shared, so no part is ever requested."""
         return self.handle.state(seq_id)
 
     def place(self, seq_id: int, state: State, start: int, n_tokens: int) -> None:
@@ -586,19 +587,19 @@ class NonUnified(Memory):
 
 
 class States(Memory):
-    """Memory whose tail cannot be dropped: recurrent, hybrid, or a window whose cells are used again.
+    """Memory that cannot drop a tail: recurrent, hybrid, or a window whose cells are used again.
 
-    A sequence is kept or forked whole, or as it was at one of its checkpoints. These are taken while it
-    grows, and where ``mark`` is called. A recurrent state is one of a sequence of the context.
+    A sequence is kept or forked as a whole, or as it was at one of its checkpoints. They are taken
+    while it grows, and when ``mark`` is called. Only the context's sequences have recurrent states.
 
     Args:
         handle, state_layout: see `Memory`.
-        max_bytes: of host memory for checkpoints; 0: no checkpoints.
+        max_bytes: the most host memory for checkpoints; 0 = no checkpoints.
 
     Attributes:
         every: tokens from one checkpoint to the next while a text grows.
         apart: the fewest tokens from one checkpoint to the next.
-        checkpoints: those of all sequences.
+        checkpoints: the checkpoints of all sequences.
     """
 
     can_draft = False
@@ -638,7 +639,7 @@ class States(Memory):
             point = None
         if point is not None and len(state) and point.n_bytes <= checkpoints.max_bytes:
             checkpoints.add(seq_id, point)
-        else:  # those that there are stay, no other is taken
+        else:  # existing checkpoints stay, and no other is taken
             checkpoints.max_bytes = 0
 
     def row(self, seq_id: int) -> Row | None:
@@ -648,7 +649,7 @@ class States(Memory):
         return point.row if point is not None and point.n_tokens == n else None
 
     def usable(self, seq_id: int, n: int) -> int:
-        """Return ``n`` if that is all of the sequence, else how many its last checkpoint before has."""
+        """Return ``n`` if it has ``n`` tokens, otherwise the position of its last checkpoint before."""
         held = self.next_position(seq_id)
         if held <= n:
             return held
@@ -656,7 +657,7 @@ class States(Memory):
         return 0 if point is None else point.n_tokens
 
     def fork(self, source: int, target: int, n: int = END) -> int:
-        """Make ``target`` hold the first tokens of ``source``: at most ``n``, as many as `usable`."""
+        """Make ``target`` hold the first tokens of ``source``: at most ``n``, limited by `usable`."""
         if not self.usable(source, n):
             if self.first_position(target) >= 0:
                 self.drop(target, 0)
@@ -672,7 +673,7 @@ class States(Memory):
     def cut(self, seq_id: int, n: int) -> int:
         """Return to the last checkpoint of at most ``n`` tokens, or drop the whole sequence.
 
-        Nothing is done if it holds no more than ``n`` tokens, in llama.cpp too.
+        Do nothing if it holds no more than ``n`` tokens, in llama.cpp too.
         """
         held = self.next_position(seq_id)
         if held <= n and self.handle.position_range(seq_id)[1] == held - 1:
@@ -688,7 +689,7 @@ class States(Memory):
         return 0
 
     def _return_to(self, seq_id: int, point: Checkpoint) -> bool:
-        """Put a state back, and drop what is after it; False if llama.cpp could not: drop all then."""
+        """Put a state back and drop the tokens after it; False if llama.cpp fails and all is dropped."""
         try:
             self.handle.set_partial_state(seq_id, point.state)
         except SnapshotError:  # no cells for a window
@@ -708,30 +709,32 @@ class States(Memory):
         self.checkpoints.clear()
 
     def fits(self, n: int, count_free: Callable[[], int]) -> int:
-        """Return how many tokens can be verified: on a fork, which takes a sequence."""
+        """Return how many tokens can be verified on a fork, which needs a free sequence."""
         return n if n and count_free() else 0
 
     def fit_together(self, lengths: Sequence[int], n_others: int) -> list[int]:
-        """Return the lengths where there is one text, else none: nothing can be dropped in place."""
+        """Return the lengths if there is one text, otherwise zeros: nothing can be dropped in place."""
         return list(lengths) if len(lengths) + n_others == 1 else [0] * len(lengths)
 
     def _compared(self, seq_id: int, ours: Span, theirs: Span) -> tuple[Span, Span]:
-        return (ours[1], ours[1]), (theirs[1], theirs[1])  # a state is where a sequence ends
+        return (ours[1], ours[1]), (theirs[1], theirs[1])  # a state is at the end of its sequence
 
 
 class RollingBack(States):
-    """States, where llama.cpp also keeps the last few: it can undo the end of the last decode.
+    """States, with the last few kept by llama.cpp: the end of the last decode can be undone.
 
-    While it decodes a sequence, llama.cpp writes the states after each of its last tokens side by side.
-    Three things follow from how it does so (llama-memory-recurrent.cpp, llama-batch.cpp):
+    While llama.cpp decodes a sequence, it writes the states after each of its last tokens side by
+    side. This has three consequences (llama-memory-recurrent.cpp, llama-batch.cpp):
 
-    - They are those of one decode: no more than its tokens can be undone, and those once.
-    - Sequences of different lengths are computed one after the other, in "micro-batches". Each of these
-      may move the states of other sequences to another place, and leaves their earlier states behind.
-      So only sequences of the last micro-batch can be undone. `arranged` and `fit_together` make it
-      the drafted ones: single tokens come first, and all drafts of a decode are equally long.
-    - An undone state is put in its place by the next decode. Before that a fork would get the other
-      one, and forks share one place. So a state is put there first, and nothing is undone after a fork.
+    - The kept states are from one decode: only its tokens can be undone, and only once.
+    - Sequences of different lengths are computed one after the other, in "micro-batches". Each
+      micro-batch may move the states of other sequences, and leaves their earlier states behind.
+      So only sequences of the last micro-batch can be undone. `arranged` and `fit_together` put the
+      drafted sequences there: single tokens come first, and all drafts of a decode are equally
+      long.
+    - After an undo, only the next decode puts the earlier state in its place. A fork before
+      that would copy the wrong state, and forks share one place. So a fork first puts the state
+      in place, and nothing is undone after a fork.
 
     Args:
         handle, state_layout, max_bytes: see `States`.
@@ -748,8 +751,8 @@ class RollingBack(States):
         super().__init__(handle, state_layout, max_bytes)
         self.n_rollback = n_rollback
         self.append = self._append
-        self._undoable: dict[int, int] = {}  # how many tokens of a sequence of the last decode
-        self._undone: set[int] = set()  # sequences whose state is not in its place
+        self._undoable: dict[int, int] = {}  # tokens of each sequence of the last decode
+        self._undone: set[int] = set()  # sequences whose state is not in its place yet
         self._broken: set[int] = set()  # sequences whose last decode failed
 
     def undoes(self, n: int) -> bool:
@@ -757,14 +760,14 @@ class RollingBack(States):
         return n <= self.n_rollback
 
     def fits(self, n: int, count_free: Callable[[], int]) -> int:
-        """Return how many tokens can be verified: in place, as many as can be undone."""
+        """Return how many tokens can be verified in place: as many as can be undone."""
         return min(n, self.n_rollback)
 
     def fit_together(self, lengths: Sequence[int], n_others: int) -> list[int]:
-        """Return 0 or one same length for each draft: the one with the most drafted tokens in all."""
+        """Return 0 or a common length for each draft: the one that verifies the most drafted tokens."""
         if len(lengths) + n_others == 1:
             return list(lengths)
-        if n_others:  # what is read has another length
+        if n_others:  # texts that are read have another length
             return [0] * len(lengths)
 
         def drafted(n: int) -> int:
@@ -777,7 +780,7 @@ class RollingBack(States):
         return [n if length >= n else 0 for length in lengths]
 
     def arranged(self, seqs: Sequence[int]) -> list[int] | None:
-        """Return an order in which single tokens come before drafts; None: as they are."""
+        """Return an order in which single tokens come before drafts; None = keep their order."""
         counts = Counter(seqs)
         if len(counts) in (1, n_last := len(self._last_computed(counts))) or not n_last:
             return None
@@ -785,16 +788,17 @@ class RollingBack(States):
         return None if order == list(range(len(seqs))) else order
 
     def record(self, seqs: Sequence[int]) -> None:
-        """Record a decoded batch, and what of it can be undone."""
+        """Record a decoded batch, and how much of it can be undone."""
         super().record(seqs)
         last = self._last_computed(Counter(seqs))
         self._undoable = {seq_id: min(n - 1, self.n_rollback) for seq_id, n in last.items()}
 
     def _last_computed(self, counts: Mapping[int, int]) -> dict[int, int]:
-        """Return which sequences of several tokens are computed last and together, and how many tokens.
+        """Return the lengths of sequences of several tokens that are computed last and together.
 
-        Where single tokens come first, the others must be too few for some of theirs to be computed
-        with these: llama.cpp does not divide the last ``n_rollback`` + 1 tokens of a sequence.
+        If single tokens come first, the other sequences must be short enough that none of their
+        tokens are computed with the single ones: llama.cpp does not divide a sequence's last
+        ``n_rollback`` + 1 tokens.
         """
         several = {seq_id: n for seq_id, n in counts.items() if n > 1}
         n = max(several.values(), default=0)
@@ -808,18 +812,18 @@ class RollingBack(States):
         super()._append(seq_id, n, write_indices)
 
     def distrust(self, seqs: Iterable[int]) -> None:
-        """Note that these hold states of a decode that failed."""
+        """Note that these sequences hold states of a failed decode."""
         self._undoable.clear()
         self._broken.update(seqs)
 
     def cut(self, seq_id: int, n: int) -> int:
-        """Undo the end of the last decode; else as `States`."""
+        """Undo the end of the last decode; otherwise cut as `States` does."""
         n_undoable, held = self._undoable.pop(seq_id, 0), self.next_position(seq_id)
         if n < held <= n + n_undoable:
             self._undone.add(seq_id)
             if self._remove(seq_id, n, END):
                 return n
-        if seq_id in self._broken:  # llama.cpp has undone it, with states that it had not computed
+        if seq_id in self._broken:  # llama.cpp has undone it, to states that it had not computed
             n = min(n, held - 1)
         return super().cut(seq_id, n)
 
@@ -833,7 +837,7 @@ class RollingBack(States):
         return is_done
 
     def fork(self, source: int, target: int, n: int = END) -> int:
-        """Fork as `States`, from a state that is in its place."""
+        """Fork as `States` does, after putting the state in its place."""
         if source in self._undone:
             self.handle.set_partial_state(source, self.handle.partial_state(source))
             self._undone.discard(source)
@@ -849,5 +853,5 @@ class RollingBack(States):
 
 
 def _shadow(seq_id: int) -> int:
-    """Return the sequence that keeps the cells of another one from being used again."""
+    """Return the shadow sequence, which keeps another one's cells from being used again."""
     return max_sequences() - 1 - seq_id

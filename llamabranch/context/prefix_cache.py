@@ -1,11 +1,12 @@
-"""The prefix cache: K/V of texts that were read stays until its cells are needed.
+"""The prefix cache: keeps the K/V of texts that were read until its cells are needed.
 
-A cached prefix has a sequence that is never decoded; it refers to the cells the text was read into, and
-whoever needs the beginning of it shares those cells, as a fork does. So nothing is copied, the cells of a
-text stay in order, and a text that continues a kept one gets the logits it would have had alone.
-Cells of the least recently used texts are evicted first, from their ends. Cells that
-others use too free nothing, and stay. With a second tier in host memory the K/V is copied there first,
-and comes back where that takes less time than reading the text again.
+A cached prefix has a sequence that is never decoded. It refers to the cells the text was read into.
+A new text with the same beginning shares those cells, as a fork does. So nothing is copied, the
+cells of a text stay in order, and a text that continues a kept one gets the logits it would have
+had alone. Cells of the least recently used texts are evicted first, from the end of the text. Cells
+that other sequences also use stay, since evicting them would free nothing. With a second tier in
+host memory the K/V is copied there first, and copied back if that takes less time than reading the
+text again.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ _tokens = attrgetter("tokens")
 
 
 class CachedPrefix:
-    """A text, the sequence that refers to its cells, or what was copied of them.
+    """A text, with the sequence that refers to its cells, or a copy of their K/V.
 
     Attributes:
-        tokens: its token ids; nobody changes them while the text is in a collection.
-        seq_id: the sequence; -1: none.
-        state: the K/V of all its tokens, uint8 (n,), where it is outside the cache.
-        hidden: then, with a head, their hidden states too.
+        tokens: its token ids; do not change them while the text is in a collection.
+        seq_id: the sequence; -1 if it has none.
+        state: the K/V of all its tokens, uint8 (n,), if it is outside the cache.
+        hidden: its hidden states, if it is outside the cache and there is a head.
     """
 
     def __init__(self, tokens: list[int], seq_id: int = -1) -> None:
@@ -49,16 +50,16 @@ class CachedPrefix:
 
     @property
     def n_bytes(self) -> int:
-        """The memory that it takes outside the cache."""
+        """The bytes of memory it takes outside the cache."""
         n = 0 if self.state is None else self.state.nbytes
         return n if self.hidden is None else n + self.hidden.rows.nbytes
 
 
 class CachedPrefixes:
-    """Different texts, the least recently used first; finding one reads it log2(n) times."""
+    """Different texts, the least recently used first. A search compares log2(n) of them."""
 
     def __init__(self) -> None:
-        self._sorted: list[CachedPrefix] = []  # by tokens: those that begin alike are neighbours
+        self._sorted: list[CachedPrefix] = []  # by tokens: equal beginnings are neighbours
         self._used: OrderedDict[CachedPrefix, None] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:
@@ -71,7 +72,7 @@ class CachedPrefixes:
         return text in self._used
 
     def find(self, tokens: Sequence[int]) -> tuple[int, CachedPrefix | None]:
-        """Return how many of ``tokens`` a text begins with, and such a text."""
+        """Return the longest common prefix of ``tokens`` and a text, in tokens, and such a text."""
         tokens, n, found = list(tokens), 0, None
         at = bisect_left(self._sorted, tokens, key=_tokens)
         for text in self._sorted[max(0, at - 1) : at + 1]:
@@ -81,7 +82,7 @@ class CachedPrefixes:
         return n, found
 
     def find_whole(self, tokens: Sequence[int]) -> tuple[int, CachedPrefix | None]:
-        """Return the length of the longest text that ``tokens`` begin with, and that text."""
+        """Return the length of the longest text that is a prefix of ``tokens``, and that text."""
         beginning = list(tokens)
         while at := bisect_right(self._sorted, beginning, key=_tokens):
             text = self._sorted[at - 1]
@@ -92,17 +93,17 @@ class CachedPrefixes:
         return 0, None
 
     def add(self, text: CachedPrefix) -> None:
-        """Add a text that is not empty, and not there; it is the last one used."""
+        """Add a text that is not empty and not in the collection, as the last one used."""
         insort(self._sorted, text, key=_tokens)
         self._used[text] = None
 
     def use(self, text: CachedPrefix) -> None:
-        """Record that a text was used; nothing if it is not there."""
+        """Record that a text was used. Do nothing if it is not in the collection."""
         if text in self._used:
             self._used.move_to_end(text)
 
     def cut(self, text: CachedPrefix, n: int) -> bool:
-        """Shorten a text to its first ``n`` tokens; False, and no change, if another begins with them."""
+        """Cut a text to its first ``n`` tokens. If another begins with them, return False, no change."""
         del self._sorted[bisect_left(self._sorted, text.tokens, key=_tokens)]
         is_new = self.find(text.tokens[:n])[0] < n
         if is_new:
@@ -114,17 +115,18 @@ class CachedPrefixes:
         """Remove a text.
 
         Raises:
-            KeyError: it is not there.
+            KeyError: it is not in the collection.
         """
         del self._used[text]
         del self._sorted[bisect_left(self._sorted, text.tokens, key=_tokens)]
 
 
 class SavedTexts(CachedPrefixes):
-    """At most ``max_bytes`` of K/V and hidden states; the least recently used texts go first.
+    """At most ``max_bytes`` of K/V and hidden states. The least recently used texts are dropped
+    first.
 
     Attributes:
-        n_bytes: the size of what is held.
+        n_bytes: the size of all texts.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -133,7 +135,7 @@ class SavedTexts(CachedPrefixes):
         self.max_bytes = max_bytes
 
     def add(self, text: CachedPrefix) -> None:
-        """Hold a text that does not begin another one; one that it continues is dropped."""
+        """Add a text unless another one begins with it; drop a text that it continues."""
         n, known = self.find(text.tokens)
         if known is not None and n == len(known.tokens):
             self.remove(known)
@@ -143,32 +145,35 @@ class SavedTexts(CachedPrefixes):
             self.remove(next(iter(self)))
 
     def remove(self, text: CachedPrefix) -> None:
-        """Forget a text; a second time does nothing."""
+        """Drop a text. A second call does nothing."""
         if text in self:
             super().remove(text)
             self.n_bytes -= text.n_bytes
 
 
 class PrefixCache:
-    """Texts whose K/V is still in the cache, to be shared with those that begin alike.
+    """Texts whose K/V is still in the cache, to be shared with texts that begin alike.
 
     ``ContextParams.prefix_cache`` tells which contexts have one.
 
     Args:
-        runner: has the cells, frees some for K/V that comes back, and measures how long reading takes.
-        sequences: of the context: cached texts take some where the memory has no other ids.
-        cache_ram: bytes of host memory for the K/V of texts whose cells are evicted; 0: it is lost.
+        runner: has the cells, frees some for K/V that is copied back, and measures how long reading
+            takes.
+        sequences: those of the context. Cached texts use some of them if the memory has no other
+            ids.
+        cache_ram: bytes of host memory for the K/V of evicted texts; 0: that K/V is lost.
 
     Attributes:
         n_hits: how often the beginning of a text was found.
-        n_hit_tokens: how many tokens those were together.
+        n_hit_tokens: the total number of tokens found.
         n_evicted: how many cells were freed because others needed them.
-        n_restored: how many tokens came back from ``saved``.
-        saved: what is in host memory.
-        most_idle: cells that only cached texts may use, or as many as the last text has if that is more.
+        n_restored: how many tokens were copied back from ``saved``.
+        saved: the texts in host memory.
+        most_idle: how many cells only cached texts may use, or those of the last text if that is
+            more.
 
-    Where the memory cannot be cut (recurrent, hybrid, sliding window), a text is of use to texts that
-    begin with all of it, or as it was at one of its checkpoints.
+    If the memory cannot be cut (recurrent, hybrid, sliding window), a text helps only texts that
+    begin with all of it, or with its tokens up to one of its checkpoints.
     """
 
     def __init__(self, runner: Runner, sequences: SequenceIds, cache_ram: int) -> None:
@@ -176,7 +181,7 @@ class PrefixCache:
         self._sequences = sequences
         self.saved = SavedTexts(cache_ram)
         self._runner = runner
-        self._restore_s = math.nan  # seconds for each token that came back
+        self._restore_s = math.nan  # seconds for each token that was copied back
         self._spare_seq_ids = list(memory.spare_seq_ids)  # a heap
         self._kept = CachedPrefixes()
         self.n_hits = 0
@@ -196,7 +201,7 @@ class PrefixCache:
         return list(self._kept)
 
     def n_common(self, tokens: Sequence[int]) -> int:
-        """Return how many of ``tokens``, from the first on, could be shared."""
+        """Return how many of ``tokens``, from the first one, could be shared."""
         n = self._find(tokens)[0]
         return self._worth_restoring(tokens, n)[0] or n
 

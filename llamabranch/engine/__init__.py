@@ -1,9 +1,9 @@
 """Any number of requests, batched over the sequences of one context.
 
 request.py    a request, its events and its result; requests as they are read; the engine's totals
-job.py        a request in the engine, and its texts: waiting, reading, running, ended
-scheduler.py  which jobs hold a sequence: admission, prefix sharing, preemption
-engine.py     requests at any time, or all of a job; the loop: schedule, run, postprocess
+job.py        a request, and its texts, which are jobs: their states, segments, what they put out
+scheduler.py  which jobs hold a sequence: admission, shared beginnings, parking, preemption
+engine.py     requests at any time, or all of a job; the core: schedule, run, take
 async_engine.py  the engine on a thread of its own
 completion.py  one call from prompts to texts: `Context.complete` and `chat`
 openai.py     OpenAI's shapes, for results and for the server

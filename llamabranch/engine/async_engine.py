@@ -35,8 +35,7 @@ from .completion import (
     plan_chat,
     plan_texts,
 )
-from .engine import Engine
-from .job import Target
+from .engine import Engine, Target
 from .request import AnyRequest, Event, Request, Result
 
 __all__ = ["AsyncEngine"]

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
+import os
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from time import perf_counter, sleep
 
-from ..arguments import function, instance, whole
+from ..arguments import bounded, function, instance, whole
 from ..branch import Produced
 from ..context import Context
+from ..context.context import text_context
+from ..context.params import DEFAULT_N_CTX, MOST_WITH_PREFIXES
 from ..errors import (
     CapacityError,
     ClosedError,
@@ -21,14 +25,20 @@ from ..errors import (
     LlamaBranchError,
     QueueFullError,
 )
+from ..generation.drafting import Drafting
 from ..generation.loop import RunningText, Step
+from ..hub import resolve
+from ..model import Model
 from ..native.interrupts import HeldInterrupts
 from ..sampling import SamplingParams
-from ..speculative import NullDrafter, SpeculativeConfig, SpeculativeStats
-from ..speculative.combined import DrafterChoice
-from .job import EngineSettings, Job, Submission, Target
+from ..sampling.noise import derive_seed, random_seed
+from ..sampling.params import settings_of
+from ..speculative import Drafter, NullDrafter, SpeculativeConfig, SpeculativeStats
+from ..speculative.combined import DrafterChoice, auto_drafter
+from .job import Job, State, Submission
 from .request import (
     AnyRequest,
+    EngineStats,
     Event,
     Request,
     Requests,
@@ -40,8 +50,10 @@ from .request import (
 )
 from .scheduler import Scheduler
 
-__all__ = ["Engine", "EngineCore"]
+__all__ = ["Engine", "EngineCore", "Target"]
 
+Target = Context | Model | str | os.PathLike[str]
+_PARALLEL = 8  # texts at a time of an engine that opens its model: each has its part of the cache
 _POLL_S = 0.02  # how often to check whether others have freed a sequence
 
 
@@ -103,13 +115,25 @@ class Engine:
         parallel: int | None = None,
     ) -> None:
         self._max_waiting = None if max_waiting is None else whole("max_waiting", max_waiting, 0)
-        self._settings = opened = EngineSettings.opened(
-            target, drafter, config, sampling, max_tokens, seed, wait_s, parallel
-        )
-        self.target, self.owns_target = opened.target, not isinstance(target, Context)
-        self.drafter, self.config = opened.drafting.drafter, opened.drafting.config
-        self.sampling, self.stats = opened.sampling, opened.stats
-        self.core = EngineCore(opened, redraws=True)
+        self.sampling = settings_of(sampling)
+        self._max_tokens = None if max_tokens is None else whole("max_tokens", max_tokens, 0)
+        self._wait_s = bounded("wait_s", wait_s, 0.0, math.inf)
+        self._seed = random_seed() if seed is None else whole("seed", seed)
+        self._repeats = seed is not None
+        self._n_seeds = 0
+        with ExitStack() as failing:
+            self.target = ctx = _context(target, drafter, parallel)
+            self.owns_target = ctx is not target
+            if self.owns_target:
+                failing.callback(ctx.close)
+            if drafter == "auto":
+                drafter = auto_drafter(ctx)
+            self._drafting = Drafting(ctx, drafter, config, batched=True)
+            self._parallel = None if parallel is None else whole("parallel", parallel, 1)
+            failing.pop_all()
+        self.drafter, self.config = self._drafting.drafter, self._drafting.config
+        self.stats = EngineStats()
+        self.core = self._new_core()
         self._adding = threading.Lock()
         self._is_closed = False
         # Every call of ``stream`` has a core of its own, with its own ids. A core that is
@@ -120,11 +144,43 @@ class Engine:
     @property
     def seed(self) -> int:
         """The seed from which seeds of requests without one are derived."""
-        return self._settings.seed
+        return self._seed
 
     @seed.setter
     def seed(self, seed: int) -> None:
-        self._settings.seed, self._settings.repeats = whole("seed", seed), True
+        self._seed, self._repeats = whole("seed", seed), True
+
+    def _draw_seed(self) -> int:
+        """Return the seed, or, if none was given, another one each time: first that one itself."""
+        n, self._n_seeds = self._n_seeds, self._n_seeds + 1
+        return self._seed if self._repeats or not n else derive_seed(self._seed, n)
+
+    def _new_core(self, expected: Collection[str] = ()) -> EngineCore:
+        return EngineCore(
+            self._drafting, self.stats, self._parallel, self._wait_s, expected=expected
+        )
+
+    def _add(
+        self,
+        core: EngineCore,
+        request: Request,
+        name: str,
+        samples: list[int],
+        seed: int,
+        *,
+        reports_tokens: bool,
+    ) -> None:
+        """Queue the texts ``samples`` of a request, whose id is ``name``.
+
+        Raises:
+            ConfigError, TokenizeError: its prompt or its stop strings are invalid; it is not queued.
+        """
+        core.add(
+            Submission(
+                request, name, core.n_added, self._drafting, self.sampling, self._max_tokens, seed,
+                samples, reports_tokens=reports_tokens,
+            )
+        )  # fmt: skip
 
     def __enter__(self) -> Engine:
         return self
@@ -161,7 +217,10 @@ class Engine:
                     hint="add it again after some steps, or raise max_waiting",
                 )
             samples = list(range(n))
-            self.core.add(as_request(request), name, samples, reports_tokens=reports_tokens)
+            self._add(
+                self.core, as_request(request), name, samples, self._draw_seed(),
+                reports_tokens=reports_tokens,
+            )  # fmt: skip
             return name
 
     def step(self) -> list[Event]:
@@ -250,9 +309,9 @@ class Engine:
 
         if on_event is not None:
             function("on_event", on_event)
-        core = self._open(source, reports_tokens=on_event is not None)
+        run = self._run(source, reports_tokens=on_event is not None)
         try:
-            with closing(self._run(core, source)) as events:  # also if ``on_event`` raises
+            with closing(run) as events:  # also if ``on_event`` raises
                 for event in events:
                     if event.result is not None:
                         results.append(event.result)
@@ -276,23 +335,44 @@ class Engine:
             DecodeInterruptedError: a decode was interrupted. Before that come the results of the
                 unfinished requests that were read, with their texts so far and "cancelled".
         """
-        source = RequestSource(requests, skip)
-        return self._run(self._open(source), source)
+        return self._run(RequestSource(requests, skip))
 
-    def _open(self, source: RequestSource, *, reports_tokens: bool = True) -> EngineCore:
+    def _run(
+        self, source: RequestSource, *, reports_tokens: bool = True
+    ) -> Generator[Event, None, None]:
+        """Return an iterator over the events of all steps, until ``source`` and all requests end."""
         self._check_open()
-        core = EngineCore(self._settings, reports_tokens=reports_tokens, expected=source.expected)
+        core, seed = self._new_core(source.expected), self._draw_seed()
         self._streams.append(weakref.ref(core, self._streams.remove))
-        return core
 
-    def _run(self, core: EngineCore, source: RequestSource) -> Generator[Event, None, None]:
-        """Yield the events of all steps until ``source`` and all requests have ended."""
+        def feed() -> bool:
+            """Add the next request; False at the end. One that cannot be queued ends with its error."""
+            if (asked := next(source, None)) is None:
+                return False
+            name, request, samples, error = asked
+            if name in core and error is None:
+                error = ConfigError(f"two unfinished requests have the id {name!r}")
+            try:
+                if error is None:
+                    self._add(core, request, name, samples, seed, reports_tokens=reports_tokens)
+            except LlamaBranchError as refused:
+                error = refused
+            if error is not None:
+                core.refuse(name, request, samples, error)
+            source.expected.discard(name)  # once it is known here
+            return True
+
+        return self._steps(core, source, feed)
+
+    def _steps(
+        self, core: EngineCore, source: RequestSource, feed: Callable[[], bool]
+    ) -> Generator[Event, None, None]:
         ahead = max(2, self.target.n_seq_max)  # requests that wait, besides those that run
         more = True
         try:
             while True:
                 while more and core.n_ahead < ahead:
-                    more = core.feed(source)
+                    more = feed()
                 if not core.has_unfinished:
                     if source.failure is not None:
                         raise source.failure
@@ -309,12 +389,33 @@ class Engine:
 
     def explain(self) -> str:
         """Return a description of its drafting and batching, with the measurements behind it."""
-        loop = self._settings.drafting.loop
+        loop = self._drafting.loop
         if loop.drafter is not None:
             return loop.length.explain()
         if isinstance(self.drafter, NullDrafter):
             return "plain decoding: there is no drafter"
         return "plain decoding: this model's memory cannot remove the rejected tokens of a draft"
+
+
+def _context(target: object, drafter: DrafterChoice, parallel: int | None) -> Context:
+    """Return the context that generates, one of the engine's own unless it is given."""
+    if not isinstance(target, (Model, str, os.PathLike)):
+        return text_context("target", target)
+    model = target if isinstance(target, Model) else Model(resolve(target))
+    try:
+        n = _PARALLEL if parallel is None else parallel
+        n = whole("parallel", n, 1, MOST_WITH_PREFIXES)
+        return Context(
+            model,
+            n_ctx=n * min(DEFAULT_N_CTX, model.n_ctx_train or DEFAULT_N_CTX),
+            n_seq_max=n,
+            kv_unified=True if isinstance(drafter, Drafter) and drafter.contexts else "auto",
+            owns_model=model is not target,
+        )
+    except BaseException:
+        if model is not target:
+            model.close()
+        raise
 
 
 class EngineCore:
@@ -323,31 +424,34 @@ class EngineCore:
     ``add`` and ``abort`` may be called from any thread, all else from one at a time.
 
     Args:
-        settings: those of the engine.
-        reports_tokens: whether there are events for tokens, besides those for results.
+        drafting: who drafts for all texts, and on which context.
+        stats: gets what it does.
+        parallel: how many texts run at a time at most; None = as many as there are sequences.
+        wait_s: how long to wait, seconds, while others hold all sequences.
         expected: ids of requests that are not added yet, to which ``abort`` applies as well.
-        redraws: where the engine has no given seed: each request draws another text, not all together.
 
     Attributes:
         scheduler: which of its texts hold a sequence.
         n_added: how many requests were added.
+        n_decoded: how many tokens its steps have decoded.
     """
 
     def __init__(
         self,
-        settings: EngineSettings,
+        drafting: Drafting,
+        stats: EngineStats,
+        parallel: int | None = None,
+        wait_s: float = 0.0,
         *,
-        reports_tokens: bool = True,
         expected: Collection[str] = (),
-        redraws: bool = False,
     ) -> None:
-        self.n_added = 0
-        self._settings = settings
-        self._stats = settings.stats
-        self.scheduler = Scheduler(settings.target, settings.parallel, settings.stats)
-        self._reports_tokens = reports_tokens
+        self.n_added = self.n_decoded = 0
+        self._ctx = drafting.ctx
+        self._loop = drafting.loop
+        self._stats = stats
+        self.scheduler = Scheduler(drafting.ctx, parallel, stats)
+        self._wait_s = wait_s
         self._expected = expected
-        self._seed = None if redraws else settings.draw_seed()
         self._n_idle = 0  # polls for a sequence without a decode
         self._n_decodes = -1
         self._added: deque[Submission] = deque()
@@ -362,50 +466,24 @@ class EngineCore:
 
     # -- requests ------------------------------------------------------------------------------------
 
-    def add(
-        self, request: Request, name: str, samples: list[int], *, reports_tokens: bool = True
-    ) -> None:
-        """Queue the texts ``samples`` of a request, whose id is ``name``; see ``Engine.add_request``.
-
-        Raises:
-            ConfigError, TokenizeError: its prompt or its stop strings are invalid; it is not queued.
-        """
-        submission = Submission(
-            request,
-            name,
-            self.n_added,
-            self._settings,
-            self._settings.draw_seed() if self._seed is None else self._seed,
-            samples,
-            reports_tokens=self._reports_tokens and reports_tokens,
-        )
+    def add(self, submission: Submission) -> None:
+        """Queue the texts of a request."""
         self.n_added += 1
-        if samples:
+        if submission.samples:
             self._added.append(submission)
-            if name in self._aborted_ahead:
+            if submission.name in self._aborted_ahead:
                 self._aborted.append(submission)
 
-    def feed(self, source: RequestSource) -> bool:
-        """Add the next request; False at the end. A request that cannot be queued ends with its error."""
-        if (asked := next(source, None)) is None:
-            return False
-        name, request, samples, error = asked
-        if name in self and error is None:
-            error = ConfigError(f"two unfinished requests have the id {name!r}")
-        try:
-            if error is None:
-                self.add(request, name, samples)
-        except LlamaBranchError as refused:
-            error = refused
-        if error is not None:
-            self.n_added += 1
-            seed = 0 if request.sampling is None else request.sampling.seed or 0
-            for i in samples:
-                stats = SpeculativeStats()
-                result = Result(name, i, request.prompt, "", [], "error", seed, stats, error=error)
-                self._events.append(Event(name, i, result=result))
-        source.expected.discard(name)  # once it is known here
-        return True
+    def refuse(
+        self, name: str, request: Request, samples: Sequence[int], error: LlamaBranchError
+    ) -> None:
+        """Report an error as the result of each text of a request that cannot be queued."""
+        self.n_added += 1
+        seed = 0 if request.sampling is None else request.sampling.seed or 0
+        for i in samples:
+            stats = SpeculativeStats()
+            result = Result(name, i, request.prompt, "", [], "error", seed, stats, error=error)
+            self._events.append(Event(name, i, result=result))
 
     def abort(self, name: str) -> None:
         """End a request at the next step; its results hold what was generated.
@@ -422,7 +500,7 @@ class EngineCore:
             with self._stopping:
                 if self._reads and any(j.is_reading for j in list(submission.jobs.values())):
                     self._has_stopped = True
-                    self._settings.target.interrupt()
+                    self._ctx.interrupt()
 
     def abort_all(self) -> None:
         """End all requests at the next step."""
@@ -544,10 +622,15 @@ class EngineCore:
             self._events += announced
             return
         if jobs or reading:
-            running = [(job.running, job.output.draft_limit) for job in jobs if job.running]
+            running = [
+                (job.running, -1 if job.state is State.CLOSING else job.output.draft_limit)
+                for job in jobs
+                if job.running
+            ]
             step = self._run(running, reading)
             if step is None:
                 return
+            self.n_decoded += step.n_tokens
             self._stats.target_forward_passes += step.n_tokens > 0
             self._stats.draft_forward_passes += step.n_draft_decodes
             self._postprocess([*jobs, *reading], step)
@@ -556,12 +639,11 @@ class EngineCore:
         self, running: Sequence[tuple[RunningText, int]], reading: Sequence[Job]
     ) -> Step | None:
         """Run a step of the loop; None if ``abort`` has stopped it: then nothing has changed."""
-        loop = self._settings.drafting.loop
         if not reading:
-            return loop.step(running)
+            return self._loop.step(running)
         self._reads = True
         try:
-            return loop.step(running, reading)
+            return self._loop.step(running, reading)
         except DecodeInterruptedError:
             with self._stopping:
                 if not self._has_stopped:
@@ -572,7 +654,7 @@ class EngineCore:
                 self._reads = False
                 if self._has_stopped:  # the decode may have ended before
                     self._has_stopped = False
-                    self._settings.target.resume()
+                    self._ctx.resume()
 
     # -- a step --------------------------------------------------------------------------------------
 
@@ -590,7 +672,7 @@ class EngineCore:
             submission = self._aborted[0]
             if scheduler.find(submission.name) is submission:
                 for job in scheduler.jobs_of(submission):
-                    self._end(job, "cancelled")
+                    self.end(job, "cancelled")
             self._aborted.popleft()
         for job in scheduler.admit():
             self._fail(job, job.error)
@@ -598,20 +680,23 @@ class EngineCore:
             self._n_idle = 0
         elif not self._waits():  # others hold all sequences of the context
             while (waiting := scheduler.head()) is not None:
-                self._end(waiting, "capacity", scheduler.no_sequence)
-        active, paused = scheduler.active, scheduler.paused
-        running = [job for job in active if job.running and job.name not in paused]
-        return running, [job for job in active if job.is_reading]
+                self.end(waiting, "capacity", scheduler.no_sequence)
+        active = scheduler.active
+        reading = [job for job in active if job.is_reading]
+        for job in reading:
+            if not job.n_uncached:
+                self._begin(job)
+        return [job for job in active if job.running], [job for job in reading if job.is_reading]
 
     def _waits(self) -> bool:
         """Sleep briefly; return False once ``wait_s`` has passed without a decode on the context.
 
         Polls are counted, not seconds, so that a suspended machine does not use up the time.
         """
-        n_decodes = self._settings.target.decoder.n_decodes
+        n_decodes = self._ctx.decoder.n_decodes
         if n_decodes != self._n_decodes:
             self._n_decodes, self._n_idle = n_decodes, 0
-        if self._n_idle * _POLL_S >= self._settings.wait_s:
+        if self._n_idle * _POLL_S >= self._wait_s:
             return False
         self._n_idle += 1
         sleep(_POLL_S)
@@ -623,46 +708,70 @@ class EngineCore:
             for job in jobs:
                 self._take(job)
             if step.no_room is not None:  # the newest request gives way, the last one ends
-                if self.scheduler.preempt() is not None:
+                if self.scheduler.preempt():
                     self._stats.preemptions += 1
                 else:
-                    self._end(self.scheduler.active[0], "capacity", step.no_room)
+                    self.end(self.scheduler.active[0], "capacity", step.no_room)
         except LlamaBranchError:  # of a drafter that cannot close a state: the others have accepted
             self._recover()
             raise
 
     def _take(self, job: Job) -> None:
-        running, emitted, error = job.running, [], job.error
+        """Take what a step has brought to a text."""
+        running = job.running
         if running is not None:
-            emitted, error = running.emitted, running.error
-        elif job.n_decoded and error is None:
+            self._add(job, running.emitted, running.error)
+        elif job.error is not None:
+            self._fail(job, job.error)
+        elif job.n_decoded:
             self._stats.prompt_tokens += job.n_decoded
             self._events += job.note_read()
             if not job.n_uncached:
-                try:
-                    emitted = job.begin()
-                except LlamaBranchError as failure:
-                    error = failure
+                self._begin(job)
+
+    def _begin(self, job: Job) -> None:
+        """Let a text run that has read all."""
+        try:
+            emitted = job.begin()
+        except LlamaBranchError as failure:
+            self._fail(job, failure)
+        else:
+            self._add(job, emitted, None)
+
+    def _add(self, job: Job, emitted: Sequence[Produced], error: LlamaBranchError | None) -> None:
+        """Add tokens to a text that runs; let it go on to its answer, park or end where that follows."""
+        has_segments = job.ends is not None
+        closes = has_segments and (job.state is State.CLOSING or job.is_at_end())
         for one in emitted:
-            if job.output.finish_reason is None:
+            if job.output.finish_reason is None and not closes:
+                if has_segments and (closes := job.is_at_end(one)):
+                    break
                 self._events += job.emit(one)
+                closes = has_segments and job.is_at_end()
         if emitted:
             job.note_token()
-            if job.shares_thought:
+            if job.equals and job.shares_thought:
                 for each in job.equals:
                     self._give(each, emitted)
             elif job.equals and job.running is not None:
                 self._part(job, job.running)
         reason = job.output.finish_reason
-        if reason is not None and error is None and job.ends_thought:
+        if error is not None:
+            if reason is not None:
+                self.end(job, reason)
+            else:
+                self._fail(job, error)
+        elif closes:
+            job.close_segment()
+            if not job.text.is_behind:
+                job.rest()
+                self.scheduler.park(job)
+        elif reason is not None and job.ends_thought:
             for each in (job, *job.equals):
-                self._events += each.emit(None)
+                self._events += each.break_off()
             self._events += self.scheduler.answer(job)
         elif reason is not None:
-            if error is not None or job.running is not None:
-                self._end(job, reason)
-        elif error is not None:
-            self._fail(job, error)
+            self.end(job, reason)
 
     def _part(self, job: Job, running: RunningText) -> None:
         """Give equal texts their tokens; those that have drawn another one go on by themselves."""
@@ -679,7 +788,7 @@ class EngineCore:
                     self._events += self.scheduler.answer(first)
                     self.scheduler.requeue(first)
                 elif reason is not None:
-                    self._end(first, reason)
+                    self.end(first, reason)
                 elif self.scheduler.part(first, job):
                     first.begin()
             except LlamaBranchError as error:
@@ -693,17 +802,19 @@ class EngineCore:
         job.note_token()
 
     def _fail(self, job: Job, error: LlamaBranchError | None) -> None:
-        self._end(job, "capacity" if isinstance(error, CapacityError) else "error", error)
+        self.end(job, "capacity" if isinstance(error, CapacityError) else "error", error)
 
-    def _end(self, job: Job, reason: str, error: LlamaBranchError | None = None) -> None:
+    def end(self, job: Job, reason: str, error: LlamaBranchError | None = None) -> None:
         """Report the result of a text and of those that are equal, and free what they hold."""
         if isinstance(error, ConstraintError):
             reason, error = "constraint", None
         for each in (job, *job.equals):
             if not each.has_ended:
-                self._events += each.emit(None)
-                result = each.result(reason, error)
-                self._events.append(Event(each.name, each.sample, result=result))
+                self._events += each.break_off(reason)
+                each.error = error
+                if each.submission.beginning is None:  # else a search looks at its jobs itself
+                    result = each.result(reason, error)
+                    self._events.append(Event(each.name, each.sample, result=result))
+                    self._stats.generated_tokens += len(result.tokens)
                 self.scheduler.finish(each)
                 self._stats.speculative.add(each.stats)
-                self._stats.generated_tokens += len(result.tokens)

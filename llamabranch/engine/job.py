@@ -1,131 +1,149 @@
-"""A request in the engine, and each of its texts: waiting, reading its prompt, running, ended.
+"""A request in the engine, and each of its texts, a job: waiting, reading, running, parked, ended.
 
-A text that waits has no sequence, one that reads has a branch, one that runs also a `RunningText`.
+A request begins with a prompt, or with a branch: its texts are then continuations of that branch.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from collections import deque
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import partial
+from contextlib import suppress
+from enum import Enum
 from time import perf_counter
 
-from ..arguments import bounded, whole
+from ..arguments import whole
 from ..branch import Branch, Produced
-from ..context import Context
-from ..context.context import text_context
 from ..context.logits import LogitsRow, TokenScore
-from ..context.params import DEFAULT_N_CTX, MOST_WITH_PREFIXES
 from ..context.progress import Reading
-from ..errors import LlamaBranchError
-from ..generation.drafter import FixedLength
+from ..errors import CapacityError, ConfigError, LlamaBranchError
+from ..generation.drafter import DraftState, FixedLength, propose
 from ..generation.drafting import Drafting
 from ..generation.generation import OutputBuffer
 from ..generation.loop import RunningText
 from ..generation.text import Text
 from ..generation.thought import ThoughtBuffer, forced_token
-from ..hub import resolve
-from ..model import Model, is_chat
+from ..generation.verify import rule_name
+from ..model import is_chat
 from ..model.thoughts import plan_thinking
 from ..sampling import Grammar, Sampler, SamplingParams
 from ..sampling.constraint import ConstraintCalls, ConstraintState
-from ..sampling.noise import derive_seed, random_seed, seed_from_text
-from ..sampling.params import settings_of
-from ..speculative import Drafter, SpeculativeConfig, SpeculativeStats
-from ..speculative.combined import DrafterChoice, auto_drafter
+from ..sampling.noise import derive_seed, seed_from_text
+from ..speculative import SpeculativeStats
 from .openai import named_piece
-from .request import EngineStats, Event, Request, Result
+from .request import Event, Request, Result
 
-__all__ = ["EngineSettings", "Job", "Submission", "Target"]
+__all__ = [
+    "TRANSITIONS",
+    "Beginning",
+    "Job",
+    "SegmentEnd",
+    "State",
+    "Submission",
+]
 
-Target = Context | Model | str | os.PathLike[str]
-_PARALLEL = 8  # texts at a time of an engine that opens its model: each has its part of the cache
 Key = tuple[int, int, int]  # priority, number of the request, sample: the order of admission
 
 
-@dataclass
-class EngineSettings:
-    """What all requests of an engine have in common; see ``Engine``.
+class State(Enum):
+    """What a job does; `TRANSITIONS` says what may follow."""
 
-    Attributes:
-        drafting: what it drafts with and learns from.
-        seed: the first one.
-        repeats: it was given: all requests get it.
-        stats: totals over all requests.
+    WAITING = "waits in the queue"
+    FOLLOWING = "is equal to another text so far: it waits, and gets the tokens of that one"
+    READING = "has a sequence, and reads the tokens that it lacks"
+    RUNNING = "generates"
+    CLOSING = "is at the end of its segment: its last token is decoded next"
+    PARKED = "is not continued for now; it keeps its sequence while there is room"
+    ENDED = "has its result"
+
+
+_ANY = frozenset({State.WAITING, State.PARKED, State.ENDED})
+TRANSITIONS = {
+    State.WAITING: _ANY - {State.WAITING} | {State.FOLLOWING, State.READING, State.RUNNING},
+    State.FOLLOWING: _ANY - {State.PARKED} | {State.READING},
+    State.READING: _ANY | {State.RUNNING},
+    State.RUNNING: _ANY | {State.READING, State.CLOSING},
+    State.CLOSING: _ANY,
+    State.PARKED: _ANY - {State.PARKED},
+    State.ENDED: frozenset(),
+}
+
+
+class SegmentEnd:
+    """Where a job is parked, besides where its text ends.
+
+    Args:
+        text: after a token that completes this string.
+        n_tokens: after this number of tokens; 0: once all that it has is decoded.
+        entropy: before a token whose distribution has more entropy than this, nats.
     """
 
-    target: Context
-    drafting: Drafting
-    sampling: SamplingParams
-    max_tokens: int | None
-    wait_s: float
-    parallel: int | None
-    seed: int
-    repeats: bool
-    stats: EngineStats = field(default_factory=EngineStats)
-    _n_seeds: int = 0
+    def __init__(
+        self, text: str | None = None, n_tokens: int | None = None, entropy: float | None = None
+    ) -> None:
+        self._text = text
+        self._n_tokens = n_tokens
+        self._entropy = entropy
 
     @classmethod
-    def opened(
-        cls,
-        target: Target,
-        drafter: DrafterChoice,
-        config: SpeculativeConfig | None,
-        sampling: SamplingParams | None,
-        max_tokens: int | None,
-        seed: int | None,
-        wait_s: float,
-        parallel: int | None,
-    ) -> EngineSettings:
-        """Check the arguments of an engine; open its context, unless it is given."""
-        with ExitStack() as failing:
-            ctx = _context(target, drafter, parallel)
-            if ctx is not target:
-                failing.callback(ctx.close)
-            if drafter == "auto":
-                drafter = auto_drafter(ctx)
-            found = cls(
-                target=ctx,
-                drafting=Drafting(ctx, drafter, config, batched=True),
-                sampling=settings_of(sampling),
-                max_tokens=None if max_tokens is None else whole("max_tokens", max_tokens, 0),
-                wait_s=bounded("wait_s", wait_s, 0.0, math.inf),
-                parallel=None if parallel is None else whole("parallel", parallel, 1),
-                seed=random_seed() if seed is None else whole("seed", seed),
-                repeats=seed is not None,
-            )
-            failing.pop_all()
-            return found
+    def of(cls, step: str | int) -> SegmentEnd:
+        """Return the end of a step: after a token that completes a string, or after N tokens.
 
-    def draw_seed(self) -> int:
-        """Return the seed, or, if none was given, another one each time: first that one itself."""
-        n, self._n_seeds = self._n_seeds, self._n_seeds + 1
-        return self.seed if self.repeats or not n else derive_seed(self.seed, n)
+        Raises:
+            ConfigError: an empty string, or no number of at least 1.
+        """
+        if not isinstance(step, str):
+            return cls(n_tokens=whole("step", step, 1))
+        if not step:
+            raise ConfigError("step must be a string that is not empty, or a number of tokens")
+        return cls(text=step)
+
+    def is_before(self, one: Produced, segment: Sequence[Produced]) -> bool:
+        """Return whether a segment of these tokens ends before another one."""
+        return self._entropy is not None and bool(segment) and one.entropy > self._entropy
+
+    def is_after(self, segment: Sequence[Produced]) -> bool:
+        """Return whether a segment of these tokens has ended."""
+        if self._n_tokens is not None and len(segment) >= self._n_tokens:
+            return True
+        return self._text is not None and self._text in "".join(one.text for one in segment)
 
 
-def _context(target: object, drafter: DrafterChoice, parallel: int | None) -> Context:
-    """Return the context that generates, one of the engine's own unless it is given."""
-    if not isinstance(target, (Model, str, os.PathLike)):
-        return text_context("target", target)
-    model = target if isinstance(target, Model) else Model(resolve(target))
-    try:
-        n = _PARALLEL if parallel is None else parallel
-        n = whole("parallel", n, 1, MOST_WITH_PREFIXES)
-        return Context(
-            model,
-            n_ctx=n * min(DEFAULT_N_CTX, model.n_ctx_train or DEFAULT_N_CTX),
-            n_seq_max=n,
-            kv_unified=True if isinstance(drafter, Drafter) and drafter.contexts else "auto",
-            owns_model=model is not target,
-        )
-    except BaseException:
-        if model is not target:
-            model.close()
-        raise
+class Beginning:
+    """The branch that the texts of a request continue, with the draft state that has read it.
+
+    Args:
+        branch: has its logits; it stays as it is, and lives as long as the request.
+        drafting: who drafts for the texts.
+    """
+
+    def __init__(self, branch: Branch, drafting: Drafting) -> None:
+        self.branch = branch
+        self._drafting = drafting
+        self._state: DraftState | None = None
+
+    def draft_state(self) -> DraftState | None:
+        """Return the state to fork for each text, so that a drafter reads the beginning once.
+
+        None: nothing is drafted.
+        """
+        loop, text = self._drafting.loop, self.branch.sequence
+        if self._state is None and loop.drafter is not None:
+            with suppress(CapacityError):  # without room for it texts are decoded plainly
+                self._state = state = loop.drafter.start(
+                    text, rule_name(self._drafting.config.rule)
+                )
+                following = text.produce()
+                if not following.is_stop:  # a draft follows a token that is not decoded yet
+                    propose(state, [*text.tokens, following.token], FixedLength(1), 1)
+                    state.observe(text.position)
+        return self._state
+
+    def close(self) -> None:
+        """Free what the drafter holds. Idempotent."""
+        state, self._state = self._state, None
+        if state is not None:
+            state.close()
 
 
 class Submission:
@@ -134,10 +152,13 @@ class Submission:
     Args:
         request, name: the request and its id.
         number: how many requests came before it.
-        settings, seed: the engine's, for what the request leaves out.
+        drafting: who drafts for its texts, and on which context.
+        sampling, max_tokens, seed: the engine's, for what the request leaves out.
         samples: the numbers of the texts to generate.
         reports_tokens: whether there are events for tokens; without them log-probabilities are computed
             only where the request asks for them.
+        beginning: the texts continue its branch, with the branch's own settings and grammar; the
+            request's prompt is not read.
 
     Raises:
         ConfigError: an empty prompt for a model without a beginning token, or a bad stop string.
@@ -157,33 +178,40 @@ class Submission:
         request: Request,
         name: str,
         number: int,
-        settings: EngineSettings,
+        drafting: Drafting,
+        sampling: SamplingParams,
+        max_tokens: int | None,
         seed: int,
         samples: Iterable[int],
         *,
         reports_tokens: bool = True,
+        beginning: Beginning | None = None,
     ) -> None:
         self.request = request
+        self.beginning = beginning
         self.name = name
         self.number = number
         self.arrival = perf_counter()
-        self.drafting = settings.drafting
-        self.context = settings.target
-        self.model = model = settings.target.model
-        self.prompt = model.prompt_tokens(request.prompt, parse_special=request.parse_special)
+        self.drafting = drafting
+        self.context = drafting.ctx
+        self.model = model = drafting.ctx.model
+        if beginning is not None:
+            self.prompt = beginning.branch.tokens
+        else:
+            self.prompt = model.prompt_tokens(request.prompt, parse_special=request.parse_special)
         self.samples = deque(samples)
         self.thinking = request.thinking
         if self.thinking is None and is_chat(request.prompt):
             self.prompt, self.thinking = plan_thinking(model, self.prompt)
         self.jobs: dict[int, Job] = {}
         self.is_aborted = False
-        params = request.sampling or settings.sampling
+        params = request.sampling or sampling
         self.reports_tokens = reports_tokens
         logprobs = params.logprobs and (reports_tokens or request.top_logprobs is not None)
         self._params = params.replace(logprobs=logprobs)
         params_seed = self._params.seed
         self.seed = derive_seed(seed, seed_from_text(name)) if params_seed is None else params_seed
-        self._max_tokens = settings.max_tokens if request.max_tokens is None else request.max_tokens
+        self._max_tokens = max_tokens if request.max_tokens is None else request.max_tokens
         OutputBuffer(self._max_tokens, request.stop)  # raises for a bad stop string
         model.check_tokens(request.stop_tokens)
 
@@ -194,11 +222,17 @@ class Submission:
 
     def next_job(self) -> Job:
         """Begin its next text."""
-        sample = self.samples[0]
-        seed = self.seed if sample == 0 else derive_seed(self.seed, sample)
-        job = Job(self, sample, self._params.replace(seed=seed), self._max_tokens)
-        self.jobs[sample] = job
+        job = self.job(self.samples[0])
+        self.jobs[job.sample] = job
         self.samples.popleft()
+        return job
+
+    def job(self, sample: int, like: Job | None = None) -> Job:
+        """Return a text of this number, by which its seed is derived; ``like``: with the same tokens."""
+        seed = self.seed if sample == 0 else derive_seed(self.seed, sample)
+        job = Job(self, sample, self._params, self._max_tokens, seed)
+        if like is not None:
+            job.output, job.like = like.output.copied(), like
         return job
 
 
@@ -216,7 +250,9 @@ class Job:
         output: the tokens and the text generated so far: of the thought, and then of the answer.
         branch: the sequence it holds; None while it waits, and once it has ended.
         running: its rounds; None until the prompt is read.
-        has_ended: whether it has a result.
+        state: what it does; ``become`` changes it.
+        ends: where its segment ends; None = with the text.
+        like: the text that it began as a copy of, if any.
         n_decoded: how many tokens of its prompt the last step has read.
         error: why those could not be taken, or why it cannot be served at all.
         shared: the job whose cells its prompt begins with, and the number of those tokens.
@@ -235,6 +271,7 @@ class Job:
         sample: int,
         sampling: SamplingParams,
         max_tokens: int | None,
+        seed: int,
     ) -> None:
         request = submission.request
         self.submission = submission
@@ -246,6 +283,8 @@ class Job:
         self.n_prompt = len(self.prompt)
         self.n_read = self.n_prompt - request.continues
         self._sampling = sampling
+        self._seed = seed
+        self.like: Job | None = None
         self.key: Key = request.priority, submission.number, sample
         self._max_tokens = max_tokens
         self.thought: list[Produced] = []
@@ -258,7 +297,9 @@ class Job:
         self.stats = SpeculativeStats()
         given = request.constraint
         self.constraint = None if given is None else ConstraintCalls(given)
-        self.has_ended = False
+        self.ends: SegmentEnd | None = None
+        self.state = State.WAITING
+        self._n_before = 0  # tokens of its output before the segment
         self.branch: Branch | None = None
         self.running: RunningText | None = None
         self._before: RunningText | None = None  # of the thought, until the answer begins
@@ -290,13 +331,16 @@ class Job:
     @property
     def sampling(self) -> SamplingParams:
         """Its settings: before its ``min_tokens`` no token that ends the text may be drawn."""
-        if self.shares_thought:
-            return self._sampling.replace(seed=self.submission.seed)
-        if len(self.output.tokens) >= self.output.min_tokens:
-            return self._sampling
-        ends = {*self.submission.model.eog_tokens, *self.request.stop_tokens}
-        bias = {**self._sampling.logit_bias, **dict.fromkeys(ends, -math.inf)}
-        return self._sampling.replace(logit_bias=bias)
+        bias = self._sampling.logit_bias
+        if len(self.output.tokens) < self.output.min_tokens and not self.shares_thought:
+            ends = {*self.submission.model.eog_tokens, *self.request.stop_tokens}
+            bias = {**bias, **dict.fromkeys(ends, -math.inf)}
+        return self._sampling.replace(logit_bias=bias, seed=self.seed)
+
+    @property
+    def seed(self) -> int:
+        """The seed of its draws; texts that share a thought draw it with that of the first text."""
+        return self.submission.seed if self.shares_thought else self._seed
 
     @property
     def grammar(self) -> Grammar | str | None:
@@ -304,6 +348,53 @@ class Job:
         return None if self.is_thinking else self.request.grammar
 
     # -- its states ----------------------------------------------------------------------------------
+
+    def become(self, state: State) -> None:
+        """Change its state.
+
+        Raises:
+            RuntimeError: `TRANSITIONS` does not allow it; nothing changes.
+        """
+        if state not in TRANSITIONS[self.state]:
+            raise RuntimeError(f"{self!r} {self.state.value}: it cannot become {state.name}")
+        self.state = state
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has a result."""
+        return self.state is State.ENDED
+
+    def begin_segment(self, ends: SegmentEnd | None) -> None:
+        """Begin a segment after the tokens that it has."""
+        self.ends, self._n_before = ends, len(self.output.emitted)
+
+    @property
+    def segment(self) -> list[Produced]:
+        """The tokens of its segment."""
+        return self.output.emitted[self._n_before :]
+
+    def is_at_end(self, following: Produced | None = None) -> bool:
+        """Return whether its segment has ended, or ends before the token ``following``."""
+        if self.ends is None or self.output.finish_reason is not None:
+            return False
+        if following is not None:
+            return self.ends.is_before(following, self.segment)
+        return self.ends.is_after(self.segment)
+
+    def close_segment(self) -> None:
+        """Drop what was drafted beyond the end; the last token is to be decoded, if it is not yet."""
+        n = len(self.prompt) + len(self.output.tokens)
+        if self.text.position > n:
+            self.held.rewind(n)
+        self.text.unsettle()
+        if self.text.is_behind and self.state is not State.CLOSING:
+            self.become(State.CLOSING)
+
+    def rest(self) -> None:
+        """End its rounds; it keeps its sequence."""
+        running, self.running = self.running, None
+        if running is not None:
+            running.close()
 
     @property
     def is_thinking(self) -> bool:
@@ -342,9 +433,10 @@ class Job:
             grammar = Grammar(given) if isinstance(given := self.grammar, str) else given
             sampler = Sampler(self.submission.model, self.sampling, grammar)
             self.text.begin_anew(n, sampler)
-            self.text.seed = self.sampling.seed or 0
+            self.text.seed = self.seed
             self._before, self.running = self.running, None
             self.shared = (None, 0)
+            self.become(State.READING)
         if not self.submission.reports_tokens:
             return []
         return [Event(self.name, self.sample, ended_thought=self.thought)]
@@ -352,13 +444,13 @@ class Job:
     @property
     def is_reading(self) -> bool:
         """Whether it reads its prompt, and after a preemption what it has generated."""
-        return self.branch is not None and self.running is None
+        return self.state is State.READING
 
     @property
     def may_be_equal(self) -> bool:
         """Whether its tokens need no more than a row of logits, which another text may share."""
         asked = self.request
-        is_plain = asked.constraint is None and not asked.min_tokens
+        is_plain = asked.constraint is None and not asked.min_tokens and self.ends is None
         return is_plain and asked.prompt_logprobs is None and asked.on_round is None
 
     @property
@@ -369,8 +461,9 @@ class Job:
         return drafting.loop.drafter is None or (is_seeded and self.text.sampler.is_stateless)
 
     def admit(self, branch: Branch, n_cached: int) -> None:
-        """Give it a sequence that holds the first ``n_cached`` tokens of ``to_cache``."""
+        """Give it a sequence that holds the first ``n_cached`` tokens of it."""
         self.branch = branch
+        self.become(State.READING)
         if self.wants_rows:  # those before ``logprobs_from`` are left out
             self.scores += [None] * (n_cached + 1 - len(self.scores))
         self.note_admitted(n_cached)
@@ -384,7 +477,7 @@ class Job:
             self.n_cached = n_cached
 
     def begin(self) -> list[Produced]:
-        """Let it run: its prompt is read. Return what it emits: a token, or none after a preemption."""
+        """Let it run: all is read. Return what it emits: a token, or none where its last one is next."""
         request, output, drafting = self.request, self.output, self.submission.drafting
         loop, rule, like = drafting.loop, drafting.config.rule, None
         if self.constraint is not None and not self.is_thinking:
@@ -393,8 +486,12 @@ class Job:
                 ConstraintState(self.constraint, model, request.stop, request.stop_tokens)
             )
         source, n_shared = self.shared
+        beginning, drafts = self.submission.beginning, loop.drafter is not None
         before, self._before = self._before, None
-        if before is not None and before.rule == rule and self.grammar is None:
+        if beginning is not None:
+            like, n_shared = beginning.draft_state(), len(self.submission.prompt)
+            drafts = like is not None
+        elif before is not None and before.rule == rule and self.grammar is None:
             like, n_shared = before.state, self.text.n_decoded
         elif (
             source is not None
@@ -403,7 +500,7 @@ class Job:
             and source.grammar == self.grammar
         ):
             like = source.running.state  # so the drafter, too, reads a shared prompt only once
-        drafts = loop.drafter is not None and output.finish_reason is None
+        drafts = drafts and output.finish_reason is None
         top = request.top_logprobs or 0
         self.running = running = loop.open(
             self.text, rule, self.stats, top, drafts=drafts, like=like
@@ -416,25 +513,19 @@ class Job:
         if before is not None:
             before.close()
         if not self.shares_thought:  # else they get its tokens
-            running.other_seeds = [each.sampling.seed or 0 for each in self.equals]
-        if output.emitted:  # it was preempted, and continues after its last token
-            last = output.emitted[-1]
+            running.other_seeds = [each.seed for each in self.equals]
+        self.become(State.RUNNING)
+        if len(running.text.tokens) < len(self.prompt) + len(output.tokens):
+            last = output.emitted[-1]  # it was preempted, and continues after its last token
             running.text.append(last.token, -last.logprob, None)
-        if output.emitted or output.finish_reason is not None:
             return []
-        return [running.draw()]
+        if output.finish_reason is not None or self.is_at_end():
+            return []
+        self.text.unsettle()
+        return [] if self.text.is_behind else [running.draw()]
 
-    def preempt(self) -> None:
-        """Take its sequences: it waits to be admitted again."""
-        self.num_preemptions += 1
-        self._release()
-
-    def end(self) -> None:
-        """Free all that it holds; it has a result."""
-        self._release(ends=True)
-
-    def _release(self, *, ends: bool = False) -> None:
-        """Free the sequences it holds, that of its drafter included."""
+    def release(self) -> None:
+        """Free the sequences it holds, that of its drafter included; it can get others."""
         opened, branch = (self.running, self._before), self.branch
         self.running, self._before, self.shared = None, None, (None, 0)
         try:
@@ -443,9 +534,10 @@ class Job:
                     running.close()
         finally:  # also if the drafter fails, which may be a user's
             if branch is not None and not branch.ctx.closed:
-                branch.sequence.keep_cached(is_last=True)
+                if self.submission.beginning is None:
+                    branch.sequence.keep_cached(is_last=True)
                 branch.prune()
-            self.branch, self.has_ended = None, self.has_ended or ends
+            self.branch = None
 
     # -- reading -------------------------------------------------------------------------------------
 
@@ -478,7 +570,12 @@ class Job:
     def n_uncached(self) -> int:
         """How many tokens of ``to_cache`` are not in the cache yet."""
         done = 0 if self.branch is None else self.branch.sequence.n_decoded
-        return self.n_to_cache - done
+        return max(0, self.n_to_cache - done)
+
+    @property
+    def cells(self) -> list[int]:
+        """The tokens that its sequence holds, or will hold before it runs."""
+        return self.to_cache if self.n_uncached else self.text.tokens[: self.text.n_decoded]
 
     @property
     def wants_rows(self) -> bool:
@@ -519,18 +616,22 @@ class Job:
 
     # -- its output ----------------------------------------------------------------------------------
 
-    def emit(self, one: Produced | None) -> list[Event]:
-        """Add a token to the output, or None: end it there; return the event of its text, if any."""
+    def emit(self, one: Produced) -> list[Event]:
+        """Add a token to the output; return the event of its text, if any."""
         reports, of = self.submission.reports_tokens, (self.name, self.sample)
-        add = self.output.break_off if one is None else partial(self.output.add, one)
         # This line does it all: what comes between two lines loses no event.
-        return [Event(*of, it)] if (it := add()) and reports else []
+        return [Event(*of, it)] if (it := self.output.add(one)) and reports else []
+
+    def break_off(self, reason: str | None = None) -> list[Event]:
+        """End its output, as ``OutputBuffer.break_off``; return the event of text held back, if any."""
+        reports, of = self.submission.reports_tokens, (self.name, self.sample)
+        return [Event(*of, it)] if (it := self.output.break_off(reason)) and reports else []
 
     def note_token(self) -> None:
         """Note that it got a token just now; after the last of its ``min_tokens`` it may end."""
         self._last = perf_counter()
         if 0 < self.output.min_tokens == len(self.output.tokens):
-            self.held.resample(self._sampling)
+            self.held.resample(self.sampling)
         if self._first is None:
             self._first = self._last
 
@@ -557,7 +658,7 @@ class Job:
             thought=thought,
             n_thought_tokens=n_thought,
             finish_reason=reason,
-            seed=self._sampling.seed or 0,
+            seed=self._seed,
             stats=self.stats,
             num_prompt_tokens=self.n_prompt,
             num_cached_tokens=self.n_cached or 0,

@@ -1,4 +1,4 @@
-"""Which jobs hold a sequence: admission, prefix sharing, preemption. It decodes nothing."""
+"""Which jobs hold a sequence: admission, shared beginnings, parking, preemption. It decodes nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..branch import Branch
 from ..context import Context
 from ..context.prefix_cache import MIN_SHARED, n_common
 from ..errors import CacheFullError, GrammarError, LlamaBranchError, SequencesExhaustedError
-from .job import Job, Key, Submission
+from .job import Job, Key, SegmentEnd, State, Submission
 from .request import EngineStats, Event
 
 __all__ = ["Scheduler"]
@@ -19,9 +19,12 @@ class Scheduler:
     """Keeps the queue and the jobs that hold a sequence.
 
     Jobs are admitted in the order of their keys while a sequence is free and the cache has room for their
-    prompt. A job whose prompt begins like that of an active job shares those cells instead of decoding
+    prompt. A job whose prompt begins like that of another one shares those cells instead of decoding
     them again; so does one whose prompt begins like a text in the prefix cache.
     Only the head of the queue is looked at in a step.
+
+    A job that is parked keeps its sequence until others need it; if it has lost it, its tokens are read
+    again when it goes on.
 
     Args:
         ctx: whose sequences they are.
@@ -29,7 +32,9 @@ class Scheduler:
         stats: counts the prompt tokens that are not decoded.
 
     Attributes:
-        active: the jobs with a sequence: those prefilling their prompt and those generating.
+        active: the jobs that are decoded: those prefilling their prompt and those generating.
+        idle: those that hold a sequence only until others need it, least recently used first.
+        most_held: the most sequences that were held at a time.
         paused: ids of requests whose texts are not continued for now.
         no_sequence: why no job could be admitted, while no job is active; None if one could.
     """
@@ -39,10 +44,11 @@ class Scheduler:
         self._limit = limit
         self._stats = stats
         self.active: list[Job] = []
+        self.idle: list[Job] = []
+        self.most_held = 0
         self.paused: set[str] = set()
         self.no_sequence: SequencesExhaustedError | None = None
         self._queue: list[tuple[Key, Submission | Job]] = []  # a heap; keys are unique
-        self._set_aside: dict[str, list[Job]] = {}  # paused jobs without a sequence
         self._known: dict[str, Submission] = {}  # those with unfinished texts, by id
 
     # -- the queue -----------------------------------------------------------------------------------
@@ -74,19 +80,23 @@ class Scheduler:
                     heapq.heappop(self._queue)
                 else:
                     heapq.heapreplace(self._queue, (first.key, first))
-                self.requeue(job)
+                self._push(job)
                 continue
-            if first.has_ended:
+            if first.state is not State.WAITING:
                 heapq.heappop(self._queue)
             elif first.name in self.paused:
                 heapq.heappop(self._queue)
-                self._set_aside.setdefault(first.name, []).append(first)
+                first.become(State.PARKED)
             else:
                 return first
         return None
 
     def requeue(self, job: Job) -> None:
-        """Put a text that has begun, and holds no sequence, into the queue."""
+        """Let a text that has begun wait in the queue."""
+        job.become(State.WAITING)
+        self._push(job)
+
+    def _push(self, job: Job) -> None:
         heapq.heappush(self._queue, (job.key, job))
 
     def pause(self, name: str) -> None:
@@ -97,8 +107,25 @@ class Scheduler:
     def resume(self, name: str) -> None:
         """Continue the texts of a paused request."""
         self.paused.discard(name)
-        for job in self._set_aside.pop(name, ()):
-            self.requeue(job)
+        if (submission := self._known.get(name)) is not None:
+            for job in submission.jobs.values():
+                if job.state is State.PARKED:
+                    self.requeue(job)
+
+    def park(self, job: Job) -> None:
+        """Do not continue an active text for now; it keeps its sequence while there is room."""
+        job.become(State.PARKED)
+        self.active.remove(job)
+        self.idle.append(job)
+
+    def go_on(self, job: Job, ends: SegmentEnd | None) -> None:
+        """Queue a parked text, or one that has not begun, for its next segment."""
+        self._known[job.name] = job.submission
+        job.submission.jobs[job.sample] = job
+        job.begin_segment(ends)
+        if job.state is State.PARKED:
+            job.become(State.WAITING)
+        self._push(job)
 
     def jobs_of(self, submission: Submission) -> list[Job]:
         """Return the jobs of all texts of a request that have no result, made where there was none."""
@@ -112,30 +139,67 @@ class Scheduler:
         submission.jobs.pop(job.sample, None)
         if not (submission.jobs or submission.samples):
             self._known.pop(submission.name, None)
-            self._set_aside.pop(submission.name, None)
             self.paused.discard(submission.name)
-        if job in self.active:
-            self.active.remove(job)
-        job.end()
+        for jobs in (self.active, self.idle):
+            if job in jobs:
+                jobs.remove(job)
+        if not job.has_ended:
+            job.become(State.ENDED)
+        if submission.beginning is not None and job.branch is not None:
+            heir, n = self._heir(job)
+            if heir is not None:
+                self._queue.remove((heir.key, heir))
+                heapq.heapify(self._queue)
+                self._hand_over(job, heir, n)
+        job.release()
+
+    def _heir(self, job: Job) -> tuple[Job | None, int]:
+        """Return the waiting text of the same branch that begins most like one that ends, if any does.
+
+        And how many tokens they share.
+        """
+        cells, best, n_best = job.cells, None, len(job.prompt)
+        for _, other in self._queue:
+            if not isinstance(other, Job) or other.submission is not job.submission:
+                continue
+            if other.state is State.WAITING and other.branch is None and other.output.tokens:
+                n = self._ctx.kv_cache.usable(job.held.seq_id, n_common(cells, other.to_cache))
+                if n > n_best:
+                    best, n_best = other, n
+        return best, n_best
+
+    def _hand_over(self, source: Job, job: Job, n: int) -> None:
+        """Give a job the sequence of another one, which has none then, with its first ``n`` tokens."""
+        source.rest()
+        branch, source.branch = source.held, None
+        if n < branch.position:
+            branch.rewind(n)
+        branch.sequence.seed = job.seed
+        self._activate(job, branch, n, None)
 
     def rebuild(self) -> None:
         """Queue all unfinished texts again: a step was broken off, in the middle of anything."""
+        queue: list[tuple[Key, Submission | Job]] = []
+        jobs = [job for s in self._known.values() for job in s.jobs.values()]
+        for job in {*jobs, *self.active, *self.idle}:
+            # Of a user's drafter; what broke the step off is raised.
+            with suppress(Exception):
+                self._preempt(job)
+        self.active.clear()
+        self.idle.clear()
         for submission in self._known.values():
-            for job in submission.jobs.values():
-                if job.branch is not None:
-                    # Of a user's drafter; what broke the step off is raised.
-                    with suppress(Exception):
-                        job.preempt()
-                job.equals = []
             if submission.samples and submission.samples[0] in submission.jobs:
                 submission.samples.popleft()  # it had just begun
-        self.active.clear()
-        self._set_aside.clear()
         for name in [n for n, s in self._known.items() if not (s.jobs or s.samples)]:
             del self._known[name]
-        begun = [job for s in self._known.values() for job in s.jobs.values()]
-        ahead = [s for s in self._known.values() if s.samples]
-        self._queue = [*((job.key, job) for job in begun), *((s.key, s) for s in ahead)]
+        for job in jobs:
+            job.equals = []
+            if job.state not in (State.WAITING, State.PARKED):
+                job.become(State.WAITING)
+            if job.state is State.WAITING:
+                queue.append((job.key, job))
+        queue += [(s.key, s) for s in self._known.values() if s.samples]
+        self._queue = queue
         heapq.heapify(self._queue)
 
     @property
@@ -149,24 +213,22 @@ class Scheduler:
     @property
     def is_stalled(self) -> bool:
         """True if all that is unfinished is paused."""
-        return not self._queue and all(
-            job.name in self.paused and job.running is not None for job in self.active
-        )
+        return not self._queue and not self.active
 
     def close(self) -> None:
         """Free all sequences and forget all requests."""
         self._known.clear()
         self._queue.clear()
-        self._set_aside.clear()
-        self._release_active()
+        self._release_all()
 
-    def _release_active(self) -> None:
+    def _release_all(self) -> None:
         try:
-            while self.active:
-                self.active.pop().preempt()
+            for jobs in (self.active, self.idle):
+                while jobs:
+                    jobs.pop().release()
         finally:  # the others too, if a drafter fails to close its state
-            if self.active:
-                self._release_active()
+            if self.active or self.idle:
+                self._release_all()
 
     @property
     def is_idle(self) -> bool:
@@ -183,6 +245,9 @@ class Scheduler:
         """
         refused: list[Job] = []
         before, self.no_sequence = self.no_sequence, None
+        for each in self.active[:] if self.paused else ():
+            if each.name in self.paused and each.state is State.RUNNING:
+                self.park(each)
         while (job := self.head()) is not None:
             if self._joins(job):
                 heapq.heappop(self._queue)
@@ -199,7 +264,7 @@ class Scheduler:
 
         Not where its tokens need more than a row of logits, unless the thought before them is shared.
         """
-        if job.n_cached is not None or job.request.n == 1:
+        if job.n_cached is not None or job.request.n == 1 or job.output.tokens:
             return False
         if not job.shares_thought and not job.may_be_equal:
             return False
@@ -208,6 +273,7 @@ class Scheduler:
             may_join = other.shares_thought or other.can_draw_others
             if other.submission is job.submission and is_begin and may_join:
                 other.equals.append(job)
+                job.become(State.FOLLOWING)
                 n = len(job.prompt) - 1 if self._ctx.kv_cache.can_draft else 0
                 job.note_admitted(n)
                 self._stats.shared_prompt_tokens += n
@@ -232,23 +298,32 @@ class Scheduler:
 
         The sequence holds all tokens but the last one. Nothing is decoded.
         """
-        if self._ctx.n_seq_free == 0 or len(self.active) == self._limit:
-            self.requeue(job)
-            return False
-        source, n = other.held, job.n_to_cache
+        n = job.n_to_cache
+        if len(self.active) != self._limit and self._free_one():
+            with suppress(SequencesExhaustedError):  # others took it meanwhile
+                branch = self._fork(job, other.held, n)
+                self._activate(job, branch, n, other)
+                return True
+        self.requeue(job)
+        return False
+
+    def _fork(self, job: Job, source: Branch, n: int) -> Branch:
+        """Return a root for a job, with the first ``n`` tokens of ``source`` and its settings."""
         with self._ctx.lock:
-            sampler = source.sequence.sampler.clone()
-            try:
-                branch = Branch(self._ctx, sampler, job.sampling.seed or 0, source)
-            except SequencesExhaustedError:  # others took it meanwhile
-                self.requeue(job)
-                return False
-            branch.rewind(n)
+            branch = Branch(self._ctx, source.sequence.sampler.clone(), job.seed, source)
+            if n < branch.position:
+                branch.rewind(n)
             branch.detach()
-        job.shared = (other, n)
-        job.admit(branch, n)
+            return branch
+
+    def _activate(self, job: Job, branch: Branch, n_cached: int, shared: Job | None) -> None:
+        """Give a job a sequence that holds its first tokens, of another job if it shares them."""
+        job.shared = (shared, n_cached if shared is not None else 0)
+        if shared is not None or job.submission.beginning is not None:
+            self._stats.shared_prompt_tokens += n_cached
+        job.admit(branch, n_cached)
         self.active.append(job)
-        return True
+        self.most_held = max(self.most_held, len(self.active) + len(self.idle))
 
     def _admit(self, job: Job, before: SequencesExhaustedError | None) -> bool:
         """Give the head of the queue a sequence, make room, or note its error; False: it has to wait."""
@@ -256,63 +331,88 @@ class Scheduler:
         if n_tokens > self._ctx.n_ctx_seq:
             job.error = CacheFullError.of_prompt(n_tokens, self._ctx.n_ctx_seq)
             return True
-        is_limited = self._limit is not None and len(self.active) >= self._limit
-        if is_limited or ((self.active or before) and self._ctx.n_seq_free == 0):
-            self.no_sequence = None if self.active else before
-            return self._set_paused_aside()
+        if self._limit is not None and len(self.active) >= self._limit:
+            return False
+        if job.branch is not None:  # it was parked
+            self.idle.remove(job)
+            self.active.append(job)
+            job.become(State.READING if job.running is None else State.RUNNING)
+            heapq.heappop(self._queue)
+            return True
         source, n_cached = self._best_prefix(job)
-        shared = None if source is None else source.branch
-        if shared is not None and shared.sequence.n_cached < n_cached:
+        if source is not None and source.is_reading and source.text.n_cached < n_cached:
             return False  # the prefix it will share is still being decoded
-        n_needed = sum(other.n_uncached + 1 for other in self.active)  # by the active jobs, next
-        if self.active and not self._ctx.kv_cache.has_room(n_tokens + 1 - n_cached, n_needed):
-            return self._set_paused_aside()
-        wanted = [] if shared is not None else _not_scored(job)
+        if not self._make_room(max(1, n_tokens + 1 - n_cached), source, is_first=before is None):
+            self.no_sequence = None if self.active else before
+            return False
+        if source is not None and source in self.idle and not self._free_one(source):
+            heapq.heappop(self._queue)
+            self.idle.remove(source)
+            self._hand_over(source, job, n_cached)
+            return True
         try:
-            branch = Branch.create(self._ctx, job.sampling, job.grammar, beginning=wanted)
+            found = self._opened(job, source, n_cached)
         except SequencesExhaustedError as error:
             self.no_sequence = None if self.active else error
             return False
         except LlamaBranchError as error:  # its grammar or sampling settings are invalid
             job.error = error
             return True
-        if shared is not None:
-            branch.sequence.share_prefix(shared.sequence, n_cached)
-            job.shared = (source, n_cached)
-            self._stats.shared_prompt_tokens += n_cached
-        else:
-            try:
-                n_cached = branch.sequence.take_cached(wanted, job.n_read)
-            except GrammarError as error:  # forbids what the request continues
-                branch.prune()
-                job.error = error
-                return True
-            n_cached = min(n_cached, len(job.prompt))
-            self._stats.cached_prompt_tokens += n_cached
         heapq.heappop(self._queue)
-        job.admit(branch, n_cached)
-        self.active.append(job)
+        self._activate(job, *found, source)
         return True
 
-    def _best_prefix(self, job: Job) -> tuple[Job | None, int]:
-        """Return the active job that shares the longest prefix with the prompt, and how many tokens.
+    def _opened(self, job: Job, source: Job | None, n: int) -> tuple[Branch, int]:
+        """Return a branch for a job, and how many of its tokens that holds, shared with ``source``."""
+        beginning = job.submission.beginning
+        if beginning is not None:
+            return self._fork(job, beginning.branch if source is None else source.held, n), n
+        wanted = [] if source is not None else _not_scored(job)
+        branch = Branch.create(self._ctx, job.sampling, job.grammar, beginning=wanted)
+        if source is not None:
+            branch.sequence.share_prefix(source.text, n)
+            return branch, n
+        try:
+            n = branch.sequence.take_cached(wanted, job.n_read)
+        except GrammarError:  # forbids what the request continues
+            branch.prune()
+            raise
+        n = min(n, len(job.prompt))
+        self._stats.cached_prompt_tokens += n
+        return branch, n
 
-        None if the prefix cache has a longer one.
+    def _best_prefix(self, job: Job) -> tuple[Job | None, int]:
+        """Return the job that shares the longest prefix with this one, and how many tokens.
+
+        None if the prefix cache has a longer one, or, for a text of a branch, that branch itself.
         """
         if job.wants_rows:
             return None, 0
-        # The last token must be decoded: its logits are needed. Tokens that a job generated before it
-        # was preempted are decoded by the job itself, since they advance its grammar.
-        tokens = job.to_cache[:-1]
-        wanted = tokens[: job.n_read]
-        best: tuple[Job | None, int] = (None, 0)
-        memory = self._ctx.kv_cache
-        for other in self.active:
-            if other.branch is None:
+        memory, beginning = self._ctx.kv_cache, job.submission.beginning
+        best: tuple[Job | None, int]
+        if beginning is not None:
+            tokens = wanted = [*job.prompt, *job.output.tokens]
+            n_least, best = len(job.prompt) + 1, (None, len(job.prompt))
+        else:
+            # The last token must be decoded: its logits are needed. Tokens that a job generated before
+            # it was preempted are decoded by the job itself, since they advance its grammar.
+            tokens = job.to_cache[:-1]
+            wanted, n_least, best = tokens[: job.n_read], MIN_SHARED, (None, 0)
+        if len(wanted) < n_least:
+            return best
+        likely = [] if job.like is None else [job.like]
+        for other in (*likely, *self.active, *self.idle):
+            if other.branch is None or (
+                beginning is not None and other.submission is not job.submission
+            ):
                 continue
-            n = memory.usable(other.branch.seq_id, n_common(other.to_cache, wanted))
-            if n >= MIN_SHARED and n > best[1]:
+            n = memory.usable(other.branch.seq_id, n_common(other.cells, wanted))
+            if n >= n_least and n > best[1]:
                 best = (other, n)
+                if n == len(wanted):
+                    break
+        if beginning is not None:
+            return best
         prefixes = self._ctx.prefix_cache
         n_kept = 0 if prefixes is None else prefixes.n_common(tokens)
         if n_kept == best[1] and memory.forks_copy:
@@ -320,26 +420,60 @@ class Scheduler:
             return None, 0
         return (None, 0) if n_kept > best[1] else best
 
-    def _set_paused_aside(self) -> bool:
-        """Take the sequence of a paused job, if there is one; it waits until it is resumed."""
-        for job in self.active:
-            if job.name in self.paused:
-                self._give_up(job)
-                return True
-        return False
+    # -- room ----------------------------------------------------------------------------------------
 
-    def preempt(self) -> Job | None:
-        """Free the newest job's sequence and queue that job again; None if no other job is active."""
+    def _make_room(self, n: int, source: Job | None, *, is_first: bool) -> bool:
+        """Make room for a job that decodes ``n`` tokens, besides the next ones of the active jobs.
+
+        ``source``: what it begins like. ``is_first``: whether it has not been looked for in vain before.
+        """
+        is_idle = (
+            source is not None and source in self.idle
+        )  # then its sequence is taken, if need be
+        if not is_idle and not self._free_one() and (self.active or not is_first):
+            return False
+        n_needed = sum(other.n_uncached + 1 for other in self.active)
+        while self.active and not self._ctx.kv_cache.has_room(n, n_needed):
+            if not self._give_up_idle(source):
+                return False
+        return True
+
+    def _free_one(self, source: Job | None = None) -> bool:
+        """Return whether a sequence is free; if need be that of an idle job, but for ``source``."""
+        return self._ctx.n_seq_free > 0 or self._give_up_idle(source)
+
+    def make_room(self, n: int, source: Job) -> None:
+        """Have ``n`` sequences free, as far as those of idle jobs allow it."""
+        while self._ctx.n_seq_free < n and self._give_up_idle(source):
+            pass
+
+    def _give_up_idle(self, source: Job | None = None) -> bool:
+        """Free the sequence of an idle job, but for ``source``; False if there is none."""
+        idle = [job for job in self.idle if job is not source]
+        if not idle:
+            return False
+        self.idle.remove(idle[0])
+        self._preempt(idle[0])
+        return True
+
+    def preempt(self) -> bool:
+        """Free the sequence of an idle job, or of the newest one, which then waits.
+
+        False: no other is active.
+        """
+        if self._give_up_idle():
+            return True
         if len(self.active) < 2:
-            return None
-        job = max(self.active, key=lambda j: (j.name in self.paused, j.key))
-        self._give_up(job)
-        return job
-
-    def _give_up(self, job: Job) -> None:
+            return False
+        job = max(self.active, key=lambda j: j.key)
         self.active.remove(job)
-        job.preempt()
+        self._preempt(job)
         self.requeue(job)
+        return True
+
+    def _preempt(self, job: Job) -> None:
+        job.num_preemptions += job.branch is not None
+        job.release()
 
 
 def _not_scored(job: Job) -> list[int]:

@@ -9,6 +9,7 @@ import math
 import reprlib
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
+from copy import copy
 from time import perf_counter
 
 from ..arguments import whole
@@ -39,6 +40,7 @@ class OutputBuffer:
         tokens: ids, including those of a stop string, but no EOG tokens.
         texts: the text emitted with each token; joined they are the text, without the stop string.
         emitted: a `Produced` for each of ``tokens``.
+        eog: the EOG token that ended the text; None before that.
         finish_reason: "stop" (EOG token or stop string), "length", None while it continues, or the
             reason passed to ``break_off``. Only this class sets it.
         is_stuck: it cannot continue for now, but may later. Meanwhile ``text`` includes text that
@@ -62,9 +64,17 @@ class OutputBuffer:
         self.tokens: list[int] = []
         self.texts: list[str] = []
         self.emitted: list[Produced] = []
+        self.eog: Produced | None = None
         self.finish_reason: str | None = "length" if max_tokens == 0 else None
         self.is_stuck = False
         self.elapsed_s = 0.0
+
+    def copied(self) -> OutputBuffer:
+        """Return another buffer with the same tokens, which continues by itself."""
+        other = copy(self)
+        other.tokens, other.texts, other.emitted = [*self.tokens], [*self.texts], [*self.emitted]
+        other._stops = copy(self._stops)
+        return other
 
     @property
     def text(self) -> str:
@@ -92,7 +102,7 @@ class OutputBuffer:
         """
         self.is_stuck = False
         if emitted.is_stop:
-            self.finish_reason = "stop"
+            self.finish_reason, self.eog = "stop", emitted
             held = self._stops.flush()
             if not held:
                 return None

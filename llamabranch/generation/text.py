@@ -349,6 +349,12 @@ class Text:
             self.set_row(None)
             self.logits_row()
 
+    def unsettle(self) -> None:
+        """Have the last token decoded by the next decode, unless the logits after it are there."""
+        with self.lock:
+            if not self.is_behind and (self.row is None or not self.row.is_valid):
+                self.truncate(len(self.tokens) - 1)
+
     def decode_run(
         self, tokens: Sequence[int], report: OnPromptProgress | None = None
     ) -> LogitsRow:

@@ -10,8 +10,8 @@ from .particles import Potential, smc
 from .rejection import rejection
 from .result import Hypothesis, SearchResult, SearchStats
 from .selection import Selection, select
-from .sequences import SearchObserver
 from .steps import step_search
+from .tree import SearchObserver
 from .vote import vote
 
 __all__ = [

@@ -10,11 +10,12 @@ from ..errors import ConfigError, DecodeInterruptedError
 from ..model import stop_strings
 from .beams import Beams, Candidate
 from .checks import MOST_TEXTS, check_start, token_limit
+from .frontier import Frontier
 from .node import SearchNode
 from .result import Hypothesis, SearchResult
 from .scores import BestScores, Scored
-from .sequences import OnStep, SearchSequences
 from .texts import completes_stop, hypothesis
+from .tree import OnStep
 
 __all__ = ["beam_search"]
 
@@ -64,53 +65,55 @@ def beam_search(
     if not isinstance(early_stopping, (bool, str)) or early_stopping not in (True, False, "never"):
         raise ConfigError(f"early_stopping must be True, False or 'never', not {early_stopping!r}")
     stop = stop_strings(stop)
-    with SearchSequences(branch, on_step) as sequences:
-        n_eog = len(sequences.ctx.model.eog_tokens)
+    with Frontier(branch, on_step) as frontier:
+        n_eog = len(branch.ctx.model.eog_tokens)
         selection = Beams(beams, n_eog, max_tokens, length_penalty, early_stopping)
-        search = _Search(sequences, selection, length_penalty, max_tokens, stop)
+        search = _Search(frontier, selection, length_penalty, max_tokens, stop)
         search.run()
         found = search.hypotheses()[:n]
-    for node in sequences.root.walk():
+    tree = frontier.tree
+    for node in tree.root.walk():
         if node.status == "finished" and all(h.node is not node for h in found):
             node.status = "pruned"
-    sequences.root.prune_open()
-    return SearchResult(found, sequences.stats, sequences.root)
+    tree.root.prune_open()
+    return SearchResult(found, tree.stats, tree.root)
 
 
 class _Search:
-    """One beam search over the sequences of a search."""
+    """One beam search."""
 
     def __init__(
         self,
-        sequences: SearchSequences,
+        frontier: Frontier,
         beams: Beams,
         length_penalty: float,
         max_tokens: int,
         stop: Sequence[str],
     ) -> None:
-        self._sequences = sequences
+        self._frontier = frontier
+        self._tree = frontier.tree
         self._beams = beams
         self._length_penalty = length_penalty
         self._max_tokens = max_tokens
         self._stop = stop
         self._best_scores = BestScores(beams.n_kept)
-        self._running: list[SearchNode] = [sequences.root]
+        self._running: list[SearchNode] = [frontier.tree.root]
         self._reasons: dict[SearchNode, str] = {}
 
     def run(self) -> None:
-        sequences = self._sequences
-        with sequences.ctx.lock:
-            continuations = [self._best_scores(sequences.branch.sequence)]
+        tree = self._tree
+        with tree.ctx.lock:
+            continuations = [self._best_scores(tree.branch.sequence)]
         for n_tokens in range(1, self._max_tokens + 1):
             self._choose(continuations, n_tokens)
-            if sequences.end_step() or not self._running:
+            if tree.end_step() or not self._running:
                 return
             try:
-                continuations = sequences.advance(
+                continuations = self._frontier.advance(
                     self._running, lambda _, sequence: self._best_scores(sequence)
                 )
             except DecodeInterruptedError as error:
-                sequences.was_cancelled(error)
+                tree.was_cancelled(error)
                 return
 
     def _choose(self, continuations: Sequence[Scored], n_tokens: int) -> None:
@@ -128,13 +131,13 @@ class _Search:
         nodes = []
         for score, beam, token in chosen:
             logprob = continuations[beam].logprobs[token]
-            nodes.append(self._sequences.child(self._running[beam], [token], [logprob]))
+            nodes.append(self._tree.child(self._running[beam], [token], [logprob]))
             nodes[-1].score = score / n_tokens**self._length_penalty
         return nodes
 
     def _stops(self, node: SearchNode, n_tokens: int) -> bool:
         """Return whether the text ends at ``node``, and remember why."""
-        if self._sequences.ctx.model.is_eog(node.tokens[0]) or completes_stop(node, self._stop):
+        if self._tree.ctx.model.is_eog(node.tokens[0]) or completes_stop(node, self._stop):
             self._reasons[node] = "stop"
         elif n_tokens == self._max_tokens:
             self._reasons[node] = "length"
@@ -143,10 +146,10 @@ class _Search:
     def hypotheses(self) -> list[Hypothesis]:
         """Return all finished beams, best first; and those still running, if the search was cancelled."""
         ended = [(f.final, f.key) for f in self._beams.finished if isinstance(f.key, SearchNode)]
-        if self._sequences.is_cancelled:
+        if self._tree.is_cancelled:
             running = [(node.score, node) for node in self._running if node.tokens]
             ended += sorted(running, key=lambda pair: -pair[0])
-        model = self._sequences.ctx.model
+        model = self._tree.ctx.model
         return [
             hypothesis(model, node, self._stop, score, self._reasons.get(node, "cancelled"))
             for score, node in ended

@@ -6,14 +6,15 @@ from collections.abc import Callable, Sequence
 
 from ..arguments import function, real, whole
 from ..branch import Branch
+from ..engine.job import SegmentEnd
 from ..errors import ConfigError
 from ..model import stop_strings
 from ..model.thoughts import answer_in
 from ..speculative import Drafter
 from .checks import MOST_TEXTS, check_start, first_seed, token_limit
-from .continuations import Boundary, Continuation, Continuations, numbered
 from .result import Hypothesis, SearchResult
-from .sequences import OnStep, SearchSequences
+from .samples import Sample, Samples
+from .tree import OnStep
 
 __all__ = ["best_of_n"]
 
@@ -68,29 +69,25 @@ def best_of_n(
         reject_every = whole("reject_every", reject_every, 1)
     stop, seed = stop_strings(stop), first_seed(branch, seed)
 
-    def score_of(line: Continuation) -> float:
+    def score_of(line: Sample) -> float:
         if reward is not None:
             return _number(reward(answer_in(branch.ctx.model, line.output.text)), "reward")
         if callable(score):
             return _number(score(line.hypothesis(float("nan"))), "score")
         return line.mean_logprob if score == "mean" else line.node.logprob
 
-    with (
-        SearchSequences(branch, on_step) as sequences,
-        Continuations(sequences, drafter) as texts,
-    ):
-        all_lines = numbered(sequences.root, range(n), max_tokens, stop, seed)
+    with Samples(branch, on_step, seed, max_tokens, stop, drafter) as texts:
+        all_lines = [texts.start(number) for number in range(n)]
         if reject_every is None:
             texts.run(all_lines)
         else:
             running = all_lines
             while running:
-                texts.run(running, Boundary(n_tokens=reject_every))
+                texts.run(running, SegmentEnd(n_tokens=reject_every))
                 running = [line for line in running if not line.is_finished]
                 ranked = sorted(running, key=score_of, reverse=True)
                 for line in ranked[(len(ranked) + 1) // 2 :]:
-                    line.output.break_off("rejected")
-                    sequences.release(line.node)
+                    texts.end(line, "rejected")
                 running = [line for line in running if not line.is_finished]
         found = [line.hypothesis(score_of(line)) for line in all_lines]
     # Among equal texts the earlier one comes first.
@@ -98,8 +95,8 @@ def best_of_n(
     for hypothesis in found:
         rejected = hypothesis.finish_reason == "rejected"
         hypothesis.node.status = "pruned" if rejected else "finished"
-    sequences.root.prune_open()
-    return SearchResult(found, sequences.stats, sequences.root)
+    texts.tree.root.prune_open()
+    return SearchResult(found, texts.tree.stats, texts.tree.root)
 
 
 def _number(value: object, what: str) -> float:

@@ -6,7 +6,7 @@ from ..arguments import function, instance, whole
 from ..branch import Branch
 from ..generation.drafter import checked_drafter
 from ..speculative import Drafter
-from .sequences import OnStep
+from .tree import OnStep
 
 __all__ = ["MOST_STEPS", "MOST_TEXTS", "check_start", "first_seed", "token_limit"]
 

@@ -8,14 +8,15 @@ from dataclasses import replace
 
 from ..arguments import bounded, choice, finite, function, whole
 from ..branch import Branch
+from ..engine.job import SegmentEnd
 from ..errors import ConfigError, DecodeInterruptedError, UsageError
 from ..model import stop_strings
 from ..speculative import Drafter
 from .checks import MOST_STEPS, MOST_TEXTS, check_start, first_seed, token_limit
-from .continuations import Boundary, Continuation, Continuations, slot_seed
 from .node import SearchNode
 from .result import SearchResult
-from .sequences import OnStep, SearchSequences
+from .samples import Sample, Samples
+from .tree import OnStep
 
 __all__ = ["Expand", "TreeSearch", "tree_search"]
 
@@ -25,14 +26,14 @@ Expand = Callable[[str], Sequence[str]]
 class _State:
     """What is recorded of a text in the tree."""
 
-    def __init__(self, text: Continuation, prior: float) -> None:
+    def __init__(self, text: Sample, prior: float) -> None:
         self.text = text
         self.prior = prior
         self.moves: list[_State] | None = None  # None: not expanded yet
         self.total = 0.0
         self.n_values = 0
-        self.waiting: list[Continuation] = []  # asked about, oldest first
-        self.best: tuple[float, Continuation] | None = None
+        self.waiting: list[Sample] = []  # asked about, oldest first
+        self.best: tuple[float, Sample] | None = None
 
     @property
     def node(self) -> SearchNode:
@@ -67,7 +68,7 @@ class TreeSearch:
         ConfigError: a value out of range. BranchStateError, SequencesExhaustedError.
 
     Attributes:
-        lines: the sequences in use; ``lines.root`` is the root of the tree.
+        lines: the tree in use; ``lines.root`` is its root.
     """
 
     def __init__(
@@ -91,21 +92,17 @@ class TreeSearch:
         self._exploration = bounded("exploration", exploration, 0, 1e9)
         choice("prior", prior, ("model", "uniform"))
         self._is_uniform = prior == "uniform"
-        self._boundary = Boundary.of(step)
+        self._boundary = SegmentEnd.of(step)
         self._max_tokens = whole("max_tokens", token_limit(max_tokens), 1)
         self._rollout_tokens = whole("rollout_tokens", token_limit(rollout_tokens), 0)
-        self._stop = stop_strings(stop)
         self._seed = first_seed(branch, seed)
         self._expand = expand
-        self.lines = SearchSequences(branch, on_step)
-        try:
-            self._samples = Continuations(self.lines, drafter)
-        except BaseException:
-            self.lines.close()
-            raise
+        self._samples = Samples(
+            branch, on_step, self._seed, self._max_tokens, stop_strings(stop), drafter
+        )
+        self.lines = self._samples.tree
         self._n_drawn = 0
-        text = Continuation(self.lines.root, self._seed, self._max_tokens, self._stop)
-        self._root = _State(text, 1.0)
+        self._root = _State(self._samples.start(0), 1.0)
         self._states = {self.lines.root: self._root}
 
     def __enter__(self) -> TreeSearch:
@@ -117,7 +114,6 @@ class TreeSearch:
     def close(self) -> None:
         """Return every sequence. Idempotent."""
         self._samples.close()
-        self.lines.close()
 
     # -- ask and tell ------------------------------------------------------------------------------
 
@@ -137,16 +133,16 @@ class TreeSearch:
                 break
             text = state.text
             if self._rollout_tokens and not text.is_finished and state.moves != []:
-                text = text.fork(self._next_seed())
+                text = self._samples.fork(text, self._next_number())
             state.waiting.append(text)
             for node in (self.lines.root, *state.node.path):
                 node.n_visits += 1
             found.append((state, text))
         running = [text for state, text in found if text is not state.text]
         if running:
-            self._samples.run(running, Boundary(n_tokens=self._rollout_tokens), keep=True)
+            self._samples.run(running, SegmentEnd(n_tokens=self._rollout_tokens))
             for text in running:
-                self.lines.release(text.node)
+                self._samples.end(text, "length")
         return [(state.node, text.output.text) for state, text in found]
 
     def tell(self, node: SearchNode, value: float) -> None:
@@ -221,9 +217,9 @@ class TreeSearch:
 
     def _sampled(self, state: _State, n: int) -> list[_State]:
         """Sample ``n`` moves; equal ones are one. Drawn by the model, they have equal priors."""
-        texts = [state.text.fork(self._next_seed()) for _ in range(n)]
-        self._samples.run(texts, self._boundary, keep=True)
-        different: dict[tuple[int, ...], Continuation] = {}
+        texts = [self._samples.fork(state.text, self._next_number()) for _ in range(n)]
+        self._samples.run(texts, self._boundary)
+        different: dict[tuple[int, ...], Sample] = {}
         for text in texts:
             different.setdefault(text.node.tokens, text)
         return [_State(text, 1.0 / len(different)) for text in different.values()]
@@ -240,20 +236,20 @@ class TreeSearch:
         tokens = [model.tokenize(move, add_special=False) for move in dict.fromkeys(moves)]
         if not tokens:
             return []
-        paths, _ = self.lines.add_given(state.node, tokens)
+        paths = self._samples.given(state.text, tokens)
         weights = [0.0 if self._is_uniform else path[-1].logprob for path in paths]
         top = max(weights)
         total = math.fsum(math.exp(weight - top) for weight in weights)
         found = []
         for path, weight in zip(paths, weights, strict=True):
-            text = state.text.fork(self._seed)
+            text = self._samples.fork(state.text, 0)
             text.follow(path)
             found.append(_State(text, math.exp(weight - top) / total))
         return found
 
-    def _next_seed(self) -> int:
+    def _next_number(self) -> int:
         self._n_drawn += 1
-        return slot_seed(self._seed, self._n_drawn)
+        return self._n_drawn
 
 
 def tree_search(

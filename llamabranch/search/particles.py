@@ -21,11 +21,12 @@ from ..sampling.constraint import ConstraintCalls, ConstraintLike, ConstraintSta
 from ..sampling.noise import RULE, uniform
 from .checks import MOST_STEPS, MOST_TEXTS, check_start, first_seed, token_limit
 from .constraints import weighted_draw
+from .frontier import Frontier
 from .node import SearchNode
 from .resampling import SCHEMES, ancestors, effective_size, log_mean
 from .result import SearchResult
-from .sequences import OnStep, SearchSequences
 from .texts import completes_stop, hypothesis
+from .tree import OnStep, SearchTree
 
 __all__ = ["Filter", "Potential", "SeededDraws", "run_particles", "smc"]
 
@@ -266,9 +267,9 @@ def smc(
         potentials, critic, proposal, threshold, resampling, force_end, stop, asked, max_rejects,
         power, ramp,
     )  # fmt: skip
-    with SearchSequences(branch, on_step) as sequences:
+    with Frontier(branch, on_step) as frontier:
         return run_particles(
-            sequences,
+            frontier,
             n,
             max_tokens,
             SeededDraws(seed, branch.position, n),
@@ -333,37 +334,36 @@ class Filter:
 
 
 def run_particles(
-    sequences: SearchSequences, n: int, max_tokens: int, draws: Draws, options: Filter
+    frontier: Frontier, n: int, max_tokens: int, draws: Draws, options: Filter
 ) -> SearchResult:
-    """Run ``smc`` over ``sequences`` with these random numbers."""
-    return _Run(sequences, max_tokens, draws, options).run(n)
+    """Run ``smc`` over ``frontier`` with these random numbers."""
+    return _Run(frontier, max_tokens, draws, options).run(n)
 
 
 class _Run:
     """The particles of one search: how they are drawn, weighed and resampled."""
 
-    def __init__(
-        self, sequences: SearchSequences, max_tokens: int, draws: Draws, options: Filter
-    ) -> None:
-        self._sequences = sequences
-        self._model = sequences.ctx.model
+    def __init__(self, frontier: Frontier, max_tokens: int, draws: Draws, options: Filter) -> None:
+        self._frontier = frontier
+        self._tree = frontier.tree
+        self._model = self._tree.ctx.model
         self._max_tokens = max_tokens
         self._draws = draws
         self._options = options
 
     def run(self, n: int) -> SearchResult:
         """Run ``n`` particles to their ends."""
-        sequences, options = self._sequences, self._options
-        root, power = sequences.root, options.power_at(0, self._max_tokens)
-        with sequences.ctx.lock:
-            following = {root: Following(sequences.branch.sequence, power)}
+        tree, options = self._tree, self._options
+        root, power = tree.root, options.power_at(0, self._max_tokens)
+        with tree.ctx.lock:
+            following = {root: Following(tree.branch.sequence, power)}
         start, state = self._potential("prefix", ""), None
         if options.constraint is not None:
             state = ConstraintState(options.constraint, self._model, options.stop)
         group = [_Particle(root, "", start, start, state=state)] * n
         sizes: list[float] = []
-        if sequences.observer is not None:
-            sequences.observer.effective_sizes = sizes
+        if tree.observer is not None:
+            tree.observer.effective_sizes = sizes
 
         def read(_: SearchNode, sequence: Text) -> Following:
             return Following(sequence, power)
@@ -373,18 +373,18 @@ class _Run:
             group, size = self._resampled(moved, step)
             sizes.append(size)
             running = [p for p in group if p.reason is None and p.log_weight > -math.inf]
-            if sequences.end_step() or not running:
+            if tree.end_step() or not running:
                 break
             nodes = list(dict.fromkeys(p.node for p in running))  # equal texts share one
             power = options.power_at(step + 1, self._max_tokens)
             try:
-                rows = sequences.advance(nodes, read)
+                rows = self._frontier.advance(nodes, read)
             except DecodeInterruptedError as error:
-                sequences.was_cancelled(error)
+                tree.was_cancelled(error)
                 break
             following = dict(zip(nodes, rows, strict=True))
-        sequences.stats.count_constraint(options.constraint)
-        return _result(sequences, group, sizes, options.stop)
+        tree.stats.count_constraint(options.constraint)
+        return _result(tree, group, sizes, options.stop)
 
     # -- a step of a particle ----------------------------------------------------------------------
 
@@ -410,7 +410,7 @@ class _Run:
         weight = particle.log_weight - particle.twist + after.log_mass
         if isinstance(source, Distribution) and source is not after.target:
             weight += after.target.logprob(token) - source.logprob(token)
-        node = self._sequences.follow(particle.node, token, after.logprob(token))
+        node = self._tree.follow(particle.node, token, after.logprob(token))
         text, reason, twist = particle.text + node.text, None, 0.0
         if self._model.is_eog(token) or completes_stop(node, options.stop):
             reason = "stop"
@@ -533,7 +533,7 @@ def _proposed(proposal: Proposal, text: str, target: Distribution) -> Distributi
 
 
 def _result(
-    sequences: SearchSequences, group: list[_Particle], sizes: Sequence[float], stop: Sequence[str]
+    tree: SearchTree, group: list[_Particle], sizes: Sequence[float], stop: Sequence[str]
 ) -> SearchResult:
     log_weights = [p.log_weight - p.twist for p in group]
     evidence = log_mean(log_weights)
@@ -545,12 +545,12 @@ def _result(
             share[key] = share.get(key, 0.0) + math.exp(log_weight - evidence) / len(group)
             members.setdefault(key, particle)
     found = [
-        hypothesis(sequences.ctx.model, p.node, stop, math.log(share[key]), p.reason or "cancelled")
+        hypothesis(tree.ctx.model, p.node, stop, math.log(share[key]), p.reason or "cancelled")
         for key, p in members.items()
         if share[key] > 0.0
     ]
     found.sort(key=lambda h: -h.score)
-    sequences.root.prune_open()
+    tree.root.prune_open()
     return SearchResult(
-        found, sequences.stats, sequences.root, log_evidence=evidence, effective_sizes=tuple(sizes)
+        found, tree.stats, tree.root, log_evidence=evidence, effective_sizes=tuple(sizes)
     )

@@ -16,11 +16,12 @@ from ..model import stop_strings
 from ..sampling import Distribution
 from ..sampling.constraint import Constraint, ConstraintCalls, ConstraintState
 from .checks import MOST_STEPS, MOST_TEXTS, check_start, first_seed, token_limit
+from .frontier import Frontier
 from .node import SearchNode
 from .particles import Following, SeededDraws
 from .result import Hypothesis, SearchResult
-from .sequences import OnStep, SearchSequences
 from .texts import completes_stop, hypothesis
+from .tree import OnStep
 
 __all__ = ["rejection"]
 
@@ -82,10 +83,10 @@ def rejection(
     asked = ConstraintCalls(constraint, whole_texts=True)
     stop, seed = stop_strings(stop), first_seed(branch, seed)
     found: dict[int, tuple[SearchNode, float]] = {}
-    with SearchSequences(branch, on_step) as sequences:
+    with Frontier(branch, on_step) as frontier:
         first = ConstraintState(asked, branch.ctx.model, stop)
         most = max(n, _AT_ONCE)
-        tree = _Tree(sequences, first, max_tokens, stop, SeededDraws(seed, branch.position, most))
+        tree = _Tree(frontier, first, max_tokens, stop, SeededDraws(seed, branch.position, most))
         n_drawn = 0
         while len(found) < n and n_drawn < max_draws and tree.valid_mass and not tree.is_over:
             wanted = [slot for slot in range(n) if slot not in found]
@@ -93,15 +94,15 @@ def rejection(
             n_drawn += n_walks
             for i, end in sorted(tree.walk(n_walks).items()):  # a slot takes its first valid text
                 found.setdefault(wanted[i % len(wanted)], end)
-        sequences.stats.count_constraint(asked)
+        frontier.tree.stats.count_constraint(asked)
     hypotheses: list[Hypothesis] = []
     least: dict[tuple[int, ...], float] = {}
     for _, (node, logprob) in sorted(found.items()):
         hypotheses.append(hypothesis(branch.ctx.model, node, stop, logprob, "stop"))
         least[tuple(node.path_tokens)] = math.exp(logprob)
-    sequences.root.prune_open()
+    frontier.tree.root.prune_open()
     mass = min(1.0, math.fsum(least.values())), tree.valid_mass
-    return SearchResult(hypotheses, sequences.stats, sequences.root, valid_mass=mass)
+    return SearchResult(hypotheses, frontier.tree.stats, frontier.tree.root, valid_mass=mass)
 
 
 @dataclass
@@ -140,29 +141,30 @@ class _Tree:
 
     def __init__(
         self,
-        sequences: SearchSequences,
+        frontier: Frontier,
         state: ConstraintState,
         max_tokens: int,
         stop: Sequence[str],
         draws: SeededDraws,
     ) -> None:
-        self._sequences = sequences
+        self._frontier = frontier
+        self._tree = tree = frontier.tree
         self._max_tokens = max_tokens
         self._stop = stop
         self._draws = draws
         self._n_steps = 0
-        self._places = {sequences.root: _Place(state, 0, 0.0)}
+        self._places = {tree.root: _Place(state, 0, 0.0)}
         self._rows: OrderedDict[SearchNode, Following] = OrderedDict()
-        with sequences.ctx.lock:
-            self._rows[sequences.root] = Following(sequences.branch.sequence)
-        self._n_rows = max(16, _BYTES // (16 * sequences.ctx.model.n_vocab))
-        self._is_eog = sequences.ctx.model.is_eog
+        with tree.ctx.lock:
+            self._rows[tree.root] = Following(tree.branch.sequence)
+        self._n_rows = max(16, _BYTES // (16 * tree.ctx.model.n_vocab))
+        self._is_eog = tree.ctx.model.is_eog
         self.is_over = False
 
     @property
     def valid_mass(self) -> float:
         """An upper bound of the probability that a text is valid."""
-        return self._places[self._sequences.root].mass
+        return self._places[self._tree.root].mass
 
     def walk(self, n: int) -> dict[int, tuple[SearchNode, float]]:
         """Draw ``n`` texts; return the last nodes of the valid ones by their numbers, with their log p.
@@ -171,7 +173,7 @@ class _Tree:
         early would be drawn too often.
         """
         found: dict[int, tuple[SearchNode, float]] = {}
-        at = dict.fromkeys(range(n), self._sequences.root)
+        at = dict.fromkeys(range(n), self._tree.root)
         refused: list[tuple[_Place, int, float]] = []
         while at and not self.is_over:
             following: dict[int, SearchNode] = {}
@@ -179,7 +181,7 @@ class _Tree:
                 place = self._places[node]
                 token, logprob = self._draw(node, slot)
                 if place.depth == self._max_tokens and not self._is_eog(token):
-                    ends = map(self._rows[node].target.prob, self._sequences.ctx.model.eog_tokens)
+                    ends = map(self._rows[node].target.prob, self._tree.ctx.model.eog_tokens)
                     refused.append((place, _REST, 1.0 - math.fsum(ends)))
                     continue
                 after = place.state.after(token)
@@ -205,7 +207,7 @@ class _Tree:
         target = row.target
         source: Distribution | Following = row
         if place.valid:
-            model = self._sequences.ctx.model
+            model = self._tree.ctx.model
             kept = np.ones(model.n_vocab)
             if _REST in place.valid:
                 kept[:] = 0.0
@@ -222,7 +224,7 @@ class _Tree:
     ) -> SearchNode:
         """Return the node after ``token``; a node where the text continues has a place."""
         place = self._places[node]
-        child = self._sequences.follow(node, token, self._rows[node].logprob(token))
+        child = self._tree.follow(node, token, self._rows[node].logprob(token))
         is_end = self._is_eog(token) or completes_stop(child, self._stop)
         if not is_end and child not in self._places:
             above = place, token, math.exp(logprob)
@@ -233,17 +235,17 @@ class _Tree:
         """Have the probabilities after ``nodes``, in one decode if there is room."""
         lacking = [node for node in nodes if node not in self._rows]
         for node in list(self._rows)[: max(0, len(self._rows) - self._n_rows)]:
-            if node not in nodes and node is not self._sequences.root:
+            if node not in nodes and node is not self._tree.root:
                 del self._rows[node]
         if lacking:
             for node in lacking:  # one that was forgotten may still have a sequence
-                self._sequences.release(node)
+                self._frontier.release(node)
             try:
-                rows = self._sequences.advance(
+                rows = self._frontier.advance(
                     lacking, lambda _, sequence: Following(sequence), keep=True
                 )
             except DecodeInterruptedError as error:
-                self.is_over = self._sequences.was_cancelled(error)
+                self.is_over = self._tree.was_cancelled(error)
                 return
             self._rows.update(zip(lacking, rows, strict=True))
-        self.is_over = self._sequences.end_step()
+        self.is_over = self._tree.end_step()

@@ -16,7 +16,7 @@ from ..errors import ConfigError
 from .checks import check_start
 from .node import SearchNode
 from .result import SearchStats
-from .sequences import SearchSequences
+from .tree import SearchTree
 
 __all__ = ["METHODS", "Selection", "select"]
 
@@ -91,10 +91,10 @@ def select(branch: Branch, choices: Sequence[str], *, method: str = "mean") -> S
     tokens = [branch.ctx.model.tokenize(text, add_special=False) for text in choices]
     if not all(tokens):
         raise ConfigError("a choice has no tokens")
-    with SearchSequences(branch) as sequences:
-        paths, logprobs = sequences.add_given(sequences.root, tokens)
+    with SearchTree(branch) as tree:
+        paths, logprobs = tree.add_given(tree.root, branch.sequence, tokens)
         if method == "contrast":
-            alone = sequences.logprobs([Wanted(None, text, 1) for text in tokens])
+            alone = tree.logprobs([Wanted(None, text, 1) for text in tokens])
             scores = [
                 math.fsum(np.subtract(given, [0.0, *its])) / len(given)
                 for given, its in zip(logprobs, alone, strict=True)
@@ -108,11 +108,9 @@ def select(branch: Branch, choices: Sequence[str], *, method: str = "mean") -> S
     for path in paths:
         if path[-1].status != "finished":
             path[-1].status = "pruned"
-    sequences.root.prune_open()
-    sequences.stats.elapsed_s = perf_counter() - start
-    return Selection(
-        choices[index], index, scores, logprobs, tokens, sequences.stats, sequences.root
-    )
+    tree.root.prune_open()
+    tree.stats.elapsed_s = perf_counter() - start
+    return Selection(choices[index], index, scores, logprobs, tokens, tree.stats, tree.root)
 
 
 def _scores(

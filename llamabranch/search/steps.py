@@ -7,17 +7,18 @@ from collections.abc import Callable, Sequence
 
 from ..arguments import bounded, finite, function, whole
 from ..branch import Branch
+from ..engine.job import SegmentEnd
 from ..errors import ConfigError
 from ..model import stop_strings
 from ..speculative import Drafter
 from .checks import MOST_STEPS, MOST_TEXTS, check_start, first_seed, token_limit
-from .continuations import Boundary, Continuation, Continuations, numbered, slot_seed
 from .result import SearchResult
-from .sequences import OnStep, SearchSequences
+from .samples import Sample, Samples
+from .tree import OnStep, SearchTree
 
 __all__ = ["step_search"]
 
-Scored = list[tuple[Continuation, float]]
+Scored = list[tuple[Sample, float]]
 
 
 def step_search(
@@ -75,51 +76,50 @@ def step_search(
     max_tokens = token_limit(max_tokens)
     max_steps = whole("max_steps", max_steps, 1, MOST_STEPS)
     boundary = (
-        Boundary.of(step)
+        SegmentEnd.of(step)
         if entropy is None
-        else Boundary(entropy=bounded("entropy", entropy, 0.0, math.inf))
+        else SegmentEnd(entropy=bounded("entropy", entropy, 0.0, math.inf))
     )
 
-    def score_of(line: Continuation) -> float:
+    def score_of(line: Sample) -> float:
         found = finite("what reward returns", reward(line.output.text))
         line.node.score = found
         return found
 
-    with SearchSequences(branch, on_step) as sequences, Continuations(sequences, drafter) as texts:
-        group = numbered(sequences.root, range(n), max_tokens, stop, seed)
+    with Samples(branch, on_step, seed, max_tokens, stop, drafter) as texts:
+        group = [texts.start(number) for number in range(n)]
         done: Scored = []
         for iteration in range(max_steps):
             running = [line for line in group if not line.is_finished]
             texts.run(running, None if iteration + 1 == max_steps else boundary)
             scored = [(line, score_of(line)) for line in group]
-            if sequences.is_cancelled or all(line.is_finished for line in group):
+            if texts.tree.is_cancelled or all(line.is_finished for line in group):
                 done += scored
                 break
             done += [pair for pair in scored if pair[0].is_finished]
             best = [pair for pair in scored if not pair[0].is_finished]
             best = sorted(best, key=lambda pair: -pair[1])[: n // beam_width]
             at = (iteration + 1) * n  # the number of the next draw
+            going_on = [line for line, _ in best]
+            for line in group:
+                if not line.is_finished and line not in going_on:
+                    texts.end(line, "rejected")
             group = []
-            for i, (line, _) in enumerate(best):
-                count = n // len(best) + (i < n % len(best))
-                group += _copies(line, count, seed, at + len(group))
-            sequences.retain({line.node for line in group})
+            for i, line in enumerate(going_on):
+                n_copies = n // len(best) + (i < n % len(best)) - 1
+                first = at + len(group) + 1
+                group += [line, *(texts.fork(line, first + k) for k in range(n_copies))]
             if not group:
                 break
-    return _result(sequences, done)
+    return _result(texts.tree, done)
 
 
-def _result(sequences: SearchSequences, done: Scored) -> SearchResult:
+def _result(tree: SearchTree, done: Scored) -> SearchResult:
     hypotheses = [line.hypothesis(score) for line, score in done]
     hypotheses.sort(key=lambda h: -h.score)  # among equals, the one that finished first
     chosen_nodes = {h.node for h in hypotheses}
-    for node in sequences.root.walk():
-        if node is not sequences.root and not node.children:
+    for node in tree.root.walk():
+        if node is not tree.root and not node.children:
             node.status = "finished" if node in chosen_nodes else "pruned"
-    sequences.root.prune_open()
-    return SearchResult(hypotheses, sequences.stats, sequences.root)
-
-
-def _copies(line: Continuation, count: int, seed: int, index: int) -> list[Continuation]:
-    """Return ``line`` and copies of it, with the seeds number ``index`` + 1, ... of the search."""
-    return [line, *(line.fork(slot_seed(seed, index + i)) for i in range(1, count))]
+    tree.root.prune_open()
+    return SearchResult(hypotheses, tree.stats, tree.root)

@@ -15,9 +15,9 @@ from ..model.thoughts import answer_in
 from ..sampling.noise import uniform
 from ..speculative import Drafter
 from .checks import MOST_TEXTS, check_start, first_seed, token_limit
-from .continuations import Continuation, Continuations, numbered
 from .result import Hypothesis, SearchResult
-from .sequences import OnStep, SearchSequences
+from .samples import Sample, Samples
+from .tree import OnStep, SearchTree
 
 __all__ = ["last_match", "vote"]
 
@@ -88,33 +88,24 @@ def vote(
         n,
         stops_early=confidence is not None,
     )
-    with (
-        SearchSequences(branch, on_step) as sequences,
-        Continuations(sequences, drafter) as texts,
-    ):
-        if width is not None:
-            sequences.capacity = min(sequences.capacity, width)
-        lines = numbered(sequences.root, range(n), max_tokens, stop, seed)
-        texts.run(lines, after=lambda: sequences.end_step() or ballot.decides(lines))
+    with Samples(branch, on_step, seed, max_tokens, stop, drafter, parallel=width) as texts:
+        lines = [texts.start(number) for number in range(n)]
+        texts.run(lines, after=lambda: texts.tree.end_step() or ballot.decides(lines))
         if not ballot.decides(lines):
             ballot.count(lines)
-    return _result(sequences, ballot, lines, seed)
+    return _result(texts.tree, ballot, lines, seed)
 
 
-def _result(
-    sequences: SearchSequences, ballot: _Ballot, lines: Sequence[Continuation], seed: int
-) -> SearchResult:
+def _result(tree: SearchTree, ballot: _Ballot, lines: Sequence[Sample], seed: int) -> SearchResult:
     """Return the texts that were counted, then the others."""
     hypotheses, votes, forms = ballot.ranked(seed)
     for line in lines:
-        if line not in ballot.given and line.node is not sequences.root:
+        if line not in ballot.given and line.node is not tree.root:
             line.output.break_off("decided")
             hypotheses.append(line.hypothesis(0.0))
             line.node.status = "pruned"
-    sequences.root.prune_open()
-    return SearchResult(
-        hypotheses, sequences.stats, sequences.root, votes=votes, answer_forms=forms
-    )
+    tree.root.prune_open()
+    return SearchResult(hypotheses, tree.stats, tree.root, votes=votes, answer_forms=forms)
 
 
 class _Ballot:
@@ -138,10 +129,10 @@ class _Ballot:
         self._stops_early = stops_early
         self._tally: Counter[Decimal | str] = Counter()
         self._errors: list[Exception] = []
-        self.given: dict[Continuation, Answer | None] = {}
+        self.given: dict[Sample, Answer | None] = {}
         self.is_decided = False
 
-    def count(self, lines: Iterable[Continuation]) -> None:
+    def count(self, lines: Iterable[Sample]) -> None:
         """Count texts, whether or not they have ended, once each."""
         for line in lines:
             if line in self.given:
@@ -155,7 +146,7 @@ class _Ballot:
             if found is not None:
                 self._tally[_value(found)] += 1
 
-    def decides(self, lines: Sequence[Continuation]) -> bool:
+    def decides(self, lines: Sequence[Sample]) -> bool:
         """Count the texts that have ended meanwhile; return whether the vote is decided."""
         if not self._stops_early:
             return False

@@ -396,7 +396,10 @@ def test_result_that_has_no_json_ends_the_agent(stage: Context, task: str) -> No
 def test_last_turn_is_told_and_has_no_calls(stage: Context) -> None:
     report = Agent(stage, tools=[name], max_turns=3).run("again: go")
     assert report.limit == "turns" and len(report.calls) == 2
-    assert results(report)[-1] == "Ida\nNo more calls: answer now."
+    assert (
+        results(report)[-1]
+        == "Ida\nThat was the last call. Use the results to answer the question."
+    )
     assert (
         report.finish_reason == "stop" and "<call>" not in report.text
     )  # the script has a call there

@@ -337,13 +337,18 @@ def allows(grammar: lb.Grammar, ctx: Context, text: str) -> bool:
         '{"name": "add", "arguments": {"a": 1, "b": 2}}',
         '[{"name": "add", "arguments": {"a": 1, "b": 2}}]',
         '```json\n[ {"name" : "add", "arguments": {}}]\n```',
+        "```",
+        "```json\n",
         'Now: {"name" : "add" , "arguments" : {"a": 1, "b": 2}}',
     ],
 )
 def test_law_7_json_that_looks_like_a_call_is_no_last_answer(text: str, stage: Context) -> None:
     grammar = Agent(stage, tools=[add]).plan.turns.last
     assert grammar is not None and not allows(grammar, stage, text)
-    assert all(allows(grammar, stage, fine) for fine in ("[1, 2]", "It is [3](a link).", "Yes."))
+    assert all(
+        allows(grammar, stage, fine)
+        for fine in ("[1, 2]", "It is [3](a link).", "```python\n1\n```")
+    )
 
 
 def test_the_schema_of_a_function_is_that_of_its_annotations() -> None:

@@ -114,7 +114,10 @@ refuses(
 refuses(
     "branch",
     SequencesExhaustedError,
-    fork_too_often=("20 forks need 20 free sequences, 3", lambda w: w.root.fork_many(20)),
+    fork_too_often=(
+        "20 forks need 20 free sequences, but 3 are free",
+        lambda w: w.root.fork_many(20),
+    ),
     fork_says_how_many=("n_seq_max=21", lambda w: w.root.fork_many(20)),
 )
 refuses(

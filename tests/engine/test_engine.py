@@ -731,7 +731,7 @@ def test_engine_that_cannot_open_leaves_nothing_open(
             super().__init__(path)
             opened.append(self)
 
-    monkeypatch.setattr("llamabranch.engine.job.Model", Watched)
+    monkeypatch.setattr("llamabranch.engine.engine.Model", Watched)
     for source, parallel, words in ((target.path, 0, "parallel"), (target.path, 1000, "parallel"),
                                     ("no-such-model", 1, "no-such-model")):  # fmt: skip
         with pytest.raises(ConfigError, match=words):

@@ -34,6 +34,7 @@ from llamabranch.errors import (
     QueueFullError,
     TokenizeError,
 )
+from llamabranch.generation.drafting import Drafting
 
 
 @pytest.fixture
@@ -272,9 +273,9 @@ def test_admission_costs_the_same_however_many_wait(tiny: lb.Model) -> None:
         with Context(tiny, n_ctx=256, n_seq_max=4, n_threads=1) as ctx:
             scheduler = Scheduler(ctx, None, EngineStats())
             request = Request([5, 6, 7], max_tokens=2)
-            settings = Engine(ctx, None, sampling=GREEDY)._settings
+            drafting = Drafting(ctx)
             for i in range(n_waiting):
-                scheduler.add(Submission(request, str(i), i, settings, 0, [0]))
+                scheduler.add(Submission(request, str(i), i, drafting, GREEDY, 2, 0, [0]))
             admitting = count_calls(scheduler)
             assert len(scheduler.active) == 4
             waiting = count_calls(scheduler)

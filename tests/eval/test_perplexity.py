@@ -205,9 +205,9 @@ def test_files_of_other_kinds_and_models_are_refused(
     whole = path.read_bytes()
     other = tmp_path / "other"
     for data, message in (
-        (b"", "no file of"),
-        (b"GGUF" + whole[4:], "no file of"),
-        (whole[:15], "no file of"),
+        (b"", "not a file of"),
+        (b"GGUF" + whole[4:], "not a file of"),
+        (whole[:15], "not a file of"),
         (whole[:40], "incomplete"),
         (whole[:-1], "incomplete"),
         (whole[:8] + struct.pack("<3i", -1, 4096, 2) + whole[20:], "damaged"),

@@ -168,9 +168,9 @@ def test_branch_and_chat_of_other_weights_in_the_middle_are_refused(
         chat.save(tmp_path / "chat")
     changed(large, large.stat().st_size // 2)
     with lb.load(large, **options) as ctx:
-        with pytest.raises(SnapshotError, match="of another model"):
+        with pytest.raises(SnapshotError, match="from another model"):
             lb.Branch.load(ctx, tmp_path / "a.branch", trusted=True)
-        with pytest.raises(SnapshotError, match="of another model"):
+        with pytest.raises(SnapshotError, match="from another model"):
             lb.Chat.load(ctx, tmp_path / "chat", trusted=True)
 
 

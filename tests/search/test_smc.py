@@ -17,9 +17,9 @@ from llamabranch import Branch, Context, Distribution, search
 from llamabranch.errors import UsageError
 from llamabranch.sampling.constraint import ConstraintCalls
 from llamabranch.search import particles as module
+from llamabranch.search.frontier import Frontier
 from llamabranch.search.particles import Following
 from llamabranch.search.resampling import SCHEMES, ancestors
-from llamabranch.search.sequences import SearchSequences
 
 STORY = "Once upon a time there was"
 
@@ -145,7 +145,7 @@ def moments(
     while choices is not None:
         script = kind(choices)
         monkeypatch.setattr(module, "ancestors", enumerated(script))
-        with SearchSequences(root) as lines:
+        with Frontier(root) as lines:
             found = module.run_particles(lines, n, max_tokens, script, module.Filter(**options))
         assert found.log_evidence is not None
         z, p = math.exp(found.log_evidence), script.probability

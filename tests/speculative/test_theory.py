@@ -107,8 +107,8 @@ def test_page_prints_the_tables_the_code_makes() -> None:
 
 def test_page_quotes_its_figures_rightly() -> None:
     prose = re.sub(r"\s+", " ", PAGE)
-    assert f"0.70 is {accepted_share(0.7, 4):.2f} accepted / drafted at `γ` = 4" in prose
+    assert f"0.70 means {accepted_share(0.7, 4):.2f} accepted / drafted at `γ` = 4" in prose
     low, high = speedup(0.7, 8, 0.2), speedup(0.7, 4, 0.2)
     assert f"lowers the speedup from {high:.2f} to {low:.2f}" in prose
-    assert f"increase from {amdahl(0.7, 4):.2f} to {amdahl(0.7, 8):.2f}" in prose
+    assert f"rises from {amdahl(0.7, 4):.2f} to {amdahl(0.7, 8):.2f}" in prose
     assert f"gives {amdahl(0.7, 1):.2f} for every `a`" in prose

@@ -1,0 +1,238 @@
+"""Texts that are sampled together, segment by segment: jobs of one scheduler, and their nodes.
+
+A text is a function of its seed and of where it starts, so it does not matter which texts share a decode,
+which of them had to wait, nor whether they are drafted: the acceptance rule is always "seeded".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+
+from ..branch import Branch, Produced
+from ..engine.engine import EngineCore
+from ..engine.job import Beginning, Job, SegmentEnd, State, Submission
+from ..engine.request import EngineStats, Request
+from ..errors import CapacityError, DecodeInterruptedError
+from ..generation.drafting import Drafting
+from ..generation.generation import OutputBuffer
+from ..generation.text import Text
+from ..speculative import Drafter, SpeculativeConfig
+from .node import SearchNode
+from .result import Hypothesis
+from .tree import OnStep, SearchTree
+
+__all__ = ["Sample", "Samples"]
+
+
+class Sample:
+    """One text that is sampled from the root of a search on.
+
+    Attributes:
+        job: generates it.
+        node: where its present segment starts; after it, where it ended.
+        output: all its tokens since the root, and whether it has ended.
+    """
+
+    def __init__(self, job: Job, node: SearchNode) -> None:
+        self.job = job
+        self.node = node
+        self.output: OutputBuffer = job.output
+        self._n_noted = len(job.output.emitted)  # tokens in nodes
+
+    @property
+    def is_finished(self) -> bool:
+        """True once the text has ended."""
+        return self.output.finish_reason is not None
+
+    @property
+    def mean_logprob(self) -> float:
+        """The mean of log p of all tokens up to ``node``, nats; 0 without tokens."""
+        n = sum(len(node.tokens) for node in self.node.path)
+        return self.node.logprob / n if n else 0.0
+
+    def follow(self, path: Sequence[SearchNode]) -> None:
+        """Append given nodes of one token each; they end where the text does."""
+        for node in path:
+            if self.is_finished:
+                break
+            logprob = node.logprob - self.node.logprob
+            self.output.add(Produced(node.tokens[0], node.text, False, logprob, math.nan))
+            self.node = node
+        self._n_noted = len(self.output.emitted)
+
+    def note(self, tree: SearchTree) -> None:
+        """Add the node of the tokens that are in none."""
+        output = self.output
+        new = output.emitted[self._n_noted :]
+        if output.eog is not None:
+            new.append(output.eog)
+        self._n_noted = len(output.emitted)
+        if new:
+            tokens = [one.token for one in new]
+            self.node = tree.child(self.node, tokens, [one.logprob for one in new])
+            self.node.status = "finished" if self.is_finished else "open"
+
+    def hypothesis(self, score: float) -> Hypothesis:
+        """Return its text so far."""
+        self.node.score = score
+        reason = self.output.finish_reason or "cancelled"
+        return Hypothesis(
+            list(self.output.tokens), self.output.text, self.node.logprob, score, reason, self.node
+        )
+
+
+class Samples:
+    """The texts of a search, all sampled from its branch.
+
+    A context manager, which returns their sequences at its end.
+
+    Args:
+        branch, on_step: as for `SearchTree`.
+        seed: of text number 0; those of the others are derived from it.
+        max_tokens, stop: limit each text.
+        drafter: proposes tokens; it changes no text. None = plain decoding.
+        parallel: how many texts run at a time at most; None = as many as there are sequences for.
+
+    Attributes:
+        tree: the search's.
+    """
+
+    def __init__(
+        self,
+        branch: Branch,
+        on_step: OnStep | None,
+        seed: int,
+        max_tokens: int | None,
+        stop: Sequence[str],
+        drafter: Drafter | None,
+        *,
+        parallel: int | None = None,
+    ) -> None:
+        self.tree = SearchTree(branch, on_step)
+        ctx = branch.ctx
+        drafting = Drafting(ctx, drafter, SpeculativeConfig(rule="seeded"), batched=True)
+        params = branch.sampling.replace(seed=seed)
+        self._stats = EngineStats()
+        self._core = EngineCore(drafting, self._stats, parallel)
+        self._beginning = Beginning(branch, drafting)
+        request = Request("", stop=stop, n=2)  # its texts may be equal
+        self._submission = Submission(
+            request,
+            "",
+            0,
+            drafting,
+            params,
+            max_tokens,
+            seed,
+            (),
+            reports_tokens=False,
+            beginning=self._beginning,
+        )
+        self._counted = (0, 0, 0, 0)
+
+    def __enter__(self) -> Samples:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Return all sequences. Idempotent."""
+        self.tree.close()
+        self._core.close()
+        self._beginning.close()
+
+    def start(self, number: int) -> Sample:
+        """Return the text of this number, which decides its draws."""
+        return Sample(self._submission.job(number), self.tree.root)
+
+    def fork(self, sample: Sample, number: int) -> Sample:
+        """Return another continuation of a text between two of its segments."""
+        return Sample(self._submission.job(number, like=sample.job), sample.node)
+
+    def end(self, sample: Sample, reason: str) -> None:
+        """End a text where it is, and return its sequence."""
+        if not sample.job.has_ended:
+            self._core.end(sample.job, reason)
+
+    def run(
+        self,
+        group: Collection[Sample],
+        ends: SegmentEnd | None = None,
+        after: Callable[[], bool] | None = None,
+    ) -> None:
+        """Continue each text until its segment ends; ``node`` is where that is.
+
+        Args:
+            group: the texts.
+            ends: where segments end; None = with the text.
+            after: called after each round; default: count a step of the search. A true result ends all
+                texts as "cancelled".
+
+        Raises:
+            CapacityError, DecodeError: as in every search, close all then.
+        """
+        tree, after = self.tree, after or self.tree.end_step
+        running = [sample for sample in group if not sample.is_finished]
+        for sample in running:
+            self._core.scheduler.go_on(sample.job, ends)
+        while running:
+            try:
+                self._step()
+            except DecodeInterruptedError as error:
+                tree.was_cancelled(error)
+            running = self._noted(running)
+            if tree.is_cancelled or after():
+                for sample in running:
+                    self.end(sample, "cancelled")
+                running = self._noted(running)
+
+    def _noted(self, running: Sequence[Sample]) -> list[Sample]:
+        """Return the texts whose segment has not ended, after adding the nodes of the others."""
+        left = []
+        for sample in running:
+            if sample.job.state in (State.PARKED, State.ENDED):
+                error = sample.job.error
+                if error is not None and not isinstance(error, CapacityError):
+                    raise error
+                sample.note(self.tree)
+            else:
+                left.append(sample)
+        return left
+
+    def _step(self) -> None:
+        """Run a step of the scheduler; count what it has cost."""
+        self._core.step()
+        ours, stats = self._stats, self.tree.stats
+        counted = (
+            ours.target_forward_passes, self._core.n_decoded, ours.prompt_tokens,
+            ours.shared_prompt_tokens,
+        )  # fmt: skip
+        decodes, tokens, again, shared = map(int.__sub__, counted, self._counted)
+        self._counted = counted
+        stats.decodes += decodes
+        stats.tokens_decoded += tokens
+        stats.tokens_redecoded += again
+        stats.tokens_shared += shared
+        stats.peak_sequences = max(stats.peak_sequences, self._core.scheduler.most_held)
+
+    def given(self, sample: Sample, texts: Sequence[Sequence[int]]) -> list[list[SearchNode]]:
+        """Score given texts after a text; return their nodes, as `SearchTree.add_given`."""
+        scheduler = self._core.scheduler
+        after = self._decoded(sample)
+        scheduler.make_room(len(texts), sample.job)
+        return self.tree.add_given(sample.node, after, texts, len(scheduler.idle))[0]
+
+    def _decoded(self, sample: Sample) -> Text:
+        """Return the state of a text between two segments, whose tokens are all decoded."""
+        job = sample.job
+        if sample.node is self.tree.root:
+            return self.tree.branch.sequence
+        if job.branch is None:
+            self._core.scheduler.go_on(job, SegmentEnd(n_tokens=0))
+            while job.state is not State.PARKED:
+                self._step()
+                if job.error is not None:
+                    raise job.error
+        return job.text

@@ -19,7 +19,7 @@ def main() -> None:
         best.promote()
         more = best.generate_text(max_tokens=30)
         usage = ctx.usage()
-        print(f"the best goes on: ...{more}\n")
+        print(f"the best one continues: ...{more}\n")
         print(f"cells: {usage.cells_used} of {usage.cells_total}, sequences: {usage.sequences}")
 
 

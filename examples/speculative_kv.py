@@ -1,6 +1,6 @@
 """Speculative decoding with the low-level K/V operations: draft, fork, verify, accept, bonus, clean up.
 
-Two models, greedy. The text is that of the target; the draft only affects how many tokens a decode
+Two models, greedy. The text is the target's own; the draft only affects how many tokens a decode
 yields.
 """
 

@@ -57,7 +57,7 @@ class Journal:
                 os.write(self._file, b"\n")
 
     def add(self, record: Step | Mapping[str, object]) -> None:
-        """Write a step, or the head; a disk that refuses is told once, and the run goes on."""
+        """Write a step, or the head; if the disk refuses, one warning says so and the run continues."""
         line = record.as_dict() if isinstance(record, Step) else dict(record)
         line["run"] = self._run
         before = None if isinstance(record, Step) else record.get("after")

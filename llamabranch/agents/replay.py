@@ -114,7 +114,7 @@ def _same(step: Step, known: Step) -> bool:
 
 
 def _report(given: object, plan: object) -> Report | None:
-    """Return as much of a report as a run that goes on after it needs."""
+    """Return the parts of a report that a run needs to continue after it."""
     if not isinstance(given, Mapping):
         return None
     messages = cast("list[dict[str, object]]", given.get("messages"))

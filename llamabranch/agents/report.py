@@ -157,7 +157,7 @@ class Report(Generic[T]):
     choices: list[Report[T]] = field(default_factory=list, repr=False)
     grammar: Grammar | None = field(default=None, repr=False)
     exact: bool = False
-    plan: object = field(default=None, repr=False)  # the agent's, to go on from here
+    plan: object = field(default=None, repr=False)  # the agent's, to continue from here
 
     @property
     def parsed(self) -> T:

@@ -297,7 +297,7 @@ class _Path:
         grammar = forced or (turns.last if self._limit else turns.free)
         tools = turns.first if forced is not None else turns.others
         salt = f"{self._start.path}/{self._turn}"
-        # Where a grammar allows no calls there are none.
+        # If the grammar allows no calls, no text is read as one.
         calls = tools.is_used and not (self._limit is not None and grammar is not None)
         reader = tools.reader(salt=salt) if calls else None
         thinking = self._begin_thought(self._plan.think, calls=calls)

@@ -84,7 +84,7 @@ def _described(name: str, about: str, parameter: str, schema: object) -> dict[st
 def _named(
     given: object, known: Collection[str] | None = None, needed: Iterable[str] = ()
 ) -> dict[str, object]:
-    """Return arguments by name: no unknown ones (None = there are none), and all that are needed."""
+    """Return arguments by name: all that are needed, and no unknown ones (None = no arguments)."""
     if not isinstance(given, Mapping):
         raise Refused("the arguments must be a JSON object")
     for name in given:

@@ -95,7 +95,7 @@ def free_memory_bytes() -> int | None:
 
 
 def _values(path: str, *names: str) -> str:
-    """Return the first value of one of ``names`` in one of Linux's files; "" if there is none."""
+    """Return the first value of one of ``names`` in one of Linux's files, or ""."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path(path).read_text("utf-8").splitlines():
             name, _, value = line.partition(":")

@@ -294,7 +294,7 @@ class Chat:
 
     @property
     def branch(self) -> Branch | None:
-        """The branch that ends with the last answer; None if there is none, or if it had to be pruned.
+        """The branch that ends with the last answer; None before that, or once it is pruned.
 
         The chat never prunes a fork of it.
         """

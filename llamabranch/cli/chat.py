@@ -77,7 +77,7 @@ def thinking_of(text: str | None) -> bool | int | None:
     """Return the setting for ``on``, ``off`` or a number of tokens; None for None.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: it is something else.
     """
     if text is None or text in THINKING:
         return THINKING[text or "auto"]

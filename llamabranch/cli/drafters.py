@@ -174,7 +174,7 @@ def possible_drafts(target: str) -> list[PossibleDraft]:
 
 
 def _fittest(target: str) -> str | None:
-    """Return the name of the best draft, downloaded if needed and allowed; None if there is none."""
+    """Return the name of the best draft, downloaded if needed and allowed; None without a draft."""
     for each in possible_drafts(target):
         with contextlib.suppress(ConfigError):  # it may not be downloaded
             if each.path is None:

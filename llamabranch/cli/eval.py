@@ -47,8 +47,8 @@ class ReadingFlags:
 
     text_file: Path | None = option(
         None,
-        "The text: a file in UTF-8. It is cut into chunks of --ctx-size tokens (512), of which the "
-        "second half is scored, as llama-perplexity does.",
+        "The text: a file in UTF-8. It is cut into chunks of --ctx-size tokens (512), and the "
+        "second half of each is scored, as llama-perplexity does.",
         "--perplexity --file -f",
         metavar="FILE",
     )

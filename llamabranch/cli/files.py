@@ -153,7 +153,7 @@ def read_standard_input(errors: str = "strict", newline: str | None = None) -> s
 
 
 def read_piped_text() -> str | None:
-    """Return the text that is piped in, without its last newline; None if there is none."""
+    """Return the text that is piped in, without its last newline; None if nothing is piped in."""
     if sys.stdin is None or sys.stdin.isatty():
         return None
     return read_standard_input(newline="").removesuffix("\n") or None

@@ -383,7 +383,7 @@ class GenerateReport:
 
 
 def _counted(reasons: Mapping[str, int]) -> str | None:
-    """Return reasons with their counts, the most frequent first; None if there are none."""
+    """Return reasons with their counts, the most frequent first; None without any."""
     ordered = Counter(reasons).most_common()
     return ", ".join(f"{reason} {n}" for reason, n in ordered) or None
 
@@ -482,7 +482,7 @@ def generate(
             if piped is not None or is_flat:
                 prompts = replace(prompts, prompts=[DEFAULT_PROMPT if piped is None else piped])
         chat = chat.decided(models.target or hub.default_model())
-        # The seed is that of the only text, or of a job.
+        # The seed belongs to the only text, or to the job.
         params = text.params(models, text.seed if is_flat else None)
         requests = _requests(prompts, text, job, params)
         _check(requests, models, job, is_flat=is_flat)

@@ -530,7 +530,7 @@ class Context:
         """Continue a prompt, or each of a list: ``ctx.complete("Once upon a time").text``.
 
         The context keeps an `Engine` for this, which uses all free sequences. With a seed, or at
-        temperature 0, the text is that of ``Branch.generate``.
+        temperature 0, the text equals that of ``Branch.generate``.
 
         Args:
             prompt: text, token ids, or messages; or a list of prompts.

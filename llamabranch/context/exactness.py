@@ -1,4 +1,4 @@
-"""Measure exactness: in batches of which sizes a row has, to the bit, the logits that it has alone.
+"""Measure exactness: the batch sizes at which a row has, to the bit, the logits that it has alone.
 
 llama.cpp uses other kernels for the weights if a batch has more rows, and not all kernels add in the same
 order. Which kernels do depends on the type and shape of the weights, on the processor, and on the build

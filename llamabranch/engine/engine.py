@@ -532,7 +532,7 @@ class EngineCore:
 
     @property
     def is_stalled(self) -> bool:
-        """True if nothing can go on until a paused request is resumed, or another is added."""
+        """True if nothing can continue until a paused request is resumed or another one is added."""
         scheduler = self.scheduler
         return not (self._added or self._events or self._failure or self._aborted) and (
             scheduler.is_stalled
@@ -598,7 +598,7 @@ class EngineCore:
                 self._stats.elapsed_s += perf_counter() - start
 
     def _recover(self) -> None:
-        """Queue all texts again after a step that was broken off; they go on after their last token."""
+        """Queue all texts again after an interrupted step; they continue after their last token."""
         ended = {(event.id, event.sample) for event in self._events if event.result is not None}
         for submission in self.scheduler.unfinished():
             for job in list(submission.jobs.values()):
@@ -662,7 +662,7 @@ class EngineCore:
         """Take the requests that were added or aborted since the last step, and admit those that fit.
 
         Returns:
-            the texts that go on, and those whose prompt is read.
+            the texts that are generated, and those whose prompt is read.
         """
         scheduler = self.scheduler
         while self._added:
@@ -739,7 +739,7 @@ class EngineCore:
             self._add(job, emitted, None)
 
     def _add(self, job: Job, emitted: Sequence[Produced], error: LlamaBranchError | None) -> None:
-        """Add tokens to a text that runs; let it go on to its answer, park or end where that follows."""
+        """Add tokens to a running text. After them it may begin its answer, be parked, or end."""
         has_segments = job.ends is not None
         closes = has_segments and (job.state is State.CLOSING or job.is_at_end())
         for one in emitted:
@@ -774,7 +774,7 @@ class EngineCore:
             self.end(job, reason)
 
     def _part(self, job: Job, running: RunningText) -> None:
-        """Give equal texts their tokens; those that have drawn another one go on by themselves."""
+        """Give equal texts their tokens; those that drew another one run by themselves from now on."""
         emitted = running.emitted
         job.equals, apart = running.part(job.equals)
         for drawn, group in [(emitted, job.equals), *apart]:

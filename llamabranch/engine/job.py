@@ -408,12 +408,12 @@ class Job:
 
     @property
     def shares_thought(self) -> bool:
-        """Whether all texts of its request wait for this thought, and go on from it."""
+        """Whether all texts of its request wait for this thought, and continue after it."""
         thinking = self.submission.thinking
         return self.is_thinking and thinking is not None and thinking.is_shared
 
     def answer(self) -> list[Event]:
-        """Go on from a thought that has ended to the answer; nothing happens where none has.
+        """Begin the answer after a thought that has ended; without one nothing happens.
 
         Returns the event that reports the thought's tokens.
 
@@ -555,7 +555,7 @@ class Job:
 
     @property
     def to_cache(self) -> list[int]:
-        """The tokens the cache must hold before it can go on: the prompt, and those generated so far.
+        """The tokens the cache must hold before the next draw: the prompt, and those generated so far.
 
         The last generated token is left out: the next round decodes it.
         """

@@ -205,7 +205,7 @@ class Result(Generic[T]):
         num_preemptions: how often it lost its cells and was processed again.
         stop_reason: the stop string or stop token that ended it; None if an EOG token did.
         queued_s, first_token_s, last_token_s: seconds from the arrival of the request to the admission
-            of this text, its first token and its last one; None if there was none.
+            of this text, its first token and its last one; None if that did not happen.
         logprobs: the tokens in detail, if the request has ``top_logprobs``.
         prompt_logprobs: a score of each prompt token, if the request asked for it; None for the first
             token, which has none.

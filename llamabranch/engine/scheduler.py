@@ -24,7 +24,7 @@ class Scheduler:
     Only the head of the queue is looked at in a step.
 
     A job that is parked keeps its sequence until others need it; if it has lost it, its tokens are read
-    again when it goes on.
+    again before it continues.
 
     Args:
         ctx: whose sequences they are.
@@ -128,7 +128,7 @@ class Scheduler:
         self._push(job)
 
     def jobs_of(self, submission: Submission) -> list[Job]:
-        """Return the jobs of all texts of a request that have no result, made where there was none."""
+        """Return the jobs of a request that have no result; make those that have not begun."""
         while submission.samples:
             submission.next_job()
         return list(submission.jobs.values())
@@ -281,7 +281,7 @@ class Scheduler:
         return False
 
     def answer(self, job: Job) -> list[Event]:
-        """Let a text, and those equal to it, go on to their answers; each by itself if need be.
+        """Let a text, and those equal to it, begin their answers; each by itself if need be.
 
         Returns the events that report their thoughts.
         """
@@ -448,7 +448,7 @@ class Scheduler:
             pass
 
     def _give_up_idle(self, source: Job | None = None) -> bool:
-        """Free the sequence of an idle job, but for ``source``; False if there is none."""
+        """Free the sequence of an idle job other than ``source``; False without such a job."""
         idle = [job for job in self.idle if job is not source]
         if not idle:
             return False

@@ -147,7 +147,7 @@ class StopRule:
     def reason(self, n_drafted: int, entropy: float) -> str:
         """Return why the draft ends after ``n_drafted`` tokens; "" if it continues.
 
-        ``entropy`` is that of the next token; NaN if it is not known.
+        ``entropy`` belongs to the next token's distribution; NaN if it is not known.
         """
         if entropy > self.most_entropy:
             return "entropy"
@@ -232,7 +232,7 @@ class DraftLength(ABC):
     def goes_on(self, n_drafted: int, entropy: float) -> bool:
         """Return whether to draw another token after ``n_drafted`` tokens.
 
-        ``entropy`` is that of the distribution it would be drawn from, in nats; NaN if it is not
+        ``entropy`` belongs to the distribution it would be drawn from, in nats; NaN if it is not
         known.
         """
         n = self.n_before + n_drafted
@@ -276,7 +276,7 @@ class FixedLength(DraftLength):
         self._rule = None if entropy_stop is None else StopRule(entropy_stop)
 
     def stop_rule(self, n_drafted: int) -> StopRule | None:
-        """Return the entropy limit, or None if there is none."""
+        """Return the entropy limit, or None without one."""
         return self._rule
 
     def explain(self) -> str:

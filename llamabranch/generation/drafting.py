@@ -269,7 +269,7 @@ class Drafting:
             kept.state.close()
 
     def forget_oldest(self) -> bool:
-        """Free the least recently used state; return False if there is none, or all are in use."""
+        """Free the least recently used state; return False if no state is held, or all are in use."""
         with self._lock:
             kept = [text for text, its in list(self._kept.items()) if not its.is_used]
         for text in kept[:1]:

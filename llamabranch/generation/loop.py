@@ -382,7 +382,7 @@ class Step:
     """What a step did. Its tokens are in the texts.
 
     Attributes:
-        n_tokens: tokens of the decode; 0 if there was none.
+        n_tokens: tokens of the decode; 0 without a decode.
         n_draft_decodes: decodes of the drafter.
         verify_s: seconds of the decode.
         no_room: the cache has no room for the step, so some text must give way. Nothing has

@@ -207,7 +207,7 @@ def apply_rule(
 ) -> Acceptance:
     """Apply ``rule``, one of :data:`RULES` or a function, to a draft, with the noise of (seed, position).
 
-    Arguments as for :func:`token_rule`; ``position`` is that of the first drafted token. The seeded
+    Arguments as for :func:`token_rule`; ``position`` is where the first drafted token stands. The seeded
     rule ignores ``sources``.
 
     Raises:

@@ -74,7 +74,7 @@ class _Reader:
                 self._document.apply(Ended(id=here.id, reason=step.text))
 
     def _caller(self, path: str) -> Node | None:
-        """Return the node that a path goes on from; None = it begins with a prompt of its own."""
+        """Return the node that a path continues; None = it begins with a prompt of its own."""
         caller, slash, call = path.rpartition("/")
         if slash:
             return self._turns.get((caller, int(call.split(".")[0])))

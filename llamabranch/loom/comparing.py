@@ -71,7 +71,7 @@ class _Comparison:
             self._end(job)
 
     async def write(self, job: PageJob) -> None:
-        """Let one write and the other read; where they part, let B go on by itself if that is asked."""
+        """Let one write and the other read; where they part, let B continue by itself if asked to."""
 
         def report(place: PairScore) -> bool:
             self._loom.call(self._wrote, place)
@@ -110,7 +110,7 @@ class _Comparison:
         job.result = {"mode": "read", "n": len(found), **sums}
 
     async def _is_read(self, job: PageJob, tokens: Sequence[int]) -> bool:
-        """Let A read the text before; return whether the job goes on."""
+        """Let A read the text before; return whether the job continues."""
         await self._loom.read(job, tokens)
         return not job.is_stopped
 
@@ -131,7 +131,7 @@ class _Comparison:
         return {"node": self._node.id, "at": at, "mode": self._do.mode, **found}
 
     def _take(self, at: int, places: Sequence[PairScore]) -> None:
-        """Take what was found of tokens from a position on."""
+        """Take the scores of tokens, from a position on."""
         loom, node, first = self._loom, self._node, at - self._node.made.at
         for i, place in enumerate(places, first):
             if node.lp[i] is None:
@@ -156,7 +156,7 @@ class _Comparison:
         loom.emit("compare", self._event(at, columns))
 
     def _wrote(self, place: PairScore) -> None:
-        """Take a token that was written, and what was found of it."""
+        """Take a token that was written, and its scores."""
         self._loom.take(self._node, [place.score], "s")
         self._loom.send_tokens()
         self._take(self._node.end - 1, [place])

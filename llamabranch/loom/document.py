@@ -26,7 +26,9 @@ __all__ = [
     "digest", "turn_columns",
 ]  # fmt: skip
 
-Piece = str | list[int] | dict[str, str]  # text; bytes that are none; the name of a control token
+Piece = (
+    str | list[int] | dict[str, str]
+)  # text; bytes that are no text; the name of a control token
 Seed = Annotated[str, Meta(pattern="^-?[0-9]{1,20}$")]
 KeptName = Literal["rounds", "compare", "searches"]
 Mode = Literal["text", "chat"]

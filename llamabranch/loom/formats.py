@@ -473,12 +473,12 @@ def _items(
     below: Callable[[Values], object] | None = None,
     notes: Mapping[str, str] | None = None,
 ) -> tuple[list[Item], int]:
-    """Return nodes, parents first, and how many were none; an empty root is left out.
+    """Return nodes, parents first, and how many entries were not nodes; an empty root is left out.
 
     Args:
         roots, most: nodes without a parent; how many there may be.
-        below: returns what begins with a node. None = nodes hold their ``children``, and those that go on
-            in one way only are one: their programs have a node for each token.
+        below: returns what begins with a node. None = nodes hold their ``children``, and a node
+            with a single child is joined with it: their programs have a node for each token.
         notes: by the ids of nodes.
     """
     items: list[Item] = []

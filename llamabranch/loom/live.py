@@ -112,7 +112,7 @@ class Live:
         read_only: never write the file.
 
     Raises:
-        ConfigError: the file is none of the page's.
+        ConfigError: the page did not write the file.
     """
 
     def __init__(

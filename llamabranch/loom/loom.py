@@ -102,7 +102,7 @@ class BarFields(TextSettings, kw_only=True, omit_defaults=True):
 
 
 async def text_grammar(settings: TextSettings | Made) -> Grammar | None:
-    """Return the grammar that a text must follow, None if there is none.
+    """Return the grammar that a text must follow, or None.
 
     Raises:
         HttpError: it is invalid, or there are two.
@@ -120,13 +120,13 @@ class Loom(Live):
     Args:
         path, service_of, read_only: as for `Live`.
         port: where the server listens.
-        partner_of: returns the context of the model to compare with; None = there is none.
+        partner_of: returns the context of the model to compare with; None = no such model.
         draft: what drafts, by name.
         settings_file: where the page's settings are kept.
         constraint: its name and the function, which texts can be made to follow.
 
     Raises:
-        ConfigError: the file is none of the page's.
+        ConfigError: the page did not write the file.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class Loom(Live):
         return {"nodes": found, **({"node": found[0]} if found else {})}
 
     def node(self, name: str | None) -> Node:
-        """Return a node that is shown. Raises HttpError if there is none."""
+        """Return a node that is shown. Raises HttpError if it does not exist."""
         node = self.document.nodes.get(name or "")
         if node is None or node.hidden:
             raise HttpError(404, f"there is no node {str(name)[:40]!r}", param="node")
@@ -306,7 +306,7 @@ class Loom(Live):
         return nodes
 
     def started(self, job: PageJob, nodes: Sequence[Node] = ()) -> dict[str, object]:
-        """Return the answer of an operation that goes on."""
+        """Return the answer of an operation that still runs."""
         return {"job": job.id, "nodes": [self.document.node_fields(node) for node in nodes]}
 
     def branch(self, node: Node) -> str:

@@ -45,7 +45,7 @@ _HEADERS = [
 
 
 def static_file(path: str) -> tuple[bytes, bytes] | None:
-    """Return a file of the page and its type, by the path of a request; None if there is none."""
+    """Return a file of the page and its type, by the path of a request; None if it does not exist."""
     name = "index.html" if path == "/" else path.removeprefix("/loom/app/")
     found = _NAME.fullmatch(name)
     if found is None or not (_APP / name).is_file():

@@ -141,7 +141,7 @@ def _read(document: Document, model: Model, node: Node, turn: Turn) -> tuple[Tur
 def thinking_at(
     document: Document, model: Model, node: Node, at: int
 ) -> tuple[Thinking | None, int]:
-    """Return how a text goes on with a thought, None if it does not, and where its answer begins."""
+    """Return the thought that a text continues with, or None, and where its answer begins."""
     turns, ids = document.turns(node, at), node.tokens(at)
     if model.chat_template is None or not turns or turns[-1].role != "assistant":
         return None, 0

@@ -812,7 +812,7 @@ class CallForm:
         return self.section_start + self.call_start
 
     def write(self, calls: Sequence[ToolCall]) -> str:
-        """Return the text of calls; "" if there are none."""
+        """Return the text of calls; "" without calls."""
         if not calls:
             return ""
         texts = [self._write_one(call, i + self.index_from) for i, call in enumerate(calls)]

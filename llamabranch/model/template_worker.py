@@ -133,8 +133,8 @@ def _variables(source: str) -> list[str]:
 def _limits(memory_bytes: int, cpu_s: int) -> Callable[[], None]:
     """Limit the memory of this process; return a function that limits the processor time of a request.
 
-    If the system has no such limits, there are none. The limit on time matters only if the parent process
-    has ended; otherwise the parent has a stricter one.
+    On a system without such limits nothing is limited. The limit on time matters only if the parent
+    process has ended; otherwise the parent has a stricter one.
     """
     try:
         import resource

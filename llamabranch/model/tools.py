@@ -47,7 +47,7 @@ class Tools:
         given: OpenAI's tool objects.
         names: those of all functions.
         schemas: the JSON schema of the arguments of each function, by name.
-        forced: the functions of which one must be called; empty if no call is required.
+        forced: one of these functions must be called; empty if no call is required.
         is_named: whether the choice names one function.
         is_used: whether the model gets their descriptions.
     """
@@ -181,7 +181,7 @@ class Conversation(NamedTuple):
 
 
 def begun_answer(messages: object) -> str:
-    """Return the beginning of an answer at the end of a conversation; "" if there is none."""
+    """Return the beginning of an answer at the end of a conversation, or ""."""
     if not is_chat(messages):
         return ""
     last = chat_messages(messages)[-1]

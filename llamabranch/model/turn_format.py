@@ -65,7 +65,7 @@ class Turn(NamedTuple):
     """What a model wrote in one turn.
 
     Attributes:
-        thought: "" if there was none.
+        thought: "" without one.
         content: the answer's text, without thought and calls.
         calls: the calls of functions, in order.
     """
@@ -443,7 +443,7 @@ class TurnReader:
         return self._events
 
     def _noted_step(self, last: bool) -> bool:
-        """Read something and note its span; return whether to go on."""
+        """Read something and note its span; return whether to continue."""
         start, n_calls = self._at, len(self._calls)
         was_thought, was_section = self._in_thought, self._in_section
         try:

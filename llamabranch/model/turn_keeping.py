@@ -36,7 +36,7 @@ def kept(parts: TurnParts) -> dict[str, object]:
 
 
 def restored(entry: Mapping[str, object] | None) -> TurnParts | None:
-    """Return the parts of an entry; None if there is none, or it is damaged."""
+    """Return the parts of an entry; None if it is missing or damaged."""
     if entry is None or entry.get("digest") != _digest(entry.get("parts")):
         return None
     parts = _object(entry["parts"])

@@ -203,7 +203,7 @@ static int find_top(const float *x, int32_t n, float top, lb_row *out) {
 
 /* -- candidates: the same as llama.cpp's samplers keep, in the same order ------------------------------- */
 
-/* A key whose order is that of (logit, smaller id): for finite logits and -inf. */
+/* A key that is ordered like (logit, smaller id): for finite logits and -inf. */
 LB_INLINE uint64_t key_of(float logit, int32_t id) {
     uint32_t bits;
     logit += 0.0f; /* -0 becomes 0: they are equal */

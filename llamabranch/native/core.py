@@ -256,7 +256,7 @@ class RowSampler:
     def candidates(self, address: int) -> tuple[Ids, Floats] | None:
         """Return the tokens that the settings leave of the row at ``address``; None if undecided.
 
-        Ids int32 (K,) and log-weights float64 (K,), of which the largest is 0; copies. They are in
+        Ids int32 (K,) and log-weights float64 (K,) whose largest is 0; copies. They are in
         llama.cpp's order: descending if top-k or top-p sort them, otherwise by id.
         """
         if self._candidates(self.at, address, False, self.out):

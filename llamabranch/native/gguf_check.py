@@ -47,7 +47,7 @@ def check_header(path: str | Path, *, vocab_only: bool = False) -> Header:
 
 
 def find_fatal(header: Header, *, vocab_only: bool = False) -> tuple[str, str] | None:
-    """Return the name and the reason of the first fatal case of a header; None if there is none.
+    """Return the name and the reason of the first fatal case of a header, or None.
 
     A case may refuse more than is known to be fatal; a comment at its check then says what is not.
     """

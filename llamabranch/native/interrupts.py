@@ -39,7 +39,7 @@ class HeldInterrupts:
     In threads other than the main one, and inside another such block, it does nothing.
 
     Attributes:
-        caught: the exception that is held, in the outermost block; None if there is none.
+        caught: the exception that is held, in the outermost block, or None.
         is_over: whether the block has ended.
     """
 

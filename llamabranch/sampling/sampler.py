@@ -232,7 +232,7 @@ class Sampler:
     def distribution(self, logits: LogitsArray, position: int = 0, seed: int = 0) -> Distribution:
         """Return the distribution of the next token for ``logits`` (V,); the state does not change.
 
-        ``position`` is that of the next token. Only XTC uses it and ``seed``, to decide whether it
+        ``position``: where the next token stands. Only XTC uses it and ``seed``, to decide whether it
         applies.
 
         Raises:

@@ -28,6 +28,7 @@ from .ledger import MOST_DEATHS, Row
 from .rows import (
     GenerateRows,
     Record,
+    RowOptions,
     ScoreRows,
     describe,
     error_record,
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
     from typing_extensions import Unpack
 
-    from ..sampling import Grammar, SamplingParams
 
 _CELLS_PER_TEXT = 512  # of the cache, unless n_ctx is given
 _LEAST_CELLS = 2048
@@ -66,16 +66,8 @@ class WorkerOptions:
     stall_s: float = 600.0
 
 
-class StageOptions(LoadOptions, total=False):
+class StageOptions(LoadOptions, RowOptions, total=False):
     """Options of `load`, and the settings of `Generate` and `Score` for their rows."""
-
-    max_tokens: int | None
-    sampling: SamplingParams | None
-    stop: Sequence[str]
-    grammar: Grammar | str | None
-    n: int
-    chat: bool
-    parse_special: bool
 
 
 class _Stage:
@@ -187,7 +179,7 @@ class _Stage:
             if isinstance(error, DecodeError):
                 self._end_process(f"the engine failed: {error}")
             return error_record(self._kind, describe(error))
-        except Exception as error:  # whatever it is, the requests cannot go on here
+        except Exception as error:  # after any error, the requests cannot continue here
             self._end_process(f"the engine failed: {error}")
             raise
 

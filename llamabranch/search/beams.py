@@ -1,4 +1,4 @@
-"""The selection of beam search, without a model: which continuations go on, which are finished.
+"""The selection of beam search, without a model: which continuations are kept, which are finished.
 
 The semantics are those of Hugging Face transformers 5 (``generate(num_beams=...)``), with two
 differences that change no result with a usual vocabulary: scores are float64, and beams that do not exist

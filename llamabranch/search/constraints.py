@@ -126,7 +126,7 @@ def weighted_draw(
         max_rejects: the most tokens to try; if none of them is allowed, the weight is 0.
 
     Returns:
-        the token and the log of its weight; (None, -inf) if there is none.
+        the token and the log of its weight; (None, -inf) if no token that was tried is allowed.
     """
     probs, n = source.probs, len(source)
     weight, left = 0.0, 1.0

@@ -85,9 +85,8 @@ class SearchResult:
         tree: the node of the prompt; all texts of the search are below it.
         log_evidence: only from ``smc``: the logarithm of the estimated normalising constant.
         effective_sizes: only from ``smc``: 1 / sum(w^2) over the particles' shares w of the total weight,
-            after each step and before resampling: N if all weights are equal, 1 if one particle has all
-                the
-            weight, 0 if there is none.
+            after each step and before resampling: N if all weights are equal, 1 if one particle has
+            all the weight, 0 if no weight is left.
         valid_mass: only from ``rejection``: bounds for the probability that a text is valid.
         votes: only from ``vote``: the number of texts for each answer, the most frequent first.
         answer_forms: only from ``vote``: for each answer its spellings and their counts.

@@ -52,7 +52,7 @@ class BestScores:
             every = row.log_probs()
             best = best_tokens(*sampler.processed(every), self._k)
             return Scored(best, {token: float(every[token]) for token, _ in best})
-        # The order of the scores is that of the logits but for tokens with a bias.
+        # Scores are ordered like logits, except for tokens with a bias.
         bias = sampler.params.logit_bias
         tokens = self._largest(row, self._k + len(bias))
         if tokens is None:

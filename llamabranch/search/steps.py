@@ -53,7 +53,7 @@ def step_search(
             more entropy than this, nats, so that texts part where the model is uncertain (Li et al.
             2025, 2503.21961).
         max_tokens: the most tokens of a text.
-        stop, seed, drafter, on_step: as for ``best_of_n``. With ``n=1`` the text is that of
+        stop, seed, drafter, on_step: as for ``best_of_n``. With ``n=1`` the text equals that of
             ``branch.generate``.
 
     Returns:

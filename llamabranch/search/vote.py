@@ -49,7 +49,7 @@ def vote(
         n: how many texts.
         max_tokens: the most tokens of each.
         confidence: 1.0 = stop when the remaining texts cannot change the leading answer, so that the
-            answer is that of all ``n``. None = count all texts. No other values are allowed.
+            answer is the one of all ``n``. None = count all texts. No other values are allowed.
         width: the most texts that are generated at a time, where texts that are equal so far count once;
             None = 4 with ``confidence``, otherwise as many as there are sequences. It changes no text.
         stop, seed, drafter, on_step: as for ``best_of_n``.

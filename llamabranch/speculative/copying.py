@@ -212,7 +212,7 @@ class TokenIndex:
         return clone
 
     def longest(self, most: int) -> Match | None:
-        """Return the longest suffix of the tokens that occurred before; None if there is none.
+        """Return the longest suffix of the tokens that occurred before, or None.
 
         It uses the newest ``most`` occurrences.
         """

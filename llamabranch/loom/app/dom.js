@@ -67,7 +67,7 @@ export function visibleTexts(texts) {
 }
 
 const CHARACTERS = new Intl.Segmenter("en", { granularity: "grapheme" });
-// Where one character may go on from one text to the next: marks, joiners, parts of emoji, syllables of Korean.
+// What may continue the last character of the text before: marks, joiners, parts of emoji, syllables of Korean.
 const GOES_ON = /^[\p{M}\u200c\u200d\u1160-\u11ff\p{Emoji_Modifier}\p{Regional_Indicator}\u{e0020}-\u{e007f}]/u;
 const IS_OPEN = /[\u200d\p{Regional_Indicator}\u094d\u09cd\u0acd]$/u;
 

@@ -22,7 +22,7 @@ export function takeAt(place) {
   if (top?.[place]) void take(inspected(), top[place][0]);
 }
 
-/** Go on with another token at a position: where a branch has it already, that branch is shown.
+/** Take another token at a position. If a branch has it already, that branch is shown.
  * @param {number} i @param {number} token */
 export async function take(i, token) {
   const c = shownPath();

@@ -84,7 +84,7 @@ function drawRounds(/** @type {Loose[]} */ all, /** @type {any} */ job) {
 const bars = (name, values) => [h("p", { class: "dim" }, `${name}:`), h("ol", { class: "positions", "aria-label": name },
   values.map(([value, title]) => h("li", { "--share": `${value}%`, title }, short(Math.round(value)))))];
 
-/** Lines of a search from the top down, the best first; what alone goes on is one line. @param {Search} search */
+/** Lines of a search from the top down, the best first; a node with one child is on its child's line. @param {Search} search */
 function outline({ nodes, children }) {
   /** @type {[any, string, number, number][]} the last place of a line, its text, tokens and depth */ const lines = [];
   const waiting = nodes.length ? [[0, 0]] : [];

@@ -299,18 +299,18 @@ function valuesOf(form) {
 
 /** @type {Record<string, string>} each search in one line */
 const SEARCHES = {
-  beam: "Keeps the texts that are most probable as a whole, and goes on with all of them.",
+  beam: "Keeps the texts that are most probable as a whole, and continues all of them.",
   best_of_n: "Draws several texts, and shows the best by its score first.",
   smc: "Many texts run side by side: those with what you want multiply, the others end.",
   vote: "Draws several texts, finds the answer in each, and counts which one most agree on.",
-  steps: "Goes on line by line, and keeps the best lines each time.",
-  tree: "Goes on where the texts so far have promised most, as in a game.",
+  steps: "Writes line by line, and keeps the best lines each time.",
+  tree: "Continues the text that has promised most so far, as in a game.",
 };
 /** @type {Record<string, string>} each comparison in one line */
 const COMPARISONS = {
   read: "Both models read the text that is here: how far apart are their probabilities, token by token?",
   lockstep: "One model writes, the other reads along, and the difference appears with each token.",
-  part: "Both write with the same seed; where B would draw another token, two texts go on side by side.",
+  part: "Both write with the same seed; where B would draw another token, two texts continue side by side.",
 };
 
 const FORMATS = {

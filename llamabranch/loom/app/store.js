@@ -90,7 +90,7 @@ export const store = {
   /** @type {Map<string, Top>} by "node:position" */ tops: new Map(),
 };
 
-/** What the reader looks at: the cursor and the token under the mouse as positions, -1 is none. */
+/** What the reader looks at: the cursor and the token under the mouse as positions; -1 = no token. */
 export const view = { cursor: -1, hover: -1, pinned: -1, ghosts: false, typingAt: -1, compare: false, limit: 320,
   /** where one reads on after a branch was made: the inspector and the arrows begin there */ reading: -1,
   /** @type {Set<string>} thoughts that are unfolded */ unfolded: new Set() };
@@ -170,7 +170,7 @@ function hide(/** @type {string} */ id) {
   if (store.current === id) Object.assign(store, { current: owner, end });
   if (!parent || store.current !== owner || store.end !== end) return;
   for (const other of store.nodes.values()) if (other.parent === parent.id && other.at === node.at) return;
-  Object.assign(store, { current: parent.id, end: null }); // nothing else goes on from here: the text is shown that was here
+  Object.assign(store, { current: parent.id, end: null }); // no other text continues here: show the one that was here
   if (node.kind === "sampled" && node.at < parent.at + parent.n) view.cursor = node.at - 1; // it acted behind the cursor
 }
 
@@ -214,7 +214,7 @@ export function putCompare(/** @type {Loose} */ compare) {
   }
 }
 
-/** The node that a node's first token is put into, when nodes of which nothing is kept are left out. @param {Node} node */
+/** The node that a node's first token is put into, when nodes that keep no tokens are left out. @param {Node} node */
 export function holder(node) {
   let parent = node.parent ? store.nodes.get(node.parent) : undefined;
   while (parent && node.at <= parent.at) parent = parent.parent ? store.nodes.get(parent.parent) : undefined;

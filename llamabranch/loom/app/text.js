@@ -1,5 +1,5 @@
 // @ts-check
-// The text of a path, token by token: blocks with measured heights, of which the visible tokens are elements; the
+// The text of a path, token by token: blocks with measured heights, and elements for the tokens in view; the
 // cursor; continuations that could follow.
 import { $, attribute, h, label, later, plural, redraw, set, short, visible, visibleTexts } from "./dom.js";
 import { SOURCES, lens, looks } from "./lenses.js";
@@ -83,7 +83,7 @@ function marksOf(c) {
   return marks;
 }
 
-/** A view of a path in a listbox: blocks, of which those that are near have text, and the tokens in view are elements.
+/** A view of a path in a listbox. Blocks near the view have text, and the tokens in view are elements.
  * @param {any} box @param {() => Path} source @param {string} prefix of the ids of its tokens */
 export function textView(box, source, prefix) {
   const scroller = box.parentElement;

@@ -181,7 +181,7 @@ function wording({ parts, from, to }) {
   const isInside = (/** @type {any} */ piece) => Array.isArray(piece) && (piece[0] & 0xc0) === 0x80; // of a character
   while (isInside(pieces[0])) pieces.shift();
   const words = texts(pieces).join("").replace(/\ufffd+$/, "");
-  return (isCut ? clip(words, words.length - 1) : words) || "…"; // the last character may go on
+  return (isCut ? clip(words, words.length - 1) : words) || "…"; // the last character may be incomplete
 }
 
 /** Mean bin of a segment and where its worst token is, in the current lens. @param {Segment} segment */

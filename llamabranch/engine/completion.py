@@ -1,12 +1,11 @@
 """One call from prompts to texts, for `complete`, `chat` and their asynchronous forms.
 
-A call is checked completely before anything is decoded. The context keeps the engine that runs it, with
-its drafter and what that has learned; K/V stays in the context's prefix cache.
+A call is checked completely before anything is decoded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, NamedTuple, cast
 
@@ -15,9 +14,8 @@ from typing_extensions import TypeVar, Unpack
 from ..arguments import placed, plain_int, shown
 from ..context import Context
 from ..context.context import text_context
-from ..context.params import DEFAULT_N_CTX
 from ..context.progress import OnPromptProgress
-from ..errors import CacheFullError, ConfigError, DecodeInterruptedError, UnsupportedError
+from ..errors import CacheFullError, ConfigError, UnsupportedError
 from ..model import Message, Model, chat_messages, is_chat
 from ..model.thoughts import (
     Thinking,
@@ -31,8 +29,7 @@ from ..sampling import SamplingParams, SamplingSettings
 from ..sampling.constraint import ConstraintLike
 from ..sampling.grammar import Grammar, turn_grammar
 from ..sampling.params import check_names, settings_of
-from ..speculative.combined import DrafterChoice, auto_drafter
-from .engine import Engine
+from ..speculative.combined import DrafterChoice
 from .request import Event, Request, Result
 
 __all__ = [
@@ -45,7 +42,6 @@ __all__ = [
     "TextOptions",
     "plan_chat",
     "plan_texts",
-    "run",
     "tool_grammar",
 ]
 
@@ -142,10 +138,15 @@ class Completion:
                 result.pieces = {}
         return event if event.id == name else replace(event, id=name)
 
-    def take_all(self, results: Iterable[Result]) -> None:
-        """Keep results of an engine, whose ids are the numbers of the prompts."""
-        for result in results:
-            self.take(int(result.id), Event(result.id, result.sample, result=result))
+    def events(self, events: Events) -> Events:
+        """Yield events whose ids are the numbers of the prompts, in the form for the caller.
+
+        Raises:
+            LlamaBranchError: at the end, as ``check`` does.
+        """
+        for event in events:
+            yield self.take(int(event.id), event)
+        self.check()
 
     def check(self) -> None:
         """Raise the error that ended the texts, if none of them has a token."""
@@ -378,48 +379,3 @@ def _grammar(options: TextOptions) -> Grammar | None:
         return Grammar.from_choices(choices)
     grammar = options.get("grammar")
     return Grammar(grammar) if isinstance(grammar, str) else grammar
-
-
-# -- with the engine that a context keeps ----------------------------------------------------------
-
-
-def run(ctx: Context, plan: Completion, *, stream: bool) -> Result | list[Result] | Events:
-    """Generate the texts of a call; ``stream``: return an iterator of events.
-
-    Raises:
-        LlamaBranchError: no text has a token, and this is why; with ``stream`` after the last event.
-    """
-    structured = any(request.grammar is not None for request in plan.requests)
-    engine = _engine(ctx, plan.drafter, structured)
-    if stream:
-        return _events(engine, plan)
-    try:
-        results = engine.generate(plan.requests)
-    except DecodeInterruptedError as error:
-        plan.take_all(cast("Sequence[Result]", error.results))
-        error.results = [found[0] for found in plan.found if found]
-        raise
-    plan.take_all(results)
-    return plan.answer()
-
-
-def _events(engine: Engine, plan: Completion) -> Events:
-    yield from (plan.take(int(event.id), event) for event in engine.stream(plan.requests))
-    plan.check()
-
-
-def _engine(ctx: Context, drafter: DrafterChoice, structured: bool) -> Engine:
-    """Return the engine that a context keeps for a drafter, or for a kind of texts."""
-    name = "plain" if drafter is None else "drafter"
-    if drafter == "auto":
-        name = "structured" if structured else "text"
-    with ctx.lock:
-        ctx.decoder.check_open()
-        engine = ctx.attached.get(name)
-        if not isinstance(engine, Engine) or (name == "drafter" and drafter is not engine.drafter):
-            ctx.keep_prefixes(DEFAULT_N_CTX)
-            if drafter == "auto":
-                drafter = auto_drafter(ctx, structured=structured)
-            engine = Engine(ctx, drafter, wait_s=0.5)
-            ctx.attached[name] = engine
-        return engine

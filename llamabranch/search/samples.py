@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from ..branch import Branch, Produced
-from ..engine.engine import EngineCore
+from ..engine.core import EngineCore
 from ..engine.job import Beginning, Job, SegmentEnd, State, Submission
 from ..engine.request import EngineStats, Request
 from ..errors import CapacityError, DecodeInterruptedError

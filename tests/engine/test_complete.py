@@ -559,5 +559,5 @@ def test_mtp_layers_draft_by_themselves(tmp_path: Path) -> None:
         expected = plain(ctx, "abcabc", 24)
         ctx.kv_cache_clear()
         assert same(ctx.complete("abcabc", max_tokens=24, **WARM), expected)
-        assert isinstance(ctx.attached["head"], Context)
+        assert isinstance(ctx.mtp_head(), lb.context.Context)
         ctx.audit()

@@ -1,6 +1,7 @@
 """One call from prompts to texts, for `complete`, `chat` and their asynchronous forms.
 
-A call is checked completely before anything is decoded.
+A call is checked completely before anything is decoded. Then an engine is built for it; K/V stays in the
+context's prefix cache.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from typing import Generic, NamedTuple, cast
 from typing_extensions import TypeVar, Unpack
 
 from ..arguments import placed, plain_int, shown
-from ..context import Context
+from ..context import Context as AnyContext
 from ..context.context import text_context
+from ..context.params import DEFAULT_N_CTX
 from ..context.progress import OnPromptProgress
-from ..errors import CacheFullError, ConfigError, UnsupportedError
+from ..errors import CacheFullError, ConfigError, DecodeInterruptedError, UnsupportedError
+from ..generation.drafting import Drafting
 from ..model import Message, Model, chat_messages, is_chat
 from ..model.thoughts import (
     Thinking,
@@ -28,9 +31,12 @@ from ..model.tools import Tool, Tools, conversation
 from ..sampling import SamplingParams, SamplingSettings
 from ..sampling.constraint import ConstraintLike
 from ..sampling.grammar import Grammar, turn_grammar
+from ..sampling.noise import random_seed
 from ..sampling.params import check_names, settings_of
-from ..speculative.combined import DrafterChoice
-from .request import Event, Request, Result
+from ..speculative.combined import DrafterChoice, auto_drafter
+from .context import Context
+from .core import EngineCore
+from .request import EngineStats, Event, Request, RequestSource, Result
 
 __all__ = [
     "ChatOptions",
@@ -42,6 +48,7 @@ __all__ = [
     "TextOptions",
     "plan_chat",
     "plan_texts",
+    "run",
     "tool_grammar",
 ]
 
@@ -51,6 +58,7 @@ Conversations = Sequence[Sequence[Message]]
 _Prompt = str | Sequence[int] | Messages
 Prompts = list[str] | tuple[str, ...] | Sequence[Sequence[int]] | Conversations
 Events = Generator[Event, None, None]
+_MAX_TOKENS = 128  # of a text without a limit
 T = TypeVar("T", default=object)  # the type of parsed values
 
 
@@ -169,7 +177,7 @@ class Completion:
 
 
 def plan_texts(
-    ctx: Context,
+    ctx: AnyContext,
     prompt: object,
     base: SamplingParams | None = None,
     **options: Unpack[TextOptions],
@@ -240,7 +248,7 @@ class _Thinking(NamedTuple):
 
 
 def _planned(
-    ctx: Context,
+    ctx: AnyContext,
     planned: Sequence[_Planned],
     base: SamplingParams | None,
     options: TextOptions,
@@ -289,7 +297,7 @@ def _planned(
 
 
 def plan_chat(
-    ctx: Context,
+    ctx: AnyContext,
     messages: object,
     base: SamplingParams | None = None,
     *,
@@ -379,3 +387,33 @@ def _grammar(options: TextOptions) -> Grammar | None:
         return Grammar.from_choices(choices)
     grammar = options.get("grammar")
     return Grammar(grammar) if isinstance(grammar, str) else grammar
+
+
+def run(ctx: Context, plan: Completion, *, stream: bool) -> Result | list[Result] | Events:
+    """Generate the texts of a call; ``stream``: return an iterator of events.
+
+    Raises:
+        LlamaBranchError: the reason why no text has a token; with ``stream`` after the last event.
+    """
+    drafter = plan.drafter
+    with ctx.lock:
+        ctx.decoder.check_open()
+        ctx.keep_prefixes(DEFAULT_N_CTX)
+        if drafter == "auto":
+            structured = any(request.grammar is not None for request in plan.requests)
+            if structured not in ctx.auto_drafters:
+                ctx.auto_drafters[structured] = auto_drafter(ctx, structured=structured)
+            drafter = ctx.auto_drafters[structured]
+    drafting = Drafting(ctx, drafter, batched=True)
+    core = EngineCore(drafting, EngineStats(), wait_s=0.5, max_tokens=_MAX_TOKENS)
+    source = RequestSource(plan.requests, ())
+    events = plan.events(core.stream(source, random_seed(), reports_tokens=stream))
+    if stream:
+        return events
+    try:
+        for _ in events:
+            pass
+    except DecodeInterruptedError as error:
+        error.results = [results[0] for results in plan.found if results]
+        raise
+    return plan.answer()

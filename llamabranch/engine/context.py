@@ -4,36 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 from typing_extensions import TypeVar, Unpack
 
 from ..context import Context as CacheContext
-from ..context.params import DEFAULT_N_CTX
-from ..errors import DecodeInterruptedError
-from ..generation.drafting import Drafting
 from ..model import Prompt
-from ..sampling.noise import random_seed
-from ..speculative import Drafter
-from ..speculative.combined import auto_drafter
-from .completion import (
-    ChatOptions,
-    Completion,
-    Conversations,
-    Events,
-    Messages,
-    Prompts,
-    TextOptions,
-    plan_chat,
-    plan_texts,
-)
-from .core import EngineCore
-from .request import EngineStats, RequestSource, Result
+
+if TYPE_CHECKING:
+    from ..speculative import Drafter
+    from .completion import (
+        ChatOptions,
+        Conversations,
+        Events,
+        Messages,
+        Prompts,
+        TextOptions,
+    )
+    from .request import Result
 
 __all__ = ["Context"]
 
 T = TypeVar("T", default=object)
-_MAX_TOKENS = 128  # of a text without a limit
 
 
 class Context(CacheContext):
@@ -138,7 +130,9 @@ class Context(CacheContext):
             LlamaBranchError: no text has a token; for example `SequencesExhaustedError` because branches
                 hold all sequences.
         """
-        return self._run(plan_texts(self, prompt, **options), stream=stream)
+        from . import completion  # not before it is needed: it imports the engine
+
+        return completion.run(self, completion.plan_texts(self, prompt, **options), stream=stream)
 
     @overload
     def chat(
@@ -198,42 +192,11 @@ class Context(CacheContext):
             UnsupportedError: there is no chat template.
             LlamaBranchError: as for ``complete``.
         """
-        return self._run(plan_chat(self, messages, **options), stream=stream)
+        from . import completion
 
-    def _run(self, plan: Completion, *, stream: bool) -> Result | list[Result] | Events:
-        """Generate the texts of a call; ``stream``: return an iterator of events.
-
-        Raises:
-            LlamaBranchError: the reason why no text has a token; with ``stream`` after the last event.
-        """
-        drafter = plan.drafter
-        with self.lock:
-            self.decoder.check_open()
-            self.keep_prefixes(DEFAULT_N_CTX)
-            if drafter == "auto":
-                drafter = self._auto_drafter(
-                    any(each.grammar is not None for each in plan.requests)
-                )
-        drafting = Drafting(self, drafter, batched=True)
-        core = EngineCore(drafting, EngineStats(), wait_s=0.5, max_tokens=_MAX_TOKENS)
-        source = RequestSource(plan.requests, ())
-        events = plan.events(core.stream(source, random_seed(), reports_tokens=stream))
-        if stream:
-            return events
-        try:
-            for _ in events:
-                pass
-        except DecodeInterruptedError as error:
-            error.results = [results[0] for results in plan.found if results]
-            raise
-        return plan.answer()
+        return completion.run(self, completion.plan_chat(self, messages, **options), stream=stream)
 
     @cached_property
-    def _drafters(self) -> dict[bool, Drafter]:
+    def auto_drafters(self) -> dict[bool, Drafter]:
+        """The drafters "auto" of ``complete``, for texts without a grammar and for those with one."""
         return {}
-
-    def _auto_drafter(self, structured: bool) -> Drafter:
-        """Return the drafter "auto", of texts with a grammar if ``structured``. It is kept."""
-        if structured not in self._drafters:
-            self._drafters[structured] = auto_drafter(self, structured=structured)
-        return self._drafters[structured]

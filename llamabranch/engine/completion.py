@@ -13,7 +13,7 @@ from typing import Generic, NamedTuple, cast
 from typing_extensions import TypeVar, Unpack
 
 from ..arguments import placed, plain_int, shown
-from ..context import Context as AnyContext
+from ..context import Context
 from ..context.context import text_context
 from ..context.params import DEFAULT_N_CTX
 from ..context.progress import OnPromptProgress
@@ -33,8 +33,8 @@ from ..sampling.constraint import ConstraintLike
 from ..sampling.grammar import Grammar, turn_grammar
 from ..sampling.noise import random_seed
 from ..sampling.params import check_names, settings_of
+from ..speculative import Drafter
 from ..speculative.combined import DrafterChoice, auto_drafter
-from .context import Context
 from .core import EngineCore
 from .request import EngineStats, Event, Request, RequestSource, Result
 
@@ -177,7 +177,7 @@ class Completion:
 
 
 def plan_texts(
-    ctx: AnyContext,
+    ctx: Context,
     prompt: object,
     base: SamplingParams | None = None,
     **options: Unpack[TextOptions],
@@ -248,7 +248,7 @@ class _Thinking(NamedTuple):
 
 
 def _planned(
-    ctx: AnyContext,
+    ctx: Context,
     planned: Sequence[_Planned],
     base: SamplingParams | None,
     options: TextOptions,
@@ -297,7 +297,7 @@ def _planned(
 
 
 def plan_chat(
-    ctx: AnyContext,
+    ctx: Context,
     messages: object,
     base: SamplingParams | None = None,
     *,
@@ -389,8 +389,15 @@ def _grammar(options: TextOptions) -> Grammar | None:
     return Grammar(grammar) if isinstance(grammar, str) else grammar
 
 
-def run(ctx: Context, plan: Completion, *, stream: bool) -> Result | list[Result] | Events:
-    """Generate the texts of a call; ``stream``: return an iterator of events.
+def run(
+    ctx: Context, plan: Completion, drafters: dict[bool, Drafter], *, stream: bool
+) -> Result | list[Result] | Events:
+    """Generate the texts of a call.
+
+    Args:
+        ctx, plan: what generates what.
+        drafters: keeps the drafters "auto", for texts without a grammar (False) and with one (True).
+        stream: return an iterator of events.
 
     Raises:
         LlamaBranchError: the reason why no text has a token; with ``stream`` after the last event.
@@ -401,9 +408,9 @@ def run(ctx: Context, plan: Completion, *, stream: bool) -> Result | list[Result
         ctx.keep_prefixes(DEFAULT_N_CTX)
         if drafter == "auto":
             structured = any(request.grammar is not None for request in plan.requests)
-            if structured not in ctx.auto_drafters:
-                ctx.auto_drafters[structured] = auto_drafter(ctx, structured=structured)
-            drafter = ctx.auto_drafters[structured]
+            if structured not in drafters:
+                drafters[structured] = auto_drafter(ctx, structured=structured)
+            drafter = drafters[structured]
     drafting = Drafting(ctx, drafter, batched=True)
     core = EngineCore(drafting, EngineStats(), wait_s=0.5, max_tokens=_MAX_TOKENS)
     source = RequestSource(plan.requests, ())

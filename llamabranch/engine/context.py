@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ..speculative import Drafter
     from .completion import (
         ChatOptions,
+        Completion,
         Conversations,
         Events,
         Messages,
@@ -130,9 +131,9 @@ class Context(CacheContext):
             LlamaBranchError: no text has a token; for example `SequencesExhaustedError` because branches
                 hold all sequences.
         """
-        from . import completion  # not before it is needed: it imports the engine
+        from .completion import plan_texts  # not before it is needed: it imports the engine
 
-        return completion.run(self, completion.plan_texts(self, prompt, **options), stream=stream)
+        return self._run(plan_texts(self, prompt, **options), stream=stream)
 
     @overload
     def chat(
@@ -192,11 +193,15 @@ class Context(CacheContext):
             UnsupportedError: there is no chat template.
             LlamaBranchError: as for ``complete``.
         """
-        from . import completion
+        from .completion import plan_chat
 
-        return completion.run(self, completion.plan_chat(self, messages, **options), stream=stream)
+        return self._run(plan_chat(self, messages, **options), stream=stream)
+
+    def _run(self, plan: Completion, *, stream: bool) -> Result | list[Result] | Events:
+        from .completion import run
+
+        return run(self, plan, self._drafters, stream=stream)
 
     @cached_property
-    def auto_drafters(self) -> dict[bool, Drafter]:
-        """The drafters "auto" of ``complete``, for texts without a grammar and for those with one."""
-        return {}
+    def _drafters(self) -> dict[bool, Drafter]:
+        return {}  # "auto", with what they learn

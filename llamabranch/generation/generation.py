@@ -154,6 +154,7 @@ class Solo:
         stats: counts the rounds.
         n_alternatives: how many of the most probable tokens are reported with each token.
         constraint: applies to the text after the last token that was read.
+        keeps: whether somebody may continue the text. If not, nothing of it is kept at the end.
     """
 
     def __init__(
@@ -163,7 +164,10 @@ class Solo:
         stats: SpeculativeStats,
         n_alternatives: int = 0,
         constraint: ConstraintState | None = None,
+        *,
+        keeps: bool = True,
     ) -> None:
+        self._keeps = keeps
         self._text, self._output, self._stats = text, output, stats
         self._n_alternatives, self._constraint = n_alternatives, constraint
         self._version: int | None = None  # of the text, as this object left it; None: not begun
@@ -195,7 +199,7 @@ class Solo:
         """Continue from the text as others have left it."""
         text = self._text
         text.held = []
-        self._close(keep=True, is_changed=True)
+        self._close(is_changed=True)
         self._start = text.position - len(self._output.tokens)
         if self._constraint is not None:
             text.constrain(self._constraint)
@@ -206,17 +210,15 @@ class Solo:
         self._running[drafting] = running
         return running
 
-    def _close(self, *, keep: bool, is_changed: bool = False) -> None:
+    def _close(self, *, is_changed: bool) -> None:
         while self._running:
             drafting, running = self._running.popitem()
-            drafting.close(running, keep=keep, is_changed=is_changed)
+            drafting.close(running, keep=self._keeps, is_changed=is_changed)
 
-    def end(self, *, decodes: bool, keep: bool = True) -> None:
+    def end(self, *, decodes: bool) -> None:
         """Leave the text with exactly the tokens that were given out; ``next`` may continue it.
 
-        Args:
-            decodes: see `Text.end_at`.
-            keep: somebody may continue the text. If not, only what drafts for it is freed.
+        ``decodes``: see `Text.end_at`.
         """
         text = self._text
         is_changed = text.version != self._version
@@ -225,11 +227,11 @@ class Solo:
         try:
             # If the context was closed, the sampler of the text may be freed already.
             with suppress(ClosedError):
-                if keep and not text.ctx.closed:
+                if self._keeps and not text.ctx.closed:
                     text.end_at(self._start + len(self._output.tokens), decodes=decodes)
             self._version = text.version
         finally:
-            self._close(keep=keep, is_changed=is_changed)
+            self._close(is_changed=is_changed)
 
 
 class Generation:
@@ -347,7 +349,7 @@ def _run(
     with text.generating():
         is_consumed = True
         text.finish_reason = output.finish_reason
-        solo = Solo(text, output, stats, n_alternatives, constraint)
+        solo = Solo(text, output, stats, n_alternatives, constraint, keeps=release is None)
         try:
             try:
                 while output.finish_reason is None:
@@ -358,7 +360,7 @@ def _run(
                         yield shown
                         is_consumed = True
             finally:
-                solo.end(decodes=output.finish_reason is not None, keep=release is None)
+                solo.end(decodes=output.finish_reason is not None)
         except LlamaBranchError as error:
             is_dead_end = isinstance(error, ConstraintError)
             reason = "capacity" if isinstance(error, CapacityError) else None

@@ -130,7 +130,7 @@ class InferenceSession:
         self.branch = _start_or_continue(target, prompt, sampling, grammar, parse_special)
         self._owned = self.branch is not prompt
         self._text = self.branch.sequence
-        self._solo = Solo(self._text, self._output, self.stats)
+        self._solo = Solo(self._text, self._output, self.stats, keeps=not self._owned)
         self._closed = False
         self._generating = ExitStack()  # until it is closed or forgotten
         self._generating.enter_context(self._text.generating())
@@ -189,7 +189,7 @@ class InferenceSession:
         self._closed = True
         self._generating.close()
         self._output.break_off()
-        self._solo.end(decodes=True, keep=not self._owned)
+        self._solo.end(decodes=True)
         for drafting in self._draftings.values():
             drafting.forget(self._text)
         if self._owned and not self.branch.ctx.closed:

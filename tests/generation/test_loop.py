@@ -79,7 +79,7 @@ def test_branch_may_be_used_between_two_tokens(
         ctx.audit()
 
 
-def test_forks_share_what_is_learned_about_a_drafter(ctx: Context, draft_ctx: Context) -> None:
+def test_drafter_reads_the_beginning_of_a_fork_once(ctx: Context, draft_ctx: Context) -> None:
     drafter = lb.ModelDrafter(draft_ctx)
     with Branch.start(ctx, PROMPTS[2], sampling=WARM) as branch:
         first = branch.generate(20, drafter=drafter, config=SpeculativeConfig(draft_k=3))
@@ -88,9 +88,7 @@ def test_forks_share_what_is_learned_about_a_drafter(ctx: Context, draft_ctx: Co
         assert n_read > branch.n_prompt
         with branch.fork() as child:
             again = child.generate(20, drafter=drafter, config=SpeculativeConfig(draft_k=3))
-            assert again.drafting is first.drafting
             again.finish()
-        assert again.drafting.stats.num_emitted_tokens == len(first.tokens) + len(again.tokens)
         assert draft_ctx.usage().cells_used < 2 * n_read  # the beginning was read once
 
 

@@ -289,7 +289,7 @@ def _planned(
         with placed(_place(index, planned)):
             if len(tokens) > ctx.n_ctx_seq:
                 raise CacheFullError.of_prompt(len(tokens), ctx.n_ctx_seq)
-            requests.append(replace(common, prompt=tokens, thinking=thinking))
+            requests.append(common.of_prompt(tokens, thinking))
     return Completion(
         requests, [], is_list=False, tools=tools, drafter=options.get("drafter", "auto"),
         scores=scores, model=ctx.model, asked=asked,

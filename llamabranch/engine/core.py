@@ -224,7 +224,7 @@ class EngineCore:
         try:
             while True:
                 while more and self.n_ahead < ahead:
-                    more = self._read(source, seed, reports_tokens=reports_tokens)
+                    more = self._read_next(source, seed, reports_tokens=reports_tokens)
                 if not self.has_unfinished:
                     if source.failure is not None:
                         raise source.failure
@@ -239,7 +239,7 @@ class EngineCore:
         finally:
             self.close()
 
-    def _read(self, source: RequestSource, seed: int, *, reports_tokens: bool) -> bool:
+    def _read_next(self, source: RequestSource, seed: int, *, reports_tokens: bool) -> bool:
         """Add the next request; False at the end. A request that is refused ends with its error."""
         if (asked := next(source, None)) is None:
             return False
@@ -310,11 +310,12 @@ class EngineCore:
             self._events += announced
             return
         if jobs or reading:
-            running = [
-                (job.running, -1 if job.state is State.CLOSING else job.output.draft_limit)
-                for job in jobs
-                if job.running
-            ]
+            running = []
+            for job in jobs:
+                if job.running is not None:
+                    job.running.limit = job.output.draft_limit
+                    job.running.draws = job.state is not State.CLOSING
+                    running.append(job.running)
             step = self._run(running, reading)
             if step is None:
                 return
@@ -323,9 +324,7 @@ class EngineCore:
             self._stats.draft_forward_passes += step.n_draft_decodes
             self._postprocess([*jobs, *reading], step)
 
-    def _run(
-        self, running: Sequence[tuple[RunningText, int]], reading: Sequence[Job]
-    ) -> Step | None:
+    def _run(self, running: Sequence[RunningText], reading: Sequence[Job]) -> Step | None:
         """Run a step of the loop; None if ``abort`` has stopped it: then nothing has changed."""
         if not reading:
             return self._loop.step(running)

@@ -184,7 +184,6 @@ class Request:
                 hint="make the grammar require a longer text (minLength, minItems)",
             )
 
-
     def of_prompt(self, tokens: list[int], thinking: Thinking | None) -> Request:
         """Return the request with other prompt tokens, which are known to be valid; checks nothing."""
         request = copy(self)

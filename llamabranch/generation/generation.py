@@ -185,7 +185,8 @@ class Solo:
         try:
             if not text.held:
                 running = self._running.get(drafting) or self._open(drafting)
-                text.held = drafting.loop.round(running, output.draft_limit)
+                running.limit = output.draft_limit
+                text.held = drafting.loop.round(running)
             shown = output.add(text.held[0])
             del text.held[0]
         except BaseException:

@@ -120,3 +120,19 @@ def test_a_drafter_for_each_call_takes_no_more_sequences_than_one(
             assert found.stats.num_drafts > 0
             assert draft_ctx.n_seq_free >= 7
             branch.rewind(branch.n_prompt)
+
+
+def test_draft_state_is_freed_with_its_text_and_by_another_drafter(
+    ctx: Context, draft_ctx: Context
+) -> None:
+    config, n_free = SpeculativeConfig(draft_k=3), draft_ctx.n_seq_free
+    with Branch.start(ctx, PROMPTS[0], sampling=WARM) as root:
+        children = root.fork_many(2)
+        for child in children:
+            child.generate(6, drafter=lb.ModelDrafter(draft_ctx), config=config).finish()
+        assert draft_ctx.n_seq_free == n_free - 2
+        children[0].prune()
+        assert draft_ctx.n_seq_free == n_free - 1
+        children[1].generate(6, drafter=lb.SuffixDrafter(), config=config).finish()
+        assert draft_ctx.n_seq_free == n_free
+        children[1].prune()

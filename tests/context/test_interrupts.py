@@ -27,7 +27,6 @@ from self_signal import signalled_at_decode
 
 import llamabranch as lb
 from llamabranch import Branch, Context, DecodeInterruptedError, SamplingParams
-from llamabranch.native import interrupts
 from llamabranch.sampling.sampler import Sampler
 
 pytestmark = [
@@ -365,15 +364,13 @@ def test_search_changes_the_handler_once_and_its_observer_is_interrupted_at_once
     ctx: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes: list[object] = []
-    change = interrupts._signal.signal
 
     def counted(number: int, handler: Any) -> object:
         changes.append(handler)
-        return change(number, handler)
+        return signal.signal(number, handler)
 
-    monkeypatch.setattr(interrupts, "_signal", SimpleNamespace(
-        signal=counted, getsignal=interrupts._signal.getsignal
-    ))  # fmt: skip
+    handlers = SimpleNamespace(signal=counted, getsignal=signal.getsignal)
+    monkeypatch.setattr("llamabranch.native.interrupts._signal", handlers)
     is_late: list[bool] = []
 
     def watch(stats: lb.search.SearchStats) -> None:

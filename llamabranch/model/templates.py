@@ -97,13 +97,13 @@ class ChatTemplate:
             UnsupportedError: Jinja is not installed, or the template is invalid, failed, did something
                 that the sandbox forbids, or took too much time or memory.
         """
-        given = {
+        everything = {
             **self._special,
             "messages": messages,
             "add_generation_prompt": add_generation_prompt,
             **variables,
         }
-        reply = cast(dict[str, str], self._ask({"variables": given}))
+        reply = cast(dict[str, str], self._ask({"variables": everything}))
         if "refused" in reply:
             raise ConfigError(f"the model's chat template refuses the messages: {reply['refused']}")
         if "missing" in reply:
@@ -128,8 +128,8 @@ class ChatTemplate:
         Raises:
             UnsupportedError: the template took too much time or memory.
         """
-        given = [{"add_generation_prompt": False, **self._special, **one} for one in batch]
-        reply = self._ask({"batch": given})
+        requests = [{"add_generation_prompt": False, **self._special, **one} for one in batch]
+        reply = self._ask({"batch": requests})
         return cast(list[str], reply["names"]), cast(list[dict[str, str]], reply["replies"])
 
     def _ask(self, request: Mapping[str, object]) -> dict[str, object]:

@@ -161,8 +161,7 @@ class CellTable:
         self._newest[seq_id] = -1 if last is None else last.run.write_indices[last.high - 1]
 
     def exclusive(self, seq_id: int, start: int, end: int) -> tuple[int | None, int]:
-        """Return the first position in [start, end) that no other sequence shares, and the number of
-        them."""
+        """Return the first position in [start, end) that no other sequence shares, and their number."""
         end = min(end, self.next_position(seq_id))
         if self._with_holes:
             others = self.write_indices(but=seq_id)
@@ -178,8 +177,7 @@ class CellTable:
         return (start, end - start) if start < end else (None, 0)
 
     def _n_shared(self, seq_id: int, start: int) -> int:
-        """Return how many tokens at the beginning of a sequence are shared with others; 0 if these are
-        at most ``start``.
+        """Return how many tokens at the beginning of a sequence are shared; 0 if at most ``start``.
 
         No sequence may have holes. Two sequences that share a cell then share all cells before it,
         because a sequence gets another one's cells only as a whole prefix, and appends only at its

@@ -39,12 +39,12 @@ def is_off() -> bool:
 
 def profile_path() -> Path | None:
     """Return the path of the file, which need not exist; None if turned off, or if there is no home."""
-    setting = os.environ.get(_VARIABLE)
-    if setting in ("0", os.devnull):
+    given = os.environ.get(_VARIABLE)
+    if given in ("0", os.devnull):
         return None
     try:
-        if setting:
-            return Path(setting).expanduser()
+        if given:
+            return Path(given).expanduser()
         if sys.platform == "win32":
             base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
         else:

@@ -504,8 +504,8 @@ class Batch:
         rows: list[LogitsRow] = []
         if self.entries:
             rows = runner.decode(self.entries, list(expiring), states, read, on_read)
-        unread = iter(rows)
-        return [list(islice(unread, n)) for n in self.n_rows]
+        given = iter(rows)
+        return [list(islice(given, n)) for n in self.n_rows]
 
 
 def decode_run(

@@ -102,8 +102,8 @@ class Comparison:
                 "the models have different tokenizers: the model with fewer bits per byte "
                 "predicts this text better"
             )
-        statistics = self.divergence.statistics
-        mean, same = statistics.mean.value, statistics.same_top.value
+        its = self.divergence.statistics
+        mean, same = its.mean.value, its.same_top.value
         if mean == 0:
             return "both give the same distributions"
         if mean < 0.01 and same >= 0.9:
@@ -214,16 +214,16 @@ def _read(
         place = compared((a.model, b.model), (LogitsRow(base[i - first]), row), token, None, top=1)
         score, other = place.score, place.other
         change = math.exp(other.logprob) - math.exp(score.logprob)
-        figures = -other.logprob, -score.logprob, place.kl, change, float(place.same)
+        its = -other.logprob, -score.logprob, place.kl, change, float(place.same)
         around = shown[max(0, i + 1 - _AROUND) : i + 1], shown[i + 2 : i + 2 + _AROUND]
         before, after = (_text(a.model, ids) for ids in around)
         tops = [_text(a.model, [each.alternatives[0].token]) for each in (score, other)]
         quarter = 1 + 4 * (i - first) // (len(part) - 1 - first)
         text = _text(a.model, [token])
         found.tokens.append(
-            Token(figures[2], place.klr, quarter, _kind(text), before, text, after, *tops)
+            Token(its[2], place.klr, quarter, _kind(text), before, text, after, *tops)
         )
-        return figures
+        return its
 
     numbers = KLDivergence(len(part), 1, "", "").read(b, [part], compare)
     if found.divergence is not None:

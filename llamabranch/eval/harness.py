@@ -205,9 +205,9 @@ class LlamaBranchLM(TemplateLM):  # type: ignore[misc]
 
             def note(number: int, scores: list[Score]) -> None:
                 results[number] = scores[0].logprob, scores[0].is_greedy
-                request = requests[number][0]
-                if request is not None:
-                    self.cache_hook.add_partial("loglikelihood", request, results[number])
+                asked = requests[number][0]
+                if asked is not None:
+                    self.cache_hook.add_partial("loglikelihood", asked, results[number])
                 bar.update()
 
             score(self.ctx, pairs, on_done=note)
@@ -257,10 +257,10 @@ class LlamaBranchLM(TemplateLM):  # type: ignore[misc]
         """Return a request of the engine, and the strings that end its text."""
         if not isinstance(settings, dict):
             raise ConfigError(f"the settings of a generation must be a dict, not {settings!r:.60}")
-        options = model_utils.normalize_gen_kwargs(settings, self.max_gen_toks)
+        given = model_utils.normalize_gen_kwargs(settings, self.max_gen_toks)
         eos = self.ctx.detokenize([self.eot_token_id], special=True)
-        until = model_utils.handle_stop_sequences(options.pop("until", None), eos=eos)
-        n_new = options.pop("max_gen_toks")
+        until = model_utils.handle_stop_sequences(given.pop("until", None), eos=eos)
+        n_new = given.pop("max_gen_toks")
         room = self.max_length - n_new
         if room < 1:
             message = f"{n_new} tokens to generate do not fit: max_length is {self.max_length}"
@@ -268,7 +268,7 @@ class LlamaBranchLM(TemplateLM):  # type: ignore[misc]
         tokens = self.tok_encode(str(context))[-room:] or [self.prefix_token_id]
         # A stop string inside the model's thinking does not end the text.
         stop = () if self._think_end_token else tuple(text for text in until if text)
-        request = Request(tokens, id=name, max_tokens=n_new, stop=stop, sampling=_sampling(options))
+        request = Request(tokens, id=name, max_tokens=n_new, stop=stop, sampling=_sampling(given))
         return request, until
 
 

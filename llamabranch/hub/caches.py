@@ -94,8 +94,8 @@ def parts(path: Path) -> tuple[Path, ...]:
 
 
 def _variable(name: str) -> Path | None:
-    path = os.environ.get(name)
-    return Path(path).expanduser() if path else None
+    given = os.environ.get(name)
+    return Path(given).expanduser() if given else None
 
 
 # -- the models of each cache that a spec names; without a spec all complete ones ----------------------
@@ -151,12 +151,12 @@ def _in_folder(
     except OSError:
         return
     paths = sorted(path.relative_to(folder).as_posix() for path in gguf_files)
-    wanted = [(spec.tag, spec.file)] if spec else [(None, each[0]) for each in model_sets(paths)]
-    for tag, file in wanted:
+    asked = [(spec.tag, spec.file)] if spec else [(None, each[0]) for each in model_sets(paths)]
+    for tag, file in asked:
         with contextlib.suppress(ConfigError):  # the model or a shard is missing
             files = choose(paths, tag, file=file)
-            shards = tuple(folder / each for each in files)
-            yield LocalModel(f"{repository}/{files[0]}", shards, cache)
+            its = tuple(folder / each for each in files)
+            yield LocalModel(f"{repository}/{files[0]}", its, cache)
 
 
 def _folders(parent: Path) -> list[Path]:

@@ -110,10 +110,10 @@ def made_from(name: str) -> str | None:
 
     ``name``: a name such as ``smollm2-135m:Q8_0``, or the path of the quantized file.
     """
-    names = name.lower(), Path(name).stem.lower()
+    asked = name.lower(), Path(name).stem.lower()
     for entry in catalogue():
         for made in map(str.lower, entry.made_here):
-            if f"{entry.name}:{made}" == names[0] or f"{entry.name}-{made}" == names[1]:
+            if f"{entry.name}:{made}" == asked[0] or f"{entry.name}-{made}" == asked[1]:
                 return entry.name
     return None
 

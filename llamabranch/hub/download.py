@@ -130,8 +130,8 @@ def _check_space(root: Path, n_bytes: int, what: str) -> None:
 
 def _endpoint() -> str | None:
     """Return the hub's address as llama.cpp finds it; huggingface_hub reads its own only at import."""
-    address = os.environ.get("MODEL_ENDPOINT") or os.environ.get("HF_ENDPOINT")
-    return address.rstrip("/") if address else None
+    given = os.environ.get("MODEL_ENDPOINT") or os.environ.get("HF_ENDPOINT")
+    return given.rstrip("/") if given else None
 
 
 _HINTS = {

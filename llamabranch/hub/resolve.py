@@ -102,12 +102,12 @@ def fetch(name: str | os.PathLike[str]) -> Path:
 
 
 def _flag(name: str) -> bool | None:
-    value = os.environ.get(name, "").strip().lower()
-    if not value:
+    given = os.environ.get(name, "").strip().lower()
+    if not given:
         return None
-    if value in (*_TRUE, *_FALSE):
-        return value in _TRUE
-    raise ConfigError(f"{name} must be 1 or 0, not {value!r}")
+    if given in (*_TRUE, *_FALSE):
+        return given in _TRUE
+    raise ConfigError(f"{name} must be 1 or 0, not {given!r}")
 
 
 def _missing(name: str, *, is_offline: bool) -> ConfigError:

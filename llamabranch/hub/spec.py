@@ -55,16 +55,16 @@ class HubSpec:
         if file is None and match["prefix"] is None and repository.lower().endswith(".gguf"):
             return None  # models/tale.gguf
         marks = _MARK.findall(match["marks"])
-        parts = dict(marks)
-        if len(parts) < len(marks):
+        given = dict(marks)
+        if len(given) < len(marks):
             raise ConfigError(f"{text!r} has two tags or two revisions", hint="use one of each")
-        if file is not None and ":" in parts:
+        if file is not None and ":" in given:
             raise ConfigError(f"{text!r} has a tag and a file", hint="use one of them")
         if file is not None and not is_safe_path(file):
             raise ConfigError(f"{text!r}: {file!r} is not the path of a file in a repository")
         if len(repository) > _LONGEST_NAME:
             return None
-        return cls(repository, parts.get("@"), parts.get(":"), file)
+        return cls(repository, given.get("@"), given.get(":"), file)
 
     def __str__(self) -> str:
         revision = "" if self.revision is None else f"@{self.revision}"

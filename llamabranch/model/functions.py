@@ -95,12 +95,12 @@ def _by_pydantic(name: str, fields: Mapping[str, _Field]) -> _Schema | None:
         from pydantic.json_schema import PydanticJsonSchemaWarning
     except ImportError:
         return None
-    aliased = {  # pydantic keeps names such as "_x" and "schema" for itself, so they are aliases
+    given = {  # pydantic keeps names such as "_x" and "schema" for itself, so they are aliases
         f"p{i}": (hint, Field(... if default is inspect.Parameter.empty else default, alias=key))
         for i, (key, (hint, default)) in enumerate(fields.items())
     }
     try:
-        model = create_model(name, **cast(dict[str, "tuple[type, object]"], aliased))  # type: ignore[call-overload]
+        model = create_model(name, **cast(dict[str, "tuple[type, object]"], given))  # type: ignore[call-overload]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PydanticJsonSchemaWarning)  # of defaults without JSON
             schema = cast(_Schema, model.model_json_schema())

@@ -40,12 +40,12 @@ def written_history(
             with placed(f"messages[{index}]"):
                 changed = _with_calls(changed, calls, turns, ids, names)
         elif role in ("tool", "function"):
-            call_id = str(message.get("tool_call_id") or "")
+            given = str(message.get("tool_call_id") or "")
             if "tool" in roles:
-                changed["tool_call_id"] = ids.get(call_id, call_id)
-                changed.setdefault("name", names.get(call_id, ""))
+                changed["tool_call_id"] = ids.get(given, given)
+                changed.setdefault("name", names.get(given, ""))
             else:
-                name = message.get("name") or names.get(call_id) or "the function"
+                name = message.get("name") or names.get(given) or "the function"
                 changed = {"role": "user", "content": f"Result of {name}:\n{message['content']}"}
                 if (
                     written
@@ -94,9 +94,9 @@ def _with_calls(
     if not isinstance(calls, Sequence) or isinstance(calls, (str, bytes)):
         raise ConfigError(f"tool_calls must be a list, not {shown(calls)}")
     parts, made = turns.parts, []
-    for index, message_call in enumerate(calls):
+    for index, given in enumerate(calls):
         with placed(f"tool_calls[{index}]"):
-            call = _call_of(message_call)
+            call = _call_of(given)
         own = call.id or call_id(str(len(ids)), index, call.name)
         if parts.calls is not None and parts.calls.name_in_id:
             before, after = parts.calls.name_in_id

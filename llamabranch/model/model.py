@@ -525,10 +525,10 @@ class Model:
         if tools is not None:
             variables["tools"] = items("tools", tools)
         control = self._control_text
-        (guarded, variables), stand_ins = control.guard(
+        (given, variables), stand_ins = control.guard(
             (self._checked(messages), variables), self._template.strings
         )
-        text = self._rendered(guarded, add_generation_prompt, variables)
+        text = self._rendered(given, add_generation_prompt, variables)
         tokens = control.tokenize(
             text,
             stand_ins,

@@ -97,13 +97,13 @@ class ChatTemplate:
             UnsupportedError: Jinja is not installed, or the template is invalid, failed, did something
                 that the sandbox forbids, or took too much time or memory.
         """
-        everything = {
+        given = {
             **self._special,
             "messages": messages,
             "add_generation_prompt": add_generation_prompt,
             **variables,
         }
-        reply = cast(dict[str, str], self._ask({"variables": everything}))
+        reply = cast(dict[str, str], self._ask({"variables": given}))
         if "refused" in reply:
             raise ConfigError(f"the model's chat template refuses the messages: {reply['refused']}")
         if "missing" in reply:
@@ -128,8 +128,8 @@ class ChatTemplate:
         Raises:
             UnsupportedError: the template took too much time or memory.
         """
-        requests = [{"add_generation_prompt": False, **self._special, **one} for one in batch]
-        reply = self._ask({"batch": requests})
+        given = [{"add_generation_prompt": False, **self._special, **one} for one in batch]
+        reply = self._ask({"batch": given})
         return cast(list[str], reply["names"]), cast(list[dict[str, str]], reply["replies"])
 
     def _ask(self, request: Mapping[str, object]) -> dict[str, object]:

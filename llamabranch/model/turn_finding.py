@@ -180,7 +180,7 @@ def find_parts(template: ChatTemplate) -> TurnParts:
     tools = {"tools": _TOOLS, "functions": json.dumps([t["function"] for t in _TOOLS])}
     answer = {"role": "assistant", "content": _CONTENT}
     prompt = {"messages": _ASKED, "add_generation_prompt": True}
-    requests: dict[str, Mapping[str, object]] = {
+    asked: dict[str, Mapping[str, object]] = {
         "prompt": prompt,
         "tools prompt": {**prompt, **tools},
         "answer": {"messages": [*_ASKED, answer]},
@@ -191,8 +191,8 @@ def find_parts(template: ChatTemplate) -> TurnParts:
             "messages": [{"role": "developer", "content": "Dez zrole"}, *_ASKED],
         },
     }
-    requests |= {f"{kind} False": {"messages": m, **tools} for kind, m in _answers(False).items()}
-    seen.add(requests)
+    asked |= {f"{kind} False": {"messages": m, **tools} for kind, m in _answers(False).items()}
+    seen.add(asked)
     for _ in range(4):  # it may need variables that other templates do not have
         lacks = re.search(r"'(\w+)' is undefined", next(iter(seen.faults.values()), ""))
         if seen.texts or lacks is None:
@@ -200,7 +200,7 @@ def find_parts(template: ChatTemplate) -> TurnParts:
         value = tools["functions"] if re.search("function|tool", lacks[1]) else ""
         template = template.with_variables({lacks[1]: str(value)})
         seen = _Renderings(template)
-        seen.add(requests)
+        seen.add(asked)
     if not seen.texts:
         raise UnsupportedError(f"the template renders nothing: {seen.faults['prompt']}")
     one = seen.texts.get("one False", "")

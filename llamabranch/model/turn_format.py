@@ -125,8 +125,8 @@ def known_functions(tools: Iterable[object]) -> Known:
         ConfigError: a tool is not a function with a name.
     """
     schemas: dict[str, object] = {}
-    listed = list(tools)
-    for tool in listed:
+    given = list(tools)
+    for tool in given:
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
@@ -135,7 +135,7 @@ def known_functions(tools: Iterable[object]) -> Known:
                 hint='{"type": "function", "function": {"name": ..., "parameters": SCHEMA}}',
             )
         schemas[name] = function.get("parameters")
-    return Known(schemas if listed else None)
+    return Known(schemas if given else None)
 
 
 @dataclass(frozen=True)
@@ -767,7 +767,7 @@ class TurnReader:
     def _tell_early(self, at: int, form: CallForm) -> None:
         """Report the name and arguments of an unfinished call, as far as they are certain."""
         try:
-            name, own_id, begin = self._arguments_at(at, form)
+            name, given, begin = self._arguments_at(at, form)
         except (Mismatch, Incomplete):
             return
         if not self._known.takes(name):
@@ -789,7 +789,7 @@ class TurnReader:
             sure = json.dumps(arguments, ensure_ascii=False)[:-1]
         index = len(self._calls)
         if self._n_sent is None:
-            own = own_id or call_id(self._salt, index, name)
+            own = given or call_id(self._salt, index, name)
             self._events.append(TurnEvent("name", name, index, own))
             self._n_sent = 0
         if sure[self._n_sent :]:

@@ -109,12 +109,12 @@ class Distribution:
     def from_probs(cls, probs: Floats, ids: Ids | None = None) -> Distribution:
         """Return the distribution proportional to ``probs`` >= 0, (V,) or with ``ids`` (K,)."""
         probs = number_array("probabilities", probs, np.float64)
-        all_ids = number_array("ids", np.arange(len(probs)) if ids is None else ids, np.int32)
+        given = number_array("ids", np.arange(len(probs)) if ids is None else ids, np.int32)
         keep = probs > 0.0
         total = float(probs[keep].sum())
         if not keep.any() or not math.isfinite(total):
             raise ConfigError("no distribution: all weights are zero, or one is not finite")
-        return cls(all_ids[keep], np.log(probs[keep] / total))
+        return cls(given[keep], np.log(probs[keep] / total))
 
     @classmethod
     def point(cls, token: int) -> Distribution:

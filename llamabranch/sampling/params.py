@@ -184,14 +184,14 @@ class SamplingParams:
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
         for name, is_int, (low, high, is_open) in _ranges():
-            before = getattr(self, name)
-            value = whole(name, before) if is_int else real(name, before)
+            given = getattr(self, name)
+            value = whole(name, given) if is_int else real(name, given)
             if not (low <= value <= high) or (is_open and value == low):
                 bracket = "(" if is_open else "["
                 raise ConfigError(
                     f"{name} must be in {bracket}{low:g}, {high:g}], not {shown(value)}"
                 )
-            if value is not before:
+            if value is not given:
                 object.__setattr__(self, name, value)
         if self.seed is not None:
             object.__setattr__(self, "seed", whole("seed", self.seed))

@@ -358,8 +358,8 @@ class Sampler:
         """Return the result of the logits processor for ``logits`` after ``tokens``."""
         function = self.params.logits_processor
         try:
-            arguments = np.array(tokens, dtype=np.intc), logits.astype(np.float32)
-            result = np.asarray(function and function(*arguments))
+            given = np.array(tokens, dtype=np.intc), logits.astype(np.float32)
+            result = np.asarray(function and function(*given))
         except Exception as error:
             raise ConfigError(f"logits_processor raised {error!r}") from error
         if result.shape != logits.shape or result.dtype.kind not in "fiu":

@@ -87,11 +87,11 @@ class App:
         self._front = front
         self._guard = Guard(settings)
         routes = [] if front is None else [*front.routes.items()]
-        routes += [(paths, partial(self._serve, handler)) for paths, handler in _ROUTES.items()]
+        routes += [(asked, partial(self._serve, handler)) for asked, handler in _ROUTES.items()]
         self._routes = [
-            (Route(path, self._answer, methods=[paths.split()[0]]), handler)
-            for paths, handler in routes
-            for path in paths.split()[1:]
+            (Route(path, self._answer, methods=[asked.split()[0]]), handler)
+            for asked, handler in routes
+            for path in asked.split()[1:]
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -45,8 +45,8 @@ class NodeFields(Struct, kw_only=True):
 
     def params(self, service: Service, default: SamplingParams) -> SamplingParams:
         """Return settings with a seed, so that continuing a node again gives the same text."""
-        fields = self.sampling or SamplingFields()
-        chosen = fields.sampling(service.model, service.settings, default)
+        asked = self.sampling or SamplingFields()
+        chosen = asked.sampling(service.model, service.settings, default)
         if self.seed is not None and self.seed != -1:
             return chosen.replace(seed=self.seed)
         return chosen if chosen.seed is not None else chosen.replace(seed=secrets.randbits(31))
@@ -102,8 +102,8 @@ class ScoreFields(Struct, kw_only=True):
 async def create(call: HttpCall, service: Service) -> None:
     """Make a root."""
     fields, model = await call.json(CreateFields), service.model
-    prompts = [fields.prompt, fields.tokens, fields.messages]
-    if sum(each is not None for each in prompts) != 1:
+    given = [fields.prompt, fields.tokens, fields.messages]
+    if sum(each is not None for each in given) != 1:
         raise HttpError(400, "send one of prompt, tokens and messages", param="prompt")
     if fields.messages is not None:
         tokens = await to_thread(model.chat_tokens, fields.messages)

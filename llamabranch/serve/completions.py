@@ -337,12 +337,12 @@ async def chat(call: HttpCall, service: Service) -> None:
     tokens, thinking = await to_thread(fields.prompt, service, tools)
     grammar = None
     if tools.is_used:
-        format = await fields.text_grammar()
-        if format is not None and tools.forced:
+        asked = await fields.text_grammar()
+        if asked is not None and tools.forced:
             message = "a forced tool call has its own grammar, so no other grammar is possible"
             raise HttpError(400, message, param="tool_choice")
         try:
-            grammar = await to_thread(tool_grammar, service.model, tools, format)
+            grammar = await to_thread(tool_grammar, service.model, tools, asked)
         except LlamaBranchError as error:
             raise http_error(error, param="tools") from None
     limits = fields.max_completion_tokens, fields.max_tokens, fields.n_predict

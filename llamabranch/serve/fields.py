@@ -105,22 +105,22 @@ class SamplingFields(_Named, kw_only=True):
         """
         self.check()
         base = default or settings.sampling
-        values = {ours: getattr(self, name) for name, ours in _SETTINGS.items()}
-        changes = {name: value for name, value in values.items() if value is not None}
+        asked = {ours: getattr(self, name) for name, ours in _SETTINGS.items()}
+        given = {name: value for name, value in asked.items() if value is not None}
         if self.top_k is not None:
-            changes["top_k"] = max(0, self.top_k)
+            given["top_k"] = max(0, self.top_k)
         if self.logit_bias or self.ignore_eos:
-            changes["logit_bias"] = {**base.logit_bias, **self._bias(model)}
+            given["logit_bias"] = {**base.logit_bias, **self._bias(model)}
         if self.seed is not None and self.seed != -1:
-            changes["seed"] = self.seed
+            given["seed"] = self.seed
         elif base.seed is None and settings.seed is not None and self.seed is None:
-            changes["seed"] = settings.seed
-        return base.replace(**cast(SamplingSettings, changes)) if changes else base
+            given["seed"] = settings.seed
+        return base.replace(**cast(SamplingSettings, given)) if given else base
 
     def _bias(self, model: Model) -> dict[int, float]:
-        biases = self.logit_bias or {}
+        given = self.logit_bias or {}
         bias: dict[int, float] = {}
-        for key, value in biases.items() if isinstance(biases, dict) else biases:
+        for key, value in given.items() if isinstance(given, dict) else given:
             added = -math.inf if value is False else float(value)  # false = never this token
             if isinstance(key, int) or _ID.fullmatch(key):
                 tokens = [int(key)]
@@ -202,8 +202,8 @@ class TextFields(SamplingFields, kw_only=True):
     @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings without empty ones, which llama-server's clients send."""
-        texts = [self.stop] if isinstance(self.stop, str) else self.stop or ()
-        return tuple(text for text in texts if text)
+        given = [self.stop] if isinstance(self.stop, str) else self.stop or ()
+        return tuple(text for text in given if text)
 
     async def text_grammar(self) -> Grammar | None:
         """Return the grammar of the text, or None.
@@ -212,7 +212,7 @@ class TextFields(SamplingFields, kw_only=True):
             GrammarError, ConfigError, HttpError: it is invalid, or there is more than one.
         """
         outputs, form = self.structured_outputs or StructuredOutputs(), self.response_format
-        formats: list[tuple[str, str, object]] = [
+        asked: list[tuple[str, str, object]] = [
             ("response_format", "json_schema", form and form.asked()),
             ("json_schema", "json_schema", self.json_schema),
             ("grammar", "gbnf", self.grammar or None),
@@ -221,11 +221,11 @@ class TextFields(SamplingFields, kw_only=True):
             ("structured_outputs", "choice", outputs.choice),
             ("structured_outputs", "gbnf", outputs.grammar),
         ]
-        chosen = [each for each in formats if each[2] is not None]
-        if len(chosen) > 1:
+        given = [each for each in asked if each[2] is not None]
+        if len(given) > 1:
             message = "use only one of response_format, json_schema, grammar and structured_outputs"
             raise HttpError(400, message, param="grammar")
-        for name, kind, source in chosen:
+        for name, kind, source in given:
             text = source if isinstance(source, str) else json.dumps(source)
             try:
                 return await to_thread(_compiled, text, kind)

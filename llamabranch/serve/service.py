@@ -59,8 +59,8 @@ class Service:
         self.n_texts = self.longest = 0
         self.prompt_s = self.predicted_s = 0.0
         self.branches = Branches(settings.max_branches, settings.branch_ttl_s)
-        alias = settings.alias or Path(self.model.path).stem
-        self.names = sorted({name.strip() for name in alias.split(",") if name.strip()})
+        given = settings.alias or Path(self.model.path).stem
+        self.names = sorted({name.strip() for name in given.split(",") if name.strip()})
         short = hashlib.sha256(self.model.quick_key.encode()).hexdigest()[:8]
         self.fingerprint = f"b{version('llamabranch')}-{short}"
 

@@ -95,8 +95,8 @@ class Grammar:
 
     def _compile_schema(self) -> str:
         schema = json_schemas.parse(self.source)
-        for form in (json_schemas.closed(schema), schema):  # a closed schema may be contradictory
-            compiled, reason = _of_schema(form, self.whitespace)
+        for given in (json_schemas.closed(schema), schema):  # a closed schema may be contradictory
+            compiled, reason = _of_schema(given, self.whitespace)
             if compiled:
                 return compiled
         raise _refusal(schema, reason, self.whitespace)

@@ -214,8 +214,8 @@ def _drop_idle(part: Schema) -> None:
         least = part.pop("minContains", 1)
         del part["contains"]
         if isinstance(least, int):
-            n = part.get("minItems", 0)
-            part["minItems"] = max(least, n) if isinstance(n, int) else n
+            given = part.get("minItems", 0)
+            part["minItems"] = max(least, given) if isinstance(given, int) else given
 
 
 def _drop_condition(part: Schema) -> None:
@@ -272,8 +272,8 @@ def _write_names(part: Schema) -> None:
     own = {key: one for key, one in names.items() if key in CONSTRAINTS and key != "type"}
     rest = part.get("additionalProperties", True)
     if set(own) in ({"enum"}, {"const"}):
-        values = own["enum"] if "enum" in own else [own["const"]]
-        known = [one for one in cast(list[object], values) if isinstance(one, str)]
+        given = own["enum"] if "enum" in own else [own["const"]]
+        known = [one for one in cast(list[object], given) if isinstance(one, str)]
         part["properties"] = dict.fromkeys(known, rest)
     elif set(own) == {"pattern"} and isinstance(own["pattern"], str):
         part["patternProperties"] = {rust_pattern(own["pattern"]): rest}

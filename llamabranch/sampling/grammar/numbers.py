@@ -74,12 +74,12 @@ def _bounds(part: Mapping[str, object]) -> tuple[Decimal | None, Decimal | None,
     """Return the lower and the upper bound of a schema's numbers, and whether each is excluded."""
     bounds: list[tuple[Decimal | None, bool]] = []
     for side, sign in (("inimum", 1), ("aximum", -1)):
-        limits = [
+        given = [
             (sign * _decimal(part[name]), name.startswith("e"))
             for name in (f"m{side}", f"exclusiveM{side}")
             if is_number(part.get(name))
         ]
-        tightest, excluded = max(limits, default=(None, False))
+        tightest, excluded = max(given, default=(None, False))
         bounds.append((None if tightest is None else sign * tightest, excluded))
     (least, above), (most, below) = bounds
     return least, most, above, below

@@ -147,14 +147,14 @@ def _repetition(value: object, part: object, document: dict[str, object], path: 
         inner = [(f"{path}/{k}", one, known.get(k, rest)) for k, one in value.items()]
     every = part.get("allOf")
     same = [pointed(part.get("$ref"), document), *(every if isinstance(every, list) else [])]
-    places = [_repetition(one, faults, document, at) for at, one, faults in inner]
-    places += [_repetition(value, faults, document, path) for faults in same]
+    places = [_repetition(one, its, document, at) for at, one, its in inner]
+    places += [_repetition(value, its, document, path) for its in same]
     kind = "array" if isinstance(value, list) else "object"
     for name in ("anyOf", "oneOf"):
         ways = part.get(name)
         ways = ways if isinstance(ways, list) else []
-        faults = [_repetition(value, way, document, path) for way in ways if _may_be(way, kind)]
-        places.append(faults[0] if faults and all(faults) else "")
+        its = [_repetition(value, way, document, path) for way in ways if _may_be(way, kind)]
+        places.append(its[0] if its and all(its) else "")
     return next(filter(None, places), "")
 
 

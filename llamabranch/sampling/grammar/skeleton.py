@@ -84,8 +84,8 @@ def _is_integer(part: Schema) -> bool:
 
 def _constants(part: Schema) -> list[object]:
     """Return the values that ``const`` and ``enum`` name."""
-    enum = part.get("enum")
-    values = enum if isinstance(enum, list) else [part["const"]] if "const" in part else []
+    given = part.get("enum")
+    values = given if isinstance(given, list) else [part["const"]] if "const" in part else []
     if "const" in part and "enum" in part:
         values = [one for one in values if same_text(one) == same_text(part["const"])]
     return values

@@ -332,10 +332,10 @@ class _Writer:
         self, schema: object, values: Values | None = None, *, is_flexible: bool = False
     ) -> str:
         """Return a JSON value that follows a schema, spaced as the template writes it."""
-        plain = schema if isinstance(schema, Mapping) else {}
+        given = schema if isinstance(schema, Mapping) else {}
         values = values or self._form.values
         try:
-            made = json_schemas.closed(json_schemas.parse(json.dumps(plain, ensure_ascii=False)))
+            made = json_schemas.closed(json_schemas.parse(json.dumps(given, ensure_ascii=False)))
         except RecursionError:
             raise GrammarError("the JSON schema is nested too deep") from None
         options: dict[str, object] = {"whitespace_flexible": is_flexible}

@@ -750,10 +750,10 @@ class Answer:
             if self.finish_reason is not None or buffer.finish_reason is None:
                 break
             buffer.resume()
-        ended, self.exchange.thought = buffer.ended, buffer.thought
-        if ended is None or self.finish_reason == "capacity":
+        found, self.exchange.thought = buffer.ended, buffer.thought
+        if found is None or self.finish_reason == "capacity":
             return
-        self.exchange.thought, n_kept, forced = ended
+        self.exchange.thought, n_kept, forced = found
         self._thought = buffer.tokens[:n_kept] + forced
         self.exchange.finish_reason = None
         self.branch.rewind(start + n_kept)

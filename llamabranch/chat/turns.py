@@ -135,10 +135,10 @@ class TurnBranches:
             return self._prune_of(self.living(), () if used is None else (used.seq_id,))
 
     def _prune_of(self, branches: list[Branch], used: Collection[int]) -> bool:
-        unused = next((branch for branch in branches if branch.seq_id not in used), None)
-        if unused is not None:
-            self._drop(unused)
-        return unused is not None
+        found = next((branch for branch in branches if branch.seq_id not in used), None)
+        if found is not None:
+            self._drop(found)
+        return found is not None
 
     def _drop(self, branch: Branch) -> None:
         with self._ctx.lock:

@@ -116,8 +116,8 @@ def _copy(memory: Memory, plan: list[_Step], kept: list[CachedPrefix]) -> bool:
                 if text in pieces:
                     memory.place(text.seq_id, pieces.pop(text), n, len(text.tokens) - n)
             if hidden is not None:
-                for seq_id, states in rows.items():
-                    hidden.set_all(seq_id, states)
+                for seq_id, found in rows.items():
+                    hidden.set_all(seq_id, found)
             return True
         except (SnapshotError, MemoryError):
             return False

@@ -126,8 +126,8 @@ def measured_costs(
         return None
     attention = _attention(_key(), shape)
     times = model.n_layer * shape.n_kv_heads
-    costs = [weights.plus(attention[each], times) for each in settings]
-    return costs if all(each.session < math.inf for each in costs) else None
+    found = [weights.plus(attention[each], times) for each in settings]
+    return found if all(each.session < math.inf for each in found) else None
 
 
 def _shape(model: Model) -> AttentionShape | None:
@@ -154,8 +154,8 @@ def _attention(key: str, shape: AttentionShape) -> dict[Setting, Costs]:
     group = min(shape.n_heads, _MOST_HEADS)
     key += f", {group} heads of {shape.head_size}, one K/V head of {shape.n_kv_heads}"
     kept = read_entry(_ATTENTION, key) or {}
-    stored = {each: _stored(kept.get(str(each))) for each in _ALL}
-    known = {setting: costs for setting, costs in stored.items() if costs is not None}
+    found = {each: _stored(kept.get(str(each))) for each in _ALL}
+    known = {setting: costs for setting, costs in found.items() if costs is not None}
     if len(known) < len(_ALL):
         part = shape._replace(n_heads=group)
         columns = [

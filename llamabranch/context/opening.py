@@ -129,7 +129,7 @@ def open_native(
     if not model.shares_memory:
         check_room(model, resolved, is_head=target is not None)
     n_trained = _trained_length(model, given)
-    tuner, capabilities, memory = _probed(model, given, target)
+    tuner, found, memory = _probed(model, given, target)
     params = tuner.params
     try:
         if params.cache_ram and not memory.can_copy:
@@ -142,7 +142,7 @@ def open_native(
         memory.handle.close()
         raise
     watch = None if target is not None else tuner.watch(memory.handle)
-    return params, capabilities, Runner(memory, n_trained, encoded, watch)
+    return params, found, Runner(memory, n_trained, encoded, watch)
 
 
 def _check_generates(model: Model) -> None:
@@ -201,25 +201,25 @@ def _probed(
         try:
             if target is not None and model.shares_memory:  # trials need memory
                 return tuner, *_probe_sharing_head(handle, target.capabilities)
-            report, memory = _probe(handle, model, params, is_head=target is not None)
+            found, memory = _probe(handle, model, params, is_head=target is not None)
             if given.n_rs_seq == "auto" and target is None and not params.n_rs_seq:
-                n_rollback = _most_rollback(report.state_bytes, params)
+                n_rollback = _most_rollback(found.state_bytes, params)
                 if n_rollback:
                     handle.close()
                     given = replace(given, n_rs_seq=n_rollback)
                     first = resolved = replace(resolved, n_rs_seq=n_rollback)
                     continue
             if resolved is first and target is None:
-                if report.batch_invariant:
+                if found.batch_invariant:
                     ratios, again = _weighed(model, handle, given, params)
                 else:
-                    again = _adapted(model, resolved, given, report)
+                    again = _adapted(model, resolved, given, found)
                 if again is not None:
                     handle.close()
-                    reason, variation = report.batch_invariant_reason, report.total_variation
-                    if report.batch_invariant:
+                    reason, variation = found.batch_invariant_reason, found.total_variation
+                    if found.batch_invariant:
                         reason, variation = "", None
-                    elif report.exact_rows and again.kv_type != resolved.kv_type:
+                    elif found.exact_rows and again.kv_type != resolved.kv_type:
                         reason += f" (with {resolved.kv_type} K/V)"
                     resolved = again
                     continue
@@ -234,17 +234,17 @@ def _probed(
                 return _probed(model, replace(given, kv_unified=True), target)
             raise
         if reason:
-            if report.batch_invariant:
+            if found.batch_invariant:
                 at_once = f"decodes, and prompts, of {resolved.n_ubatch} tokens at a time"
                 more = "; extra_buffers=False may allow more" if model.extra_buffers else ""
                 reason = f"by {at_once}{more}: {reason}"
                 variation = 0.0
-            report = replace(report, batch_invariant_reason=reason, total_variation=variation)
-        report = replace(report, exact_read_ratio=ratios[0], exact_write_ratio=ratios[1])
-        if report.cost_of_exact and not report.batch_invariant:
-            reason = f"{report.cost_of_exact} (batch_invariant=True asks for it)"
-            report = replace(report, batch_invariant_reason=reason)
-        return tuner, report, memory
+            found = replace(found, batch_invariant_reason=reason, total_variation=variation)
+        found = replace(found, exact_read_ratio=ratios[0], exact_write_ratio=ratios[1])
+        if found.cost_of_exact and not found.batch_invariant:
+            reason = f"{found.cost_of_exact} (batch_invariant=True asks for it)"
+            found = replace(found, batch_invariant_reason=reason)
+        return tuner, found, memory
 
 
 def _most_rollback(state_bytes: int, params: ContextParams) -> int:
@@ -336,8 +336,8 @@ def _open_head(handle: ContextHandle, model: Model, target: Target) -> int:
     reader = weakref.ref(handle)
 
     def is_read() -> bool:
-        native = reader()
-        return native is not None and not native.closed
+        found = reader()
+        return found is not None and not found.closed
 
     with target.decoder.handle.lock:
         width = target.decoder.watch_hidden(layers, is_read).width
@@ -436,7 +436,7 @@ def _probe(
         memory = Windowed(handle, layout, window)
     else:
         memory = Memory(handle, layout, keeps_order=invariant and not is_head)
-    capabilities = Capabilities(
+    found = Capabilities(
         can_truncate=can_truncate,
         can_share=handle.kv_unified,
         sliding_window=window,
@@ -452,7 +452,7 @@ def _probe(
         rollback_reason=rollback_reason,
         rollback_bytes=handle.n_rollback * state_bytes,
     )
-    return capabilities, memory
+    return found, memory
 
 
 def _can_undo(runner: Runner, model: Model, params: ContextParams) -> tuple[int, str]:
@@ -525,7 +525,7 @@ def _probe_sharing_head(handle: ContextHandle, target: Capabilities) -> tuple[Ca
     """Return what a head can do that reads its target's memory; it has no memory to try out."""
     if not handle.kv_unified:
         _check_copies(None)
-    capabilities = replace(
+    found = replace(
         target,
         can_truncate=False,
         batch_invariant=False,
@@ -533,7 +533,7 @@ def _probe_sharing_head(handle: ContextHandle, target: Capabilities) -> tuple[Ca
         total_variation=None,
         batch_invariant_reason="not established for a head that reads the K/V of its target",
     )
-    return capabilities, States(handle)
+    return found, States(handle)
 
 
 def _check_copies(layout: StateLayout | None) -> None:

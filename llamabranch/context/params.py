@@ -257,7 +257,7 @@ class ContextParams:
         n_rs_seq = self.n_rs_seq
         if n_rs_seq == "auto" or model.memory_type not in ("recurrent", "hybrid"):
             n_rs_seq = 0
-        resolved = replace(
+        found = replace(
             self,
             n_rs_seq=n_rs_seq,
             n_ctx=n_ctx,
@@ -269,12 +269,12 @@ class ContextParams:
             kv_type=kv_type,
             flash_attention=flash_attention,
         )
-        if int(n_rs_seq) > max(0, resolved.most_rollback):
+        if int(n_rs_seq) > max(0, found.most_rollback):
             raise ConfigError(
                 f"n_rs_seq ({n_rs_seq}) must be below n_ubatch - 1, which is {n_ubatch - 1}",
                 hint="llama.cpp computes all tokens that can be undone, and more, in one micro-batch",
             )
-        return resolved
+        return found
 
     @property
     def most_rollback(self) -> int:
@@ -299,10 +299,10 @@ class ContextParams:
             return self.kv_type if self.kv_type != "auto" else EXACT.kv_type, self.flash_attention
         if self.kv_type != "auto":
             return self.kv_type, self.flash_attention
-        setting = fastest(model, self.flash_attention, has_others=has_others)
-        if setting is None or self.flash_attention is False:
+        found = fastest(model, self.flash_attention, has_others=has_others)
+        if found is None or self.flash_attention is False:
             return "f16", self.flash_attention
-        return setting.kv_type, self.flash_attention if setting.flash else False
+        return found.kv_type, self.flash_attention if found.flash else False
 
     def trained_length(self, model: Model) -> int | None:
         """Return the number of tokens the model was trained for.

@@ -131,11 +131,11 @@ class Runner:
         """
         handle, memory, watch = self.handle, self.memory, self.watch
         handle.ptr  # noqa: B018  (raises ClosedError)
-        all_rows: list[LogitsRow] = []
+        found: list[LogitsRow] = []
         code = n = n_rows_before = n_decoded = 0
         try:
             for n, n_rows, submit, record, places in pieces:
-                for row in all_rows:
+                for row in found:
                     row.detach()
                 self._protect_rows(n_rows, expiring)
                 code = submit() if watch is None else watch.decode(n, submit)
@@ -162,7 +162,7 @@ class Runner:
                 if places is not None:
                     rows = [rows[place] for place in places]
                 if read is None:
-                    all_rows = all_rows + rows if all_rows else rows
+                    found = found + rows if found else rows
                 else:
                     read(n_rows_before, rows)
                     n_rows_before += n_rows
@@ -170,7 +170,7 @@ class Runner:
                     n_decoded += n
                     on_read(n_decoded)
             else:
-                return all_rows
+                return found
         except BaseException:  # Ctrl-C arrives when the call returns
             handle.resume()  # the decode may have been interrupted too
             self.undo(starts, expiring)
@@ -395,7 +395,7 @@ class Runner:
         Raises:
             CacheFullError, DecodeError: some of the tokens may be decoded; cut the sequence.
         """
-        handle, states = self.handle, []
+        handle, found = self.handle, []
         most = min(handle.n_chunk, handle.n_outputs_max)
         self._protect_rows(0, ())  # the buffer of the logits will move
         handle.forget_rows()
@@ -404,12 +404,12 @@ class Runner:
             for low in range(0, len(tokens), most):
                 part = tokens[low : low + most]
                 decode_run(self, part, seq_id, "all")
-                states.append(heads.embedding_rows(handle, len(part)))
+                found.append(heads.embedding_rows(handle, len(part)))
         finally:
             self._live = []
             handle.forget_rows()
             heads.extract_embeddings(handle, False)
-        return np.concatenate(states)
+        return np.concatenate(found)
 
     def output_states(self, n: int) -> States:
         """Return the states of the last decode's ``n`` rows of logits, float32 (n, n_embd_out), a copy.

@@ -111,8 +111,8 @@ class SequenceIds:
         """Return the holders of allocated sequences, ordered by sequence id."""
         with self._lock:
             self.collect()
-            all_holders = map(self.holder, range(self.n_seq_max))
-            return [holder for holder in all_holders if holder is not None]
+            found = map(self.holder, range(self.n_seq_max))
+            return [holder for holder in found if holder is not None]
 
     def evict_last(self, evictable: Evictable) -> None:
         """Also take sequences from ``evictable`` from now on, after all others. Hold the lock."""
@@ -120,8 +120,8 @@ class SequenceIds:
         self._evictables = [weakref.ref(each) for each in (*others, evictable)]
 
     def _living_evictables(self) -> list[Evictable]:
-        evictables = (ref() for ref in self._evictables)
-        return [each for each in evictables if each is not None]
+        found = (ref() for ref in self._evictables)
+        return [each for each in found if each is not None]
 
     def allocate(
         self, holder: object, beginning: Sequence[int] = (), *, used: Collection[int] = ()

@@ -120,11 +120,11 @@ class Comparison:
 
     def as_dict(self) -> dict[str, object]:
         """Return JSON types."""
-        fields: dict[str, object] = {"models": self.models, "chunks": self.n_chunks}
+        found: dict[str, object] = {"models": self.models, "chunks": self.n_chunks}
         if self.divergence is None:
-            return fields | {"totals": self.totals, "advice": self.advice}
+            return found | {"totals": self.totals, "advice": self.advice}
         numbers = {k: v for k, v in self.divergence.as_dict().items() if k != "rows"}
-        return fields | numbers | {
+        return found | numbers | {
             "reverse_kl": self.reverse, "worst": [each._asdict() for each in self.worst],
             "by_quarter": self.by(lambda t: t.quarter), "by_kind": self.by(lambda t: t.kind),
             "forks": self.forks, "median_fork": self.median_fork,
@@ -139,7 +139,7 @@ def compare_models(
     window: int = 512,
     chunks: int | None = 8,
     *,
-    progress: Callable[[Comparison], None] = lambda result: None,
+    progress: Callable[[Comparison], None] = lambda found: None,
 ) -> Comparison:
     """Compare B with A on a text.
 
@@ -153,36 +153,36 @@ def compare_models(
         ConfigError: the text is too short. CacheFullError, DecodeError.
     """
     tokens, parts = text_chunks(a, text, window, chunks)
-    result = Comparison([_about(ctx) for ctx in (a, b)])
+    found = Comparison([_about(ctx) for ctx in (a, b)])
     if not same_vocabulary(a.model, b.model):
         for part in parts:
-            result.spans += spans((a, b), part)
-            result.n_chunks += 1
-            progress(result)
-        return result
-    result.divergence = KLDivergence.begun(a, tokens, window, len(parts))
+            found.spans += spans((a, b), part)
+            found.n_chunks += 1
+            progress(found)
+        return found
+    found.divergence = KLDivergence.begun(a, tokens, window, len(parts))
     for number, part in enumerate(with_bos(a.model, parts)):
-        _read(result, (a, b), part, parts[number])
-        progress(result)
+        _read(found, (a, b), part, parts[number])
+        progress(found)
     prompts = _places(parts)
-    result.n_forks = len(prompts)
+    found.n_forks = len(prompts)
     room = min(a.n_ctx_seq, b.n_ctx_seq) - max(map(len, prompts))
     for prompt in prompts:
-        progress(result)
-        result.forks.append(_until_they_part((a, b), prompt, min(_FORK_TOKENS, room)))
-    return result
+        progress(found)
+        found.forks.append(_until_they_part((a, b), prompt, min(_FORK_TOKENS, room)))
+    return found
 
 
 def _places(parts: Sequence[Sequence[int]]) -> list[Sequence[int]]:
     """Return prompts from the text, as far apart as possible; no two end at the same token."""
     chosen = [i * len(parts) // _N_FORKS for i in range(_N_FORKS)]
-    prompts = []
+    found = []
     for chunk in dict.fromkeys(chosen):
         part, n = parts[chunk], chosen.count(chunk)
         longest = min(_FORK_PROMPT, len(part) // 2)
         ends = sorted({max(1, len(part) * (i + 1) // (n + 1)) for i in range(n)})
-        prompts += [part[max(0, end - longest) : end] for end in ends]
-    return prompts
+        found += [part[max(0, end - longest) : end] for end in ends]
+    return found
 
 
 def _about(ctx: Context) -> dict[str, object]:

@@ -116,15 +116,15 @@ class KLDivergence(Chunked):
 
     def as_dict(self) -> dict[str, object]:
         """Return JSON types, with every statistic."""
-        fields: dict[str, object] = {
+        found: dict[str, object] = {
             name: value._asdict() if isinstance(value, Uncertain) else value
             for name, value in self.statistics._asdict().items()
         }
-        fields["kl_percentiles"] = {f"{100 * f:g}": self.percentile(f) for f in KL_FRACTIONS}
-        fields["p_change_percentiles"] = {
+        found["kl_percentiles"] = {f"{100 * f:g}": self.percentile(f) for f in KL_FRACTIONS}
+        found["p_change_percentiles"] = {
             f"{100 * f:g}": self.p_change_percentile(f) for f in P_FRACTIONS
         }
-        return {**fields, **super().as_dict()}
+        return {**found, **super().as_dict()}
 
 
 def divergence(
@@ -157,12 +157,12 @@ def divergence(
         check_room(ctx, file.window)
         flat = [token for chunk in file.chunks for token in chunk]
         ctx.model.check_tokens(flat)
-        result = KLDivergence.begun(ctx, flat, file.window, len(file.chunks))
+        found = KLDivergence.begun(ctx, flat, file.window, len(file.chunks))
 
         def compare(chunk: int, i: int, token: int, row: LogitsRow) -> tuple[float, ...]:
             return _compared(row, file.read(chunk, i), token)
 
-        return result.read(ctx, with_bos(ctx.model, file.chunks), compare, progress)
+        return found.read(ctx, with_bos(ctx.model, file.chunks), compare, progress)
 
 
 def _compared(row: LogitsRow, base: Coded, token: int) -> tuple[float, ...]:

@@ -200,18 +200,18 @@ class LlamaBranchLM(TemplateLM):  # type: ignore[misc]
                 raise ConfigError(message, hint="raise max_length and n_ctx")
             window = (context + after)[-(self.max_length + 1) :]  # the last token is not an input
             pairs.append((window[: -len(after)], [after]))
-        results: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+        found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         with tqdm(total=len(requests), desc="loglikelihood", disable=disable_tqdm) as bar:
 
             def note(number: int, scores: list[Score]) -> None:
-                results[number] = scores[0].logprob, scores[0].is_greedy
+                found[number] = scores[0].logprob, scores[0].is_greedy
                 asked = requests[number][0]
                 if asked is not None:
-                    self.cache_hook.add_partial("loglikelihood", asked, results[number])
+                    self.cache_hook.add_partial("loglikelihood", asked, found[number])
                 bar.update()
 
             score(self.ctx, pairs, on_done=note)
-        return results
+        return found
 
     def loglikelihood_rolling(
         self, requests: Sequence[Instance], disable_tqdm: bool = False
@@ -223,8 +223,8 @@ class LlamaBranchLM(TemplateLM):  # type: ignore[misc]
             its = utils.get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, 1)
             windows.append(list(map(utils.make_disjoint_window, its)))
         flat = [(None, before, after) for its in windows for before, after in its]
-        logprobs = iter(self._loglikelihood_tokens(flat, disable_tqdm=disable_tqdm))
-        totals = [sum((next(logprobs)[0] for _ in its), 0.0) for its in windows]
+        found = iter(self._loglikelihood_tokens(flat, disable_tqdm=disable_tqdm))
+        totals = [sum((next(found)[0] for _ in its), 0.0) for its in windows]
         for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals

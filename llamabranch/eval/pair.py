@@ -48,8 +48,8 @@ def same_vocabulary(a: Model, b: Model) -> bool:
 
 def mean_kl(data: Raw) -> tuple[float, float] | None:
     """Return the mean and the largest KL divergence of a comparison; None if nothing was compared."""
-    kls = msgspec.json.decode(data, type=dict[str, object]).get("kl")
-    known = [float(x) for x in kls if x is not None] if isinstance(kls, list) else []
+    found = msgspec.json.decode(data, type=dict[str, object]).get("kl")
+    known = [float(x) for x in found if x is not None] if isinstance(found, list) else []
     return (round(sum(known) / len(known), 5), round(max(known), 5)) if known else None
 
 
@@ -129,14 +129,14 @@ def read_pair(
                 [row, *map(LogitsRow, branch.extend(part, logits="all"))]
                 for row, branch in zip(last, (a, b), strict=True)
             ]
-            scores = []
+            found = []
             for i, token in enumerate(part):
                 draw = None
                 if draws is not None and params is not None:
                     draw = rows[1][i].draw(draws, params.seed or 0, at + i)
                     draws.accept(token)
-                scores.append(compared(models, (rows[0][i], rows[1][i]), token, draw))
-            if report(at, scores):
+                found.append(compared(models, (rows[0][i], rows[1][i]), token, draw))
+            if report(at, found):
                 return
             last = [rows[0][-1], rows[1][-1]]
 
@@ -226,7 +226,7 @@ def spans(pair: tuple[Context, Context], tokens: Sequence[int]) -> list[Span]:
     """Compare two models with different tokenizers on a text, which is passed as tokens of A."""
     text = b"".join(map(pair[0].model.piece, tokens)).decode("utf-8", "replace")
     sides = [_Side(pair[0], tokens), _Side(pair[1], pair[1].model.prompt_tokens(text))]
-    stretches: list[Span] = []
+    found: list[Span] = []
     start, before = 0, [0, 0]
     for end in sorted({*sides[0].ends} & {*sides[1].ends}):
         after = [bisect_right(side.ends, end) for side in sides]
@@ -235,9 +235,9 @@ def spans(pair: tuple[Context, Context], tokens: Sequence[int]) -> list[Span]:
             tops = [side.next(j) for side, j in zip(sides, after, strict=True)]
             agree = tops[0].startswith(tops[1]) or tops[1].startswith(tops[0])
             whole = (before[0], after[0])
-            stretches.append(Span(whole, start, end, (a, b), agree if all(tops) else None))
+            found.append(Span(whole, start, end, (a, b), agree if all(tops) else None))
         start, before = end, after
-    return stretches
+    return found
 
 
 class _Side:

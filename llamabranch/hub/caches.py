@@ -147,10 +147,10 @@ def _in_folder(
     if spec is not None and spec.repository != repository:
         return
     try:  # skips dangling links
-        gguf_files = [path for path in folder.rglob("*.gguf") if path.is_file()]
+        found = [path for path in folder.rglob("*.gguf") if path.is_file()]
     except OSError:
         return
-    paths = sorted(path.relative_to(folder).as_posix() for path in gguf_files)
+    paths = sorted(path.relative_to(folder).as_posix() for path in found)
     asked = [(spec.tag, spec.file)] if spec else [(None, each[0]) for each in model_sets(paths)]
     for tag, file in asked:
         with contextlib.suppress(ConfigError):  # the model or a shard is missing

@@ -45,8 +45,8 @@ class CatalogueEntry:
         for place in places:
             if place.is_file():
                 return place
-        model = None if self.bundled else find(HubSpec(self.repository, file=self.file))
-        return None if model is None else model.path
+        found = None if self.bundled else find(HubSpec(self.repository, file=self.file))
+        return None if found is None else found.path
 
     @property
     def package(self) -> str | None:

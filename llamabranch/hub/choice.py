@@ -49,8 +49,8 @@ def choose(
         if file not in safe:
             raise ConfigError(f"{where} has no file {file}", hint=_offer(safe))
         stem, shard = _stem_and_shard(file)
-        files = (file,) if shard is None else _sets(safe)[stem, shard[1]]
-        return _complete(files, where)
+        found = (file,) if shard is None else _sets(safe)[stem, shard[1]]
+        return _complete(found, where)
     models = model_sets(safe)
     if not models:
         raise ConfigError(f"{where} has no GGUF model", hint=_offer(safe))
@@ -99,10 +99,10 @@ def _complete(files: tuple[str, ...], where: str) -> tuple[str, ...]:
 def _stem_and_shard(path: str) -> tuple[str, tuple[int, int] | None]:
     """Return a path without suffix and shard number, and (index, count) of a shard."""
     stem = path.removesuffix(".gguf")
-    match = _SHARD.fullmatch(stem)
-    if match is None:
+    found = _SHARD.fullmatch(stem)
+    if found is None:
         return stem, None
-    return match["stem"], (int(match["index"]), int(match["count"]))
+    return found["stem"], (int(found["index"]), int(found["count"]))
 
 
 def _bounded(tag: str) -> str:

@@ -43,18 +43,18 @@ class HubSpec:
         Raises:
             ConfigError: something else follows ``hf:``; two tags, two revisions, or a tag and a file.
         """
-        match = _SPEC.fullmatch(text)
-        if match is None:
+        found = _SPEC.fullmatch(text)
+        if found is None:
             if text.startswith("hf:"):
                 raise ConfigError(
                     f"{text!r} does not name a repository",
                     hint="write hf:user/repo, hf:user/repo:Q8_0 or hf:user/repo/file.gguf",
                 )
             return None
-        repository, file = match["repository"], match["file"]
-        if file is None and match["prefix"] is None and repository.lower().endswith(".gguf"):
+        repository, file = found["repository"], found["file"]
+        if file is None and found["prefix"] is None and repository.lower().endswith(".gguf"):
             return None  # models/tale.gguf
-        marks = _MARK.findall(match["marks"])
+        marks = _MARK.findall(found["marks"])
         given = dict(marks)
         if len(given) < len(marks):
             raise ConfigError(f"{text!r} has two tags or two revisions", hint="use one of each")

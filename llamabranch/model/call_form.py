@@ -80,8 +80,8 @@ class Known:
     def properties(self, name: str) -> Mapping[str, object] | None:
         """Return the schemas of a function's arguments by name; None if they are not known."""
         schema = (self.schemas or {}).get(name)
-        schemas = schema.get("properties") if isinstance(schema, Mapping) else None
-        return schemas if isinstance(schemas, Mapping) else None
+        found = schema.get("properties") if isinstance(schema, Mapping) else None
+        return found if isinstance(found, Mapping) else None
 
     def is_text(self, name: str, key: str) -> bool | None:
         """Return whether an argument is a string; None if its schema does not say."""
@@ -96,10 +96,10 @@ def is_text_schema(schema: object, root: object, depth: int = 8) -> bool | None:
         return None
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#/"):
-        definition = root
+        found = root
         for step in reference[2:].split("/"):
-            definition = definition.get(step) if isinstance(definition, Mapping) else None
-        return is_text_schema(definition, root, depth - 1)
+            found = found.get(step) if isinstance(found, Mapping) else None
+        return is_text_schema(found, root, depth - 1)
     kinds = schema.get("type")
     if isinstance(kinds, str):
         return kinds == "string"
@@ -147,8 +147,8 @@ class Cursor:
 
     def space(self) -> None:
         """Skip white space."""
-        match = _SPACE.match(self.text, self.at)
-        self.at = match.end() if match else self.at
+        found = _SPACE.match(self.text, self.at)
+        self.at = found.end() if found else self.at
         if self.at == len(self.text) and not self.last:
             raise Incomplete
 
@@ -193,9 +193,9 @@ class Cursor:
         end = self.text.find(core, self.at)
         if end < 0:
             raise self.need()
-        before = self.text[self.at : end]
+        found = self.text[self.at : end]
         self.at = end + len(core)
-        return before
+        return found
 
     def json(self) -> object:
         """Read a JSON value."""
@@ -323,20 +323,20 @@ class Values:
         if text[at] in "{[":
             return self._read_many(cursor, depth)
         word, number = _WORD.match(text, at), _NUMBER.match(text, at)
-        match = word or number
-        if match is None or (word and word[0] not in _LITERALS):
+        found = word or number
+        if found is None or (word and word[0] not in _LITERALS):
             if not cursor.last and (
                 text[at:] == "-" or (word and word.end() == len(text) and len(word[0]) < 6)
             ):
                 raise Incomplete
             raise Mismatch
-        if not cursor.last and (match.end() == len(text) or _CUT.fullmatch(text, at)):
+        if not cursor.last and (found.end() == len(text) or _CUT.fullmatch(text, at)):
             raise Incomplete
-        cursor.at = match.end()
+        cursor.at = found.end()
         if word:
             return _LITERALS[word[0]]
         try:
-            value: object = json.loads(match[0])
+            value: object = json.loads(found[0])
         except ValueError:  # more digits than Python converts
             raise Mismatch from None
         return value
@@ -345,11 +345,11 @@ class Values:
         if len(quote) > 1:
             cursor.at += len(quote)
             return cursor.until(quote)
-        match = _quoted(quote).match(cursor.text, cursor.at)
-        if match is None:
+        found = _quoted(quote).match(cursor.text, cursor.at)
+        if found is None:
             raise cursor.need()
-        cursor.at = match.end()
-        text = _ESCAPE.sub(_escaped, match[1])
+        cursor.at = found.end()
+        text = _ESCAPE.sub(_escaped, found[1])
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
     def _read_many(self, cursor: Cursor, depth: int) -> object:
@@ -993,8 +993,8 @@ class CallForm:
     def _name_of_id(self, text: str, known: Known) -> str:
         before, after = self.name_in_id or ("", "")
         name = text.strip().removeprefix(before)
-        match = re.fullmatch(rf"(.*?)(?:{re.escape(after)}\d+)?", name, re.DOTALL)
-        name = match[1] if match else name
+        found = re.fullmatch(rf"(.*?)(?:{re.escape(after)}\d+)?", name, re.DOTALL)
+        name = found[1] if found else name
         if not known.takes(name):
             raise Mismatch
         return name
@@ -1027,10 +1027,10 @@ class CallForm:
                 raise cursor.need()
             name = cursor.text[start:end].strip()
         else:
-            match = _NAME.match(cursor.text, start)
-            if match is None or (match.end() == len(cursor.text) and not cursor.last):
+            found = _NAME.match(cursor.text, start)
+            if found is None or (found.end() == len(cursor.text) and not cursor.last):
                 raise cursor.need()
-            name, end = match[0], match.end()
+            name, end = found[0], found.end()
         if not name or len(name) > 256 or "\n" in name:
             raise Mismatch
         cursor.at = start + len(cursor.text[start:end].rstrip())
@@ -1051,11 +1051,11 @@ def _at(value: object, path: Sequence[str], default: object = None) -> object:
 def _until(cursor: Cursor, literal: str) -> str:
     core = literal.split()[0] if literal.strip() else ""
     if not core:
-        match = _NAME.match(cursor.text, cursor.at)
-        if match is None or (match.end() == len(cursor.text) and not cursor.last):
+        found = _NAME.match(cursor.text, cursor.at)
+        if found is None or (found.end() == len(cursor.text) and not cursor.last):
             raise cursor.need()
-        cursor.at = match.end()
-        return match[0]
+        cursor.at = found.end()
+        return found[0]
     end = cursor.text.find(core, cursor.at)
     if end < 0:
         raise cursor.need()

@@ -96,10 +96,10 @@ class ControlText:
             return chosen[character]
 
         try:
-            guarded_value = cast(Given, guarded(value, ""))
+            found = cast(Given, guarded(value, ""))
         except RecursionError:
             raise ConfigError("messages, tools and variables are nested too deep") from None
-        return guarded_value, {ord(mark): character for character, mark in chosen.items()}
+        return found, {ord(mark): character for character, mark in chosen.items()}
 
     def _places(self, text: str, removed: re.Pattern[str]) -> set[int]:
         """Return which characters to replace so that ``text`` is not a control token, nor part of one."""
@@ -150,11 +150,11 @@ class ControlText:
             control = self._tokens[match.group()] if match else None
             piece = piece.lstrip(_SPACE) if strips else piece
             piece = piece.rstrip(_SPACE) if control and control.strips_before else piece
-            ids = tokenize(piece.translate(stand_ins), False) if piece else []
-            if not self._ids.isdisjoint(ids):  # user-defined: parsed in any text
+            found = tokenize(piece.translate(stand_ins), False) if piece else []
+            if not self._ids.isdisjoint(found):  # user-defined: parsed in any text
                 parts = re.split(f"(?<=[{''.join(map(chr, stand_ins))}])", piece)
-                ids = [t for part in parts for t in tokenize(part.translate(stand_ins), False)]
-            tokens += ids
+                found = [t for part in parts for t in tokenize(part.translate(stand_ins), False)]
+            tokens += found
             if match and control:
                 tokens.append(control.token)
                 at, strips = match.end(), control.strips_after
@@ -183,8 +183,8 @@ def _one_of(texts: Sequence[str]) -> str:
     for text in texts:
         if text != start:
             by_next.setdefault(text[len(start)], []).append(text[len(start) :])
-    pattern = re.escape(start)
+    found = re.escape(start)
     if by_next:
         choice = "|".join(_one_of(rest) for rest in by_next.values())
-        pattern += f"(?:{choice}){'?' if start in texts else ''}"
-    return pattern
+        found += f"(?:{choice}){'?' if start in texts else ''}"
+    return found

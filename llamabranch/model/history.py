@@ -28,7 +28,7 @@ def written_history(
         ConfigError: a call has no name, or its arguments are not a JSON object.
     """
     roles, parts = turns.parts.roles, turns.parts
-    written: list[dict[str, object]] = []
+    found: list[dict[str, object]] = []
     ids: dict[str, str] = {}
     names: dict[str, str] = {}
     for index, message in enumerate(messages):
@@ -48,12 +48,12 @@ def written_history(
                 name = message.get("name") or names.get(given) or "the function"
                 changed = {"role": "user", "content": f"Result of {name}:\n{message['content']}"}
                 if (
-                    written
-                    and written[-1].get("role") == "user"
+                    found
+                    and found[-1].get("role") == "user"
                     and "role" in messages[index - 1]
                     and (messages[index - 1]["role"] in ("tool", "function"))
                 ):
-                    before = written.pop()
+                    before = found.pop()
                     changed["content"] = f"{before['content']}\n\n{changed['content']}"
         elif (
             role == "user"
@@ -61,12 +61,12 @@ def written_history(
             and messages[index - 1]["role"] in ("tool", "function")
             and "tool" not in roles
         ):
-            before = written.pop()  # templates refuse two messages of the user in a row
+            before = found.pop()  # templates refuse two messages of the user in a row
             changed["content"] = f"{before['content']}\n\n{message['content']}"
         if role == "assistant" and parts.thought_end and "reasoning_content" not in changed:
             changed = _with_thought(changed, turns)
-        written.append(changed)
-    return written
+        found.append(changed)
+    return found
 
 
 def _with_thought(message: dict[str, object], turns: TurnFormat) -> dict[str, object]:

@@ -263,10 +263,10 @@ class Model:
         """
         if type(token) is int and 0 <= token < self.n_vocab:
             return token
-        token_id = plain_int(token)
-        if token_id is None or not 0 <= token_id < self.n_vocab:
+        found = plain_int(token)
+        if found is None or not 0 <= found < self.n_vocab:
             raise self._no_token(token)
-        return token_id
+        return found
 
     def _no_token(self, token: object) -> TokenizeError:
         hint = (
@@ -539,14 +539,14 @@ class Model:
         return tokens
 
     def _checked(self, messages: Sequence[Message]) -> list[dict[str, object]]:
-        checked = chat_messages(messages)
+        found = chat_messages(messages)
         if self.chat_template is None:
-            return checked
-        check_roles(checked, self.chat_template)
-        roles = {message["role"] for message in checked}
+            return found
+        check_roles(found, self.chat_template)
+        roles = {message["role"] for message in found}
         if roles & {"developer", "tool", "function", "assistant"}:
-            return written_history(checked, self.turn_format)
-        return checked
+            return written_history(found, self.turn_format)
+        return found
 
     @cached_property
     def turn_format(self) -> TurnFormat:
@@ -614,8 +614,8 @@ class Model:
 
     @cached_property
     def _control_text(self) -> ControlText:
-        controls = self.handle.control_tokens(self.chat_template or "")
-        return ControlText({text: ControlToken(*known) for text, known in controls.items()})
+        found = self.handle.control_tokens(self.chat_template or "")
+        return ControlText({text: ControlToken(*known) for text, known in found.items()})
 
     # -- pairs -------------------------------------------------------------------------------------
 

@@ -74,13 +74,13 @@ class ChatTemplate:
     @cached_property
     def strings(self) -> frozenset[str]:
         """The string literals in its source, at which it can cut or join texts."""
-        literals = set()
+        found = set()
         for literal in _STRING.findall(self._source):
             try:
-                literals.add(str(literal_eval(literal)))
+                found.add(str(literal_eval(literal)))
             except (ValueError, SyntaxError):
-                literals.add(literal[1:-1])
-        return frozenset(literals - {""})
+                found.add(literal[1:-1])
+        return frozenset(found - {""})
 
     def render(
         self,
@@ -156,8 +156,8 @@ class _Worker:
     """A running worker process; it is stopped when it is no longer used, and at exit."""
 
     def __init__(self) -> None:
-        specs = [find_spec(name) for name in ("jinja2", "markupsafe")]
-        origins = [spec.origin for spec in specs if spec is not None and spec.origin is not None]
+        found = [find_spec(name) for name in ("jinja2", "markupsafe")]
+        origins = [spec.origin for spec in found if spec is not None and spec.origin is not None]
         # Jinja needs MarkupSafe.
         folders = [str(Path(each).parents[1]) for each in origins] if len(origins) == 2 else []
         program = Path(__file__).with_name("template_worker.py")

@@ -47,10 +47,10 @@ def token_list(tokens: TokenIds) -> list[int]:
             f"token ids must be a list of integers, not {tokens!r:.40}",
             hint="turn text into tokens with tokenize(text), bytes into text with decode()",
         )
-    items = list(tokens)
-    if all(type(token) is int for token in items):
-        return items  # type: ignore[return-value]
-    return [token if (n := plain_int(token)) is None else n for token in items]  # type: ignore[misc]
+    found = list(tokens)
+    if all(type(token) is int for token in found):
+        return found  # type: ignore[return-value]
+    return [token if (n := plain_int(token)) is None else n for token in found]  # type: ignore[misc]
 
 
 class TextSource(Protocol):

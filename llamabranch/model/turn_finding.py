@@ -135,12 +135,12 @@ def _answers(as_text: bool) -> dict[str, list[dict[str, object]]]:
         ]
         return [*_ASKED, {"role": "assistant", "content": content, "tool_calls": written, **more}]
 
-    answers = {kind: called((_NAME, arguments)) for kind, arguments in _SINGLE.items()}
-    answers["pair"] = called((_NAME, _SINGLE["one"]), (_OTHER, _SINGLE["one"]))
-    answers["said"] = called((_NAME, _SINGLE["one"]), content=_CONTENT)
-    answers["thought"] = called((_NAME, _SINGLE["one"]), **_THOUGHTS)
-    answers["no content"] = called((_NAME, _SINGLE["one"]), content=None)
-    return answers
+    found = {kind: called((_NAME, arguments)) for kind, arguments in _SINGLE.items()}
+    found["pair"] = called((_NAME, _SINGLE["one"]), (_OTHER, _SINGLE["one"]))
+    found["said"] = called((_NAME, _SINGLE["one"]), content=_CONTENT)
+    found["thought"] = called((_NAME, _SINGLE["one"]), **_THOUGHTS)
+    found["no content"] = called((_NAME, _SINGLE["one"]), content=None)
+    return found
 
 
 class _Renderings:
@@ -560,10 +560,10 @@ def _named_later(form: CallForm) -> CallForm | None:
     if form.kind != "tag" or len(form.unit) < 4 or form.unit[1] is not Slot.NAME:
         return None
     before, _, header, *rest = form.unit
-    match = re.fullmatch(r"(<[^<>]+>\w+)[\s\w]*(<[^<>]+>)", str(header))
-    if match is None or not re.fullmatch(r"\s*\w+=[\w.]*", str(before)):
+    found = re.fullmatch(r"(<[^<>]+>\w+)[\s\w]*(<[^<>]+>)", str(header))
+    if found is None or not re.fullmatch(r"\s*\w+=[\w.]*", str(before)):
         return None
-    unit = (f"{match[1]} {str(before).strip()}", Slot.NAME, Slot.WORDS, match[2], *rest)
+    unit = (f"{found[1]} {str(before).strip()}", Slot.NAME, Slot.WORDS, found[2], *rest)
     return replace(form, unit=unit)
 
 
@@ -571,10 +571,10 @@ def _named_later(form: CallForm) -> CallForm | None:
 
 
 def _json_form(one: str, pair: str | None) -> CallForm | None:
-    call = _object_of(one, _NAME)
-    if call is None:
+    found = _object_of(one, _NAME)
+    if found is None:
         return None
-    start, end, value, in_list = call
+    start, end, value, in_list = found
     name_path = _path_to(value, lambda v: v == _NAME)
     arguments_path = _path_to(value, lambda v: v == {_KEY: _VALUE})
     is_text = arguments_path is None
@@ -714,7 +714,7 @@ def _index_in(text: str, pair: str) -> tuple[str, int] | None:
 
 def _with_index(parts: Sequence[Part], before: str, first: int) -> tuple[Part, ...]:
     number = str(first)
-    indexed: list[Part] = []
+    found: list[Part] = []
     is_done = False
     for part in parts:
         tail = before if isinstance(part, str) else ""
@@ -724,11 +724,11 @@ def _with_index(parts: Sequence[Part], before: str, first: int) -> tuple[Part, .
         at = part.find(tail + number) if isinstance(part, str) and not is_done else -1
         if at >= 0 and isinstance(part, str) and (tail or part.startswith(number)):
             cut = at + len(tail)
-            indexed += [p for p in (part[:cut], Slot.INDEX, part[cut + len(number) :]) if p]
+            found += [p for p in (part[:cut], Slot.INDEX, part[cut + len(number) :]) if p]
             is_done = True
         else:
-            indexed.append(part)
-    return tuple(indexed)
+            found.append(part)
+    return tuple(found)
 
 
 def _shared(head: str, middle: str, tail: str, in_list: bool) -> tuple[str, str, str, str, str]:
@@ -899,9 +899,9 @@ def _values_of(texts: Mapping[str, str], between: str) -> Values:
     """Return the form of values other than text."""
     lists, objects = texts.get("list", ""), texts.get("object", "")
     quotes = ["", "'"]
-    match = re.search(r"7(,\s*)(\S*?)Vzs", lists)
-    if match:
-        quotes.append(match[2])
+    found = re.search(r"7(,\s*)(\S*?)Vzs", lists)
+    if found:
+        quotes.append(found[2])
     words = ("true", "false", "null")
     if "True" in texts.get("bool", ""):
         words = ("True", "False", "None")
@@ -943,8 +943,8 @@ def _whole_tags(text: str, *, brackets: bool = False) -> str:
 
 def _last_tag(text: str) -> str:
     """Return the tag that a text ends with, without white space."""
-    match = re.search(r"[<\[][^<\[\s]*[>\]]$", text.rstrip())
-    return match[0] if match else ""
+    found = re.search(r"[<\[][^<\[\s]*[>\]]$", text.rstrip())
+    return found[0] if found else ""
 
 
 def _words(tag: str) -> set[str]:

@@ -111,11 +111,11 @@ class TurnSpan(NamedTuple):
 def call_id(salt: str, index: int, name: str) -> str:
     """Return an id for a call: nine letters and digits, as Mistral's templates require."""
     digest = hashlib.sha256(json.dumps([salt, index, name]).encode()).digest()
-    number, letters = int.from_bytes(digest, "big"), ""
+    number, found = int.from_bytes(digest, "big"), ""
     for _ in range(9):
         number, rest = divmod(number, len(_ALPHABET))
-        letters += _ALPHABET[rest]
-    return letters
+        found += _ALPHABET[rest]
+    return found
 
 
 def known_functions(tools: Iterable[object]) -> Known:
@@ -676,8 +676,8 @@ class TurnReader:
                         return True
                 except Mismatch:
                     pass
-        end_at = buffer.find(end, self._at)
-        at_call = self._call_in(self._at, last) if end_at < 0 else -1
+        found = buffer.find(end, self._at)
+        at_call = self._call_in(self._at, last) if found < 0 else -1
         if at_call >= 0:
             # Held back, because a call at the end of the text counts even if the thought never ended.
             self._think(buffer[self._at : at_call].rstrip())
@@ -687,9 +687,9 @@ class TurnReader:
                 return True
             if not last:
                 raise Incomplete
-        if end_at >= 0:
-            self._think(buffer[self._at : end_at].rstrip())
-            self._at, self._in_thought, self._space = end_at + len(end), False, ""
+        if found >= 0:
+            self._think(buffer[self._at : found].rstrip())
+            self._at, self._in_thought, self._space = found + len(end), False, ""
             self._trims, self._is_first = True, not self._thought and self._is_first
             return True
         held = 0 if last else self._n_begun(self._begun_in_thought)
@@ -702,15 +702,15 @@ class TurnReader:
     def _call_in(self, at: int, last: bool) -> int:
         """Return where a call begins, or may begin, inside a thought; -1 = nowhere."""
         key = (self._form.opening.split() or [""])[0] if self._reads_calls else ""
-        start = self._buffer.find(key, at) if key else -1
-        while start >= 0:
+        found = self._buffer.find(key, at) if key else -1
+        while found >= 0:
             try:
-                Cursor(self._buffer, start, last=last).literal(self._form.opening.lstrip())
-                return start
+                Cursor(self._buffer, found, last=last).literal(self._form.opening.lstrip())
+                return found
             except Incomplete:
-                return start
+                return found
             except Mismatch:
-                start = self._buffer.find(key, start + 1)
+                found = self._buffer.find(key, found + 1)
         return -1
 
     def _ends_in_call(self, at: int) -> bool:
@@ -782,11 +782,11 @@ class TurnReader:
             except Mismatch:
                 pass
         else:
-            arguments: dict[str, object] = {}
+            found: dict[str, object] = {}
             cursor = self._cursor(begin)
             with contextlib.suppress(Mismatch, Incomplete):
-                form.read_arguments(cursor, self._known, name, arguments)
-            sure = json.dumps(arguments, ensure_ascii=False)[:-1]
+                form.read_arguments(cursor, self._known, name, found)
+            sure = json.dumps(found, ensure_ascii=False)[:-1]
         index = len(self._calls)
         if self._n_sent is None:
             own = given or call_id(self._salt, index, name)

@@ -23,10 +23,10 @@ _FILES = ("turn_finding.py", "call_form.py", "turn_keeping.py")
 @cache
 def code_digest() -> str:
     """Return a digest of the code that finds forms; results of another version are not used."""
-    digest = hashlib.sha256()
+    found = hashlib.sha256()
     for name in _FILES:
-        digest.update(Path(__file__).with_name(name).read_bytes())
-    return digest.hexdigest()
+        found.update(Path(__file__).with_name(name).read_bytes())
+    return found.hexdigest()
 
 
 def kept(parts: TurnParts) -> dict[str, object]:

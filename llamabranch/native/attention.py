@@ -156,16 +156,16 @@ def _graph(
             if flash:
                 v = make(kind, width, n_cells, 1, 1)
                 v = ggml["view_2d"](tensors, v, size, n_cells, row, 0)
-                output = ggml["flash_attn_ext"](tensors, q, k, v, mask, scale, 0.0, 0.0)
-                ggml["flash_attn_ext_set_prec"](output, _PREC_F32)
+                found = ggml["flash_attn_ext"](tensors, q, k, v, mask, scale, 0.0, 0.0)
+                ggml["flash_attn_ext_set_prec"](found, _PREC_F32)
             else:
                 v = make(kind, n_cells, size, 1, 1)  # in the cache V is transposed
                 weights = ggml["mul_mat"](tensors, k, q)
                 ggml["mul_mat_set_prec"](weights, _PREC_F32)
                 weights = ggml["soft_max_ext"](tensors, weights, mask, scale, 0.0)
-                output = ggml["mul_mat"](tensors, v, weights)
-                output = ggml["cont"](tensors, ggml["permute"](tensors, output, 0, 2, 1, 3))
-            ggml["build_forward_expand"](graph, output)
+                found = ggml["mul_mat"](tensors, v, weights)
+                found = ggml["cont"](tensors, ggml["permute"](tensors, found, 0, 2, 1, 3))
+            ggml["build_forward_expand"](graph, found)
         buffer = ggml["backend_alloc_ctx_tensors"](tensors, backend)
         if not buffer:
             raise MemoryError

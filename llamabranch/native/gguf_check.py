@@ -39,10 +39,10 @@ def check_header(path: str | Path, *, vocab_only: bool = False) -> Header:
         what = "only a vocabulary, no weights" if header.tokens else "no weights"
         hint = "Model(path, vocab_only=True) opens a vocabulary" if header.tokens else None
         raise ModelLoadError(f"cannot load {path}: it has {what}", hint=hint)
-    fatal = find_fatal(header, vocab_only=vocab_only)
-    if fatal is not None:
-        hint = "convert the model again" if fatal[0] == "duplicate_tokens" else None
-        raise ModelLoadError(f"cannot load {path}: {fatal[1]}", hint=hint)
+    found = find_fatal(header, vocab_only=vocab_only)
+    if found is not None:
+        hint = "convert the model again" if found[0] == "duplicate_tokens" else None
+        raise ModelLoadError(f"cannot load {path}: {found[1]}", hint=hint)
     return header
 
 

@@ -55,11 +55,11 @@ STAGING: dict[str, tuple[str, Any, tuple[Any, ...]]] = {
 
 def look_up() -> tuple[dict[str, Any], str]:
     """Return the functions, and why some are missing; "" if all are there."""
-    functions: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     missing = []
     for name, (symbol, result, arguments) in STAGING.items():
         try:
-            functions[name] = ctypes.CFUNCTYPE(result, *arguments)((symbol, C._lib))
+            found[name] = ctypes.CFUNCTYPE(result, *arguments)((symbol, C._lib))
         except AttributeError:
             missing.append(symbol)
     missing += [
@@ -68,8 +68,8 @@ def look_up() -> tuple[dict[str, Any], str]:
         if not hasattr(C.llama_context_params, name)
     ]
     if not missing:
-        return functions, ""
-    return functions, (
+        return found, ""
+    return found, (
         f"this llama.cpp lacks {missing[0]}"
         + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
         + f"; {KNOWN_RELEASE} is known to work"

@@ -118,9 +118,9 @@ class App:
             return
         status, message = 404, "there is nothing at this path"
         for route, handler in self._routes:
-            match, child_scope = route.matches(scope)
+            match, found = route.matches(scope)
             if match is Match.FULL:
-                scope.update(child_scope)
+                scope.update(found)
                 await handler(call)
                 return
             if match is Match.PARTIAL:

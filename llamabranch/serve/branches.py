@@ -46,10 +46,10 @@ class NodeFields(Struct, kw_only=True):
     def params(self, service: Service, default: SamplingParams) -> SamplingParams:
         """Return settings with a seed, so that continuing a node again gives the same text."""
         asked = self.sampling or SamplingFields()
-        chosen = asked.sampling(service.model, service.settings, default)
+        found = asked.sampling(service.model, service.settings, default)
         if self.seed is not None and self.seed != -1:
-            return chosen.replace(seed=self.seed)
-        return chosen if chosen.seed is not None else chosen.replace(seed=secrets.randbits(31))
+            return found.replace(seed=self.seed)
+        return found if found.seed is not None else found.replace(seed=secrets.randbits(31))
 
 
 class CreateFields(NodeFields, kw_only=True):
@@ -206,10 +206,10 @@ class _Writer(Writer[TextFields]):
     def part(self, update: Update) -> dict[str, object]:
         """Return the new part of a child's text."""
         ids = [token.token for token in update.tokens]
-        fields = {"index": update.index, "text": update.text, "tokens": ids, **update.end}
+        found = {"index": update.index, "text": update.text, "tokens": ids, **update.end}
         if update.request.top_logprobs is not None:
-            fields["logprobs"] = self.words.chat_logprobs(update.tokens, more=True)
-        return fields
+            found["logprobs"] = self.words.chat_logprobs(update.tokens, more=True)
+        return found
 
 
 async def score(call: HttpCall, service: Service) -> None:

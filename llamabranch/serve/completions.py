@@ -100,11 +100,11 @@ class _Offsets:
 
     def of(self, pieces: Iterable[bytes]) -> list[int]:
         """Return the offsets of the next tokens, whose bytes are ``pieces``."""
-        offsets = []
+        found = []
         for piece in pieces:
-            offsets.append(self._end)
+            found.append(self._end)
             self._end += len(self._decoder.decode(piece))
-        return offsets
+        return found
 
 
 class _CompletionWriter(Writer[CompletionFields]):
@@ -132,7 +132,7 @@ class _CompletionWriter(Writer[CompletionFields]):
         echo = b"".join(echoed).decode("utf-8", "replace")
         if update.is_first:
             self._offsets[index] = _Offsets(len(echo))
-        item = completion_choice(index, echo + update.text, update.end, None)
+        found = completion_choice(index, echo + update.text, update.end, None)
         scores = None if update.ended is None else update.ended.prompt_logprobs
         if fields.n_scored is not None:
             scored: list[tuple[int, Produced | TokenScore | None]]
@@ -141,15 +141,15 @@ class _CompletionWriter(Writer[CompletionFields]):
             if fields.echo and scores is not None:
                 scored = [*zip(prompt, scores, strict=True), *scored]
                 offsets = [*_Offsets().of(echoed), *offsets]
-            item["logprobs"] = self.words.completion_logprobs(
+            found["logprobs"] = self.words.completion_logprobs(
                 scored, offsets, fields.n_scored, as_ids=bool(fields.return_tokens_as_token_ids),
                 more=bool(fields.token_details),
             )  # fmt: skip
         if fields.return_token_ids:
-            item |= {"token_ids": ids, **({"prompt_token_ids": prompt} if update.is_first else {})}
+            found |= {"token_ids": ids, **({"prompt_token_ids": prompt} if update.is_first else {})}
         if fields.prompt_logprobs is not None and scores is not None:
-            item["prompt_logprobs"] = self.words.prompt_logprobs(scores)
-        return item
+            found["prompt_logprobs"] = self.words.prompt_logprobs(scores)
+        return found
 
 
 # -- llama-server's own ----------------------------------------------------------------------------
@@ -173,10 +173,10 @@ class _NativeWriter(Writer[CompletionFields]):
 
     def body(self, texts: Sequence[Update]) -> object:
         """Return one text, or all of several."""
-        answers, wanted = [self._end(text) for text in texts], self.fields.response_fields
+        found, wanted = [self._end(text) for text in texts], self.fields.response_fields
         if wanted:
-            answers = [_chosen(each, wanted) for each in answers]
-        return answers[0] if len(answers) == 1 else answers
+            found = [_chosen(each, wanted) for each in found]
+        return found[0] if len(found) == 1 else found
 
     def reading(self, update: Update) -> dict[str, object]:
         """Return an event without text."""
@@ -184,17 +184,17 @@ class _NativeWriter(Writer[CompletionFields]):
 
     def events(self, update: Update) -> list[dict[str, object]]:
         """Return the events for new text: with ``n_probs`` one per token, and one for the end."""
-        parts, rest = [], update.text
+        found, rest = [], update.text
         for token in update.tokens[:-1] if self.fields.n_probs else ():
             n = len(token.text)
-            parts.append(self.part(replace(update, text=rest[:n], tokens=[token])))
+            found.append(self.part(replace(update, text=rest[:n], tokens=[token])))
             rest = rest[n:]
         if update.tokens:
-            parts.append(self.part(replace(update, text=rest, tokens=update.tokens[len(parts) :])))
+            found.append(self.part(replace(update, text=rest, tokens=update.tokens[len(found) :])))
         if update.ended is not None:
             text = "" if update.tokens else update.text
-            parts.append(self._end(replace(update, text=text, tokens=[])))
-        return parts
+            found.append(self._end(replace(update, text=text, tokens=[])))
+        return found
 
     def last_events(self, texts: Sequence[Update]) -> list[dict[str, object]]:
         """Return nothing more."""
@@ -202,7 +202,7 @@ class _NativeWriter(Writer[CompletionFields]):
 
     def part(self, update: Update) -> dict[str, object]:
         """Return the new part of a text."""
-        event: dict[str, object] = {
+        found: dict[str, object] = {
             "index": update.index,
             "content": update.text,
             "tokens": [token.token for token in update.tokens],
@@ -210,8 +210,8 @@ class _NativeWriter(Writer[CompletionFields]):
             "id_slot": -1,
         }
         if self.fields.n_probs:
-            event["completion_probabilities"] = self.words.chat_logprobs(update.tokens)
-        return event
+            found["completion_probabilities"] = self.words.chat_logprobs(update.tokens)
+        return found
 
     def _end(self, update: Update) -> dict[str, object]:
         result, params = update.result, update.request.sampling
@@ -239,24 +239,24 @@ class _NativeWriter(Writer[CompletionFields]):
 
 def _chosen(body: dict[str, object], paths: Iterable[str]) -> dict[str, object]:
     """Return the fields of ``paths`` that the body has; ``a/b`` is a field ``b`` inside ``a``."""
-    chosen: dict[str, object] = {}
+    found: dict[str, object] = {}
     for path in paths:
         *above, last = path.split("/")
         inner: object = body
         for name in above:
             inner = inner.get(name) if isinstance(inner, dict) else None
         if isinstance(inner, dict) and last in inner:
-            chosen[path] = inner[last]
-    return chosen
+            found[path] = inner[last]
+    return found
 
 
 def sampling_of(params: SamplingParams) -> dict[str, object]:
     """Return sampling settings by llama-server's names."""
-    settings = asdict(params)
-    settings["repeat_last_n"] = settings.pop("penalty_last_n")
+    found = asdict(params)
+    found["repeat_last_n"] = found.pop("penalty_last_n")
     bias = params.logit_bias.items()
-    settings["logit_bias"] = [{"id": token, "bias": max(added, -1e9)} for token, added in bias]
-    return settings
+    found["logit_bias"] = [{"id": token, "bias": max(added, -1e9)} for token, added in bias]
+    return found
 
 
 # -- conversations ---------------------------------------------------------------------------------
@@ -360,8 +360,8 @@ async def input_tokens(call: HttpCall, service: Service) -> None:
     tools = await to_thread(fields.known_tools, service)
 
     def written() -> tuple[list[int], str]:
-        talk = fields.conversation(service, tools)
-        return talk.tokens(service.model), talk.text(service.model)
+        found = fields.conversation(service, tools)
+        return found.tokens(service.model), found.text(service.model)
 
     tokens, text = await to_thread(written)
     await call.reply({"input_tokens": len(tokens), "prompt": text, "tokens": tokens})

@@ -119,7 +119,7 @@ class SamplingFields(_Named, kw_only=True):
 
     def _bias(self, model: Model) -> dict[int, float]:
         given = self.logit_bias or {}
-        bias: dict[int, float] = {}
+        found: dict[int, float] = {}
         for key, value in given.items() if isinstance(given, dict) else given:
             added = -math.inf if value is False else float(value)  # false = never this token
             if isinstance(key, int) or _ID.fullmatch(key):
@@ -127,8 +127,8 @@ class SamplingFields(_Named, kw_only=True):
             else:
                 tokens = model.tokenize(key, add_special=False)
             model.check_tokens(tokens)
-            bias |= dict.fromkeys(tokens, added)
-        return bias | dict.fromkeys(model.eog_tokens if self.ignore_eos else (), -math.inf)
+            found |= dict.fromkeys(tokens, added)
+        return found | dict.fromkeys(model.eog_tokens if self.ignore_eos else (), -math.inf)
 
 
 class JsonSchema(Struct, kw_only=True):
@@ -311,7 +311,7 @@ async def prompt_tokens(
             text.
     """
     one = not isinstance(prompt, list) or any(isinstance(part, int) for part in prompt)
-    all_tokens = []
+    found = []
     for each in [prompt] if one or not isinstance(prompt, list) else prompt:
         tokens: list[int] = []
         for i, part in enumerate(each if isinstance(each, list) else [each]):
@@ -323,5 +323,5 @@ async def prompt_tokens(
             text = part.prompt_string if isinstance(part, PromptString) else part
             add = add_special and i == 0
             tokens += await service.tokenize(text, add_special=add, parse_special=parse_special)
-        all_tokens.append(tokens)
-    return all_tokens
+        found.append(tokens)
+    return found

@@ -261,7 +261,7 @@ def timings(result: Result) -> dict[str, object]:
     n_prompt = result.num_prompt_tokens - n_cached
     prompt_s, predicted_s = seconds(result)
     per_token = predicted_s / (n - 1) if n > 1 else 0.0
-    fields: dict[str, object] = {
+    found: dict[str, object] = {
         "cache_n": n_cached,
         "prompt_n": n_prompt,
         "prompt_ms": 1e3 * prompt_s,
@@ -273,5 +273,5 @@ def timings(result: Result) -> dict[str, object]:
         "predicted_per_second": 1 / per_token if per_token else 0.0,
     }
     if stats.num_draft_tokens:
-        fields |= {"draft_n": stats.num_draft_tokens, "draft_n_accepted": stats.num_accepted_tokens}
-    return fields
+        found |= {"draft_n": stats.num_draft_tokens, "draft_n_accepted": stats.num_accepted_tokens}
+    return found

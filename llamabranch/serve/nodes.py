@@ -65,10 +65,10 @@ class BranchNode:
 
     def subtree(self) -> list[BranchNode]:
         """Return it and all nodes below it, parents first."""
-        nodes = [self]
-        for node in nodes:  # the list grows in the loop
-            nodes += node.children
-        return nodes
+        found = [self]
+        for node in found:  # the list grows in the loop
+            found += node.children
+        return found
 
 
 class Branches:

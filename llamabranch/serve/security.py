@@ -83,5 +83,5 @@ def sends_key(given: Mapping[bytes, str], keys: Iterable[bytes]) -> bool:
     """Return whether headers have one of the keys."""
     scheme, _, key = given.get(b"authorization", "").partition(" ")
     sent = key.strip() if scheme.lower() == "bearer" else given.get(b"x-api-key", "")
-    matches = [hmac.compare_digest(sent.encode("latin-1"), each) for each in keys]
-    return any(matches)  # compares all keys, so that the time does not reveal which one matched
+    found = [hmac.compare_digest(sent.encode("latin-1"), each) for each in keys]
+    return any(found)  # compares all keys, so that the time does not reveal which one matched

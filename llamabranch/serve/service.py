@@ -74,8 +74,8 @@ class Service:
 
     def head(self, prefix: str, kind: str) -> dict[str, object]:
         """Return the first fields of an answer."""
-        fields = head(prefix, kind, self.names[0]) | {"system_fingerprint": self.fingerprint}
-        return fields if self.is_exact else fields | {"batch_invariant": False}
+        found = head(prefix, kind, self.names[0]) | {"system_fingerprint": self.fingerprint}
+        return found if self.is_exact else found | {"batch_invariant": False}
 
     async def n_cached(self, tokens: Sequence[int]) -> int:
         """Return how many of the first tokens have their K/V in the prefix cache."""

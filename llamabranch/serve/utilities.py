@@ -120,10 +120,10 @@ async def tokenize(call: HttpCall, service: Service) -> None:
     add = next(flag for flag in flags if flag is not None)
     tokens = await service.tokenize(text, add_special=add, parse_special=fields.parse_special)
     words = service.vocabulary
-    answer = {"tokens": tokens, "count": len(tokens), "max_model_len": service.n_ctx}
+    found = {"tokens": tokens, "count": len(tokens), "max_model_len": service.n_ctx}
     if fields.with_pieces:
-        answer["tokens"] = [{"id": t, "piece": _piece(words.entry(t)[0])} for t in tokens]
-    await call.reply(answer)
+        found["tokens"] = [{"id": t, "piece": _piece(words.entry(t)[0])} for t in tokens]
+    await call.reply(found)
 
 
 def _piece(raw: bytes) -> str | list[int]:

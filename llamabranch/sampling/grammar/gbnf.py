@@ -88,9 +88,9 @@ class Gbnf:
     def _skip(self, what: re.Pattern[str]) -> str:
         """Skip the text that matches here, and return it."""
         match = what.match(self._text, self._at)
-        skipped = match.group() if match else ""
-        self._at += len(skipped)
-        return skipped
+        found = match.group() if match else ""
+        self._at += len(found)
+        return found
 
     def _blank(self, nested: bool) -> None:
         self._skip(_LINES if nested else _SPACE)
@@ -159,12 +159,12 @@ class Gbnf:
 
     def _alternatives(self, nested: bool) -> tuple[list[Sequence], str]:
         """Read alternatives; return them, and their translation."""
-        sequences = [self._sequence(nested)]
+        found = [self._sequence(nested)]
         while self._next() == "|":
             self._at += 1
             self._skip(_LINES)
-            sequences.append(self._sequence(nested))
-        return [sequence for sequence, _ in sequences], " | ".join(text for _, text in sequences)
+            found.append(self._sequence(nested))
+        return [sequence for sequence, _ in found], " | ".join(text for _, text in found)
 
     def _sequence(self, nested: bool) -> tuple[Sequence, str]:
         sequence: Sequence = []
@@ -278,19 +278,19 @@ class Gbnf:
         """Read a string; return its characters as regular expressions."""
         at = self._at
         self._at += 1
-        characters: list[str] = []
+        found: list[str] = []
         while self._next() != '"':
             if not self._next():
                 raise self._fail("the string does not end", at)
-            characters.append(self._character())
+            found.append(self._character())
         self._at += 1
-        return characters
+        return found
 
     def _set(self) -> str:
         """Read a set; return its translation, or "" if it matches the empty text, as in llama.cpp."""
         at = self._at
         self._at += 1
-        characters: list[str] = []
+        found: list[str] = []
         opening = "/["
         if self._next() == "^":
             self._at += 1
@@ -298,14 +298,14 @@ class Gbnf:
         while self._next() != "]":
             if not self._next():
                 raise self._fail("the set does not end", at)
-            characters.append(self._character())
+            found.append(self._character())
             if self._next() == "-" and self._next(1) != "]":
                 self._at += 1
                 if not self._next():
                     raise self._fail("the set does not end", at)
-                characters[-1] += f"-{self._character()}"
+                found[-1] += f"-{self._character()}"
         self._at += 1
-        return f"{opening}{''.join(characters)}]/" if characters else ""
+        return f"{opening}{''.join(found)}]/" if found else ""
 
     def _character(self) -> str:
         """Read a character; return it as a regular expression."""
@@ -351,9 +351,9 @@ class Gbnf:
         nullable = _nullable(self.rules)
         for empty, forbids_last in ((direct, True), (nullable, False)):
             firsts = {n: list(_leftmost(ways, empty)) for n, ways in self.rules.items()}
-            component = _components({n: [to for to, _ in edges] for n, edges in firsts.items()})
-            for number, edges in firsts.items():
-                for to, is_last in edges:
+            component = _components({n: [to for to, _ in found] for n, found in firsts.items()})
+            for number, found in firsts.items():
+                for to, is_last in found:
                     # If the recursion is at the end of the alternative, llama.cpp detects it.
                     if component[to] == component[number] and (forbids_last or not is_last):
                         raise self._left_recursion(number)

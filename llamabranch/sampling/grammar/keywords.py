@@ -124,16 +124,16 @@ def pointed(reference: object, document: object) -> object:
     """Return the part that a reference within the document points to; None if it points nowhere."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
-    target = document
+    found = document
     for part in reference[1:].split("/")[1:]:
         key = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(target, dict):
-            target = target.get(key)
-        elif isinstance(target, list) and key.isdecimal() and int(key) < len(target):
-            target = target[int(key)]
+        if isinstance(found, dict):
+            found = found.get(key)
+        elif isinstance(found, list) and key.isdecimal() and int(key) < len(found):
+            found = found[int(key)]
         else:
             return None
-    return target
+    return found
 
 
 def _resolve_anchors(document: Schema) -> None:

@@ -72,7 +72,7 @@ def is_exact(value: object) -> bool:
 
 def _bounds(part: Mapping[str, object]) -> tuple[Decimal | None, Decimal | None, bool, bool]:
     """Return the lower and the upper bound of a schema's numbers, and whether each is excluded."""
-    bounds: list[tuple[Decimal | None, bool]] = []
+    found: list[tuple[Decimal | None, bool]] = []
     for side, sign in (("inimum", 1), ("aximum", -1)):
         given = [
             (sign * _decimal(part[name]), name.startswith("e"))
@@ -80,8 +80,8 @@ def _bounds(part: Mapping[str, object]) -> tuple[Decimal | None, Decimal | None,
             if is_number(part.get(name))
         ]
         tightest, excluded = max(given, default=(None, False))
-        bounds.append((None if tightest is None else sign * tightest, excluded))
-    (least, above), (most, below) = bounds
+        found.append((None if tightest is None else sign * tightest, excluded))
+    (least, above), (most, below) = found
     return least, most, above, below
 
 
@@ -127,10 +127,10 @@ def rounded(value: object, side: str) -> int | float:
     if abs(number) >= LARGEST:
         return limit
     places = Context(_MOST_DIGITS, _ROUNDING[side], Emax=999_999, Emin=-999_999)
-    bound = places.plus(number).quantize(
+    found = places.plus(number).quantize(
         Decimal(1).scaleb(_LEAST_EXPONENT), _ROUNDING[side], _PLACES
     )
-    return int(bound) if bound == bound.to_integral_value() else float(bound)
+    return int(found) if found == found.to_integral_value() else float(found)
 
 
 def multiple(value: object) -> tuple[int, int]:

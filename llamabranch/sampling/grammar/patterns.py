@@ -46,23 +46,23 @@ _LONG_CATEGORIES = {
 
 
 def _merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    merged: list[tuple[int, int]] = []
+    found: list[tuple[int, int]] = []
     for first, last in sorted(ranges):
-        if merged and first <= merged[-1][1] + 1:
-            merged[-1] = merged[-1][0], max(merged[-1][1], last)
+        if found and first <= found[-1][1] + 1:
+            found[-1] = found[-1][0], max(found[-1][1], last)
         else:
-            merged.append((first, last))
-    return tuple(merged)
+            found.append((first, last))
+    return tuple(found)
 
 
 def _others(ranges: Ranges) -> Ranges:
     """Return all other code points, without surrogates."""
-    ranges_between, start = [], 0
+    found, start = [], 0
     for first, last in _merged([*ranges, _SURROGATES]):
         if first > start:
-            ranges_between.append((start, first - 1))
+            found.append((start, first - 1))
         start = last + 1
-    return tuple([*ranges_between, (start, _LAST)] if start <= _LAST else ranges_between)
+    return tuple([*found, (start, _LAST)] if start <= _LAST else found)
 
 
 def _of(text: str) -> Ranges:
@@ -119,22 +119,22 @@ class _Reader:
         self._flags = [_Flags()]
 
     def read(self) -> str:
-        written: list[str] = []
+        found: list[str] = []
         while self._at < len(self._pattern):
-            written.append(self._next())
+            found.append(self._next())
         if len(self._flags) > 1:
             self._refuse("unclosed group")
-        return "".join(written)
+        return "".join(found)
 
     def _refuse(self, reason: str) -> NoReturn:
         raise GrammarError(f"pattern: {reason}")
 
     def _match(self, expression: str) -> re.Match[str] | None:
         """Return the match of a regular expression at this place, and move behind it."""
-        match = re.compile(expression, re.DOTALL).match(self._pattern, self._at)
-        if match is not None:
-            self._at = match.end()
-        return match
+        found = re.compile(expression, re.DOTALL).match(self._pattern, self._at)
+        if found is not None:
+            self._at = found.end()
+        return found
 
     def _next(self) -> str:
         char = self._pattern[self._at]
@@ -165,17 +165,17 @@ class _Reader:
         if not self._has_atom:
             self._refuse(f"nothing to repeat before {self._pattern[self._at : self._at + 8]!r}")
         self._has_atom = False  # a second quantifier may not follow
-        match = self._match(r"([*+?])\??|\{(\d+)(,?)(\d*)\}\??")
-        if match is None:
+        found = self._match(r"([*+?])\??|\{(\d+)(,?)(\d*)\}\??")
+        if found is None:
             self._refuse("unclosed counted repetition")
-        if match[1]:
-            return match[1]
-        least, most = int(match[2]), int(match[4]) if match[4] else None
+        if found[1]:
+            return found[1]
+        least, most = int(found[2]), int(found[4]) if found[4] else None
         if most is not None and most < least:
             self._refuse(f"invalid repetition count range {{{least},{most}}}")
         if least >= _MOST_REPEATS:
             self._refuse(f"no text repeats anything {least} times")
-        if not match[3]:
+        if not found[3]:
             return f"{{{least}}}"
         is_open = most is None or most >= _MOST_REPEATS
         return f"{{{least},}}" if is_open else f"{{{least},{most}}}"
@@ -222,31 +222,31 @@ class _Reader:
             self._refuse("lookarounds not supported: \\b and \\B look at both sides of a position")
         if self._match("[1-9]|k<"):
             self._refuse("backreferences are not supported")
-        meaning = self._escaped(in_class=False)
-        return meaning if isinstance(meaning, str) else self._written(meaning)
+        found = self._escaped(in_class=False)
+        return found if isinstance(found, str) else self._written(found)
 
     def _escaped(self, *, in_class: bool) -> Ranges | str:
         """Return the meaning of an escape, after its backslash, or a property in Rust's syntax."""
         if self._at >= len(self._pattern):
             self._refuse("incomplete escape at the end")
-        if match := self._match("[dDwWsS]"):
-            return _CLASSES[match[0]]
-        if match := self._match(r"([pP])\{([^}]*)\}"):
-            return self._unicode_property(match[1] == "P", match[2])
-        if match := self._match("[tnvfr]"):
-            return _of(_CONTROL[match[0]])
+        if found := self._match("[dDwWsS]"):
+            return _CLASSES[found[0]]
+        if found := self._match(r"([pP])\{([^}]*)\}"):
+            return self._unicode_property(found[1] == "P", found[2])
+        if found := self._match("[tnvfr]"):
+            return _of(_CONTROL[found[0]])
         if self._match(r"0(?!\d)"):
             return ((0, 0),)
-        if match := self._match("c([A-Za-z])"):
-            return _of(chr(ord(match[1]) % 32))
+        if found := self._match("c([A-Za-z])"):
+            return _of(chr(ord(found[1]) % 32))
         high_low = r"u([dD][89abAB][0-9a-fA-F]{2})\\u([dD][c-fC-F][0-9a-fA-F]{2})"
-        if match := self._match(high_low):
-            code = 0x10000 + ((int(match[1], 16) - 0xD800) << 10) + int(match[2], 16) - 0xDC00
+        if found := self._match(high_low):
+            code = 0x10000 + ((int(found[1], 16) - 0xD800) << 10) + int(found[2], 16) - 0xDC00
             return ((code, code),)
-        if match := self._match(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]+)\}"):
-            code = int(match[1] or match[2] or match[3], 16)
+        if found := self._match(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]+)\}"):
+            code = int(found[1] or found[2] or found[3], 16)
             if code > _LAST:
-                self._refuse(f"{match[0]!r} is not a code point")
+                self._refuse(f"{found[0]!r} is not a code point")
             return () if _SURROGATES[0] <= code <= _SURROGATES[1] else ((code, code),)
         if in_class and self._match("b"):
             return _of("\b")
@@ -291,13 +291,13 @@ class _Reader:
                     properties.append(last)
                 else:
                     ranges += last
-        points = _merged(ranges)
+        found = _merged(ranges)
         # Rust adds the other case of each letter before it negates, so Rust must do the negation.
         if not properties and not (is_negated and self._flags[-1].ignores_case):
-            return self._written(_others(points) if is_negated else points)
+            return self._written(_others(found) if is_negated else found)
         if is_negated:
-            points = _merged([*points, (0, 0)])  # see `_written`
-        return f"[{'^' if is_negated else ''}{''.join(properties)}{_listed(points)}]"
+            found = _merged([*found, (0, 0)])  # see `_written`
+        return f"[{'^' if is_negated else ''}{''.join(properties)}{_listed(found)}]"
 
     def _class_item(self) -> Ranges | str:
         if self._at >= len(self._pattern):

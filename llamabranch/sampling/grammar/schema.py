@@ -147,15 +147,15 @@ def _repetition(value: object, part: object, document: dict[str, object], path: 
         inner = [(f"{path}/{k}", one, known.get(k, rest)) for k, one in value.items()]
     every = part.get("allOf")
     same = [pointed(part.get("$ref"), document), *(every if isinstance(every, list) else [])]
-    places = [_repetition(one, its, document, at) for at, one, its in inner]
-    places += [_repetition(value, its, document, path) for its in same]
+    found = [_repetition(one, its, document, at) for at, one, its in inner]
+    found += [_repetition(value, its, document, path) for its in same]
     kind = "array" if isinstance(value, list) else "object"
     for name in ("anyOf", "oneOf"):
         ways = part.get(name)
         ways = ways if isinstance(ways, list) else []
         its = [_repetition(value, way, document, path) for way in ways if _may_be(way, kind)]
-        places.append(its[0] if its and all(its) else "")
-    return next(filter(None, places), "")
+        found.append(its[0] if its and all(its) else "")
+    return next(filter(None, found), "")
 
 
 def _may_be(part: object, kind: str) -> bool:
@@ -177,9 +177,9 @@ def place(
             places.append((str(part["$ref"]), target))
         for at, one in places:
             is_due = at not in seen and perf_counter() < end
-            refused = refusal({**defs, **one}) if is_due else ""
-            if refused == reason or (is_empty and "Unsatisfiable" in refused):
-                path, part, reason = at, one, refused
+            found = refusal({**defs, **one}) if is_due else ""
+            if found == reason or (is_empty and "Unsatisfiable" in found):
+                path, part, reason = at, one, found
                 seen.add(at)
                 break
         else:
@@ -193,15 +193,15 @@ def _exclude_each_other(ways: list[object]) -> bool:
     """
     seen: set[str] = set()
     for way in ways:
-        consts = _values(way)
-        if not consts or any(value in seen or value.split(" ")[0] in seen for value in consts):
+        found = _values(way)
+        if not found or any(value in seen or value.split(" ")[0] in seen for value in found):
             return False
         if any(
             value in _TYPES.values() and any(s.startswith(value + " ") for s in seen)
-            for value in consts
+            for value in found
         ):
             return False
-        seen.update(consts)
+        seen.update(found)
     return True
 
 
@@ -249,11 +249,11 @@ def _copied(value: object) -> object:
 
 def _applied(part: dict[str, object], document: dict[str, object]) -> list[object]:
     """Return the other schemas that can apply to the same value."""
-    schemas = [pointed(part["$ref"], document)] if "$ref" in part else []
+    found = [pointed(part["$ref"], document)] if "$ref" in part else []
     for name in _COMBINE[:3]:
         ways = part.get(name)
-        schemas += ways if isinstance(ways, list) else []
-    return schemas
+        found += ways if isinstance(ways, list) else []
+    return found
 
 
 def _add_inner(ways: list[object], document: dict[str, object], found: set[int]) -> None:
@@ -273,13 +273,13 @@ def _names(part: object, document: dict[str, object], seen: set[int]) -> dict[st
     is_valid = isinstance(properties, dict) and isinstance(required, list)
     if not is_valid or any(name in part for name in _OPEN):
         return None
-    names: dict[str, object] = {name: True for name in required if isinstance(name, str)}
+    found: dict[str, object] = {name: True for name in required if isinstance(name, str)}
     for way in _applied(part, document):
         more = _names(way, document, seen)
         if more is None:
             return None
-        names |= dict.fromkeys(more, True)
-    return {**properties, **names, **properties}  # its own properties come first
+        found |= dict.fromkeys(more, True)
+    return {**properties, **found, **properties}  # its own properties come first
 
 
 def _is_finite(document: dict[str, object]) -> bool:

@@ -121,11 +121,11 @@ def unique_values(part: Schema) -> list[object] | None:
     values = _constants(items)
     if items.get("type") == "boolean" and not values:
         values = [True, False]
-    unique = list({same_text(one): one for one in reversed(values) if _fits(one, items)}.values())[
+    found = list({same_text(one): one for one in reversed(values) if _fits(one, items)}.values())[
         ::-1
     ]
     is_simple = set(items) & CONSTRAINTS <= {"const", "enum", "type"}
-    return unique if is_simple and 0 < len(unique) <= _MOST_UNIQUE else None
+    return found if is_simple and 0 < len(found) <= _MOST_UNIQUE else None
 
 
 _TYPES: Mapping[str, tuple[type, ...]] = {

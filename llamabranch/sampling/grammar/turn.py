@@ -71,10 +71,10 @@ def _as_rule(name: str, grammar: Grammar) -> str:
     """Return the rules of a grammar; the first rule gets this name."""
     if not grammar.guidance:
         raise UnsupportedError("a grammar that names tokens cannot be combined with calls of tools")
-    (compiled,) = json.loads(grammar.guidance)["grammars"]
-    if compiled.get("json_schema") is not None:
-        return f"{name}: %json {json.dumps(compiled['json_schema'], ensure_ascii=False)}"
-    return re.sub(r"(?m)\bstart\b(?=.*:)", name, str(compiled["lark_grammar"]), count=1)
+    (found,) = json.loads(grammar.guidance)["grammars"]
+    if found.get("json_schema") is not None:
+        return f"{name}: %json {json.dumps(found['json_schema'], ensure_ascii=False)}"
+    return re.sub(r"(?m)\bstart\b(?=.*:)", name, str(found["lark_grammar"]), count=1)
 
 
 class _Writer:

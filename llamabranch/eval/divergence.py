@@ -35,7 +35,8 @@ class KLStatistics(NamedTuple):
     Attributes:
         mean: the mean KL divergence of the base's distribution from the model's, nats.
         perplexity, base_perplexity: the perplexities of the model and of the base.
-        log_ratio, ratio, difference: those of the two perplexities.
+        log_ratio, ratio, difference: the logarithm of the ratio, the ratio and the difference of the two
+            perplexities.
         p_change, p_change_rms: the mean change of the probability of the token in the text, and the root
             of its mean square.
         same_top: the share of tokens at which both have the same most probable token.
@@ -56,11 +57,11 @@ class KLStatistics(NamedTuple):
 
 @dataclass(frozen=True)
 class KLDivergence(Chunked):
-    """How a model's next-token distributions differ from saved ones; possibly of a part of the text.
+    """How a model's next-token distributions differ from saved ones, in the text or in a part of it.
 
     ``rows`` has five numbers for each token: the loss -log p of the token in the text under the model and
-    under the base, KL(base || model), all nats; the change of that token's probability; and 1 where both
-    have the same most probable token.
+    under the base, KL(base || model), all nats; the change of that token's probability; and 1 if both
+    have the same most probable token, else 0.
     """
 
     _KEY = "rows"

@@ -129,7 +129,7 @@ class Perplexity(Chunked):
 
     @property
     def stderr(self) -> float:
-        """Its standard error as llama-perplexity computes it: the value times that of the mean loss."""
+        """The standard error of ``value``, as in llama-perplexity: ``value`` x that of the mean loss."""
         if self.n_tokens < 2:
             return math.nan
         losses = np.concatenate(self.losses)
@@ -248,7 +248,7 @@ def check_room(ctx: Context, window: int) -> None:
 
 
 def exp(value: float) -> float:
-    """Return e to the power ``value``; infinite where it overflows."""
+    """Return e to the power ``value``; infinite if it overflows."""
     try:
         return math.exp(value)
     except OverflowError:

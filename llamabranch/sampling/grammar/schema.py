@@ -42,7 +42,7 @@ _NO_LEAP_SECOND = {"time": "^.{6}[0-5]", "date-time": "^.{17}[0-5]"}
 
 
 def of_type(model: type) -> str:
-    """Return the schema of a pydantic model, a TypedDict, a dataclass, or a list of such.
+    """Return the schema of a pydantic model, a TypedDict, a dataclass, or a list of these.
 
     Raises:
         ConfigError: pydantic is missing, or cannot describe the type.
@@ -122,7 +122,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def repetition(source: str, value: object) -> str:
-    """Return where an array in ``value`` violates ``uniqueItems``; "" if none does.
+    """Return the place of an array in ``value`` that violates ``uniqueItems``; "" if there is none.
 
     An ``anyOf`` or ``oneOf`` is violated if every part for the value's type is.
     """

@@ -380,7 +380,7 @@ def test_search_changes_the_handler_once_and_its_observer_is_interrupted_at_once
 
     with Branch.start(ctx, "Once upon a time", temperature=0.9, seed=3) as branch:
         assert lb.search.best_of_n(branch, 3, 20).stats.steps > 10
-        assert len(changes) == 2
+        assert len(changes) == 4  # around all steps, and when the sequences are returned
         with pytest.raises(KeyboardInterrupt):
             lb.search.best_of_n(branch, 3, 20, on_step=watch)
         assert not is_late

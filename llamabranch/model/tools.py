@@ -71,15 +71,15 @@ class Tools:
         self.schemas: dict[str, object] = {}
         for index, tool in enumerate(given):
             with placed(f"tools[{index}]"):
-                made = function_tool(tool) if callable(tool) else tool
-                function = made.get("function") if isinstance(made, Mapping) else None
+                described = function_tool(tool) if callable(tool) else tool
+                function = described.get("function") if isinstance(described, Mapping) else None
                 name = function.get("name") if isinstance(function, Mapping) else None
                 if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
                     raise ConfigError(
                         "tools must be a list of functions with names",
                         hint='{"type": "function", "function": {"name": ..., "parameters": SCHEMA}}',
                     )
-            self.given.append(made)
+            self.given.append(described)
             self.schemas[name] = _parameters(function.get("parameters"))
         self.names = frozenset(self.schemas)
         self.is_used = bool(given) and choice != "none"
@@ -117,9 +117,9 @@ class Tools:
         return self.read(text).calls
 
 
-def _parameters(given: object) -> object:
+def _parameters(parameters: object) -> object:
     """Return the schema of a function's arguments; without properties it has no arguments."""
-    schema = given or {"type": "object"}
+    schema = parameters or {"type": "object"}
     if not isinstance(schema, Mapping) or schema.get("type") != "object":
         return schema
     is_plain = not any(name in schema for name in _SAYS_MORE)

@@ -351,9 +351,9 @@ class Chat:
                 f"the last answer calls {len(calls)} functions, and there are {len(results)} results"
             )
         texts = []
-        for index, each in enumerate(results):
+        for index, result in enumerate(results):
             try:
-                text = each if isinstance(each, str) else json.dumps(each, ensure_ascii=False)
+                text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
             except (TypeError, ValueError, RecursionError) as error:
                 raise ConfigError(f"results[{index}] is not JSON: {error}") from None
             texts.append(text)
@@ -704,7 +704,7 @@ class Answer:
     def _note(self) -> None:
         """Write the answer so far into the conversation."""
         if not self.exchange.calls:
-            self.exchange.answer = "".join(each.text for each in self._generations)
+            self.exchange.answer = "".join(generation.text for generation in self._generations)
         self.exchange.n_tokens = len(self.tokens)
 
     def _run(self) -> Generator[Produced, None, None]:
@@ -742,16 +742,16 @@ class Answer:
         self._thought = buffer.tokens
         while True:
             generation = Generation(chat.speculator.drafting, text, buffer, owner=self.branch)
-            for one in self._segment(generation):
-                self.exchange.thought += one.text
-                yield one
+            for token in self._segment(generation):
+                self.exchange.thought += token.text
+                yield token
             if self.finish_reason is not None or buffer.finish_reason is None:
                 break
             buffer.resume()
-        found, self.exchange.thought = buffer.ended, buffer.thought
-        if found is None or self.finish_reason == "capacity":
+        ended, self.exchange.thought = buffer.ended, buffer.thought
+        if ended is None or self.finish_reason == "capacity":
             return
-        self.exchange.thought, n_kept, forced = found
+        self.exchange.thought, n_kept, forced = ended
         self._thought = buffer.tokens[:n_kept] + forced
         self.exchange.finish_reason = None
         self.branch.rewind(start + n_kept)

@@ -112,12 +112,12 @@ class CellTable:
 
     def first_position(self, seq_id: int, start: int = 0) -> int:
         """Return the smallest position of ``seq_id`` from ``start`` on, or -1 if it has none there."""
-        found = -1
+        smallest = -1
         for s in reversed(self._sequences[seq_id].slices):
             if s.end <= start:
                 break
-            found = max(s.position, start)
-        return found
+            smallest = max(s.position, start)
+        return smallest
 
     def length(self, seq_id: int) -> int:
         """Return how many cells ``seq_id`` refers to."""
@@ -207,11 +207,11 @@ class CellTable:
 
     def write_indices(self, *, but: int = -1) -> set[int]:
         """Return the write indices of all cells that sequences other than ``but`` hold."""
-        found: set[int] = set()
+        indices: set[int] = set()
         for i, sequence in enumerate(self._sequences):
             for s in sequence.slices if i != but else ():
-                found.update(s.run.write_indices[s.low : s.high])
-        return found
+                indices.update(s.run.write_indices[s.low : s.high])
+        return indices
 
     def copy(self, source: int, target: int, start: int, end: int) -> None:
         """Let the empty ``target`` refer to the cells of ``source`` in positions [start, end)."""

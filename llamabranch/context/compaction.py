@@ -65,12 +65,12 @@ def rewrite_in_order(
     """
     memory = runner.memory
     owners = [holder for holder in holders if isinstance(holder, Replayable)]
-    held = {owner.seq_id: memory.next_position(owner.seq_id) for owner in owners}
-    if any(seq_id not in held for seq_id in memory.usage().sequences):
+    ends = {owner.seq_id: memory.next_position(owner.seq_id) for owner in owners}
+    if any(seq_id not in ends for seq_id in memory.usage().sequences):
         return False
-    if any(held[owner.seq_id] > owner.position for owner in owners):
+    if any(ends[owner.seq_id] > owner.position for owner in owners):
         return False
-    texts = [CachedPrefix(owner.tokens[: held[owner.seq_id]], owner.seq_id) for owner in owners]
+    texts = [CachedPrefix(owner.tokens[: ends[owner.seq_id]], owner.seq_id) for owner in owners]
     if by_state and memory.can_move:
         kept = [] if prefixes is None else prefixes.texts()
         if _copy(memory, _plan([*texts, *kept]), kept):
@@ -116,8 +116,8 @@ def _copy(memory: Memory, plan: list[_Step], kept: list[CachedPrefix]) -> bool:
                 if text in pieces:
                     memory.place(text.seq_id, pieces.pop(text), n, len(text.tokens) - n)
             if hidden is not None:
-                for seq_id, found in rows.items():
-                    hidden.set_all(seq_id, found)
+                for seq_id, states in rows.items():
+                    hidden.set_all(seq_id, states)
             return True
         except (SnapshotError, MemoryError):
             return False

@@ -127,8 +127,8 @@ def _measured(
                 del entry["reason"]
                 write_entries([(_SECTION, key, entry)])
         known[setting] = kept
-    found = known[setting]
-    return found._replace(rows=found.rows or runner.handle.n_batch)
+    result = known[setting]
+    return result._replace(rows=result.rows or runner.handle.n_batch)
 
 
 def _key(model: Model, setting: str) -> str | None:
@@ -202,10 +202,10 @@ def _variation(
         batch.add(seq_id, [token], "last" if i in compared else "none")
     rows = [row for run in batch.decode(runner) for row in run]
     expected = alone[n_own - len(compared) : n_own]
-    found = 0.0
+    largest = 0.0
     for row, there in zip(rows, expected, strict=True):
         if not np.array_equal(row.array, there):
             p, q = (np.exp(x - x.max(), dtype=np.float64) for x in (row.array, there))
             apart = float(np.abs(p / p.sum() - q / q.sum()).sum()) / 2
-            found = max(found, apart if math.isfinite(apart) else 1.0, 1e-12)
-    return min(found, 1.0)
+            largest = max(largest, apart if math.isfinite(apart) else 1.0, 1e-12)
+    return min(largest, 1.0)

@@ -127,11 +127,11 @@ class Runner:
         """
         handle, memory, watch = self.handle, self.memory, self.watch
         handle.ptr  # noqa: B018  (raises ClosedError)
-        found: list[LogitsRow] = []
+        all_rows: list[LogitsRow] = []
         code = n = n_rows_before = n_decoded = 0
         try:
             for n, n_rows, submit, record, places in pieces:
-                for row in found:
+                for row in all_rows:
                     row.detach()
                 self._protect_rows(n_rows, expiring)
                 code = submit() if watch is None else watch.decode(n, submit)
@@ -157,7 +157,7 @@ class Runner:
                 if places is not None:
                     rows = [rows[place] for place in places]
                 if read is None:
-                    found = found + rows if found else rows
+                    all_rows = all_rows + rows if all_rows else rows
                 else:
                     read(n_rows_before, rows)
                     n_rows_before += n_rows
@@ -165,7 +165,7 @@ class Runner:
                     n_decoded += n
                     on_read(n_decoded)
             else:
-                return found
+                return all_rows
         except BaseException:  # Ctrl-C arrives when the call returns
             handle.resume()  # it may have been interrupted too
             self.undo(starts, expiring)
@@ -390,7 +390,7 @@ class Runner:
         Raises:
             CacheFullError, DecodeError: those before are decoded; cut the sequence.
         """
-        handle, found = self.handle, []
+        handle, states = self.handle, []
         most = min(handle.n_chunk, handle.n_outputs_max)
         self._protect_rows(0, ())  # the buffer of the logits will move
         handle.forget_rows()
@@ -399,12 +399,12 @@ class Runner:
             for low in range(0, len(tokens), most):
                 part = tokens[low : low + most]
                 decode_run(self, part, seq_id, "all")
-                found.append(heads.embedding_rows(handle, len(part)))
+                states.append(heads.embedding_rows(handle, len(part)))
         finally:
             self._live = []
             handle.forget_rows()
             heads.extract_embeddings(handle, False)
-        return np.concatenate(found)
+        return np.concatenate(states)
 
     def output_states(self, n: int) -> States:
         """Return the states of the last decode's ``n`` rows of logits, float32 (n, n_embd_out), a copy.
@@ -497,8 +497,8 @@ class Batch:
         rows: list[LogitsRow] = []
         if self.entries:
             rows = runner.decode(self.entries, list(expiring), states, read, on_read)
-        given = iter(rows)
-        return [list(islice(given, n)) for n in self.n_rows]
+        remaining = iter(rows)
+        return [list(islice(remaining, n)) for n in self.n_rows]
 
 
 def decode_run(

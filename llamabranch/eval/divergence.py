@@ -115,15 +115,15 @@ class KLDivergence(Chunked):
 
     def as_dict(self) -> dict[str, object]:
         """Return JSON types, with every statistic."""
-        found: dict[str, object] = {
+        report: dict[str, object] = {
             name: value._asdict() if isinstance(value, Uncertain) else value
             for name, value in self.statistics._asdict().items()
         }
-        found["kl_percentiles"] = {f"{100 * f:g}": self.percentile(f) for f in KL_FRACTIONS}
-        found["p_change_percentiles"] = {
+        report["kl_percentiles"] = {f"{100 * f:g}": self.percentile(f) for f in KL_FRACTIONS}
+        report["p_change_percentiles"] = {
             f"{100 * f:g}": self.p_change_percentile(f) for f in P_FRACTIONS
         }
-        return {**found, **super().as_dict()}
+        return {**report, **super().as_dict()}
 
 
 def divergence(
@@ -156,12 +156,12 @@ def divergence(
         check_room(ctx, file.window)
         flat = [token for chunk in file.chunks for token in chunk]
         ctx.model.check_tokens(flat)
-        found = KLDivergence.begun(ctx, flat, file.window, len(file.chunks))
+        result = KLDivergence.begun(ctx, flat, file.window, len(file.chunks))
 
         def compare(chunk: int, i: int, token: int, row: LogitsRow) -> tuple[float, ...]:
             return _compared(row, file.read(chunk, i), token)
 
-        return found.read(ctx, with_bos(ctx.model, file.chunks), compare, progress)
+        return result.read(ctx, with_bos(ctx.model, file.chunks), compare, progress)
 
 
 def _compared(row: LogitsRow, base: Coded, token: int) -> tuple[float, ...]:

@@ -45,8 +45,8 @@ class CatalogueEntry:
         for place in places:
             if place.is_file():
                 return place
-        found = None if self.bundled else find(HubSpec(self.repository, file=self.file))
-        return None if found is None else found.path
+        model = None if self.bundled else find(HubSpec(self.repository, file=self.file))
+        return None if model is None else model.path
 
     @property
     def package(self) -> str | None:
@@ -112,8 +112,8 @@ def made_from(name: str) -> str | None:
     """
     asked = name.lower(), Path(name).stem.lower()
     for entry in catalogue():
-        for made in map(str.lower, entry.made_here):
-            if f"{entry.name}:{made}" == asked[0] or f"{entry.name}-{made}" == asked[1]:
+        for tag in map(str.lower, entry.made_here):
+            if f"{entry.name}:{tag}" == asked[0] or f"{entry.name}-{tag}" == asked[1]:
                 return entry.name
     return None
 

@@ -129,13 +129,13 @@ class ContextHandle(Handle):
                 C.llama_free(ptr)
 
         with recorded_log():
-            made = self.make(
+            is_created = self.make(
                 lambda: C.llama_init_from_model(model.ptr, params),
                 free,
                 name="context",
                 parents=(model,) if target is None else (model, target),
             )
-        if not made:
+        if not is_created:
             raise ConfigError(
                 f"llama.cpp cannot create the context: {logged_reason()}",
                 hint="lower n_ctx, or use another kv_type or flash_attention",

@@ -118,9 +118,9 @@ class App:
             return
         status, message = 404, "there is nothing at this path"
         for route, handler in self._routes:
-            match, found = route.matches(scope)
+            match, child_scope = route.matches(scope)
             if match is Match.FULL:
-                scope.update(found)
+                scope.update(child_scope)
                 await handler(call)
                 return
             if match is Match.PARTIAL:

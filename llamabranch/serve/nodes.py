@@ -65,10 +65,10 @@ class BranchNode:
 
     def subtree(self) -> list[BranchNode]:
         """Return it and all nodes below it, parents first."""
-        found = [self]
-        for node in found:  # the list grows in the loop
-            found += node.children
-        return found
+        nodes = [self]
+        for node in nodes:  # the list grows in the loop
+            nodes += node.children
+        return nodes
 
 
 class Branches:
@@ -137,8 +137,8 @@ class Branches:
             message = f"{len(node.children)} branches begin with it: ?subtree=true deletes them too"
             raise HttpError(409, message)
         gone = node.subtree()
-        for each in gone:
-            self._remove(each)
+        for below in gone:
+            self._remove(below)
         return len(gone)
 
     def _remove(self, node: BranchNode) -> None:

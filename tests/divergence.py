@@ -56,10 +56,10 @@ def first_divergence(
     temperature 0 under any).
     """
     pairs = enumerate(zip_longest(left, right))
-    found = next(((i, pair) for i, pair in pairs if pair[0] != pair[1]), None)
-    if found is None:
+    difference = next(((i, pair) for i, pair in pairs if pair[0] != pair[1]), None)
+    if difference is None:
         return None
-    same, tokens = found
+    same, tokens = difference
     sampler = Sampler(ctx.model, sampling).replay(list(prompt), list(left[:same]))
     with Branch.start(ctx, list(prompt), temperature=0.0) as branch:
         for token in left[:same]:  # one at a time, as plain decoding does
@@ -82,7 +82,7 @@ def least_gap(sampler: Sampler, row: Logits, position: int, seed: int, token: in
     before = drawn(row)
     if before in wanted or not wanted:
         return 0.0 if wanted else math.inf
-    raised = max(wanted, key=lambda each: float(row[each]))
+    raised = max(wanted, key=lambda t: float(row[t]))
     noise = gumbel_noise(seed, position, np.arange(len(row), dtype=np.int32))
     keys: Logits = (row / max(sampler.params.temperature, 1e-9) + noise).astype(np.float32)
     least = math.inf

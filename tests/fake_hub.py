@@ -139,23 +139,23 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _error(self, status: int, code: str = "", message: str = "") -> None:
         headers = {"X-Error-Code": code, "X-Error-Message": message}
-        given = {name: value for name, value in headers.items() if value}
-        self._send(status, given, json.dumps({"error": message or code}).encode())
+        set_headers = {name: value for name, value in headers.items() if value}
+        self._send(status, set_headers, json.dumps({"error": message or code}).encode())
 
     def _repository(self, name: str, revision: str) -> Repository | None:
         """Return what is asked for, or send the error."""
-        found = self.hub.repositories.get(name)
+        repository = self.hub.repositories.get(name)
         may_see = self.is_cdn or self.headers.get("Authorization") == f"Bearer {TOKEN}"
-        if found is None or (found.private and not may_see):
-            self._error(401 if found is None else 404, "RepoNotFound", "Repository not found")
-        elif found.gated and not may_see and "/resolve/" in self.path:
+        if repository is None or (repository.private and not may_see):
+            self._error(401 if repository is None else 404, "RepoNotFound", "Repository not found")
+        elif repository.gated and not may_see and "/resolve/" in self.path:
             self._error(
                 401, "GatedRepo", "Access to model is restricted. You must be authenticated"
             )
-        elif revision not in ("main", found.commit):
+        elif revision not in ("main", repository.commit):
             self._error(404, "RevisionNotFound", "Invalid rev id")
         else:
-            return found
+            return repository
         return None
 
     def _api(self, path: str) -> None:
@@ -164,30 +164,36 @@ class _Handler(BaseHTTPRequestHandler):
             self._error(404)
             return
         name = "/".join(parts[3:5])
-        found = self._repository(name, parts[6] if parts[5:6] == ["revision"] else "main")
-        if found is None:
+        repository = self._repository(name, parts[6] if parts[5:6] == ["revision"] else "main")
+        if repository is None:
             return
         siblings = []
-        for each in found.names or list(found.files):
-            data = found.files.get(each, b"hostile")
+        for file in repository.names or list(repository.files):
+            data = repository.files.get(file, b"hostile")
             lfs = {"sha256": _sha(data), "size": len(data), "pointerSize": 134}
-            siblings.append({"rfilename": each, "size": len(data), "lfs": lfs})
-        body = {"id": name, "modelId": name, "sha": found.commit, "siblings": siblings, "tags": []}
+            siblings.append({"rfilename": file, "size": len(data), "lfs": lfs})
+        body = {
+            "id": name,
+            "modelId": name,
+            "sha": repository.commit,
+            "siblings": siblings,
+            "tags": [],
+        }
         self._send(200, {"Content-Type": "application/json"}, json.dumps(body).encode())
 
     def _file(self, path: str, fault: Fault | None) -> None:
         owner, name, _, revision, *rest = path.strip("/").split("/")
-        found = self._repository(f"{owner}/{name}", revision)
-        if found is None:
+        repository = self._repository(f"{owner}/{name}", revision)
+        if repository is None:
             return
-        data = found.files.get("/".join(rest))
+        data = repository.files.get("/".join(rest))
         if data is None:
             self._error(404, "EntryNotFound", "Entry not found")
         elif self.is_cdn:
             self._bytes(data, fault or Fault("get"))
         else:
             headers = {
-                "X-Repo-Commit": found.commit,
+                "X-Repo-Commit": repository.commit,
                 "ETag": f'"{_sha(data)[:32]}"',
                 "X-Linked-Etag": f'"{_sha(data)}"',
                 "X-Linked-Size": str(len(data)),
@@ -202,9 +208,9 @@ class _Handler(BaseHTTPRequestHandler):
         if fault.wrong:
             at = len(data) // 2
             data = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
-        given = self.headers.get("Range")
-        if given:
-            status, begin = 206, int(given.removeprefix("bytes=").partition("-")[0])
+        byte_range = self.headers.get("Range")
+        if byte_range:
+            status, begin = 206, int(byte_range.removeprefix("bytes=").partition("-")[0])
             headers["Content-Range"] = f"bytes {begin}-{len(data) - 1}/{len(data)}"
         self._send(status, headers, data[begin:], only=fault.cut)
 

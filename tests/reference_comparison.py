@@ -89,8 +89,8 @@ class ReferenceWorld:
         return Counter(cell for cells in self.held for cell in cells.values())
 
     def remove(self, seq: int, start: int = 0, end: int = END) -> None:
-        held = self.held[seq]
-        self.held[seq] = {p: cell for p, cell in held.items() if not start <= p < end}
+        cells = self.held[seq]
+        self.held[seq] = {p: cell for p, cell in cells.items() if not start <= p < end}
 
     def share(self, source: int, target: int) -> None:
         self.held[target] = dict(self.held[source])

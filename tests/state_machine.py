@@ -94,9 +94,9 @@ class Machine(ReferenceComparison):
         def reference() -> None:  # a refused step produced nothing: every branch would have grown
             for expected in several.values():
                 self.world.need_row(expected)
-            told = [(expected, produced.get(branch)) for branch, expected in several.items()]
-            self.world.grow({b: [p.token if p else 0] for b, p in told if not (p and p.is_stop)})
-            for expected, p in told:
+            pairs = [(expected, produced.get(branch)) for branch, expected in several.items()]
+            self.world.grow({b: [p.token if p else 0] for b, p in pairs if not (p and p.is_stop)})
+            for expected, p in pairs:
                 expected.is_finished |= bool(p and p.is_stop)
 
         self.both(real, reference)

@@ -581,15 +581,15 @@ def write_permuted(source: str | Path, path: str | Path, order: Sequence[int]) -
     """
     new_ids = {old: new for new, old in enumerate(order)}
 
-    def value(name: str, given: Any) -> Any:
+    def value(name: str, old: Any) -> Any:
         if name in ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.ggml.scores"):
-            return [given[i] for i in order]
+            return [old[i] for i in order]
         if name.startswith("tokenizer.ggml.") and name.endswith("_token_id"):
-            return new_ids[given]
-        return given
+            return new_ids[old]
+        return old
 
-    def data(name: str, given: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        return given[list(order)] if name in ("token_embd.weight", "output.weight") else given
+    def data(name: str, old: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return old[list(order)] if name in ("token_embd.weight", "output.weight") else old
 
     return _rewrite(source, path, value, data)
 
@@ -598,14 +598,14 @@ def write_chat(source: str | Path, path: str | Path, template: str, *control: st
     """Write the model of `source` with a chat template, its last tokens being these control tokens."""
     n = len(control)
 
-    def value(name: str, given: Any) -> Any:
+    def value(name: str, old: Any) -> Any:
         if name == "tokenizer.ggml.tokens":
-            return [*given[:-n], *control]
+            return [*old[:-n], *control]
         if name == "tokenizer.ggml.token_type":
-            return [*given[:-n], *[int(gguf.TokenType.CONTROL)] * n]
-        return given[:-n] if name == "tokenizer.ggml.merges" else given
+            return [*old[:-n], *[int(gguf.TokenType.CONTROL)] * n]
+        return old[:-n] if name == "tokenizer.ggml.merges" else old
 
-    return _rewrite(source, path, value, lambda _, given: given, template=template)
+    return _rewrite(source, path, value, lambda _, old: old, template=template)
 
 
 def write_parts(source: str | Path, trunk: str | Path, layers: str | Path) -> None:
@@ -617,14 +617,14 @@ def write_parts(source: str | Path, trunk: str | Path, layers: str | Path) -> No
     changed = {f"{architecture}.block_count": first, f"{architecture}.nextn_predict_layers": 0}
 
     def blocks(wanted: range) -> Callable[[str, npt.NDArray[Any]], npt.NDArray[Any] | None]:
-        def data(name: str, given: npt.NDArray[Any]) -> npt.NDArray[Any] | None:
+        def data(name: str, old: npt.NDArray[Any]) -> npt.NDArray[Any] | None:
             is_other = name.startswith("blk.") and int(name.split(".")[1]) not in wanted
-            return None if is_other else given
+            return None if is_other else old
 
         return data
 
-    _rewrite(source, trunk, lambda name, given: changed.get(name, given), blocks(range(first)))
-    _rewrite(source, layers, lambda _, given: given, blocks(range(first, n)))
+    _rewrite(source, trunk, lambda name, old: changed.get(name, old), blocks(range(first)))
+    _rewrite(source, layers, lambda _, old: old, blocks(range(first, n)))
 
 
 def write_split(
@@ -640,7 +640,7 @@ def write_split(
         "small_first_shard": empty_first,
     }
     stem = Path(folder, Path(source).stem)
-    _rewrite(source, f"{stem}.gguf", lambda _, given: given, lambda _, given: given, options)
+    _rewrite(source, f"{stem}.gguf", lambda _, old: old, lambda _, old: old, options)
     return [Path(f"{stem}-{i + 1:05d}-of-{n_parts:05d}.gguf") for i in range(n_parts)]
 
 

@@ -516,8 +516,8 @@ def test_turn_that_is_forked_or_rated_does_not_give_way_to_its_fork(model: lb.Mo
         assert first is not None
         tokens = first.tokens
         first.score([5, 6])
-        with first.fork() as one, first.fork() as two:
-            assert one.tokens == two.tokens == first.tokens == tokens
+        with first.fork() as fork, first.fork() as two:
+            assert fork.tokens == two.tokens == first.tokens == tokens
         second = chat.on(2)[0].branch
         assert second is not None and second.state != "pruned"
         work = {first: [[5, 6], [7, 8], [9, 5]], second: [[5, 6]]}
@@ -638,12 +638,12 @@ def test_chat_that_is_loaded_goes_on_with_the_same_text(
         assert again.branches == [1, 2]
         assert again.branch is not None
         with counting(fresh) as counts:
-            found = [again.send("And then?").finish()]
+            answers = [again.send("And then?").finish()]
             again.switch(1)
-            found.append(again.send("And then?").finish())
-        assert [answer.text for answer in found] == expected
+            answers.append(again.send("And then?").finish())
+        assert [answer.text for answer in answers] == expected
         # What the messages add, and the answers: the rest was there.
-        assert sum(counts) < sum(len(answer.prompt) for answer in found)
+        assert sum(counts) < sum(len(answer.prompt) for answer in answers)
         fresh.audit()
 
 
@@ -795,7 +795,7 @@ def thinking_chat(**options: Any) -> Iterator[Chat]:
 def test_a_chat_thinks_as_a_call_does_and_keeps_its_thoughts(tmp_path: Path) -> None:
     with thinking_chat() as chat:
         first = chat.send("Tell me of a bear.")
-        pieces = [(one.text, one.is_thought) for one in first]
+        pieces = [(token.text, token.is_thought) for token in first]
         assert "".join(text for text, is_thought in pieces if is_thought).strip() == first.thought
         assert "".join(text for text, is_thought in pieces if not is_thought) == first.text
         asked: list[dict[str, object]] = [{"role": "user", "content": "Tell me of a bear."}]
@@ -804,9 +804,9 @@ def test_a_chat_thinks_as_a_call_does_and_keeps_its_thoughts(tmp_path: Path) -> 
             alone.thought, alone.text, alone.tokens
         )  # fmt: skip
         second = chat.send("And then?").finish()
-        told: list[dict[str, object]]
-        told = [*asked, alone.message, {"role": "user", "content": "And then?"}]
-        again = chat.ctx.chat(told, thinking=10, max_tokens=30, seed=3, drafter=None)
+        messages: list[dict[str, object]]
+        messages = [*asked, alone.message, {"role": "user", "content": "And then?"}]
+        again = chat.ctx.chat(messages, thinking=10, max_tokens=30, seed=3, drafter=None)
         assert (second.thought, second.text) == (again.thought, again.text)
         retried = chat.retry().finish()
         assert retried.thought != second.thought

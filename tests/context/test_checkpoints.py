@@ -70,11 +70,11 @@ def point(n: int, n_bytes: int = 100) -> Checkpoint:
 
 def positions(points: Checkpoints, seq_id: int, n: int = 1000) -> list[int]:
     """Return the positions of a sequence's checkpoints."""
-    found = []
-    while (one := points.find(seq_id, n)) is not None:
-        found.append(one.n_tokens)
-        n = one.n_tokens - 1
-    return found[::-1]
+    ends = []
+    while (checkpoint := points.find(seq_id, n)) is not None:
+        ends.append(checkpoint.n_tokens)
+        n = checkpoint.n_tokens - 1
+    return ends[::-1]
 
 
 def test_shared_checkpoints_count_once_and_stay_until_the_last_user_is_gone() -> None:
@@ -144,10 +144,10 @@ def test_a_rewind_to_the_end_of_a_turn_costs_nothing_and_never_happened(ctx: Con
         for position, expected in ((190, second), (100, first)):
             with counting(ctx) as counts:
                 branch.rewind(position)
-                found = branch.logits
+                logits = branch.logits
             assert not counts
             if position == 190:
-                np.testing.assert_array_equal(found, rows)
+                np.testing.assert_array_equal(logits, rows)
             assert [t.token for t in branch.generate(40)] == expected
         with branch.fork() as child:  # which has them too
             list(branch.generate(60))
@@ -320,13 +320,13 @@ def test_a_snapshot_has_all_that_a_text_needs(ctx: Context, tmp_path: Path) -> N
         branch.rewind(100)
         branch.save(tmp_path / "x.branch")
         loaded = [Branch.load(c, tmp_path / "x.branch") for c in (ctx, plain)]
-        texts = [[t.token for t in each.generate(30)] for each in (branch, *loaded)]
+        texts = [[t.token for t in b.generate(30)] for b in (branch, *loaded)]
         assert texts[0] == texts[1] == texts[2]
-        for each in loaded:
-            each.rewind(90)
+        for b in loaded:
+            b.rewind(90)
             with Branch.start(ctx, TEXT[:90]) as again:
-                np.testing.assert_allclose(each.logits, again.logits, atol=rounding(ctx, 0.1))
-            each.prune()
+                np.testing.assert_allclose(b.logits, again.logits, atol=rounding(ctx, 0.1))
+            b.prune()
 
 
 # -- any order ---------------------------------------------------------------------------------------

@@ -60,8 +60,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module", params=TYPES)
 def model(request: pytest.FixtureRequest, files: dict[str, Path]) -> Iterator[lb.Model]:
-    with lb.Model(files[request.param]) as found:
-        yield found
+    with lb.Model(files[request.param]) as opened:
+        yield opened
 
 
 def tokens_of(seq: int) -> list[int]:
@@ -177,9 +177,9 @@ def test_exact_rows_of_a_sliding_window_are_measured(tmp_path: Path, weights: st
         for seed in range(4):
             params = SamplingParams(temperature=0.7, seed=seed, logit_bias={1: -np.inf})
             texts = []
-            for found in (lb.speculative.NullDrafter(), drafter) if most else ():
+            for which in (lb.speculative.NullDrafter(), drafter) if most else ():
                 fixed = lb.SpeculativeConfig(draft_k=most)
-                generated = lb.Speculator(ctx, found, fixed).generate(
+                generated = lb.Speculator(ctx, which, fixed).generate(
                     tokens_of(seed)[:20], max_tokens=90, sampling=params
                 )
                 texts.append(generated.finish().tokens)
@@ -197,7 +197,7 @@ def told(call: Callable[[], object]) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call()
-    return [str(each.message) for each in caught if each.category is ExactnessWarning]
+    return [str(warning.message) for warning in caught if warning.category is ExactnessWarning]
 
 
 def test_warns_once_where_texts_may_differ(target: lb.Model) -> None:
@@ -211,14 +211,14 @@ def test_warns_once_where_texts_may_differ(target: lb.Model) -> None:
             (4, DIFFERS, SEEDED.replace(seed=None), 1),  # its seed would be reported
             (4, DIFFERS, SEEDED, 0),
         ]
-        for k, found, sampling, n in cases:
-            ctx.capabilities = replace(able, batch_invariant=False, **found)
+        for k, changes, sampling, n in cases:
+            ctx.capabilities = replace(able, batch_invariant=False, **changes)
             speculator = lb.Speculator(ctx, Eager(2.0), lb.SpeculativeConfig(draft_k=k))
             generation = speculator.generate(prompt, max_tokens=40, sampling=sampling)
-            said = told(generation.finish)
+            messages = told(generation.finish)
             assert speculator.stats.num_drafts > 0
-            assert len(said) == n
-            assert all("0.026" in text and "batch_invariant=True" in text for text in said)
+            assert len(messages) == n
+            assert all("0.026" in text and "batch_invariant=True" in text for text in messages)
     for temperature in (0.0, 0.9):  # a batch
         with Context(target, n_ctx=512, n_threads=1) as ctx:
             differs: dict[str, Any] = {"exact_rows": 1, "total_variation": 0.1}
@@ -266,8 +266,8 @@ def test_differences_where_nothing_is_claimed_are_explained(model: lb.Model) -> 
             with Branch.start(ctx, prompt, sampling=params) as branch:
                 plain = [t.token for t in branch.generate(60)]
             drafted = lb.Speculator(ctx, drafter).generate(prompt, max_tokens=60, sampling=params)
-            found = first_divergence(ctx, prompt, plain, drafted.finish().tokens, params, 3)
-            assert found is None or found.gap <= allowed, found
+            difference = first_divergence(ctx, prompt, plain, drafted.finish().tokens, params, 3)
+            assert difference is None or difference.gap <= allowed, difference
 
 
 def test_models_that_take_long_to_measure_are_measured_when_asked(

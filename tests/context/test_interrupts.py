@@ -326,12 +326,12 @@ def test_interrupted_generation_holds_what_it_yielded_and_goes_on(
     with branch.fork() as fork:
         whole = [produced.token for produced in fork.generate(40)]
     decodes.on_call(17, ctx.interrupt)
-    given: list[int] = []
+    yielded: list[int] = []
     with pytest.raises(DecodeInterruptedError):
         for produced in branch.generate(40):
-            given.append(produced.token)
+            yielded.append(produced.token)
     # The last one was given out before it was decoded.
-    assert branch.generated == given == whole[:18]
+    assert branch.generated == yielded == whole[:18]
     assert [produced.token for produced in branch.generate(22)] == whole[18:]
 
 
@@ -368,7 +368,7 @@ def test_texts_so_far_come_with_the_error(ctx: Context, decodes: Decodes, call: 
         lb.Request(prompt, id=prompt, max_tokens=n, sampling=SamplingParams(seed=1))
         for prompt, n in zip(prompts, limits, strict=True)
     ]
-    whole = [each.tokens for each in lb.Engine(ctx, None).generate(requests)]
+    whole = [result.tokens for result in lb.Engine(ctx, None).generate(requests)]
     decodes.on_call(call, ctx.interrupt)
     with pytest.raises(DecodeInterruptedError) as caught:
         lb.Engine(ctx, None).generate(requests)
@@ -378,7 +378,7 @@ def test_texts_so_far_come_with_the_error(ctx: Context, decodes: Decodes, call: 
     assert 0 < len(second.tokens) < 40
     assert second.tokens == whole[1][: len(second.tokens)]
     for again in (caught.value, pickle.loads(pickle.dumps(caught.value))):
-        assert [each.text for each in again.results] == [first.text, second.text]
+        assert [result.text for result in again.results] == [first.text, second.text]
     decodes.on_call(call, ctx.interrupt)
     with pytest.raises(DecodeInterruptedError) as caught:
         ctx.complete(prompts, max_tokens=40, seed=1, drafter=None)
@@ -470,11 +470,11 @@ def test_ctrl_c_while_a_model_loads_reaches_the_caller_and_frees_everything(
     at: str | float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While llama.cpp logs, where ctypes would print the exception and go on; or in its progress."""
-    made: list[object] = []
+    pointers: list[object] = []
     freed: list[object] = []
     for name, into in (
-        ("llama_model_load_from_file", made),
-        ("llama_init_from_model", made),
+        ("llama_model_load_from_file", pointers),
+        ("llama_init_from_model", pointers),
         ("llama_model_free", freed),
         ("llama_free", freed),
     ):
@@ -502,7 +502,7 @@ def test_ctrl_c_while_a_model_loads_reaches_the_caller_and_frees_everything(
         lb.set_log_level("none")
     assert stderr.n_sent == isinstance(at, str), "llama.cpp did not log such a line"
     gc.collect()
-    assert len(freed) == len(made)
+    assert len(freed) == len(pointers)
     with lb.load("tale-target", n_ctx=256, n_threads=1) as ctx:
         assert Branch.start(ctx, "Once upon a time", seed=1).step().text
 

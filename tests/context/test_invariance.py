@@ -23,8 +23,8 @@ Logits = npt.NDArray[np.float32]
 
 @pytest.fixture(params=["target", "draft"])
 def model(request: pytest.FixtureRequest) -> lb.Model:
-    found: lb.Model = request.getfixturevalue(request.param)
-    return found
+    opened: lb.Model = request.getfixturevalue(request.param)
+    return opened
 
 
 class Alone:
@@ -50,9 +50,9 @@ class Alone:
 
 @pytest.fixture
 def alone(model: lb.Model) -> Iterator[Alone]:
-    found = Alone(model)
-    yield found
-    found.ctx.close()
+    single = Alone(model)
+    yield single
+    single.ctx.close()
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ def test_attention_of_every_type_and_shape_is_timed() -> None:
         for n_rows in (1, 8, 64):
             seconds = attention_seconds(SETTINGS, shape, n_rows, 256, 0.0)
             assert len(seconds) == len(SETTINGS)
-            assert all(0 < each < math.inf for each in seconds)
+            assert all(0 < s < math.inf for s in seconds)
     assert attention_seconds([("q8_0", True)], AttentionShape(64, 3, 3), 1, 256, 0.0)[0] < math.inf
 
 
@@ -50,8 +50,8 @@ def test_a_setting_that_is_clearly_slower_is_timed_once(monkeypatch: pytest.Monk
     ticks = (tick for span in spans for tick in (0.0, span))
     monkeypatch.setattr(attention, "_clock", lambda: next(ticks))
     shape = AttentionShape(64, 1, 1)
-    found = attention_seconds(SETTINGS[:3], shape, 64, 256, math.inf)
-    assert [each / found[0] for each in found] == pytest.approx([1.0, 1.2, 2.0])
+    times = attention_seconds(SETTINGS[:3], shape, 64, 256, math.inf)
+    assert [s / times[0] for s in times] == pytest.approx([1.0, 1.2, 2.0])
     with pytest.raises(StopIteration):
         next(ticks)
 
@@ -226,7 +226,7 @@ def test_cells_of_other_texts_count_without_flash_attention(
 ) -> None:
     """It computes them, too; flash attention skips them."""
     of_auto(target)
-    write_costs(profile, {"f16, plain": [factor * each for each in EVEN]})
+    write_costs(profile, {"f16, plain": [factor * cost for cost in EVEN]})
     with Context(target, n_threads=1, batch_invariant=False, **options) as ctx:
         assert (ctx.params.flash_attention is not False) == flash
 

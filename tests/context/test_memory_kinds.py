@@ -183,8 +183,8 @@ def saved(w: World, folder: Path) -> Iterator[Branch]:
         texts = [[t.token for t in b.generate(10)] for b in (branch, away, loaded)]
         assert texts[0] == texts[1] == texts[2]
         for position in (75, 70, 50, 5):
-            for each in (branch, away, loaded):
-                each.rewind(position)
+            for branch_copy in (branch, away, loaded):
+                branch_copy.rewind(position)
             w.close(away.logits, branch.logits)
             yield loaded
         other.audit()
@@ -357,8 +357,8 @@ def test_cached_prefixes_are_shared_in_part_or_as_wholes(world: World) -> None:
     _, options, kind, _ = KINDS[world.name]
     if kind is NonUnified:
         pytest.skip("its cached prefixes take sequences: test_own_cells")
-    given = {**OPTIONS, **options, "n_seq_max": 9, "n_batch": 512}
-    with Context(world.ctx.model, n_ctx=512, prefix_cache=True, **given) as ctx:
+    all_options = {**OPTIONS, **options, "n_seq_max": 9, "n_batch": 512}
+    with Context(world.ctx.model, n_ctx=512, prefix_cache=True, **all_options) as ctx:
         prefixes, warm = ctx.prefix_cache, SamplingParams(temperature=0.8, seed=42)
         assert prefixes is not None
         for n, hit in ((30, (0, 0)), (40, (30, 30)), (35, (34, 30)), (20, (19, 0))):

@@ -24,9 +24,9 @@ def random_tokens(rng: np.random.Generator, n: int) -> list[int]:
 
 
 def prefixes_of(ctx: Context) -> PrefixCache:
-    found = ctx.prefix_cache
-    assert found is not None
-    return found
+    cache = ctx.prefix_cache
+    assert cache is not None
+    return cache
 
 
 @pytest.fixture

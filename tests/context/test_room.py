@@ -120,8 +120,10 @@ def test_states_that_do_not_fit_are_refused_with_their_size(
         limit = room.cell_bytes(model, params) + states // 2
         monkeypatch.setattr(room, "memory_bytes", lambda: limit)
         monkeypatch.setattr(room, "BYTES_OF_CELL", 0)
-        said = rf"n_seq_max={n_seq_max} with n_rs_seq={n_rs_seq} needs .* MB for the states of each"
-        with pytest.raises(ConfigError, match=said) as raised:
+        message = (
+            rf"n_seq_max={n_seq_max} with n_rs_seq={n_rs_seq} needs .* MB for the states of each"
+        )
+        with pytest.raises(ConfigError, match=message) as raised:
             Context(model, n_ctx=256, n_threads=1, **options)
         fits = re.search(r"at most n_seq_max=(\d+) could fit", str(raised.value.hint))
         assert fits is not None

@@ -71,7 +71,7 @@ def test_fewer_threads_are_used_within_seconds_and_more_again_once_the_cores_are
     assert n_slow <= (40 if scale < 0.02 else 4)
     assert used[n_slow:].count(2) <= 3  # it is tried again
     assert machine.used[0] == ((1, 2) if n == 1 else (2, 1))  # the other kind is as it was
-    assert sum(BUSY[each][0] * scale for each in used[:n_slow]) < max(8.0, 0.2)
+    assert sum(BUSY[n][0] * scale for n in used[:n_slow]) < max(8.0, 0.2)
     assert machine.seconds > start
     assert set(machine.decodes(2000, IDLE, n=n, scale=scale)[-500:]) == {2}
     assert machine.decodes(100, BUSY, n=n, scale=scale).index(1) <= n_slow  # the next time, too
@@ -85,7 +85,7 @@ def test_a_load_that_stays_costs_little() -> None:
     assert set(used[-200:]) == {1}
     n_tried = used[10:].count(2)
     assert n_tried <= 10
-    took = sum(BUSY[each][0] for each in used)
+    took = sum(BUSY[n][0] for n in used)
     assert took < 1.02 * 3000 * BUSY[1][0]
     assert 3000 * BUSY[2][0] > 3 * took  # what it would have taken
 
@@ -132,9 +132,9 @@ def test_number_that_must_stay_is_told_once(adapts: tuple[bool, bool]) -> None:
     machine = Machine(adapts=adapts)
     machine.decodes(100, IDLE)
     slow = {1: (1.0, 1.0), 2: (5.5, 0.5)}
-    with pytest.warns(PerformanceWarning, match=r"with 2 threads takes 5\.5e\+03 ms now") as told:
+    with pytest.warns(PerformanceWarning, match=r"with 2 threads takes 5\.5e\+03 ms now") as caught:
         assert set(machine.decodes(50, slow)) == {2}
-    assert len(told) == 1 and machine.used == []
+    assert len(caught) == 1 and machine.used == []
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         machine.decodes(50, slow)
@@ -159,7 +159,7 @@ def test_texts_do_not_notice_that_the_number_changes(
     """Two threads are slow for twenty decodes, then fast for twenty."""
     prompt = [(7 * i + 3) % 200 + 5 for i in range(300)]
 
-    def made(watched: bool) -> tuple[list[int], bytes, int]:
+    def generated(watched: bool) -> tuple[list[int], bytes, int]:
         with lb.Context(target, n_ctx=512, n_threads=2, n_batch=64) as ctx:
             numbers: list[tuple[int, int]] = []
             if watched:
@@ -186,7 +186,7 @@ def test_texts_do_not_notice_that_the_number_changes(
                 list(branch.generate(60))
                 return branch.tokens, branch.logits.tobytes(), len(numbers)
 
-    plain, watched = made(watched=False), made(watched=True)
+    plain, watched = generated(watched=False), generated(watched=True)
     assert watched[2] > 2
     assert watched[:2] == plain[:2]
 
@@ -207,5 +207,5 @@ def test_contexts_are_watched_where_the_number_may_change(
         handle = ctx.decoder.handle
         watch = tuner.watch(handle)
         assert watch is not None and watch.n_threads == (available_cores(),) * 2
-        given = ctx.decoder.watch
-        assert given is not None and given.n_threads == (2, 2)
+        own_watch = ctx.decoder.watch
+        assert own_watch is not None and own_watch.n_threads == (2, 2)

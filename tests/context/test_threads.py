@@ -142,17 +142,17 @@ def test_branches_that_threads_forget_come_back(ctx: Context) -> None:
 
 
 def test_free_sequences_are_counted_while_another_thread_decodes(target: lb.Model) -> None:
-    held, counted, waited = threading.Event(), threading.Event(), []
+    decoding, counted, waited = threading.Event(), threading.Event(), []
 
     def hold(ctx: Context) -> None:
         with ctx.lock:
-            held.set()
+            decoding.set()
             waited.append(counted.wait(60))
 
     with Context(target, n_ctx=256, n_seq_max=3, n_threads=1) as ctx:
         thread = threading.Thread(target=hold, args=[ctx])
         thread.start()
-        held.wait()
+        decoding.wait()
         assert ctx.n_seq_free == 3
         counted.set()
         thread.join()
@@ -423,9 +423,9 @@ def test_model_is_tokenized_with_from_many_threads(target: lb.Model) -> None:
     def spell() -> object:
         return [target.tokenize(target.detokenize(tokens, special=True)) for tokens in alone]
 
-    first, other, one, two = together(tokenize, tokenize, spell, spell)
+    first, other, spelled, spelled_again = together(tokenize, tokenize, spell, spell)
     assert first == alone == other
-    assert one == two
+    assert spelled == spelled_again
 
 
 def test_interrupts_from_many_threads_change_no_text(ctx: Context) -> None:

@@ -101,12 +101,12 @@ def case(
 
 def refuses(group: str, error: Errors, **calls: Action | tuple[str, Action]) -> None:
     """Register one-line cases that must raise ``error``, some with words that it must say."""
-    for name, given in calls.items():
-        said, call = given if isinstance(given, tuple) else ("", given)
+    for name, action_or_pair in calls.items():
+        said, call = action_or_pair if isinstance(action_or_pair, tuple) else ("", action_or_pair)
 
         def action(world: World, call: Action = call, said: str = said) -> None:
-            told = must_raise(error, lambda: call(world))
-            assert said in told, f"{said!r} is not in {told!r}"
+            message = must_raise(error, lambda: call(world))
+            assert said in message, f"{said!r} is not in {message!r}"
 
         case(group, name, is_quick=True)(action)
 

@@ -194,9 +194,11 @@ def kv_type_that_does_not_fit_the_heads(w: World) -> None:
     path = toys.write_llama(w.folder / "narrow.gguf", n_embd=32, n_head=2)  # heads of 16
     with Model(path) as model:
         for kv_type in ("q8_0", "q4_0"):
-            told = must_raise(ConfigError, lambda k=kv_type: Context(model, n_ctx=256, kv_type=k))
-            assert f"{kv_type} with block size 32" in told and "=16" in told
-            assert "enabling" not in told  # what llama.cpp logged before
+            message = must_raise(
+                ConfigError, lambda k=kv_type: Context(model, n_ctx=256, kv_type=k)
+            )
+            assert f"{kv_type} with block size 32" in message and "=16" in message
+            assert "enabling" not in message  # what llama.cpp logged before
         with Context(model, n_ctx=256, n_threads=1) as ctx:
             ctx.decode([3], 0)
 

@@ -222,9 +222,9 @@ def test_dangling_link_and_missing_shard_are_no_model(caches: Path) -> None:
     second = put(snapshot / "tale-Q8_0-00002-of-00002.gguf")
     first = hub.resolve("me/tale")
     assert first.name == "tale-Q8_0-00001-of-00002.gguf"  # not its blob: shards have their names
-    (found,) = hub.local_models()
-    assert (found.name, found.files) == (f"me/tale/{first.name}", (first, second))
-    assert found.size_bytes == 8
+    (model,) = hub.local_models()
+    assert (model.name, model.files) == (f"me/tale/{first.name}", (first, second))
+    assert model.size_bytes == 8
 
 
 def test_every_cache_is_searched_in_its_order(
@@ -238,9 +238,9 @@ def test_every_cache_is_searched_in_its_order(
     ]
     assert {model.cache for model in hub.local_models()} == {cache for _, cache in places}
     for path, cache in places:
-        found = find(hub.HubSpec("me/tale", tag="q8_0"))
-        assert found is not None
-        assert (found.path, found.cache) == (path, cache)
+        model = find(hub.HubSpec("me/tale", tag="q8_0"))
+        assert model is not None
+        assert (model.path, model.cache) == (path, cache)
         path.unlink()
     assert find(hub.HubSpec("me/tale", tag="q8_0")) is None
 

@@ -228,8 +228,8 @@ except lb.errors.UnsupportedError as error:
 
 
 def test_extra_buffers_work_or_are_refused(target: lb.Model) -> None:
-    said = run_code(EXTRA_BUFFERS, target.path)
-    assert said in ("decoded\n", "True extra_buffers='auto' does not repack them\n")
+    output = run_code(EXTRA_BUFFERS, target.path)
+    assert output in ("decoded\n", "True extra_buffers='auto' does not repack them\n")
 
 
 @pytest.mark.parametrize(
@@ -322,12 +322,12 @@ def test_vocabularies_are_compared(
 
 def test_padding_of_the_vocabulary_does_not_matter(tmp_path: Path) -> None:
     with (
-        lb.Model(toys.write_toy(tmp_path / "a.gguf", vocab=300)) as one,
-        lb.Model(toys.write_toy(tmp_path / "b.gguf", vocab=320)) as two,
+        lb.Model(toys.write_toy(tmp_path / "a.gguf", vocab=300)) as narrow,
+        lb.Model(toys.write_toy(tmp_path / "b.gguf", vocab=320)) as wide,
     ):
-        assert one.compatibility(two)
-        assert two.compatibility(one)
-        assert two.compatibility(one).n_vocab == (320, 300)
+        assert narrow.compatibility(wide)
+        assert wide.compatibility(narrow)
+        assert wide.compatibility(narrow).n_vocab == (320, 300)
 
 
 def test_loading_prints_nothing(target: lb.Model) -> None:

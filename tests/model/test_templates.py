@@ -98,14 +98,14 @@ def test_mappings_and_sequences_of_any_type_are_given_as_json() -> None:
 
 
 def test_threads_get_their_own_texts() -> None:
-    found: dict[int, list[str]] = {}
+    by_thread: dict[int, list[str]] = {}
 
     def work(number: int) -> None:
-        found[number] = [render("{{ n }} {{ bos_token }}", n=number) for _ in range(20)]
+        by_thread[number] = [render("{{ n }} {{ bos_token }}", n=number) for _ in range(20)]
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(4)))
-    assert found == {i: [f"{i} <s>"] * 20 for i in range(4)}
+    assert by_thread == {i: [f"{i} <s>"] * 20 for i in range(4)}
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork()")

@@ -39,8 +39,8 @@ def test_split_model_is_the_model(whole: Path, n_parts: int, empty_first: bool) 
         assert {name for name in fields if not name.startswith("GGUF.")} == {
             "split.no", "split.count", "split.tensors.count",
         }  # fmt: skip
-    one, several = check_header(whole), check_header(parts[0])
-    assert sorted(t.name for t in several.tensors) == sorted(t.name for t in one.tensors)
+    single, several = check_header(whole), check_header(parts[0])
+    assert sorted(t.name for t in several.tensors) == sorted(t.name for t in single.tensors)
     assert several.parts == tuple(parts)
     assert text_of(parts[0]) == text_of(whole)
     with lb.Model(parts[0], vocab_only=True) as model:
@@ -50,11 +50,11 @@ def test_split_model_is_the_model(whole: Path, n_parts: int, empty_first: bool) 
 def test_commands_open_a_split_model(whole: Path) -> None:
     first, second = toys.write_split(whole, whole.parent)
     assert answer("models", "show", first)["models"][0]["n_params"]
-    found = answer("generate", "-m", first, "-p", "ab", "-n", "4", "-md", first, "-c", "256")
-    assert len(texts(found)) == 1
-    said = said_by("generate", "-m", second, "-p", "ab")
-    assert "it is part 2 of 2 of a split model" in said
-    assert "use the first part" in said
+    report = answer("generate", "-m", first, "-p", "ab", "-n", "4", "-md", first, "-c", "256")
+    assert len(texts(report)) == 1
+    message = said_by("generate", "-m", second, "-p", "ab")
+    assert "it is part 2 of 2 of a split model" in message
+    assert "use the first part" in message
 
 
 def later_part(parts: Parts) -> Path:

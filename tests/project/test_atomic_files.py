@@ -112,7 +112,7 @@ def test_generate_writes_to_standard_output(is_pipe: bool, tmp_path: Path) -> No
             stdout=subprocess.PIPE if is_pipe else file, stderr=subprocess.PIPE,
         )  # fmt: skip
         file.seek(0)
-        said = done.stdout if is_pipe else file.read()
+        output = done.stdout if is_pipe else file.read()
     assert done.returncode == 0, done.stderr
-    assert said.startswith('{"id": "0"')
-    assert said.count("\n") == 1
+    assert output.startswith('{"id": "0"')
+    assert output.count("\n") == 1

@@ -100,7 +100,10 @@ def test_a_bare_install_runs_every_command(tmp_path: Path) -> None:
     # Only pip's cache of wheels is this user's own: it is a folder, so it does not move with HOME.
     clean["PIP_CACHE_DIR"] = str(home / "pip")
     run("sh", "-c", f"{lines[0]} --quiet", where=ROOT)
-    installed = {each.split("==")[0].replace("-", "_") for each in run("pip", "freeze").split("\n")}
+    installed = {
+        requirement.split("==")[0].replace("-", "_")
+        for requirement in run("pip", "freeze").split("\n")
+    }
     assert not EXTRAS & installed
 
     modules = run("python", "-c", IMPORT_ALL).splitlines()

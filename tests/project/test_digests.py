@@ -39,17 +39,17 @@ def _one_of_each() -> set[str]:
     kind of memory also what is done with it.
     """
     seen: set[tuple[str, ...]] = set()
-    found = set()
+    names = set()
     for name in CASES:
         section, _, rest = name.partition("/")
         parts = {(section, part) for part in rest.rpartition("/")[2].split(", ")}
         if section == "memory":
-            memory, _, what = rest.partition("/")
-            parts.add((memory, what.split(" ")[0]))
+            memory, _, variant = rest.partition("/")
+            parts.add((memory, variant.split(" ")[0]))
         if parts - seen:
-            found.add(name)
+            names.add(name)
         seen |= parts
-    return found
+    return names
 
 
 ONE_OF_EACH = _one_of_each()

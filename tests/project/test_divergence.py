@@ -39,7 +39,7 @@ def test_a_draw_that_a_small_move_turns_has_a_small_gap(
     other[list(tokens)] += np.array([-1e-3, 1e-3], dtype=np.float32)
     sampler = Sampler(small_toy, OPEN.replace(**changes))  # type: ignore[arg-type]
     for seed in range(20_000):
-        drawn = [sampler.distribution(each, 5, seed).draw(seed, 5) for each in (row, other)]
+        drawn = [sampler.distribution(logits, 5, seed).draw(seed, 5) for logits in (row, other)]
         if set(drawn) == set(tokens):
             break
     assert set(drawn) == set(tokens), "no seed turns this draw"
@@ -55,13 +55,19 @@ def test_other_seeds_and_ends_of_texts_are_no_near_ties(toy: lb.Model) -> None:
     with lb.Context(toy, n_ctx=256, n_threads=1) as ctx:
         with lb.Branch.start(ctx, [5, 6], sampling=greedy) as branch:
             row, best = branch.logits, branch.sequence.logits_row().best
-        found = first_divergence(ctx, [5, 6], [best], [], greedy)
+        difference = first_divergence(ctx, [5, 6], [best], [], greedy)
     gap = float(row[best] - row[end])
-    assert found is not None and found.tokens == (best, None) and gap <= found.gap <= 1.2 * gap
+    assert (
+        difference is not None
+        and difference.tokens == (best, None)
+        and gap <= difference.gap <= 1.2 * gap
+    )
     gaps = []
     for seed in range(60):
-        one, other = (sampler.distribution(row, 5, s).draw(s, 5) for s in (seed, seed + 1000))
-        if one != other:
-            gaps.append(least_gap(sampler, row, 5, seed, other))
+        token, other_token = (
+            sampler.distribution(row, 5, s).draw(s, 5) for s in (seed, seed + 1000)
+        )
+        if token != other_token:
+            gaps.append(least_gap(sampler, row, 5, seed, other_token))
     assert len(gaps) > 40
     assert sum(gap < 0.04 for gap in gaps) < len(gaps) / 10

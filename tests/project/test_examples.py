@@ -29,9 +29,9 @@ def output(name: str) -> str:
 
 def figure(name: str, label: str) -> float:
     """Return the number after "label: " in what an example prints."""
-    found = re.search(rf"{re.escape(label)}: ([\d.]+)", output(name))
-    assert found, f"{name} prints no {label!r}"
-    return float(found[1])
+    match = re.search(rf"{re.escape(label)}: ([\d.]+)", output(name))
+    assert match, f"{name} prints no {label!r}"
+    return float(match[1])
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=NAMES)
@@ -117,9 +117,9 @@ def test_baseline_decodes_once_a_token_and_drafts_change_no_text() -> None:
 
 
 def test_entropy_shows_surprisal_and_alternatives() -> None:
-    found = rows("entropy", r" +(\d+\.\d\d) +(\d+\.\d\d)  (.+)")
-    assert len(found) == 20
-    assert all(0 <= float(entropy) <= 12 and rest.count("%") == 3 for entropy, _, rest in found)
+    lines = rows("entropy", r" +(\d+\.\d\d) +(\d+\.\d\d)  (.+)")
+    assert len(lines) == 20
+    assert all(0 <= float(entropy) <= 12 and rest.count("%") == 3 for entropy, _, rest in lines)
 
 
 def test_records_follow_their_schema() -> None:
@@ -136,8 +136,8 @@ def test_records_follow_their_schema() -> None:
 
 
 def test_session_generates_the_same_with_and_without_a_drafter() -> None:
-    found = rows("session", r"(\w[\w ]+?) +(\d+) +(\d+) +(\d+)/(\d+)  \w+")
-    ways = {way: tuple(map(int, counts)) for way, *counts in found}
+    lines = rows("session", r"(\w[\w ]+?) +(\d+) +(\d+) +(\d+)/(\d+)  \w+")
+    ways = {way: tuple(map(int, counts)) for way, *counts in lines}
     assert list(ways) == ["standard", "speculative", "only the second half"]
     assert ways["standard"][2:] == (0, 0)
     assert ways["speculative"][1] < ways["only the second half"][1] < ways["standard"][1]
@@ -145,8 +145,8 @@ def test_session_generates_the_same_with_and_without_a_drafter() -> None:
 
 
 def test_lookup_copies_and_saves_decodes() -> None:
-    found = rows("lookup", r"(\w[\w, ]+?) +(\d+) +(\d+) +(\d+) +(\d+) +\d+")
-    ways = {way: tuple(map(int, counts)) for way, *counts in found}
+    lines = rows("lookup", r"(\w[\w, ]+?) +(\d+) +(\d+) +(\d+) +(\d+) +\d+")
+    ways = {way: tuple(map(int, counts)) for way, *counts in lines}
     assert list(ways) == ["no drafter", "lookup", "suffix", "suffix, then model"]
     plain, *others = ways.values()
     assert plain[:3] == (0, 0, 0)

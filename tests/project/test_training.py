@@ -137,10 +137,10 @@ def test_llama_cpp_computes_the_logits_of_torch(work: Path, role: str) -> None:
         str(path), n_ctx=256, n_threads=1, logits_all=True, verbose=False, type_k=0, type_v=0
     )
     llama.eval(tokens)
-    given = np.array(llama.scores[: len(tokens)])
+    logits = np.array(llama.scores[: len(tokens)])
     llama.close()
     assert wanted.std() > 0.3
-    assert np.abs(given - wanted).max() < 1e-2
+    assert np.abs(logits - wanted).max() < 1e-2
 
 
 def test_exported_pair_speaks_and_shares_its_tokenizer(work: Path) -> None:
@@ -166,21 +166,21 @@ def test_head_reads_its_own_drafts_as_llama_cpp_lets_it(work: Path) -> None:
     tokens = np.random.default_rng(5).integers(1, VOCAB, 24).tolist()
     n = len(tokens) - 3
     with torch.no_grad():
-        _, given = unroll(target, head, torch.tensor([tokens]), 3)
+        _, unrolled = unroll(target, head, torch.tensor([tokens]), 3)
     with (
         lb.load(work / "whole.gguf", n_threads=1, kv_type="f32") as ctx,
         lb.load(work / "head.gguf", target=ctx, n_threads=1, kv_type="f32") as ours,
         lb.Branch.start(ctx, tokens) as branch,
     ):
-        found = kept_states(ctx, branch.sequence.seq_id, tokens, 0)
-        states = ours.decoder.encode(found[:n])
+        features = kept_states(ctx, branch.sequence.seq_id, tokens, 0)
+        states = ours.decoder.encode(features[:n])
         seq_id = ours.sequences.allocate(branch)
         for step in range(3):
             part = tokens[1 : n + 1] if step == 0 else tokens[n + step : n + step + 1]
             batch = Batch()
             batch.add(seq_id, part, "all")
             (rows,) = batch.decode(ours.decoder, states=states[-len(part) :])
-            wanted = given[step][0, -len(part) :].numpy()
+            wanted = unrolled[step][0, -len(part) :].numpy()
             assert np.abs(np.stack([row.array for row in rows]) - wanted).max() < 1e-2
             states = ours.decoder.output_states(len(part))
         ours.sequences.free(seq_id)

@@ -92,7 +92,7 @@ def _schema(rng: random.Random, depth: int = 2) -> str:
     inner = [_schema(rng, depth - 1) for _ in range(rng.randint(1, 3))]
     if way < 0.55:
         names = [f"p{i}" for i in range(len(inner))]
-        pairs = ", ".join(f'"{n}": {one}' for n, one in zip(names, inner, strict=True))
+        pairs = ", ".join(f'"{n}": {schema}' for n, schema in zip(names, inner, strict=True))
         required = json.dumps([n for n in names if rng.random() < 0.6])
         return f'{{"type": "object", "properties": {{{pairs}}}, "required": {required}}}'
     if way < 0.7:

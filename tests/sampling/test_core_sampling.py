@@ -49,22 +49,22 @@ class Both:
             expected = None
         logits = LogitsRow(x)
         token = logits.sample(self.compiled, seed, position, purpose)
-        found = self.compiled.candidates(logits.address)
+        kept = self.compiled.candidates(logits.address)
         if expected is None:
             assert token == -1
-            assert found is None
+            assert kept is None
             return False
         if token >= 0:
             assert token == expected.draw(seed, position, purpose)
             assert logits.logprob(token) == pytest.approx(
                 LogitsRow(x.copy()).logprob(token), abs=1e-6
             )
-        if found is not None:
-            ours = Distribution.from_logweights(*found)
+        if kept is not None:
+            ours = Distribution.from_logweights(*kept)
             # llama.cpp does not say in which order equal logits come; all else is equal to the bit.
             assert np.array_equal(ours.logprobs, expected.logprobs)
-            for one, other in ((ours, expected), (expected, ours)):
-                assert np.array_equal(one.at(other.ids), other.probs)
+            for a, b in ((ours, expected), (expected, ours)):
+                assert np.array_equal(a.at(b.ids), b.probs)
         return token >= 0
 
 

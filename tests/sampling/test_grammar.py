@@ -337,7 +337,7 @@ def test_draw_is_from_the_masked_row_before_anything_is_truncated(
     sampler = Sampler(target, params, Grammar.from_json_schema(SCHEMA))
     for position in range(20):
         row = rng.normal(0, 3, target.n_vocab).astype(np.float32)
-        found = sampler.distribution(row, position, 7)
+        distribution = sampler.distribution(row, position, 7)
         mask = sampler.processed(np.zeros(target.n_vocab))[0]
         hidden = np.full(target.n_vocab, -np.inf)
         hidden[mask] = 0.0
@@ -345,10 +345,10 @@ def test_draw_is_from_the_masked_row_before_anything_is_truncated(
         plain = Sampler(target, params.replace(logit_bias=bias))
         plain._history = sampler._history
         expected = plain.distribution(row, position, 7)
-        assert found.dense(target.n_vocab) == pytest.approx(
+        assert distribution.dense(target.n_vocab) == pytest.approx(
             expected.dense(target.n_vocab), abs=1e-6
         )
-        sampler.accept(found.draw(3, position))
+        sampler.accept(distribution.draw(3, position))
 
 
 def test_tokenizer_is_made_once_and_freed_with_its_model(tmp_path: Path) -> None:

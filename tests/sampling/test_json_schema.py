@@ -407,9 +407,9 @@ REFUSED: list[tuple[Any, str]] = [
 def test_what_cannot_be_kept_is_refused_by_name_and_place(schema: Any, reason: str) -> None:
     with pytest.raises(GrammarError) as caught:
         Grammar.from_json_schema(json.dumps(schema))
-    told = str(caught.value)
-    assert reason in told
-    assert "\n" not in told and ("regex" not in told or "regex" in json.dumps(schema))
+    message = str(caught.value)
+    assert reason in message
+    assert "\n" not in message and ("regex" not in message or "regex" in json.dumps(schema))
 
 
 @pytest.mark.parametrize(

@@ -295,11 +295,11 @@ def test_candidates_are_the_largest_and_their_ties(k: int, n_vocab: int) -> None
     rows.append(rng.integers(0, 1000, n_vocab).astype(np.float32))  # many equals
     rows.append(np.where(rng.random(n_vocab) < 0.9, -np.inf, rows[1]).astype(np.float32))
     for row in rows:
-        found = candidates(row, k)
-        assert found is not None
-        assert set(np.flatnonzero(row >= np.sort(row)[-k])) <= set(found.tolist())
-        assert len(found) < n_vocab / 4
-        assert (np.diff(found) > 0).all()
+        ids = candidates(row, k)
+        assert ids is not None
+        assert set(np.flatnonzero(row >= np.sort(row)[-k])) <= set(ids.tolist())
+        assert len(ids) < n_vocab / 4
+        assert (np.diff(ids) > 0).all()
 
 
 def test_candidates_are_none_where_blocks_cannot_tell() -> None:
@@ -610,10 +610,10 @@ def test_processed_scores_are_those_after_bias_grammar_and_penalties(small_toy: 
     ],
 )
 def test_setting_that_goes_elsewhere_is_named(name: str, hint: str) -> None:
-    given: dict[str, Any] = {name: 1}
+    settings: dict[str, Any] = {name: 1}
     for make in (SamplingParams, SamplingParams().replace):
         with pytest.raises(ConfigError, match=f"unknown sampling setting '{name}'") as caught:
-            make(**given)
+            make(**settings)
         assert hint in (caught.value.hint or "")
 
 

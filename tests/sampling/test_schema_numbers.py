@@ -225,20 +225,20 @@ def _fuzz(seed: int, n: int) -> dict[str, Any]:
         [sys.executable, program, str(seed), str(n)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
 
 
 def test_no_number_of_a_schema_ends_the_process() -> None:
     """19 of 2,051 such schemas did, and constants came out altered."""
-    found = _fuzz(0, 400)
-    assert found["broken"] == []
-    assert found["texts"] > 200
+    report = _fuzz(0, 400)
+    assert report["broken"] == []
+    assert report["texts"] > 200
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 11))
 def test_no_number_of_two_thousand_schemas_ends_the_process(seed: int) -> None:
-    found = _fuzz(seed, 2000)
-    assert found["broken"] == []
-    assert found["texts"] > 1000
+    report = _fuzz(seed, 2000)
+    assert report["broken"] == []
+    assert report["texts"] > 1000

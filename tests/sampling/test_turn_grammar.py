@@ -89,8 +89,8 @@ def test_a_template_that_refuses_two_calls_in_a_turn_gets_one(model: lb.Model) -
     """In its own form and in those that models write on their own."""
     form = TurnFormat.of(CHANGING["one call in a turn"])
     auto = turn_grammar(model, Tools(TOOLS, "auto", form))
-    one = '{"name": "ping", "arguments": {}}'
-    for text in (one, f"<do>\n{one}\n</do>", f"```json\n{one}\n```"):
+    call = '{"name": "ping", "arguments": {}}'
+    for text in (call, f"<do>\n{call}\n</do>", f"```json\n{call}\n```"):
         assert fits(model, auto, text) and not fits(model, auto, f"{text}\n{text}")
 
 
@@ -99,7 +99,7 @@ def walked(model: lb.Model, grammar: lb.Grammar, tokens: list[int]) -> int:
     state: Any = grammar.start(model)
     for n, token in enumerate(tokens):
         mask = np.unpackbits(state.mask().view(np.uint8), bitorder="little")[: model.n_vocab]
-        assert [state.allows(each) for each in np.flatnonzero(mask)] == [True] * int(mask.sum())
+        assert [state.allows(token) for token in np.flatnonzero(mask)] == [True] * int(mask.sum())
         if not state.allows(token):
             return n
         state.accept(token)

@@ -60,11 +60,11 @@ def raw(server: Serving, data: bytes, *, ends: bool = True) -> bytes:
         connection.sendall(data)
         if ends:
             connection.shutdown(socket.SHUT_WR)
-        found = b""
+        received = b""
         with contextlib.suppress(ConnectionResetError):
             while part := connection.recv(65536):
-                found += part
-        return found
+                received += part
+        return received
 
 
 def head(path: str, n: int, *more: str, method: str = "POST") -> bytes:
@@ -212,10 +212,10 @@ def test_keys() -> None:
             assert api.get("/v1/models", headers=headers).status_code == status
         key = {"authorization": "Bearer one"}
         api.get("/none", headers=key)
-        told = ["/health 200", *["/v1/models 401"] * 4, *["/v1/models 200"] * 2]
-        told += ["/v1/models 401", "/none 404"]
+        expected = ["/health 200", *["/v1/models 401"] * 4, *["/v1/models 200"] * 2]
+        expected += ["/v1/models 401", "/none 404"]
         wait_until(
-            lambda: [line.split()[1:3] for line in server.lines] == list(map(str.split, told))
+            lambda: [line.split()[1:3] for line in server.lines] == list(map(str.split, expected))
         )
 
 
@@ -352,13 +352,13 @@ def test_signal_lets_streams_end(number: int) -> None:
         api.stream("POST", "/v1/completions", json=body) as answer,
     ):
         lines = (line for line in answer.iter_lines() if line)
-        found = [next(lines)]
+        received = [next(lines)]
         command.process.send_signal(number)
         with contextlib.suppress(httpx.ConnectError):  # it has ended already
             assert httpx.get(f"{command.url}/health").status_code in (200, 503)
-        found += lines
-    assert found[-1] == "data: [DONE]"
-    assert json.loads(found[-2][6:])["choices"][0]["finish_reason"] == "length"
+        received += lines
+    assert received[-1] == "data: [DONE]"
+    assert json.loads(received[-2][6:])["choices"][0]["finish_reason"] == "length"
     code, errors = command.end()
     assert code == 0, errors
     assert "Traceback" not in errors

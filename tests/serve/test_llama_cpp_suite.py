@@ -92,10 +92,10 @@ def source() -> Path:
     home = Path(os.environ.get("LLAMABRANCH_CACHE") or "~/.cache/llamabranch").expanduser()
     cache = home / "benchmarks" / f"llama-cpp-python-{version}"
     unpacked = cache / f"llama_cpp_python-{version}" / "vendor" / "llama.cpp"
-    given = Path(os.environ.get("LLAMA_CPP_SOURCE", unpacked))
-    if not (given / "tools" / "server" / "tests" / "utils.py").is_file():
-        pytest.skip(f"llama.cpp's sources are not at hand ({given}): LLAMA_CPP_SOURCE names them")
-    return given
+    folder = Path(os.environ.get("LLAMA_CPP_SOURCE", unpacked))
+    if not (folder / "tools" / "server" / "tests" / "utils.py").is_file():
+        pytest.skip(f"llama.cpp's sources are not at hand ({folder}): LLAMA_CPP_SOURCE names them")
+    return folder
 
 
 def prepare(root: Path, sources: Path) -> Path:
@@ -130,33 +130,35 @@ def failures(folder: Path, tests: list[str]) -> tuple[int, dict[str, list[str]]]
     )  # fmt: skip
     assert report.exists(), done.stdout[-3000:] + done.stderr[-3000:]
     cases = list(ET.parse(report).iter("testcase"))
-    told: dict[str, list[str]] = {}
+    messages: dict[str, list[str]] = {}
     for case in cases:
         for part in case:
             if part.tag in ("failure", "error"):
                 file = str(case.get("classname")).removeprefix("unit.test_")
                 name = f"{file}::{str(case.get('name')).partition('[')[0]}"
-                told.setdefault(name, []).append(str(part.get("message"))[:200])
-    return len(cases), told
+                messages.setdefault(name, []).append(str(part.get("message"))[:200])
+    return len(cases), messages
 
 
 @pytest.mark.slow
 def test_llama_cpps_own_tests_pass_but_for_the_deviations(tmp_path: Path) -> None:
     folder = prepare(tmp_path, source())
-    n, told = failures(folder, [f"unit/test_{name}.py" for name in FILES])
+    n, failed = failures(folder, [f"unit/test_{name}.py" for name in FILES])
     expected = {name: n for name, (n, _) in DEVIATIONS.items()}
 
     def wrong() -> dict[str, list[str]]:
         return {
-            name: told.get(name, [])
-            for name in told | expected
-            if len(told.get(name, [])) != expected.get(name, 0)
+            name: failed.get(name, [])
+            for name in failed | expected
+            if len(failed.get(name, [])) != expected.get(name, 0)
         }
 
     if again := wrong():  # their limits of time depend on what else runs: once more, alone
-        _, found = failures(
+        _, failed_again = failures(
             folder, ["unit/test_{}.py::{}".format(*name.split("::")) for name in again]
         )
-        told = {name: messages for name, messages in told.items() if name not in again} | found
+        failed = {
+            name: messages for name, messages in failed.items() if name not in again
+        } | failed_again
     assert not wrong(), "\n".join(f"{name}: {messages}" for name, messages in wrong().items())
     assert n > 130

@@ -51,9 +51,9 @@ def write_script(path: Path, scripts: Mapping[str, Sequence[str]], n_ctx: int = 
     """
     roles = ("<|sys|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>")
     turns = [f"<|{word}{i}|>" for word, texts in scripts.items() for i in range(len(texts))]
-    said = [*dict.fromkeys(text for texts in scripts.values() for text in texts)]
+    all_texts = [*dict.fromkeys(text for texts in scripts.values() for text in texts)]
     base = Vocabulary.with_control(BOS, EOS, *roles, *turns)
-    known = [*dict.fromkeys((*base.tokens, *map(_in_alphabet, said)))]
+    known = [*dict.fromkeys((*base.tokens, *map(_in_alphabet, all_texts)))]
     number = {token: i for i, token in enumerate(known)}
     end = number["<|end|>"]
     following = np.full(len(known), end)

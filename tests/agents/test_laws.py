@@ -72,11 +72,11 @@ def alone(teller: lb.Model) -> list[Report]:
     """Each task by itself, one after the other, without drafts, in a context with room for all."""
     with lb.Context(teller, n_ctx=8192, n_seq_max=8, n_threads=1, batch_invariant=True) as ctx:
         engine = AsyncEngine(ctx, None, parallel=1)
-        found = tell(engine)
+        reports = tell(engine)
         asyncio.run(engine.close())
-        assert [len(r.calls) > 0 for r in found] == [True] * len(TASKS)
-        assert len({r.text for r in found}) == len(TASKS)
-        return found
+        assert [len(r.calls) > 0 for r in reports] == [True] * len(TASKS)
+        assert len({r.text for r in reports}) == len(TASKS)
+        return reports
 
 
 CASES = {
@@ -97,13 +97,13 @@ def test_law_1_a_transcript_does_not_depend_on_what_else_runs(
     options = {"n_ctx": 8192, "n_seq_max": 8, **of_context}
     with lb.Context(teller, n_threads=1, batch_invariant=True, **options) as ctx:
         engine = AsyncEngine(ctx, **of_engine)
-        found = tell(engine)
+        reports = tell(engine)
         asyncio.run(engine.close())
         if case == "a small cache":  # or nothing is shown
-            assert sum(r.stats.reread + r.stats.preemptions for r in found) > 0
+            assert sum(r.stats.reread + r.stats.preemptions for r in reports) > 0
         if ctx.prefix_cache is not None:
             assert_left_alone(ctx)
-    assert [transcript(r) for r in found] == [transcript(r) for r in alone]
+    assert [transcript(r) for r in reports] == [transcript(r) for r in alone]
 
 
 def test_law_2_a_reports_tokens_are_its_branch(teller: lb.Model) -> None:
@@ -302,14 +302,14 @@ def test_law_7_what_a_turn_holds_is_valid_at_any_temperature(teller: lb.Model) -
             begun = ctx.detokenize(tokens[len(tokens) - continues :]) if continues else ""
             for result in results:
                 text = begun + result.text
-                found = turns.first.read(text).calls
-                n_calls += len(found)
-                for call in found:
+                calls = turns.first.read(text).calls
+                n_calls += len(calls)
+                for call in calls:
                     tools[call.name].check(call.arguments)
                 if result.finish_reason == "stop" and grammar is not turns.free:
-                    assert found
+                    assert calls
                 if result.finish_reason == "stop" and continues:
-                    assert found, text
+                    assert calls, text
         assert n_calls > 24
 
 

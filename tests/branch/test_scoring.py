@@ -83,8 +83,8 @@ def test_a_grammar_does_not_matter(ctx: Context) -> None:
     bound = Branch.start(ctx, "The king", grammar='root ::= "x"')
     tokens = ctx.tokenize(" said", add_special=False)
     assert bound.score(tokens) == plain.score(tokens) == plain.score(" said")
-    found = BranchStore(ctx).score({bound: [" said"], plain: [tokens]})
-    assert found[bound] == found[plain] == [plain.score(tokens)]
+    scores = BranchStore(ctx).score({bound: [" said"], plain: [tokens]})
+    assert scores[bound] == scores[plain] == [plain.score(tokens)]
 
 
 @pytest.mark.parametrize("n_guests", [0, 5, 6])
@@ -98,11 +98,11 @@ def test_many_continuations_of_many_branches(
     guests = [Branch.create(ctx) for _ in range(n_guests)]
     work = {b: [random_tokens(rng, int(rng.integers(1, 40))) for _ in range(9)] for b in branches}
     n_before = ctx.decoder.n_decodes
-    found = BranchStore(ctx).score(work, top=1)
+    all_scores = BranchStore(ctx).score(work, top=1)
     if not n_guests:
         assert ctx.decoder.n_decodes - n_before <= 5
     for branch, prompt in zip(branches, prompts, strict=True):
-        for tokens, scores in zip(work[branch], found[branch], strict=True):
+        for tokens, scores in zip(work[branch], all_scores[branch], strict=True):
             check(other_ctx, prompt, tokens, scores, top=1)
             assert scores == branch.score(tokens, top=1)
     assert ctx.n_seq_free == 6 - n_guests
@@ -133,11 +133,11 @@ def test_common_beginnings_are_decoded_once_and_change_no_score(ctx: Context) ->
     """Also those of two branches with the same tokens, which are read after each for itself."""
     rng = np.random.default_rng(4)
     prompt, shared = random_tokens(rng, 12), random_tokens(rng, 20)
-    one, two = Branch.start(ctx, prompt), Branch.start(ctx, prompt)
+    first, second = Branch.start(ctx, prompt), Branch.start(ctx, prompt)
     texts = [[*shared, 5, 6], [*shared, 7, 8, 9], shared, shared[:7]]
     n_before = ctx.decoder.n_decodes
-    found = BranchStore(ctx).score({one: texts, two: texts[:1]})
+    scores = BranchStore(ctx).score({first: texts, second: texts[:1]})
     assert ctx.decoder.n_decodes == n_before + 1
-    assert found[one] == [two.score(text) for text in texts]
-    assert found[two] == found[one][:1]
+    assert scores[first] == [second.score(text) for text in texts]
+    assert scores[second] == scores[first][:1]
     ctx.audit()

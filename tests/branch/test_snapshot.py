@@ -111,9 +111,9 @@ PROGRAM = """
 def test_another_process_goes_on_to_the_bit(ctx: lb.Context, tmp_path: Path) -> None:
     branch = _started(ctx, **SETTINGS["penalties"])
     branch.save(tmp_path / "x.branch")
-    said = run_code(PROGRAM, ctx.model.path, tmp_path / "x.branch").strip()
+    output = run_code(PROGRAM, ctx.model.path, tmp_path / "x.branch").strip()
     tokens = [t.token for t in branch.generate(max_tokens=30)]
-    assert said == f"{tokens} {branch.logits.tobytes().hex()} {branch.perplexity().hex()}"
+    assert output == f"{tokens} {branch.logits.tobytes().hex()} {branch.perplexity().hex()}"
 
 
 def test_a_text_that_a_constraint_ended_is_kept(
@@ -249,11 +249,11 @@ def test_another_model_or_setting_is_refused(tmp_path: Path) -> None:
             "another flash_attention": (model, {"kv_type": "bf16", "flash_attention": False}),
             "another rope": (model, {"rope_freq_scale": 0.5}),
         }
-        for what, (its_model, options) in cases.items():
+        for reason, (its_model, options) in cases.items():
             with lb.Context(its_model, n_ctx=256, n_threads=1, **options) as wrong:
-                with pytest.raises(SnapshotError, match=what):
+                with pytest.raises(SnapshotError, match=reason):
                     lb.Branch.load(wrong, tmp_path / "x.branch")
-                with pytest.raises(SnapshotError, match=what):
+                with pytest.raises(SnapshotError, match=reason):
                     lb.Branch.restore(wrong, branch.snapshot())
                 assert wrong.sequences.holders() == []
 

@@ -57,10 +57,10 @@ def test_bench_prints_costs_tables_and_a_command_that_works() -> None:
     for length in (1, 2, "auto"):
         assert f"\n{length}  " in out
     assert "Inconclusive: " in out  # one pair of texts decides nothing, whatever it shows
-    machine, said = Machine.now(), " ".join(out.split())
-    assert f"processor {' '.join(machine.processor.split())}, {machine.cores} core" in said
-    assert "1 thread, load " in said and " before; " in said and " after. " in said
-    assert f"llama-cpp-python {machine.llama_cpp_python}" in said
+    machine, output = Machine.now(), " ".join(out.split())
+    assert f"processor {' '.join(machine.processor.split())}, {machine.cores} core" in output
+    assert "1 thread, load " in output and " before; " in output and " after. " in output
+    assert f"llama-cpp-python {machine.llama_cpp_python}" in output
 
 
 def test_json_holds_what_was_measured_and_seeded_text_is_that_of_plain_decoding() -> None:
@@ -70,9 +70,9 @@ def test_json_holds_what_was_measured_and_seeded_text_is_that_of_plain_decoding(
         *("n_tokens", "n_runs", "batch_invariant", "interrupted", "t1_s", "v", "c", "a", "plain"),
         *("lengths", "theory", "best", "command", "machine", "profile", "confirmed", "verdict"),
     }
-    found = answer["machine"]
-    assert set(found) == {*vars(machine), "load_after"}
-    assert (found["processor"], found["cores"]) == (machine.processor, machine.cores)
+    described = answer["machine"]
+    assert set(described) == {*vars(machine), "load_after"}
+    assert (described["processor"], described["cores"]) == (machine.processor, machine.cores)
     assert (answer["n_threads"], answer["drafters"]) == (1, ["tale-draft"])
     assert (answer["n_prompts"], answer["n_tokens"], answer["n_runs"]) == (1, 12, 1)
     assert list(answer["v"]) == ["1", "2", "3"] and answer["v"]["1"] == 1
@@ -313,10 +313,10 @@ def test_advice_follows_the_verdict(
     ctx: lb.Context,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    made = _advice(ctx, report, load)
-    shown = _printed(made, capsys)
+    advice = _advice(ctx, report, load)
+    shown = _printed(advice, capsys)
     assert all(part in shown for part in said) and "Best" not in shown
-    assert (made.command() is None) == (report.verdict != "slower")
+    assert (advice.command() is None) == (report.verdict != "slower")
 
 
 def test_the_best_is_named_with_a_command_that_works(

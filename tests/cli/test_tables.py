@@ -24,7 +24,7 @@ TERMINAL = {"FORCE_COLOR": "1", "NO_COLOR": "1", "TERM": "dumb", "COLUMNS": str(
 @pytest.fixture
 def words(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Every word that is given to a table from now on."""
-    found: list[str] = []
+    seen: list[str] = []
     inner = console.Console.table
 
     def table(self: console.Console, columns: Sequence[str], rows: Any, **more: Any) -> None:
@@ -33,12 +33,12 @@ def words(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         for row in rows:
             cells = [console.cell(value) for i, value in enumerate(row) if i not in left_out]
             # A path that is longer than a line has to be broken.
-            found.extend(w for cell in cells for w in cell.split() if len(w) < WIDTH)
+            seen.extend(w for cell in cells for w in cell.split() if len(w) < WIDTH)
         inner(self, columns, rows, **more)
 
     monkeypatch.setattr(console.Console, "table", table)
-    yield found
-    assert found, "the command printed no table"
+    yield seen
+    assert seen, "the command printed no table"
 
 
 @pytest.fixture

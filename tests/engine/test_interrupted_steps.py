@@ -115,12 +115,12 @@ def outcome(
         if interrupter is not None and not interrupter.done:
             sys.settrace(interrupter)
         try:
-            found = engine.step()
+            new_events = engine.step()
         except error:
             continue
         finally:
             sys.settrace(None)
-        events += found
+        events += new_events
     else:
         pytest.fail("the engine does not come to an end")
     seen: Seen = {}
@@ -128,10 +128,10 @@ def outcome(
         if event.result is not None:
             result = event.result
             assert (result.id, result.sample) not in seen, "a text ended twice"
-            its = [e.emitted for e in events if (e.id, e.sample) == (result.id, result.sample)]
-            shown = [one for one in its if one is not None]
-            assert [one.token for one in shown if not one.is_stop] == result.tokens
-            assert "".join(one.text for one in shown) == result.text
+            emitted = [e.emitted for e in events if (e.id, e.sample) == (result.id, result.sample)]
+            shown = [token for token in emitted if token is not None]
+            assert [token.token for token in shown if not token.is_stop] == result.tokens
+            assert "".join(token.text for token in shown) == result.text
             n_rated = len(result.prompt_logprobs or ()) + len(result.logprobs or ())
             tokens = [] if result.id == "d" else result.tokens  # aborted after some steps
             text = "" if result.id == "d" else result.text
@@ -159,7 +159,7 @@ def failures(
     ctx: Context, files: Path, act: Callable[[], None], every: int, error: type[BaseException]
 ) -> list[str]:
     """Return every place at which ``act`` changes a result, with what goes wrong."""
-    found = []
+    messages = []
     passed, expected = places(ctx, files)
     assert len(passed) > 300
     handler = signal.getsignal(signal.SIGINT)
@@ -169,12 +169,12 @@ def failures(
         try:
             seen = outcome(ctx, interrupter, error)
             if seen != expected:
-                found.append(f"{where}: {[k for k in expected if seen.get(k) != expected[k]]}")
+                messages.append(f"{where}: {[k for k in expected if seen.get(k) != expected[k]]}")
         except (Exception, pytest.fail.Exception) as failure:
-            found.append(f"{where}: {type(failure).__name__}: {failure}"[:300])
+            messages.append(f"{where}: {type(failure).__name__}: {failure}"[:300])
         # Between the beginning of a ``with`` block and its first line nothing but this test can raise.
         signal.signal(signal.SIGINT, handler)
-    return found
+    return messages
 
 
 def ctrl_c() -> None:

@@ -116,8 +116,8 @@ def test_alternatives_carry_their_text(ctx: Context) -> None:
     (result,) = Engine(ctx, seed=1).generate(request)
     rated = [*(result.logprobs or ()), *(s for s in result.prompt_logprobs or () if s is not None)]
     assert len(rated) >= 4
-    for one in rated:
-        for alternative in one.alternatives:
+    for score in rated:
+        for alternative in score.alternatives:
             token, logprob = alternative
             assert (alternative.token, alternative.logprob) == (token, logprob)
             piece = ctx.model.piece(token).decode("utf-8", "replace")
@@ -170,12 +170,12 @@ def test_urgent_texts_are_preempted_last(target: lb.Model, other_ctx: Context) -
         ]
         for request in requests:
             engine.add_request(request)
-        found = results_of(run(engine))
+        results = results_of(run(engine))
         for request in requests:
-            result = found[str(request.id)]
+            result = results[str(request.id)]
             assert result.tokens == alone(other_ctx, request, result)
-        assert found["3"].num_preemptions == 0
-        assert found["0"].num_preemptions > 0
+        assert results["3"].num_preemptions == 0
+        assert results["0"].num_preemptions > 0
         assert_clean(ctx)
 
 
@@ -185,12 +185,14 @@ def test_close_ends_all_requests(drain: bool, ctx: Context, other_ctx: Context) 
     with Engine(ctx) as engine:
         names = [engine.add_request(request) for request in requests]
         early = [event for _ in range(3) for event in engine.step()]
-        found = results_of(early + engine.close(drain=drain))
-    assert list(found) == names or drain
+        results = results_of(early + engine.close(drain=drain))
+    assert list(results) == names or drain
     for name, request in zip(names, requests, strict=True):
-        expected = alone(other_ctx, request, found[name])
-        assert found[name].finish_reason == ("length" if drain else "cancelled")
-        assert found[name].tokens == (expected if drain else expected[: len(found[name].tokens)])
+        expected = alone(other_ctx, request, results[name])
+        assert results[name].finish_reason == ("length" if drain else "cancelled")
+        assert results[name].tokens == (
+            expected if drain else expected[: len(results[name].tokens)]
+        )
     assert_clean(ctx)
     with Engine(ctx) as dropping:  # the end of a block drops what is unfinished
         dropping.add_request("The wolf")
@@ -359,7 +361,7 @@ def test_turn_of_a_chat_reads_only_what_is_new(
             result, *others = engine.generate([request, *beside])
             assert result.tokens == alone(other_ctx, request, result)
             assert [r.tokens for r in others] == [
-                alone(other_ctx, each, r) for each, r in zip(beside, others, strict=True)
+                alone(other_ctx, request, r) for request, r in zip(beside, others, strict=True)
             ]
             if turn and not drafts:  # the answer's last token was never decoded
                 assert result.num_cached_tokens == len(history) - len(new) - 1
@@ -413,12 +415,12 @@ def test_tokens_come_with_detail(ctx: Context, draft_ctx: Context, other_ctx: Co
     assert plain.logprobs is None
     details = detailed.logprobs
     assert details is not None
-    assert [one.token for one in details] == detailed.tokens
-    assert {one.source for one in details} & {"drafted", "bonus", "corrected"}
+    assert [detail.token for detail in details] == detailed.tokens
+    assert {detail.source for detail in details} & {"drafted", "bonus", "corrected"}
     with Branch.start(other_ctx, request.prompt) as branch:
-        for one, score in zip(details, branch.score(detailed.tokens, top=3), strict=True):
-            assert one.alternatives == score.alternatives
-            assert (one.logprob, one.entropy) == (score.logprob, score.entropy)
+        for detail, score in zip(details, branch.score(detailed.tokens, top=3), strict=True):
+            assert detail.alternatives == score.alternatives
+            assert (detail.logprob, detail.entropy) == (score.logprob, score.entropy)
     record = detailed.as_dict()
     assert len(record["logprobs"]) == 20  # type: ignore[arg-type]
     assert detailed.queued_s is not None

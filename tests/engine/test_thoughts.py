@@ -103,13 +103,13 @@ def test_texts_of_one_thought_answer_as_if_they_were_alone(
     options: dict[str, Any] = {"thinking": 10, "max_tokens": 30, "seed": seed}
     alone = ctx.chat(ASKED, **options, drafter=None)
     shared = ctx.chat(ASKED, **options, n=5, share="thought", drafter=drafter)
-    assert {each.thought for each in shared.choices} == {alone.thought}
+    assert {choice.thought for choice in shared.choices} == {alone.thought}
     assert shared.choices[0].tokens == alone.tokens
     prompt = opened_prompt(ctx)
-    for each in shared.choices:
-        left = 30 - each.n_thought_tokens
-        assert each.text == after(ctx, each, prompt, max_tokens=left)
-    assert len({each.text for each in shared.choices}) > 1
+    for choice in shared.choices:
+        left = 30 - choice.n_thought_tokens
+        assert choice.text == after(ctx, choice, prompt, max_tokens=left)
+    assert len({choice.text for choice in shared.choices}) > 1
 
 
 @pytest.mark.parametrize(
@@ -126,24 +126,24 @@ def test_a_shared_thought_with_answers_that_need_a_sequence_each(
     ctx: Context, options: dict[str, Any]
 ) -> None:
     min_tokens = options.pop("min_tokens", 0)
-    given: dict[str, Any] = {"thinking": 10, "max_tokens": 40, "seed": 2, **options}
+    arguments: dict[str, Any] = {"thinking": 10, "max_tokens": 40, "seed": 2, **options}
     if min_tokens:
         prompt, thinking = plan_thinking(ctx.model, ctx.model.chat_tokens(ASKED), 10, shares=True)
         request = Request(
             prompt, n=4, thinking=thinking, max_tokens=40, min_tokens=min_tokens,
             sampling=lb.SamplingParams(seed=2),
         )  # fmt: skip
-        found = Engine(ctx).generate([request])
+        results = Engine(ctx).generate([request])
     else:
-        found = ctx.chat(ASKED, **given, n=4, share="thought").choices
-    assert len(found) == 4
-    assert len({each.thought for each in found}) == 1
-    for each in found:
-        assert each.error is None
+        results = ctx.chat(ASKED, **arguments, n=4, share="thought").choices
+    assert len(results) == 4
+    assert len({result.thought for result in results}) == 1
+    for result in results:
+        assert result.error is None
         if "json_schema" in options:
-            assert is_number(each)
+            assert is_number(result)
         if min_tokens:
-            assert len(each.tokens) - each.n_thought_tokens >= min_tokens
+            assert len(result.tokens) - result.n_thought_tokens >= min_tokens
 
 
 def test_a_shared_thought_is_decoded_once(ctx: Context) -> None:
@@ -170,10 +170,10 @@ def test_eight_texts_in_four_sequences_and_few_cells_are_the_same(thinker: Model
     with lb.Context(
         thinker, n_ctx=256, n_seq_max=4, n_threads=1, batch_invariant=True, kv_unified=True
     ) as narrow:
-        found = Engine(narrow).generate(requests)
-    assert [each.tokens for each in found] == [each.tokens for each in expected]
-    assert [each.thought for each in found] == [each.thought for each in expected]
-    assert any(each.num_preemptions for each in found)
+        results = Engine(narrow).generate(requests)
+    assert [r.tokens for r in results] == [r.tokens for r in expected]
+    assert [r.thought for r in results] == [r.thought for r in expected]
+    assert any(r.num_preemptions for r in results)
 
 
 def test_a_thought_that_ends_by_itself(ctx: Context) -> None:
@@ -183,19 +183,19 @@ def test_a_thought_that_ends_by_itself(ctx: Context) -> None:
     for drafter in (None, "auto"):
         engine = Engine(ctx, drafter)
         request = Request(prompt, thinking=SHORT, max_tokens=60, sampling=lb.SamplingParams(seed=3))
-        (found,) = engine.generate([request])
+        (result,) = engine.generate([request])
         thought, _, answer = plain.text.partition(" and")
-        assert found.thought == thought.strip()
-        assert found.text == answer
-        assert found.tokens == plain.tokens
+        assert result.thought == thought.strip()
+        assert result.text == answer
+        assert result.tokens == plain.tokens
 
 
 def test_an_answer_that_does_not_think_is_what_it_was(ctx: Context) -> None:
-    given = ctx.model.chat_tokens(ASKED)
-    plain = ctx.complete(given, max_tokens=20, seed=4, drafter=None)
-    found = ctx.chat(ASKED, max_tokens=20, seed=4, drafter=None)
-    assert (found.thought, found.n_thought_tokens) == ("", 0)
-    assert found.tokens == plain.tokens
+    prompt = ctx.model.chat_tokens(ASKED)
+    plain = ctx.complete(prompt, max_tokens=20, seed=4, drafter=None)
+    result = ctx.chat(ASKED, max_tokens=20, seed=4, drafter=None)
+    assert (result.thought, result.n_thought_tokens) == ("", 0)
+    assert result.tokens == plain.tokens
     # Switched off, the template's empty thought is part of the prompt.
     off = ctx.chat(ASKED, thinking=False, max_tokens=20, seed=4)
     closed = ctx.model.chat_tokens(ASKED, enable_thinking=False)
@@ -239,8 +239,10 @@ def test_numbers_of_both_parts_are_there_and_marked(ctx: Context) -> None:
     result = ctx.chat(ASKED, thinking=12, max_tokens=30, seed=5, top_logprobs=2)
     assert result.logprobs is not None
     n = result.n_thought_tokens
-    assert [one.token for one in result.logprobs] == result.tokens
-    assert [one.is_thought for one in result.logprobs] == [i < n for i in range(len(result.tokens))]
+    assert [token.token for token in result.logprobs] == result.tokens
+    assert [token.is_thought for token in result.logprobs] == [
+        i < n for i in range(len(result.tokens))
+    ]
     body: Any = result.to_openai()
     assert body["choices"][0]["message"]["reasoning_content"] == result.thought
     assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": n}
@@ -292,8 +294,8 @@ def buffered(
     buffer, shown = ThoughtBuffer(model, thinking, limit), ""
     for i, piece in enumerate(pieces):
         if buffer.finish_reason is None:
-            one = buffer.add(Produced(10 + i, piece, False, 0.0, 0.0))
-            shown += "" if one is None else one.text
+            produced = buffer.add(Produced(10 + i, piece, False, 0.0, 0.0))
+            shown += "" if produced is None else produced.text
     return buffer, shown
 
 
@@ -328,7 +330,7 @@ def test_the_end_of_a_thought_is_reported_with_the_tokens_of_the_result(
             if event.emitted is not None and not event.emitted.is_stop:
                 reported[event.sample].append(event.emitted.token)
             if event.ended_thought:
-                reported[event.sample] = [one.token for one in event.ended_thought]
+                reported[event.sample] = [token.token for token in event.ended_thought]
                 ended[event.sample] = reported[event.sample][:]
             if event.result is not None:
                 n_results += 1
@@ -409,4 +411,7 @@ def test_an_answer_that_is_continued_may_begin_with_half_a_call(
     result.text = result.written = written
     turn = result.turn
     arguments: list[Any] = [call.arguments for call in turn.calls]
-    assert (turn.content, [each["city"] for each in arguments]) == (content, cities)
+    assert (turn.content, [call_arguments["city"] for call_arguments in arguments]) == (
+        content,
+        cities,
+    )

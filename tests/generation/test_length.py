@@ -69,7 +69,7 @@ class World:
 
     def round(self, limit: int = 1 << 30) -> None:
         rounds = [self._draft(i, limit) for i in range(self.n_streams)]
-        n_decoded = self.n_streams + sum(len(each.draft.tokens) for each in rounds)
+        n_decoded = self.n_streams + sum(len(r.draft.tokens) for r in rounds)
         n_steps = [len(d.entropies) + self.looks * bool(d.tokens) for d, *_ in rounds]
         draft_s = 0.0
         for step in range(max(n_steps)):
@@ -372,15 +372,15 @@ def test_streams_that_draft_in_turns_do_not_disturb_each_other() -> None:
     alone = world.length.stream()
     assert alone.consider("model")
     n_alone = next(n for n in range(17) if not alone.goes_on(n, 0.3))
-    one, other = world.length.stream(), world.length.stream()
-    assert one.consider("model") and other.consider("model")
+    first, second = world.length.stream(), world.length.stream()
+    assert first.consider("model") and second.consider("model")
     n = 0
-    while one.goes_on(n, 0.3):
-        other.goes_on(n, 4.0)
+    while first.goes_on(n, 0.3):
+        second.goes_on(n, 4.0)
         n += 1
     assert n == n_alone > 0
-    assert not other.goes_on(other.limit, 0.0)
-    assert (one.reason, other.reason) == ("goodput", "length")
+    assert not second.goes_on(second.limit, 0.0)
+    assert (first.reason, second.reason) == ("goodput", "length")
 
 
 # -- copies --------------------------------------------------------------------------------------------
@@ -421,11 +421,11 @@ def test_copies_that_are_accepted_are_soon_drafted_as_long_as_they_go() -> None:
         length = copying()
         for _ in range(n_wrong):
             take(length, copies(length, 16), 0)
-        found = []
+        lengths = []
         for _ in range(2 + n_wrong):
-            found.append(copies(length, 16))
-            take(length, found[-1], found[-1], followed=True)
-        assert found[0] < 12 and copies(length, 16) == 16
+            lengths.append(copies(length, 16))
+            take(length, lengths[-1], lengths[-1], followed=True)
+        assert lengths[0] < 12 and copies(length, 16) == 16
 
 
 def test_tokens_that_are_not_drafted_show_whether_they_would_have_been_accepted() -> None:
@@ -446,11 +446,11 @@ def test_first_copied_drafts_grow_with_the_decodes_that_have_a_time() -> None:
     """Nothing is known at first: no draft relies on a time far beyond those that were seen."""
     length = auto_length(32, drafter=lb.SuffixDrafter())
     length.learn([PLAIN], 1, 1.0, 3)
-    found = []
+    lengths = []
     for _ in range(4):
-        found.append(copies(length, 32, 0.01))
-        take(length, found[-1], found[-1], slope=0.01)
-    assert found[:3] == [3, 7, 15] and 16 < found[3] <= 31
+        lengths.append(copies(length, 32, 0.01))
+        take(length, lengths[-1], lengths[-1], slope=0.01)
+    assert lengths[:3] == [3, 7, 15] and 16 < lengths[3] <= 31
 
 
 # -- what is learned ---------------------------------------------------------------------------------
@@ -475,10 +475,10 @@ def test_times_are_measured_and_one_slow_round_moves_little() -> None:
 
 def test_decode_that_also_read_prompts_is_not_learned() -> None:
     world = World(auto_length(), always(0.8), n_streams=4).run(50)
-    told = world.length.explain().split("\n")[1]
+    line = world.length.explain().split("\n")[1]
     rounds = [Round(drafted("model", 1, seconds=0.03), 1) for _ in range(4)]
     world.length.learn(rounds, 8, math.nan)
-    assert world.length.explain().split("\n")[1] == told
+    assert world.length.explain().split("\n")[1] == line
     assert is_on(world.length)
 
 
@@ -523,14 +523,14 @@ def test_bare_draft_is_timed_and_cut_by_length_alone_and_never_changed_in_place(
 
     for tokens, entropies in (([], []), ([5, 6, 7, 8], []), ([5, 6], [1.0, 1.0])):
         kept = Draft(tokens=list(tokens), entropies=list(entropies))
-        found = propose(Keeper(), [0], FixedLength(2, entropy_stop), 16)
-        assert found.seconds > 0
+        draft = propose(Keeper(), [0], FixedLength(2, entropy_stop), 16)
+        assert draft.seconds > 0
         assert (kept.tokens, kept.entropies, kept.seconds) == (tokens, entropies, 0.0)
         if len(tokens) > 2 and entropy_stop:
-            assert (found.tokens, found.stopped) == ([5, 6], "length")
-            assert len(found.entropies) == 3 and all(map(math.isnan, found.entropies))
+            assert (draft.tokens, draft.stopped) == ([5, 6], "length")
+            assert len(draft.entropies) == 3 and all(map(math.isnan, draft.entropies))
         else:
-            assert (found.tokens, found.entropies) == (tokens, entropies)
+            assert (draft.tokens, draft.entropies) == (tokens, entropies)
     kept = Draft([7, 8], seconds=0.5)
     assert propose(Keeper(), [0], FixedLength(2), 2).seconds == 0.5
 
@@ -550,9 +550,9 @@ def test_bare_drafter_under_auto_is_measured_and_the_text_is_plain(
     assert drafted.tokens == plain
     assert drafted.stats.num_draft_tokens > 0
     assert drafted.stats.draft_time_s > 0
-    said = speculator.explain()
-    assert "still measuring" not in said
-    chance = float(said.split("% are accepted")[0].split()[-1])
+    explanation = speculator.explain()
+    assert "still measuring" not in explanation
+    chance = float(explanation.split("% are accepted")[0].split()[-1])
     assert (chance > 50) == honest
     if not honest:  # never more at once than a warm-up tries
         assert drafted.stats.num_draft_tokens <= 3 * drafted.stats.num_drafts
@@ -574,8 +574,8 @@ def test_the_next_generation_begins_with_what_was_learned(target: lb.Model) -> N
             later = begin(ctx, name)
             assert later.length.plain_steps(1) == 0  # no plain steps to begin with
             later.length.consider(name)
-            told = later.explain()
-            assert ("tested)" in told) == (name == "one")
+            explanation = later.explain()
+            assert ("tested)" in explanation) == (name == "one")
     with lb.Context(target, n_ctx=256, n_threads=1) as ctx:
         assert begin(ctx, "one").length.plain_steps(1) == AutoLength.WARM_UP_PLAIN
 

@@ -338,8 +338,12 @@ def limit(degrees: int, odds: float = 1e-8) -> float:
 def noise_random_pair() -> ModelPair:
     """Return a pair that disagrees enough for every rule to reject often, over three positions."""
     rng = np.random.default_rng(8)
-    made = {c: (dirichlet(rng, 0.6), dirichlet(rng, 0.6)) for c in texts_up_to(3)}
-    return ModelPair({c: p for c, (p, _) in made.items()}, {c: q for c, (_, q) in made.items()}, 3)
+    distributions = {c: (dirichlet(rng, 0.6), dirichlet(rng, 0.6)) for c in texts_up_to(3)}
+    return ModelPair(
+        {c: p for c, (p, _) in distributions.items()},
+        {c: q for c, (_, q) in distributions.items()},
+        3,
+    )
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -32,7 +32,7 @@ def every_text(
 
     It is that of ``log_probs``, or with settings that of draws: the last digits differ.
     """
-    found: dict[tuple[int, ...], float] = {}
+    by_text: dict[tuple[int, ...], float] = {}
 
     def visit(branch: Branch, tokens: tuple[int, ...], before: float) -> None:
         drawn = branch.distribution().dense(root.ctx.model.n_vocab)
@@ -40,16 +40,16 @@ def every_text(
         for token, p in enumerate(probs.tolist()):
             if p > 0.0:
                 longer = (*tokens, token)
-                found[longer] = before * p
+                by_text[longer] = before * p
                 if token != EOG and len(longer) < n:
                     with branch.fork() as child:
                         child.commit(token)
-                        visit(child, longer, found[longer])
+                        visit(child, longer, by_text[longer])
 
     with root.fork() as branch:
         branch.resample(settings or PLAIN)
         visit(branch, (), 1.0)
-    return found
+    return by_text
 
 
 def ended(

@@ -117,7 +117,7 @@ def test_the_weight_of_a_draw_is_unbiased(max_rejects: int, allowed: set[int]) -
         total += p
         if token is not None:
             mass[token] += p * math.exp(log_weight)
-            n_refused = next(i for i, each in enumerate(order) if each in allowed)
+            n_refused = next(i for i, token in enumerate(order) if token in allowed)
             assert token == order[n_refused] and n_calls <= n_refused + 2
         assert n_calls <= max_rejects + 1
     assert total == pytest.approx(1.0, abs=1e-12)

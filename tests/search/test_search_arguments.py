@@ -100,16 +100,16 @@ SEARCHES: dict[str, tuple[Call, dict[str, Any], dict[str, Values]]] = {
 
 
 def cases() -> list[Any]:
-    found = []
+    params = []
     for name, (call, _, own) in SEARCHES.items():
         parameters = inspect.signature(call).parameters
         shared = {key: value for key, value in SHARED.items() if key in parameters}
         tables = {"branch": BRANCH} | shared | own
         assert tables.keys() == parameters.keys() - {"self"}, name  # no argument is left out
-        found += [
+        params += [
             pytest.param(name, key, values, id=f"{name}-{key}") for key, values in tables.items()
         ]
-    return found
+    return params
 
 
 @pytest.mark.parametrize(("name", "argument", "values"), cases())
@@ -120,9 +120,9 @@ def test_a_wrong_argument_is_a_typed_error_before_anything_happens(
     branch, ctx = shared_branch, shared_branch.ctx
     before = ctx.decoder.n_decodes, ctx.usage(), ctx.n_seq_free, branch.tokens
     for value in values:
-        given = needed | {"branch": branch, argument: value}
+        arguments = needed | {"branch": branch, argument: value}
         with pytest.raises((ConfigError, lb.errors.TokenizeError)) as raised:
-            call(given.pop("branch"), **given)
+            call(arguments.pop("branch"), **arguments)
         assert str(raised.value)
         assert (ctx.decoder.n_decodes, ctx.usage(), ctx.n_seq_free, branch.tokens) == before
 
@@ -216,8 +216,8 @@ def test_trees_are_asked_and_drawn_with_what_they_know(shared_branch: Branch) ->
         for value in (None, "1", math.nan, math.inf, True):
             with pytest.raises(ConfigError):
                 tree.tell(node, value)  # type: ignore[arg-type]
-        for each, _ in asked:
-            tree.tell(each, 0.5)
+        for leaf, _ in asked:
+            tree.tell(leaf, 0.5)
         with pytest.raises(lb.errors.UsageError):
             tree.tell(node, 0.5)  # a second time
         assert tree.result(3).best.score == 0.5
@@ -265,5 +265,5 @@ def test_what_answer_and_expand_return_is_checked(shared_branch: Branch) -> None
 
 def test_lengths_are_penalised_within_the_limits(shared_branch: Branch) -> None:
     for penalty in (-32, 32):
-        found = search.beam_search(shared_branch, 2, 40, length_penalty=penalty)
-        assert math.isfinite(found.best.score) and found.best.score != 0.0
+        result = search.beam_search(shared_branch, 2, 40, length_penalty=penalty)
+        assert math.isfinite(result.best.score) and result.best.score != 0.0

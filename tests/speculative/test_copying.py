@@ -74,14 +74,14 @@ EITHER = pytest.mark.parametrize(
 def test_what_followed_the_same_tokens_is_proposed(
     drafter: Drafter, tokens: list[int], k: int, expected: list[int], branch: Branch
 ) -> None:
-    told = propose(drafter.start(branch.sequence, "seeded"), tokens, k)
-    assert (told.tokens, told.n_decodes) == (expected, 0)
-    assert told.seconds > 0
+    draft = propose(drafter.start(branch.sequence, "seeded"), tokens, k)
+    assert (draft.tokens, draft.n_decodes) == (expected, 0)
+    assert draft.seconds > 0
 
 
 def test_surprisal_takes_the_place_of_the_entropy(branch: Branch) -> None:
-    told = propose(lookup(2, 2).start(branch.sequence, "seeded"), [1, 2, 3, 1, 2], k=3)
-    assert told.entropies == pytest.approx([-math.log(m / (m + 1)) for m in (2, 3, 4)])
+    draft = propose(lookup(2, 2).start(branch.sequence, "seeded"), [1, 2, 3, 1, 2], k=3)
+    assert draft.entropies == pytest.approx([-math.log(m / (m + 1)) for m in (2, 3, 4)])
     state = lookup(2, 1).start(branch.sequence, "seeded")
     tokens = [1, 2, 3, 1]  # one token of evidence: probability 1/2, 0.69 nats
     assert state.propose(tokens, FixedLength(4, 0.6), 4).tokens == []
@@ -129,35 +129,35 @@ def test_state_learns_from_what_others_say_of_the_same_model(
     branch: Branch, draft_ctx: Context
 ) -> None:
     drafter = SuffixDrafter()
-    said = list(range(200, 212))
+    tale = list(range(200, 212))
     first = drafter.start(branch.sequence, "seeded")
-    propose(first, [5, *said])  # the line starts at position 1: all of this is said
+    propose(first, [5, *tale])  # the line starts at position 1: all of this is said
     first.close()
     second = drafter.start(branch.sequence, "seeded")
-    assert propose(second, [5, *said[:4]]).tokens == said[4:9]  # five tokens match
-    assert propose(SuffixDrafter().start(branch.sequence, "seeded"), [5, *said[:4]]).tokens == []
+    assert propose(second, [5, *tale[:4]]).tokens == tale[4:9]  # five tokens match
+    assert propose(SuffixDrafter().start(branch.sequence, "seeded"), [5, *tale[:4]]).tokens == []
     with Branch.start(draft_ctx, [5]) as other:
-        assert propose(drafter.start(other.sequence, "seeded"), [5, *said[:4]]).tokens == []
+        assert propose(drafter.start(other.sequence, "seeded"), [5, *tale[:4]]).tokens == []
 
 
 def test_texts_that_are_read_later_are_not_shared(ctx: Context) -> None:
     drafter = SuffixDrafter()
-    prompt, said, answer = list(range(200, 212)), [70, 71, 72, 73], list(range(300, 312))
+    prompt, reply, answer = list(range(200, 212)), [70, 71, 72, 73], list(range(300, 312))
     with Branch.start(ctx, prompt[:4]) as branch, Branch.start(ctx, prompt) as other:
         line = drafter.start(branch.sequence, "seeded")
-        propose(line, [*prompt[:4], *said])
+        propose(line, [*prompt[:4], *reply])
         twin = line.fork(
             other.sequence
         )  # for another prompt with the same beginning, as in an engine
         twin.observe(4)
         propose(twin, [*prompt, 90, 91, 92])
-        branch.extend(said)
+        branch.extend(reply)
         branch.append(answer)
         propose(line, [*branch.tokens, 80, 81, 82])
         new = drafter.start(other.sequence, "seeded")
         assert propose(new, prompt[:9]).tokens == propose(new, answer[:4]).tokens == []
         for before, after in (
-            (prompt[-2:], [90, 91]), (answer[-2:], [80, 81]), (said[:2], said[2:]),
+            (prompt[-2:], [90, 91]), (answer[-2:], [80, 81]), (reply[:2], reply[2:]),
         ):  # fmt: skip
             assert propose(drafter.start(other.sequence, "seeded"), before).tokens == after
 
@@ -221,10 +221,10 @@ def test_chain_asks_in_order_and_tells_everyone(branch: Branch) -> None:
     assert chain.name == "script+script+script"
     chain.check(branch.ctx.model)
     line = chain.start(branch.sequence, "seeded")
-    told = propose(line, [5, 6])
+    draft = propose(line, [5, 6])
     line.observe(3)
     line.close()
-    assert told == Draft([7], seconds=2.0, n_decodes=2)
+    assert draft == Draft([7], seconds=2.0, n_decodes=2)
     assert silent.log == [("check", 0), ("propose", 2), ("observe", 3), ("close", 0)]
     assert first.log == silent.log
     assert last.log == [("check", 0), ("observe", 3), ("close", 0)]

@@ -137,10 +137,8 @@ def test_bytes_that_are_no_text_are_not_translated_but_the_text_is_right(
         bos = params.replace(
             temperature=0.0, logit_bias={0: 100.0}
         )  # control tokens alone: no text
-        found = Speculator(ctx, ModelDrafter(other), FIXED).generate(
-            [0], max_tokens=9, sampling=bos
-        )
-        assert found.finish().tokens == [0] * 9 and found.stats.num_draft_tokens == 0
+        run = Speculator(ctx, ModelDrafter(other), FIXED).generate([0], max_tokens=9, sampling=bos)
+        assert run.finish().tokens == [0] * 9 and run.stats.num_draft_tokens == 0
         ctx.audit()
         other.audit()
         assert other.usage().cells_used == 0
@@ -174,9 +172,9 @@ def test_models_without_text_draft_for_each_other(tmp_path: Path) -> None:
         toys.write_llama(tmp_path / f"{i}.gguf", vocab="none", drift=0.3 * i) for i in range(2)
     ]
     with (
-        lb.Model(paths[0]) as one,
+        lb.Model(paths[0]) as first,
         lb.Model(paths[1]) as two,
-        Context(one, n_threads=1) as ctx,
+        Context(first, n_threads=1) as ctx,
         Context(two, n_threads=1) as other,
     ):
         expected = [t.token for t in plain(ctx, [3, 4], params, 40)]

@@ -63,13 +63,13 @@ def departure(counts: Counter[Text], law: Law) -> float:
 
 def worst(texts: Sequence[Text], law: Law) -> float:
     """Return the largest departure: of whole texts, of what came through rounds, of the second token."""
-    found = []
+    departures = []
     for part in (slice(None), slice(1, None), slice(1, 2)):
         of_part: Law = {}
         for text, weight in law.items():
             of_part[text[part]] = of_part.get(text[part], 0.0) + weight
-        found.append(departure(Counter(text[part] for text in texts), of_part))
-    return max(found)
+        departures.append(departure(Counter(text[part] for text in texts), of_part))
+    return max(departures)
 
 
 def test_statistic_is_standard_normal_under_the_law() -> None:
@@ -77,12 +77,12 @@ def test_statistic_is_standard_normal_under_the_law() -> None:
     rng = np.random.default_rng(5)
     p = rng.dirichlet(np.full(40, 0.7))
     law: Law = {(i,): float(x) for i, x in enumerate(p)}
-    found = []
+    departures = []
     for _ in range(300):
         drawn = rng.choice(40, size=800, p=p)
-        found.append(departure(Counter((int(x),) for x in drawn), law))
-    assert abs(np.mean(found)) < 5 / math.sqrt(300)
-    assert 0.8 < np.std(found) < 1.2
+        departures.append(departure(Counter((int(x),) for x in drawn), law))
+    assert abs(np.mean(departures)) < 5 / math.sqrt(300)
+    assert 0.8 < np.std(departures) < 1.2
 
 
 # -- the law ---------------------------------------------------------------------------------------
@@ -103,16 +103,16 @@ def exact_law(ctx: Context, params: SamplingParams, depth: int) -> Law:
     """Return the probability of every text of ``depth`` tokens, or fewer if it ends before."""
 
     def below(branch: Branch, left: int) -> Law:
-        found: Law = {}
+        law: Law = {}
         for (token,), weight in probabilities(branch.logits, params).items():
             if left == 1 or token == END:
-                found[(token,)] = weight
+                law[(token,)] = weight
                 continue
             with branch.fork() as child:
                 child.extend([token])
                 rests = below(child, left - 1).items()
-                found |= {(token, *rest): weight * share for rest, share in rests}
-        return found
+                law |= {(token, *rest): weight * share for rest, share in rests}
+        return law
 
     with Branch.start(ctx, PROMPT, sampling=params) as root:
         law = below(root, depth)

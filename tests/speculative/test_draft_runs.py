@@ -54,11 +54,11 @@ def test_full_cache_ends_a_draft(n_free: int, ctx: Context, draft: lb.Model) -> 
         state.observe(len(tokens) - 1)
         rival = Branch.create(draft_ctx)
         rival.prefill([7] * (draft_ctx.usage().cells_free - n_free))
-        found = state.propose(tokens, FixedLength(6), 6)
+        drafted = state.propose(tokens, FixedLength(6), 6)
         draft_ctx.audit()
-        assert found.stopped == ("capacity" if n_free < 6 else "length")
-        assert found.tokens == expected[: len(found.tokens)]
-        assert len(found.tokens) >= min(n_free, 6)
+        assert drafted.stopped == ("capacity" if n_free < 6 else "length")
+        assert drafted.tokens == expected[: len(drafted.tokens)]
+        assert len(drafted.tokens) >= min(n_free, 6)
         rival.prune()
         state.observe(len(tokens))
         assert len(state.propose([*tokens, 301], FixedLength(6), 6).tokens) == 6

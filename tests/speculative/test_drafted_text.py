@@ -91,9 +91,9 @@ def heard(
                 del running[i]
     return [
         Said(
-            [one.token for one in tokens if not one.is_stop],
-            "".join(one.text for one in tokens),
-            [(one.logprob, one.entropy) for one in tokens if not one.is_stop],
+            [token.token for token in tokens if not token.is_stop],
+            "".join(token.text for token in tokens),
+            [(token.logprob, token.entropy) for token in tokens if not token.is_stop],
             error or reason(),
         )
         for tokens, error, (_, reason) in zip(seen, errors, texts, strict=True)
@@ -102,8 +102,8 @@ def heard(
 
 def plain(ctx: Context, case: Case) -> Said:
     with start(ctx, case) as branch:
-        (said,) = heard((branch.generate(case.n, case.stop), lambda: branch.finish_reason))
-        return said._replace(how="length") if case.n == 0 else said
+        (outcome,) = heard((branch.generate(case.n, case.stop), lambda: branch.finish_reason))
+        return outcome._replace(how="length") if case.n == 0 else outcome
 
 
 def start(ctx: Context, case: Case) -> Branch:
@@ -140,9 +140,9 @@ def ends(ctx: Context) -> list[Case]:
 def stops(ctx: Context) -> list[Case]:
     """In the middle of tokens and of blocks; the last ones could begin, and then the text ends."""
     text = plain(ctx, Case(n=120)).text
-    found = [Case(n=120, stop=(text[at : at + 6], "never")) for at in (3, 20, 50, 101, 102, 103)]
+    stopping = [Case(n=120, stop=(text[at : at + 6], "never")) for at in (3, 20, 50, 101, 102, 103)]
     never = tuple(chr(c) + "\x00never" for c in range(32, 127))
-    return found + [case._replace(stop=never) for case in ends(ctx)[:3]]
+    return stopping + [case._replace(stop=never) for case in ends(ctx)[:3]]
 
 
 def grammars(ctx: Context) -> list[Case]:
@@ -153,13 +153,13 @@ def grammars(ctx: Context) -> list[Case]:
 def dead_ends(ctx: Context) -> list[Case]:
     """The grammar is complete, and no end token may be drawn: an error, or the limit comes before it."""
     bias = dict.fromkeys(ctx.model.eog_tokens, -math.inf)
-    found = []
+    at_ends = []
     for i in range(3):
         for temperature in (0.0, 1.0):
             params = SamplingParams(temperature=temperature, seed=i, logit_bias=bias)
             case = Case(PROMPTS[i], params, 60, grammar=SENTENCE)
-            found += [case, case._replace(n=len(plain(ctx, case).tokens))]
-    return found
+            at_ends += [case, case._replace(n=len(plain(ctx, case).tokens))]
+    return at_ends
 
 
 CASES = {f.__name__: f for f in (free, penalties, limits, ends, stops, grammars, dead_ends)}
@@ -274,8 +274,8 @@ Expected = dict[str, tuple[list[Case], list[Said]]]
 @pytest.fixture(scope="module")
 def expected(world: World) -> Expected:
     """The texts of plain decoding, each made once."""
-    made = {name: cases(world.ctx) for name, cases in CASES.items()}
-    return {name: (cases, [plain(world.ctx, c) for c in cases]) for name, cases in made.items()}
+    by_kind = {name: cases(world.ctx) for name, cases in CASES.items()}
+    return {name: (cases, [plain(world.ctx, c) for c in cases]) for name, cases in by_kind.items()}
 
 
 # -- who asks ----------------------------------------------------------------------------------------
@@ -288,51 +288,53 @@ def by_prompt(
     ctx: Context, drafter: Drafter, config: SpeculativeConfig, cases: list[Case]
 ) -> Asked:
     """Ask a speculator for each, by its prompt."""
-    speculator, found = Speculator(ctx, drafter, config), []
+    speculator, texts = Speculator(ctx, drafter, config), []
     for case in cases:
         generation = speculator.generate(
             case.prompt, sampling=case.sampling, grammar=case.grammar, max_tokens=case.n,
             stop=case.stop,
         )  # fmt: skip
-        found += heard((generation, lambda g=generation: g.finish_reason))  # type: ignore[misc]
-        assert (generation.tokens, generation.text) == found[-1][:2]
-    return found, speculator.stats
+        texts += heard((generation, lambda g=generation: g.finish_reason))  # type: ignore[misc]
+        assert (generation.tokens, generation.text) == texts[-1][:2]
+    return texts, speculator.stats
 
 
 def by_branch(
     ctx: Context, drafter: Drafter, config: SpeculativeConfig, cases: list[Case]
 ) -> Asked:
     """Ask a speculator to go on with branches, two in turns, which then are as if read."""
-    speculator, found = Speculator(ctx, drafter, config), []
+    speculator, texts = Speculator(ctx, drafter, config), []
     for i in range(0, len(cases), 2):
         branches = [start(ctx, case) for case in cases[i : i + 2]]
         running = [
             speculator.generate(branch, max_tokens=case.n, stop=case.stop)
             for branch, case in zip(branches, cases[i:], strict=False)
         ]
-        said = heard(*((g, lambda g=g: g.finish_reason) for g in running))
-        for branch, case, generation, one in zip(branches, cases[i:], running, said, strict=False):
-            assert branch.generated == generation.tokens == one.tokens
+        heard_texts = heard(*((g, lambda g=g: g.finish_reason) for g in running))
+        for branch, case, generation, text in zip(
+            branches, cases[i:], running, heard_texts, strict=False
+        ):
+            assert branch.generated == generation.tokens == text.tokens
             with Branch.start(ctx, branch.tokens, sampling=case.sampling) as again:
                 assert np.array_equal(branch.logits, again.logits)
                 if case.grammar is None:
                     now, read = branch.distribution(), again.distribution()
                     assert np.array_equal(now.ids, read.ids)
                     assert np.array_equal(now.logprobs, read.logprobs)
-            if one.tokens:
-                mean = np.mean([logprob for logprob, _ in one.numbers])
+            if text.tokens:
+                mean = np.mean([logprob for logprob, _ in text.numbers])
                 assert branch.perplexity() == pytest.approx(math.exp(-mean))
             speculator.forget(branch)
             branch.prune()
-        found += said
-    return found, speculator.stats
+        texts += heard_texts
+    return texts, speculator.stats
 
 
 def by_session(
     ctx: Context, drafter: Drafter, config: SpeculativeConfig, cases: list[Case]
 ) -> Asked:
     """Ask a session token by token, with the drafter, another one and none by turns."""
-    found, stats = [], lb.SpeculativeStats()
+    texts, stats = [], lb.SpeculativeStats()
     other = drafter if type(drafter) in (type(None), NullDrafter) else PromptLookupDrafter(2, 1)
     turns = (drafter, other, drafter, None)
     for case in cases:
@@ -343,14 +345,14 @@ def by_session(
 
             def tokens(session: lb.InferenceSession = session) -> Iterator[lb.Produced]:
                 n = 0
-                while (one := session.next_token(turns[n // 5 % 4])) is not None:
+                while (token := session.next_token(turns[n // 5 % 4])) is not None:
                     n += 1
-                    yield one
+                    yield token
 
-            found += heard((tokens(), lambda s=session: s.finish_reason))  # type: ignore[misc]
-            assert (session.tokens, session.text) == found[-1][:2]
+            texts += heard((tokens(), lambda s=session: s.finish_reason))  # type: ignore[misc]
+            assert (session.tokens, session.text) == texts[-1][:2]
             stats.add(session.stats)
-    return found, stats
+    return texts, stats
 
 
 def by_engine(
@@ -366,12 +368,12 @@ def by_engine(
     results = engine.generate(requests, on_event=events.append)
     for result in results:
         shown = [e.emitted for e in events if e.id == result.id and e.emitted is not None]
-        assert "".join(one.text for one in shown) == result.text
+        assert "".join(token.text for token in shown) == result.text
     return [
         Said(
             result.tokens,
             result.text,
-            [(one.logprob, one.entropy) for one in result.emitted],
+            [(token.logprob, token.entropy) for token in result.emitted],
             result.finish_reason if result.error is None else type(result.error).__name__,
         )
         for result in results
@@ -392,11 +394,11 @@ def test_drafted_text_is_the_plain_text(
 ) -> None:
     asked, wanted = expected[cases]
     config = SpeculativeConfig(draft_k=5)
-    found, stats = CALLERS[caller](world.ctx, DRAFTERS[drafter](world), config, asked)
-    for case, said, text in zip(asked, found, wanted, strict=True):
-        assert said == text, case
+    texts, stats = CALLERS[caller](world.ctx, DRAFTERS[drafter](world), config, asked)
+    for case, drafted, text in zip(asked, texts, wanted, strict=True):
+        assert drafted == text, case
     world.check()
-    assert stats.num_emitted_tokens == sum(len(said.tokens) for said in wanted)
+    assert stats.num_emitted_tokens == sum(len(s.tokens) for s in wanted)
     if cases == "ends" and drafter == "same model":  # no draft goes on after an end
         assert stats.stop_reasons["end"] > 0
     if cases == "free":
@@ -408,20 +410,20 @@ def test_drafted_text_is_the_plain_text(
 
 
 def test_the_cases_are_what_they_are_for(world: World, expected: Expected) -> None:
-    ways = {name: [said.how for said in texts] for name, (_, texts) in expected.items()}
+    ways = {name: [s.how for s in texts] for name, (_, texts) in expected.items()}
     assert ways["ends"].count("stop") >= 6
     assert set(ways["stops"]) == {"stop"}
     assert ways["grammars"].count("stop") >= 6
     free_text = plain(world.ctx, Case(n=120)).text
-    for case, said in zip(*expected["stops"], strict=True):
+    for case, outcome in zip(*expected["stops"], strict=True):
         if "never" in case.stop:
-            assert said.text == free_text[: free_text.index(case.stop[0])]
+            assert outcome.text == free_text[: free_text.index(case.stop[0])]
         else:  # nothing is held back in the end
-            assert said.text == world.ctx.detokenize(said.tokens)
+            assert outcome.text == world.ctx.detokenize(outcome.tokens)
     assert ways["dead_ends"] == ["GrammarError", "length"] * 6
-    assert all(said.text.endswith(("sang.", "danced.")) for said in expected["dead_ends"][1])
+    assert all(s.text.endswith(("sang.", "danced.")) for s in expected["dead_ends"][1])
     asked, texts = expected["limits"]
-    assert [len(said.tokens) for said in texts] == [case.n for case in asked]
+    assert [len(s.tokens) for s in texts] == [case.n for case in asked]
 
 
 CONFIGS = [
@@ -443,10 +445,10 @@ def test_any_length_and_at_temperature_zero_any_rule_gives_the_plain_text(
     names = ("free",) if config.rule == "seeded" else ("free", "grammars", "dead_ends")
     pairs = [pair for name in names for pair in zip(*expected[name], strict=True)]
     if config.rule != "seeded":
-        pairs = [(case, said) for case, said in pairs if case.sampling.temperature == 0.0]
+        pairs = [(case, outcome) for case, outcome in pairs if case.sampling.temperature == 0.0]
     asked = [case for case, _ in pairs]
-    found, stats = CALLERS[caller](world.ctx, DRAFTERS[drafter](world), config, asked)
-    assert found == [said for _, said in pairs]
+    texts, stats = CALLERS[caller](world.ctx, DRAFTERS[drafter](world), config, asked)
+    assert texts == [outcome for _, outcome in pairs]
     assert stats.num_draft_tokens == 0 or config.draft_k != 0
     world.check()
 
@@ -460,17 +462,17 @@ def test_texts_of_rejection_rules_leave_their_state_and_end_where_they_may(
     config = SpeculativeConfig(draft_k=8, rule=rule)
     for name in ("penalties", "ends", "dead_ends"):
         asked = [case for case in expected[name][0] if case.sampling.temperature]
-        found, stats = by_branch(world.ctx, DRAFTERS[drafter](world), config, asked)
+        texts, stats = by_branch(world.ctx, DRAFTERS[drafter](world), config, asked)
         assert stats.num_accepted_tokens > 0
-        for said in found:
-            assert not world.ctx.model.eog_tokens & {*said.tokens}
-        ways = [said.how for said in found]
+        for text in texts:
+            assert not world.ctx.model.eog_tokens & {*text.tokens}
+        ways = [text.how for text in texts]
         if name == "ends":
             assert ways.count("stop") >= 6
         if name == "dead_ends":
             assert ways.count("GrammarError") >= 3
             assert all(
-                said.text.endswith(("sang.", "danced.")) for said in found if said.how != "length"
+                text.text.endswith(("sang.", "danced.")) for text in texts if text.how != "length"
             )
     world.check()
 
@@ -483,13 +485,13 @@ def begin(
 ) -> tuple[Callable[[], lb.Produced | None], Callable[[], None]]:
     """Begin a text; return what gives the next token, and what closes it."""
     if caller == "session":
-        given = None if isinstance(prompt, Branch) else WARM
-        session = lb.InferenceSession(ctx, prompt, sampling=given, config=FIXED)
+        own_sampling = None if isinstance(prompt, Branch) else WARM
+        session = lb.InferenceSession(ctx, prompt, sampling=own_sampling, config=FIXED)
         return (lambda: session.next_token(drafter)), session.close
     if caller == "branch" and isinstance(prompt, str):
         prompt = Branch.start(ctx, prompt, sampling=WARM)
-    given = None if isinstance(prompt, Branch) else WARM
-    generation = Speculator(ctx, drafter, FIXED).generate(prompt, sampling=given)
+    own_sampling = None if isinstance(prompt, Branch) else WARM
+    generation = Speculator(ctx, drafter, FIXED).generate(prompt, sampling=own_sampling)
     return (lambda: next(generation)), generation.close
 
 
@@ -498,19 +500,21 @@ def begin(
 def test_what_is_abandoned_has_left_exactly_what_was_given_out(
     drafter: str, caller: str, world: World, expected: Expected
 ) -> None:
-    case, said = expected["free"][0][1], expected["free"][1][1]
+    case, plain_text = expected["free"][0][1], expected["free"][1][1]
     for n in range(14):
         with start(world.ctx, case) as branch:
             following, close = begin(caller, world.ctx, DRAFTERS[drafter](world), branch)
-            given = [one.token for one in (following() for _ in range(n)) if one is not None]
+            given_out = [
+                token.token for token in (following() for _ in range(n)) if token is not None
+            ]
             close()
             close()
             with pytest.raises(ClosedError if caller == "session" else StopIteration):
                 following()
-            assert branch.generated == given == said.tokens[:n]
+            assert branch.generated == given_out == plain_text.tokens[:n]
             with Branch.start(world.ctx, branch.tokens) as again:
                 assert np.array_equal(branch.logits, again.logits)
-            assert [t.token for t in branch.generate(10)] == said.tokens[n : n + 10]
+            assert [t.token for t in branch.generate(10)] == plain_text.tokens[n : n + 10]
         del following, close, branch
         gc.collect()
     world.check()
@@ -560,12 +564,12 @@ def test_full_cache_ends_every_text_at_the_same_token(
     cases += [Case([5] * 240, endless, n) for n in (15, 16, 17, 18)]
     with Context(target, n_ctx=256, n_seq_max=2, n_threads=1) as ctx:
         for case in cases:
-            (said,), _ = CALLERS[caller](ctx, DRAFTERS[drafter](world), FIXED, [case])
+            (outcome,), _ = CALLERS[caller](ctx, DRAFTERS[drafter](world), FIXED, [case])
             n_most = 256 - len(case.prompt) + 1
             is_full = case.n is None or case.n > n_most
-            assert said.how == (CacheFullError.__name__ if is_full else "length")
-            assert len(said.tokens) == min(case.n or n_most, n_most)
-            assert said == plain(ctx, case)
+            assert outcome.how == (CacheFullError.__name__ if is_full else "length")
+            assert len(outcome.tokens) == min(case.n or n_most, n_most)
+            assert outcome == plain(ctx, case)
         ctx.audit()
         assert ctx.usage().cells_used == 0
     world.check()
@@ -579,25 +583,25 @@ def test_branch_holds_what_was_emitted_when_the_cache_is_full(
     """16 cells are left; the 17th token is said without one. With room, the text goes on."""
     with Context(target, n_ctx=256, n_seq_max=3, n_threads=1, batch_invariant=True) as ctx:
         others = Branch.start(ctx, [7] * 40)
-        branch, said = Branch.start(ctx, [5] * 200, sampling=WARM), []
+        branch, emitted = Branch.start(ctx, [5] * 200, sampling=WARM), []
         following, close = begin(caller, ctx, DRAFTERS[drafter](world), branch)
         with pytest.raises(CacheFullError):
-            while (one := following()) is not None:
-                said.append(one.token)
+            while (token := following()) is not None:
+                emitted.append(token.token)
         close()
-        assert branch.generated == said and len(said) == 17
+        assert branch.generated == emitted and len(emitted) == 17
         twin = branch.fork()
         with pytest.raises(CacheFullError):
             _ = branch.logits
-        assert branch.tokens == twin.tokens == [5] * 200 + said
+        assert branch.tokens == twin.tokens == [5] * 200 + emitted
         others.prune()
         with Branch.start(world.ctx, branch.tokens) as again:
-            for each in (branch, twin):
-                assert np.array_equal(each.logits, again.logits)
+            for b in (branch, twin):
+                assert np.array_equal(b.logits, again.logits)
         assert twin.step() == branch.step()
         assert not np.isnan(branch.perplexity())
         branch.rewind(200)
-        assert [t.token for t in branch.generate(16)] == said[:16]
+        assert [t.token for t in branch.generate(16)] == emitted[:16]
         del following, close
         twin.prune()
         branch.prune()
@@ -665,12 +669,12 @@ class Memory(NamedTuple):
         """
         ctx = self.world.ctx
         if ctx.capabilities.sliding_window and may_round and said.tokens != wanted.tokens:
-            found = first_divergence(
+            difference = first_divergence(
                 ctx, ctx.tokenize(TOY_PROMPT), wanted.tokens, said.tokens, case.sampling,
                 case.sampling.seed or 0,
             )  # fmt: skip
-            assert found is not None
-            assert found.gap <= self.rounding
+            assert difference is not None
+            assert difference.gap <= self.rounding
             return
         assert (said.tokens, said.text, said.how) == (wanted.tokens, wanted.text, wanted.how)
         # Logits that are r apart move a log-probability by up to 2 r.
@@ -722,10 +726,10 @@ def test_text_in_any_memory_is_that_of_plain_decoding(
 ) -> None:
     """The other vocabulary is the same, of a model with the usual memory."""
     ctx, config = memory.world.ctx, SpeculativeConfig(draft_k=draft_k)
-    made = DRAFTERS[drafter](memory.world)
-    found, stats = CALLERS[caller](ctx, made, config, TOY_CASES)
-    for case, said, wanted in zip(TOY_CASES, found, memory.plain, strict=True):
-        memory.check_same(case, said, wanted, may_round=caller == "engine")
+    chosen_drafter = DRAFTERS[drafter](memory.world)
+    texts, stats = CALLERS[caller](ctx, chosen_drafter, config, TOY_CASES)
+    for case, outcome, wanted in zip(TOY_CASES, texts, memory.plain, strict=True):
+        memory.check_same(case, outcome, wanted, may_round=caller == "engine")
     memory.world.check()
     never = caller == "engine" and not memory.world.ctx.kv_cache.undoes(1)
     if drafter == "none" or never:
@@ -750,9 +754,9 @@ def test_state_after_speculation_is_that_of_a_fresh_prefill(
     speculator = Speculator(ctx, DRAFTERS[drafter](memory.world), config)
     branch = Branch.start(ctx, TOY_PROMPT, sampling=TOY_WARM)
 
-    def check(one: Branch) -> None:
-        with Branch.start(ctx, one.tokens, sampling=TOY_WARM) as again:
-            assert np.abs(one.logits - again.logits).max() <= memory.rounding
+    def check(text: Branch) -> None:
+        with Branch.start(ctx, text.tokens, sampling=TOY_WARM) as again:
+            assert np.abs(text.logits - again.logits).max() <= memory.rounding
         ctx.audit()
 
     greedy = speculator.generate(TOY_PROMPT, max_tokens=90, sampling=TOY_GREEDY).finish()
@@ -767,15 +771,15 @@ def test_state_after_speculation_is_that_of_a_fresh_prefill(
     branch.rewind(branch.position - 45)
     check(branch)
     child = branch.fork()
-    for one in (child, branch):
-        speculator.generate(one, max_tokens=20).finish()
+    for text in (child, branch):
+        speculator.generate(text, max_tokens=20).finish()
         check(child)
         check(branch)
     if rule == "seeded":
         assert child.generated == branch.generated  # a fork draws like its parent
-    for one in (child, branch):
-        speculator.forget(one)
-        one.prune()
+    for text in (child, branch):
+        speculator.forget(text)
+        text.prune()
 
 
 def test_context_without_a_spare_sequence_goes_on_plainly(memory: Memory) -> None:

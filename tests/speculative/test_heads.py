@@ -57,9 +57,9 @@ class Pair(NamedTuple):
     ) -> lb.SpeculativeStats:
         """Generate with drafts; fail unless the text is the plain one."""
         sampling = SETTINGS[settings]
-        found = self.speculator(**config).generate(prompt, max_tokens=n, sampling=sampling)
-        assert found.finish().tokens == self.plain(prompt, sampling, n)
-        return found.stats
+        generation = self.speculator(**config).generate(prompt, max_tokens=n, sampling=sampling)
+        assert generation.finish().tokens == self.plain(prompt, sampling, n)
+        return generation.stats
 
     def audit(self) -> None:
         self.ctx.audit()
@@ -81,47 +81,47 @@ def toy(kind: str, folder: Path) -> Path:
 
 def parts(kind: str, folder: Path) -> tuple[Path, Path]:
     """Return two files of a toy: its trunk, and its MTP layers."""
-    found = folder / f"{kind}-trunk.gguf", folder / f"{kind}-layers.gguf"
-    if not found[0].exists():
-        toys.write_parts(toy(kind, folder), *found)
-    return found
+    paths = folder / f"{kind}-trunk.gguf", folder / f"{kind}-layers.gguf"
+    if not paths[0].exists():
+        toys.write_parts(toy(kind, folder), *paths)
+    return paths
 
 
 def open_pair(kind: str, folder: Path, target: lb.Model) -> Pair:
     """Open a pair; the bundled head with cells of its own, too."""
-    given: dict[str, Any] = {"n_ctx": 1024, "n_seq_max": 8, "n_threads": 1}
+    options: dict[str, Any] = {"n_ctx": 1024, "n_seq_max": 8, "n_threads": 1}
     if kind.startswith("bundled"):
-        ctx, unified = lb.Context(target, **given), kind == "bundled"
+        ctx, unified = lb.Context(target, **options), kind == "bundled"
         head = lb.Context(lb.Model(HEAD), target=ctx, kv_unified=unified)
         return Pair(ctx, lb.EagleDrafter(head))
     if kind == "eagle3":
         model = lb.Model(toy("llama", folder))
         layers = lb.Model(toys.write_eagle3(folder / "eagle3.gguf", vocab="bytes"))
-        ctx = lb.Context(model, **given)
+        ctx = lb.Context(model, **options)
         return Pair(ctx, lb.EagleDrafter(lb.Context(layers, target=ctx)))
     if kind == "gemma4":
-        ctx = lb.Context(lb.Model(toy(kind, folder)), **given)
+        ctx = lb.Context(lb.Model(toy(kind, folder)), **options)
         layers = lb.Model(toy("gemma4-assistant", folder))
         return Pair(ctx, lb.MTPDrafter(lb.Context(layers, target=ctx)))
-    ctx = lb.Context(lb.Model(toy(kind, folder), load_mtp=True), **given)
+    ctx = lb.Context(lb.Model(toy(kind, folder), load_mtp=True), **options)
     return Pair(ctx, lb.MTPDrafter(lb.Context(ctx.model, target=ctx)))
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def pair(request: pytest.FixtureRequest, folder: Path, target: lb.Model) -> Iterator[Pair]:
     """Each kind of head; the toys have random weights, so nearly all of their drafts are rejected."""
-    found = open_pair(request.param, folder, target)
-    yield found
-    found.audit()
-    found.ctx.close()
+    opened = open_pair(request.param, folder, target)
+    yield opened
+    opened.audit()
+    opened.ctx.close()
 
 
 @pytest.fixture(scope="module")
 def eagle(folder: Path, target: lb.Model) -> Iterator[Pair]:
     """The bundled head."""
-    found = open_pair("bundled", folder, target)
-    yield found
-    found.ctx.close()
+    opened = open_pair("bundled", folder, target)
+    yield opened
+    opened.ctx.close()
 
 
 @pytest.mark.parametrize("caller", ["prompt", "session", "engine"])
@@ -133,9 +133,9 @@ def test_text_is_that_of_plain_decoding(pair: Pair, caller: str) -> None:
     wanted = [plain(pair.ctx, case) for case in cases]
     for length in (3, "auto"):
         config = lb.SpeculativeConfig(draft_k=length)
-        found, stats = CALLERS[caller](pair.ctx, pair.drafter, config, cases)
-        assert [said.tokens for said in found] == [said.tokens for said in wanted]
-        assert [said.how for said in found] == [said.how for said in wanted]
+        texts, stats = CALLERS[caller](pair.ctx, pair.drafter, config, cases)
+        assert [text.tokens for text in texts] == [text.tokens for text in wanted]
+        assert [text.how for text in texts] == [text.how for text in wanted]
         assert length == "auto" or caller == "engine" or stats.num_drafts > 0
     assert pair.drafter.ctx.usage().cells_used == 0
     pair.audit()
@@ -145,12 +145,14 @@ def test_other_rules_and_an_entropy_stop_draft(pair: Pair) -> None:
     """That these rules keep the distribution is shown for them elsewhere; here that they get sources."""
     for settings in ({"rule": "token"}, {"rule": "block"}, {"draft_k": 6, "entropy_stop": 0.5}):
         sampling = SETTINGS["greedy" if "draft_k" in settings else "seeded"]
-        found = pair.speculator(**settings).generate(PROMPTS[1], max_tokens=20, sampling=sampling)
-        assert len(found.finish().tokens) == 20 or found.finish_reason == "stop"
+        generation = pair.speculator(**settings).generate(
+            PROMPTS[1], max_tokens=20, sampling=sampling
+        )
+        assert len(generation.finish().tokens) == 20 or generation.finish_reason == "stop"
         if "draft_k" in settings:
-            assert found.stats.stop_reasons["entropy"] > 0
+            assert generation.stats.stop_reasons["entropy"] > 0
         else:
-            assert found.stats.num_drafts > 0
+            assert generation.stats.num_drafts > 0
     pair.audit()
 
 
@@ -198,8 +200,8 @@ def test_forks_and_rewound_branches_go_on_with_the_state(pair: Pair) -> None:
         decodes = pair.drafter.ctx.decoder.n_decodes
         for child in root.fork_many(2):
             twin = child.fork()
-            found = speculator.generate(child, max_tokens=12).finish().tokens
-            assert found == [t.token for t in twin.generate(12)]
+            token_ids = speculator.generate(child, max_tokens=12).finish().tokens
+            assert token_ids == [t.token for t in twin.generate(12)]
             twin.prune()
             speculator.forget(child)
             child.prune()
@@ -241,8 +243,8 @@ def test_snapshots_load_with_and_without_hidden_states(
                 n_decodes = eagle.ctx.decoder.n_decodes
                 kept_states(eagle.ctx, restored.sequence.seq_id, restored.tokens, 0)
                 assert (eagle.ctx.decoder.n_decodes == n_decodes) == (name == "with")
-                found = eagle.speculator().generate(restored, max_tokens=10)
-                assert found.finish().tokens == wanted and found.stats.num_drafts > 0
+                generation = eagle.speculator().generate(restored, max_tokens=10)
+                assert generation.finish().tokens == wanted and generation.stats.num_drafts > 0
     eagle.audit()
 
 
@@ -286,9 +288,9 @@ def test_hidden_states_are_kept_only_while_a_head_reads_them(target: lb.Model) -
             before = kept_states(ctx, branch.sequence.seq_id, branch.tokens, 0)
             assert before.shape[1] == 3 * 256
             assert ctx.compact()
-            found = ctx.kv_cache.hidden
-            assert found is not None
-            rows = [row for row in found.all_of(branch.sequence.seq_id) if row is not None]
+            hidden = ctx.kv_cache.hidden
+            assert hidden is not None
+            rows = [row for row in hidden.all_of(branch.sequence.seq_id) if row is not None]
             assert np.array_equal(np.stack(rows), before)
             head.close()
             branch.step()
@@ -362,8 +364,8 @@ def test_engine_texts_are_plain_in_contexts_of_other_kinds(
             head = lb.Context(lb.Model(HEAD), target=ctx, owns_model=True, kv_unified=not own_head)
             pair = Pair(ctx, lb.EagleDrafter(head))
             for _ in range(2):
-                engine, found = engine_texts(pair, sampling)
-                assert found == wanted
+                engine, texts = engine_texts(pair, sampling)
+                assert texts == wanted
                 stats = engine.stats.speculative
                 assert (stats.num_draft_tokens, stats.num_accepted_tokens) == drafts
                 assert stats.num_drafts > stats.num_plain_steps
@@ -422,15 +424,15 @@ def test_head_begins_after_the_tokens_whose_states_are_not_known(
             pair = Pair(ctx, lb.EagleDrafter(head))
             speculator = pair.speculator(rule="seeded")
             generation = speculator.generate(branch, max_tokens=24)
-            found = generation.finish().tokens
+            token_ids = generation.finish().tokens
             stats = generation.stats
             assert stats.stop_reasons["capacity"] <= 2 < stats.num_drafts
-            held = head.usage().sequences
-            assert 0 < max(held.values()) < branch.position - 10  # the first pairs are missing
+            n_cells = head.usage().sequences
+            assert 0 < max(n_cells.values()) < branch.position - 10  # the first pairs are missing
             branch.rewind(branch.position - 6)
             again = speculator.generate(branch, max_tokens=6).finish().tokens
-            assert found == [t.token for t in twin.generate(24)]
-            assert again == found[-6:]
+            assert token_ids == [t.token for t in twin.generate(24)]
+            assert again == token_ids[-6:]
             twin.prune()
             speculator.forget(branch)
             branch.prune()
@@ -515,9 +517,9 @@ def test_head_that_does_not_fit_is_refused_with_the_reason(
 ) -> None:
     """An EAGLE-3 head, or layers, in a file of their own, of which the target is another one."""
     kind, options, reason = MISFITS[case]
-    given: dict[str, Any] = {"vocab": "bytes", "weights": "f32", **options}
+    toy_options: dict[str, Any] = {"vocab": "bytes", "weights": "f32", **options}
     try:
-        path = toys.write_toy(folder / "misfit.gguf", kind, **given)
+        path = toys.write_toy(folder / "misfit.gguf", kind, **toy_options)
         if kind == "eagle3":
             head, path = lb.Model(path), toys.write_llama(folder / "fit.gguf", vocab="bytes")
         elif kind == "gemma4":
@@ -604,9 +606,9 @@ def drafted(pair: Pair, branch: lb.Branch, text: list[int], *limits: int) -> lis
     state = pair.drafter.start(branch.sequence, "seeded")
     try:
         for limit in limits:
-            found = state.propose(text, FixedLength(limit), limit).tokens
+            draft = state.propose(text, FixedLength(limit), limit).tokens
             state.observe(len(text) - 1)
-        return found
+        return draft
     finally:
         state.close()
 
@@ -627,8 +629,8 @@ def test_each_of_several_layers_drafts_a_token(kind: str, folder: Path, target: 
         state = pair.drafter.start(branch.sequence, "seeded")
         for n in range(8, len(text) + 1):  # the second and third layers fall behind
             limit = 1 if n < len(text) else 3
-            found = state.propose(text[:n], FixedLength(limit), limit).tokens
-        assert found == whole
+            draft = state.propose(text[:n], FixedLength(limit), limit).tokens
+        assert draft == whole
         state.observe(len(text) - 4)
         assert state.propose(text, FixedLength(3), 3).tokens == whole
         state.observe(len(text) - 1)
@@ -718,8 +720,8 @@ def answer(*arguments: str) -> dict[str, Any]:
     """Return the JSON that a command prints."""
     result = CliRunner().invoke(app, [*arguments, "--json"])
     assert result.exit_code == 0, result.stderr
-    found: dict[str, Any] = json.loads(result.stdout)
-    return found
+    report: dict[str, Any] = json.loads(result.stdout)
+    return report
 
 
 def test_command_line_takes_heads(folder: Path) -> None:

@@ -41,12 +41,12 @@ class NotingLock:
         NotingLock.n_made += 1
 
     def acquire(self, blocking: bool = True) -> bool:
-        held = self._held()
-        if blocking and any(other is not self for other in held) and self not in held:
+        taken = self._held()
+        if blocking and any(other is not self for other in taken) and self not in taken:
             self.faults.append("".join(traceback.format_stack(limit=8)[:-1]))
         if not self._lock.acquire(blocking):
             return False
-        held.append(self)
+        taken.append(self)
         return True
 
     def release(self) -> None:
@@ -56,8 +56,8 @@ class NotingLock:
     def _held(self) -> list[NotingLock]:
         if not hasattr(self._taken, "locks"):
             self._taken.locks = []
-        found: list[NotingLock] = self._taken.locks
-        return found
+        locks: list[NotingLock] = self._taken.locks
+        return locks
 
     def __enter__(self) -> None:
         self.acquire()

@@ -81,8 +81,8 @@ def test_longest_equals_brute_force_whatever_is_done(lengths: tuple[int, ...]) -
                 del known[n:]
             else:
                 texts.append((index.fork(), list(known)))
-            for each in (*texts[-2:], texts[0], (index, known)):
-                assert_same(*each, lengths[0], lengths[-1])
+            for pair in (*texts[-2:], texts[0], (index, known)):
+                assert_same(*pair, lengths[0], lengths[-1])
         if lengths == (1, 2, 3):  # without gaps between the lengths fewer places are the newest
             for most in (1, 2, 3):
                 few, every = index.longest(most), index.longest(1000)
@@ -121,9 +121,11 @@ def test_floor_ends_a_guess_and_longer_matches_are_trusted_more() -> None:
     assert match.follow(tokens, 9, reach[1]).tokens == [1, 2]
     assert match.follow(tokens, 9, 0.51).tokens == []
     assert doubling(3, 16) == (3, 6, 12, 16) and doubling(5, 5) == (5,)
-    found = [Match(m, match.places).follow(tokens, 1, 0.0).probabilities[0] for m in (1, 2, 8)]
-    assert found == sorted(found)
-    assert found[0] == 0.5
+    probabilities = [
+        Match(m, match.places).follow(tokens, 1, 0.0).probabilities[0] for m in (1, 2, 8)
+    ]
+    assert probabilities == sorted(probabilities)
+    assert probabilities[0] == 0.5
 
 
 # -- many texts ------------------------------------------------------------------------------------
@@ -137,10 +139,10 @@ def test_shared_index_equals_brute_force() -> None:
         shared = SharedIndex((2, 4, 8), max_tokens=4096, most=1000)
         for text in others:
             shared.write(None, text, 0)
-        best, found = brute_longest(others, tokens, 2, 8)
+        best, places = brute_longest(others, tokens, 2, 8)
         longest = shared.longest(tokens)
         assert (longest.length if longest else 0) == best
-        assert len(longest.places if longest else ()) == len(found)
+        assert len(longest.places if longest else ()) == len(places)
         if longest:
             assert all(common_suffix(s[:at], tokens) >= best for s, at in longest.places)
             n_found += 1

@@ -63,9 +63,9 @@ class Garden:
             self.speak(branch, n)
         elif deed == "leave":  # the generation is abandoned in the middle of a block
             generation = self.speculator.generate(branch)
-            said = [next(generation).token for _ in range(n)]
+            new_tokens = [next(generation).token for _ in range(n)]
             generation.close()
-            assert branch.tokens[-n:] == said
+            assert branch.tokens[-n:] == new_tokens
         elif deed == "fork" and len(self.branches) < 5:
             self.branches.append(branch.fork())
         elif deed == "reseed":
@@ -352,8 +352,8 @@ def test_tokens_report_what_plain_decoding_does(ctx: Context, draft_ctx: Context
     with Branch.start(ctx, PROMPTS[0], sampling=WARM) as branch:
         expected = list(branch.generate(60, top_logprobs=3))
     speculator = Speculator(ctx, lb.ModelDrafter(draft_ctx), FIXED)
-    found = speculator.generate(PROMPTS[0], max_tokens=60, sampling=WARM, top_logprobs=3)
-    assert [one._replace(source="plain") for one in found] == expected
+    generation = speculator.generate(PROMPTS[0], max_tokens=60, sampling=WARM, top_logprobs=3)
+    assert [token._replace(source="plain") for token in generation] == expected
 
 
 def test_sources_tell_where_tokens_came_from(ctx: Context, draft_ctx: Context) -> None:
@@ -387,11 +387,11 @@ def test_session_outlives_its_draft_context_and_a_drafter_that_is_refused(
     with InferenceSession(ctx, PROMPTS[0], sampling=WARM, max_tokens=30, config=FIXED) as session:
         with Context(draft, n_ctx=256, n_threads=1) as small, Context(toy, n_threads=1) as strange:
             drafter = lb.ModelDrafter(small)
-            said = [session.next_token(drafter) for _ in range(10)]
+            produced = [session.next_token(drafter) for _ in range(10)]
             with pytest.raises(lb.errors.VocabularyMismatchError):
                 session.next_token(lb.ModelDrafter(strange, translate=False))
-        said += [session.next_token() for _ in range(20)]
-        assert [token.token for token in said if token] == expected
+        produced += [session.next_token() for _ in range(20)]
+        assert [token.token for token in produced if token] == expected
         assert session.next_token() is None
 
 

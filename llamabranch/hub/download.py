@@ -172,8 +172,9 @@ def _requests(address: str) -> Iterator[None]:
         is_vague = isinstance(error, errors.LocalEntryNotFoundError)
         cause = (error.__cause__ or error) if is_vague else error
         status = getattr(getattr(cause, "response", None), "status_code", None)
+        # The rest of the message is about options that we do not have.
         words = " ".join(str(cause).split())
-        message = words.partition(" Please retry with")[0]  # with what we lack
+        message = words.partition(" Please retry with")[0]
         reason = message or type(cause).__name__
         raise DownloadError(
             f"cannot download {address}: {reason}",

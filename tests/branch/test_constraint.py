@@ -241,9 +241,8 @@ def test_a_dead_end_keeps_the_text_so_far(ctx: Context) -> None:
             n_free = ctx.n_seq_free
             generation = root.generate(10, constraint=constraint).finish()
             # A function that allows "" lets the text end there.
-            assert generation.finish_reason == (
-                "stop" if most == 0 and constraint("") else "constraint"
-            )  # type: ignore[operator]
+            ends = most == 0 and constraint("")  # type: ignore[operator]
+            assert generation.finish_reason == ("stop" if ends else "constraint")
             assert len(generation.text) <= most and root.tokens[1:] is not None
             assert root.finish_reason == generation.finish_reason
             assert most or constraint("") or generation.stats.constraint_calls <= 70  # type: ignore[operator]

@@ -107,11 +107,8 @@ def test_quants_says_what_was_made_from_what(text: Path, tmp_path: Path) -> None
     report = answer(*shared)
     assert report["base"] == str(quantized)
     assert [entry["made_from"] for entry in report["models"]] == ["smollm2-135m", None, None]
-    assert [entry["model"] for entry in report["models"]] == [
-        str(quantized),
-        TARGET,
-        DRAFT,
-    ]  # by size
+    by_size = [str(quantized), TARGET, DRAFT]
+    assert [entry["model"] for entry in report["models"]] == by_size
     assert hub.made_from("smollm2-135m:bf16") == "smollm2-135m"
     assert hub.made_from("smollm2-135m") is hub.made_from("tale-target") is None
 

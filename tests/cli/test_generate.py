@@ -154,9 +154,8 @@ def test_figures_are_printed_where_drafting_was_asked_for() -> None:
         r"8 tokens, ended by length, \d+\.\d a second, seed 1\n",
         plain.stderr.replace("model: tale-target (the default; -m names another)\n", ""),
     )
-    grammar = run(
-        *arguments, "--grammar", "/ is [a-z ]{40}/"
-    ).stderr  # drafts, which nobody asked for
+    # The grammar drafts, which nobody asked for.
+    grammar = run(*arguments, "--grammar", "/ is [a-z ]{40}/").stderr
     assert "num drafts" not in grammar
     for more in ((), ("-d", "suffix"), ("-d", "none", "-v"), ("-d", "none", "--compare")):
         assert "target forward passes" in run(*arguments, *more).stderr, more

@@ -1,4 +1,4 @@
-"""Agents: turns, calls and results, what is refused, limits, and what a run leaves."""
+"""Agents: turns, calls and results, refused input, limits, and what is left after a run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def kinds(report: Report) -> list[str]:
 
 
 def results(report: Report) -> list[str]:
-    """What the model read of each call."""
+    """The result that the model read for each call."""
     return [str(m["content"]) for m in report.messages if m["role"] == "tool"]
 
 
@@ -159,7 +159,7 @@ def test_a_run_goes_on_after_a_report(stage: Context) -> None:
 def test_a_run_goes_on_after_one_that_ended_before_its_json(
     stage: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its conversation ends with the question for the JSON, which the next task is joined to."""
+    """The conversation ends with the question for JSON, and the next task is added to it."""
     now = [0.0]
     monkeypatch.setattr("llamabranch.agents.run.perf_counter", lambda: now[0])
     agent = Agent(stage, output=Number, max_seconds=5)
@@ -262,13 +262,13 @@ def test_what_else_a_function_raises_ends_its_agent(
     report, other = agent.run([f"{task}: go", "two: go"])
     assert report.finish_reason == "error" and isinstance(report.error, ToolError)
     assert isinstance(report.error.__cause__, kind) and "fails raised" in report.error.message
-    assert other.text == "Both are here."  # no other agent ends
+    assert other.text == "Both are here."  # no other agent is ended
     with pytest.raises(ParseError):
         _ = Agent(stage, tools=[add, fails, name], output=Sum).run(f"{task}: go").parsed
 
 
 class Odd(BaseException):
-    """An exception that is no Exception."""
+    """An exception that is not a subclass of Exception."""
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -411,7 +411,7 @@ def test_tokens_that_run_out_make_the_last_turn(stage: Context) -> None:
     free = Agent(
         stage, sampling=lb.SamplingParams(logit_bias=dict.fromkeys(stage.model.eog_tokens, -1e9))
     )
-    report = free.run("plain: go")  # it never ends by itself
+    report = free.run("plain: go")  # this script never ends by itself
     assert report.finish_reason == "length" and len(report.steps[1].tokens) == 2048
 
 
@@ -550,7 +550,7 @@ def takes(
     *,
     copy: bool = False,
 ) -> str:
-    """Take parameters of all sorts, with names that pydantic keeps for itself."""
+    """Take parameters of all types, with names that pydantic reserves."""
     return (
         f"{place.name}{place.floor} {color.name} {day.year} {path.name} {kind} {_x} {schema} {copy}"
     )
@@ -623,7 +623,7 @@ def odd(a: threading.Thread) -> str:
         [partial(add, a=1)], [Adder.__call__], [print], [int], [add, add], [1], ["add"], "add",
         add, {"add": add}, [None], [[add]],
     ],
-    ids=lambda tools: type(tools).__name__,  # no addresses: each process names them alike
+    ids=lambda tools: type(tools).__name__,  # no addresses: ids must not differ
 )  # fmt: skip
 def test_bad_tools_are_refused_when_the_agent_is_made(stage: Context, tools: object) -> None:
     with pytest.raises(ConfigError):
@@ -687,7 +687,7 @@ def test_closed_engine_and_a_context_closed_while_it_runs(stage: Context) -> Non
         begun = asyncio.Event()
 
         async def sleeps() -> str:
-            """Take long."""
+            """Take a long time."""
             begun.set()
             await asyncio.Event().wait()
             return "never"

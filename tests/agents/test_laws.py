@@ -1,4 +1,4 @@
-"""What holds of every run: transcripts, logits, prompts, what is read, cancelling, grammars, replays.
+"""Laws that hold for every run: transcripts, logits, prompts, tokens read, cancelling, grammars, replays.
 
 A table of what a call may do wrong, and what the model then reads, is in `test_agent.py`.
 """
@@ -48,7 +48,7 @@ async def roll(sides: Literal["4", "6", "20"]) -> int:
 
 @pytest.fixture(scope="module")
 def teller() -> Iterator[lb.Model]:
-    """The bundled target with a template: what it says depends on all that it has read."""
+    """The bundled target with a template. Its answers depend on everything that it has read."""
     with lb.Model(lb.hub.resolve(lb.hub.BUNDLED_TARGET), chat_template=CHAT) as model:
         yield model
 
@@ -99,7 +99,7 @@ def test_law_1_a_transcript_does_not_depend_on_what_else_runs(
         engine = AsyncEngine(ctx, **of_engine)
         reports = tell(engine)
         asyncio.run(engine.close())
-        if case == "a small cache":  # or nothing is shown
+        if case == "a small cache":  # otherwise this test would show nothing
             assert sum(r.stats.reread + r.stats.preemptions for r in reports) > 0
         if ctx.prefix_cache is not None:
             assert_left_alone(ctx)
@@ -136,7 +136,7 @@ def shaped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("shape", [*SHAPES, *CHANGING])
 def test_law_3_the_next_prompt_is_the_whole_conversation(shaped: Path, shape: str) -> None:
-    """What is around the own tokens is what the template writes for all messages, or all is rendered."""
+    """The text around the model's own tokens is what the template writes, or everything is rendered."""
     with (
         lb.Model(shaped, chat_template=(SHAPES | CHANGING)[shape]) as model,
         lb.Context(model, n_ctx=4096, n_seq_max=8, n_threads=1) as ctx,
@@ -178,7 +178,7 @@ def test_law_3_the_next_prompt_is_the_whole_conversation(shaped: Path, shape: st
         assert kept == KEPT.get(shape, [True] * 4)
 
 
-# For which of three turns and a question the own tokens stay, where that is not for all.
+# The turns (of three turns and a question) whose own tokens stay, for templates where not all stay.
 KEPT = {
     "an empty thought in a last answer": [True, True, True, False],
     "channels": [False] * 4,  # its end of a turn is no EOG token of this model
@@ -188,7 +188,7 @@ KEPT = {
 
 
 def test_law_3_a_template_that_changes_earlier_turns_is_read_again(shaped: Path) -> None:
-    """Like those that leave thoughts out of earlier answers."""
+    """Some templates leave thoughts out of earlier answers."""
     template = SHAPES["tags around JSON"].replace(
         "{% if m.reasoning_content %}", "{% if m.reasoning_content and loop.last %}"
     )

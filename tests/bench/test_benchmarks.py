@@ -1,4 +1,4 @@
-"""The benchmarks run, their arithmetic is right, padded models equal their source. No speed is tested."""
+"""The benchmarks run, their arithmetic is right, padded models equal their source."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def of_length(results: dict[str, Any]) -> None:
 
 
 def test_runs_of_long_prompts_are_merged_from_a_file(tmp_path: Path) -> None:
-    """Turns of a model, length and build add up; a contestant that is not in all of them is left out."""
+    """Runs with the same model, length and build are summed; a contestant missing in one is left out."""
     figures = {"read": [9.0], "one text": [6.0], "eight forks": [8.0], "eight texts": [math.nan]}
     bare = {name: [2 * rate for rate in rates] for name, rates in figures.items()}
     runs = {"default": figures, "bare f16, plain, 128": bare}
@@ -312,7 +312,7 @@ def test_contestants_take_turns_in_alternating_order_with_fresh_state() -> None:
     assert calls == [("a", -1), ("b", -1), ("a", 0), ("b", 0), ("a", 1), ("b", 1)]
     assert timed["a"].rates == [2.0, 2.0]
     timing.interleave({"c": contestant("c")}, n_runs=2, n_items=1, first_run=3)
-    assert calls[-2:] == [("c", 3), ("c", 4)]  # which determine the seeds
+    assert calls[-2:] == [("c", 3), ("c", 4)]  # the numbers of the runs, which determine the seeds
 
 
 def test_a_stopped_run_keeps_the_items_that_all_contestants_finished() -> None:
@@ -348,18 +348,18 @@ def test_ratio_is_the_median_of_ratios_within_a_run_and_the_interval_goes_by_ite
 
 @pytest.mark.parametrize("n", [6, 7, 8, 9, 12, 13, 20, 36, 100])
 def test_interval_of_the_median_covers_it_in_95_of_100(n: int) -> None:
-    """Each of n ratios is below the true median with probability 1/2: this alone gives the coverage."""
+    """Each of n ratios is below the true median with probability 1/2, and this gives the coverage."""
     values = [float(i) for i in range(n)]
     interval = Interval.of(values[::-1])
     below, above = int(interval.low), int(interval.high)
     assert below == n - 1 - above
 
     def covered(low: int, high: int) -> float:
-        """Chance that more than ``low`` and at most ``high`` of n tosses are heads."""
+        """Return the chance that more than ``low`` and at most ``high`` of n tosses are heads."""
         return float(sum(math.comb(n, k) for k in range(low + 1, high + 1)) / 2**n)
 
     assert covered(below, above) >= 0.95
-    assert covered(below + 1, above - 1) < 0.95  # a narrower one would not
+    assert covered(below + 1, above - 1) < 0.95  # a narrower interval would not
     assert interval.n == n
     assert interval.low <= interval.median <= interval.high
 
@@ -479,7 +479,7 @@ def test_padded_model_computes_its_source(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Weights are copied bit for bit, added outputs are zero: only the order of sums may differ.
+    """Weights are copied bit for bit and added outputs are zero, so only the order of sums may differ.
 
     A limit of the width makes the model deeper; F16 is compared with the source in F16.
     """

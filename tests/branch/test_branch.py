@@ -115,7 +115,7 @@ def test_without_a_seed_every_branch_picks_one(ctx: Context) -> None:
     assert generate(again) == branches[0].generated
 
 
-# The compiled core decodes, measures and draws in one call; here it is what separate calls make.
+# The compiled core decodes, measures and draws in one call. It must equal separate calls.
 IN_ONE_CALL: list[dict[str, Any]] = [
     {},
     {"temperature": 0.0},
@@ -243,7 +243,7 @@ GENERATIONS: dict[str, Callable[[Branch], object]] = {
 def test_a_branch_has_one_generation_at_a_time(first: str, second: str, ctx: Context) -> None:
     branch = Branch.start(ctx, "Once upon a time", temperature=0.0)
     plain = branch.fork().generate_text(8)
-    prepared = branch.generate(4)  # not begun: it is in nobody's way
+    prepared = branch.generate(4)  # a generation that has not begun does not block others
     running: Any = GENERATIONS[first](branch)
     name = "next_token" if first == "InferenceSession" else "__next__"
     advance: Callable[[], lb.Produced] = getattr(running, name)
@@ -297,7 +297,7 @@ def test_a_forgotten_generation_with_penalties_ends_in_silence(
             del branch
         for _ in range(3):
             next(objects[-1])  # type: ignore[call-overload]
-        objects.append(objects)  # garbage in a cycle, whose parts go in any order
+        objects.append(objects)  # a cycle: its parts are collected in any order
         del objects
         gc.collect()
         assert unraisable == []
@@ -367,7 +367,7 @@ def test_extend_returns_the_rows_of_its_tokens(ctx: Context) -> None:
 
 
 def test_perplexity_counts_what_was_generated(ctx: Context) -> None:
-    """Nothing generated has no perplexity, and likelihood 1."""
+    """A branch that has generated nothing has no perplexity, and likelihood 1."""
     root = Branch.start(ctx, STORY, sampling=WARM)
     first = [t.logprob for t in root.generate(4)]
     child = root.fork()

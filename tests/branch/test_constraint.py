@@ -1,4 +1,4 @@
-"""constraint=: texts that keep a rule in Python, drawn as if refused tokens had no probability."""
+"""constraint=: texts that follow a rule in Python, drawn as if refused tokens had no probability."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_each_token_is_the_first_allowed_one_in_the_order_of_the_draw(ctx: Conte
 
 
 def test_after_the_tokens_that_settings_leave_the_most_probable_follow(ctx: Context) -> None:
-    """top_k = 1 leaves one token; at temperature 0 it is the same order."""
+    """top_k = 1 leaves one token. At temperature 0 the order is the same."""
     token_ids = []
     for temperature, top_k in ((0.0, 40), (0.7, 1)):
         with Branch.start(ctx, STORY, seed=1, temperature=temperature, top_k=top_k) as root:
@@ -157,7 +157,7 @@ def test_a_grammar_masks_first(ctx: Context) -> None:
 
 def test_a_constraint_gets_whole_characters(toy: lb.Model) -> None:
     def is_wide(text: str) -> bool:
-        """Letters of two to four bytes alone."""
+        """Allow only letters of two to four bytes."""
         return all(ord(c) > 127 and c != "\ufffd" for c in text)
 
     with (
@@ -168,7 +168,7 @@ def test_a_constraint_gets_whole_characters(toy: lb.Model) -> None:
         whole = "".join(token.text for token in generation.emitted)
         assert is_wide(whole) and len(whole) >= 10
         assert {len(c.encode()) for c in whole} & {2, 3, 4}
-        # Characters of several tokens are asked about once, with their last token.
+        # The constraint is called once for a character of several tokens: with its last token.
         assert generation.stats.constraint_calls < generation.stats.constraint_rejections + 60
 
 
@@ -226,7 +226,7 @@ def test_preempted_texts_go_on_under_their_constraint(target: lb.Model) -> None:
 
 def test_a_dead_end_keeps_the_text_so_far(ctx: Context) -> None:
     def three(text: str) -> bool:
-        """Nothing is ever complete, and nothing follows the third character."""
+        """No text is complete, and no text has more than three characters."""
         return len(text) <= 3
 
     class Never:
@@ -262,7 +262,7 @@ def forgets(text: str) -> Any:
 
 
 class Moody:
-    """Refuses a text that it has allowed."""
+    """Refuses a text that it has allowed before."""
 
     def __init__(self) -> None:
         self.seen: set[str] = set()

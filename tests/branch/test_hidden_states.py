@@ -1,4 +1,4 @@
-"""Hidden states of a branch: llama.cpp's own, and the same after forks, rewinds and batches."""
+"""Hidden states of a branch equal llama.cpp's own, also after forks, rewinds and batches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HEAD = Path(lb.__file__).parent / "data" / "tale-eagle-q8_0.gguf"
 
 
 def of_llama_cpp(model: lb.Model, tokens: list[int]) -> dict[int, Any]:
-    """Return what a context of llama.cpp's own gives: its embeddings, and the output of each layer."""
+    """Return the embeddings and the output of each layer of a plain llama.cpp context."""
     by_layer: dict[int, Any] = {}
     name, data = C._lib.ggml_get_name, C._lib.ggml_get_data
     name.restype, data.restype = ctypes.c_char_p, ctypes.c_void_p

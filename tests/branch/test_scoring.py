@@ -1,4 +1,4 @@
-"""Given tokens are rated as NumPy rates them from the raw logits, and nothing changes."""
+"""Scores of tokens equal those that NumPy computes from the raw logits, and scoring changes nothing."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_grammar_does_not_matter(ctx: Context) -> None:
 def test_many_continuations_of_many_branches(
     n_guests: int, ctx: Context, other_ctx: Context
 ) -> None:
-    """However few sequences are free: at last each is decoded in the branch's own."""
+    """With few free sequences too. If none is free, they are decoded in the branch's own sequence."""
     rng = np.random.default_rng(1)
     prompts = [random_tokens(rng, 15) for _ in range(2)]
     branches = [Branch.start(ctx, prompt) for prompt in prompts]
@@ -130,7 +130,7 @@ def test_continuations_that_do_not_fit_together_are_rated_in_turn(
 
 
 def test_common_beginnings_are_decoded_once_and_change_no_score(ctx: Context) -> None:
-    """Also those of two branches with the same tokens, which are read after each for itself."""
+    """Two branches with the same tokens share nothing: the texts are read after each of them."""
     rng = np.random.default_rng(4)
     prompt, shared = random_tokens(rng, 12), random_tokens(rng, 20)
     first, second = Branch.start(ctx, prompt), Branch.start(ctx, prompt)

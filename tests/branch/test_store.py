@@ -1,4 +1,4 @@
-"""BranchStore: many branches in one decode, each as if alone; all of them change or none."""
+"""BranchStore: many branches in one decode, each as if it were alone. Either all change or none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``llamabranch bench`` on the bundled pair: what it says, draws and writes. No speed is asserted."""
+"""``llamabranch bench`` on the bundled pair: what it prints, plots and writes. Speed is not tested."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_bench_prints_costs_tables_and_a_command_that_works() -> None:
         assert label in out
     for length in (1, 2, "auto"):
         assert f"\n{length}  " in out
-    assert "Inconclusive: " in out  # one pair of texts decides nothing, whatever it shows
+    assert "Inconclusive: " in out  # one pair of texts is never enough for a verdict
     machine, output = Machine.now(), " ".join(out.split())
     assert f"processor {' '.join(machine.processor.split())}, {machine.cores} core" in output
     assert "1 thread, load " in output and " before; " in output and " after. " in output
@@ -198,7 +198,7 @@ def test_what_was_measured_before_a_stop_is_kept(ctx: lb.Context, draft_ctx: lb.
 
 
 def _cell(length: int | str, *speedups: float, n_drafted: int = 50) -> Cell:
-    """A setting measured with one text a run, so many times as fast as plain decoding."""
+    """A setting, measured with one text per run, that is so many times as fast as plain decoding."""
 
     def series(rates: list[float], drafted: int) -> Series:
         stats = lb.SpeculativeStats(num_drafts=drafted, num_draft_tokens=drafted)
@@ -245,7 +245,7 @@ def test_a_best_is_named_only_where_the_whole_interval_is_above_1(
 
 
 def test_what_drafted_nothing_is_never_the_best() -> None:
-    """Plain decoding against itself: noise may favour it in every pair."""
+    """Plain decoding compared with itself. Noise may favour one side in every pair."""
     assert _decided(*[1.3] * 20, n_drafted=0).verdict == "inconclusive"
     silent = _cell("auto", *[1.3] * 20, n_drafted=0)
     report = PairReport(lengths=[silent])
@@ -255,7 +255,7 @@ def test_what_drafted_nothing_is_never_the_best() -> None:
 def test_noise_between_equals_rarely_names_a_best() -> None:
     """Nine settings as fast as plain decoding, 400 times: at most 5 % may be called faster.
 
-    By the design it is 1.9 % (12 pairs, one side). The seed is fixed: the outcome is, too.
+    The design gives 1.9 % (12 pairs, one side). The seed is fixed, so the outcome is fixed, too.
     """
     rng = np.random.default_rng(7)
 

@@ -61,19 +61,19 @@ class Terminal:
     def __init__(self, leader: int) -> None:
         self._leader = leader
         self._shown = b""
-        self._start = 0  # of what nobody has looked for yet
+        self._start = 0  # where the next search begins
         self.seen = ""  # before the first line can be typed
 
     def type(self, text: str) -> None:
         os.write(self._leader, text.encode())
 
     def paste(self, text: str) -> None:
-        """Type a text as a terminal pastes it: marked as one, if the program has asked for that."""
+        """Type a text as a terminal pastes it: marked as pasted, if the program has asked for that."""
         is_marked = self._shown.rfind(b"\x1b[?2004h") > self._shown.rfind(b"\x1b[?2004l")
         self.type(f"\x1b[200~{text}\x1b[201~" if is_marked else text)
 
     def until(self, pattern: str) -> str:
-        """Return what is shown up to a pattern, from the end of the last one on."""
+        """Return what is shown from the end of the last pattern up to this pattern."""
         end = time.monotonic() + LONG_S
         while True:
             text = re.sub(rb"\x1b\[[0-9;?]*[A-Za-z]", b"", self._shown).decode(errors="replace")

@@ -22,7 +22,7 @@ HEADINGS = (
     "3. A text as JSON",
     "4. Three endings, ranked by the model",
 )
-# A smaller demo of the bundled model, in a process of its own.
+# A smaller demo of the bundled model, run in another process.
 SETTINGS = {"N_STEPS": 8, "MOST_TOKENS": 24, "DRAFT_K": 4}
 SECONDS = dict.fromkeys(("TOGETHER_S", "ALONE_S", "TEXT_S"), 1e3)  # however slow this machine is
 SMALL = f"""
@@ -97,7 +97,7 @@ def test_demo_on_busy_cores_takes_as_many_threads_as_batches_do(
 def test_demo_on_a_slow_machine_leaves_out_what_takes_too_long(
     small: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Time goes by two seconds with each look at the clock."""
+    """Each look at the clock moves it by two seconds."""
     for name in SECONDS:
         monkeypatch.setattr(demo, name, 5.0)
     now = iter(range(0, 10**6, 2))

@@ -31,7 +31,7 @@ MACHINE = Machine(
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measure speeds for a moment only."""
+    """Measure speeds only briefly."""
     monkeypatch.setattr("llamabranch.cli.doctor.SPEED_S", 0.01)
 
 
@@ -147,7 +147,7 @@ def test_texts_may_differ_where_batches_are_not_exact(
 
 
 def test_texts_that_fail_alike_are_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine gives the error of a text in its result: two empty texts are equal."""
+    """The engine puts the error of a text into its result. Two empty texts would be equal."""
     generate = lb.Engine.generate
 
     def failing(self: lb.Engine, requests: list[lb.Request]) -> list[lb.Result]:

@@ -1,4 +1,4 @@
-"""The commands that evaluate: tables and JSON, files that are kept and refused, Ctrl-C."""
+"""The commands that evaluate: tables and JSON, files that are written and refused, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_quants_shows_files_side_by_side(text: Path, tmp_path: Path) -> None:
 
 
 def test_quants_says_what_was_made_from_what(text: Path, tmp_path: Path) -> None:
-    """The names of the files that are made of a package's tell it; they need not be here."""
+    """The names of quantized files say which model they were made from. The files need not exist."""
     quantized = tmp_path / "smollm2-135m-Q8_0.gguf"
     quantized.symlink_to(TARGET)
     shared = (
@@ -128,7 +128,7 @@ def test_quants_that_is_interrupted_keeps_the_models_that_are_done(
 
 def test_a_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:
     text, kept = tmp_path / "long.txt", tmp_path / "kept.json"
-    text.write_text(TEXT * 300)  # half a minute, of which a second is run
+    text.write_text(TEXT * 300)  # it would take half a minute, and is interrupted after a second
     command = [
         *COMMAND, "eval", "--perplexity", text, "-c", "64", "-S", "n_batch=64", "-m", "tale-target",
         "-t", "1", "-o", kept, "--save-logits", tmp_path / "logits",
@@ -147,7 +147,7 @@ def test_a_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:
 
 
 def test_carriage_returns_of_a_text_are_measured(tmp_path: Path) -> None:
-    """Python's text files give newlines for them, which are other tokens."""
+    """Python's text files replace them by newlines, which are other tokens."""
     unix, dos = tmp_path / "unix.txt", tmp_path / "dos.txt"
     unix.write_bytes(b"Once upon a time\nthere was a king.\n" * 8)
     dos.write_bytes(b"Once upon a time\r\nthere was a king.\r\n" * 8)

@@ -154,7 +154,7 @@ def test_figures_are_printed_where_drafting_was_asked_for() -> None:
         r"8 tokens, ended by length, \d+\.\d a second, seed 1\n",
         plain.stderr.replace("model: tale-target (the default; -m names another)\n", ""),
     )
-    # The grammar drafts, which nobody asked for.
+    # The grammar drafts although no option asks for drafts.
     grammar = run(*arguments, "--grammar", "/ is [a-z ]{40}/").stderr
     assert "num drafts" not in grammar
     for more in ((), ("-d", "suffix"), ("-d", "none", "-v"), ("-d", "none", "--compare")):
@@ -188,7 +188,7 @@ def test_what_is_piped_in_is_the_prompt_if_none_is_given(tmp_path: Path) -> None
 def test_a_warning_waits_for_the_end_of_a_text_and_is_one_line_once_a_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Measured inexact: pretended, since it depends on the processor."""
+    """Pretend that batches were measured as inexact, which depends on the processor."""
     inner = opening.open_native
 
     def opened(*arguments: Any) -> Any:
@@ -206,7 +206,7 @@ def test_a_warning_waits_for_the_end_of_a_text_and_is_one_line_once_a_model(
     text = answer(*arguments)["results"][0]["text"]
     assert f"The king{text}\n\n" in first.output  # standard output and error as they come
     (line,) = [line for line in first.stderr.splitlines() if "warning" in line]
-    line = line.removeprefix("\x1b[2K")  # which clears a line of progress
+    line = line.removeprefix("\x1b[2K")  # this clears a line of progress
     assert line.startswith("warning: drafted or batched texts can differ") and len(line) < 80
     assert "warning" not in run(*arguments).stderr
     assert "total variation" in " ".join(run(*arguments, "-v").stderr.split())
@@ -441,14 +441,14 @@ def test_texts_that_differ_are_reported_with_place_tokens_and_probabilities(
     assert f"This context is {'' if is_exact else 'not '}batch-invariant (" in shown
     assert "First difference at token 5: " in shown
     assert ("bug in llamabranch" in shown) == is_exact
-    if is_exact:  # there is no room for the text: the place and the figures stay
+    if is_exact:  # without room for the text, the place and the figures are still shown
         monkeypatch.setattr(lb.Branch, "start", mock.Mock(side_effect=lb.errors.CacheFullError("")))
         report = speculate(*arguments)
         assert report["divergence"] == {**divergence, "logprobs": [None, None]}
 
 
 class TimedEngine(lb.Engine):
-    """An engine whose clock says that its runs took so many seconds, one after another."""
+    """An engine whose runs take the next of these numbers of seconds, by its clock."""
 
     seconds: Iterator[float]
 

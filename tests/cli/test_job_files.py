@@ -26,7 +26,7 @@ from llamabranch.cli.jsonl import read_requests
 from llamabranch.cli.results import ResultFile
 
 TIMEOUT_S = 600  # for a machine that is busy with other things
-PLAIN = ("-t", "1", "-m", "tale-target")  # for processes
+PLAIN = ("-t", "1", "-m", "tale-target")  # seconds that a process may take
 SEED_PROMPTS = (
     "What is random forest?", "Explain black holes", "Who is the father of python programming?",
     "What is the capital of France?",
@@ -55,7 +55,7 @@ class Job:
         self.begun = (*begun, "--output", self.out)
 
     def run(self, *more: object, code: int = 0) -> str:
-        """Run it; return what it said, as one line."""
+        """Run the job; return its messages as one line."""
         result = run(*self.begun, *more)
         assert result.exit_code == code, result.output
         assert result.stdout == ""  # the results are in the file
@@ -71,7 +71,7 @@ class Job:
 
     @property
     def texts(self) -> dict[str, str]:
-        """The texts by ids and samples, each once."""
+        """The texts by id and sample; each must appear once."""
         by_id = texts({"results": self.records})
         assert len(by_id) == len(self.lines)
         return by_id
@@ -233,7 +233,7 @@ def test_resumed_run_leaves_out_what_is_there(job: Callable[..., Job]) -> None:
     begun.run()
     known, kept = begun.texts, "".join(begun.lines[:5])
     assert len(known) == 8
-    # What changes no text may change.
+    # Options that change no text may differ.
     for more in ((), ("--draft", "lookup", "--parallel", 2)):
         begun.out.write_text(kept + '{"id": "3", "sample": 0, "prompt": "torn', encoding="utf-8")
         assert "texts in the file already" in begun.run("--resume", *more)
@@ -265,7 +265,7 @@ def test_resuming_refuses_other_settings_and_says_which(
     begun.run()
     with begun.out.open("ab") as file:
         file.write(b'{"id": "to')
-    before = begun.out.read_bytes()  # refused, it keeps its torn line too
+    before = begun.out.read_bytes()  # a refused file keeps its torn line, too
     message = begun.run("--resume", *changed, code=2)
     assert named in message and "resume with the prompts and settings" in message
     assert begun.out.read_bytes() == before
@@ -399,7 +399,7 @@ def test_full_disk_is_an_error_that_says_how_to_go_on(job: Callable[..., Job]) -
 
 
 def _on_a_full_disk(n_bytes: int, *begun: object) -> subprocess.CompletedProcess[str]:
-    """Run a job in a process that may write so many bytes to a file; the next write tears."""
+    """Run a job in a process that may write so many bytes to a file; the next write is cut off."""
     resource = pytest.importorskip("resource")
 
     def limit() -> None:
@@ -559,7 +559,7 @@ def test_cells_are_divided_where_texts_are_long_and_share_little(
 
 
 def test_prompts_that_cannot_run_do_not_choose_the_layout() -> None:
-    """The bundled target is made for 1,024 tokens."""
+    """The bundled target is trained for 1,024 tokens."""
     usual = [Request(f"{i} foxes", id=str(i), max_tokens=400) for i in range(8)]
     too_long = [Request("fox " * 8000, id="x"), Request([5] * 5000, id="y")]
     for n_ctx in (None, 4096):
@@ -577,7 +577,7 @@ def test_memory_that_cannot_be_divided_serves_long_texts_too(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("draft", ["none", "tale-draft"])
 def test_layout_changes_no_text(draft: str) -> None:
-    """Cells of their own are as many as the longest text needs, with a drafter too."""
+    """With separate cells each sequence has enough for the longest text, with a drafter too."""
     common = ("-p", "The fox", "The wolf " * 300, "-n", 12, "--seed", 3, "--draft", draft)
     unified, divided = (
         run_json(*common, "-np", 4, "-S", f"kv_unified={x}") for x in ("true", "false")

@@ -201,7 +201,7 @@ def test_show_says_why_a_model_is_not_batch_invariant(tmp_path: Path) -> None:
 
 @pytest.fixture
 def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model of a byte vocabulary, and caches with models that could draft for it or could not."""
+    """A model with a byte vocabulary, and caches with models; some can draft for it."""
     for name in ("HF_HUB_CACHE", "LLAMABRANCH_CACHE", "HOME"):
         monkeypatch.setenv(name, str(tmp_path / name))
     for name in ("LLAMA_CACHE", "LLAMABRANCH_DOWNLOAD"):
@@ -278,6 +278,8 @@ def test_listed_draft_that_is_not_here_is_asked_for_first(
     first, *others = possible_drafts("qwen3-4b")
     assert (first.name, first.path, first.drafts_by) == ("qwen3-0.6b", None, "unknown")
     assert others[0].name == "me/drafts/fitting-Q8_0.gguf"
-    monkeypatch.setenv("LLAMABRANCH_DOWNLOAD", "0")  # it may not be downloaded: the next one drafts
+    monkeypatch.setenv(
+        "LLAMABRANCH_DOWNLOAD", "0"
+    )  # it must not be downloaded, so the next one drafts
     output = run("generate", "a", "-m", "qwen3-4b", *SHORT).stderr
     assert "draft: suffix+me/drafts/fitting-Q8_0.gguf\n" in output

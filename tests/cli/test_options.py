@@ -63,7 +63,7 @@ def test_an_option_means_the_same_in_every_command() -> None:
 
 # -- llama.cpp's spellings -----------------------------------------------------------------------------
 
-# Each line: the same text, by other names of the same options. What all have: -m, -c, -t.
+# Each line gives the same text by other names of the same options. All have -m, -c and -t.
 SPELLINGS = (
     ("generate", "The old king", "--target", TARGET, "--draft", DRAFT, "--draft-length", 3,
      "--max-tokens", 12, "--temperature", 0.7, "--seed", 5, "--n-ctx", 256, "--threads", 1),
@@ -198,7 +198,7 @@ def test_flags_that_a_command_lacks_get_a_hint() -> None:
                 *DONE_ANYWAY,
                 "-cnv",
                 "--conversation",
-            ):  # of another command, or of no effect
+            ):  # options of another command, or without effect
                 continue
             message = said_by("generate", name, r"x\n")
             assert f"No such option: {name} (" in message, name
@@ -316,7 +316,7 @@ def test_hidden_names_are_not_listed_and_work() -> None:
 
 @pytest.mark.smollm2
 def test_commands_agree_on_the_model_and_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Generate and select took the tale model in silence, chat and demo SmolLM2."""
+    """Without -m, generate and select silently used the tale model, chat and demo SmolLM2."""
     catalogue = importlib.import_module("llamabranch.hub.catalogue")
     few = ("-n", "1", "--temp", "0")
     commands = (

@@ -21,7 +21,7 @@ STATISTICS = ("num drafts", "num accepted tokens", "draft acceptance rate", "tok
 
 
 def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a command as a process; its standard error is read, and its output unless it is given."""
+    """Run a command as a process; capture its standard error, and its output unless it has a file."""
     streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
     return subprocess.run([*COMMAND, *arguments], timeout=TIMEOUT_S, check=False, **streams)
 

@@ -15,7 +15,7 @@ from llamabranch import hub
 LONG = "The king was old. " * 400
 TEXT = "Once upon a time there was a king who had three sons.\n" * 20
 
-# The arguments, and a part of the message; TEXT, EMPTY, LATIN, MODEL, FOLDER are files of the test.
+# Arguments and a part of the message. TEXT, EMPTY, LATIN, MODEL and FOLDER are files of the test.
 WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     (("no-such-command",), "no-such-command"),
     (("speculate", "--no-such-option"), "--no-such-option"),

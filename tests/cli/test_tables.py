@@ -23,7 +23,7 @@ TERMINAL = {"FORCE_COLOR": "1", "NO_COLOR": "1", "TERM": "dumb", "COLUMNS": str(
 
 @pytest.fixture
 def words(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Every word that is given to a table from now on."""
+    """Every word that is put into a table from now on."""
     seen: list[str] = []
     inner = console.Console.table
 

@@ -1,4 +1,4 @@
-"""Texts found by their beginnings, against a list that is searched from end to end."""
+"""Texts found by their beginnings, compared with a search through the whole list."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Checkpoints: memory whose tail cannot be dropped returns to earlier states, and all else is as without.
+"""Checkpoints: memory whose tail cannot be dropped returns to earlier states; nothing else changes.
 
-`test_memory_kinds.py` has the laws of every kind of memory, with and without checkpoints. Here is what
-checkpoints save, what they take, and what happens where they cannot be had.
+`test_memory_kinds.py` has the laws of every kind of memory, with and without checkpoints. The tests here
+are about what checkpoints save, what they cost, and what happens without them.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def test_checkpoints_are_thinned_out_from_the_beginning_and_never_exceed_the_lim
     assert len(kept) == 10
     assert gaps[-1] == 10
     assert gaps[0] > 10 * gaps[-1]
-    assert 2 * max(gaps) < 2000  # something of every part is kept
-    points.add(1, point(7))  # another text: the last of each stays as long as there are others
+    assert 2 * max(gaps) < 2000  # some checkpoints of every part are kept
+    points.add(1, point(7))  # another text: the last checkpoint of each text is dropped last
     assert (points.last(0), points.last(1)) == (2000, 7)
     points.add(2, point(9, 1000))
     assert (points.last(0), points.last(1), points.last(2), points.n_bytes) == (0, 0, 9, 1000)
@@ -173,7 +173,7 @@ def test_without_checkpoints_the_text_is_the_same(ctx: Context) -> None:
 
 
 def test_a_prefix_that_was_read_is_forked_from_its_checkpoint(ctx: Context) -> None:
-    """By the prefix cache, and by the engine from a text that is running."""
+    """The prefix cache shares it, and the engine does, from a running text."""
     options = {**OPTIONS, **({"swa_full": False} if ctx.capabilities.sliding_window else {})}
     with Context(ctx.model, prefix_cache=True, **options) as cached:
         assert cached.prefix_cache is not None
@@ -310,7 +310,7 @@ def test_a_state_that_cannot_be_put_back_is_read_again(
 
 
 def test_a_snapshot_has_all_that_a_text_needs(ctx: Context, tmp_path: Path) -> None:
-    """It goes on as the branch does, in a context without checkpoints too, and can be rewound."""
+    """It continues like the branch, in a context without checkpoints too, and can be rewound."""
     options = {**OPTIONS, **({"swa_full": False} if ctx.capabilities.sliding_window else {})}
     with (
         Context(ctx.model, checkpoint_ram=0, **options) as plain,
@@ -333,7 +333,7 @@ def test_a_snapshot_has_all_that_a_text_needs(ctx: Context, tmp_path: Path) -> N
 
 
 class Walk:
-    """Branches that grow, fork, go back and end in a small context; ``texts`` are theirs."""
+    """Branches that grow, fork, rewind and end in a small context, with their ``texts``."""
 
     def __init__(self, ctx: Context, clean: Context, allowed: float, seed: int) -> None:
         self.ctx, self.clean, self.allowed = ctx, clean, allowed

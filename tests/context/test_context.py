@@ -122,7 +122,7 @@ def test_removing_from_the_middle_leaves_a_gap_that_nothing_sees(
 
 
 def test_bundled_models_are_batch_invariant_by_default(target: lb.Model, draft: lb.Model) -> None:
-    """A context that cannot be gives the reason."""
+    """A context that cannot be batch-invariant gives the reason."""
     for model in (target, draft):
         with Context(model, n_ctx=256, n_threads=1) as ctx:
             assert ctx.capabilities.batch_invariant
@@ -341,7 +341,7 @@ def test_many_sequences_may_share_more_cells_until_one_gets_too_long(short_toy: 
         branch.commit(3)
         before = branch.logits
         with pytest.raises(ContextLengthWarning, match="a sequence gets more than the 300 tokens"):
-            branch.commit(4)  # warnings are errors in this suite: nothing has happened
+            branch.commit(4)  # warnings are errors in these tests; nothing has happened
         assert len(branch.tokens) == 300
         assert np.array_equal(branch.logits, before)
         branch.commit(4)  # it has warned

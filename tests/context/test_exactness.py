@@ -1,7 +1,7 @@
-"""Exactness by measurement: where batches are claimed to be exact they are, for weights of many types.
+"""Exactness by measurement: batches that are claimed to be exact are exact, with weights of many types.
 
-A toy wide enough for K-quants, quantized by llama.cpp. Which types are exact depends on the processor
-and on how llama.cpp was built: the tests ask the context, and attack what it claims.
+The model is a toy that is wide enough for K-quants, quantized by llama.cpp. Which types are exact depends
+on the processor and on how llama.cpp was built. So the tests ask the context and check its claims.
 """
 
 from __future__ import annotations
@@ -69,9 +69,10 @@ def tokens_of(seq: int) -> list[int]:
 
 
 def test_claims_hold_in_random_batches(model: lb.Model) -> None:
-    """500 batches of 1 to 64 rows, some of up to 400, or as many as are claimed, of six sequences.
+    """500 batches of six sequences with 1 to 64 rows, some with up to 400 (or as many as are claimed).
 
-    After every third, tokens of one sequence are decoded and dropped again, as those of rejected drafts.
+    After every third batch, tokens of one sequence are decoded and dropped, like those of rejected
+    drafts.
     """
     options: dict[str, Any] = {"n_ctx": 1024, "n_seq_max": N_SEQ, "n_threads": 1, "kv_type": "bf16"}
     alone: dict[int, list[npt.NDArray[np.float32]]] = {}
@@ -138,7 +139,7 @@ def test_k_in_q8_0_and_v_in_f16_are_exact_with_several_threads(target: lb.Model)
 
 
 def test_how_far_batches_are_from_rows_alone_is_measured(model: lb.Model) -> None:
-    """The total variation is 0 where all sizes agree; where they do not, that of 64 rows is no larger."""
+    """The total variation is 0 if all sizes agree. If not, it is at least that of 64 rows."""
     with Context(model, n_ctx=256, n_seq_max=1, n_threads=1, kv_type="bf16") as ctx:
         can = ctx.capabilities
         assert can.total_variation is not None and 0 <= can.total_variation < 0.5
@@ -162,7 +163,7 @@ def test_how_far_batches_are_from_rows_alone_is_measured(model: lb.Model) -> Non
 
 @pytest.mark.parametrize("weights", ["q8_0", "f32"])
 def test_exact_rows_of_a_sliding_window_are_measured(tmp_path: Path, weights: str) -> None:
-    """Drafts within them give the text of plain decoding, beyond the window of 32 tokens."""
+    """Drafts of at most this many rows give the plain text, beyond the window of 32 tokens too."""
     path = toys.write_gemma3(
         tmp_path / "toy.gguf", weights=weights, vocab=512, n_embd=256, n_ff=512, n_layer=4
     )
@@ -273,14 +274,14 @@ def test_differences_where_nothing_is_claimed_are_explained(model: lb.Model) -> 
 def test_models_that_take_long_to_measure_are_measured_when_asked(
     model: lb.Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What was measured is kept in the profile."""
+    """The measurements are kept in the profile."""
     monkeypatch.setattr("llamabranch.context.exactness._found", WeakKeyDictionary())
     options: dict[str, Any] = {"n_ctx": 256, "n_threads": 1}
     monkeypatch.setenv("LLAMABRANCH_PROFILE", str(tmp_path / "profile.json"))
     with Context(model, kv_type="bf16", **options) as ctx:
         first = ctx.capabilities
     with monkeypatch.context() as patch:
-        patch.setattr("llamabranch.context.exactness._measure", None)  # nobody measures again
+        patch.setattr("llamabranch.context.exactness._measure", None)  # nothing is measured again
         patch.setattr("llamabranch.context.exactness._found", WeakKeyDictionary())
         with Context(model, kv_type="bf16", **options) as ctx:
             assert ctx.capabilities == first

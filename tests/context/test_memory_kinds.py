@@ -1,7 +1,7 @@
 """The same laws for every kind of memory: whatever was done, a branch has the logits of its text alone.
 
-Memories that cannot be cut decode again or refuse; that they do not go wrong in silence is the law. Wrong
-states move logits by 0.2 and more, rounding by less than what is measured here.
+Memories that cannot be cut decode again or refuse. The law is that they never give wrong logits silently.
+Wrong states move logits by 0.2 and more. Rounding moves them by less than what is measured here.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class World:
         np.testing.assert_allclose(one, other, atol=self.allowed)
 
     def check(self, *branches: Branch) -> None:
-        """Each has the logits of its tokens read from the start, and goes on as those do."""
+        """Assert that each branch has the logits of its tokens read from the start, now and later."""
         self.ctx.audit()
         for branch in branches:
             for more in ([], [70]):
@@ -171,7 +171,7 @@ def appended(w: World, folder: Path) -> Iterator[Branch]:
 
 
 def saved(w: World, folder: Path) -> Iterator[Branch]:
-    """Loaded in another context too, next to a neighbour, then moved on and back."""
+    """It is also loaded in another context, next to another branch, and then extended and rewound."""
     branch = Branch.start(w.ctx, TOKENS[:71], seed=3, logit_bias=ENDLESS)
     branch.save(folder / "x.branch")
     options = KINDS[w.name][1]
@@ -274,7 +274,7 @@ def at(wanted: int, act: Callable[[int], object]) -> Callable[[int], object]:
 def test_no_kind_of_memory_loses_a_branch(
     call: int, how: str, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not the branch whose decode is interrupted, nor those that share its cells or the same cache."""
+    """The interrupted branch stays right, and so do branches that share its cells or the cache."""
     ctx = world.ctx
     with Branch.create(ctx) as root, Branch.start(ctx, TOKENS[3:11]) as beside:
         root.prefill(TOKENS[:40])

@@ -1,4 +1,4 @@
-"""How much of a prompt is read: in branches, chats, engines and events; what stops the reading."""
+"""How much of a prompt has been read, in branches, chats, engines and events; what stops the reading."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ctx(target: lb.Model) -> Any:
 
 
 def check(seen: list[PromptProgress], steps: list[int], total: int) -> None:
-    """Assert that these are the reports of a prompt whose first tokens were there before."""
+    """Assert that these are the reports of a prompt whose first tokens were cached."""
     assert [p.n_read for p in seen] == steps
     assert {p.n_cached for p in seen} == {steps[0]}
     assert {p.n_total for p in seen} == {total}
@@ -111,7 +111,7 @@ def test_complete_tells_by_a_function_and_by_events(ctx: Context) -> None:
     assert all(event.progress for event in events[: len(reports)])  # before the first token
     assert all(event.text == "" and event.emitted is None for event in events[: len(reports)])
     assert len(events) == len(reports) + 4 + 1
-    # Without being asked for, nothing is told.
+    # Nothing is reported unless it is asked for.
     assert not any(e.progress for e in ctx.complete(PROMPT[1:], max_tokens=2, stream=True))
     with pytest.raises(ConfigError, match="on_prompt_progress must be a function"):
         Request("a", on_prompt_progress=3)  # type: ignore[arg-type]

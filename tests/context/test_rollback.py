@@ -1,4 +1,4 @@
-"""Rolling back: on memory with states drafts are verified in place, and texts are as without it.
+"""Rolling back: memory with states verifies drafts in place, and texts are the same as without.
 
 `test_memory_kinds.py` has the laws of every kind of memory, this one among them.
 """
@@ -46,7 +46,7 @@ def ctx(model: lb.Model) -> Iterator[Context]:
 
 
 def knowing(text: Sequence[int], seed: int) -> Knowing:
-    """Return what drafts the text that will come, with errors at places that the seed chooses."""
+    """Return a drafter that knows the coming text, with errors at places that the seed chooses."""
     rng = random.Random(seed)
 
     def drafted(tokens: Sequence[int], limit: int) -> list[int]:
@@ -89,7 +89,7 @@ def test_texts_with_drafts_are_those_without(model: lb.Model, ctx: Context, seed
 def test_whatever_is_done_logits_are_those_of_the_tokens(
     model: lb.Model, ctx: Context, seed: int
 ) -> None:
-    """Decodes of one sequence and of several, cuts, forks, drops: each as if the rest never was."""
+    """Decodes of one and of several sequences, cuts, forks, drops. Each gives what it gives alone."""
     rng, memory = random.Random(seed), ctx.kv_cache
     assert isinstance(memory, RollingBack)
     memory.every, memory.apart = 16, 4

@@ -1,4 +1,4 @@
-"""Rolling back where several texts share decodes, and where something fails."""
+"""Rolling back when several texts share decodes, and when something fails."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def ctx(model: lb.Model, request: pytest.FixtureRequest) -> Iterator[Context]:
 
 
 def knowing(texts: Sequence[list[int]]) -> Knowing:
-    """Return what drafts the texts that will come, of different lengths and with errors at times."""
+    """Return a drafter that knows the coming texts; its drafts have several lengths and some errors."""
     rng = random.Random(1)
 
     def drafted(tokens: Sequence[int], limit: int) -> list[int]:
@@ -55,7 +55,7 @@ def knowing(texts: Sequence[list[int]]) -> Knowing:
 
 
 def check(ctx: Context, texts: dict[int, list[int]]) -> None:
-    """Each sequence goes on as its tokens do in a sequence of their own."""
+    """Assert that each sequence continues as its tokens do in a sequence of their own."""
     for seq_id, tokens in sorted(texts.items()):
         logits = decode_run(ctx.decoder, [77], seq_id, "last")[0].array.copy()
         ctx.kv_cache.drop(4, 0)
@@ -67,7 +67,7 @@ def check(ctx: Context, texts: dict[int, list[int]]) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_drafts_of_one_length_are_undone_together(ctx: Context, seed: int) -> None:
-    """Beside single tokens too, in any order, whatever moves in llama.cpp."""
+    """Next to single tokens too, in any order, wherever llama.cpp moves the states."""
     rng, memory = random.Random(seed), ctx.kv_cache
     texts: dict[int, list[int]] = {}
     n_undone = 0
@@ -101,7 +101,7 @@ def test_drafts_of_one_length_are_undone_together(ctx: Context, seed: int) -> No
 
 
 def test_nothing_is_undone_of_a_decode_before_the_last(ctx: Context) -> None:
-    """A single token after a draft, and a state that was put back, have no earlier states."""
+    """A single token after a draft has no earlier states, and neither has a restored state."""
     memory, text = ctx.kv_cache, TEXT[:20]
     decode_run(ctx.decoder, text, 0, "none")
     decode_run(ctx.decoder, [30, 31, 32], 0, "none")
@@ -138,7 +138,7 @@ def test_an_undone_sequence_that_was_dropped_can_be_forked(ctx: Context) -> None
 def test_a_failed_decode_leaves_no_state_that_was_not_computed(
     ctx: Context, n_new: int, code: int
 ) -> None:
-    """After it llama.cpp undoes the tokens itself, also where it has not written their states."""
+    """After a failure llama.cpp undoes the tokens itself, even if it has not written their states."""
     handle, start = ctx.decoder.handle, 20
 
     def fail(decode: Any, n: int) -> int:
@@ -161,7 +161,7 @@ def test_a_failed_decode_leaves_no_state_that_was_not_computed(
 
 
 def test_texts_of_an_engine_are_drafted_together(model: lb.Model) -> None:
-    """All of them, in the same decodes; what is accepted is as probable as in a text without drafts."""
+    """All of them draft in the same decodes. Accepted tokens have the probabilities of plain decoding."""
     params = SamplingParams(temperature=0.3, logit_bias={1: -np.inf})
     prompt = TEXT[:12] * 4
     shapes: list[int] = []
@@ -204,7 +204,7 @@ def test_texts_of_an_engine_are_drafted_together(model: lb.Model) -> None:
 
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_drafts_that_are_drawn_are_not_cut_by_their_length(model: lb.Model, rule: str) -> None:
-    """In decodes of several texts they are left out: which are cut would depend on what was drawn."""
+    """They are left out of shared decodes: which drafts are cut would depend on the drawn tokens."""
     params = SamplingParams(temperature=0.9, logit_bias={1: -np.inf})
     with Context(model, **EXACT, **OPTIONS) as ctx, Context(model, **EXACT, **OPTIONS) as other:
         drafter = lb.ModelDrafter(other)

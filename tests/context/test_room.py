@@ -1,4 +1,4 @@
-"""A context that the machine cannot hold is refused at once, and none that it could hold."""
+"""A context that does not fit into the machine is refused at once; one that fits is not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ARCHITECTURES = ("llama", "gemma3", "lfm2", "glm4moe", "qwen35", "mimo2", "gemma
 
 @pytest.fixture
 def of_16_gib(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine, on which no context is created."""
+    """A pretended machine; no context is created on it."""
 
     def create(*_: object) -> object:
         raise AssertionError("llama.cpp was asked for it")

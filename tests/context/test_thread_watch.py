@@ -1,4 +1,4 @@
-"""Fewer threads while other programs use the cores: with times that are given, and in real decodes."""
+"""Fewer threads while other programs use the cores, tested with set times and in real decodes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BUSY = {1: (1.0, 1.0), 2: (3.4, 0.5)}
 
 
 class Machine:
-    """A machine on which a decode takes the time that is given, and its clocks."""
+    """A pretended machine on which a decode takes a set time, with its clocks."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Machine:
         return self.seconds, self.cpu_s
 
     def decode(self, costs: dict[int, tuple[float, float]], n: int = 1, scale: float = 1.0) -> int:
-        """Decode; return the threads that it had."""
+        """Decode; return the number of threads."""
         n_threads = self.watch.n_threads[n > 1]
 
         def submit() -> int:
@@ -78,7 +78,7 @@ def test_fewer_threads_are_used_within_seconds_and_more_again_once_the_cores_are
 
 
 def test_a_load_that_stays_costs_little() -> None:
-    """More threads are tried ever less often, and a hopeless trial ends with one decode."""
+    """More threads are tried less and less often, and a hopeless trial ends after one decode."""
     machine = Machine()
     machine.decodes(100, IDLE)
     used = machine.decodes(3000, BUSY)
@@ -91,7 +91,7 @@ def test_a_load_that_stays_costs_little() -> None:
 
 
 def test_threads_that_wait_for_something_else_stay() -> None:
-    """The weights come from the disk: one thread is no faster."""
+    """The weights come from the disk, so one thread is not faster."""
     disk = {1: (2.0, 0.4), 2: (1.9, 0.4)}
     machine = Machine()
     used = machine.decodes(4000, disk)
@@ -117,7 +117,7 @@ def test_opened_on_busy_cores_it_tries_more_later() -> None:
 
 
 def test_decodes_of_other_sizes_are_not_compared() -> None:
-    """Drafts and prompts: a decode of 5 tokens is no slow decode of 2."""
+    """Drafts and prompts: a decode of 5 tokens does not count as a slow decode of 2."""
     machine = Machine()
     for size in (2, 5, 3, 64, 2, 7, 9) * 60:
         machine.decode(IDLE, n=size, scale=size)
@@ -128,7 +128,7 @@ def test_decodes_of_other_sizes_are_not_compared() -> None:
 
 @pytest.mark.parametrize("adapts", [(False, True), (False, False)])
 def test_number_that_must_stay_is_told_once(adapts: tuple[bool, bool]) -> None:
-    """It was given, or it would change logits."""
+    """It stays if the user gave it, or if another number would change the logits."""
     machine = Machine(adapts=adapts)
     machine.decodes(100, IDLE)
     slow = {1: (1.0, 1.0), 2: (5.5, 0.5)}
@@ -140,7 +140,7 @@ def test_number_that_must_stay_is_told_once(adapts: tuple[bool, bool]) -> None:
         machine.decodes(50, slow)
         Machine(adapts=adapts).decodes(
             100, {1: (1.0, 1.0), 2: (3.0, 0.5)}
-        )  # it always was like that
+        )  # it has been like that from the start
 
 
 def test_a_decode_that_fails_is_not_counted() -> None:

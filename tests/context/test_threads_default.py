@@ -42,7 +42,7 @@ def kept(path: Path) -> dict[str, Any]:
 
 
 def keep(model: lb.Model, **entry: object) -> None:
-    """Write an entry for ``model``, whatever this machine is like."""
+    """Write an entry for ``model``, as if it had been measured on this machine."""
     key = ThreadTuner(model, lb.ContextParams(n_threads=1))._key()
     assert key is not None
     write_entry("threads", key, entry)
@@ -78,7 +78,7 @@ def _rows(model: lb.Model, n: int, n_batch: int | None, options: dict[str, Any])
 
 NO_FLASH = {"kv_type": "f16", "flash_attention": False}
 CASES: list[tuple[str, dict[str, Any], bool]] = [
-    # Architecture, options, and whether the number is that for batches alone.
+    # Architecture, options, and whether only the number for batches differs.
     ("", {}, False), ("", {"kv_type": "q8_0"}, False), ("", NO_FLASH, False),
     ("", {"kv_type": "f16"}, True), ("", {"kv_type": "f32"}, True),
     ("llama", {}, False), ("gemma3", {}, False), ("mamba", {}, False), ("lfm2", {}, False),
@@ -171,7 +171,7 @@ def test_where_no_decode_ends_in_time_busy_cores_are_left_to_others() -> None:
 
 @several_cores
 def test_kept_numbers_are_used(target: lb.Model, profile: Path) -> None:
-    # Kept times that nothing can be three times slower than.
+    # Stored times so long that no decode is three times slower.
     forever = {"1": math.inf, str(CORES): math.inf}
     for single, many in ((1, 1), (1, CORES), (CORES, 1), (CORES, CORES)):
         times = {"step_ms": forever, "batch_ms": forever}

@@ -1,4 +1,4 @@
-"""Files that are no models, texts that are no text, snapshots that cannot be trusted."""
+"""Files that are not models, texts that are not text, snapshots that cannot be trusted."""
 
 from __future__ import annotations
 

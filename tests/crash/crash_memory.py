@@ -204,7 +204,7 @@ def kv_type_that_does_not_fit_the_heads(w: World) -> None:
 
 
 def _few_rows(w: World, n_seq_max: int, n_outputs_max: int) -> None:
-    """Everything that asks for rows works where a decode may have few; llama.cpp aborts at one more."""
+    """Everything that asks for rows works if a decode may have few. llama.cpp aborts at one more."""
     for kv_type in ("auto", "q8_0", "f16"):
         opening = partial(w.context, n_outputs_max=n_outputs_max, kv_type=kv_type)
         with opening(n_seq_max=n_seq_max) as ctx, opening(n_seq_max=n_seq_max) as draft_ctx:
@@ -267,7 +267,7 @@ for _architecture in ("mamba", "rwkv7", "lfm2", "qwen35", "gemma3"):
 
 
 def _rollback(w: World, architecture: str, options: dict[str, Any]) -> None:
-    """Few tokens at once, few sequences, many states: drafts of one text and of several."""
+    """Drafts of one text and of several, with few tokens at once, few sequences and many states."""
     path = toys.write_toy(w.folder / f"{architecture}.gguf", architecture, vocab="bytes")
     with Model(path) as model:
         n_batch = min(options.get("n_ubatch", 512), options.get("n_batch", 512))

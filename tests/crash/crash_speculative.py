@@ -131,7 +131,7 @@ def no_sequence_left(w: World) -> None:
         for branch in branches:
             branch.prune()
         taken = [Branch.start(drafter.ctx, "ab") for _ in range(2)]
-        # A drafter without room is no reason to stop: the target goes on alone.
+        # If the drafter has no room, the target continues alone.
         generation = (
             Speculator(w.ctx, drafter, FIXED).generate("ab", max_tokens=5, sampling=SPOKEN).finish()
         )

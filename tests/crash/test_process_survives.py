@@ -1,7 +1,8 @@
-"""Whatever is done to the public API, the process lives, and the context goes on as before.
+"""Whatever is done to the public API, the process survives and the context works as before.
 
-As a program, ``python test_process_survives.py GROUP [FIRST [HOW MANY]]``, it runs cases of a group. It
-says which case starts, and how it ended; a case without the second line ended the process.
+As a program, ``python test_process_survives.py GROUP [FIRST [HOW MANY]]``, this file runs cases of a
+group. It prints a line when a case starts, and one when it has ended. A case without the second line
+ended the process.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ MODULES = (crash_memory, crash_files, crash_sampling, crash_branches, crash_spec
 
 
 def outcomes(group: str, n: int | None = None) -> dict[str, str]:
-    """Run ``n`` cases of a group, or all; return each one's line, or how it ended the process."""
+    """Run ``n`` cases of a group, or all; return the line of each, or how it ended the process."""
     names = list(GROUPS[group])[:n]
     results: dict[str, str] = {}
     while len(results) < len(names):

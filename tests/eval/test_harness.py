@@ -62,7 +62,7 @@ def evaluate(lm: object, tasks: list[object], **options: object) -> dict[str, di
 def test_pairs_and_windows_are_those_of_the_harness(lm: LlamaBranchLM) -> None:
     from lm_eval.api.model import TemplateLM
 
-    # What is tested below is the harness's own.
+    # The functions used below are the harness's own.
     assert type(lm)._encode_pair is TemplateLM._encode_pair
     pairs = [("Once upon ", "a time"), ("", "The king"), (TEXT, " was old"), ("A", " king")]
     scored = lm.loglikelihood([Instance(*pair) for pair in pairs], disable_tqdm=True)

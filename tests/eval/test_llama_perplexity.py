@@ -1,13 +1,13 @@
 """The same numbers and files as llama-perplexity, built from the sources of the installed
 llama-cpp-python.
 
-``LLAMA_PERPLEXITY`` names the program; without it, it is looked for where ``python -m
-benchmarks.evaluation`` builds it. Both sides run f16 K/V and chunks of 512 tokens in decodes of 512.
+``LLAMA_PERPLEXITY`` names the program. Without it the program is used that ``python -m
+benchmarks.evaluation`` builds. Both sides use f16 K/V, and chunks of 512 tokens in decodes of 512.
 
-The tolerances: on the machine where this was written all values that the program prints are equal, and of
-75 million codes 8 differ, by one, because the two sum 49,152 exponentials in another order. On other
-processors other kernels may be chosen, so perplexities may differ by 1e-4, as the issue of rounding has
-it elsewhere in llama.cpp, and one code in a thousand by a few steps.
+The tolerances: on the machine where this was written all values that the program prints are equal. Of 75
+million codes 8 differ, by one, because the two sides sum 49,152 exponentials in different orders. Other
+processors may use other kernels. There perplexities may differ by 1e-4, and one code in a thousand by a
+few steps.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def ctx() -> Iterator[lb.Context]:
 
 
 def run(program: Path, *arguments: object, last: str) -> str:
-    """Return the program's log; it is run again if its last lines are missing, as on a busy machine."""
+    """Return the program's log. It is run again if its last lines are missing, as on a busy machine."""
     command = [str(program), "-t", "2", "-c", str(WINDOW), "-b", str(WINDOW), *map(str, arguments)]
     for _ in range(8):
         done = subprocess.run(
@@ -120,7 +120,7 @@ def test_divergence_is_the_programs_both_ways(
         assert line is not None, label
         return [float(value) for value in re.findall(r"-?[\d.]+", line[1])]
 
-    # Six digits are printed; standard errors are of another order of summation.
+    # The program prints six digits; for standard errors it sums in another order.
     for label, value in {
         "Mean PPL(Q)": stats.perplexity, "Mean PPL(base)": stats.base_perplexity,
         "Mean ln(PPL(Q)/PPL(base))": stats.log_ratio, "Mean PPL(Q)/PPL(base)": stats.ratio,
@@ -156,5 +156,5 @@ def test_the_programs_multiple_choice_finds_the_same_right(
     assert final is not None
     requests = [(context, [" " + choice for choice in choices]) for context, choices in items]
     right = sum(best_choice(scores) == 0 for scores in evaluation.score(ctx, requests))
-    # One near tie may fall the other way.
+    # One near tie may be decided the other way.
     assert abs(right / len(items) - float(final[1]) / 100) <= 1.01 / len(items)

@@ -67,7 +67,7 @@ def test_bos_replaces_the_first_token_of_each_chunk(toy: lb.Model) -> None:
     ("options", "layouts"),
     [
         ({"batch_invariant": True}, ((1, 3, 512), (4, 200, 512), (8, 8, 16))),
-        # What is computed in f16 depends on which cells a text has.
+        # Results in f16 depend on the cells of a text.
         ({"batch_invariant": False, "kv_type": "f16"}, ((1, 512, 512), (4, 512, 512))),
     ],
     ids=["invariant", "f16"],
@@ -150,7 +150,7 @@ def test_a_model_does_not_diverge_from_itself(ctx: Context, tmp_path: Path) -> N
 def test_divergence_is_that_of_the_distributions(
     ctx: Context, draft_ctx: Context, tmp_path: Path
 ) -> None:
-    """Against float64 over the whole vocabulary: the base's codes have 16 bits, and end 16 nats down."""
+    """Compared with float64 over the whole vocabulary. The codes have 16 bits and end 16 nats below."""
     path = tmp_path / "logits"
     perplexity(ctx, TEXT, 32, chunks=3, save_to=path)
     result = divergence(draft_ctx, path)

@@ -1,4 +1,4 @@
-"""`eval.score`: log-probabilities by hand, shared equal to unshared, and what is refused."""
+"""`eval.score`: log-probabilities computed by hand, sharing changes nothing, refused input."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_any_number_of_sequences_gives_the_same(target: lb.Model, n_seq_max: int
 
 @pytest.mark.parametrize("kind", ["shared cells", "own cells", "lfm2", "mamba"])
 def test_random_trees_of_tokens_are_what_each_line_is_alone(kind: str, tmp_path: Path) -> None:
-    """Prefixes of prefixes, equal lines, lines that continue each other; F32 weights round."""
+    """Prefixes of prefixes, equal lines, lines that continue each other. With F32 weights it rounds."""
     rng = random.Random(7)
     lines: list[list[int]] = [[5, 6, 7]]
     for _ in range(40):
@@ -214,7 +214,7 @@ def test_shipped_tasks_are_well_formed(name: str) -> None:
         assert all(text.startswith(" ") for text in texts)
         assert not item["context"].endswith(" ")
     if name != "last_word":
-        # Each place is the right one for about a quarter: 4 standard deviations.
+        # Each place is right for about a quarter of the items, up to 4 standard deviations.
         answers = [item["answer"] for item in items]
         for place in range(4):
             share = answers.count(place) / len(answers)

@@ -1,4 +1,4 @@
-"""What may be done with a text between two of its tokens, and what is kept for the next ones."""
+"""What may be done with a text between two tokens, and what is kept for the next generation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_last_token_is_not_decoded_until_it_is_needed(
             emitted.append(token.token)
             assert branch.tokens[start:] == emitted and branch.position == start + len(emitted)
             assert branch.text.endswith(token.text)
-        assert branch.sequence.n_cached == branch.position  # at the end it is
+        assert branch.sequence.n_cached == branch.position  # at the end it is decoded
         for token in branch.generate(5, drafter=drafter, config=config):
             emitted.append(token.token)
             break
@@ -41,7 +41,7 @@ def test_last_token_is_not_decoded_until_it_is_needed(
 def test_branch_may_be_used_between_two_tokens(
     ctx: Context, draft_ctx: Context, act: str, drafts: bool
 ) -> None:
-    """Whatever is done, the text goes on from what it finds: as another does that was made so."""
+    """Whatever is done to a text, it continues like a text that was made that way."""
     drafter = lb.ModelDrafter(draft_ctx) if drafts else None
     config = SpeculativeConfig(draft_k=4, rule="seeded")
 
@@ -97,7 +97,7 @@ def test_forks_share_what_is_learned_about_a_drafter(ctx: Context, draft_ctx: Co
 def test_state_of_a_text_that_was_changed_at_the_end_is_not_kept(
     ctx: Context, draft_ctx: Context
 ) -> None:
-    """It would draft for other tokens: the next generation has drafts as good as a new text's."""
+    """The state would draft for other tokens. The next generation drafts as well as a new text."""
     drafter, config = lb.ModelDrafter(draft_ctx), SpeculativeConfig(draft_k=3, rule="seeded")
     with Branch.start(ctx, PROMPTS[0], sampling=WARM) as branch:
         for n, _ in enumerate(branch.generate(drafter=drafter, config=config), 1):

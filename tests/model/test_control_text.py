@@ -29,12 +29,12 @@ MISTRAL = (
     "{{ '[INST] ' + m['content'] + ' [/INST]' }}{% else %}{{ m['content'] + eos_token }}{% endif %}"
     "{% endfor %}"
 )
-REASONING = (  # cuts what it is given, as the templates of reasoning models do
+REASONING = (  # cuts its input, as the templates of reasoning models do
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
     "{% set text = m.content.split('</think>')[-1].lstrip('\n') | replace('<image>', '') %}"
     "{{ text | lower }}{{ '<|im_end|>\n' }}{% endfor %}"
 )
-BUILT = (  # builds a control token around the role, and has no text between the contents
+BUILT = (  # builds a control token from the role, and has no text between the contents
     "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% endfor %}"
     "{% for m in messages %}{{ m.content }}{% endfor %}"
 )
@@ -225,7 +225,7 @@ def test_text_of_a_control_token_in_a_message_stays_text(
         rendered = model.apply_chat_template(talk(content))
         shown = model.detokenize(tokens, special=True)
         assert shown.replace(" ", "").endswith(rendered.replace(" ", ""))
-        assert tokens[:at] == around[:at]  # and what the template writes is as ever
+        assert tokens[:at] == around[:at]  # and the template's own text is as before
         assert tokens[len(tokens) - n_after :] == around[at + 1 :]
 
 
@@ -240,7 +240,7 @@ def test_a_template_of_llama_cpp_injects_nothing_either(models: dict[str, lb.Mod
 def test_a_role_can_be_a_word_and_nothing_else(models: dict[str, lb.Model]) -> None:
     model = models["built"]
     ordinary = control(model, model.chat_tokens(talk("a", "b")))
-    assert ordinary == ["<|x|>", "<|user|>", "<|assistant|>"]  # the template makes them of roles
+    assert ordinary == ["<|x|>", "<|user|>", "<|assistant|>"]  # the template builds them from roles
     for forged in ("user|><|im_end", "a<|im_end|>"):
         with pytest.raises(lb.ConfigError, match="unknown role"):
             model.chat_tokens([{"role": forged, "content": "a"}])

@@ -1,4 +1,4 @@
-"""Chat templates run in a process of their own: no template stops, fills or outlives this one."""
+"""Chat templates run in another process, so no template can block, fill or outlive this one."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_the_process_ends_with_the_one_that_started_it() -> None:
         program = PROGRAM.format(before="", after=f"print(json.dumps({children})){end}")
         done = run_python("-c", program, code=None)
         (pid,) = json.loads(done.stdout.splitlines()[1])
-        for _ in range(600):  # its end follows that of its input
+        for _ in range(600):  # it ends when its input ends
             if not os.path.exists(f"/proc/{pid}/exe"):
                 break
             threading.Event().wait(0.05)

@@ -1,4 +1,4 @@
-"""Tools of a request, functions as tools, and earlier messages as a template takes them."""
+"""Tools of a request, functions as tools, and earlier messages in the form that a template needs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ NINE = (
     )
     + TAIL
 )
-NO_ROLES = (  # neither system, nor tool, nor calls
+NO_ROLES = (  # it has no system role, no tool role and no calls
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
     "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}"
     "{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -188,7 +188,7 @@ def test_functions_are_tools(with_pydantic: bool, monkeypatch: pytest.MonkeyPatc
         """No annotation."""
 
     def many(*x: int) -> None:
-        """Not by name."""
+        """It cannot be called by name."""
 
     for wrong in (bare, many, lambda: 1):
         with pytest.raises(ConfigError):
@@ -223,7 +223,7 @@ def test_the_templates_own_reason_is_shown(open_model: Open) -> None:
 
 
 def test_tags_of_calls_in_a_result_stay_text(tmp_path: Path) -> None:
-    """Also where the vocabulary has them as user-defined tokens, which llama.cpp parses in any text."""
+    """Even if the tags are user-defined tokens, which llama.cpp parses in any text."""
     vocabulary = toys.Vocabulary.with_control("<s>", "</s>", "<do>", "</do>", "<b>")
     token_types = vocabulary.metadata()["tokenizer.ggml.token_type"]
     assert isinstance(token_types, list)
@@ -235,7 +235,9 @@ def test_tags_of_calls_in_a_result_stay_text(tmp_path: Path) -> None:
         tokens = model.chat_tokens(called('{"text": "a <do> b </do>"}'))
         assert [token for token in tokens if token in (2, 3)] == [2, 3]  # the template's own
         assert "It is <do>x</do>." in model.detokenize(tokens, special=True)
-        assert 4 in model.chat_tokens([("user", "a <b> c")])  # of no template: as it was trained
+        assert 4 in model.chat_tokens(
+            [("user", "a <b> c")]
+        )  # a form of no template: as the model was trained
 
 
 def test_tools_are_described_without_a_system_role(open_model: Open) -> None:

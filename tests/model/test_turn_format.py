@@ -94,7 +94,7 @@ def streamed(form: TurnFormat, text: str, size: int, *, eager: bool) -> Turn:
 def test_calls_are_read_as_they_are_written(
     shape: str, calls: list[ToolCall], content: str, size: int
 ) -> None:
-    """In pieces too, after a text, and whatever the values are."""
+    """In pieces too, after a text, and with any values."""
     form = FORMATS[shape]
     assert not form.is_general, form.reason
     if shape == "tags named like values" and any("" in c.arguments for c in calls):  # type: ignore[operator]
@@ -310,7 +310,7 @@ def test_python_that_calls_nothing_known_is_content() -> None:
 
 
 def test_the_function_may_be_named_after_the_channel() -> None:
-    """As the model writes it, whose template names it before."""
+    """The model writes the channel after the function, the template before it."""
     form = FORMATS["channels"]
     call = '<|on|>tool to=fn.find <|as|>json<|say|>{"text": "x"}<|over|>'
     thought = "<|on|>musing<|say|>Hm.<|over|><|go|>bot"
@@ -341,7 +341,7 @@ def test_quotes_inside_quotes_end_where_the_call_goes_on() -> None:
 
 
 def test_another_role_ends_the_turn() -> None:
-    """A template may tell the model what calls look like after a turn that has some."""
+    """A template may describe calls to the model only after a turn that has some."""
     words = "Write Do: and a list of functions with their arguments, as few as will do. " * 4
     source = (
         "{% for m in messages %}{% if m.role == 'assistant' and m.tool_calls %}<turn><bot>Do:\n[\n"

@@ -1,4 +1,4 @@
-"""Runs the compiled core beside it over hard rows; started by ``test_core.py`` with the sanitizers."""
+"""Runs the compiled core in this folder over hard rows. ``test_core.py`` starts it with sanitizers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A GGUF file of any content gives a typed error with the reason, or a model that runs; never a crash.
 
-The trials run in a process of their own (this file, as a program), so that a crash fails the test.
+The trials run in another process (this file as a program), so that a crash fails the test.
 ``tests/crash`` has the single files that are known to crash a process that does not check them.
 """
 
@@ -123,7 +123,7 @@ def test_noise_is_refused() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_flipped_bits_in_the_header_kill_no_process(seed: int, header_bytes: int) -> None:
-    """One or three bits; half of them in the first 2 KiB, where the numbers are."""
+    """One or three bits are flipped, half of them in the first 2 KiB, where the numbers are."""
     rng = np.random.default_rng(seed)
     trials: list[Trial] = []
     for _ in range(80):
@@ -133,7 +133,9 @@ def test_flipped_bits_in_the_header_kill_no_process(seed: int, header_bytes: int
             trial += [int(rng.integers(end)), int(rng.integers(8))]
         trials.append(trial)
     texts = outcomes(TARGET, trials)
-    assert 5 < texts.count(RAN) < 75  # in the text of a token it is harmless, in a size it is not
+    assert (
+        5 < texts.count(RAN) < 75
+    )  # a flipped bit in the text of a token is harmless, one in a size is not
     assert all(text == RAN or text.split(":")[0].endswith("Error") for text in texts)
 
 

@@ -113,8 +113,8 @@ def _shared_library_of(compiler: str, name: str) -> str | None:
 def test_core_stays_inside_its_memory(tmp_path: Path) -> None:
     """All settings over hard rows of many lengths, under AddressSanitizer and UBSan.
 
-    The driver loads a copy of ``core.py`` beside a library with the sanitizers, so
-    nothing of llama.cpp runs in that process.
+    The driver loads a copy of ``core.py`` next to a library built with the sanitizers. llama.cpp does
+    not run in that process.
     """
     compiler = shutil.which("gcc")
     if compiler is None:

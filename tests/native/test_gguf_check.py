@@ -1,4 +1,4 @@
-"""Every row of the table of fatal files: a file that ends the process is refused, and for that row."""
+"""Every row of the table of fatal files: such a file is refused, for the reason of that row."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def swapped(parts: Parts) -> Path:
 
 
 def of_another_model(parts: Parts) -> Path:
-    """A part of a model with other blocks, split into as many parts."""
+    """A part of another model that is split into the same number of parts."""
     other = toys.write_llama(parts[0].with_name("other.gguf"), n_layer=5)
     shutil.copy(toys.write_split(other, other.parent, 3)[1], parts[1])
     return parts[0]
@@ -139,7 +139,7 @@ def test_what_is_wrong_with_parts_is_said(
 ) -> None:
     path = spoil(toys.write_split(whole, whole.parent, 3))
     if vocab_only and spoil in (of_another_model, cut_off):
-        return  # seen in the lists of tensors, which nobody reads for a vocabulary
+        return  # seen in the lists of tensors, which are not read for a vocabulary
     with pytest.raises(ModelLoadError, match=reason) as raised:
         lb.Model(path, vocab_only=vocab_only)
     assert raised.value.hint is not None

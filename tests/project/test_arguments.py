@@ -1,4 +1,4 @@
-"""Numbers of any kind are taken where numbers are meant; what is none is a typed error."""
+"""Numbers of any type are accepted as numbers; anything else raises a typed error."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TAKEN: list[tuple[Callable[[str, object], object], list[object], object]] = [
     (real, [-math.inf, -HUGE, Fraction(-HUGE)], -math.inf),
     (real, [np.longdouble(2)], 2.0),
 ]
-# For integers, numbers, finite numbers and functions: what is none of them.
+# Wrong values for integers, numbers, finite numbers and functions.
 NO_INTEGERS = [True, np.True_, 2.0, "2", b"2", None, [2], np.array([2]), np.array(True), 2j]
 NO_NUMBERS = [True, np.True_, "0.5", None, [0.5], np.array([0.5]), Decimal("0.5"), 1j]
 NOT_FINITE = [math.inf, -math.inf, math.nan, HUGE, "1", None, True]
@@ -323,7 +323,7 @@ def test_numpy_tokens_of_a_drafter_are_verified(ctx: lb.Context) -> None:
 
 # -- prompts ---------------------------------------------------------------------------------------
 
-# Text is a prompt; bytes are iterable, too, and are none.
+# Text is a prompt. Bytes are not, although they are iterable.
 TAKES_PROMPT: dict[str, Callable[[lb.Context, Any], object]] = {
     "start": lambda ctx, prompt: lb.Branch.start(ctx, prompt),
     "speculator": lambda ctx, prompt: lb.Speculator(ctx).generate(prompt),

@@ -47,7 +47,7 @@ def _build(kind: str, source: Path, to: Path, **environment: str) -> Path:
 
 
 def _names_and_core(wheel: Path, to: Path) -> tuple[set[str], str]:
-    """Return the files of a wheel, and which code it measures and draws with once it is unpacked."""
+    """Return the files of a wheel, and which core it uses when it is unpacked."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(to)
         names = set(archive.namelist())

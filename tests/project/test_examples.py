@@ -1,4 +1,4 @@
-"""The examples: short, over the public package only, and true when they are run."""
+"""The examples are short, use only the public package, and their claims are true when they are run."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_speculative_loops_count_their_tokens(name: str) -> None:
     assert 0 < accepted <= drafted
     assert figure(name, "Accept rate") == pytest.approx(100 * accepted / drafted, abs=0.06)
     assert rounds < n_tokens, "no decode was saved"
-    # Each round yields its accepted tokens and one of the target's own; the first may add one.
+    # Each round yields its accepted tokens and one token of the target; the first may add one.
     assert abs(rounds + accepted - n_tokens) <= 5
     if name == "optimized_speculative":
         assert n_tokens == 128 and drafted <= 4 * rounds
@@ -111,7 +111,7 @@ def test_baseline_decodes_once_a_token_and_drafts_change_no_text() -> None:
     assert output("optimized_speculative").startswith(output(name).split("\n====")[0] + "\n====")
     assert figure(name, "Output tokens") == figure(name, "Target decodes") == 128
     speed, time_ms = figure(name, "Tokens a second"), figure(name, "Time a token")
-    # Printed with one and with three digits: on a busy machine the speed is small, its rounding is not.
+    # Printed with one and three digits. On a busy machine the speed is small, so rounding matters.
     slowest, fastest = max(0.001, speed - 0.051), speed + 0.051
     assert 1e3 / fastest - 0.001 <= time_ms <= 1e3 / slowest + 0.001
 

@@ -38,13 +38,13 @@ def test_public_names_exist(name: str) -> None:
 
 
 def test_top_of_the_package_has_what_most_programs_need() -> None:
-    """The rest is in its modules: ``lb.errors``, ``lb.speculative``, ``lb.hub`` and so on."""
+    """All other names are in their modules: ``lb.errors``, ``lb.speculative``, ``lb.hub`` and so on."""
     assert len(llamabranch.__all__) <= 45
     assert dir(llamabranch) == llamabranch.__all__
 
 
 def test_lines_of_a_tree_and_characters_that_cannot_be_seen() -> None:
-    """A line has the text of its tokens and the probability of the first; rounding may exceed 0."""
+    """A line has its tokens' text and the first one's log-probability, which may round to above 0."""
     line = TreeLine([Token("a", math.log(0.25)), Token("b", -9.0)])
     assert (line.text, round(line.probability, 9)) == ("ab", 0.25)
     assert TreeLine([Token("a", 1e-9)]).probability == 1.0
@@ -66,7 +66,7 @@ def test_everything_that_is_listed_exists(listing: str) -> None:
         functions = re.findall(r"^def (test_\w+)", path.read_text("utf-8"), re.MULTILINE)
         there |= {*functions, *(f"{path.name}::{name}" for name in functions)}
     assert not set(listed(listing)) - there
-    assert all(n == 0 or n > 1 for n in listed(listing).values())  # a part of the cases stays
+    assert all(n == 0 or n > 1 for n in listed(listing).values())  # some of the cases stay
 
 
 # -- documents -------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ def test_reference_has_every_public_name_once() -> None:
     text = "".join(page.read_text("utf-8") for page in pages)
     directives = re.findall(r"^::: llamabranch\.([\w.]+)$", text, re.MULTILINE)
     top = set(llamabranch.__all__)
-    # A module has one directive for all of its names, or one for each that the top lacks.
+    # A module has one directive for all its names, or one for each name that the top does not have.
     modules = {"agents", "chat", "eval", "hub", "scale", "search", "serve", "speculative", "theory"}
     expected = sorted(top | (modules & set(directives)))
     for module in modules - set(directives):

@@ -1,7 +1,7 @@
 r"""Patterns of JSON schemas mean what ECMAScript means by them.
 
 Each pattern is drawn together with its translation to Python's ``re``, piece by piece. Texts drawn under
-the grammar must match; short texts of difficult characters are taken exactly if they match.
+the grammar must match. Short texts of difficult characters must be accepted exactly if they match.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ITEMS = [
     (r"\ud83d\ude00", "😀"), (r"\^", r"\^"), (":*?", ":*?"), (r"\0", r"\x00"), (r"\.", r"\."),
     ("{}", "{}"), (r"\s", _SPACE), (r"\$", "$"), (r"\v", r"\x0b"), ("é", "é"), (r"\x7f", r"\x7f"),
 ]  # fmt: skip
-# What is no class.
+# Items that are not classes.
 ATOMS = [
     ("a", "a"), ("&&", "&&"), ("--", "--"), ('"', '"'), (r"\\", r"\\"), (r"\/", "/"), ("-", "-"),
     ("~", "~"), (".", r"[^\n\r\u2028\u2029]"), (r"\d", "[0-9]"), (r"\D", "[^0-9]"),

@@ -1,4 +1,4 @@
-"""Toys of few tokens, and all their texts with their probabilities: what exact tests compare with."""
+"""Toys with few tokens, and all their texts with probabilities, for exact tests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def every_text(
 ) -> dict[tuple[int, ...], float]:
     """Return the probability of all tokens that may follow: up to ``n``, or fewer that end with EOG.
 
-    It is that of ``log_probs``, or with settings that of draws: the last digits differ.
+    It comes from ``log_probs``, or with settings from the distribution of draws; the last digits differ.
     """
     by_text: dict[tuple[int, ...], float] = {}
 

@@ -2,7 +2,8 @@
 
     python tests/search/golden_beams.py
 
-needs torch and transformers, which the tests do not. The tables are a formula, which the tests use, too.
+This needs torch and transformers; the tests do not. The tables come from a formula that the tests use,
+too.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from typing import Any
 
 N_VOCAB = 40
 PROMPT = 3  # the only token of the prompt
-TELLING = (3, 125)  # odd ones that tell when a search may end: with "never" and penalties above 0
+TELLING = (
+    3,
+    125,
+)  # unusual cases that show when a search may end: with "never" and penalties above 0
 PATH = Path(__file__).with_name("golden_beams.json")
 
 

@@ -88,7 +88,7 @@ def test_wide_beam_is_exhaustive_search(six: Context, penalty: float, early: boo
     best = sorted(texts, key=lambda t: -texts[t] / len(t) ** penalty)
     if early == "never":
         assert [tuple(h.node.path_tokens) for h in result.hypotheses] == best[:20]
-    # Stopping early may miss the best text, but scores each text it finds truly.
+    # Stopping early may miss the best text, but the scores of the found texts are right.
     for hypothesis in result.hypotheses:
         text = tuple(hypothesis.node.path_tokens)
         assert tuple(hypothesis.tokens) == (text[:-1] if text[-1] == EOG else text)

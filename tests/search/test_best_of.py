@@ -1,4 +1,4 @@
-"""best_of_n: the texts of their seeds, their order, halves given up, what equal beginnings save."""
+"""best_of_n: texts and their seeds, their order, rejected halves, savings by equal beginnings."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_texts_that_begin_alike_are_decoded_once(ctx: Context, temperature: floa
             result = search.best_of_n(root, 6, 20, stop=["."])
             expected = [alone(root, i, 20, stop=["."]) for i in range(6)]
             assert sorted(h.tokens for h in result.hypotheses) == sorted(expected)
-            # Each beginning is decoded once; the last token of a text only where EOG follows it.
+            # Each beginning is decoded once. The last token of a text is decoded only if EOG follows.
             decoded = set()
             for h in result.hypotheses:
                 n = len(h.tokens) + (ctx.model.is_eog(h.node.tokens[-1]))
@@ -101,7 +101,7 @@ def test_texts_that_begin_alike_are_decoded_once(ctx: Context, temperature: floa
 
 
 def test_texts_that_part_keep_their_probabilities_and_states(ctx: Context) -> None:
-    """Penalties and a grammar have a state, which each text has for itself after they part."""
+    """Penalties and grammars have a state; after texts part, each text has its own."""
     settings = lb.SamplingParams(temperature=0.3, repeat_penalty=1.1, seed=2)
     grammar = 'root ::= " " [a-z ]+ "."'
     with Branch.start(ctx, STORY, sampling=settings, grammar=grammar) as root:

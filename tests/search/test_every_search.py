@@ -1,4 +1,4 @@
-"""What all searches promise: room, drafts and company change no text, and nothing is left behind."""
+"""What all searches promise: room, drafts and other texts change no text, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Run = Callable[..., Any]
 
 
 class Short(search.Potential):
-    """Short texts."""
+    """Allow only short texts."""
 
     def prefix(self, text: str) -> float:
         return -0.2 * len(text)
@@ -58,7 +58,7 @@ RUNS: dict[str, Run] = {
     "best_of_n": partial(search.best_of_n, n=5, max_tokens=12),
     "best_of_n rejects": partial(search.best_of_n, n=5, max_tokens=9, reject_every=4),
     "vote": partial(search.vote, answer=first_letter, n=6, max_tokens=6),
-    # One text at a time: with more, which of them are heard depends on which end first.
+    # One text at a time. With more, the votes would depend on which texts end first.
     "vote decided": partial(
         search.vote, answer=first_letter, n=8, max_tokens=6, confidence=1.0, width=1
     ),
@@ -85,17 +85,17 @@ DRAFTED.append("tree_search samples")
 
 
 def outcome(result: Any) -> tuple[Any, ...]:
-    """Return all that a search has found, its cost and its tree not."""
+    """Return the result of a search without its cost and its tree."""
     if isinstance(result, search.Selection):
         return result.choice, result.logprobs, result.scores
-    # How far texts had come that were not needed for a decision depends on the room.
+    # The length of texts that were not needed for a decision depends on the room.
     hypotheses = [h for h in result.hypotheses if h.finish_reason != "decided"]
     return hypotheses, result.votes, result.log_evidence, result.valid_mass
 
 
 @contextmanager
 def nothing_is_left(root: Branch) -> Iterator[None]:
-    """Assert that afterwards ``root`` and what its context holds are as they were."""
+    """Assert that afterwards ``root`` and the content of its context are unchanged."""
     ctx = root.ctx
 
     def state() -> tuple[object, ...]:
@@ -203,14 +203,14 @@ def test_a_full_cache_ends_texts_or_the_search(target: lb.Model, name: str) -> N
 
 @pytest.mark.parametrize("drafter", [None, SuffixDrafter()], ids=["plain", "drafted"])
 def test_a_text_that_waits_for_cells_is_counted_twice(ctx: Context, drafter: Any) -> None:
-    """What is read again after a wait is counted; all else is decoded once, shared beginnings too."""
+    """Tokens read again after a wait are counted. All others are decoded once, shared beginnings too."""
     with (
         Branch.start(ctx, STORY, sampling=WARM) as root,
         Branch.start(ctx, [9] * (ctx.usage().cells_free - 70)),
     ):
         result = search.best_of_n(root, 6, 30, drafter=drafter)
         stats = result.stats
-        assert stats.decodes > 1.5 * 29  # much of a text had to wait for others
+        assert stats.decodes > 1.5 * 29  # texts had to wait for others for a long time
         assert 0 < stats.tokens_redecoded < stats.tokens_decoded / 2
         if drafter is None:
             beginnings = {tuple(h.tokens[:n]) for h in result.hypotheses for n in range(1, 30)}
@@ -218,7 +218,7 @@ def test_a_text_that_waits_for_cells_is_counted_twice(ctx: Context, drafter: Any
 
 
 def test_a_cache_that_is_full_in_the_last_step_changes_no_text(target: lb.Model) -> None:
-    """A text that had to wait there does not go on in the branch of one that began elsewhere."""
+    """A text that had to wait does not continue in the branch of a text that began elsewhere."""
     prompt = target.tokenize("The wolf ran and the wolf ran and the wolf " * 40)[:226]
     for seed in range(4):
         texts = []
@@ -315,7 +315,7 @@ def test_a_failed_decode_leaves_nothing_behind(
 @pytest.mark.parametrize("interrupts", [False, True])
 @pytest.mark.parametrize("name", OBSERVED)
 def test_ended_early_it_returns_what_there_is(ctx: Context, name: str, interrupts: bool) -> None:
-    """Also where a decode is interrupted and the observer then ends the search."""
+    """Also if a decode is interrupted and the observer then ends the search."""
     calls = count(1)
 
     def on_step(stats: search.SearchStats) -> bool:
@@ -372,7 +372,7 @@ def test_an_observer_that_raises_or_interrupts_leaves_nothing(
 def test_what_a_function_raises_comes_through_and_nothing_is_left(
     ctx: Context, name: str, argument: str
 ) -> None:
-    """That of a constraint is named in a ConfigError."""
+    """An exception of a constraint is named in a ConfigError."""
     calls = count()
 
     def fails(text: Any) -> Any:

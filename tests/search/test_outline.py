@@ -1,4 +1,4 @@
-"""The outline of a tree: every text once, pruned branches where they were given up; its picture."""
+"""The outline of a tree: every text once, pruned branches at the place of pruning; its picture."""
 
 from __future__ import annotations
 

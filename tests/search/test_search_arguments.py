@@ -239,7 +239,7 @@ RETURNS: dict[str, tuple[Call, str, Values]] = {
         search.smc,
         "proposal",
         (None, 5, lb.Distribution.point(5)),
-    ),  # of other tokens
+    ),  # a vocabulary with other tokens
 }
 
 

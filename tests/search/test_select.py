@@ -83,7 +83,7 @@ def test_all_choices_are_one_decode_and_common_beginnings_are_decoded_once(ctx: 
         assert selection.stats.decodes == ctx.decoder.n_decodes - before == 1
         inner = {tuple(t[:n]) for t in selection.tokens for n in range(1, len(t))}
         assert selection.stats.tokens_decoded == len(inner) < sum(len(t) for t in selection.tokens)
-        # Choices of one token are in the logits already. Of equal choices the first is taken.
+        # Choices of one token are already in the logits. If choices are equal, the first one is taken.
         equal = search.select(root, [" good", " good"])
         assert [len(t) for t in equal.tokens] == [1, 1] and equal.stats.decodes == 0
         assert equal.scores[0] == equal.scores[1] and equal.index == 0

@@ -88,7 +88,7 @@ class Script:
 
 
 class SharedNoise(Script):
-    """What seeding by step alone would do: all slots draw with the same noise."""
+    """What happens if the seed depends only on the step: all slots draw with the same noise."""
 
     def __init__(self, choices: list[int]) -> None:
         super().__init__(choices)
@@ -263,7 +263,7 @@ def bound(little: Context) -> Iterator[Branch]:
 def test_a_grammar_is_weighted_by_the_mass_it_keeps(
     root: Branch, bound: Branch, monkeypatch: pytest.MonkeyPatch, constraint: Any, power: float
 ) -> None:
-    """A text longer than two tokens: those particles die. The grammar forbids BOS, which has no text."""
+    """Particles with more than two tokens die. The grammar forbids BOS, which has no text."""
     every = {t: p**power for t, p in ended(root, 2, PLAIN).items() if 0 not in t}
     allowed = {"ab", "b"} if constraint else {"ab", "b", "bb", "a"}
     expected = {text: p for text, p in by_text(root, every).items() if text in allowed}

@@ -1,4 +1,4 @@
-"""step_search: what goes on, where steps end, plain text."""
+"""step_search: which texts continue, where steps end, plain text."""
 
 from __future__ import annotations
 

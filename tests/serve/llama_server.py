@@ -1,6 +1,6 @@
-"""Takes the options of ``llama-server`` and runs ``llamabranch serve``, for llama.cpp's own tests.
+"""Accepts the options of ``llama-server`` and runs ``llamabranch serve``, for llama.cpp's own tests.
 
-The model is the bundled one, whatever is asked for.
+The model is always the bundled one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 from llamabranch.cli import app
 from llamabranch.hub import BUNDLED_TARGET
 
-# What each option is called here, with {} for its value; all others are dropped.
+# The name of each option here, with {} for its value. All others are dropped.
 OPTIONS = {
     **{
         name: (name, "{}")
@@ -46,7 +46,7 @@ def mapped(arguments: list[str]) -> list[str]:
         if name == "--host":
             value = value.split(",")[0]
         options += [part.format(value) for part in OPTIONS.get(name, ())]
-    # What llama-server does unless it is told otherwise.
+    # The defaults of llama-server.
     for prefix, default in (
         ("metrics=", ["--limit", "metrics=false"]),
         ("--allow-origin", ["--allow-origin", "*"]),

@@ -1,4 +1,4 @@
-"""Branches over HTTP: what is continued in parts is one text, and nothing depends on what is cached."""
+"""Branches over HTTP: a text continued in parts is one text, and nothing depends on the cache."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def server() -> Iterator[Serving]:
 
 
 class Api:
-    """Shortens what the tests write."""
+    """Short names for the requests of these tests."""
 
     def __init__(self, client: Any) -> None:
         self.client = client
@@ -107,7 +107,7 @@ def test_children_are_texts_of_their_own_seeds(api: Api, server: Serving) -> Non
     assert [c["text"] for c in first] == [c["text"] for c in again]
     for child in (*first, *again):
         for token in child["logprobs"]:
-            del token["source"]  # drafted or not goes by measured times
+            del token["source"]  # whether tokens are drafted depends on measured times
     assert [c["logprobs"] for c in first] == [c["logprobs"] for c in again]
     assert len({c["text"] for c in first}) == 3
     assert api.child(root, max_tokens=10, seed=first[1]["seed"])["text"] == first[1]["text"]

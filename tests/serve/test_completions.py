@@ -1,4 +1,4 @@
-"""``/v1/completions``: texts, scores of given text, streams, and what is refused."""
+"""``/v1/completions``: texts, scores of prompts, streams, and refused requests."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def frames(api: Any, path: str = "/v1/completions", **body: Any) -> list[Any]:
 
 
 def choices_of(parts: list[Any]) -> list[list[Any]]:
-    """Return what the events of a stream tell of each text."""
+    """Return the choices of a stream's events, by text."""
     by_index: dict[int, list[Any]] = {}
     for part in parts:
         for choice in part["choices"]:
@@ -137,7 +137,7 @@ def test_given_text_is_scored(api: Any, ctx: lb.Context) -> None:
 
 
 def test_offsets_are_places_in_the_text(api: Any, ctx: lb.Context) -> None:
-    """A character of several tokens, and a stop string, are no exception; nor is a stream."""
+    """The same holds for characters of several tokens, for stop strings and for streams."""
     body: dict[str, Any] = {
         "prompt": "x", "max_tokens": 40, "logprobs": 0, "stop": "b y", "return_token_ids": True,
         "grammar": 'root ::= "a \U0001f600 b x \U0001f600 b y"', **WARM,
@@ -161,7 +161,7 @@ def test_offsets_are_places_in_the_text(api: Any, ctx: lb.Context) -> None:
 
 
 def test_echo_gives_the_prompt_back(tmp_path: Path) -> None:
-    """Names of control tokens too, but none of a BOS token that the tokenizer has added."""
+    """Names of control tokens are returned too, but not the name of a BOS that the tokenizer added."""
     path = write_toy(tmp_path / "toy.gguf", vocab="bytes")
 
     def open_engine() -> lb.AsyncEngine:
@@ -326,7 +326,7 @@ def test_what_is_refused_in_conversations(api: Any) -> None:
 
 
 def test_fields_that_ask_for_nothing_are_not_refused(api: Any) -> None:
-    """Nor are those that llama-server's clients send in every request."""
+    """The fields that llama-server's clients send in every request are not refused, either."""
     names = fields._REFUSED
     habits = {"samplers": ["top_k", "temperature"], "lora": [], "t_max_predict_ms": 0}
     habits |= {"n": 2, "best_of": 2, "modalities": ["text"]}
@@ -372,7 +372,7 @@ def test_llama_servers_own_endpoint(api: Any) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/completion"])
 def test_streams_tell_how_much_of_the_prompt_is_read(path: str, api: Any, server: Serving) -> None:
-    """llama-server's ``return_progress``; the text is the one without it."""
+    """llama-server's ``return_progress`` does not change the text."""
     prompt = path + " ".join(f" king {i}" for i in range(130))
     is_chat, model = "chat" in path, server.ctx.model
     body: dict[str, Any] = {"max_tokens": 4, "temperature": 0.0, "n_predict": 4, "n_probs": 1}

@@ -1,4 +1,4 @@
-"""A request's answer does not depend on what else is asked, in what order, how drafted, or who left."""
+"""An answer does not depend on other requests, their order, drafts, or clients that leave."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SCHEMA = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-VOLATILE = {"id", "created", "timings", "usage"}  # usage tells what was in the cache
+VOLATILE = {"id", "created", "timings", "usage"}  # the usage says how much was cached
 
 
 def requests(n: int) -> list[tuple[str, dict[str, Any]]]:
@@ -55,7 +55,7 @@ def requests(n: int) -> list[tuple[str, dict[str, Any]]]:
 
 
 async def answer(api: Any, path: str, body: dict[str, Any]) -> object:
-    """Return an answer without what may differ; of a stream each text joined."""
+    """Return an answer without the fields that may differ; the parts of a stream are joined."""
     reply = await api.post(path, json=body)
     assert reply.status_code == 200, reply.text
     if not body["stream"]:
@@ -82,7 +82,7 @@ def answers(
 ) -> list[object]:
     """Return the answers of ``n`` requests, ``concurrency`` at a time.
 
-    ``leaves``: the share of further clients that go away in the middle.
+    ``leaves``: the share of additional clients that disconnect in the middle.
     """
     asked = requests(n)
     order = list(range(n))
@@ -154,7 +154,7 @@ def expected() -> list[object]:
 
 
 def test_nothing_leaks_over_two_thousand_requests() -> None:
-    """Neither sequences nor memory: the last thousand takes no more than those before."""
+    """Neither sequences nor memory: the last thousand requests take no more than those before."""
 
     def size() -> int:
         gc.collect()

@@ -1,4 +1,4 @@
-"""Whom the server answers, and what bad requests, slow readers, signals and full queues do: no harm."""
+"""Who may use the server; bad requests, slow readers, signals and full queues do no harm."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def api(server: Serving) -> Iterator[Any]:
 
 
 def wait_until(true: Callable[[], bool]) -> None:
-    """Wait for what comes sooner or later."""
+    """Wait until a condition is true."""
     end = time.monotonic() + 60
     while not true():
         assert time.monotonic() < end
@@ -55,7 +55,7 @@ def is_idle(server: Serving) -> bool:
 
 
 def raw(server: Serving, data: bytes, *, ends: bool = True) -> bytes:
-    """Send bytes as they are; return what comes until the connection ends."""
+    """Send bytes unchanged; return all bytes up to the end of the connection."""
     with socket.create_connection(("127.0.0.1", server.server.port), 60) as connection:
         connection.sendall(data)
         if ends:
@@ -242,7 +242,7 @@ def test_address_in_use_is_refused_before_the_model_loads(server: Serving) -> No
 
 
 def roomy_engine() -> lb.AsyncEngine:
-    """Texts on it do not end by themselves while a busy machine looks away."""
+    """Its texts do not end by themselves while the test waits on a busy machine."""
     ctx = lb.load(TARGET, n_ctx=8192, n_seq_max=4, n_threads=1)
     return lb.AsyncEngine(ctx, max_tokens=None, parallel=4, buffer=16)
 
@@ -262,7 +262,7 @@ def test_disconnect_frees_sequences() -> None:
 
 @pytest.mark.filterwarnings("ignore::llamabranch.errors.ContextLengthWarning")
 def test_slow_reader_waits_alone_and_is_given_up() -> None:
-    """Others are served meanwhile; after a while its texts are cancelled."""
+    """Other clients are served meanwhile, and after some time its texts are cancelled."""
     with Serving(roomy_engine, send_timeout_s=1.0, log_requests=True) as server:
         body = json.dumps({**ENDLESS, "stream": True, "logprobs": 20, "n": 4}).encode()
         with socket.socket() as slow, server.client() as api:

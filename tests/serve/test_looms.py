@@ -1,4 +1,4 @@
-"""Looms with the server as their back end: the requests they send, and what they read of the answers.
+"""Looms with the server as their back end: the requests that they send, and the fields that they read.
 
 The requests are those that the programs build: mikupad, Tapestry Loom, logitloom, loomsidian.
 """
@@ -98,7 +98,7 @@ def test_tapestry_reads_probabilities_of_the_prompt_too(api: Any) -> None:
 
 
 def test_tapestry_gets_equal_texts_in_batches(api: Any) -> None:
-    """What its README recommends ``--no-cont-batching`` for."""
+    """Tapestry's README recommends ``--no-cont-batching`` for this."""
     cold = {**TAPESTRY, "temperature": 0, "max_tokens": 24, "logprobs": 5}
     (alone,) = post(api, "/v1/completions", cold)["choices"]
     warm = {"temperature": 1, "seed": 1, "n": 6}

@@ -1,4 +1,4 @@
-"""``/v1/chat/completions`` by OpenAI's own client, and how tool calls are told from text."""
+"""``/v1/chat/completions`` with OpenAI's own client, and how tool calls are distinguished from text."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_answer_is_the_librarys_own(client: Any, server: Serving) -> None:
 
 @pytest.mark.parametrize("more", [{}, {"grammar": 'root ::= "a \U0001f600 b \U0001f600 c"'}])
 def test_stream_joined_is_the_message(client: Any, more: dict[str, str]) -> None:
-    """Parts of characters are no exception."""
+    """Also if a token is a part of a character."""
     asked: dict[str, Any] = {"n": 2, "logprobs": True, "top_logprobs": 2, "extra_body": more}
     asked["max_tokens"] = 40 if more else 12
     whole = ask(client, **asked)

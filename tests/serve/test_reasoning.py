@@ -1,4 +1,4 @@
-"""Thoughts over HTTP, by OpenAI's own client: apart from the answer, with a budget, switched off."""
+"""Thoughts over HTTP with OpenAI's own client: separate from the answer, with a budget, switched off."""
 
 from __future__ import annotations
 

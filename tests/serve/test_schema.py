@@ -1,4 +1,4 @@
-"""Requests made up from the types of all fields, right and wrong ones: no answer is a failure of ours."""
+"""Right and wrong requests, generated from the types of all fields: none makes the server fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the server tells about itself, and how it tokenizes."""
+"""What the server says about itself, and how it tokenizes."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_answers_tell_where_batches_are_not_exact() -> None:
 
 
 def test_texts_whose_number_is_given_have_cells_of_their_own() -> None:
-    """Where the memory can be divided: "auto" leaves that to the context."""
+    """If the memory can be divided; "auto" leaves that to the context."""
 
     def sized(trained: int | None = 1024, drafter: str = "suffix", **given: Any) -> object:
         sizes = ServedModels(**given).sized(trained, (drafter,))

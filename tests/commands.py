@@ -32,7 +32,7 @@ def run(*arguments: object, stdin: str | None = None, **environment: str) -> Res
     try:
         return CliRunner().invoke(app, words, input=stdin, env=environment)
     finally:
-        if "-v" in words:  # which shows llama.cpp's log for the rest of the process
+        if "-v" in words:  # -v shows llama.cpp's log for the rest of the process
             lb.set_log_level("none")
 
 
@@ -46,7 +46,7 @@ def answer(*arguments: object, stdin: str | None = None, **environment: str) -> 
 
 
 def said_by(*arguments: object, **environment: str) -> str:
-    """Run a command; return what it said on standard error as one line."""
+    """Run a command; return its standard error as one line."""
     return " ".join(run(*arguments, **environment).stderr.replace("│", " ").split())
 
 
@@ -56,7 +56,7 @@ def texts(report: dict[str, Any]) -> dict[str, str]:
 
 
 def on_terminal(command: list[str], columns: int, **streams: int) -> tuple[str, bytes]:
-    """Run a program in a terminal, but for ``streams``; return what that shows, and the output."""
+    """Run a program in a terminal, except for ``streams``; return the terminal's text and the output."""
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     environment = {**os.environ, "TERM": "xterm-256color"}

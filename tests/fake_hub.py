@@ -24,7 +24,7 @@ TOKEN = "hf_" + "a" * 34
 
 
 def empty_caches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Have empty caches below ``folder`` and no packages, no token and no settings of downloads."""
+    """Set empty caches below ``folder``; remove packages, the token and settings of downloads."""
     for name in (
         *("HF_TOKEN", "HF_HUB_OFFLINE", "HUGGINGFACE_HUB_CACHE", "LLAMABRANCH_DOWNLOAD"),
         *("LLAMA_CACHE", "MODEL_ENDPOINT", "XDG_CACHE_HOME"),
@@ -47,8 +47,9 @@ def empty_caches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 class Fault:
     """A wrong answer: to ``api``, ``head`` or ``get`` requests, ``times`` times.
 
-    A ``status`` with an ``X-Error-Code``, an answer that is ``cut`` after so many bytes, one that is
-    whole but ``short``: half of the file, or one with ``wrong`` bytes: as many, one of them changed.
+    A ``status`` with an ``X-Error-Code``; an answer that is ``cut`` after so many bytes; a complete
+    answer that is ``short`` and has only half of the file; or one with ``wrong`` bytes, of which one is
+    changed.
     """
 
     where: str
@@ -69,7 +70,7 @@ class Repository:
     commit: str
     gated: bool = False
     private: bool = False
-    names: list[str] | None = None  # the listing, if it lies
+    names: list[str] | None = None  # a false listing, if there is one
 
 
 @dataclass
@@ -81,8 +82,8 @@ class FakeHub:
     repositories: dict[str, Repository] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
     requests: list[tuple[str, str, Mapping[str, str]]] = field(default_factory=list)
-    sent: int = 0  # bytes of files
-    gate: threading.Event | None = None  # a file's second half waits for it
+    sent: int = 0  # requests for bytes of files
+    gate: threading.Event | None = None  # the second half of a file waits for this
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, repository: str, files: dict[str, bytes], **more: Any) -> Repository:
@@ -106,7 +107,7 @@ class FakeHub:
         return [h for _, h in self.of("GET", "/resolve/") if h["Host"].startswith("localhost")]
 
     def of(self, method: str, part: str = "") -> list[tuple[str, Mapping[str, str]]]:
-        """Return (path, headers) of the requests of a method whose path has this part."""
+        """Return (path, headers) of a method's requests whose path contains this text."""
         return [(path, h) for m, path, h in self.requests if m == method and part in path]
 
 
@@ -143,7 +144,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(status, set_headers, json.dumps({"error": message or code}).encode())
 
     def _repository(self, name: str, revision: str) -> Repository | None:
-        """Return what is asked for, or send the error."""
+        """Return the requested repository, or send the error."""
         repository = self.hub.repositories.get(name)
         may_see = self.is_cdn or self.headers.get("Authorization") == f"Bearer {TOKEN}"
         if repository is None or (repository.private and not may_see):

@@ -1,13 +1,11 @@
 """Write small random-weight GGUF files, one function per architecture.
 
 The same arguments give the same file, byte for byte. Weights are scaled so that the next-token
-distributions are neither flat nor one-hot: a test that compares distributions has something to
-compare. The files need no tokenizer library: a vocabulary is 14 letters and two control tokens
-(`"small"`, every distribution can be enumerated) or all 256 bytes and the same two control tokens
-(`"bytes"`, any text can be tokenized).
+distributions are neither flat nor one-hot, so that tests can compare distributions. The files need no
+tokenizer library. A vocabulary has 14 letters and two control tokens (`"small"`, every distribution can
+be enumerated), or all 256 bytes and the same two control tokens (`"bytes"`, any text can be tokenized).
 
-`BROKEN` names files that llama.cpp refuses, or that would end the process; `write_broken` writes
-them.
+`BROKEN` names files that llama.cpp refuses, or that would end the process. `write_broken` writes them.
 """
 
 from __future__ import annotations
@@ -146,7 +144,9 @@ def _scaled(noise: Array, name: str, architecture: str) -> Array:
         return noise / math.sqrt(shape[-1]) if architecture.startswith("gemma") else noise
     spread = _LOGIT_SPREAD if role == "output" else 1.0
     scaled: Array = noise * np.float32(spread / math.sqrt(shape[-1]))
-    if role == "nextn.eh_proj":  # mostly the token, as in the trunk: some drafts are accepted
+    if (
+        role == "nextn.eh_proj"
+    ):  # mostly the token, as in the trunk, so that some drafts are accepted
         scaled[:, : shape[0]] += np.eye(shape[0], dtype=np.float32)
     return scaled
 
@@ -168,7 +168,7 @@ def _with_bias(name: str, size: int) -> Shapes:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes shared by the architectures; each uses what it has."""
+    """Sizes for all architectures; each uses those that it has."""
 
     n_layer: int = 2
     n_embd: int = 64
@@ -188,7 +188,7 @@ class Sizes:
         return self.d_head * self.n_head_kv
 
     def metadata(self, **more: Value) -> Metadata:
-        """Return the keys that all architectures have, and ``more`` of names without dots."""
+        """Return the keys of all architectures, and ``more`` keys whose names have no dots."""
         return {
             "context_length": self.n_ctx_train, "embedding_length": self.n_embd,
             "block_count": self.n_layer, **more,
@@ -385,7 +385,7 @@ def _mimo2(s: Sizes) -> tuple[Metadata, Blocks]:
 
 
 def _hy_v3(s: Sizes) -> tuple[Metadata, Blocks]:
-    """Attention only, dense layers, then MTP layers, whose states come after their norm."""
+    """Attention only, dense layers, then MTP layers whose states are taken after their norm."""
     block = s.attention_block() | _head_norms(s)
     head = block | s.nextn() | _norms(s, "nextn.shared_head_norm")
     metadata = s.mtp_metadata(s.n_mtp) | {"expert_feed_forward_length": 0}
@@ -399,7 +399,7 @@ def _gemma4(s: Sizes) -> tuple[Metadata, Blocks]:
 
 
 def _gemma4_assistant(s: Sizes) -> tuple[Metadata, Blocks]:
-    """MTP layers that read the K/V of a gemma4 of `s`; half as wide, without keys and values."""
+    """MTP layers that read the K/V of a gemma4 with sizes `s`; half as wide, without keys and values."""
     half = replace(s, n_embd=s.n_embd // 2, n_ff=s.n_ff // 2)
     d, rows = half.n_embd, s.d_head * s.n_head
     block = _norms(half, "attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")
@@ -567,7 +567,7 @@ BROKEN: dict[str, dict[str, Any]] = {
 
 
 def write_broken(path: str | Path, kind: str) -> Path:
-    """Write a file that must not be loaded, one of `BROKEN`; return its path."""
+    """Write one of the files of `BROKEN`, which must not be loaded; return its path."""
     written = write_toy(path, **BROKEN[kind])
     if kind == "truncated":
         written.write_bytes(written.read_bytes()[: written.stat().st_size * 2 // 3])
@@ -595,7 +595,7 @@ def write_permuted(source: str | Path, path: str | Path, order: Sequence[int]) -
 
 
 def write_chat(source: str | Path, path: str | Path, template: str, *control: str) -> Path:
-    """Write the model of `source` with a chat template, its last tokens being these control tokens."""
+    """Write the model of `source` with a chat template; its last tokens become these control tokens."""
     n = len(control)
 
     def value(name: str, old: Any) -> Any:
@@ -652,7 +652,7 @@ def _rewrite(
     options: Mapping[str, Any] | None = None,
     template: str | None = None,
 ) -> Path:
-    """Write a file with what these return for the values and tensors of `source`.
+    """Write a file with the values and tensors that these functions return for those of `source`.
 
     `options` are those of `gguf.GGUFWriter`; `template` is a chat template to add.
     """

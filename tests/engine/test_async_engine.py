@@ -1,4 +1,4 @@
-"""The engine on a thread of its own: many tasks, one engine, and nobody waits for a slow one."""
+"""The engine in its own thread: many tasks share one engine, and none waits for a slow one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def serve(
 ) -> AsyncEngine:
     """Run ``job`` with an engine, close that, and check that nothing is left.
 
-    Unless they say otherwise, its requests never end by themselves.
+    By default its requests never end by themselves.
     """
     options = {"sampling": ENDLESS, **options}
 
@@ -90,7 +90,7 @@ def test_many_tasks_share_the_engine(ctx: Context, other_ctx: Context) -> None:
 
 
 def test_slow_reader_is_paused_and_holds_up_nobody(ctx: Context, other_ctx: Context) -> None:
-    """Its text waits unread while others, more than there are sequences, come and go."""
+    """Its text waits unread while more requests than sequences come and go."""
     slow = Request("A king", id="slow", max_tokens=60, sampling=WARM, n=8)
     others = [Request(p, max_tokens=20, sampling=WARM) for p in PROMPTS * 3]
 
@@ -237,7 +237,7 @@ def test_events_come_in_one_call_a_step(ctx: Context, monkeypatch: pytest.Monkey
 
 
 def test_defaults_are_those_of_complete(target: lb.Model) -> None:
-    """Copies are drafted and prefixes kept, with and without a grammar; the texts are the plain ones."""
+    """Copies are drafted and prefixes are cached, with and without a grammar. The texts are plain."""
     prompt = "The king said: go home, go home, go home, go home, go home, go home, go home, go"
     params: dict[str, Any] = {"max_tokens": 24, "temperature": 0.3, "seed": 3}
     option_sets: list[dict[str, Any]] = [
@@ -248,7 +248,9 @@ def test_defaults_are_those_of_complete(target: lb.Model) -> None:
         plain = [ctx.complete(prompt, drafter=None, **options).tokens for options in option_sets]
     for more in ({}, {"prefix_cache": False}):
         with Context(target, n_ctx=1024, n_threads=1, batch_invariant=True, **more) as ctx:  # type: ignore[arg-type]
-            config = lb.SpeculativeConfig(draft_k=4, rule="seeded")  # "auto" goes by times
+            config = lb.SpeculativeConfig(
+                draft_k=4, rule="seeded"
+            )  # "auto" depends on measured times
 
             async def main() -> list[list[Result]]:
                 async with AsyncEngine(ctx, config=config) as engine:  # noqa: B023

@@ -1,4 +1,4 @@
-"""Requests that continue a text, rate a part of their prompt, or end at tokens of their own choice."""
+"""Requests that continue a text, score a part of their prompt, or end at chosen tokens."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def either(request: pytest.FixtureRequest, target: lb.Model) -> Iterator[Context
 
 @pytest.mark.parametrize("grammar", [None, SCHEMA, Grammar('root ::= [a-z ]+ "." [a-z ]+')])
 def test_text_in_parts_is_the_text_in_one(either: Context, grammar: Grammar | None) -> None:
-    """Also with drafts, and after the prefix cache was emptied."""
+    """The same holds with drafts, and after the prefix cache was emptied."""
     prompt = either.model.prompt_tokens("Once upon a time")
     request = Request(prompt, sampling=WARM, max_tokens=20, grammar=grammar)
     whole = one(either, request)
@@ -151,7 +151,7 @@ def test_preempted_texts_keep_their_least_length(target: lb.Model) -> None:
         engine = Engine(small)
         results = engine.generate(requests)
     assert engine.stats.preemptions == sum(result.num_preemptions for result in results) > 0
-    assert results[0].num_preemptions == 0  # the oldest never gives way
+    assert results[0].num_preemptions == 0  # the oldest request is never preempted
     with lb.Context(target, n_ctx=256, n_threads=1) as ctx:
         for request, result in zip(requests, results, strict=True):
             assert result.tokens == one(ctx, request).tokens

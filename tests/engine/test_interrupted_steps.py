@@ -1,8 +1,8 @@
-"""A step that is interrupted anywhere loses nothing: the next ones go on, to the same results.
+"""A step that is interrupted anywhere loses nothing: the next steps continue to the same results.
 
-Each place is a line of the package that a step passes. Ctrl-C is a real signal, sent at that place: what
-its handler raises comes at the end of the step. Other exceptions are raised at once, in any line of the
-engine, and in any call of a drafter.
+Each place is a line of the package that a step passes. Ctrl-C is a real signal, sent at that place. The
+exception of its handler comes at the end of the step. Other exceptions are raised at once, in any line of
+the engine and in any call of a drafter.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def outcome(
     error: type[BaseException],
     drafter: lb.Drafter | None = None,
 ) -> Seen:
-    """Run the requests, interrupted at the place of ``interrupter``; return what came of them."""
+    """Run the requests, interrupted at the place of ``interrupter``; return their outcome."""
     drafter = drafter or lb.speculative.PromptLookupDrafter()
     engine = Engine(ctx, drafter, SpeculativeConfig(draft_k=3), seed=5)
     for request in REQUESTS:
@@ -158,7 +158,7 @@ def places(ctx: Context, files: Path) -> tuple[list[Place], Seen]:
 def failures(
     ctx: Context, files: Path, act: Callable[[], None], every: int, error: type[BaseException]
 ) -> list[str]:
-    """Return every place at which ``act`` changes a result, with what goes wrong."""
+    """Return every place at which ``act`` changes a result, with the difference."""
     messages = []
     passed, expected = places(ctx, files)
     assert len(passed) > 300
@@ -182,7 +182,7 @@ def ctrl_c() -> None:
 
 
 class Injected(BaseException):
-    """No error of the package, and nothing that is caught by mistake."""
+    """An exception that is no error of the package and is never caught by mistake."""
 
 
 def injected() -> None:
@@ -226,7 +226,7 @@ def test_exception_at_its_last_token_does_not_let_a_text_run_on(
 
 
 class Failing(lb.speculative.PromptLookupDrafter):
-    """A drafter of whose calls, or of those of its states, number ``at`` raises ``error``."""
+    """A drafter that raises ``error`` in call number ``at``, counting the calls of its states too."""
 
     def __init__(self, at: int, error: BaseException) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ class Failing(lb.speculative.PromptLookupDrafter):
         return self.watched(super().start(target, rule))
 
     def watched(self, state: DraftState) -> Any:
-        """Return a state whose calls are counted before they do their work, ``propose`` after it."""
+        """Return a state whose calls are counted before their work, and ``propose`` after it."""
 
         def counted(name: str) -> Callable[..., Any]:
             def call(*args: Any) -> Any:
@@ -275,7 +275,7 @@ def test_drafter_that_raises_anything_at_any_call_costs_no_result(
 
 
 def test_handler_of_ctrl_c_is_the_users_again_after_a_step(model: lb.Model) -> None:
-    """It runs at once, even in a step, and may be replaced there; what it raises comes at the end."""
+    """The handler runs at once, even in a step, and may be replaced there; its exception comes later."""
     seen: list[object] = []
 
     def handler(number: int, frame: FrameType | None) -> None:

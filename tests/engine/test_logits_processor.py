@@ -1,4 +1,4 @@
-"""A function of one's own on the logits: its text, with drafts or without, is that of a loop by hand.
+"""A user's function on the logits: with and without drafts, the text is that of a loop by hand.
 
 Contexts are batch-invariant, so texts are compared with ==.
 """
@@ -24,14 +24,14 @@ GRAMMAR = lb.Grammar.from_regex(r"[a-zA-Z ,.]{40} The end\.")
 
 
 def alternates(ids: Any, logits: Any) -> Any:
-    """Allow even tokens after odd ones and the reverse, more eagerly as the text grows; in place."""
+    """Prefer even tokens after odd ones and the reverse, more strongly as the text grows; in place."""
     logits[ids[-1] % 2 :: 2] = -math.inf
     logits *= 1.0 + len(ids) / 400
     return logits
 
 
 def prefers(ids: Any, logits: Any) -> Any:
-    """As ``alternates``, but what it does not like may come."""
+    """The same as ``alternates``, but the other tokens stay possible."""
     return logits - 4.0 * (np.arange(len(logits)) % 2 == ids[-1] % 2)
 
 
@@ -46,7 +46,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def by_hand(ctx: Context, n: int, grammar: lb.Grammar | None = None, **settings: Any) -> list[int]:
-    """Return what the definition says: the function's logits, then the sampler, then the draw."""
+    """Return the text by the definition: the function's logits, then the sampler, then the draw."""
     function = alternates if grammar is None else prefers
     params = SamplingParams(**settings)
     generated: list[int] = []
@@ -124,7 +124,7 @@ def test_it_gets_all_tokens_and_a_copy_of_the_logits(ctx: Context) -> None:
     def sees(ids: Any, logits: Any) -> Any:
         assert (ids.dtype, logits.dtype) == (np.intc, np.float32)
         seen.append((ids.tolist(), logits.copy()))
-        logits[:] = 0.0  # the model's own are not touched
+        logits[:] = 0.0  # the model's own logits are not changed
         return [float(i == 70 + len(ids) % 7) for i in range(len(logits))]
 
     with Branch.start(ctx, PROMPT, temperature=0.0, logits_processor=sees) as branch:

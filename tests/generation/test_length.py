@@ -246,7 +246,7 @@ def test_unlucky_stretch_does_not_switch_a_good_drafter_off() -> None:
 
 
 def test_reading_and_the_step_that_ends_a_draft_are_no_drafted_tokens_time() -> None:
-    """The first draft also reads the prompt, which takes the time of a hundred steps. Later ones do not."""
+    """The first draft also reads the prompt, for a hundred steps. Later ones do not."""
     length = auto_length()
     length.learn([PLAIN], 1, 1.0, 3)
     assert length.plain_steps(1000) == 0

@@ -1,4 +1,4 @@
-"""Drafters that copy: what they propose, and what texts share. Their texts: `test_drafted_text`."""
+"""Drafters that copy: what they propose, and what texts share. `test_drafted_text` tests their texts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def branch(ctx: Context) -> Iterator[Branch]:
 
 
 class Refuses(FixedLength):
-    """A controller for which drafting never pays."""
+    """A draft-length controller for which drafting never pays."""
 
     def consider(self, drafter: str) -> bool:
         return False
@@ -56,7 +56,7 @@ EITHER = pytest.mark.parametrize(
     ("drafter", "tokens", "k", "expected"),
     [
         (lookup(3, 2), [20, 21, 30, 20, 21, 40, 41, 20, 21], 2, [40, 41]),  # the newest occurrence
-        (lookup(3, 1), [1, 2, 3, 50, 9, 2, 3, 60, 1, 2, 3], 1, [50]),  # of the longest suffix
+        (lookup(3, 1), [1, 2, 3, 50, 9, 2, 3, 60, 1, 2, 3], 1, [50]),  # after the longest suffix
         (lookup(3, 2), [1, 2, 3, 4, 3], 8, []),  # no evidence
         (lookup(3, 2), [1, 2, 3, 4, 3, 4], 1, [3]),
         # a match of m tokens allows a draft of m
@@ -148,7 +148,7 @@ def test_texts_that_are_read_later_are_not_shared(ctx: Context) -> None:
         propose(line, [*prompt[:4], *reply])
         twin = line.fork(
             other.sequence
-        )  # for another prompt with the same beginning, as in an engine
+        )  # copied for another prompt with the same beginning, as in an engine
         twin.observe(4)
         propose(twin, [*prompt, 90, 91, 92])
         branch.extend(reply)
@@ -167,14 +167,17 @@ def test_what_others_say_and_what_was_rewound_is_evidence(branch: Branch) -> Non
     propose(line, [5, 6, 70, 71, 72])
     line.observe(3)
     assert propose(line, [5, 6, 70]).tokens == [71, 72]
-    assert propose(line, [5, 6, 70, 90, 6, 70]).tokens == [90, 6]  # what stands goes first
+    assert propose(line, [5, 6, 70, 90, 6, 70]).tokens == [
+        90,
+        6,
+    ]  # the accepted text is copied first
     parent = SuffixDrafter().start(branch.sequence, "seeded")
     propose(parent, [5, 6])
     a, b = parent.fork(branch.sequence), parent.fork(branch.sequence)  # siblings that both run
     propose(a, [5, 6, 70, 71, 72, 73])
     assert propose(b, [5, 6, 80, 70, 71]).tokens == [72, 73]
     drafter = SuffixDrafter()
-    drafter.floor = 0.0  # what is improbable is drafted too
+    drafter.floor = 0.0  # improbable tokens are drafted too
     propose(drafter.start(branch.sequence, "seeded"), [5, *range(40, 48)])
     for tokens, better in (
         ([5, 42, 43, 9, *range(40, 44)], [44, 45, 46, 47]),
@@ -187,7 +190,7 @@ def test_what_others_say_and_what_was_rewound_is_evidence(branch: Branch) -> Non
 
 
 class Script(Drafter):
-    """A drafter and its own line: says what it is given, remembers what it is told."""
+    """A drafter and its own state: it proposes given tokens and remembers what it observes."""
 
     name = "script"
 
@@ -235,7 +238,7 @@ def test_model_behind_ngrams_catches_up_in_one_decode(ctx: Context, draft_ctx: C
     with Branch.start(ctx, tokens, temperature=0.0) as branch:
         chain = ChainDrafter([PromptLookupDrafter(), ModelDrafter(draft_ctx)])
         line = chain.start(branch.sequence, "seeded")
-        # The prompt; the last draft is not decoded. Then a copy, and after it what was missed.
+        # The prompt, without the last draft's decode. Then a copy, and after it the missed tokens.
         for added, k, n_decodes in (([], 1, 1), ([5, 6, 7], 4, 0), ([30, 31, 32, 33], 1, 1)):
             tokens += added
             line.observe(len(tokens))

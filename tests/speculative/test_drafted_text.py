@@ -1,9 +1,10 @@
-"""The law of drafting: whatever drafts, whoever asks, whatever runs beside it, the text is the plain one.
+"""The law of drafting: with any drafter, any caller and any other texts beside it, the text is plain.
 
-"Plain" is ``Branch.generate``, one decode a token. In a batch-invariant context the logits of a verified
-token are those of a token decoded alone, to the bit, and every loop draws with the noise of (seed,
-position): so tokens, texts, log-probabilities and entropies are compared with ==. Toys with other kinds
-of memory follow: where logits depend on the batch, their numbers are compared up to rounding.
+"Plain" means the text of ``Branch.generate`` with one decode per token. In a batch-invariant context the
+logits of a verified token equal, to the bit, those of a token decoded alone, and every loop draws with
+the noise of (seed, position). So tokens, texts, log-probabilities and entropies are compared with ==.
+Then follow toys with other kinds of memory. Where their logits depend on the batch, numbers are compared
+up to rounding.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ SENTENCE = r"""
 
 
 class Case(NamedTuple):
-    """A text that is asked for."""
+    """A request for a text."""
 
     prompt: str | list[int] = PROMPTS[0]
     sampling: SamplingParams = WARM
@@ -76,7 +77,7 @@ class Said(NamedTuple):
 def heard(
     *texts: tuple[Iterable[lb.Produced], Callable[[], str | None]],
 ) -> list[Said]:
-    """Listen to texts to their ends, one token of each in turn; the second says why one ended."""
+    """Read texts to their ends, one token of each in turn. The second item tells why a text ended."""
     seen: list[list[lb.Produced]] = [[] for _ in texts]
     errors = [""] * len(texts)
     running = {i: iter(tokens) for i, (tokens, _) in enumerate(texts)}
@@ -129,7 +130,7 @@ def limits(ctx: Context) -> list[Case]:
 
 
 def ends(ctx: Context) -> list[Case]:
-    """The end is made likely, for target and draft alike, so that drafts run past it."""
+    """The end token is made likely for target and draft, so that drafts run past it."""
     return [
         Case(PROMPTS[i % 3], SamplingParams(seed=i, logit_bias={ctx.model.eos or 0: bias}), 60)
         for i in range(4)
@@ -138,7 +139,7 @@ def ends(ctx: Context) -> list[Case]:
 
 
 def stops(ctx: Context) -> list[Case]:
-    """In the middle of tokens and of blocks; the last ones could begin, and then the text ends."""
+    """Stop strings in the middle of tokens and of blocks, and some that may begin at the text's end."""
     text = plain(ctx, Case(n=120)).text
     stopping = [Case(n=120, stop=(text[at : at + 6], "never")) for at in (3, 20, 50, 101, 102, 103)]
     never = tuple(chr(c) + "\x00never" for c in range(32, 127))
@@ -151,7 +152,7 @@ def grammars(ctx: Context) -> list[Case]:
 
 
 def dead_ends(ctx: Context) -> list[Case]:
-    """The grammar is complete, and no end token may be drawn: an error, or the limit comes before it."""
+    """The grammar is complete, but end tokens are forbidden: an error, unless the limit comes before."""
     bias = dict.fromkeys(ctx.model.eog_tokens, -math.inf)
     at_ends = []
     for i in range(3):
@@ -169,9 +170,9 @@ CASES = {f.__name__: f for f in (free, penalties, limits, ends, stops, grammars,
 
 
 class Hostile(lb.Drafter):
-    """Drafts what the target would say and then lies, only lies, ends, or nothing, in turn.
+    """Drafts, in turn: right tokens and then wrong ones, only wrong ones, end tokens, and nothing.
 
-    ``ends``: always what it would say, to the end, and then more ends.
+    ``ends``: always the right tokens up to the end, and then more end tokens.
     """
 
     name = "hostile"
@@ -180,7 +181,7 @@ class Hostile(lb.Drafter):
         self.knowing, self.ends = knowing, ends
 
     def check(self, target: lb.Model) -> None:
-        """Claim to fit."""
+        """Accept any target."""
 
     def start(self, target: lb.speculative.Text, rule: str) -> Any:
         return HostileState(self.knowing.start(target, rule), target.ctx.model, self.ends)
@@ -218,7 +219,7 @@ class HostileState(NullState):
 
 
 class World(NamedTuple):
-    """The target's context, and those that draft: the draft, the target itself, one of another kind.
+    """The context of the target, and those of drafters: the draft, the target itself, another kind.
 
     The other is the draft renumbered, or a model with the usual memory.
     """
@@ -287,7 +288,7 @@ Drafter = lb.Drafter | None
 def by_prompt(
     ctx: Context, drafter: Drafter, config: SpeculativeConfig, cases: list[Case]
 ) -> Asked:
-    """Ask a speculator for each, by its prompt."""
+    """Generate each with a speculator, from its prompt."""
     speculator, texts = Speculator(ctx, drafter, config), []
     for case in cases:
         generation = speculator.generate(
@@ -302,7 +303,7 @@ def by_prompt(
 def by_branch(
     ctx: Context, drafter: Drafter, config: SpeculativeConfig, cases: list[Case]
 ) -> Asked:
-    """Ask a speculator to go on with branches, two in turns, which then are as if read."""
+    """Continue branches with a speculator, two in turn; then the branches are as if read."""
     speculator, texts = Speculator(ctx, drafter, config), []
     for i in range(0, len(cases), 2):
         branches = [start(ctx, case) for case in cases[i : i + 2]]
@@ -333,7 +334,7 @@ def by_branch(
 def by_session(
     ctx: Context, drafter: Drafter, config: SpeculativeConfig, cases: list[Case]
 ) -> Asked:
-    """Ask a session token by token, with the drafter, another one and none by turns."""
+    """Generate with a session: token by token with the drafter, another one and none, in turn."""
     texts, stats = [], lb.SpeculativeStats()
     other = drafter if type(drafter) in (type(None), NullDrafter) else PromptLookupDrafter(2, 1)
     turns = (drafter, other, drafter, None)
@@ -358,7 +359,7 @@ def by_session(
 def by_engine(
     ctx: Context, drafter: Drafter, config: SpeculativeConfig, cases: list[Case]
 ) -> Asked:
-    """Ask an engine for all of them at once: each text is in the company of the others."""
+    """Generate all of them at once with an engine, so that each text runs beside the others."""
     engine = lb.Engine(ctx, drafter, config, max_tokens=None)
     requests = [
         lb.Request(c.prompt, sampling=c.sampling, grammar=c.grammar, max_tokens=c.n, stop=c.stop)
@@ -399,7 +400,7 @@ def test_drafted_text_is_the_plain_text(
         assert drafted == text, case
     world.check()
     assert stats.num_emitted_tokens == sum(len(s.tokens) for s in wanted)
-    if cases == "ends" and drafter == "same model":  # no draft goes on after an end
+    if cases == "ends" and drafter == "same model":  # no draft continues after an end token
         assert stats.stop_reasons["end"] > 0
     if cases == "free":
         is_wrong = drafter == "function" and caller != "session"
@@ -458,7 +459,7 @@ def test_any_length_and_at_temperature_zero_any_rule_gives_the_plain_text(
 def test_texts_of_rejection_rules_leave_their_state_and_end_where_they_may(
     drafter: str, rule: str, world: World, expected: Expected
 ) -> None:
-    """Rejected tokens leave no penalty, and nothing follows an end that was drafted and accepted."""
+    """Rejected tokens leave no penalty, and nothing follows an accepted end token."""
     config = SpeculativeConfig(draft_k=8, rule=rule)
     for name in ("penalties", "ends", "dead_ends"):
         asked = [case for case in expected[name][0] if case.sampling.temperature]
@@ -483,7 +484,7 @@ def test_texts_of_rejection_rules_leave_their_state_and_end_where_they_may(
 def begin(
     caller: str, ctx: Context, drafter: Drafter, prompt: str | Branch
 ) -> tuple[Callable[[], lb.Produced | None], Callable[[], None]]:
-    """Begin a text; return what gives the next token, and what closes it."""
+    """Begin a text; return a function that gives the next token, and one that closes the text."""
     if caller == "session":
         own_sampling = None if isinstance(prompt, Branch) else WARM
         session = lb.InferenceSession(ctx, prompt, sampling=own_sampling, config=FIXED)
@@ -558,7 +559,7 @@ def test_closed_contexts_end_texts_with_a_clear_error(
 def test_full_cache_ends_every_text_at_the_same_token(
     drafter: str, caller: str, world: World, target: lb.Model
 ) -> None:
-    """Drafts do not take the place of a token; the last one needs no cell."""
+    """Drafts take no cells away from the text. The last token needs no cell."""
     endless = WARM.replace(logit_bias={target.eos or 0: -1e9})
     cases = [Case([5] * (256 - n), endless, None) for n in (16, 1, 0)]
     cases += [Case([5] * 240, endless, n) for n in (15, 16, 17, 18)]
@@ -580,7 +581,7 @@ def test_full_cache_ends_every_text_at_the_same_token(
 def test_branch_holds_what_was_emitted_when_the_cache_is_full(
     drafter: str, caller: str, world: World, target: lb.Model
 ) -> None:
-    """16 cells are left; the 17th token is said without one. With room, the text goes on."""
+    """16 cells are left, and the 17th token needs none. With more room, the text continues."""
     with Context(target, n_ctx=256, n_seq_max=3, n_threads=1, batch_invariant=True) as ctx:
         others = Branch.start(ctx, [7] * 40)
         branch, emitted = Branch.start(ctx, [5] * 200, sampling=WARM), []
@@ -629,7 +630,7 @@ TOY_CASES = [
         TOY_WARM.replace(seed=3, logit_bias={1: 4.0}),  # ends in the middle of a draft
     )
 ]
-ROUNDING = 0.05  # nats, along a text of recurrent states; a wrong state moves several
+ROUNDING = 0.05  # nats, for texts with recurrent states; a wrong state moves logits by several
 
 
 class Kind(NamedTuple):
@@ -658,14 +659,14 @@ class Memory(NamedTuple):
     kind: Kind
     world: World
     plain: list[Said]
-    rounding: float  # how far apart right logits may be; wrong states move them by several
+    rounding: float  # the largest difference of right logits; wrong states move them by several
 
     def check_same(self, case: Case, said: Said, wanted: Said, *, may_round: bool) -> None:
-        """Fail unless the texts are the same, and their numbers but for rounding.
+        """Fail unless the texts are the same, and their numbers are the same up to rounding.
 
         Args:
-            may_round: with a sliding window, whose attention is in f16, a near-tie may fall otherwise:
-                the cells of texts in company are in another order.
+            may_round: with a sliding window, whose attention is in f16, a near-tie may be decided the
+                other way, because the cells of texts that run together are in another order.
         """
         ctx = self.world.ctx
         if ctx.capabilities.sliding_window and may_round and said.tokens != wanted.tokens:
@@ -724,7 +725,7 @@ def test_memory_is_known_for_what_it_is(memory: Memory) -> None:
 def test_text_in_any_memory_is_that_of_plain_decoding(
     draft_k: int | str, drafter: str, caller: str, memory: Memory
 ) -> None:
-    """The other vocabulary is the same, of a model with the usual memory."""
+    """Here the drafter "other" has the same vocabulary and the usual memory."""
     ctx, config = memory.world.ctx, SpeculativeConfig(draft_k=draft_k)
     chosen_drafter = DRAFTERS[drafter](memory.world)
     texts, stats = CALLERS[caller](ctx, chosen_drafter, config, TOY_CASES)
@@ -748,7 +749,7 @@ def test_text_in_any_memory_is_that_of_plain_decoding(
 def test_state_after_speculation_is_that_of_a_fresh_prefill(
     drafter: str, rule: str, memory: Memory
 ) -> None:
-    """Also after an abandoned block, a rewind past the window, and a fork."""
+    """The same holds after an abandoned block, a rewind past the window, and a fork."""
     ctx = memory.world.ctx
     config = SpeculativeConfig(draft_k=4, rule=rule)
     speculator = Speculator(ctx, DRAFTERS[drafter](memory.world), config)
@@ -783,7 +784,7 @@ def test_state_after_speculation_is_that_of_a_fresh_prefill(
 
 
 def test_context_without_a_spare_sequence_goes_on_plainly(memory: Memory) -> None:
-    """Memory that cannot undo needs a fork to verify on; without one it decodes without drafts."""
+    """Memory that cannot undo verifies on a fork. Without a free sequence it decodes without drafts."""
     model, kind = memory.world.ctx.model, memory.kind
     options = {**kind.options, "n_ctx": 512}
     with Context(model, n_seq_max=1, n_threads=1, **options) as ctx:
@@ -796,7 +797,7 @@ def test_context_without_a_spare_sequence_goes_on_plainly(memory: Memory) -> Non
 
 
 def test_generations_of_forks_take_turns(memory: Memory) -> None:
-    """Generations of four branches interleave over one draft; each generates what it generates alone."""
+    """Four branches use one draft context in turn, and each generates what it generates alone."""
     ctx, draft = memory.world.ctx, lb.ModelDrafter(memory.world.draft)
     speculator = Speculator(ctx, draft, SpeculativeConfig(draft_k=3))
     with Branch.start(ctx, TOY_PROMPT, sampling=TOY_WARM) as root:

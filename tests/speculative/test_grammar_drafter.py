@@ -122,7 +122,7 @@ def test_tokens_that_the_grammar_refuses_are_not_verified(ctx: Context) -> None:
 
 
 def test_copied_value_follows_what_is_forced(ctx: Context) -> None:
-    """The prompt has the same record, so the draft goes on through keys and values."""
+    """The prompt has the same record, so the draft continues through keys and values."""
     record = '{"name_of_the_hero": "Gerda", "kind": "a wolf", "is_brave": true, "age": 12}'
     state = GrammarDrafter(SuffixDrafter(min_match=1, shared_tokens=0)).start
     with Branch.start(ctx, f"{record}\n{record}\n", grammar=JSON) as branch:

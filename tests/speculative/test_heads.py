@@ -88,7 +88,7 @@ def parts(kind: str, folder: Path) -> tuple[Path, Path]:
 
 
 def open_pair(kind: str, folder: Path, target: lb.Model) -> Pair:
-    """Open a pair; the bundled head with cells of its own, too."""
+    """Open a pair. The bundled head is also opened with separate cells."""
     options: dict[str, Any] = {"n_ctx": 1024, "n_seq_max": 8, "n_threads": 1}
     if kind.startswith("bundled"):
         ctx, unified = lb.Context(target, **options), kind == "bundled"
@@ -142,7 +142,7 @@ def test_text_is_that_of_plain_decoding(pair: Pair, caller: str) -> None:
 
 
 def test_other_rules_and_an_entropy_stop_draft(pair: Pair) -> None:
-    """That these rules keep the distribution is shown for them elsewhere; here that they get sources."""
+    """Other tests show that these rules keep the distribution; this one, that they get the sources."""
     for settings in ({"rule": "token"}, {"rule": "block"}, {"draft_k": 6, "entropy_stop": 0.5}):
         sampling = SETTINGS["greedy" if "draft_k" in settings else "seeded"]
         generation = pair.speculator(**settings).generate(
@@ -157,7 +157,7 @@ def test_other_rules_and_an_entropy_stop_draft(pair: Pair) -> None:
 
 
 def test_drafts_of_several_texts_share_decodes(pair: Pair) -> None:
-    """And are those of each alone, also where llama.cpp takes the texts in another order."""
+    """The texts equal those of each request alone, also if llama.cpp processes them in another order."""
     decoder = pair.drafter.ctx.decoder
     branches, requests, alone, n_alone = [], [], [], []
     for prompt in PROMPTS:
@@ -181,7 +181,7 @@ def test_drafts_of_several_texts_share_decodes(pair: Pair) -> None:
 
 
 def test_forgotten_branch_gives_its_sequences_back(pair: Pair) -> None:
-    """The state that is kept for its next generation must not keep the branch."""
+    """The state that is kept for a branch's next generation must not keep the branch alive."""
     speculator, n_free = pair.speculator(), pair.ctx.n_seq_free
     branch = lb.Branch.start(pair.ctx, PROMPTS[0], sampling=SETTINGS["greedy"])
     speculator.generate(branch, max_tokens=6).finish()
@@ -218,9 +218,9 @@ def test_forks_and_rewound_branches_go_on_with_the_state(pair: Pair) -> None:
 def test_snapshots_load_with_and_without_hidden_states(
     eagle: Pair, target: lb.Model, tmp_path: Path
 ) -> None:
-    """Files of contexts without a head are as before; either kind loads in either context.
+    """Files of contexts without a head have not changed. Both kinds load in both kinds of context.
 
-    With hidden states none of the tokens is decoded again.
+    With hidden states no token is decoded again.
     """
     sampling = SETTINGS["seeded"]
     with lb.Context(target, n_ctx=256, n_threads=1) as bare:
@@ -258,7 +258,7 @@ def test_snapshots_with_forged_hidden_states_are_refused(eagle: Pair, tmp_path: 
         (nan, good.hidden_layers, True),
         (good.hidden[:-1], good.hidden_layers, True),
         (wide, good.hidden_layers, True),
-        (good.hidden, (0, 1, 2), False),  # of another head: not used
+        (good.hidden, (0, 1, 2), False),  # hidden states for another head are not used
         (good.hidden[:, :5], good.hidden_layers, False),
     ):
         forged = dataclasses.replace(good, hidden=hidden, hidden_layers=layers)
@@ -274,12 +274,12 @@ def test_snapshots_with_forged_hidden_states_are_refused(eagle: Pair, tmp_path: 
 
 
 def test_acceptance_of_the_bundled_head(eagle: Pair) -> None:
-    """A head that read wrong states would have about one token in a thousand accepted."""
+    """If a head read wrong states, about one token in a thousand would be accepted."""
     assert eagle.drafted(PROMPTS[0], "greedy", 80).draft_acceptance_rate > 0.1
 
 
 def test_hidden_states_are_kept_only_while_a_head_reads_them(target: lb.Model) -> None:
-    """Compaction keeps them; they go with the head, which goes when it is closed or dropped."""
+    """Compaction keeps them. They are dropped with the head, when it is closed or garbage."""
     with lb.Context(target, n_ctx=256, n_seq_max=4, n_threads=1) as ctx:
         head = lb.Context(lb.Model(HEAD), target=ctx, owns_model=True)
         with pytest.raises(lb.ConfigError, match="another head"):
@@ -307,7 +307,7 @@ def test_hidden_states_are_kept_only_while_a_head_reads_them(target: lb.Model) -
 
 
 def test_draft_of_the_same_text_again_is_the_same(pair: Pair) -> None:
-    """As after an interruption between a draft and its verification, or of the draft itself."""
+    """For example after an interruption of a draft, or between a draft and its verification."""
     tokens = pair.ctx.tokenize(PROMPTS[2])
     with lb.Branch.create(pair.ctx, SETTINGS["seeded"]) as branch:
         branch.prefill(tokens[:-1])
@@ -351,7 +351,7 @@ def engine_texts(pair: Pair | lb.Context, sampling: lb.SamplingParams) -> tuple[
 def test_engine_texts_are_plain_in_contexts_of_other_kinds(
     options: str, own_head: bool, target: lb.Model
 ) -> None:
-    """So are the drafts. The second pass finds the first in a prefix cache, hidden states included."""
+    """The drafts are the same, too. The second pass finds texts and hidden states in the prefix cache."""
     size: dict[str, Any] = {"n_ctx": 1024, "n_seq_max": 4, "n_threads": 1}
     for settings in ("greedy", "seeded"):
         sampling = SETTINGS[settings]
@@ -412,7 +412,7 @@ def test_prefix_that_comes_back_from_host_memory_has_its_hidden_states(
 def test_head_begins_after_the_tokens_whose_states_are_not_known(
     own_head: bool, target: lb.Model
 ) -> None:
-    """The head is opened late, and there is no sequence in which tokens could be decoded again."""
+    """The head is opened late, and no sequence is free in which tokens could be decoded again."""
     for settings in SETTINGS.values():
         with lb.Context(target, n_ctx=512, n_seq_max=2, n_threads=1) as ctx:
             branch = lb.Branch.start(ctx, PROMPTS[0], sampling=settings)
@@ -515,7 +515,7 @@ MISFITS: dict[str, tuple[str, dict[str, Any], str]] = {
 def test_head_that_does_not_fit_is_refused_with_the_reason(
     case: str, folder: Path, target: lb.Model
 ) -> None:
-    """An EAGLE-3 head, or layers, in a file of their own, of which the target is another one."""
+    """An EAGLE-3 head, or MTP layers in a separate file, that belong to another target."""
     kind, options, reason = MISFITS[case]
     toy_options: dict[str, Any] = {"vocab": "bytes", "weights": "f32", **options}
     try:
@@ -541,14 +541,14 @@ def test_head_that_does_not_fit_is_refused_with_the_reason(
 
 
 UNFIT: dict[str, tuple[str, dict[str, Any], str, str]] = {
-    # what is written; what it is; why its layers cannot draft
+    # the file; its kind; why its layers cannot draft
     "none": ("llama", {}, "", "has no MTP layers"),
     "not loaded": ("glm4moe", {}, "mtp", "load_mtp=True"),
     "lacking": ("glm4moe", {"drop": ("blk.2.nextn.eh_proj.weight",)}, "", "lacks the weights|not loaded"),
     # On these llama.cpp would abort.
     "two": ("glm4moe", {"metadata": {"block_count": 4, "nextn_predict_layers": 2}}, "", ""),
     "unfused": ("mimo2", {"drop": ("blk.3.ffn_gate.weight",)}, "", r"needs blk\.3\.ffn_gate"),
-    # It loads this one, and crashes at the first decode of a trunk that is not there.
+    # It loads this file, and crashes at the first decode because the trunk is missing.
     "alone": ("", {}, "mtp-only", "predicts no tokens.*beside their target"),
 }  # fmt: skip
 
@@ -615,7 +615,7 @@ def drafted(pair: Pair, branch: lb.Branch, text: list[int], *limits: int) -> lis
 
 @pytest.mark.parametrize("kind", ["mimo2", "hy_v3"])
 def test_each_of_several_layers_drafts_a_token(kind: str, folder: Path, target: lb.Model) -> None:
-    """They need their own K/V: a layer that has not drafted yet reads all of the text when it does."""
+    """Layers have their own K/V: a layer that drafts for the first time reads the whole text."""
     pair = open_pair(kind, folder, target)
     with pair.ctx as ctx, lb.Branch.create(ctx, SETTINGS["greedy"]) as branch:
         assert isinstance(pair.drafter, lb.MTPDrafter) and pair.drafter.n_layers == 3
@@ -669,7 +669,7 @@ def test_full_cache_of_the_layers_ends_drafts_and_not_the_text(
 def test_layers_without_memory_of_their_own_leave_the_targets_alone(
     folder: Path, target: lb.Model
 ) -> None:
-    """llama.cpp would clear the target's cells with them; what could do that is refused."""
+    """llama.cpp would clear the target's cells with the head's. Calls that could do that are refused."""
     pair = open_pair("gemma4", folder, target)
     head = pair.drafter.ctx
     with pair.ctx as ctx, lb.Branch.start(ctx, PROMPTS[0]) as branch:

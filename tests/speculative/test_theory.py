@@ -1,4 +1,4 @@
-"""The arithmetic of speculation, against enumeration, and the page that prints it."""
+"""The arithmetic of speculation compared with enumeration, and the page that prints it."""
 
 from __future__ import annotations
 

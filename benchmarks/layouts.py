@@ -19,9 +19,8 @@ from .report import Settings, emit, parser, pm, series_json, table, title
 
 OWN, UNIFIED, IN_TURN = "Engine, own cells", "Engine, unified cache", "one after another"
 BATCHED, BATCHED_UNIFIED = "llama-batched-bench", "llama-batched-bench, unified cache"
-BATCHED_KV = (
-    "llama-batched-bench, K/V as the Engine's"  # with this type texts are exact in any batch
-)
+# With the Engine's K/V type texts are exact in any batch.
+BATCHED_KV = "llama-batched-bench, K/V as the Engine's"
 _PROMPT = 8
 
 

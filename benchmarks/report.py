@@ -63,9 +63,10 @@ class Settings:
 
     @classmethod
     def of(cls, args: argparse.Namespace, **quick: int) -> Settings:
-        """Return the settings of a parsed command line; --quick uses the values in ``quick``.
+        """Return the settings of a parsed command line; --quick uses small values.
 
-        If the environment names no profile, this process uses a new one.
+        ``quick`` changes the small values. Without a profile in the environment, this process uses a
+        new one.
         """
         profile = args.cache / f"benchmark-profile-{os.getpid()}.json"
         if os.environ.setdefault("LLAMABRANCH_PROFILE", str(profile)) == str(profile):

@@ -159,7 +159,7 @@ def _run(step: Step, args: argparse.Namespace) -> dict[str, object] | None:
 
 
 def _made(argument: str, cache: Path) -> str:
-    """Return the argument. ``padded:N:TYPE`` becomes the path of that model, which is written."""
+    """Return the argument. ``padded:N:TYPE`` becomes the path of that model, written if missing."""
     word, *rest = argument.split(":")
     if word != "padded":
         return argument

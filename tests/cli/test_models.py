@@ -278,8 +278,7 @@ def test_listed_draft_that_is_not_here_is_asked_for_first(
     first, *others = possible_drafts("qwen3-4b")
     assert (first.name, first.path, first.drafts_by) == ("qwen3-0.6b", None, "unknown")
     assert others[0].name == "me/drafts/fitting-Q8_0.gguf"
-    monkeypatch.setenv(
-        "LLAMABRANCH_DOWNLOAD", "0"
-    )  # it must not be downloaded, so the next one drafts
+    # It must not be downloaded, so the next one drafts.
+    monkeypatch.setenv("LLAMABRANCH_DOWNLOAD", "0")
     output = run("generate", "a", "-m", "qwen3-4b", *SHORT).stderr
     assert "draft: suffix+me/drafts/fitting-Q8_0.gguf\n" in output

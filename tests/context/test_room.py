@@ -21,7 +21,7 @@ ARCHITECTURES = ("llama", "gemma3", "lfm2", "glm4moe", "qwen35", "mimo2", "gemma
 
 @pytest.fixture
 def of_16_gib(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pretended machine; no context is created on it."""
+    """A simulated machine; no context is created on it."""
 
     def create(*_: object) -> object:
         raise AssertionError("llama.cpp was asked for it")

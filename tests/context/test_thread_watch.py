@@ -22,7 +22,7 @@ BUSY = {1: (1.0, 1.0), 2: (3.4, 0.5)}
 
 
 class Machine:
-    """A pretended machine on which a decode takes a set time, with its clocks."""
+    """A simulated machine on which a decode takes a set time, with its clocks."""
 
     def __init__(
         self,
@@ -138,9 +138,8 @@ def test_number_that_must_stay_is_told_once(adapts: tuple[bool, bool]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         machine.decodes(50, slow)
-        Machine(adapts=adapts).decodes(
-            100, {1: (1.0, 1.0), 2: (3.0, 0.5)}
-        )  # it has been like that from the start
+        # It has been like that from the start.
+        Machine(adapts=adapts).decodes(100, {1: (1.0, 1.0), 2: (3.0, 0.5)})
 
 
 def test_a_decode_that_fails_is_not_counted() -> None:

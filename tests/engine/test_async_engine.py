@@ -248,9 +248,8 @@ def test_defaults_are_those_of_complete(target: lb.Model) -> None:
         plain = [ctx.complete(prompt, drafter=None, **options).tokens for options in option_sets]
     for more in ({}, {"prefix_cache": False}):
         with Context(target, n_ctx=1024, n_threads=1, batch_invariant=True, **more) as ctx:  # type: ignore[arg-type]
-            config = lb.SpeculativeConfig(
-                draft_k=4, rule="seeded"
-            )  # "auto" depends on measured times
+            # "auto" depends on measured times.
+            config = lb.SpeculativeConfig(draft_k=4, rule="seeded")
 
             async def main() -> list[list[Result]]:
                 async with AsyncEngine(ctx, config=config) as engine:  # noqa: B023

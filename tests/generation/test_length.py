@@ -33,9 +33,8 @@ from llamabranch.generation.length import AutoLength
 from llamabranch.speculative import Draft
 
 PLAIN = Round(NO_DRAFT)
-Chance = Callable[
-    [float], float
-]  # probability that a token is accepted, given the entropy at which it was drawn
+# Probability that a token is accepted, given the entropy at which it was drawn.
+Chance = Callable[[float], float]
 
 
 @dataclass
@@ -52,15 +51,12 @@ class World:
     speaks: float = 1.0  # how often the drafter has something to propose
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(2))
     n_streams: int = 1
-    looks: int = (
-        0  # whether a draft takes one more step than it has tokens; not with a fixed length
-    )
+    looks: int = 0  # 1 = a draft takes one step more than it has tokens (not of a fixed length)
     c_slope: float = 0.0  # seconds that each further stream adds to a draft step
     n_tokens: int = 0
     seconds: float = 0.0
-    drafted: list[int] = field(
-        default_factory=list
-    )  # drafted tokens of each stream in each round; -1 = its drafter was not asked
+    # Drafted tokens of each stream in each round; -1 = its drafter was not asked.
+    drafted: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.streams: list[DraftLength] = [self.length]  # a text by itself
@@ -89,9 +85,8 @@ class World:
             self.n_tokens += 1 + n_accepted
             self.drafted.append(len(draft.tokens) if is_asked else -1)
         self.length.learn(rounds, n_decoded, pace * self.time(n_decoded))
-        self.seconds += draft_s + self.time(
-            n_decoded
-        )  # without drift, so that speeds can be compared
+        # Without drift, so that speeds can be compared.
+        self.seconds += draft_s + self.time(n_decoded)
 
     def _draft(self, i: int, limit: int) -> Round:
         """Return the outcome of a stream's draft."""

@@ -235,9 +235,8 @@ def test_tags_of_calls_in_a_result_stay_text(tmp_path: Path) -> None:
         tokens = model.chat_tokens(called('{"text": "a <do> b </do>"}'))
         assert [token for token in tokens if token in (2, 3)] == [2, 3]  # the template's own
         assert "It is <do>x</do>." in model.detokenize(tokens, special=True)
-        assert 4 in model.chat_tokens(
-            [("user", "a <b> c")]
-        )  # a form of no template: as the model was trained
+        # A form of no template: as the model was trained.
+        assert 4 in model.chat_tokens([("user", "a <b> c")])
 
 
 def test_tools_are_described_without_a_system_role(open_model: Open) -> None:

@@ -133,9 +133,8 @@ def test_flipped_bits_in_the_header_kill_no_process(seed: int, header_bytes: int
             trial += [int(rng.integers(end)), int(rng.integers(8))]
         trials.append(trial)
     texts = outcomes(TARGET, trials)
-    assert (
-        5 < texts.count(RAN) < 75
-    )  # a flipped bit in the text of a token is harmless, one in a size is not
+    # A flipped bit in the text of a token is harmless, one in a size is not.
+    assert 5 < texts.count(RAN) < 75
     assert all(text == RAN or text.split(":")[0].endswith("Error") for text in texts)
 
 

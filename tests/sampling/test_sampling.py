@@ -558,9 +558,8 @@ def test_without_logprobs_the_text_is_the_same(
             if not params.logprobs:
                 with pytest.raises(BranchStateError, match="no surprisal"):
                     branch.perplexity()
-                assert (
-                    branch.surprisal(7) > 0
-                )  # measurements of the current row, which was not measured before
+                # Measurements of the current row, which was not measured before.
+                assert branch.surprisal(7) > 0
         texts.append([token.text for token in tokens])
         assert [token.token for token in tokens] == [token.token for token in drafted]
         numbers = [x for token in (*tokens, *drafted) for x in (token.logprob, token.entropy)]

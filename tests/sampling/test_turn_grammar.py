@@ -125,9 +125,8 @@ def test_tags_that_are_control_tokens(tmp_path: Path, shape: str, is_eog: bool) 
         ends = [n for n, token in enumerate(tokens) if model.is_eog(token)]
         auto = turn_grammar(model, Tools(TOOLS, "auto", form))
         plain = model.tokenize("A <note> b.\n", add_special=False, parse_special=True)
-        assert walked(model, auto, plain) == len(
-            plain
-        )  # control tokens that belong to no call are free
+        # Control tokens that belong to no call are free.
+        assert walked(model, auto, plain) == len(plain)
         if ends and ends[0] == 0:
             return  # no call can be written
         n = ends[0] + 1 if ends else len(tokens)

@@ -16,10 +16,8 @@ from typing import Any
 
 N_VOCAB = 40
 PROMPT = 3  # the only token of the prompt
-TELLING = (
-    3,
-    125,
-)  # unusual cases that show when a search may end: with "never" and penalties above 0
+# Unusual cases that show when a search may end: with "never" and penalties above 0.
+TELLING = (3, 125)
 PATH = Path(__file__).with_name("golden_beams.json")
 
 

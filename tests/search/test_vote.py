@@ -142,9 +142,8 @@ def test_unanimous_texts_decide_as_soon_as_they_can(ctx: Context) -> None:
         result = search.vote(root, lambda _: "same", 16, 6, confidence=1.0, width=1)
         reasons = Counter(h.finish_reason for h in result.hypotheses)
         assert result.votes == {"same": 9} and result.best.score == 1.0
-        assert (
-            reasons.total() - reasons["decided"] == 9
-        )  # of 16: the seven others cannot change the result
+        # Of 16: the seven others cannot change the result.
+        assert reasons.total() - reasons["decided"] == 9
         wide = search.vote(root, lambda _: "same", 16, 6, confidence=1.0, width=7)
         assert [h.finish_reason for h in wide.hypotheses].count("decided") == 16 - 9
         assert not any(h.node.status == "open" for h in wide.hypotheses)

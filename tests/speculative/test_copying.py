@@ -146,9 +146,8 @@ def test_texts_that_are_read_later_are_not_shared(ctx: Context) -> None:
     with Branch.start(ctx, prompt[:4]) as branch, Branch.start(ctx, prompt) as other:
         line = drafter.start(branch.sequence, "seeded")
         propose(line, [*prompt[:4], *reply])
-        twin = line.fork(
-            other.sequence
-        )  # copied for another prompt with the same beginning, as in an engine
+        # Copied for another prompt with the same beginning, as in an engine.
+        twin = line.fork(other.sequence)
         twin.observe(4)
         propose(twin, [*prompt, 90, 91, 92])
         branch.extend(reply)
@@ -167,10 +166,8 @@ def test_what_others_say_and_what_was_rewound_is_evidence(branch: Branch) -> Non
     propose(line, [5, 6, 70, 71, 72])
     line.observe(3)
     assert propose(line, [5, 6, 70]).tokens == [71, 72]
-    assert propose(line, [5, 6, 70, 90, 6, 70]).tokens == [
-        90,
-        6,
-    ]  # the accepted text is copied first
+    # The accepted text is copied first.
+    assert propose(line, [5, 6, 70, 90, 6, 70]).tokens == [90, 6]
     parent = SuffixDrafter().start(branch.sequence, "seeded")
     propose(parent, [5, 6])
     a, b = parent.fork(branch.sequence), parent.fork(branch.sequence)  # siblings that both run

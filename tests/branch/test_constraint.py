@@ -277,7 +277,7 @@ class Moody:
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "message"),
     [
         (lambda: raises, "raised ZeroDivisionError"),
         (lambda: forgets, "must return True or False, not None"),
@@ -285,13 +285,13 @@ class Moody:
     ],
 )
 def test_a_faulty_constraint_is_a_typed_error(
-    ctx: Context, make: Callable[[], Any], told: str
+    ctx: Context, make: Callable[[], Any], message: str
 ) -> None:
     with Branch.start(ctx, "The", temperature=0.8, seed=1) as root:
         n_free, start = ctx.n_seq_free, root.position
         for drafter in (None, SuffixDrafter()):
             generation = root.generate(40, constraint=make(), drafter=drafter)
-            with pytest.raises(ConfigError, match=told) as raised:
+            with pytest.raises(ConfigError, match=message) as raised:
                 generation.finish()
             assert raised.value.hint
             assert root.tokens[start:] == generation.tokens

@@ -289,7 +289,7 @@ def _printed(report: BenchReport, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("report", "load", "said"),
+    ("report", "load", "sentences"),
     [
         (_decided(1.07), 0.0, ["Inconclusive: ", "by 1 pair of texts", "--runs 12"]),
         (
@@ -309,13 +309,13 @@ def _printed(report: BenchReport, capsys: pytest.CaptureFixture[str]) -> str:
 def test_advice_follows_the_verdict(
     report: PairReport,
     load: float,
-    said: list[str],
+    sentences: list[str],
     ctx: lb.Context,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     advice = _advice(ctx, report, load)
     shown = _printed(advice, capsys)
-    assert all(part in shown for part in said) and "Best" not in shown
+    assert all(part in shown for part in sentences) and "Best" not in shown
     assert (advice.command() is None) == (report.verdict != "slower")
 
 

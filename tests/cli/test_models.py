@@ -156,7 +156,7 @@ def test_show_shows_the_names_of_files_not_their_paths(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("vocab", "path", "said"),
+    ("vocab", "path", "sentence"),
     [
         (None, "tokens", "can draft for the first, token by token: the same 4096 tokens"),
         ("bytes", "text", "but only through the text: "),
@@ -164,14 +164,14 @@ def test_show_shows_the_names_of_files_not_their_paths(tmp_path: Path) -> None:
     ],
 )
 def test_show_says_whether_two_models_can_speculate_and_why(
-    vocab: str | None, path: str, said: str, tmp_path: Path
+    vocab: str | None, path: str, sentence: str, tmp_path: Path
 ) -> None:
     other: object = "tale-draft"
     if vocab is not None:
         other = toys.write_toy(tmp_path / "other.gguf", vocab=vocab)
     shown = " ".join(run("models", "show", "tale-target", other).stdout.split())
     report = answer("models", "show", "tale-target", other)
-    assert said in shown and f"{report['reason']}." in shown
+    assert sentence in shown and f"{report['reason']}." in shown
     assert (report["compatible"], report["path"]) == (path == "tokens", path)
     assert len(report["models"]) == 2 and "drafts" not in report
 

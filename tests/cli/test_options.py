@@ -287,14 +287,14 @@ def test_a_value_that_looks_like_an_option_is_a_value() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "meant"),
+    ("words", "meant"),
     [
         (["--input", "-", "--max_tokens=5"], ["--input", "-", "--max-tokens=5"]),
         (["--no_such_thing", "x_y"], ["--no_such_thing", "x_y"]),
     ],
 )
-def test_known_names_get_dashes(given: list[str], meant: list[str]) -> None:
-    assert spread_out(given, {"--prompts", "--input", "--max-tokens"}) == meant
+def test_known_names_get_dashes(words: list[str], meant: list[str]) -> None:
+    assert spread_out(words, {"--prompts", "--input", "--max-tokens"}) == meant
 
 
 @pytest.mark.parametrize("name", MOVED)

@@ -77,13 +77,13 @@ def test_no_table_breaks_a_word_at_80_columns(command: str, models: None, words:
     assert [line for line in lines if len(line) > WIDTH] == []
 
 
-def drawn(width: int, *given: Any, **more: Any) -> list[str]:
+def drawn(width: int, *arguments: Any, **more: Any) -> list[str]:
     """Return the lines of a table on a terminal of ``width`` columns."""
     shown = console.Console()
     shown.out.width = width
     written: list[str] = []
     shown.write = lambda text, style="": written.append(text)  # type: ignore[method-assign]
-    shown.table(*given, **more)
+    shown.table(*arguments, **more)
     return "".join(written).splitlines()
 
 

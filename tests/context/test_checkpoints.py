@@ -229,18 +229,18 @@ def test_a_rewind_beyond_the_oldest_checkpoint_reads_the_text_again(ctx: Context
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "reason"),
     [
         ({"checkpoint_ram": 0, "n_rs_seq": 0}, "checkpoint_ram is 0"),
         ({"checkpoint_ram": 10, "n_rs_seq": 0}, "a state takes"),
     ],
 )
 def test_why_there_are_no_checkpoints_is_told(
-    options: dict[str, Any], said: str, tmp_path: Path
+    options: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     with lfm2(tmp_path, **options) as ctx:
         assert not ctx.capabilities.checkpoints
-        assert said in ctx.capabilities.checkpoints_reason
+        assert reason in ctx.capabilities.checkpoints_reason
         with Branch.start(ctx, TEXT[:300]) as branch, counting(ctx) as counts:
             branch.rewind(299)
             branch.logits  # noqa: B018

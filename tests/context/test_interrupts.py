@@ -600,7 +600,7 @@ def customised(folder: Path, code: str) -> str:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_ctrl_c_while_the_command_is_imported_ends_it(module: str, tmp_path: Path) -> None:
-    # This needs them all.
+    # This command imports all of the modules.
     command = ("-m", "llamabranch.cli", "generate", "--prompts", "Once", "-n", "1")
     path = customised(tmp_path, IMPORTING)
     done = run_python(*command, code=130, PYTHONPATH=path, INTERRUPTED_AT=module)

@@ -70,8 +70,8 @@ class World:
     gives_parts: bool
     allowed: float  # in logits, for rounding
 
-    def close(self, one: Any, other: Any) -> None:
-        np.testing.assert_allclose(one, other, atol=self.allowed)
+    def close(self, branch: Any, other: Any) -> None:
+        np.testing.assert_allclose(branch, other, atol=self.allowed)
 
     def check(self, *branches: Branch) -> None:
         """Assert that each branch has the logits of its tokens read from the start, now and later."""

@@ -296,7 +296,7 @@ def test_load_opens_the_bundled_target_and_reports_progress_up_to_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "options", "message", "hint"),
+    ("name", "options", "message", "hint"),
     [
         (None, {"n_ctxx": 4096}, "no option 'n_ctxx'", "did you mean n_ctx?"),
         (None, {"embedding": True}, "no option", "hidden_states"),
@@ -308,10 +308,10 @@ def test_load_opens_the_bundled_target_and_reports_progress_up_to_one() -> None:
     ],
 )
 def test_load_refuses_with_what_may_be_meant(
-    given: object, options: dict[str, object], message: str, hint: str
+    name: object, options: dict[str, object], message: str, hint: str
 ) -> None:
     with pytest.raises(lb.ConfigError, match=message) as caught:
-        lb.load(given, **options)  # type: ignore[arg-type]
+        lb.load(name, **options)  # type: ignore[arg-type]
     assert hint in (caught.value.hint or "")
 
 

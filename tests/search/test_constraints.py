@@ -60,7 +60,7 @@ def dictionary(text: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("rule", "told"),
+    ("rule", "message"),
     [
         (dictionary, "'o', which begins a valid text"),
         (search.words(lambda word: word == "one"), "is a valid text"),
@@ -71,8 +71,8 @@ def dictionary(text: str) -> bool:
     ],
     ids=["whole words", "incomplete", "raises", "impure", "no bool", "no function"],
 )
-def test_the_check_finds_what_is_wrong(rule: Any, told: str) -> None:
-    with pytest.raises(ConfigError, match=told) as raised:
+def test_the_check_finds_what_is_wrong(rule: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as raised:
         search.check_constraint(rule, ["one two"])
     assert raised.value.hint
 

@@ -170,13 +170,13 @@ COMBINATIONS: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "given", "words"), COMBINATIONS)
+@pytest.mark.parametrize(("name", "arguments", "words"), COMBINATIONS)
 def test_arguments_that_exclude_each_other(
-    name: str, given: dict[str, Any], words: str, shared_branch: Branch
+    name: str, arguments: dict[str, Any], words: str, shared_branch: Branch
 ) -> None:
     call, needed, _ = SEARCHES[name]
     with pytest.raises(ConfigError, match=words):
-        call(shared_branch, **needed | given)
+        call(shared_branch, **needed | arguments)
 
 
 def test_settings_that_a_search_cannot_have(shared_branch: Branch) -> None:

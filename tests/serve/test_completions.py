@@ -262,7 +262,7 @@ BAD = {"type": "hiccup"}
 
 
 @pytest.mark.parametrize(
-    ("body", "told", "param"),
+    ("body", "message", "param"),
     [
         ({"prompt": 5}, "prompt", "prompt"),
         ({"prompt": []}, "prompt", "prompt"),
@@ -299,10 +299,10 @@ BAD = {"type": "hiccup"}
         (SCHEMALESS, "schema", "response_format"),
     ],
 )
-def test_what_is_refused(api: Any, body: dict[str, Any], told: str, param: str | None) -> None:
+def test_what_is_refused(api: Any, body: dict[str, Any], message: str, param: str | None) -> None:
     for more in ({}, {"stream": True}):
         error = post(api, 400, **{"prompt": "x", **body, **more})["error"]
-        assert told in error["message"]
+        assert message in error["message"]
         assert (error["code"], error["param"]) == (400, param)
         assert error["type"] in ("invalid_request_error", "exceed_context_size_error")
 

@@ -384,7 +384,7 @@ def test_second_signal_ends_streams_with_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("more", "message"),
     [
         (("--host", "0.0.0.0"), "--api-key"),
         (("--limit", "max_body=much"), "max_body must be an integer"),
@@ -393,10 +393,10 @@ def test_second_signal_ends_streams_with_an_error() -> None:
         (("--api-key-file", os.devnull), "holds no key"),
     ],
 )
-def test_command_refuses_what_cannot_be(more: tuple[str, ...], told: str) -> None:
+def test_command_refuses_what_cannot_be(more: tuple[str, ...], message: str) -> None:
     result = CliRunner().invoke(app, ["serve", *more])
     assert result.exit_code == 2
-    assert told in result.stderr
+    assert message in result.stderr
 
 
 def test_model_that_does_not_load_ends_the_server() -> None:

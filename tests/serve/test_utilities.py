@@ -167,8 +167,8 @@ def test_answers_tell_where_batches_are_not_exact() -> None:
 def test_texts_whose_number_is_given_have_cells_of_their_own() -> None:
     """If the memory can be divided; "auto" leaves that to the context."""
 
-    def sized(trained: int | None = 1024, drafter: str = "suffix", **given: Any) -> object:
-        sizes = ServedModels(**given).sized(trained, (drafter,))
+    def sized(trained: int | None = 1024, drafter: str = "suffix", **settings: Any) -> object:
+        sizes = ServedModels(**settings).sized(trained, (drafter,))
         return sizes["n_seq_max"], sizes["kv_unified"], sizes["n_ctx"]
 
     assert sized() == (8, True, 1024)

@@ -661,7 +661,7 @@ class Memory(NamedTuple):
     plain: list[Said]
     rounding: float  # the largest difference of right logits; wrong states move them by several
 
-    def check_same(self, case: Case, said: Said, wanted: Said, *, may_round: bool) -> None:
+    def check_same(self, case: Case, text: Said, wanted_text: Said, *, may_round: bool) -> None:
         """Fail unless the texts are the same, and their numbers are the same up to rounding.
 
         Args:
@@ -669,17 +669,21 @@ class Memory(NamedTuple):
                 other way, because the cells of texts that run together are in another order.
         """
         ctx = self.world.ctx
-        if ctx.capabilities.sliding_window and may_round and said.tokens != wanted.tokens:
+        if ctx.capabilities.sliding_window and may_round and text.tokens != wanted_text.tokens:
             difference = first_divergence(
-                ctx, ctx.tokenize(TOY_PROMPT), wanted.tokens, said.tokens, case.sampling,
+                ctx, ctx.tokenize(TOY_PROMPT), wanted_text.tokens, text.tokens, case.sampling,
                 case.sampling.seed or 0,
             )  # fmt: skip
             assert difference is not None
             assert difference.gap <= self.rounding
             return
-        assert (said.tokens, said.text, said.how) == (wanted.tokens, wanted.text, wanted.how)
+        assert (text.tokens, text.text, text.how) == (
+            wanted_text.tokens,
+            wanted_text.text,
+            wanted_text.how,
+        )
         # Logits that are r apart move a log-probability by up to 2 r.
-        assert np.allclose(said.numbers, wanted.numbers, rtol=0.0, atol=2 * self.rounding)
+        assert np.allclose(text.numbers, wanted_text.numbers, rtol=0.0, atol=2 * self.rounding)
 
 
 @pytest.fixture(scope="module", params=KINDS)

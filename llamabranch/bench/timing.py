@@ -117,12 +117,12 @@ class Series:
     def ratio(self, base: Series) -> Spread:
         """Return the speedup over ``base``: the median of the ratios within each run."""
         pairs = zip(self.rates, base.rates, strict=True)
-        return Spread.of([mine / theirs for mine, theirs in pairs])
+        return Spread.of([own / other for own, other in pairs])
 
     def interval(self, base: Series) -> Interval:
         """Return the speedup over ``base`` from the ratios of single items, which were timed in turns."""
         pairs = zip(self.timings, base.timings, strict=True)
-        return Interval.of([mine.rate / theirs.rate for mine, theirs in pairs])
+        return Interval.of([own.rate / other.rate for own, other in pairs])
 
     @property
     def stats(self) -> SpeculativeStats:

@@ -155,8 +155,8 @@ def _attention(key: str, shape: AttentionShape) -> dict[Setting, Costs]:
     """Return the time of attention for a token and one K/V head in every setting, stored or measured."""
     group = min(shape.n_heads, _MOST_HEADS)
     key += f", {group} heads of {shape.head_size}, one K/V head of {shape.n_kv_heads}"
-    kept = read_entry(_ATTENTION, key) or {}
-    stored = {setting: _stored(kept.get(str(setting))) for setting in _ALL}
+    entry = read_entry(_ATTENTION, key) or {}
+    stored = {setting: _stored(entry.get(str(setting))) for setting in _ALL}
     known = {setting: costs for setting, costs in stored.items() if costs is not None}
     if len(known) < len(_ALL):
         part = shape._replace(n_heads=group)
@@ -200,10 +200,10 @@ def _weights(model: Model, handle: ContextHandle, threads: tuple[int, int]) -> C
     return costs
 
 
-def _stored(kept: object) -> Costs | None:
+def _stored(numbers: object) -> Costs | None:
     """Return the three numbers of an entry; None if it holds anything else."""
-    if not isinstance(kept, list) or len(kept) != len(_ROWS):
+    if not isinstance(numbers, list) or len(numbers) != len(_ROWS):
         return None
-    if not all(isinstance(number, (int, float)) and 0 < number < math.inf for number in kept):
+    if not all(isinstance(number, (int, float)) and 0 < number < math.inf for number in numbers):
         return None
-    return Costs(*map(float, kept))
+    return Costs(*map(float, numbers))

@@ -295,8 +295,8 @@ class Memory:
         freed = 0
         if self.prefix_seq_ids:
             # Free more than is needed now, so that compactions are rare.
-            wanted = max(n - self.n_vacant, self.cells.n_cells // _RECLAIMED_PART)
-            freed = self.evict(wanted - self.order.n_cells)
+            n_wanted = max(n - self.n_vacant, self.cells.n_cells // _RECLAIMED_PART)
+            freed = self.evict(n_wanted - self.order.n_cells)
         if not self.order.n_cells or (freed and self.n_vacant >= n):
             return freed > 0
         if not self.compact():

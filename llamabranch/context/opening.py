@@ -475,17 +475,17 @@ def _can_undo(runner: Runner, model: Model, params: ContextParams) -> tuple[int,
     try:
         for k in {1, n}:
             memory.clear()
-            kept, after = tokens[: len(tokens) - k], 5 % n_vocab
+            prefix, after = tokens[: len(tokens) - k], 5 % n_vocab
             decode_run(runner, tokens[:1], 0, "none")
             decode_run(runner, tokens[1:], 0, "none")
-            if not memory.drop(0, len(kept)):
+            if not memory.drop(0, len(prefix)):
                 return 0, "llama.cpp does not undo the end of a decode"
             undone = decode_run(runner, [after], 0, "last")[0].array.copy()
             memory.clear()
             decode_run(runner, tokens, 0, "none")
             whole = decode_run(runner, [after], 0, "last")[0].array.copy()
             memory.clear()
-            decode_run(runner, kept, 0, "none")
+            decode_run(runner, prefix, 0, "none")
             plain = decode_run(runner, [after], 0, "last")[0].array
             off, moved = (float(np.abs(row - plain).max()) for row in (undone, whole))
             if not off <= moved / _MOST_OFF:

@@ -320,10 +320,10 @@ class ContextParams:
         """Return llama.cpp's parameters. All defaults, including the threads, must be resolved."""
         type_k, type_v = KV_TYPES[self.kv_type]
         n_threads = self.n_threads or available_cores()
-        same = {f.name: getattr(self, f.name) for f in fields(self) if f.name in NATIVE_NAMES}
+        own_values = {f.name: getattr(self, f.name) for f in fields(self) if f.name in NATIVE_NAMES}
         return {
             "rope_scaling_type": ROPE_SCALING[self.rope_scaling],
-            **same,
+            **own_values,
             "n_threads": n_threads,
             "n_threads_batch": self.n_threads_batch or n_threads,
             "flash_attn_type": FLASH_ATTENTION[self.flash_attention],

@@ -331,8 +331,8 @@ class Runner:
         wants_logits = [wants for _, _, _, wants, _ in entries]
         order = self.memory.arranged(seqs)
         if order is not None:
-            wanted = [i for i in order if wants_logits[i]]
-            places = sorted(range(len(wanted)), key=wanted.__getitem__)
+            indices = [i for i in order if wants_logits[i]]
+            places = sorted(range(len(indices)), key=indices.__getitem__)
             entries = [entries[i] for i in order]
             seqs = [seqs[i] for i in order]
             states = None if states is None else states[order]
@@ -352,10 +352,10 @@ class Runner:
             handle.states[:n] = states
         if members[0]:
             return handle.decode_tree(n, members)
-        begun = perf_counter()
+        start = perf_counter()
         code = handle.decode(n)
         if code == 0 and n >= _LONG:
-            took, known = (perf_counter() - begun) / n, self.read_s
+            took, known = (perf_counter() - start) / n, self.read_s
             self.read_s = took if known != known else 0.9 * known + 0.1 * took
         return code
 
@@ -384,8 +384,8 @@ class Runner:
         self.handle.forget_rows()
         hidden = HiddenStates(self.handle, self.memory.cells, layers, is_read)
         if before is not None:
-            gone = [layer for layer in before.layers if layer not in layers]
-            heads.extract(self.handle, gone, False)
+            dropped = [layer for layer in before.layers if layer not in layers]
+            heads.extract(self.handle, dropped, False)
         self.memory.hidden = hidden
         return hidden
 

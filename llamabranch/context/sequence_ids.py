@@ -140,10 +140,10 @@ class SequenceIds:
         """
         with self._lock:
             self._check()
-            begun = self.transfer_text(beginning, self._is_full()) if beginning else None
-            if begun is not None:
-                self.transfer(begun, holder)
-                return begun
+            reused = self.transfer_text(beginning, self._is_full()) if beginning else None
+            if reused is not None:
+                self.transfer(reused, holder)
+                return reused
             while self._is_full() and self.n_cached and self.evict():
                 pass
             while self._is_full() and any(

@@ -103,16 +103,16 @@ class Comparison:
                 "predicts this text better"
             )
         stats = self.divergence.statistics
-        mean, same = stats.mean.value, stats.same_top.value
+        mean, share_same = stats.mean.value, stats.same_top.value
         if mean == 0:
             return "both give the same distributions"
-        if mean < 0.01 and same >= 0.9:
+        if mean < 0.01 and share_same >= 0.9:
             if self.median_fork is not None and self.median_fork < _EARLY:
                 return (
                     "the probabilities are close, but greedy texts part early: compare some answers"
                 )
             return "the difference is hard to notice"
-        if same < 0.9:
+        if share_same < 0.9:
             return "greedy texts part after about a sentence: use B only if nothing larger fits"
         if mean < 0.1:
             return "the difference shows in some long texts"
@@ -197,7 +197,7 @@ def _read(
     comparison: Comparison,
     pair: tuple[Context, Context],
     part: list[int],
-    shown: list[int],
+    tokens: list[int],
 ) -> None:
     """Let both models read a chunk, and record the figures of its second half."""
     a, b = pair
@@ -215,7 +215,7 @@ def _read(
         score, other = place.score, place.other
         change = math.exp(other.logprob) - math.exp(score.logprob)
         numbers = -other.logprob, -score.logprob, place.kl, change, float(place.same)
-        around = shown[max(0, i + 1 - _AROUND) : i + 1], shown[i + 2 : i + 2 + _AROUND]
+        around = tokens[max(0, i + 1 - _AROUND) : i + 1], tokens[i + 2 : i + 2 + _AROUND]
         before, after = (_text(a.model, ids) for ids in around)
         tops = [_text(a.model, [s.alternatives[0].token]) for s in (score, other)]
         quarter = 1 + 4 * (i - first) // (len(part) - 1 - first)

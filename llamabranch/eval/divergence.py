@@ -73,12 +73,12 @@ class KLDivergence(Chunked):
     @property
     def statistics(self) -> KLStatistics:
         """The statistics so far, computed at each call; NaN without a token."""
-        loss, base, kl, change, same = self._columns()
+        loss, base, kl, change, same_top = self._columns()
         n, a, b, covariance = len(loss), _mean(loss), _mean(base), 0.0
         if n >= 10:
             covariance = float(np.mean(loss * base) - loss.mean() * base.mean()) / (n - 1)
         p, p_base, log_ratio = _exp(a), _exp(b), _difference(a, b, covariance)
-        square, share, product = _mean(change**2), _mean(same).value, a.stderr * b.stderr
+        square, share, product = _mean(change**2), _mean(same_top).value, a.stderr * b.stderr
         root = math.sqrt(square.value)
         share_stderr = math.sqrt(share * (1 - share) / (n - 1)) if n > 1 else math.nan
         return KLStatistics(
@@ -175,8 +175,8 @@ def _compared(row: LogitsRow, base: Coded, token: int) -> tuple[float, ...]:
     terms = np.exp(logs) * (logs - logits + np.float32(largest + log_total))
     kl = float(terms.sum(dtype=np.float64, where=logs > _FLOOR))
     change = np.exp(-loss) - np.exp(logs[token])
-    same = int(logits.argmax()) == int(codes.argmax())
-    return float(loss), float(-logs[token]), kl, float(change), float(same)
+    same_top = int(logits.argmax()) == int(codes.argmax())
+    return float(loss), float(-logs[token]), kl, float(change), float(same_top)
 
 
 def _mean(values: Floats) -> Uncertain:

@@ -211,9 +211,9 @@ class LlamaBranchLM(TemplateLM):  # type: ignore[misc]
 
             def note(number: int, scores: list[Score]) -> None:
                 results[number] = scores[0].logprob, scores[0].is_greedy
-                asked = requests[number][0]
-                if asked is not None:
-                    self.cache_hook.add_partial("loglikelihood", asked, results[number])
+                arguments = requests[number][0]
+                if arguments is not None:
+                    self.cache_hook.add_partial("loglikelihood", arguments, results[number])
                 bar.update()
 
             score(self.ctx, pairs, on_done=note)

@@ -151,8 +151,8 @@ def _in_folder(
     except OSError:
         return
     paths = sorted(path.relative_to(folder).as_posix() for path in gguf_files)
-    asked = [(spec.tag, spec.file)] if spec else [(None, model[0]) for model in model_sets(paths)]
-    for tag, file in asked:
+    choices = [(spec.tag, spec.file)] if spec else [(None, model[0]) for model in model_sets(paths)]
+    for tag, file in choices:
         with contextlib.suppress(ConfigError):  # the model or a shard is missing
             files = choose(paths, tag, file=file)
             model_paths = tuple(folder / name for name in files)

@@ -110,10 +110,10 @@ def made_from(name: str) -> str | None:
 
     ``name``: a name such as ``smollm2-135m:Q8_0``, or the path of the quantized file.
     """
-    asked = name.lower(), Path(name).stem.lower()
+    spellings = name.lower(), Path(name).stem.lower()
     for entry in catalogue():
         for tag in map(str.lower, entry.made_here):
-            if f"{entry.name}:{tag}" == asked[0] or f"{entry.name}-{tag}" == asked[1]:
+            if f"{entry.name}:{tag}" == spellings[0] or f"{entry.name}-{tag}" == spellings[1]:
                 return entry.name
     return None
 

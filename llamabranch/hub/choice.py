@@ -54,11 +54,11 @@ def choose(
     models = model_sets(safe)
     if not models:
         raise ConfigError(f"{where} has no GGUF model", hint=_offer(safe))
-    for wanted in DEFAULT_TAGS if tag is None else (tag,):
+    for quantization in DEFAULT_TAGS if tag is None else (tag,):
         # The end of a name is the quantization; the same letters in the middle may belong to the model's
         # name.
         for after in ("$", r"(?![A-Za-z0-9_])"):
-            pattern = re.compile(_bounded(wanted) + after, re.ASCII | re.IGNORECASE)
+            pattern = re.compile(_bounded(quantization) + after, re.ASCII | re.IGNORECASE)
             for files in models:
                 if pattern.search(_stem_and_shard(files[0])[0]):
                     return _complete(files, where)

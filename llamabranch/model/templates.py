@@ -229,8 +229,8 @@ def _resident_bytes(pid: int) -> int:
     """Return the memory of a process on systems that do not limit it, such as macOS; else 0."""
     if platform.system() in ("Linux", "Windows"):
         return 0
-    shown = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, check=False)
-    return 1024 * int(shown.stdout or 0)
+    done = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, check=False)
+    return 1024 * int(done.stdout or 0)
 
 
 _lock = forkable_lock()

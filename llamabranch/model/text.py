@@ -128,17 +128,17 @@ class StopStrings:
         ]
         if places:
             _, at, self.found = min(places)
-            shown, self.held = self.held[:at], ""
-            return shown
+            emitted, self.held = self.held[:at], ""
+            return emitted
         keep = max(self._overlap(stop) for stop in self._stops)
         cut = len(self.held) - keep
-        shown, self.held = self.held[:cut], self.held[cut:]
-        return shown
+        emitted, self.held = self.held[:cut], self.held[cut:]
+        return emitted
 
     def show(self, text: str, *, last: bool) -> str:
         """Return the text to emit for the next piece; after the ``last`` piece nothing is held back."""
-        shown = self.feed(text)
-        return shown + self.flush() if last else shown
+        emitted = self.feed(text)
+        return emitted + self.flush() if last else emitted
 
     def _overlap(self, stop: str) -> int:
         """Return how many characters at the end of the held text could be the start of ``stop``."""

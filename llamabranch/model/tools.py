@@ -217,19 +217,19 @@ def conversation(
         raise ConfigError("add_generation_prompt and continue_final_message exclude each other")
     if set(variables or {}) & _RESERVED:
         raise ConfigError(f"chat_template_kwargs must not hold {', '.join(sorted(_RESERVED))}")
-    chat, begun, options = chat_messages(messages), "", dict(variables or {})
+    chat, beginning, options = chat_messages(messages), "", dict(variables or {})
     if continues or (continues is None and generates is not False):
         ends = [message["role"] == "assistant" for message in chat[-2:]]
         if ends == [True, True]:
             raise ConfigError("the conversation ends with two answers")
         if ends[-1] and not chat[-1].get("tool_calls"):
-            begun, generates = str(chat.pop()["content"]), True
+            beginning, generates = str(chat.pop()["content"]), True
     options["add_generation_prompt"] = generates is not False
     if tools.is_used and model.turn_format.parts.takes_tools:
         options["tools"] = tools.given
     elif tools.is_used:
         chat = _described(chat, tools.given, model.turn_format)
-    return Conversation(chat, options, begun)
+    return Conversation(chat, options, beginning)
 
 
 def _described(

@@ -152,11 +152,11 @@ class _Renderings:
         self.faults: dict[str, str] = {}
         self.names: list[str] = []
 
-    def add(self, asked: Mapping[str, Mapping[str, object]]) -> None:
+    def add(self, probes: Mapping[str, Mapping[str, object]]) -> None:
         """Render these variables and keep the results."""
-        names, replies = self._template.render_many(list(asked.values()))
+        names, replies = self._template.render_many(list(probes.values()))
         self.names = names
-        for key, reply in zip(asked, replies, strict=True):
+        for key, reply in zip(probes, replies, strict=True):
             if "text" in reply:
                 self.texts[key] = reply["text"]
             else:
@@ -180,7 +180,7 @@ def find_parts(template: ChatTemplate) -> TurnParts:
     tools = {"tools": _TOOLS, "functions": json.dumps([t["function"] for t in _TOOLS])}
     answer = {"role": "assistant", "content": _CONTENT}
     prompt = {"messages": _ASKED, "add_generation_prompt": True}
-    asked: dict[str, Mapping[str, object]] = {
+    probes: dict[str, Mapping[str, object]] = {
         "prompt": prompt,
         "tools prompt": {**prompt, **tools},
         "answer": {"messages": [*_ASKED, answer]},
@@ -191,8 +191,8 @@ def find_parts(template: ChatTemplate) -> TurnParts:
             "messages": [{"role": "developer", "content": "Dez zrole"}, *_ASKED],
         },
     }
-    asked |= {f"{kind} False": {"messages": m, **tools} for kind, m in _answers(False).items()}
-    seen.add(asked)
+    probes |= {f"{kind} False": {"messages": m, **tools} for kind, m in _answers(False).items()}
+    seen.add(probes)
     for _ in range(4):  # it may need variables that other templates do not have
         lacks = re.search(r"'(\w+)' is undefined", next(iter(seen.faults.values()), ""))
         if seen.texts or lacks is None:
@@ -200,7 +200,7 @@ def find_parts(template: ChatTemplate) -> TurnParts:
         value = tools["functions"] if re.search("function|tool", lacks[1]) else ""
         template = template.with_variables({lacks[1]: str(value)})
         seen = _Renderings(template)
-        seen.add(asked)
+        seen.add(probes)
     if not seen.texts:
         raise UnsupportedError(f"the template renders nothing: {seen.faults['prompt']}")
     single = seen.texts.get("one False", "")
@@ -686,14 +686,14 @@ def _arguments_in(text: str, *, as_text: bool) -> tuple[str, Values] | None:
 
 def _split(text: str, inner: str, needles: Mapping[str, Slot]) -> tuple[Part, ...]:
     """Return the parts of a call: literals, and slots for the texts that were put in."""
-    wanted = {inner: Slot.ARGUMENTS, **needles} if inner else dict(needles)
-    pattern = "|".join(map(re.escape, sorted(wanted, key=len, reverse=True)))
+    slots = {inner: Slot.ARGUMENTS, **needles} if inner else dict(needles)
+    pattern = "|".join(map(re.escape, sorted(slots, key=len, reverse=True)))
     parts: list[Part] = []
     at = 0
     for match in re.finditer(pattern, text):
         if match.start() > at:
             parts.append(text[at : match.start()])
-        parts.append(wanted[match[0]])
+        parts.append(slots[match[0]])
         at = match.end()
     if at < len(text):
         parts.append(text[at:])

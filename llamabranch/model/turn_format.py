@@ -232,8 +232,8 @@ class TurnFormat:
         start, end = self.thought_start, self.thought_end
         if not start or not end:
             return False
-        begun = self.begun_turn(prompt)
-        return begun.rfind(start) > begun.rfind(end)
+        turn_text = self.begun_turn(prompt)
+        return turn_text.rfind(start) > turn_text.rfind(end)
 
     @cached_property
     def tags(self) -> frozenset[str]:

@@ -184,8 +184,8 @@ class _Reader:
         length = count * struct.calcsize(_SCALARS[kind])
         if length > self.size - self.at:
             raise struct.error(_CUT_OFF)
-        kept = min(count, _KEPT_ARRAY)
-        values = struct.unpack_from(f"<{kept}{_SCALARS[kind]}", self.data, self.at)
+        n_kept = min(count, _KEPT_ARRAY)
+        values = struct.unpack_from(f"<{n_kept}{_SCALARS[kind]}", self.data, self.at)
         self.at += length
         return list(values)
 

@@ -81,13 +81,13 @@ class ConstraintCalls:
         Raises:
             ConfigError: the constraint raises an exception, or returns neither True nor False.
         """
-        asked = self._complete if is_end else self._prefix
-        if asked is _any:
+        method = self._complete if is_end else self._prefix
+        if method is _any:
             return True
         self.calls += 1
         start = perf_counter()
         try:
-            answer = asked(text) if asked is not None else None
+            answer = method(text) if method is not None else None
         except Exception as error:
             raise ConfigError(
                 f"the constraint raised {error!r} for the text {text[-60:]!r}",

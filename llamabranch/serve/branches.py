@@ -45,8 +45,8 @@ class NodeFields(Struct, kw_only=True):
 
     def params(self, service: Service, default: SamplingParams) -> SamplingParams:
         """Return settings with a seed, so that continuing a node again gives the same text."""
-        asked = self.sampling or SamplingFields()
-        params = asked.sampling(service.model, service.settings, default)
+        fields = self.sampling or SamplingFields()
+        params = fields.sampling(service.model, service.settings, default)
         if self.seed is not None and self.seed != -1:
             return params.replace(seed=self.seed)
         return params if params.seed is not None else params.replace(seed=secrets.randbits(31))
@@ -148,8 +148,8 @@ async def _add(call: HttpCall, service: Service, node: BranchNode, top: int) -> 
     with service.branches.room_for(1):
         text = await _look(service, node, top)
         service.branches.add(node)
-    shown = {**_shown(service, node), "resident": await service.n_cached(node.tokens)}
-    await call.reply({**shown, "next": node.next, **usage([text])}, 201)
+    reply = {**_shown(service, node), "resident": await service.n_cached(node.tokens)}
+    await call.reply({**reply, "next": node.next, **usage([text])}, 201)
 
 
 async def continue_(call: HttpCall, service: Service) -> None:
@@ -241,18 +241,18 @@ async def score(call: HttpCall, service: Service) -> None:
 
 async def get(call: HttpCall, service: Service) -> None:
     """Show a node; ``?include=tokens,next`` shows more of it."""
-    node, wanted = _node(call, service), call.query.get("include", "").split(",")
-    if {*wanted} - {"", "tokens", "next"}:
+    node, included = _node(call, service), call.query.get("include", "").split(",")
+    if {*included} - {"", "tokens", "next"}:
         raise HttpError(400, "include takes tokens and next", param="include")
-    shown = {**_shown(service, node), "resident": await service.n_cached(node.tokens)}
-    if "tokens" in wanted:
+    reply = {**_shown(service, node), "resident": await service.n_cached(node.tokens)}
+    if "tokens" in included:
         raw = b"".join(map(service.model.piece, node.tokens))  # control tokens have no text
-        shown |= {"tokens": node.tokens, "text": raw.decode("utf-8", "replace")}
-    if "next" in wanted:
+        reply |= {"tokens": node.tokens, "text": raw.decode("utf-8", "replace")}
+    if "next" in included:
         if node.next is None:
             await _look(service, node, _N_NEXT)
-        shown["next"] = node.next
-    await call.reply(shown)
+        reply["next"] = node.next
+    await call.reply(reply)
 
 
 async def listing(call: HttpCall, service: Service) -> None:

@@ -176,9 +176,9 @@ class _NativeWriter(Writer[CompletionFields]):
 
     def body(self, texts: Sequence[Update]) -> object:
         """Return one text, or all of several."""
-        bodies, wanted = [self._end(text) for text in texts], self.fields.response_fields
-        if wanted:
-            bodies = [_chosen(body, wanted) for body in bodies]
+        bodies, paths = [self._end(text) for text in texts], self.fields.response_fields
+        if paths:
+            bodies = [_chosen(body, paths) for body in bodies]
         return bodies[0] if len(bodies) == 1 else bodies
 
     def reading(self, update: Update) -> dict[str, object]:
@@ -342,12 +342,12 @@ async def chat(call: HttpCall, service: Service) -> None:
     tokens, thinking = await to_thread(fields.prompt, service, tools)
     grammar = None
     if tools.is_used:
-        asked = await fields.text_grammar()
-        if asked is not None and tools.forced:
+        text_grammar = await fields.text_grammar()
+        if text_grammar is not None and tools.forced:
             message = "a forced tool call has its own grammar, so no other grammar is possible"
             raise HttpError(400, message, param="tool_choice")
         try:
-            grammar = await to_thread(tool_grammar, service.model, tools, asked)
+            grammar = await to_thread(tool_grammar, service.model, tools, text_grammar)
         except LlamaBranchError as error:
             raise http_error(error, param="tools") from None
     limits = fields.max_completion_tokens, fields.max_tokens, fields.n_predict

@@ -105,8 +105,8 @@ class SamplingFields(_Named, kw_only=True):
         """
         self.check()
         base = default or settings.sampling
-        asked = {ours: getattr(self, name) for name, ours in _SETTINGS.items()}
-        changes = {name: value for name, value in asked.items() if value is not None}
+        values = {ours: getattr(self, name) for name, ours in _SETTINGS.items()}
+        changes = {name: value for name, value in values.items() if value is not None}
         if self.top_k is not None:
             changes["top_k"] = max(0, self.top_k)
         if self.logit_bias or self.ignore_eos:
@@ -212,7 +212,7 @@ class TextFields(SamplingFields, kw_only=True):
             GrammarError, ConfigError, HttpError: it is invalid, or there is more than one.
         """
         outputs, form = self.structured_outputs or StructuredOutputs(), self.response_format
-        asked: list[tuple[str, str, object]] = [
+        candidates: list[tuple[str, str, object]] = [
             ("response_format", "json_schema", form and form.asked()),
             ("json_schema", "json_schema", self.json_schema),
             ("grammar", "gbnf", self.grammar or None),
@@ -221,7 +221,7 @@ class TextFields(SamplingFields, kw_only=True):
             ("structured_outputs", "choice", outputs.choice),
             ("structured_outputs", "gbnf", outputs.grammar),
         ]
-        forms = [f for f in asked if f[2] is not None]
+        forms = [f for f in candidates if f[2] is not None]
         if len(forms) > 1:
             message = "use only one of response_format, json_schema, grammar and structured_outputs"
             raise HttpError(400, message, param="grammar")
@@ -239,8 +239,8 @@ _compiled = lru_cache(maxsize=64)(Grammar)
 
 def limit_of(*limits: int | None) -> int | None:
     """Return the first token limit that is set, or None for no limit."""
-    asked = next((limit for limit in limits if limit is not None), -1)
-    return None if asked < 0 else asked
+    first = next((limit for limit in limits if limit is not None), -1)
+    return None if first < 0 else first
 
 
 # -- the engine's requests -------------------------------------------------------------------------

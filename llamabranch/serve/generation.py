@@ -187,7 +187,7 @@ async def updates(
     named = [replace(request, id=request.id or f"http-{next(_numbers)}") for request in requests]
     texts = [(request, sample) for request in named for sample in range(request.n)]
     places = {(request.id, sample): index for index, (request, sample) in enumerate(texts)}
-    begun: set[int] = set()
+    started: set[int] = set()
     n_left = len(texts)
     service.n_texts += n_left
     try:
@@ -202,8 +202,8 @@ async def updates(
                         progressed.append(read)
                         continue
                     if index not in changed:
-                        changed[index] = Update(index, texts[index][0], index not in begun)
-                        begun.add(index)
+                        changed[index] = Update(index, texts[index][0], index not in started)
+                        started.add(index)
                     update = changed[index]
                     update.text += event.text
                     update.thought += event.thought

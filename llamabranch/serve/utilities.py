@@ -76,10 +76,10 @@ async def models(call: HttpCall, service: Service) -> None:
             "size": model.size_bytes,
         },
     }  # fmt: skip
-    wanted = call.scope["path_params"].get("name")
-    if wanted and wanted not in service.names:
-        raise HttpError(404, f"there is no model {wanted!r}, only {', '.join(service.names)}")
-    await call.reply(entry if wanted else {"object": "list", "data": [entry]})
+    name = call.scope["path_params"].get("name")
+    if name and name not in service.names:
+        raise HttpError(404, f"there is no model {name!r}, only {', '.join(service.names)}")
+    await call.reply(entry if name else {"object": "list", "data": [entry]})
 
 
 async def props(call: HttpCall, service: Service) -> None:

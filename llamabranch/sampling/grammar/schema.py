@@ -146,11 +146,11 @@ def _repetition(value: object, part: object, document: dict[str, object], path: 
         known = properties if isinstance(properties, dict) else {}
         inner = [(f"{path}/{k}", member, known.get(k, rest)) for k, member in value.items()]
     every = part.get("allOf")
-    same = [pointed(part.get("$ref"), document), *(every if isinstance(every, list) else [])]
+    schemas = [pointed(part.get("$ref"), document), *(every if isinstance(every, list) else [])]
     repetitions = [
         _repetition(inner_value, schema, document, at) for at, inner_value, schema in inner
     ]
-    repetitions += [_repetition(value, schema, document, path) for schema in same]
+    repetitions += [_repetition(value, schema, document, path) for schema in schemas]
     kind = "array" if isinstance(value, list) else "object"
     for name in ("anyOf", "oneOf"):
         ways = part.get(name)

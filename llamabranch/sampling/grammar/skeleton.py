@@ -347,17 +347,17 @@ class _Rules:
         if max(least, most or 0) > 1000:
             raise _NoRule("an array of so many items")
         n = max(len(prefix), least, most or 0)
-        wanted = [self._rule(prefix[i] if i < len(prefix) else items) for i in range(n)]
-        wanted = wanted if most is None else wanted[:most]
+        item_rules = [self._rule(prefix[i] if i < len(prefix) else items) for i in range(n)]
+        item_rules = item_rules if most is None else item_rules[:most]
         comma = self._comma()
         rest = '""'
         if most is None and items is not False:
             rest = self._add(f"({comma} {self._rule(items)})*")
-        for i in reversed(range(1, len(wanted))):
-            written = f"{comma} {wanted[i]} {rest}"
+        for i in reversed(range(1, len(item_rules))):
+            written = f"{comma} {item_rules[i]} {rest}"
             rest = self._add(written if i < least else f'{written} | ""')
-        head = wanted[0] if wanted else self._rule(items)
-        if not wanted and (items is False or most == 0):
+        head = item_rules[0] if item_rules else self._rule(items)
+        if not item_rules and (items is False or most == 0):
             return self._braces("[", "]", '""')
         whole = self._add(f"{head} {rest}" + ("" if least else ' | ""'))
         return self._braces("[", "]", whole)

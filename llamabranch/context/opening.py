@@ -269,7 +269,7 @@ def _adapted(
         if model.memory_type == "attention" and rows >= least:
             return replace(resolved, n_ubatch=rows)
         hint = (
-            "it takes weights on the CPU of a type that llama.cpp computes alike in all batches, "
+            "it needs weights on the CPU that llama.cpp computes the same way in all batches, "
             f"such as Q8_0 or Q4_0, kv_type {' or '.join(INVARIANT_KV_TYPES)}, and flash attention"
         )
         raise UnsupportedError(

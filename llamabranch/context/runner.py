@@ -218,7 +218,7 @@ class Runner:
         emptied = self.undo(starts, expiring)
         state = "the sequences of the batch are as before"
         if emptied:
-            state = f"this memory cannot drop a tail: sequences {emptied} are now shorter, or empty"
+            state = f"this memory cannot be cut: sequences {emptied} are now shorter, or empty"
         if code == _INTERRUPTED:
             return DecodeInterruptedError(
                 f"the decode was interrupted; {state}", code=code, memory_changed=True

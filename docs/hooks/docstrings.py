@@ -33,8 +33,7 @@ class PublicDocstrings(griffe.Extension):
 def _public(
     path: str, member: griffe.Object | griffe.Alias
 ) -> Iterator[tuple[str, griffe.Object | griffe.Alias]]:
-    """Yield a public name and the public names in it, except plain attributes, which their class
-    describes."""
+    """Yield a public name and the public names in it, except plain attributes (their class has these)."""
     obj = member.final_target if isinstance(member, griffe.Alias) else member
     if isinstance(obj, griffe.Attribute) and "property" not in obj.labels:
         return

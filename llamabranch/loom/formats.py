@@ -1,9 +1,9 @@
-"""Documents as other programs have them: four looms, JSON that keeps all, Markdown, and one HTML file.
+"""Import and export: four other looms, JSON that keeps everything, Markdown, and one HTML file.
 
-Journals of agents are read too, but not written.
+Journals of the page and of agents are read too, but not written.
 
 Other looms fork at the ends of nodes only, so a node is written as the texts between its forks.
-Nothing here recurses: a text of a thousand tokens may be nested a thousand deep.
+Nothing here recurses: a file may be nested as deep as a text has tokens.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from ..serve.fields import SamplingFields
 from . import page
 from .agents import document_of
 from .document import AnyRecord, Document, Made, Node, Number, Tokens, decoded
+from .journal import replay
 
 __all__ = ["Item", "encoding_of", "export", "items_of", "read"]
 
@@ -52,6 +53,7 @@ _BINARY = {
 }  # fmt: skip
 _BESIDE = {"memoryTokens": "memory", "authorNoteTokens": "author's note"}
 _TOKEN = re.compile(r'[\s,:]*([{}\[\]]|"(?:[^"\\]|\\.)*"|[^\s{}\[\],:"]+)')
+_HEAD = b'{"op":"head",'  # of the file of a document
 _JSON, _MARKDOWN = b"application/json", b"text/markdown; charset=utf-8"
 _encode = msgspec.json.encode
 Values = Mapping[str, object]
@@ -59,12 +61,12 @@ Values = Mapping[str, object]
 
 @dataclass
 class Item:
-    """A text between two places where something forks; an added root has none.
+    """A stretch of text between two forks. An added root has no text.
 
     Attributes:
-        parts: texts of its tokens, or of several together, each with its log-probability if known.
-        parent: the number of an earlier one, -1 of none.
-        id, time, is_finished: of a document's node, for other programs.
+        parts: texts of one or several tokens, each with its log-probability if known.
+        parent: the index of its parent in the list; -1 = it is a root.
+        id, time, is_finished: from a document's node, for other programs.
     """
 
     parts: list[tuple[str, Number]]
@@ -79,7 +81,7 @@ class Item:
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The whole text."""
         return "".join(text for text, _ in self.parts)
 
 
@@ -87,9 +89,9 @@ class _Shape(NamedTuple):
     """How a loom writes a document.
 
     Attributes:
-        fields: its name of each thing that `_fields` gives of a node.
-        around: returns the whole, given the document, its title, its items, and these as JSON.
-        is_nested: nodes hold their children, so they come as objects with commas between; else as a map.
+        fields: the loom's name of each field that `_fields` returns.
+        around: returns the whole file from the document, its title, its items, and these as JSON.
+        is_nested: nodes contain their children; else the file has a map of nodes.
         has_tokens: each token is a node.
         has_one_root: several roots are put under an empty one.
     """
@@ -104,12 +106,12 @@ class _Shape(NamedTuple):
 def items_of(
     document: Document, *, has_tokens: bool = False, has_one_root: bool = False
 ) -> list[Item]:
-    """Return what is shown and not deleted, parents first; see `_Shape` for the arguments.
+    """Return the texts that are shown and not deleted, parents first; see `_Shape` for the arguments.
 
-    Log-probabilities are those of single tokens; marks of a node are at its end.
+    Log-probabilities are those of single tokens. Bookmarks and notes are on the last item of a node.
     """
     cuts: dict[Node, set[int]] = {}
-    owners: dict[Node, Node | None] = {}  # in whose own tokens a node begins
+    owners: dict[Node, Node | None] = {}  # the node in whose own tokens another one begins
     for node in document.shown():
         if node.deleted or not (node.parent is None or node.parent in cuts):
             continue
@@ -159,7 +161,7 @@ def export(
     """Return a document in a format: its bytes, a name for the file, and its type.
 
     Raises:
-        ConfigError: there is no such format, or it needs a node.
+        ConfigError: the format is unknown, or it needs a node.
     """
     safe = re.sub(r"[^A-Za-z0-9._-]+", "_", title) or "loom"
     if kind in ("json", "html"):
@@ -170,7 +172,7 @@ def export(
         return data, f"{safe}.json", _JSON
     if kind == "markdown":
         if node is None:
-            raise ConfigError("node is needed: Markdown has the text of one path")
+            raise ConfigError("node is needed: Markdown contains the text of one path")
         return document.text(node, own=False).encode(), f"{safe}.md", _MARKDOWN
     if kind == "markdown-tree":
         return _bullets(items_of(document)).encode(), f"{safe}.md", _MARKDOWN
@@ -206,7 +208,7 @@ def _bullets(parts: Sequence[Item]) -> str:
 
 
 def _fields(parts: Sequence[Item], i: int, shape: _Shape) -> Values:
-    """Return a node with the fields that a loom writes; nested ones without those that are None."""
+    """Return the fields of a node for another loom; nested nodes have no fields that are None."""
     part = parts[i]
     lp = (part.parts[0][1] if part.parts else None) or 0.0
     found: dict[str, object] = {
@@ -221,7 +223,7 @@ def _fields(parts: Sequence[Item], i: int, shape: _Shape) -> Values:
 
 
 def _nested(parts: Sequence[Item], shape: _Shape) -> bytes:
-    """Return the roots as JSON objects that hold their ``children``, with commas between."""
+    """Return the roots as JSON objects with ``children``, separated by commas."""
     out: list[bytes] = []
     roots = [i for i, part in enumerate(parts) if part.parent < 0]
     waiting: list[int | bytes] = [*reversed(roots)]
@@ -300,23 +302,28 @@ class _File(msgspec.Struct):
 def read(
     data: bytes, most: int, is_ours: Callable[[str], bool]
 ) -> tuple[str, Document | list[Item], int]:
-    """Return what a file is, what is in it, and how many nodes without a way to a root were left out.
+    """Return a file's format, its content, and how many nodes whose parents are missing were left out.
 
-    A file of the page whose fingerprint ``is_ours`` is a document; all others are texts, parents first.
+    A file of the page for which ``is_ours(fingerprint)`` is true is read as a document, all others as
+    items, parents first.
 
     Raises:
-        ConfigError: it is of none of the formats, or has more than ``most`` nodes.
+        ConfigError: the format is unknown, or there are more than ``most`` nodes.
     """
     found = _DATA.search(data)
     if found is not None:
         data = _unpacked(found[1])
     if begins_a_run(data):
-        document = document_of(data, most)
-        is_same = document.head is not None and is_ours(document.head.fingerprint)
-        return "agent", document if is_same else items_of(document), 0
+        return "agent", _ours(document_of(data, most), most, is_ours), 0
+    if data.startswith(_HEAD):
+        document = Document()
+        _, wrong = replay(document, data)
+        if wrong is not None:
+            raise ConfigError(f"this file of the page is damaged: {wrong}")
+        return "journal", _ours(document, most, is_ours), 0
     text = _decoded(data)
     if not text.strip():
-        raise ConfigError("the file is empty: it has no text", hint=_TEXTS)
+        raise ConfigError("the file is empty", hint=_TEXTS)
     if text.lstrip()[0] not in "{[":
         return "markdown", [_story(text)], 0
     try:
@@ -327,9 +334,8 @@ def read(
         return "markdown", [_story(text)], 0
     match value:
         case {"format": str(marker)} if marker == _MARKER:
-            document = _own(text.encode("utf-8", "replace"), most)
-            is_same = document.head is not None and is_ours(document.head.fingerprint)
-            return "json", document if is_same else items_of(document), 0
+            document = _own(text.encode("utf-8", "replace"))
+            return "json", _ours(document, most, is_ours), 0
         case {"isLogitLoomTreeVersion": _, "roots": list(roots)}:
             return "logitloom", *_items(roots, most)
         case {"loomType": "Exoloom", "tree": {"nodes": dict() | list() as nodes}}:
@@ -344,7 +350,7 @@ def read(
             return "socketteer-simple", *_items([root], most)
         case dict() as saved if sessions := _sessions(saved):
             return "mikupad", *_items_of_sessions(sessions, most)
-    raise ConfigError("this JSON is in no format that the page reads", hint=_TEXTS)
+    raise ConfigError("the page cannot read this kind of JSON", hint=_TEXTS)
 
 
 def _unpacked(data: bytes) -> bytes:
@@ -361,11 +367,11 @@ def _unpacked(data: bytes) -> bytes:
 def encoding_of(data: bytes) -> str:
     """Return the encoding of a text file, by its byte order mark or by its bytes.
 
-    Without a mark it is UTF-8 if the bytes are, and UTF-16 if every second byte is 0. All else is taken
-    for Windows-1252, which has the characters of Latin-1.
+    Without a mark it is UTF-16 if half of every second byte is 0, else UTF-8 if the bytes are valid.
+    Anything else is read as Windows-1252, which contains Latin-1.
 
     Raises:
-        ConfigError: it is no text.
+        ConfigError: this is not a text.
     """
     for begin, what in _BINARY.items():
         if data.startswith(begin):
@@ -390,9 +396,9 @@ def encoding_of(data: bytes) -> str:
 
 
 def _decoded(data: bytes) -> str:
-    """Return a file's text, with line ends as ``\\n``; it may have halves of characters."""
+    """Return a file's text, with line ends as ``\\n``. It may contain single surrogates."""
     name = encoding_of(data)
-    if name == "cp1252":  # five bytes have no character there: they are those of Latin-1
+    if name == "cp1252":  # five bytes are undefined there: read them as Latin-1
         text = "".join(bytes([b]).decode(name, "ignore") or chr(b) for b in range(256))
         text = data.decode("latin-1").translate(dict(enumerate(text)))
     else:
@@ -415,7 +421,7 @@ def _story(text: str) -> Item:
 
 
 def _begins_story(text: str) -> bool:
-    """Return whether a text that begins with a bracket, and is no JSON, is meant to be read."""
+    """Return whether a text that begins with a bracket, and is not JSON, is meant as a text."""
     match = _BRACKETS.match(text)
     if match is None or not match[2] or match[2] in "{}[]":
         return False
@@ -423,20 +429,22 @@ def _begins_story(text: str) -> bool:
 
 
 def _parsed(text: str) -> object:
-    """Return a JSON value; one that is nested deeply, too."""
+    """Return a JSON value, however deeply it is nested."""
     try:
         return msgspec.json.decode(text)
     except RecursionError:
         pass
     except (msgspec.DecodeError, UnicodeEncodeError) as error:
         try:
-            return json.loads(text)  # it also takes a half surrogate: programs cut texts there
+            return json.loads(text)  # it accepts single surrogates: programs cut texts there
         except RecursionError:
             pass
         except ValueError:
-            raise ConfigError(f"this is no JSON: {error}") from None
+            raise ConfigError(f"this is not JSON: {error}") from None
     top: list[object] = []
-    open_: list[tuple[object, str | None]] = [(top, None)]  # containers, and the key that waits
+    open_: list[tuple[object, str | None]] = [
+        (top, None)
+    ]  # containers, each with the key of the next value
     try:
         for match in _TOKEN.finditer(text):
             token = match[1]
@@ -456,14 +464,14 @@ def _parsed(text: str) -> object:
             if token in "{[":
                 open_.append((value, None))
     except (ValueError, IndexError):
-        raise ConfigError(f"this is no JSON at {token[:40]!r}") from None
+        raise ConfigError(f"this is not JSON at {token[:40]!r}") from None
     if len(top) != 1 or len(open_) != 1:
-        raise ConfigError("this is no JSON: it is not closed")
+        raise ConfigError("this is not JSON: a bracket is not closed")
     return top[0]
 
 
 def _str(value: object) -> str:
-    """Return a value that is a text; half a character at an end may belong to the text beside it."""
+    """Return a value if it is a string, else the empty string."""
     return value if isinstance(value, str) else ""
 
 
@@ -473,13 +481,14 @@ def _items(
     below: Callable[[Values], object] | None = None,
     notes: Mapping[str, str] | None = None,
 ) -> tuple[list[Item], int]:
-    """Return nodes, parents first, and how many entries were not nodes; an empty root is left out.
+    """Return items, parents first, and how many entries were not nodes. An empty root is left out.
 
     Args:
-        roots, most: nodes without a parent; how many there may be.
-        below: returns what begins with a node. None = nodes hold their ``children``, and a node
-            with a single child is joined with it: their programs have a node for each token.
-        notes: by the ids of nodes.
+        roots: nodes without a parent.
+        most: how many nodes there may be.
+        below: returns a node's children. None = nodes have ``children``, and a node with a single child
+            is joined with it: such programs make a node for each token.
+        notes: notes by the ids of nodes.
     """
     items: list[Item] = []
     waiting = [(root, -1, False) for root in reversed(roots)]
@@ -517,14 +526,14 @@ def _items(
 
 
 def _append(parts: list[tuple[str, Number]], part: tuple[str, Number]) -> None:
-    """Append a text; where it begins with the other half of a character, it is one with that before."""
+    """Append a text. If a surrogate pair is split between it and the text before, join the two."""
     if parts and _HALVES.match(parts[-1][0][-1:] + part[0][:1]):
         part = parts.pop()[0] + part[0], None
     parts.append(part)
 
 
 def _flat(nodes: Values | Sequence[object], most: int) -> tuple[list[Item], int]:
-    """Return the nodes of a map, or of a list, that name their parents, and how many lead nowhere."""
+    """Return the items of nodes that name their parents, and how many have a missing parent."""
     if not isinstance(nodes, dict):
         nodes = {str(node.get("id")): node for node in nodes if isinstance(node, dict)}
     children: dict[str | None, list[Values]] = {}
@@ -538,14 +547,14 @@ def _flat(nodes: Values | Sequence[object], most: int) -> tuple[list[Item], int]
 
 
 def _sessions(saved: Values) -> list[Values]:
-    """Return mikupad's sessions with a prompt: a file has one, an exported database many."""
+    """Return mikupad's sessions that have a prompt: a session's file has one, a database many."""
     stores = [store for store in saved.values() if isinstance(store, list)]
     entries = [entry.get("value") for store in stores for entry in store if isinstance(entry, dict)]
     found: list[Values] = []
     for session in (saved, *entries):
         if not isinstance(session, dict) or "prompt" not in session:
             continue
-        # In the file of a session each value is JSON, as a text.
+        # In a session's file each value is a string that contains JSON.
         read = {name: _unquoted(session.get(name)) for name in ("prompt", *_BESIDE)}
         chunks = read["prompt"]
         if isinstance(chunks, list) and all(isinstance(c, dict) and "content" in c for c in chunks):
@@ -562,9 +571,9 @@ def _unquoted(value: object) -> object:
 
 
 def _items_of_sessions(sessions: Sequence[Values], most: int) -> tuple[list[Item], int]:
-    """Return sessions as paths, a node for what was typed and one for what was generated after it.
+    """Return each session as a path that alternates between typed and generated nodes.
 
-    What mikupad puts around a text, its memory and the author's note, is in the note of the first node.
+    mikupad's memory and author's note become the note of the first node.
     """
     items: list[Item] = []
     for session in sessions:
@@ -588,7 +597,7 @@ def _items_of_sessions(sessions: Sequence[Values], most: int) -> tuple[list[Item
 
 
 def _too_large(most: int) -> ConfigError:
-    return ConfigError(f"the file is too large: at most {most:,} nodes can be taken")
+    return ConfigError(f"the file is too large: at most {most:,} nodes are read")
 
 
 def _chapters(given: object) -> dict[str, str]:
@@ -596,8 +605,16 @@ def _chapters(given: object) -> dict[str, str]:
     return {str(c.get("root_id")): _str(c.get("title")) for c in chapters if isinstance(c, dict)}
 
 
-def _own(data: bytes, most: int) -> Document:
-    """Return the document in the page's own JSON: the records that make it."""
+def _ours(document: Document, most: int, is_ours: Callable[[str], bool]) -> Document | list[Item]:
+    """Return a document of this model as it is, and one of another model as texts."""
+    if len(document.nodes) > most:
+        raise _too_large(most)
+    is_same = document.head is not None and is_ours(document.head.fingerprint)
+    return document if is_same else items_of(document)
+
+
+def _own(data: bytes) -> Document:
+    """Return the document in the page's own JSON."""
     document = Document()
     try:
         for record in msgspec.json.decode(data, type=_File).records:
@@ -606,6 +623,4 @@ def _own(data: bytes, most: int) -> Document:
             document.apply(record)
     except (msgspec.MsgspecError, LookupError, ValueError, RecursionError) as error:
         raise ConfigError(f"this file of the page is damaged: {error}") from None
-    if len(document.nodes) > most:
-        raise ConfigError(f"the file has {len(document.nodes):,} nodes, at most {most:,} are taken")
     return document

@@ -306,7 +306,7 @@ def test_the_bar_is_kept_in_the_document_and_used(chromium: Browser, tmp_path: P
         told(page, "dialog .wrong", "schema")
         page.locator("dialog [name=follow]").fill('{"enum": ["north", "south"]}')
         page.locator("dialog [aria-label='Name of the preset']").fill("a wind")
-        page.locator("dialog button", has_text="Keep as a preset").click()
+        page.locator("dialog button", has_text="Save as a preset").click()
         page.locator("dialog option", has_text="a wind").wait_for(state="attached")
         page.locator("dialog button[value=go]").click()
         idle(page)

@@ -264,6 +264,56 @@ def test_undo_shows_a_deleted_branch_again(page: Page) -> None:
     assert tokens(page) == shown
 
 
+def test_redo_shows_what_it_does_again(page: Page) -> None:
+    written(page)
+    press(page, "g", at="#text")
+    page.locator(".shoot").first.click()
+    idle(page)
+    for way in ("take", "type", "delete"):
+        if way == "take":
+            page.locator("#text [data-token]").nth(6).hover()
+            page.locator("#token-pane[data-position='6']").wait_for()
+            page.locator("[data-alternative]:not([aria-current])").first.click()
+            idle(page)
+        elif way == "type":
+            page.locator("#text").press("Enter")
+            page.locator(".typing textarea").fill(" and so they slept")
+            press(page, "Escape")
+        else:
+            press(page, "Delete", at="#text")
+        after = chosen(page), tokens(page)
+        press(page, "u", at="#text")
+        assert (chosen(page), tokens(page)) != after, way
+        press(page, "U", at="#text")
+        assert (chosen(page), tokens(page)) == after, way
+        told(page, "#status", "Redone")
+
+
+def test_a_deleted_text_is_shown_no_more(page: Page) -> None:
+    node = imported(page, "A text that stands alone")
+    do(page, "set", node=node, bookmark=True)
+    marks = page.locator("#marks").inner_text()
+    press(page, "Delete", at="#text")
+    assert page.locator("#empty").is_visible()
+    told(page, "#marks", f"★ {int(marks.removeprefix('★ ')) - 1}$")
+    page.reload()
+    idle(page)
+    assert chosen(page) != node
+    show(page, node)
+    press(page, "u", at="#text")
+    assert "".join(tokens(page)) == "A text that stands alone"
+    told(page, "#marks", f"{marks}$")
+    # Where a branch is deleted, so is what begins in it.
+    child = do(page, "type", node=node, text=" and its end")["node"]["id"]
+    idle(page)
+    do(page, "set", node=child, bookmark=True)
+    told(page, "#marks", f"★ {int(marks.removeprefix('★ ')) + 1}$")
+    do(page, "delete", node=node)
+    told(page, "#marks", f"★ {int(marks.removeprefix('★ ')) - 1}$")
+    do(page, "undo")
+    do(page, "undo")
+
+
 def test_a_find_leaves_out_what_is_gone(page: Page) -> None:
     word = "xylophonist"
     first = imported(page, f"One {word}")

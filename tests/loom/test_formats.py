@@ -403,3 +403,33 @@ def test_sessions_of_mikupad_are_read() -> None:
 def test_a_weave_of_tapestry_is_told() -> None:
     with pytest.raises(ConfigError, match="Tapestry"):
         formats.read(b"VersionedTapestryWeave__" + bytes(200), 99, "".__eq__)
+
+
+def test_the_file_of_a_document_is_imported(tmp_path: Path) -> None:
+    """Who kept ``tale.loom.jsonl`` and has another document open imports the one into the other."""
+    with Paged(tmp_path / "a") as page:
+        root = page.type("Once upon a time")
+        made = page.grow(root["id"], max_tokens=6, seed="4")
+        page.type(" a king", root["id"])
+        page.do("undo")
+        text, numbers = page.text(made["id"]), page.tokens(made["id"])["lp"]
+        page.do("set", node=made["id"], note="mine")
+        file = page.loom.journal.path
+    data = file.read_bytes()
+    with Paged(tmp_path / "b") as page:
+        for cut in (data, data + b'{"op":"node","id"'):  # its process may have died in a line
+            answer = page.api.post("/loom/import", content=cut)
+            assert answer.status_code == 200, answer.text
+            assert (answer.json()["format"], answer.json()["count"]) == ("journal", 2)
+            new = page.nodes()[-1]
+            assert page.text(new) == text and page.doc()["notes"][new] == "mine"
+            assert page.tokens(new)["lp"] == numbers
+        lines = data.splitlines(keepends=True)
+        damaged = b"".join([*lines[:2], b"{\n", *lines[2:]])
+        told = page.api.post("/loom/import", content=damaged)
+        assert told.status_code == 400 and "line 3 is damaged" in told.text
+    with pytest.raises(ConfigError, match="at most 1 nodes"):
+        formats.read(data, 1, "".__eq__)
+    kind, items, _ = formats.read(data, 99, "another".__eq__)  # of another model: its texts
+    assert kind == "journal" and isinstance(items, list)
+    assert "".join(item.text for item in items) == text

@@ -62,7 +62,7 @@ function read(form) {
   const of = (/** @type {string} */ name) => String(data.get(name) ?? "").trim();
   const number = (/** @type {string} */ name, /** @type {string} */ words) => {
     if (of(name) === "") return null;
-    if (Number.isNaN(Number(of(name)))) throw new Error(`“${of(name)}” is not a number: ${words}`);
+    if (Number.isNaN(Number(of(name)))) throw new Error(`${words}: “${of(name)}” is not a number`);
     return Number(of(name));
   };
   /** @type {Bar} */ const bar = {};
@@ -108,7 +108,7 @@ export function openBar(mode, proceed, setting) {
   };
   const presets = h("select", { onchange: () => show(all()[presets.value] ?? barOf(mode)) });
   const all = () => ({ ...PRESETS[mode], ...(store.doc.settings.presets?.[mode] ?? {}) });
-  const list = () => fill(presets, h("option", { value: "now" }, "as it is now"),
+  const list = () => fill(presets, h("option", { value: "now" }, "the current settings"),
     Object.keys(all()).map((name) => h("option", { value: name }, name)));
   const name = h("input", { placeholder: "name", "aria-label": "Name of the preset", spellcheck: false, autocomplete: "off" });
   const isTalk = mode === "chat";
@@ -117,10 +117,10 @@ export function openBar(mode, proceed, setting) {
     h("label", {}, h("span", {}, "preset"), presets),
     input("n", isTalk ? "answers" : "texts", FIRST[mode].n),
     input("max_tokens", isTalk ? "tokens at most" : "tokens", FIRST[mode].max_tokens),
-    NUMBERS_OF_BAR.map(([id, words]) => input(`${id}`, words, usual[id])), input("seed", "seed", "another each time"),
+    NUMBERS_OF_BAR.map(([id, words]) => input(`${id}`, words, usual[id])), input("seed", "seed", "random"),
     input("stop", "stop at"), h("label", {}, h("span", {}, "the text must follow"), kind), box,
-    h("div", { class: "row" }, name, h("button", { type: "button", onclick: () => save() }, "Keep as a preset"),
-      h("button", { type: "button", onclick: () => drop() }, "Forget the preset")),
+    h("div", { class: "row" }, name, h("button", { type: "button", onclick: () => save() }, "Save as a preset"),
+      h("button", { type: "button", onclick: () => drop() }, "Delete the preset")),
     h("div", { class: "foot" }, wrong, h("p", { class: "row" },
       proceed && h("button", { type: "submit", class: "main", value: "go" }, isTalk ? "Keep and answer" : "Keep and continue"),
       h("button", { type: "submit", value: "keep", class: proceed ? "" : "main" }, "Keep"),
@@ -148,7 +148,7 @@ export function openBar(mode, proceed, setting) {
   }
   async function drop() {
     const { presets: kept = {} } = store.doc.settings, { [presets.value]: gone, ...rest } = kept[mode] ?? {};
-    if (!gone) return failed(new Error("Choose a preset of your own."));
+    if (!gone) return failed(new Error("Choose one of your own presets first."));
     await setting("presets", { ...kept, [mode]: rest });
     list();
   }
@@ -161,7 +161,7 @@ export function openBar(mode, proceed, setting) {
     }
     dialog.close();
     if (event.submitter?.value === "go") proceed?.();
-    else tell(`From now on: ${sentenceOf(mode)}.`);
+    else tell(`Now: ${sentenceOf(mode)}.`);
   };
   list();
   show(barOf(mode));

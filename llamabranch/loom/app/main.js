@@ -83,7 +83,7 @@ function drawWhere() {
   $("go").firstChild.textContent = answered ? "Reply" : `Continue ${where}`;
   $("go").lastChild.textContent = keysOf("continue")[0] ?? "";
   const words = { type: chat && isAtEnd() ? "Reply" : `Type ${where}`,
-    edit: chat ? "Edit this turn" : view.cursor < 0 ? "Edit the last stretch"
+    edit: chat ? "Edit this turn" : view.cursor < 0 ? "Edit what follows the last fork"
       : `Edit from “${shownPath().shown[view.cursor]?.trim() ?? ""}” on`,
     retry: "Answer again", search: `Search ${where}`, compare: `Compare ${where}` };
   for (const [action, title] of Object.entries(words)) {
@@ -147,7 +147,7 @@ function openBox({ at, label: title, value = "", scored = false, edit = false, r
     columns.write(0, answer.tokens);
     const words = visibleTexts(texts(columns.pieces));
     fill(preview, words.map((word, i) => tokenSpan(columns, i, word)).slice(-100));
-    attribute(preview, "data-seam", answer.seam ? "A seam: read as one text, these would be other tokens." : null);
+    attribute(preview, "data-seam", answer.seam ? "A seam: tokenized as one text, these would be other tokens." : null);
   };
   const form = h("div", { class: "typing" }, h("p", { class: "row dim" }, title, roles.length > 1 && role), box, preview,
     note && h("p", { class: "dim note" }, note), h("p", { class: "row" },
@@ -167,7 +167,7 @@ function openBox({ at, label: title, value = "", scored = false, edit = false, r
 const controlNote = (parsed) => {
   const { eos, chat } = store.doc.models.A ?? {};
   if (!eos || (!parsed && !chat)) return "";
-  return parsed ? `Control tokens, such as ${eos}, are read as such.` : `A control token, such as ${eos}, stays text in a message.`;
+  return parsed ? `Control tokens, such as ${eos}, are parsed.` : `Control tokens, such as ${eos}, are plain text in a message.`;
 };
 
 /** Type after a position, or edit all that follows. @param {number} at @param {boolean} edit */
@@ -301,16 +301,16 @@ function valuesOf(form) {
 const SEARCHES = {
   beam: "Keeps the texts that are most probable as a whole, and continues all of them.",
   best_of_n: "Draws several texts, and shows the best by its score first.",
-  smc: "Many texts run side by side: those with what you want multiply, the others end.",
-  vote: "Draws several texts, finds the answer in each, and counts which one most agree on.",
-  steps: "Writes line by line, and keeps the best lines each time.",
-  tree: "Continues the text that has promised most so far, as in a game.",
+  smc: "Runs many texts side by side. Texts with what you want are copied, the others end.",
+  vote: "Draws several texts, finds the answer in each, and counts which answer is given most often.",
+  steps: "Writes in short steps, and keeps the best texts after each step.",
+  tree: "Always continues the most promising text so far, as a chess program does.",
 };
 /** @type {Record<string, string>} each comparison in one line */
 const COMPARISONS = {
-  read: "Both models read the text that is here: how far apart are their probabilities, token by token?",
-  lockstep: "One model writes, the other reads along, and the difference appears with each token.",
-  part: "Both write with the same seed; where B would draw another token, two texts continue side by side.",
+  read: "Both models score this text. You see how far apart their probabilities are, token by token.",
+  lockstep: "One model writes and the other scores each token. The difference appears as they go.",
+  part: "Both write with the same seed. Where B would draw another token, two texts continue side by side.",
 };
 
 const FORMATS = {
@@ -328,12 +328,20 @@ async function bring(/** @type {any} */ file) {
   tell(`${plural(answer.count, "node")} imported. ${(answer.warnings ?? []).join(" ")}`);
 }
 
-const bookmarked = () => [...store.nodes.values()].filter(({ flags }) =>
-  flags & FLAGS.bookmark && (store.showDeleted || !(flags & FLAGS.deleted)));
+const bookmarked = () => [...store.nodes.values()].filter(({ flags, id }) => flags & FLAGS.bookmark && segmentOf(id));
 
 const selected = () => store.nodes.get(store.current ?? "");
 
 /** @type {Map<string, any>} what was shown when a branch was deleted */ const shownBefore = new Map();
+
+/** Show a branch; where it is deleted, what it began in, or the first screen. @param {string} id */
+function showOrLeave(id) {
+  const node = store.nodes.get(id);
+  if (!node) return;
+  if (store.showDeleted || !(node.flags & FLAGS.deleted)) select(id);
+  else if (node.parent) select(node.parent, node.at);
+  else run.new();
+}
 
 /** @type {Record<string, string[]>} */
 const MENU = {
@@ -364,7 +372,7 @@ const run = {
   },
   retry: () => {
     const c = shownPath();
-    return isChat(c) ? retry(view.cursor < 0 ? c.turns.length - 1 : turnAt(c, view.cursor)) : tell("This text is no conversation.");
+    return isChat(c) ? retry(view.cursor < 0 ? c.turns.length - 1 : turnAt(c, view.cursor)) : tell("This text is not a chat.");
   },
   thoughts: () => {
     const { count, folded } = foldThoughts();
@@ -384,8 +392,8 @@ const run = {
   },
   search: () => ask("Search from here", [["kind", "kind", "", SEARCHES],
     ["options.width", "width"], ["options.max_tokens", "tokens", 32], ["options.temperature", "temperature"],
-    ["options.seed", "seed"], ["options.want", "text that is wanted (smc)"],
-    ["options.answer", "answer, a regular expression (vote)"]], "Search",
+    ["options.seed", "seed"], ["options.want", "text you want (smc)"],
+    ["options.answer", "answer: a regular expression (vote)"]], "Search",
   (fields) => act("search", { node: store.current, at: place(), ...fields })),
   compare: () => {
     const { B } = store.doc.models;
@@ -402,42 +410,46 @@ const run = {
     });
   },
   bookmark: () => selected() && act("set", { node: store.current, bookmark: !(selected()?.flags & FLAGS.bookmark) }),
-  note: () => ask("Note", [["note", "note of this branch", selected()?.note]], "Keep",
+  note: () => ask("Note", [["note", "note on this branch", selected()?.note]], "Keep",
     ({ note }) => act("set", { node: store.current, note: String(note) })),
   delete: async () => {
     const segment = segmentOf(store.current);
     if (!segment) return;
-    const { first, from, parent } = segment;
-    if (from > first.at) return tell("Other branches fork from this one: delete them, or where it begins.");
+    const { first, from } = segment;
+    if (from > first.at) return tell("Other branches fork from this one. Delete it where it begins, or delete them first.");
     const restore = Boolean(first.flags & FLAGS.deleted);
     const shown = [store.current, store.end];
     if (!(await act("delete", { node: first.id, restore })) || restore || store.showDeleted) return;
     shownBefore.set(first.id, shown);
-    if (parent) goTo(parent);
+    showOrLeave(first.id);
     tell("Deleted; u brings it back.");
   },
-  compact: async () => (await act("compact")) && tell("The file was written anew; the old one is beside it, as .bak."),
+  compact: async () => (await act("compact")) && tell("The file was rewritten. The old one is next to it and ends in .bak."),
   undo: async () => {
     const { op, nodes: [node] = [] } = (await act("undo"))?.undone ?? {};
     if (op === "delete" && !(store.nodes.get(node)?.flags & FLAGS.deleted)) select(...(shownBefore.get(node) ?? [node, null]));
     tell(op ? "Undone." : "There is nothing to undo.");
   },
-  redo: async () => tell((await act("redo")) ? "Done again." : "There is nothing to redo."),
+  redo: async () => {
+    const { op, nodes: [node] = [] } = (await act("redo"))?.redone ?? {};
+    if (op && op !== "set") showOrLeave(node); // a bookmark or a note moves nothing
+    tell(op ? "Redone." : "There is nothing to redo.");
+  },
   find: () => $("find").focus(),
   copy: copyText,
   mono: () => setting("mono", !isMono()),
   export: () => (keepPlace(), ask("Export and import", [], "", () => {}, [
     h("ul", { class: "formats" }, Object.entries(FORMATS).map(([format, words]) => h("li", {},
       h("a", { href: `/loom/export?format=${format}&node=${store.current ?? ""}`, download: "" }, words)))),
-    h("label", {}, h("span", {}, "import a file of any of these"),
+    h("label", {}, h("span", {}, "import a file: one of these, mikupad, or text"),
       h("input", { type: "file", onchange: (/** @type {any} */ event) => bring(event.target.files[0]) }))])),
   help: () => ask("Help and keys", [], "", () => {}, [
     h("p", {}, "Keys act while the tree or the text has the focus. Click a key to change it."), keyTable(setting)]),
   menu: () => ask("Menu", [], "", () => {}, [h("div", { class: "menus" }, Object.entries(MENU).map(([title, names]) =>
     h("div", {}, h("h3", {}, title), h("ul", { class: "menu" }, names.map((name) => h("li", {},
       h("button", { type: "button", onclick: () => ($("dialog").close(), run[name]()) },
-        { deleted: "show or hide deleted branches", mono: "letters of one width", theme: "light or dark", new: "begin another text or chat",
-          compact: "write the file anew without what was undone" }[name]
+        { deleted: "show or hide deleted branches", mono: "monospace font", theme: "light or dark", new: "begin another text or chat",
+          compact: "rewrite the file without what was undone" }[name]
           ?? ACTIONS.find(([each]) => each === name)?.[2] ?? name, " ", h("kbd", {}, keysOf(name)[0] ?? ""))))))))]),
   bookmarks: () => {
     const visit = (/** @type {string} */ id) => {
@@ -451,7 +463,7 @@ const run = {
         h("span", { class: "word" }, label(text) || "…"), note && h("small", {}, visible(note))));
     const marked = bookmarked();
     ask("Bookmarks", [], "", () => {}, [marked.length ? h("ul", { class: "menu" }, marked.map(line))
-      : h("p", { class: "dim" }, `None yet: ${keysOf("bookmark")[0] ?? "the menu"} marks the branch that is shown.`)]);
+      : h("p", { class: "dim" }, `None yet. ${keysOf("bookmark")[0] ?? "The menu"} bookmarks the branch you see.`)]);
   },
   deleted: () => {
     store.showDeleted = !store.showDeleted;
@@ -492,13 +504,13 @@ function drawState() {
   $("file").textContent = visible(doc.file.name ?? "llamabranch");
   $("saved").textContent = exported() ? "exported" : doc.file.error ? "not saved" : doc.file.read_only ? "read-only" : "saved";
   fill($("models"), A && h("span", {}, B ? h("b", {}, "A ") : null, visible(A.name)), B && h("span", {}, h("b", {}, "B "), visible(B.name)),
-    A?.batch_invariant === false && h("span", { class: "badge", title: "Sums depend on what else is in the batch." }, "replay may differ"));
+    A?.batch_invariant === false && h("span", { class: "badge", title: "Results depend on what else is in the batch." }, "replay may differ"));
   $("theme").textContent = isDark() ? "Light" : "Dark";
   const job = [...store.jobs.values()].find((each) => each.state === "running" && each.message);
   const message = {
-    "no-session": "This page has no session. Press Enter in the terminal where llamabranch runs, and open the fresh link.",
-    "connection-lost": "The connection is lost. Trying again; what you type is kept.",
-    "disk-error": `The file cannot be written: ${doc.file.error}. Nothing is discarded.`,
+    "no-session": "This page has no session. Press Enter in the terminal where llamabranch runs, and open the new link.",
+    "connection-lost": "The connection is lost. The page tries again; what you type is kept.",
+    "disk-error": `The file cannot be written: ${doc.file.error}. Nothing is lost; the page tries again.`,
     "read-only": exported() ? "" : doc.file.read_only,
     "reading-again": job?.message,
   }[state];
@@ -531,12 +543,12 @@ function drawState() {
 /** Beginnings that run at a click. @type {Record<string, Record<string, string>>} */
 const CARDS = {
   sentence: { title: "Continue a sentence", text: "Once upon a time there was a little fox who",
-    chat: "Tell me about a little fox, in three sentences.", line: "Coloured by how probable each token was." },
+    chat: "Tell me about a little fox, in three sentences.", line: "Each token is coloured by its probability." },
   draft: { title: "Watch a draft being judged", text: "The old king called his three sons and said",
     chat: "Count from one to twenty in words.",
-    line: "A draft guesses tokens, the model accepts or rejects them.", without: "It needs a draft: start with --draft auto." },
+    line: "A small model guesses tokens, the model accepts or rejects them.", without: "This needs a draft model: start with --draft auto." },
   models: { title: "Compare two models", text: "The moral of the story is that", chat: "What is the moral of a fable?",
-    line: "", without: "It needs a second model: start with --compare MODEL2." },
+    line: "", without: "This needs a second model: start with --compare MODEL2." },
 };
 
 let modeFor = ""; // the model that the switch was set for
@@ -552,7 +564,7 @@ function drawBeginning(A, B) {
   }
   const isTalk = begins() === "chat";
   $("mode-line").textContent = !A ? "" : !chat ? "This model has no chat template: it continues texts." : isTalk
-    ? "The model's template writes the turns." : "The model continues what you write, as it is.";
+    ? "The model's chat template formats the turns." : "The model continues exactly what you write.";
   $("system-box").hidden = !isTalk || !chat?.roles.includes("system");
   $("tools-box").hidden = !isTalk;
   $("begin-note").textContent = A ? controlNote(!isTalk) || "" : "";
@@ -566,7 +578,7 @@ function drawBeginning(A, B) {
     h("button", { type: "button", class: "card", "data-card": card, "data-model": "", value: words[isTalk ? "chat" : "text"] },
       h("b", {}, isTalk && card === "sentence" ? "Ask something" : title),
       h("span", {}, A && !(/** @type {any} */ (can)[card]) ? without
-        : line || `${visible(A?.name ?? "A")} and ${visible(B?.name ?? "B")} on one text.`))));
+        : line || `${visible(A?.name ?? "A")} and ${visible(B?.name ?? "B")} on the same text.`))));
   const facts = [...LENSES.map(({ title, says }) => [title, says]),
     ...Object.entries(SEARCHES).map(([name, says]) => [`Search: ${name.replace(/_/g, " ")}`, says]),
     ...Object.entries(COMPARISONS).map(([name, says]) => [`Compare: ${name}`, says])];

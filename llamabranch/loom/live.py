@@ -31,7 +31,7 @@ from ..serve.generation import Update, all_texts, updates
 from ..serve.http_call import HttpCall
 from ..serve.service import Service
 from ..speculative import RoundTrace
-from .document import Change, Document, Ended, Kept, KeptName, Node, Number, Record, Tokens, digest
+from .document import Change, Document, Ended, Kept, KeptName, Node, Record, Tokens, digest
 from .journal import Journal
 from .turns import answers
 
@@ -403,13 +403,12 @@ class Live:
         name: str,
         ids: Sequence[int],
         src: str,
-        lps: Sequence[Number] | None = None,
         at: int = 0,
     ) -> list[Record]:
-        """Return records of tokens that have no numbers but log-probabilities, if given."""
+        """Return records of tokens without numbers."""
         n, pieces = len(ids), self.document.learn(self.service.model, ids)
         new = Tokens(
-            id=name, at=at, ids=[*ids], lp=[*(lps or [None] * n)], h=[None] * n, rk=[None] * n,
+            id=name, at=at, ids=[*ids], lp=[None] * n, h=[None] * n, rk=[None] * n,
             src=src * n, top=[Raw(b"[]")] * n,
         )  # fmt: skip
         return [*([pieces] if pieces else ()), *([new] if n else ())]

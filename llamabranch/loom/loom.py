@@ -364,17 +364,12 @@ class Loom(Live):
         for i, item in enumerate(items):
             name, root = self.document.name(i), item.parent < 0
             at, parent = (0, None) if root else (ends[item.parent], self.document.name(item.parent))
-            ids: list[int] = []
-            lps: list[float | None] = []
-            for text, lp in item.parts:
-                if root and not ids:
-                    new = model.prompt_tokens(text, parse_special=False)
-                else:
-                    new = model.tokenize(text, add_special=False, parse_special=False)
-                ids += new
-                lps += [lp] if len(new) == 1 else [None] * len(new)
+            if root:
+                ids = model.prompt_tokens(item.text, parse_special=False)
+            else:
+                ids = model.tokenize(item.text, add_special=False, parse_special=False)
             records.append(Made(id=name, parent=parent, at=at, kind="imported", by=item.by))
-            records += self.plain(name, ids, "p" if root else "t", lps)
+            records += self.plain(name, ids, "p" if root else "t")
             ends.append(at + len(ids))
             if item.bookmark:
                 records.append(Change(id=name, name="bookmark"))

@@ -1,6 +1,6 @@
 // @ts-check
 // The sampling bar: what texts, or answers of a chat, are continued with; kept in the document. Presets, and what a text must follow.
-import { $, fill, h, plural, redraw, short, tell, visible } from "./dom.js";
+import { $, fill, h, plural, redraw, short, tell, typedNumber, visible } from "./dom.js";
 import { backend, net } from "./net.js";
 import { stateOf, store } from "./store.js";
 
@@ -60,16 +60,10 @@ async function keepBar(mode, bar) {
 function read(form) {
   const data = new FormData(form);
   const of = (/** @type {string} */ name) => String(data.get(name) ?? "").trim();
-  const number = (/** @type {string} */ name, /** @type {string} */ words) => {
-    if (of(name) === "") return null;
-    if (Number.isNaN(Number(of(name)))) throw new Error(`${words}: “${of(name)}” is not a number`);
-    return Number(of(name));
-  };
-  /** @type {Bar} */ const bar = {};
-  for (const [name, words] of [["n", "how many"], ["max_tokens", "tokens"]]) bar[name] = number(name, words);
-  bar.sampling = {};
-  for (const [name, words] of NUMBERS_OF_BAR) bar.sampling[name] = number(name, words);
-  if (of("seed")) bar.seed = of("seed");
+  /** @type {Bar} */ const bar = { sampling: {} };
+  for (const [name, words] of [["n", "how many"], ["max_tokens", "tokens"]]) bar[name] = typedNumber(of(name), words, true);
+  for (const [name, words] of NUMBERS_OF_BAR) bar.sampling[name] = typedNumber(of(name), words, name === "top_k");
+  if (typedNumber(of("seed"), "seed", true) != null) bar.seed = of("seed"); // more digits than a number has
   if (data.get("stop")) bar.stop = [String(data.get("stop"))];
   const kind = of("kind"), text = String(data.get("follow") ?? "");
   if (kind === "constraint") bar.constraint = true;
@@ -108,7 +102,7 @@ export function openBar(mode, proceed, setting) {
   };
   const presets = h("select", { onchange: () => show(all()[presets.value] ?? barOf(mode)) });
   const all = () => ({ ...PRESETS[mode], ...(store.doc.settings.presets?.[mode] ?? {}) });
-  const list = () => fill(presets, h("option", { value: "now" }, "the current settings"),
+  const list = () => fill(presets, h("option", { value: "now" }, "current"),
     Object.keys(all()).map((name) => h("option", { value: name }, name)));
   const name = h("input", { placeholder: "name", "aria-label": "Name of the preset", spellcheck: false, autocomplete: "off" });
   const isTalk = mode === "chat";
@@ -154,6 +148,7 @@ export function openBar(mode, proceed, setting) {
   }
   form.onsubmit = async (/** @type {any} */ event) => {
     event.preventDefault(); // what is refused is told here
+    wrong.textContent = "";
     try {
       await keepBar(mode, read(form));
     } catch (error) {

@@ -111,8 +111,8 @@ export function startCompare() {
   listeners.push((name, { op, state, result }) => {
     if (name !== "job" || op !== "compare" || state !== "done" || !result) return;
     const { n, kl, same, first_greedy: greedy, first_seed: seed } = result;
-    const facts = [kl != null && `mean KL(A, B) ${short(kl)} nats, same top token ${short(100 * same)} %`,
-      greedy != null && `their most probable tokens first differ at token ${greedy}`, seed != null && `with A's seed B first draws another token at token ${seed}`];
+    const facts = [kl != null && `mean KL(A, B) ${short(kl)} nats, the same most probable token in ${short(100 * same)} %`,
+      greedy != null && `first difference at token ${greedy}`, seed != null && `with A's seed B first draws another one at token ${seed}`];
     tell([`${n} tokens compared`, facts.filter(Boolean).join(", ")].filter(Boolean).join(": ") + ".");
     redraw(["compare"]);
   });

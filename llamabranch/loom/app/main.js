@@ -1,7 +1,8 @@
 // @ts-check
 // The page as a whole: its state, what actions do, typing, dialogs. Everything else is in the modules it joins.
 import {
-  $, attribute, check, fill, h, label, later, pace, paints, plural, radios, redraw, set, tell, visible, visibleTexts, warn,
+  $, attribute, check, fill, h, label, later, pace, paints, plural, radios, redraw, set, tell, typedNumber, visible,
+  visibleTexts, warn,
 } from "./dom.js";
 import { LENSES, binOf, choose, drawLegend, turn } from "./lenses.js";
 import { act, backend, connect, get, listeners, net } from "./net.js";
@@ -96,8 +97,11 @@ function drawWhere() {
   more.hidden = !chat;
   typed.hidden = answered; // Continue says so
   const c = shownPath(), last = c.turns.at(-1);
-  $("reply").hidden = !(chat && view.typingAt < 0 && isAtEnd() && last?.role === "assistant" && c.n > last.begin
+  const reply = $("reply"), scroller = $("text").parentElement, was = reply.hidden;
+  const isBelow = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < 60;
+  reply.hidden = !(chat && view.typingAt < 0 && isAtEnd() && last?.role === "assistant" && c.n > last.begin
     && ["ready", "disk-error"].includes(stateOf(net)) && !exported());
+  if (was && !reply.hidden && isBelow) reply.scrollIntoView({ block: "nearest" });
   for (const id of ["bar-said", "bar-begin"]) {
     const said = sentenceOf(mode());
     if ($(id).firstChild?.textContent !== said) fill($(id), said, " ", h("kbd", {}, keysOf("options")[0] ?? ""));
@@ -160,7 +164,7 @@ function openBox({ at, label: title, value = "", scored = false, edit = false, r
   look({ typingAt: at });
   $("after").prepend(form);
   box.focus();
-  box.scrollIntoView({ block: "nearest" });
+  form.scrollIntoView({ block: "nearest" });
 }
 
 /** What a box says of control tokens. @param {boolean} parsed */
@@ -277,22 +281,29 @@ function ask(title, fields, verb, done, more = []) {
     if (!(/** @type {any} */ (event.submitter)?.value)) return;
     event.preventDefault();
     fill(form.querySelector(".wrong"));
-    if (await done(valuesOf(new FormData(form)))) dialog.close();
+    try {
+      if (await done(valuesOf(new FormData(form), fields))) dialog.close();
+    } catch (error) {
+      warn(/** @type {Error} */ (error).message);
+    }
   };
   dialog.onclose = () => document.activeElement !== $("tree") && $("text").focus();
   dialog.showModal();
 }
 
-const WORDS = ["seed", "answer", "note"], LISTS = ["stop", "want"];
+const WORDS = ["seed", "answer", "note"], LISTS = ["stop", "want"], WHOLE = ["max_tokens", "width"];
 
-/** What a form holds: numbers where they are, lists of one text; "a.b" is b of an object a. @param {FormData} form */
-function valuesOf(form) {
+/** What a form holds: numbers, words, lists of one text; "a.b" is b of an object a. Raises what is no number.
+ * @param {FormData} form @param {any[][]} fields as those of a dialog */
+function valuesOf(form, fields) {
   /** @type {Record<string, any>} */ const found = {};
-  for (const [name, value] of form) {
-    const [own, of] = name.split(".").reverse();
+  for (const [name, words, , choices] of fields) {
+    const value = String(form.get(name) ?? ""), [own, of] = name.split(".").reverse();
     const into = of ? (found[of] ??= {}) : found;
-    const isText = WORDS.includes(own) || Number.isNaN(Number(value));
-    if (value !== "" || own === "note") into[own] = LISTS.includes(own) ? [value] : isText ? value : Number(value);
+    if (value === "" && own !== "note") continue;
+    if (own === "seed") typedNumber(value, words, true); // it stays a text: it may have more digits than a number
+    if (choices || WORDS.includes(own)) into[own] = value;
+    else into[own] = LISTS.includes(own) ? [value] : typedNumber(value, words, WHOLE.includes(own));
   }
   return found;
 }
@@ -315,7 +326,7 @@ const COMPARISONS = {
 
 const FORMATS = {
   html: "one HTML file to read", json: "JSON, everything", markdown: "Markdown, this path", "markdown-tree": "Markdown, the tree",
-  logitloom: "logitloom", loomsidian: "loomsidian", socketteer: "socketteer", exoloom: "exoloom",
+  loomsidian: "JSON for loomsidian",
 };
 
 async function bring(/** @type {any} */ file) {
@@ -411,7 +422,7 @@ const run = {
   },
   bookmark: () => selected() && act("set", { node: store.current, bookmark: !(selected()?.flags & FLAGS.bookmark) }),
   note: () => ask("Note", [["note", "note on this branch", selected()?.note]], "Keep",
-    ({ note }) => act("set", { node: store.current, note: String(note) })),
+    ({ note }) => act("set", { node: store.current, note })),
   delete: async () => {
     const segment = segmentOf(store.current);
     if (!segment) return;
@@ -431,8 +442,10 @@ const run = {
     tell(op ? "Undone." : "There is nothing to undo.");
   },
   redo: async () => {
-    const { op, nodes: [node] = [] } = (await act("redo"))?.redone ?? {};
-    if (op && op !== "set") showOrLeave(node); // a bookmark or a note moves nothing
+    const { op, nodes: [node, ...others] = [] } = (await act("redo"))?.redone ?? {};
+    const { parent, at } = store.nodes.get(node) ?? {};
+    if (others.length && parent) select(parent, at); // where all of them begin
+    else if (op && op !== "set") showOrLeave(node); // a bookmark or a note moves nothing
     tell(op ? "Redone." : "There is nothing to redo.");
   },
   find: () => $("find").focus(),
@@ -441,7 +454,7 @@ const run = {
   export: () => (keepPlace(), ask("Export and import", [], "", () => {}, [
     h("ul", { class: "formats" }, Object.entries(FORMATS).map(([format, words]) => h("li", {},
       h("a", { href: `/loom/export?format=${format}&node=${store.current ?? ""}`, download: "" }, words)))),
-    h("label", {}, h("span", {}, "import a file: one of these, mikupad, or text"),
+    h("label", {}, h("span", {}, "import a file: one of these, mikupad’s, or a text"),
       h("input", { type: "file", onchange: (/** @type {any} */ event) => bring(event.target.files[0]) }))])),
   help: () => ask("Help and keys", [], "", () => {}, [
     h("p", {}, "Keys act while the tree or the text has the focus. Click a key to change it."), keyTable(setting)]),
@@ -546,9 +559,9 @@ const CARDS = {
     chat: "Tell me about a little fox, in three sentences.", line: "Each token is coloured by its probability." },
   draft: { title: "Watch a draft being judged", text: "The old king called his three sons and said",
     chat: "Count from one to twenty in words.",
-    line: "A small model guesses tokens, the model accepts or rejects them.", without: "This needs a draft model: start with --draft auto." },
+    line: "Tokens are drafted ahead, and the model accepts or rejects each of them.", without: "This needs drafts: start with --\u2060draft auto." },
   models: { title: "Compare two models", text: "The moral of the story is that", chat: "What is the moral of a fable?",
-    line: "", without: "This needs a second model: start with --compare MODEL2." },
+    line: "", without: "This needs a second model: start with --\u2060compare MODEL2." },
 };
 
 let modeFor = ""; // the model that the switch was set for
@@ -667,6 +680,7 @@ export function start() {
   $("start").onclick = () => begin();
   onSubmit($("begin"), begin);
   onSubmit($("system"), begin);
+  $("about").ontoggle = () => $("about").open && $("about").scrollIntoView({ block: "start" });
   const typing = later(60);
   $("find").oninput = () => typing(() => $("find").value !== sought && find());
   $("find").onkeydown = (/** @type {KeyboardEvent} */ event) => {

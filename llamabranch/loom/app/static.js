@@ -9,7 +9,7 @@ import { start } from "./main.js";
 function findIn(q) {
   const wanted = new RegExp(q.replace(/[\\^$.*+?()[\]{}|/]/g, "\\$&"), "giu");
   const found = [];
-  for (const node of store.nodes.values()) {
+  for (const node of q ? store.nodes.values() : []) {
     const begin = Math.max(0, node.at - 4 * q.length); // a match may begin in the text before
     const words = texts(pieces(node.id, null).filter(({ to }) => to > begin).flatMap(({ id, from, to }) => {
       const { at, tokens } = /** @type {any} */ (store.nodes.get(id));

@@ -167,20 +167,22 @@ function wording({ parts, from, to }) {
   }
   /** @type {import("./store.js").Piece[]} */ const pieces = [];
   let isCut = false;
-  for (const { tokens, text, at, n } of parts) {
+  const isTalk = parts.some(({ turns }) => turns?.length);
+  for (const { tokens, text, at, n, turns } of parts) {
     const begin = Math.max(0, from - at), end = Math.min(n, to - at, begin + WORDED);
     if (tokens.n < end && begin === 0 && end === n) { // its tokens are not here: what the document tells of its beginning
       pieces.push(text);
       isCut = [...text].length >= TOLD;
       break;
     }
-    pieces.push(...tokens.pieces.slice(begin, end));
+    pieces.push(...tokens.pieces.slice(begin, end).filter((piece, i) => !isTalk || (typeof piece === "string" || Array.isArray(piece))
+      && !turns?.some((/** @type {any[]} */ [, a, b]) => at + begin + i >= a && at + begin + i < b)));
     isCut = tokens.n < end || end < Math.min(n, to - at);
     if (isCut || pieces.length >= WORDED) break;
   }
   const isInside = (/** @type {any} */ piece) => Array.isArray(piece) && (piece[0] & 0xc0) === 0x80; // of a character
   while (isInside(pieces[0])) pieces.shift();
-  const words = texts(pieces).join("").replace(/\ufffd+$/, "");
+  const said = texts(pieces).join("").replace(/\ufffd+$/, ""), words = isTalk ? said.trim() : said;
   return (isCut ? clip(words, words.length - 1) : words) || "…"; // the last character may be incomplete
 }
 

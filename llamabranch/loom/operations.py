@@ -394,7 +394,10 @@ async def _undo(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     loom.send_nodes(*touched)
     loom.send_undo()
     is_deletion = any(name == "deleted" for _, name, *_ in action.changes)
-    done = {"op": "delete" if is_deletion else action.op, "nodes": [node.id for node in touched]}
+    done = {
+        "op": "delete" if is_deletion else action.op, "nodes": [node.id for node in touched],
+        "node": document.node_fields(touched[0]),  # as it is now: events may come later
+    }  # fmt: skip
     return {"redone" if again else "undone": done, **document.counts()}
 
 

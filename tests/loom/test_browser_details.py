@@ -324,27 +324,69 @@ def test_redo_shows_what_it_does_again(page: Page) -> None:
 
 def test_a_deleted_text_is_shown_no_more(page: Page) -> None:
     node = imported(page, "A text that stands alone")
+    n = int(page.locator("#marks").inner_text().removeprefix("★ "))
+
+    def marked(count: int) -> None:
+        told(page, "#marks", f"★ {count}$")
+
     do(page, "set", node=node, bookmark=True)
-    marks = page.locator("#marks").inner_text()
+    marked(n + 1)
     press(page, "Delete", at="#text")
     assert page.locator("#empty").is_visible()
-    told(page, "#marks", f"★ {int(marks.removeprefix('★ ')) - 1}$")
+    marked(n)
     page.reload()
     idle(page)
     assert chosen(page) != node
     show(page, node)
     press(page, "u", at="#text")
     assert "".join(tokens(page)) == "A text that stands alone"
-    told(page, "#marks", f"{marks}$")
+    marked(n + 1)
     # Where a branch is deleted, so is what begins in it.
     child = do(page, "type", node=node, text=" and its end")["node"]["id"]
-    idle(page)
     do(page, "set", node=child, bookmark=True)
-    told(page, "#marks", f"★ {int(marks.removeprefix('★ ')) + 1}$")
+    marked(n + 2)
     do(page, "delete", node=node)
-    told(page, "#marks", f"★ {int(marks.removeprefix('★ ')) - 1}$")
-    do(page, "undo")
-    do(page, "undo")
+    marked(n)
+
+
+def test_undo_of_an_import_shows_what_was_shown_before(page: Page) -> None:
+    written(page)
+    before = chosen(page), tokens(page)
+    page.locator("#text").press("E")
+    file: Any = {"name": "a.txt", "mimeType": "text/plain", "buffer": b"A king slept."}
+    page.locator("dialog input[type=file]").set_input_files(file)
+    page.locator("dialog[open]").wait_for(state="detached")
+    idle(page)
+    assert "".join(tokens(page)) == "A king slept."
+    press(page, "u", at="#text")
+    assert (chosen(page), tokens(page)) == before
+    press(page, "U", at="#text")
+    assert "".join(tokens(page)) == "A king slept."
+
+
+def test_half_a_character_is_no_error(page: Page) -> None:
+    """A program that cuts an emoji in two leaves half of it in the clipboard."""
+    cut = "An owl \\ud83d sat"
+    put = """([selector, text]) => { const box = document.querySelector(selector);
+        box.value = JSON.parse('"' + text + '"');
+        box.dispatchEvent(new Event("input")); }"""
+    page.evaluate(put, ["#begin", cut])
+    page.locator("#start").click()
+    page.locator("#empty").wait_for(state="hidden")
+    idle(page)
+    assert "".join(tokens(page)) == "An owl \ufffd sat"
+    page.locator("#text").press("Enter")
+    page.evaluate(put, [".typing textarea", " \\ude00 here"])
+    page.locator(".preview .t").first.wait_for()
+    press(page, "Escape")
+    assert "".join(tokens(page)) == "An owl \ufffd sat \ufffd here"
+    set_to = "page and \\ud83d"
+    page.locator("#bar-said").click()
+    page.evaluate(put, ["dialog [name=stop]", set_to])
+    page.locator("dialog button[value=keep]").click()
+    page.locator("dialog[open]").wait_for(state="detached")
+    assert "stop at “page and \ufffd”" in page.locator("#bar-said").inner_text()
+    do(page, "bar", set={"text": {}})
 
 
 def test_a_find_leaves_out_what_is_gone(page: Page) -> None:

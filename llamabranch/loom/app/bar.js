@@ -1,7 +1,7 @@
 // @ts-check
 // The sampling bar: what texts, or answers of a chat, are continued with; kept in the document. Presets, and what a text must follow.
 import { $, fill, h, plural, redraw, short, tell, typedNumber, visible } from "./dom.js";
-import { backend, net } from "./net.js";
+import { backend, bodyOf, net } from "./net.js";
 import { stateOf, store } from "./store.js";
 
 /** @typedef {Record<string, any>} Bar */
@@ -49,7 +49,7 @@ export function sentenceOf(mode) {
 
 /** Keep a bar in the document. Raises what the server refuses. @param {string} mode @param {Bar} bar */
 async function keepBar(mode, bar) {
-  const body = JSON.stringify({ cid: crypto.randomUUID(), op: "bar", set: { [mode]: bar } });
+  const body = bodyOf({ cid: crypto.randomUUID(), op: "bar", set: { [mode]: bar } });
   const { bars } = stateOf(net) === "read-only" ? { bars: { ...store.doc.bars, [mode]: bar } }
     : await backend.ask("/loom/do", { method: "POST", body });
   store.doc.bars = bars;

@@ -6,7 +6,7 @@ import {
 } from "./dom.js";
 import { LENSES, binOf, choose, drawLegend, turn } from "./lenses.js";
 import { act, backend, connect, get, listeners, net } from "./net.js";
-import { FLAGS, Tokens, look, select, stateOf, store, texts, view } from "./store.js";
+import { FLAGS, Tokens, look, putNode, select, stateOf, store, texts, view } from "./store.js";
 import { goTo, segmentOf, startTree, treeMoves } from "./tree.js";
 import { foldThoughts, moveTo, place, seek, shownPath, startText, textMoves, tokenSpan } from "./text.js";
 import { isChat, turnAt } from "./turns.js";
@@ -217,6 +217,7 @@ async function begin(proceed = go) {
   } catch (error) {
     return tell(`The tools are not JSON: ${/** @type {Error} */ (error).message}`);
   }
+  if (!text.trim()) tell("Write a beginning first.");
   const answer = text.trim() && (await (chat ? act("chat", { node: null, text, tools, system: $("system").value.trim() || null })
     : act("type", { node: null, text })));
   if (!answer) return $("begin").focus();
@@ -329,13 +330,19 @@ const FORMATS = {
   loomsidian: "JSON for loomsidian",
 };
 
+/** @type {Map<string, any>} what was shown before a branch was deleted, or a text imported */ const shownBefore = new Map();
+
 async function bring(/** @type {any} */ file) {
   if (!file) return;
   fill($("dialog").querySelector(".wrong"));
   const answer = await backend.ask("/loom/import", { method: "POST", body: file }).catch((error) => warn(error.message));
   if (!answer) return;
   $("dialog").close();
-  if (answer.nodes.length) select(answer.nodes[0].id);
+  const [first] = answer.nodes;
+  if (first) {
+    shownBefore.set(first.id, [store.current, store.end]);
+    select(first.id);
+  }
   tell(`${plural(answer.count, "node")} imported. ${(answer.warnings ?? []).join(" ")}`);
 }
 
@@ -343,16 +350,8 @@ const bookmarked = () => [...store.nodes.values()].filter(({ flags, id }) => fla
 
 const selected = () => store.nodes.get(store.current ?? "");
 
-/** @type {Map<string, any>} what was shown when a branch was deleted */ const shownBefore = new Map();
-
-/** Show a branch; where it is deleted, what it began in, or the first screen. @param {string} id */
-function showOrLeave(id) {
-  const node = store.nodes.get(id);
-  if (!node) return;
-  if (store.showDeleted || !(node.flags & FLAGS.deleted)) select(id);
-  else if (node.parent) select(node.parent, node.at);
-  else run.new();
-}
+/** Show where a branch begins, since it is deleted; the first screen, where it is a whole text. @param {any} node */
+const leave = ({ parent, at }) => (parent ? select(parent, at) : run.new());
 
 /** @type {Record<string, string[]>} */
 const MENU = {
@@ -432,20 +431,23 @@ const run = {
     const shown = [store.current, store.end];
     if (!(await act("delete", { node: first.id, restore })) || restore || store.showDeleted) return;
     shownBefore.set(first.id, shown);
-    showOrLeave(first.id);
+    leave(first);
     tell("Deleted; u brings it back.");
   },
   compact: async () => (await act("compact")) && tell("The file was rewritten. The old one is next to it and ends in .bak."),
   undo: async () => {
-    const { op, nodes: [node] = [] } = (await act("undo"))?.undone ?? {};
-    if (op === "delete" && !(store.nodes.get(node)?.flags & FLAGS.deleted)) select(...(shownBefore.get(node) ?? [node, null]));
+    const { op, node } = (await act("undo"))?.undone ?? {};
+    if (op) putNode(node);
+    const [before, end] = shownBefore.get(node?.id) ?? [node?.id, null];
+    if (op === "delete" ? !(node.flags & FLAGS.deleted) : !store.current && before !== node?.id) select(before, end);
     tell(op ? "Undone." : "There is nothing to undo.");
   },
   redo: async () => {
-    const { op, nodes: [node, ...others] = [] } = (await act("redo"))?.redone ?? {};
-    const { parent, at } = store.nodes.get(node) ?? {};
-    if (others.length && parent) select(parent, at); // where all of them begin
-    else if (op && op !== "set") showOrLeave(node); // a bookmark or a note moves nothing
+    const { op, node, nodes = [] } = (await act("redo"))?.redone ?? {};
+    if (op) putNode(node);
+    if (op === "delete" && node.flags & FLAGS.deleted && !store.showDeleted) leave(node);
+    else if (nodes.length > 1 && node.parent) select(node.parent, node.at); // where all of them begin
+    else if (op && op !== "set") select(node.id); // a bookmark or a note moves nothing
     tell(op ? "Redone." : "There is nothing to redo.");
   },
   find: () => $("find").focus(),

@@ -106,7 +106,7 @@ def test_a_page_without_a_session_asks_for_a_link(chromium: Browser, served: Ope
     page = chromium.new_page()
     page.goto(served.url)
     state(page, "no-session")
-    assert "fresh link" in page.locator("#bar").inner_text()
+    assert "open the new link" in page.locator("#bar").inner_text()
     page.evaluate(axe())
     assert violations(page) == []
     page.close()

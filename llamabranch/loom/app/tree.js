@@ -159,7 +159,7 @@ function step(/** @type {number} */ by) {
 
 /** The text a row begins with: no more than is before the next fork. @param {Segment} segment */
 function wording({ parts, from, to }) {
-  for (const { turns, tokens, at } of parts) { // of a conversation what is said, without the template's own tokens
+  for (const { turns, tokens, at } of from === 0 ? parts : []) { // a conversation: its first question
     const said = (/** @type {any[]} */ [role, , begin]) => role === "user" && begin >= Math.max(from, at) && begin < to;
     const [, , begin, end] = turns?.find(said) ?? [];
     if (begin == null || tokens.n <= begin - at) continue;
@@ -167,7 +167,7 @@ function wording({ parts, from, to }) {
   }
   /** @type {import("./store.js").Piece[]} */ const pieces = [];
   let isCut = false;
-  const isTalk = parts.some(({ turns }) => turns?.length);
+  const isTalk = parts.some(({ turns }) => turns?.length); // what is said, without the template's own tokens
   for (const { tokens, text, at, n, turns } of parts) {
     const begin = Math.max(0, from - at), end = Math.min(n, to - at, begin + WORDED);
     if (tokens.n < end && begin === 0 && end === n) { // its tokens are not here: what the document tells of its beginning

@@ -79,8 +79,9 @@ MEASURE = """() => {
     take: async (i, first) => {
       const old = node(), buttons = [...document.querySelectorAll("[data-alternative]")];
       const free = buttons.findIndex((each) => !each.ariaCurrent);
+      const at = Number($("#token-pane").dataset.position) + (first ? 1 : 0);
       key("#text", String((free + 1) % 10));
-      return painted(() => node() !== old && $("#text .cursor") && (!first || $("#text .cursor + .t")));
+      return painted(() => node() !== old && $(`#text [data-token="${at}"]`));
     },
     proceed: () => {
       const newest = () => $("#shoots").lastChild?.segment.key;
@@ -137,7 +138,7 @@ MEASURE = """() => {
     },
   };
 }"""
-# Tokens a second of n texts, 576 tokens in all, from the request until the server says that they ended.
+# Tokens a second of n texts, 576 tokens at most, from the request until the server says that they ended.
 RATE = """async (n) => {
   const ask = async (path, init) => (await fetch(path, init)).json();
   const node = (await ask("/loom/doc")).nodes.id[0];
@@ -151,11 +152,14 @@ RATE = """async (n) => {
     await new Promise(requestAnimationFrame);
   }
   for (;;) {
-    const {jobs} = await ask("/loom/doc");
-    if (!jobs.some((each) => each.id === job && each.state === "running")) break;
+    const {jobs, nodes: all} = await ask("/loom/doc");
+    const spent = performance.now() - begin;
+    if (!jobs.some((each) => each.id === job && each.state === "running")) {
+      const counts = nodes.map(({id}) => all.n[all.id.indexOf(id)]); // a text may end early
+      return counts.reduce((sum, count) => sum + 1000 * count, 0) / spent;
+    }
     await new Promise((done) => setTimeout(done, 50));
   }
-  return 576000 / (performance.now() - begin);
 }"""
 
 

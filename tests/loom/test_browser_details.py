@@ -554,6 +554,20 @@ def test_what_was_stopped_is_not_read_again_by_itself(page: Page) -> None:
     assert "score" not in ops
 
 
+def test_a_reload_shows_what_is_being_written(page: Page) -> None:
+    node = imported(page, "The king who never stopped to speak said")
+    do(page, "continue", node=node, n=4, max_tokens=900)
+    page.locator(".shoot").nth(3).wait_for()
+    page.reload()
+    page.wait_for_function(
+        """() => { const all = [...document.querySelectorAll(".shoot")];
+        return all.length === 4 && all.every(each => each.textContent.length > 20); }"""
+    )
+    assert asked(page, "/loom/doc")["jobs"]  # it is still written
+    page.locator("#text").press("Escape")
+    idle(page)
+
+
 # -- letters ---------------------------------------------------------------------------------------
 
 

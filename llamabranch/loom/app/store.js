@@ -185,7 +185,8 @@ export function putTokens(columns) {
     node.n = end;
     store.grown.add(node.id);
   }
-  if (at > node.tokens.n) return; // what is before it is fetched when it is shown
+  node.lacks = at > node.tokens.n; // what is before it is fetched when it is shown
+  if (node.lacks) return;
   if (node.tokens === NONE) node.tokens = new Tokens(end);
   node.tokens.write(at, columns);
   if (columns.answers) node.answers = columns.answers;

@@ -279,7 +279,7 @@ function drawTree() {
   resting(() => { // fetch the tokens of rows that stay in view
     const parts = rows.slice(begin, begin + count).flatMap((segment) => segment.parts.slice(0, 4));
     for (const node of parts) {
-      if (node.tokens.n < node.n && node.reason !== "running") void fetchPath(node.id, node.at, node.n);
+      if (node.tokens.n < node.n && (node.reason !== "running" || node.lacks)) void fetchPath(node.id, node.at, node.n);
     }
   });
   set($("hoisted"), { hidden: !hoisted });

@@ -70,7 +70,7 @@ class HiddenStates:
         self._rows: dict[int, Rows] = {}
 
     def columns(self, layer: int) -> slice:
-        """Return which numbers of a row are those of one of its layers."""
+        """Return which numbers of a row belong to ``layer``."""
         return dict(self._columns)[layer]
 
     def record(self, first: int, n: int) -> None:
@@ -78,13 +78,13 @@ class HiddenStates:
 
         ``first`` is the write index of its first token; the others follow in the order of the batch.
         """
-        found = np.empty((n, self.width), dtype=np.float32)
+        states = np.empty((n, self.width), dtype=np.float32)
         for layer, columns in self._columns:
-            found[:, columns] = heads.extracted_rows(self._handle, layer, n)
+            states[:, columns] = heads.extracted_rows(self._handle, layer, n)
         if len(self._rows) > 2 * self._cells.n_cells:
             # Before the update, because the table does not have the cells of a tree yet.
             self._forget_unused()
-        self._rows.update(zip(range(first, first + n), found, strict=True))
+        self._rows.update(zip(range(first, first + n), states, strict=True))
 
     def of(self, seq_id: int, start: int, end: int) -> list[Rows | None]:
         """Return the rows of positions [start, end) of a sequence; None for a row that was not kept."""

@@ -72,14 +72,14 @@ class CachedPrefixes:
         return text in self._used
 
     def find(self, tokens: Sequence[int]) -> tuple[int, CachedPrefix | None]:
-        """Return the longest common prefix of ``tokens`` and a text, in tokens, and such a text."""
-        tokens, n, found = list(tokens), 0, None
+        """Return the length of the longest common prefix of ``tokens`` and a text, and that text."""
+        tokens, n, best = list(tokens), 0, None
         at = bisect_left(self._sorted, tokens, key=_tokens)
         for text in self._sorted[max(0, at - 1) : at + 1]:
             common = n_common(text.tokens, tokens)
             if common > n:
-                n, found = common, text
-        return n, found
+                n, best = common, text
+        return n, best
 
     def find_whole(self, tokens: Sequence[int]) -> tuple[int, CachedPrefix | None]:
         """Return the length of the longest text that is a prefix of ``tokens``, and that text."""
@@ -89,7 +89,7 @@ class CachedPrefixes:
             n = n_common(text.tokens, beginning)
             if n == len(text.tokens):
                 return n, text
-            del beginning[n:]  # the longest is no longer: it would be between the two
+            del beginning[n:]  # a longer one would be sorted between the two
         return 0, None
 
     def add(self, text: CachedPrefix) -> None:
@@ -103,7 +103,7 @@ class CachedPrefixes:
             self._used.move_to_end(text)
 
     def cut(self, text: CachedPrefix, n: int) -> bool:
-        """Cut a text to its first ``n`` tokens. If another begins with them, return False, no change."""
+        """Cut a text to its first ``n`` tokens; if another text begins with these, only return False."""
         del self._sorted[bisect_left(self._sorted, text.tokens, key=_tokens)]
         is_new = self.find(text.tokens[:n])[0] < n
         if is_new:
@@ -166,7 +166,7 @@ class PrefixCache:
     Attributes:
         n_hits: how often the beginning of a text was found.
         n_hit_tokens: the total number of tokens found.
-        n_evicted: how many cells were freed because others needed them.
+        n_evicted: how many cells were freed because other texts needed them.
         n_restored: how many tokens were copied back from ``saved``.
         saved: the texts in host memory.
         most_idle: the most cells that only cached texts use, or the cells of the last text if these are
@@ -320,7 +320,7 @@ class PrefixCache:
 
         Args:
             seq_id: a sequence that is held.
-            tokens: what it holds.
+            tokens: the tokens that it holds.
             is_last: nobody else uses the sequence from now on, so the cached text may take it over.
 
         Returns:
@@ -360,7 +360,7 @@ class PrefixCache:
         return heapq.heappop(self._spare_seq_ids) if self._spare_seq_ids else None
 
     def evict(self, n_cells: int) -> int:
-        """Free at least ``n_cells`` cells that only cached texts use, if there are so many.
+        """Free at least ``n_cells`` cells that only cached texts use, or all of them if there are fewer.
 
         Returns:
             The number of freed cells.

@@ -36,13 +36,13 @@ def check_header(path: str | Path, *, vocab_only: bool = False) -> Header:
     """
     header = read_header(path, tensors=not vocab_only)
     if not vocab_only and not header.tensors:
-        what = "only a vocabulary, no weights" if header.tokens else "no weights"
+        contents = "only a vocabulary, no weights" if header.tokens else "no weights"
         hint = "Model(path, vocab_only=True) opens a vocabulary" if header.tokens else None
-        raise ModelLoadError(f"cannot load {path}: it has {what}", hint=hint)
-    found = find_fatal(header, vocab_only=vocab_only)
-    if found is not None:
-        hint = "convert the model again" if found[0] == "duplicate_tokens" else None
-        raise ModelLoadError(f"cannot load {path}: {found[1]}", hint=hint)
+        raise ModelLoadError(f"cannot load {path}: it has {contents}", hint=hint)
+    fault = find_fatal(header, vocab_only=vocab_only)
+    if fault is not None:
+        hint = "convert the model again" if fault[0] == "duplicate_tokens" else None
+        raise ModelLoadError(f"cannot load {path}: {fault[1]}", hint=hint)
     return header
 
 
@@ -141,7 +141,7 @@ def _heads(header: Header) -> Iterator[tuple[str, str]]:
 
 
 def rotation_fault(rotated: int, d_key: int) -> str:
-    """Return why RoPE cannot rotate so many numbers of a key; "" if it can."""
+    """Return why RoPE cannot rotate ``rotated`` numbers of a key; "" if it can."""
     if 0 < rotated <= d_key and not rotated % 2:
         return ""
     return f"rope.dimension_count is {rotated}, not an even part of the head size {d_key}"

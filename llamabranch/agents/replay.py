@@ -6,18 +6,22 @@ import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
+
+from msgspec.structs import replace
 
 from ..arguments import whole
 from ..context import Context
 from ..context.context import text_context
 from ..context.prefix_cache import n_common
 from ..engine import AsyncEngine
-from ..errors import ConfigError, ParseError
-from .agent import conduct
-from .journal import Recorded, planned, read
+from ..errors import ConfigError, LlamaBranchError, ParseError
+from ..sampling import SamplingParams
+from .agent import Agent, conduct
+from .journal import Recorded, read
 from .report import AgentStats, Report, Step
-from .threads import on_a_loop
+from .threads import event_loop
+from .tools import Tool
 
 __all__ = ["replay"]
 
@@ -63,8 +67,27 @@ class _Differs(Exception):
     """A step is another one, and its text."""
 
 
+def _agent(target: Context | AsyncEngine, given: object) -> Agent:
+    """Return an agent as a head describes it: its functions are known, but not there."""
+    arguments = dict(cast("dict[str, object]", given))
+    tools = [
+        _agent(target, one["agent"]) if "agent" in one else Tool(one["function"])
+        for one in cast("list[dict[str, Any]]", arguments.pop("tools"))
+    ]
+    arguments["sampling"] = SamplingParams.from_dict(cast(Any, arguments["sampling"]))
+    arguments["max_seconds"] = None  # a path that a clock has ended ends where it did
+    return Agent(target, tools=cast(Any, tools), **cast(Any, arguments))
+
+
 def _again(found: Recorded, target: Context | AsyncEngine, context: Context) -> list[Step]:
-    head, plan = found.head, planned(context, found.head.get("agent"))
+    head = found.head
+    try:
+        agent = _agent(target, head["agent"])
+        after = _report(head.get("after"), agent)
+        tasks, n = cast("list[str]", head["tasks"]), cast(int, head["n"])
+        seed = whole("seed", head["seed"])
+    except (KeyError, TypeError, ValueError, AttributeError, LlamaBranchError) as error:
+        raise ParseError(f"the head of the journal is damaged: {error}") from None
     is_same = head.get("kv_type") == context.kv_type and head.get("exact") is True
     is_exact = is_same and context.capabilities.batch_invariant
     told: list[Step] = []
@@ -94,11 +117,9 @@ def _again(found: Recorded, target: Context | AsyncEngine, context: Context) -> 
         differs.add(step.path)
         told.append(Step("differs", text, step.agent, step.path, step.turn))
 
-    after = _report(head.get("after"), plan)
-    tasks, n = cast("list[str]", head.get("tasks")), cast(int, head.get("n"))
-    seed = cast(int, head.get("seed"))
     try:
-        on_a_loop(lambda: conduct(target, plan, tasks, n, after, seed, listen, found.steps))
+        with event_loop() as call:
+            call(conduct(agent, tasks, n, after, listen, seed=seed, recorded=found.steps))
     except _Differs as error:
         raise ParseError(error.args[0], text=error.args[1]) from None
     return told
@@ -107,17 +128,14 @@ def _again(found: Recorded, target: Context | AsyncEngine, context: Context) -> 
 def _same(step: Step, known: Step) -> bool:
     if known.kind == "end" and known.text in ("time", "cancelled"):
         return step.kind == "end"
-    same = ("kind", "text", "turn", "name", "call", "n", "seed")
-    return all(getattr(step, one) == getattr(known, one) for one in same) and (
-        list(step.tokens) == list(known.tokens)
-    )
+    return replace(step, error="") == replace(known, error="")
 
 
-def _report(given: object, plan: object) -> Report | None:
+def _report(given: object, agent: Agent) -> Report | None:
     """Return the parts of a report that a run needs to continue after it."""
     if not isinstance(given, Mapping):
         return None
     messages = cast("list[dict[str, object]]", given.get("messages"))
     tokens = cast("Sequence[int]", given.get("tokens"))
     reason = str(given.get("finish_reason"))
-    return Report("", reason, messages, list(tokens), 0, AgentStats(), plan=plan)
+    return Report("", reason, messages, list(tokens), 0, AgentStats(), agent=agent)

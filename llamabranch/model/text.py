@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Sequence
-from typing import Protocol, SupportsIndex
+from typing import TYPE_CHECKING, Protocol, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 
 from ..arguments import plain_int
 from ..errors import ConfigError, TokenizeError
+
+if TYPE_CHECKING:
+    from .model import Model
 
 __all__ = [
     "NO_TOKEN",
@@ -20,6 +23,7 @@ __all__ = [
     "decode_utf8",
     "stop_strings",
     "token_list",
+    "token_piece",
 ]
 
 # Accepted as token ids; NumPy integers and arrays of them, too.
@@ -51,6 +55,17 @@ def token_list(tokens: TokenIds) -> list[int]:
     if all(type(token) is int for token in found):
         return found  # type: ignore[return-value]
     return [token if (n := plain_int(token)) is None else n for token in found]  # type: ignore[misc]
+
+
+def token_piece(model: Model, token: int) -> str | list[int] | dict[str, str]:
+    """Return a token's text, its bytes if they are no text, or ``{"c": name}`` of a control token."""
+    piece = model.piece(token)
+    if not piece:
+        return {"c": model.detokenize([token], special=True) or f"[{token}]"}
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return list(piece)
 
 
 class TextSource(Protocol):

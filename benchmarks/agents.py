@@ -252,13 +252,14 @@ def main() -> None:
                 ) as ctx:
                     figures, distinct = agent(ctx, text, settings.tokens)
                     note("agent", figures)
-            for name, start, n_ctx in (
-                ("serve", start_ours, cells + 1500), ("llama-server", start_theirs, 3 * cells),
-            ):  # fmt: skip
+            for name, start, options in (
+                ("serve", start_ours, ("-c", cells + 1500)),  # without -np they share one cache
+                ("llama-server", start_theirs, ("-np", 3, "-c", 3 * cells)),
+            ):
                 if name not in args.only:
                     continue
                 try:
-                    with closing(start(settings, path, "-np", 3, "-c", n_ctx)) as side:
+                    with closing(start(settings, path, *options)) as side:
                         figures = asyncio.run(over_http(side, text, settings.tokens))
                         note(name, figures)
                 except ToolError as error:

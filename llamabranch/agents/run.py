@@ -195,7 +195,7 @@ class AgentPath:
         """Run it to its end.
 
         Raises:
-            Exception: what neither this library nor a tool has raised, but for instance a user's drafter.
+            Exception: raised neither by this library nor by a tool, but for example by a user's drafter.
         """
         self._session, self._begun = session, perf_counter()
         session.stats[self._name] = self._stats
@@ -266,9 +266,7 @@ class AgentPath:
             calls = tools.is_used and not (self._limit is not None and grammar is not None)
             turn = await self._write(grammar, tools if calls else None, self._agent.think)
             is_first = False
-            if (
-                turn.calls and self._limit is not None
-            ):  # a form without a grammar cannot keep it from it
+            if turn.calls and self._limit is not None:  # some forms have no grammar to prevent it
                 raise _Ended(self._limit)
             self._messages.append(_answer(turn))
             if not turn.calls:

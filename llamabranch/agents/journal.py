@@ -35,8 +35,8 @@ class Journal:
 
     Args:
         path: the file.
-        run: what tells the lines of this run from those of others.
-        model: has the texts of tokens, which are written with the first step that has them.
+        run: the name of this run, which each of its lines has.
+        model: the texts of its tokens are written with the first step that has them.
 
     Raises:
         ConfigError: it cannot be written.
@@ -54,7 +54,7 @@ class Journal:
             raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None
 
     def _end_line(self, path: Path) -> None:
-        """End a line that the end of its process has cut."""
+        """End the last line, if a process ended while it wrote it."""
         with path.open("rb") as file:
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":

@@ -1,11 +1,10 @@
-"""A run again, from its journal: the recorded results take the place of the functions."""
+"""Repeat a run from its journal, with the recorded results in place of the functions."""
 
 from __future__ import annotations
 
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 from msgspec.structs import replace
@@ -16,6 +15,7 @@ from ..context.context import text_context
 from ..context.prefix_cache import n_common
 from ..engine import AsyncEngine
 from ..errors import ConfigError, LlamaBranchError, ParseError
+from ..files import path_of
 from ..sampling import SamplingParams
 from .agent import Agent, conduct
 from .journal import Recorded, read
@@ -29,9 +29,9 @@ __all__ = ["replay"]
 def replay(
     path: str | os.PathLike[str], target: Context | AsyncEngine, *, run: int = -1
 ) -> Iterator[Step]:
-    """Run what a journal has again, with the recorded results, and yield its steps.
+    """Repeat a run from its journal, with the recorded results, and yield its steps.
 
-    The steps are those of the journal. Of one that was cut they are those up to there.
+    A journal that was cut gives the steps up to the cut.
 
     Args:
         path: the journal.
@@ -39,8 +39,8 @@ def replay(
         run: which of the runs in the file, counted from 0; -1 is the last.
 
     Yields:
-        Steps, once the run has ended. In a context that is not batch-invariant a step "differs" tells
-        where a path has become another one; that path ends there.
+        The steps of the journal, once the run has ended. In a context that is not batch-invariant, a
+        path whose tokens differ ends there, with a step "differs".
 
     Raises:
         ConfigError: the file cannot be read, or is of another model.
@@ -49,7 +49,7 @@ def replay(
     context = target.engine.target if isinstance(target, AsyncEngine) else target
     text_context("target", context)
     try:
-        data = Path(path).read_bytes()
+        data = path_of(path).read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
     runs = read(data, path)
@@ -64,7 +64,7 @@ def replay(
 
 
 class _Differs(Exception):
-    """A step is another one, and its text."""
+    """A step differs from the recorded one."""
 
 
 def _agent(target: Context | AsyncEngine, given: object) -> Agent:

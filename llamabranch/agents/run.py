@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["AgentPath", "Session", "asked", "paths"]
 
 _LAST = "That was the last call. Use the results to answer the question."
+_LONG_TASK = 200  # characters of a task that is not repeated before the last turn
 _ROOM = 256  # tokens and cells that the last turn has, or an eighth of max_tokens
 _MOST_FAILED = 3  # turns in a row in which all calls failed
 _REPEATED = "made already; its result is above"
@@ -176,6 +177,8 @@ class AgentPath:
     ) -> None:
         self._agent, self._name, self._seed = agent, name, seed
         self._begin = partial(self._add, prompt, n_lost, task)
+        is_long = len(task) > _LONG_TASK
+        self._last_words = _LAST if is_long else f"{_LAST} {task}"
         self._turns, self._context = agent.turns, agent.context
         self._messages, self._tokens = [dict(one) for one in messages], list(own)
         self._n_evaluated = len(own)  # tokens that the model has read, from the first on
@@ -577,7 +580,7 @@ class AgentPath:
             self._limit = "turns"
         elif self._n_left < self._room:
             self._limit = "length"
-        last = f"{texts[-1]}\n{_LAST}"
+        last = f"{texts[-1]}\n{self._last_words}"
         texts[-1] = last if self._limit is not None else texts[-1]
         new, prompt, n_lost = following()
         if self._limit is None and n_cells - len(prompt) < self._room:

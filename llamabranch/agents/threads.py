@@ -19,11 +19,11 @@ _POLL_S = 0.1
 async def threaded(call: Callable[[], T]) -> T:
     """Run a function in a thread of its own, with the caller's context variables, and await it.
 
-    Unlike `asyncio.to_thread` nothing waits for the thread where the caller stops waiting: a function
-    that hangs takes no thread from others, and does not keep the event loop from closing.
+    Unlike with `asyncio.to_thread`, nothing waits for the thread once the caller has stopped waiting. So
+    a function that hangs takes no thread from others, and the event loop can close.
     """
     future: Future[T] = Future()
-    future.set_running_or_notify_cancel()  # the thread runs on where the caller stops waiting
+    future.set_running_or_notify_cancel()  # the caller can stop waiting; the thread runs on
 
     def run() -> None:
         try:

@@ -7,6 +7,7 @@ import json
 import typing
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, cast
@@ -127,7 +128,8 @@ def text_of(value: object, *, is_heard: Callable[[], bool] = lambda: True) -> st
         BaseException: what a generator raises.
     """
     if inspect.isgenerator(value):
-        value = [*takewhile(lambda _: is_heard(), value)]
+        with closing(value) as items:
+            value = [*takewhile(lambda _: is_heard(), items)]
     try:
         return (
             (value if isinstance(value, str) else _json(value)).encode("utf-8", "replace").decode()
@@ -147,7 +149,8 @@ def _json(value: object) -> str:
     try:
         return to_json(value).decode()
     except PydanticSerializationError:  # half a surrogate pair, for instance
-        return json.dumps(to_jsonable_python(value), ensure_ascii=False, separators=(",", ":"))
+        default = to_jsonable_python
+        return json.dumps(value, default=default, ensure_ascii=False, separators=(",", ":"))
 
 
 def shortened(model: Model, text: str, most: int) -> str:

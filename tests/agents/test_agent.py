@@ -374,7 +374,7 @@ def test_a_generator_without_an_end_is_left(stage: Context, is_async: bool) -> N
 
 def test_a_function_may_use_its_context_and_other_agents(stage: Context) -> None:
     async def called() -> str:
-        own = stage.tokenize("abc")
+        own = stage.tokenize("abc", add_special=False)
         inner = await Agent(stage, tools=[add]).arun("one: go")
         return f"{len(own)} tokens. {inner.text}"
 
@@ -426,7 +426,7 @@ def test_an_agent_that_only_repeats_its_calls_is_told_to_answer(stage: Context) 
     assert report.limit == "repeats" and len(report.calls) == 6
     *told, last = results(report)[3:]
     assert told == ["error: made already; its result is above"] * 2
-    assert last.startswith(told[0]) and last.endswith("Use the results to answer the question.")
+    assert last.startswith(told[0]) and last.endswith("answer the question. loops: go")
 
 
 def test_three_turns_of_failed_calls_end_the_agent(stage: Context) -> None:
@@ -501,13 +501,12 @@ def test_result_that_has_no_json_ends_the_agent(stage: Context, task: str) -> No
 def test_last_turn_is_told_and_has_no_calls(stage: Context) -> None:
     report = Agent(stage, tools=[name], max_turns=3).run("again: go")
     assert report.limit == "turns" and len(report.calls) == 2
-    assert (
-        results(report)[-1]
-        == "Ida\nThat was the last call. Use the results to answer the question."
-    )
-    assert (
-        report.finish_reason == "stop" and "<call>" not in report.text
-    )  # the script has a call there
+    told = "Ida\nThat was the last call. Use the results to answer the question."
+    assert results(report)[-1] == f"{told} again: go"
+    assert report.finish_reason == "stop"
+    assert "<call>" not in report.text  # the script has a call there
+    report = Agent(stage, tools=[name], max_turns=3).run(f"again: {'go ' * 200}")
+    assert results(report)[-1] == told  # a long task is not repeated
 
 
 def test_tokens_that_run_out_make_the_last_turn(stage: Context) -> None:

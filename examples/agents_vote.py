@@ -42,8 +42,10 @@ async def solve(ctx: lb.Context) -> None:
             print(f"{n} of 5: {answer or 'no answer'}")
         print(f"Tokens read: {sum(each.stats.evaluated for each in report.choices)}")
         async for step in solver.astream("And back?", after=report):  # continues the first sample
-            if step.kind in ("call", "result", "end"):
-                print(step.agent, step.kind, step.name, step.text)
+            if step.kind in ("call", "result"):
+                print(step.kind, step.name, step.text)
+            elif step.report is not None:
+                print(step.report.parsed_or(f"no answer: it ended with {step.text!r}"))
 
 
 def main() -> None:

@@ -38,7 +38,7 @@ from .journal import Journal, head
 from .report import Report, Step
 from .run import Session, asked, paths
 from .threads import event_loop, threaded
-from .tools import Tool, agent_tool, fork, tool_of
+from .tools import Settings, Tool, agent_tool, fork_tool, tool_of
 from .turns import Turns
 
 __all__ = ["Agent", "conduct"]
@@ -49,7 +49,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
 _MOST_SAMPLES = 1000
 
 
-class Agent(Generic[T]):
+class Agent(Settings, Generic[T]):
     """A model that does tasks in turns: it may call functions, read their results, and answers.
 
     Several tasks, samples, sub-agents and forks run together on one context; the common beginning of
@@ -345,9 +345,9 @@ def _known(tools: object, context: Context, *, forks: bool) -> dict[str, Tool]:
             hint="tools=[weather]",
         )
     found: dict[str, Tool] = {}
-    for index, given in enumerate([*tools, fork] if forks else tools):
+    for index, given in enumerate([*tools, fork_tool()] if forks else tools):
         with placed(f"tools[{index}]"):
-            if isinstance(given, Tool):  # of a journal
+            if isinstance(given, Tool):  # the fork, or from a journal
                 tool = given
             elif isinstance(given, Agent):
                 if given.context is not context:
@@ -364,7 +364,7 @@ def _known(tools: object, context: Context, *, forks: bool) -> dict[str, Tool]:
                     hint="give the function itself: tools=[weather]",
                 )
             if tool.name in found:
-                hint = "forks=True adds the tool fork" if given is fork else None
+                hint = "forks=True adds the tool fork" if forks else None
                 raise ConfigError(f"two tools have the name {tool.name!r}", hint=hint)
         found[tool.name] = tool
     return found

@@ -6,17 +6,14 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import cast
 
 from ..errors import ConfigError, LlamaBranchWarning, ParseError, warn
 from ..model import Model
 from ..model.text import token_piece
 from ..native import forkable_lock
 from .report import Report, Step
-from .tools import fork
-
-if TYPE_CHECKING:
-    from .agent import Agent
+from .tools import Settings, fork
 
 __all__ = ["Journal", "Recorded", "begins_a_run", "head", "read"]
 
@@ -148,7 +145,7 @@ def begins_a_run(data: bytes) -> bool:
 
 
 def head(
-    agent: Agent[Any], tasks: Sequence[str], n: int, after: Report | None, seed: int
+    agent: Settings, tasks: Sequence[str], n: int, after: Report | None, seed: int
 ) -> dict[str, object]:
     """Return the first line of a run: the model, the arguments of the agent, and its tasks.
 
@@ -169,7 +166,7 @@ def head(
     }  # fmt: skip
 
 
-def _arguments(agent: Agent) -> dict[str, object]:
+def _arguments(agent: Settings) -> dict[str, object]:
     tools = [
         {"function": tool.described} if tool.agent is None else {"agent": _arguments(tool.agent)}
         for tool in agent.tools.values()

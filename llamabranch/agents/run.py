@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from time import perf_counter
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from ..context.prefix_cache import n_common
 from ..engine import AsyncEngine, Event, Request, Result
@@ -25,14 +25,11 @@ from ..model.tools import ToolCall, Tools
 from ..model.turn_format import Turn, TurnEvent, TurnReader
 from ..sampling.grammar import Grammar
 from ..sampling.noise import derive_seed, seed_from_text
+from .journal import Journal
 from .report import AgentStats, Report, Step
 from .threads import all_done, threaded
-from .tools import Refused, Tool, fork, shortened, text_of
+from .tools import MOST_FORKS, Refused, Settings, Tool, fork, shortened, text_of
 from .turns import Messages
-
-if TYPE_CHECKING:
-    from .agent import Agent
-    from .journal import Journal
 
 __all__ = ["AgentPath", "Session", "asked", "paths"]
 
@@ -47,7 +44,6 @@ _AS_JSON = "Give your answer as JSON."
 _FOLLOWS = "Give your answer as JSON that follows this schema:\n{schema}"
 _NAMED = re.compile(r'"name"\s*:\s*"([^"\\]{1,64})"')
 _numbers = count()
-_MOST_FORKS = 16
 _LEAVE_S = 1.0  # that an async tool has to end when it is cancelled
 
 
@@ -66,7 +62,7 @@ def seed_of(seed: int, path: str) -> int:
 
 
 def paths(
-    agent: Agent, tasks: Sequence[str], n: int, after: Report | None, seed: int
+    agent: Settings, tasks: Sequence[str], n: int, after: Report | None, seed: int
 ) -> list[AgentPath]:
     """Return the paths of a call: ``n`` of each task.
 
@@ -165,7 +161,7 @@ class AgentPath:
 
     def __init__(
         self,
-        agent: Agent,
+        agent: Settings,
         name: str,
         seed: int,
         task: str,
@@ -516,7 +512,7 @@ class AgentPath:
             raise _Raised(tool.name, RuntimeError("the function was cancelled"))
         return waiting.result()
 
-    async def _run_agent(self, agent: Agent, task: str, path: str) -> str:
+    async def _run_agent(self, agent: Settings, task: str, path: str) -> str:
         """Run another agent and return its answer."""
         session, own = self._session, agent.sampling.seed
         seed = seed_of(session.seed if own is None else own, path)
@@ -534,8 +530,8 @@ class AgentPath:
         """Let copies of this path do tasks; return their answers."""
         if self._is_fork:
             raise Refused("a fork cannot fork: do it yourself")
-        if not isinstance(tasks, list) or not 1 <= len(tasks) <= _MOST_FORKS:
-            raise Refused(f"tasks must be a list of 1 to {_MOST_FORKS} texts")
+        if not isinstance(tasks, list) or not 1 <= len(tasks) <= MOST_FORKS:
+            raise Refused(f"tasks must be a list of 1 to {MOST_FORKS} texts")
         forks = []
         for k, task in enumerate(tasks):
             new = [_result(call, f"You are fork {k + 1} of {len(tasks)}. Do only this: {task}")]

@@ -10,16 +10,31 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import TYPE_CHECKING, cast
+from pathlib import Path
+from typing import Any, cast
 
+from ..context import Context
 from ..model import Model
 from ..model.functions import function_tool
+from ..model.thoughts import ThinkingChoice
+from ..sampling import SamplingParams
+from ..sampling.grammar import Grammar
+from .turns import Turns
 
-if TYPE_CHECKING:
-    from .agent import Agent
+__all__ = [
+    "MOST_FORKS",
+    "Refused",
+    "Settings",
+    "Tool",
+    "agent_tool",
+    "fork",
+    "fork_tool",
+    "shortened",
+    "text_of",
+    "tool_of",
+]
 
-__all__ = ["Refused", "Tool", "agent_tool", "fork", "shortened", "text_of", "tool_of"]
-
+MOST_FORKS = 16
 _TOLD = 300  # characters of why arguments were refused
 
 
@@ -40,13 +55,38 @@ class Tool:
 
     described: Mapping[str, object]
     function: Callable[..., object] | None = None
-    agent: Agent | None = None
+    agent: Settings | None = None
     check: Callable[[object], dict[str, object]] = lambda given: cast("dict[str, object]", given)
 
     @property
     def name(self) -> str:
         """The name that the model calls it by."""
         return str(cast(Mapping[str, object], self.described["function"])["name"])
+
+
+class Settings:
+    """The arguments of an agent, checked; see `Agent`."""
+
+    context: Context
+    messages: list[dict[str, object]]
+    tools: Mapping[str, Tool]
+    grammar: Grammar | None  # of answers in JSON
+    name: str
+    about: str
+    tool_choice: str
+    parallel_calls: bool
+    max_turns: int
+    max_tokens: int
+    max_seconds: float | None
+    tool_seconds: float
+    result_tokens: int
+    think: ThinkingChoice
+    forks: bool
+    tell: tuple[type[BaseException], ...]
+    repeats: int
+    journal: Path | None
+    sampling: SamplingParams
+    turns: Turns
 
 
 def tool_of(function: Callable[..., object]) -> Tool:
@@ -58,15 +98,17 @@ def tool_of(function: Callable[..., object]) -> Tool:
     return Tool(function_tool(function), function, check=_checker(function))
 
 
-def agent_tool(agent: Agent) -> Tool:
+def agent_tool(agent: Settings) -> Tool:
     """Return another agent as a tool that takes a task."""
 
     def run(task: str) -> None:
         """Stand for the agent."""
 
     run.__name__ = agent.name
-    run.__doc__ = agent.about or f"Give a task to {agent.name}, which does it and reports."
-    return replace(tool_of(run), agent=agent)
+    tool = replace(tool_of(run), agent=agent)
+    about = agent.about or f"Give a task to {agent.name}, which does it and reports."
+    cast("dict[str, object]", tool.described["function"])["description"] = about
+    return tool
 
 
 def fork(tasks: list[str]) -> None:
@@ -74,6 +116,15 @@ def fork(tasks: list[str]) -> None:
 
     You get their answers.
     """
+
+
+def fork_tool() -> Tool:
+    """Return the tool that forks the agent that calls it."""
+    tool = tool_of(fork)
+    described: Any = tool.described
+    tasks = described["function"]["parameters"]["properties"]["tasks"]
+    tasks.update(minItems=1, maxItems=MOST_FORKS)
+    return tool
 
 
 def _checker(function: Callable[..., object]) -> Callable[[object], dict[str, object]]:

@@ -1,4 +1,4 @@
-"""Make docs/page.png, with which the README opens, and docs/draft.png, a draft being judged.
+"""Make docs/page.png, the first picture of the README, and docs/draft.png, a draft being judged.
 
 python -m benchmarks.record_page [MODEL]
 """
@@ -41,7 +41,7 @@ def _draft(page: Any) -> None:
     page.locator("[data-card=draft]").click()
     page.locator(".round").nth(4).wait_for()
     ready(page)
-    page.locator("#text").press("x")  # with what was rejected
+    page.locator("#text").press("x")  # shows rejected tokens, too
     _take(page, "draft.png")
 
 
@@ -52,7 +52,7 @@ def _take(page: Any, name: str) -> None:
     page.screenshot(path=path)
     size = path.stat().st_size
     if size > MOST_BYTES:
-        raise SystemExit(f"{name} has {size:,} bytes; at most {MOST_BYTES:,} are wanted")
+        raise SystemExit(f"{name} has {size:,} bytes; the limit is {MOST_BYTES:,}")
     print(f"{name}: {size:,} bytes")
 
 

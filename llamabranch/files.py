@@ -76,7 +76,7 @@ def path_of(path: str | PathLike[str]) -> Path:
 
 
 def sha256(path: Path) -> str:
-    """Return the SHA-256 (hex) of a file; about a second for a GB, without the GIL."""
+    """Return the SHA-256 (hex) of a file. It takes about a second for a GB, and releases the GIL."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -94,14 +94,14 @@ def sync(file: IO[bytes] | IO[str]) -> None:
 def _status(path: str | PathLike[str]) -> os.stat_result | None:
     """Return the status of a regular file, None if nothing is there."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except FileNotFoundError:
         return None
-    if stat.S_ISDIR(found.st_mode):
+    if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return found
+    return status
 
 
 def _sync_folder(folder: Path) -> None:
@@ -115,7 +115,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _inherit(handle: int, replaced: os.stat_result) -> None:
-    """Give an open file the mode of the one it replaces, and its owner where permitted."""
+    """Give an open file the mode of the file that it replaces, and its owner if that is permitted."""
     if hasattr(os, "fchown") and (replaced.st_uid, replaced.st_gid) != (os.getuid(), os.getgid()):
         with contextlib.suppress(OSError):
             os.fchown(handle, replaced.st_uid, replaced.st_gid)

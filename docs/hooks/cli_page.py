@@ -1,7 +1,7 @@
 """Writes docs/cli.md from the commands; with ``--print`` to standard output.
 
-The tables are made from the options themselves. What is said beside them stands in cli_page.txt: a part
-for each command, and one that begins the page.
+The tables are made from the options themselves. The text around them is in cli_page.txt, with a part for
+each command and a part that begins the page.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from llamabranch.cli.app import COMMANDS, MOVED, load_command
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "cli.md"
-Option = tuple[str, str]  # its names, and what it is
+Option = tuple[str, str]  # the names of an option, and its help
 
 
 def options_of(command: Any) -> dict[str, list[Option]]:
@@ -52,7 +52,7 @@ def page() -> str:
     for (panel, row), n in counts.items():
         if n > 1:
             shared.setdefault(panel, []).append(row)
-    found = [prose["page"]]
+    sections = [prose["page"]]
     for name, line in COMMANDS.items():
         own, also = [], []
         for panel, rows in commands[name].items():
@@ -62,15 +62,15 @@ def page() -> str:
                 also.append(f"[{panel.lower()}](#{panel.lower()})")
             else:
                 also += [row[0].split(", ")[-1] for row in common]
-        found += [f"## `llamabranch {name}`", line, *filter(None, [prose.get(name)])]
-        found += [table(own)] if own else []
-        found += [f"Also: {', '.join(also)}."] if also else []
-    found += ["## Options of several commands", prose["shared"]]
+        sections += [f"## `llamabranch {name}`", line, *filter(None, [prose.get(name)])]
+        sections += [table(own)] if own else []
+        sections += [f"Also: {', '.join(also)}."] if also else []
+    sections += ["## Options of several commands", prose["shared"]]
     for panel, rows in shared.items():
-        found += [f"### {panel}", table(rows)]
+        sections += [f"### {panel}", table(rows)]
     moved = ", ".join(f"`{old}`: `{new}`" for old, new in MOVED.items())
-    found += [f"Former names of commands: {moved}."]
-    return "\n\n".join(found) + "\n"
+    sections += [f"Former names of commands: {moved}."]
+    return "\n\n".join(sections) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Pages of the site whose sources lie outside ``docs/``, and links to files that are no page.
+"""Pages of the site whose sources are outside ``docs/``, and links to files that are not pages.
 
-The documents link to each other by their places in the repository, where a reader of the sources follows
-them. In the site the files listed here become pages; a link to any other file that exists becomes plain
-text; a link to nothing is left as it is, so that the strict build fails on it.
+The documents link to each other by their paths in the repository, so that links also work for a reader
+of the sources. In the site the files listed here become pages; a link to any other file that exists
+becomes plain text; a link to nothing is left as it is, so that the strict build fails on it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
 
-# A file of the repository: the page it becomes.
+# Maps a file of the repository to the page that it becomes.
 PAGES = {
     "MODEL_CARD.md": "model-card.md",
     "training/README.md": "training.md",
@@ -48,13 +48,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     here = page.file.src_uri
     source = SOURCES.get(here, f"docs/{here}")
 
-    def replace(found: re.Match[str]) -> str:
-        text, link, anchor = found[1], found[2], found[3] or ""
+    def replace(match: re.Match[str]) -> str:
+        text, link, anchor = match[1], match[2], match[3] or ""
         target = posixpath.normpath(posixpath.join(posixpath.dirname(source), link))
         uri = PAGES.get(target) or target.removeprefix("docs/")
         if target in PAGES or target.startswith("docs/"):
             return f"[{text}]({posixpath.relpath(uri, posixpath.dirname(here))}{anchor})"
-        return text if (ROOT / target).exists() else found[0]
+        return text if (ROOT / target).exists() else match[0]
 
     return LINK.sub(replace, markdown)
 

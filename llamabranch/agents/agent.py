@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mappi
 from contextlib import AsyncExitStack, closing, suppress
 from functools import partial
 from secrets import token_hex
-from typing import Any, Generic, cast, overload
+from typing import Generic, cast, overload
 
 from typing_extensions import TypeVar, Unpack
 
@@ -286,7 +286,7 @@ class Agent(Settings, Generic[T]):
 
 
 async def conduct(
-    agent: Agent[Any],
+    agent: Agent[T],
     task: str | Tasks,
     n: int,
     after: Report | None,

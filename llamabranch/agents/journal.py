@@ -10,7 +10,7 @@ from typing import cast
 
 from ..errors import ConfigError, LlamaBranchWarning, ParseError, warn
 from ..model import Model
-from ..model.text import token_piece
+from ..model.model import token_piece
 from ..native import forkable_lock
 from .report import Report, Step
 from .tools import Settings, fork

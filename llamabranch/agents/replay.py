@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import cast
 
 from msgspec.structs import replace
 
@@ -70,13 +70,14 @@ class _Differs(Exception):
 def _agent(target: Context | AsyncEngine, given: object) -> Agent:
     """Return an agent as a head describes it: its functions are known, but not there."""
     arguments = dict(cast("dict[str, object]", given))
-    tools = [
-        _agent(target, one["agent"]) if "agent" in one else Tool(one["function"])
-        for one in cast("list[dict[str, Any]]", arguments.pop("tools"))
-    ]
-    arguments["sampling"] = SamplingParams.from_dict(cast(Any, arguments["sampling"]))
-    arguments["max_seconds"] = None  # a path that a clock has ended ends where it did
-    return Agent(target, tools=cast(Any, tools), **cast(Any, arguments))
+    tools: list[object] = []
+    for tool in cast("list[dict[str, dict[str, object]]]", arguments.pop("tools")):
+        is_agent = "agent" in tool
+        tools.append(_agent(target, tool["agent"]) if is_agent else Tool(tool["function"]))
+    sampling = SamplingParams.from_dict(cast("dict[str, object]", arguments["sampling"]))
+    # A path that a clock has ended ends where it did, so that no clock is needed.
+    arguments |= {"tools": tools, "sampling": sampling, "max_seconds": None}
+    return Agent(target, **arguments)  # type: ignore[arg-type]
 
 
 def _again(found: Recorded, target: Context | AsyncEngine, context: Context) -> list[Step]:

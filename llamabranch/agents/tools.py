@@ -11,7 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from ..context import Context
 from ..model import Model
@@ -62,6 +62,11 @@ class Tool:
     def name(self) -> str:
         """The name that the model calls it by."""
         return str(cast(Mapping[str, object], self.described["function"])["name"])
+
+    @property
+    def parameters(self) -> object:
+        """The JSON schema of its arguments."""
+        return cast(Mapping[str, object], self.described["function"])["parameters"]
 
 
 class Settings:
@@ -121,9 +126,8 @@ def fork(tasks: list[str]) -> None:
 def fork_tool() -> Tool:
     """Return the tool that forks the agent that calls it."""
     tool = tool_of(fork)
-    described: Any = tool.described
-    tasks = described["function"]["parameters"]["properties"]["tasks"]
-    tasks.update(minItems=1, maxItems=MOST_FORKS)
+    schema = cast("dict[str, dict[str, dict[str, object]]]", tool.parameters)
+    schema["properties"]["tasks"].update(minItems=1, maxItems=MOST_FORKS)
     return tool
 
 

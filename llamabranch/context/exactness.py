@@ -1,7 +1,7 @@
 """Measure exactness: the batch sizes at which a row has, to the bit, the logits that it has alone.
 
 llama.cpp uses other kernels for the weights if a batch has more rows, and not all kernels add in the same
-order. Which kernels do depends on the type and shape of the weights, on the processor, and on the build
+order. Whether they do depends on the type and shape of the weights, on the processor, and on the build
 of llama.cpp. So rows are decoded alone and in batches, together with another sequence, and compared. The
 result is kept in the profile, for each file, build, processor, number of threads and K/V type.
 """
@@ -26,8 +26,9 @@ __all__ = ["Exactness", "exactness_of"]
 
 _SIZES = (2, 3, 4, 5, 8, 9, 17, 64)  # where kernels change: blocks of 4, 8, 16 rows, tiles of 64
 _ALONE = 9  # rows that are decoded one by one
-# Parameters up to which all of this takes about 2 s, and up to which a part does. By size, not by the
-# clock: what is exact must not depend on what else the machine is doing.
+# Models of up to _ALL parameters try all sizes, larger ones of up to _SOME parameters try a few: about 2
+# s. The model's size decides, not the clock, because the result must not depend on what else the machine
+# does.
 _ALL, _SOME = 1e9, 4e9
 _FEW = (2, 5, 17)
 _FEW_ALONE = 3
@@ -36,7 +37,7 @@ _SECTION = "exact rows"
 
 
 class Exactness(NamedTuple):
-    """Up to how many rows batches are exact, how far larger ones are off, and why: `Capabilities`."""
+    """The largest exact batch, how far larger batches are off, and why; see `Capabilities`."""
 
     rows: int
     total_variation: float | None = None
@@ -92,13 +93,13 @@ def exactness_of(
 def _measured(
     runner: Runner, model: Model, most: int, *, setting: str, ask: bool
 ) -> Exactness | None:
-    """Return up to how many rows each row has the logits that it has alone, and how far others are off.
+    """Return the most rows with which batches are exact, and how far larger batches are off.
 
     The context is empty before and after. The result is ``n_batch`` if all tried sizes are exact, and 1
     if not even two rows are.
 
     Args:
-        runner, model: those of the context.
+        runner, model: the runner and the model of the context.
         most: rows that llama.cpp computes at once; it cuts larger batches, so only sizes up to this are
             tried.
         setting: the other things that the result depends on: K/V type and threads.
@@ -116,19 +117,19 @@ def _measured(
     known = _found.setdefault(model, {})
     if setting not in known:
         key = _key(model, setting)
-        kept = _read(key)
-        if kept is None:
+        exactness = _read(key)
+        if exactness is None:
             of_all = _FEW if is_part else _SIZES
             most = min(most, of_all[-1])
             sizes = [*(n for n in of_all if n < most), most]
-            kept = _measure(runner, model, sizes, _FEW_ALONE if is_part else _ALONE)
+            exactness = _measure(runner, model, sizes, _FEW_ALONE if is_part else _ALONE)
             if key is not None:
-                entry: dict[str, object] = kept._asdict()
+                entry: dict[str, object] = exactness._asdict()
                 del entry["reason"]
                 write_entries([(_SECTION, key, entry)])
-        known[setting] = kept
-    found = known[setting]
-    return found._replace(rows=found.rows or runner.handle.n_batch)
+        known[setting] = exactness
+    result = known[setting]
+    return result._replace(rows=result.rows or runner.handle.n_batch)
 
 
 def _key(model: Model, setting: str) -> str | None:
@@ -181,7 +182,7 @@ def _variation(
 ) -> float:
     """Return the largest total variation between rows in a batch of ``n`` and those ``alone``.
 
-    Above 0 wherever they differ in a bit.
+    It is above 0 if they differ in a single bit.
     """
     runner.memory.clear()
     n_own = min(n, len(own))
@@ -192,20 +193,20 @@ def _variation(
     ]
     if runner.memory.cells.n_seq_max < 2:  # the other rows follow in the same sequence
         is_own.sort(reverse=True)
-    mine, other = iter(own), iter(others)
+    own_tokens, other_tokens = iter(own), iter(others)
     # llama.cpp aborts if a decode has more rows than its buffer.
     compared = [i for i in range(n) if is_own[i]][-runner.handle.n_outputs_max :]
     batch = Batch()
     for i, is_mine in enumerate(is_own):
         seq_id = 0 if is_mine or runner.memory.cells.n_seq_max < 2 else 1
-        token = next(mine) if is_mine else next(other)
+        token = next(own_tokens) if is_mine else next(other_tokens)
         batch.add(seq_id, [token], "last" if i in compared else "none")
     rows = [row for run in batch.decode(runner) for row in run]
     expected = alone[n_own - len(compared) : n_own]
-    found = 0.0
-    for row, there in zip(rows, expected, strict=True):
-        if not np.array_equal(row.array, there):
-            p, q = (np.exp(x - x.max(), dtype=np.float64) for x in (row.array, there))
+    largest = 0.0
+    for row, expected_row in zip(rows, expected, strict=True):
+        if not np.array_equal(row.array, expected_row):
+            p, q = (np.exp(x - x.max(), dtype=np.float64) for x in (row.array, expected_row))
             apart = float(np.abs(p / p.sum() - q / q.sum()).sum()) / 2
-            found = max(found, apart if math.isfinite(apart) else 1.0, 1e-12)
-    return min(found, 1.0)
+            largest = max(largest, apart if math.isfinite(apart) else 1.0, 1e-12)
+    return min(largest, 1.0)

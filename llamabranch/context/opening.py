@@ -1,6 +1,7 @@
-"""Opening the native context, of a model or of a head: parameters, trials of what it can do, threads.
+"""Open the native context of a model or of a head: resolve parameters, try it out, choose threads.
 
-`Capabilities` is the report; what callers do with a memory they ask of the `Memory` that fits it.
+`Capabilities` reports what was found. Callers use the `Memory` object that was chosen for this kind of
+memory.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from .threads import ThreadTuner
 __all__ = ["Capabilities", "open_native"]
 
 
-_MOST_OFF = 20  # times less than another token moves the logits: what rounding may be
-_ROLLBACKS, _ROLLBACK_PART = (8, 4), 8  # tokens to undo, while their states take less of the memory
+_MOST_OFF = 20  # rounding may change logits by at most 1/20 of what another token changes
+_ROLLBACKS, _ROLLBACK_PART = (8, 4), 8  # tokens to undo; their states may take 1/8 of the memory
 _BESIDE = "give the target's context: Context(head, target=ctx), or load(name, target=ctx)"
 
 
@@ -36,8 +37,9 @@ class Capabilities:
     """What this context's memory can do; determined when it is created.
 
     Args:
-        can_truncate: the tail of a sequence can be dropped, of any length. (A sequence restored from a
-            snapshot has only the end of a sliding window: a branch that drops more is decoded again.)
+        can_truncate: the end of a sequence can be dropped, however long it is. (If a sequence with a
+            sliding window was restored from a snapshot, only the end of the window is there; a branch
+            that drops more is decoded again.)
         can_share: sequences can share cells; otherwise (``kv_unified=False``) a fork copies them.
         sliding_window: size of the attention window in tokens, or 0 without a window.
         recurrent: some of the memory is a state instead of cells.
@@ -45,21 +47,23 @@ class Capabilities:
             cache. (One exception, reported by ``usage().in_order``: the cache ran full while raw
             sequences or an unfinished prompt prevented compaction, see ``compaction.py``.)
         batch_invariant_reason: why, or why not.
-        exact_rows: the most rows a decode can have so that each has, to the bit, its logits alone, as
-            measured; ``n_batch`` where no size was found that differs, 0 where it was not measured.
-            With a sliding window this is all that is known: cells that are used again may change order.
-        total_variation: the largest, as measured, between the distributions of the next token of a row
-            in a batch and alone: 0.0 where they are equal, None where it was not measured.
-        state_bytes: what the recurrent state of a sequence takes, 0 without one.
-        checkpoints: whether states are kept to return to, where a tail cannot be dropped.
+        exact_rows: the measured number of rows up to which a decode is exact: each row has, to the bit,
+            the logits that it has alone. ``n_batch`` = no size was found that differs; 0 = not measured.
+            With a sliding window nothing more is known, because cells that are used again may change
+            order.
+        total_variation: the largest measured total variation between the distributions of a row in a
+            batch and of the same row alone; 0.0 = they are equal, None = not measured.
+        state_bytes: the size of the recurrent state of a sequence; 0 without one.
+        checkpoints: whether earlier states are kept, if the end of a sequence cannot be dropped.
         checkpoints_reason: why, or why not.
-        rollback: how many drafted tokens are verified in place where the memory has a state: so many
-            states are kept of the last tokens of each sequence; 0: they are verified on a fork.
+        rollback: how many drafted tokens are verified in place, if the memory has recurrent states:
+            llama.cpp keeps this many states of the last tokens of each sequence. 0 = drafts are verified
+            on a fork.
         rollback_reason: why, or why not.
-        rollback_bytes: what these states of a sequence take beside its own.
-        exact_read_ratio, exact_write_ratio: how many times as long a batch-invariant context of this
-            model takes to read a prompt and to generate as the fastest one, at 2,048 cells on this
-            processor: 1.0 where it is the fastest, None where it was not measured.
+        rollback_bytes: the size of these states of a sequence, in addition to ``state_bytes``.
+        exact_read_ratio, exact_write_ratio: the time that a batch-invariant context of this model takes
+            to read a prompt, and to generate, divided by the time of the fastest context; with 2,048
+            cells on this processor. 1.0 = it is the fastest, None = not measured.
     """
 
     can_truncate: bool
@@ -81,7 +85,7 @@ class Capabilities:
 
     @property
     def cost_of_exact(self) -> str:
-        """What exactness costs on this processor, as measured, in words; "" where it was not measured."""
+        """A sentence about what exactness costs on this processor; "" if it was not measured."""
         if self.exact_read_ratio is None or self.exact_write_ratio is None:
             return ""
         read, write = map(_in_words, (self.exact_read_ratio, self.exact_write_ratio))
@@ -103,28 +107,29 @@ class Target(Protocol):
     decoder: Runner
 
     def usage(self) -> Usage:
-        """Return how full it is."""
+        """Return how full its cache is."""
 
 
 def open_native(
-    model: Model, given: ContextParams, target: Target | None
+    model: Model, requested: ContextParams, target: Target | None
 ) -> tuple[ContextParams, Capabilities, Runner]:
-    """Create the native context of ``model``, or of it as a head of ``target``, tried out and empty.
+    """Create the native context of ``model``, or of ``model`` as a head of ``target``, and try it out.
 
     Errors: see `Context`.
 
     Returns:
-        the parameters with every default resolved, what it can do, and what decodes in it.
+        The parameters with every default resolved, what the context can do, and the runner that decodes
+        in it; the context is empty.
     """
     if target is not None:
-        given = _head_params(model, target, given)
+        requested = _head_params(model, target, requested)
     else:
         _check_generates(model)
-    resolved = given.resolve(model)  # its errors come before a warning
+    resolved = requested.resolve(model)  # raises its errors before a warning
     if not model.shares_memory:
         check_room(model, resolved, is_head=target is not None)
-    n_trained = _trained_length(model, given)
-    tuner, found, memory = _probed(model, given, target)
+    n_trained = _trained_length(model, requested)
+    tuner, capabilities, memory = _probed(model, requested, target)
     params = tuner.params
     try:
         if params.cache_ram and not memory.can_copy:
@@ -137,32 +142,33 @@ def open_native(
         memory.handle.close()
         raise
     watch = None if target is not None else tuner.watch(memory.handle)
-    return params, found, Runner(memory, n_trained, encoded, watch)
+    return params, capabilities, Runner(memory, n_trained, encoded, watch)
 
 
 def _check_generates(model: Model) -> None:
     """Raise UnsupportedError, with the reason, unless ``model`` generates text by itself."""
     if model.architecture == "eagle3" and not model.vocab_only:
         raise UnsupportedError(
-            f"{model.name} is an EAGLE-3 head: it computes only beside its target",
+            f"{model.name} is an EAGLE-3 head: it works only together with its target",
             hint=_BESIDE,
         )
     if model.vocab_only or not model.can_generate:
         kind = "only its vocabulary is loaded" if model.vocab_only else "it predicts no tokens"
         hint = None
         if model.n_mtp_layers and not model.vocab_only:
-            kind += ", its MTP layers compute only beside their target"
+            kind += ", its MTP layers work only together with their target"
             hint = _BESIDE
         raise UnsupportedError(f"cannot create a context for {model.name}: {kind}", hint=hint)
 
 
-def _trained_length(model: Model, given: ContextParams) -> int | None:
-    """Return the length beyond which a text warns, None if none does; warn now of ``n_ctx`` itself."""
+def _trained_length(model: Model, requested: ContextParams) -> int | None:
+    """Return the length beyond which a text gets a warning, or None; warn now of ``n_ctx`` itself."""
     if model.shares_memory:
         return None  # the target warns
-    trained = given.trained_length(model)
-    # Many cells for several sequences are usually meant for many texts, otherwise for a long one.
-    n_ctx = given.n_ctx if given.n_seq_max in (None, 1) else None
+    trained = requested.trained_length(model)
+    # Many cells for several sequences are usually meant for many texts; for one sequence they are meant
+    # for a long text.
+    n_ctx = requested.n_ctx if requested.n_seq_max in (None, 1) else None
     if trained is None or n_ctx is None or n_ctx <= trained:
         return trained
     warn_of_length(f"n_ctx={n_ctx} is", trained, n_ctx)
@@ -170,20 +176,20 @@ def _trained_length(model: Model, given: ContextParams) -> int | None:
 
 
 def _probed(
-    model: Model, given: ContextParams, target: Target | None
+    model: Model, requested: ContextParams, target: Target | None
 ) -> tuple[ThreadTuner, Capabilities, Memory]:
-    """Create the native context and try out what it can do; twice where that changes its parameters.
+    """Create the native context and try out what it can do; again if the trial changes its parameters.
 
-    Where batches are not exact, or that costs too much, attention is computed as is fastest. With
-    ``batch_invariant=True`` no more rows are computed at once than are exact.
+    If batches are not exact, or exactness costs too much, the fastest attention is used. With
+    ``batch_invariant=True`` a decode has at most as many rows as are exact.
     """
-    first = resolved = given.resolve(model)
+    first = resolved = requested.resolve(model)
     if (
-        given.n_rs_seq == "auto" and target is None
-    ):  # known before anything is opened, if the file tells
+        requested.n_rs_seq == "auto" and target is None
+    ):  # if the file has the size of the states, this is known before anything is opened
         n_rollback = _most_rollback(model.state_numbers * BYTES_OF_NUMBER, resolved)
         if n_rollback:
-            given = replace(given, n_rs_seq=n_rollback)
+            requested = replace(requested, n_rs_seq=n_rollback)
             first = resolved = replace(resolved, n_rs_seq=n_rollback)
     reason = ""
     variation: float | None = None
@@ -195,25 +201,26 @@ def _probed(
         try:
             if target is not None and model.shares_memory:  # trials need memory
                 return tuner, *_probe_sharing_head(handle, target.capabilities)
-            found, memory = _probe(handle, model, params, is_head=target is not None)
-            if given.n_rs_seq == "auto" and target is None and not params.n_rs_seq:
-                n_rollback = _most_rollback(found.state_bytes, params)
+            capabilities, memory = _probe(handle, model, params, is_head=target is not None)
+            if requested.n_rs_seq == "auto" and target is None and not params.n_rs_seq:
+                n_rollback = _most_rollback(capabilities.state_bytes, params)
                 if n_rollback:
                     handle.close()
-                    given = replace(given, n_rs_seq=n_rollback)
+                    requested = replace(requested, n_rs_seq=n_rollback)
                     first = resolved = replace(resolved, n_rs_seq=n_rollback)
                     continue
             if resolved is first and target is None:
-                if found.batch_invariant:
-                    ratios, again = _weighed(model, handle, given, params)
+                if capabilities.batch_invariant:
+                    ratios, again = _weighed(model, handle, requested, params)
                 else:
-                    again = _adapted(model, resolved, given, found)
+                    again = _adapted(model, resolved, requested, capabilities)
                 if again is not None:
                     handle.close()
-                    reason, variation = found.batch_invariant_reason, found.total_variation
-                    if found.batch_invariant:
+                    reason = capabilities.batch_invariant_reason
+                    variation = capabilities.total_variation
+                    if capabilities.batch_invariant:
                         reason, variation = "", None
-                    elif found.exact_rows and again.kv_type != resolved.kv_type:
+                    elif capabilities.exact_rows and again.kv_type != resolved.kv_type:
                         reason += f" (with {resolved.kv_type} K/V)"
                     resolved = again
                     continue
@@ -224,71 +231,75 @@ def _probed(
             tuner.tune(handle)
         except BaseException as error:
             handle.close()
-            if given.kv_unified == "auto" and isinstance(error, UnsupportedError):
-                return _probed(model, replace(given, kv_unified=True), target)
+            if requested.kv_unified == "auto" and isinstance(error, UnsupportedError):
+                return _probed(model, replace(requested, kv_unified=True), target)
             raise
         if reason:
-            if found.batch_invariant:
+            if capabilities.batch_invariant:
                 at_once = f"decodes, and prompts, of {resolved.n_ubatch} tokens at a time"
                 more = "; extra_buffers=False may allow more" if model.extra_buffers else ""
                 reason = f"by {at_once}{more}: {reason}"
                 variation = 0.0
-            found = replace(found, batch_invariant_reason=reason, total_variation=variation)
-        found = replace(found, exact_read_ratio=ratios[0], exact_write_ratio=ratios[1])
-        if found.cost_of_exact and not found.batch_invariant:
-            reason = f"{found.cost_of_exact} (batch_invariant=True asks for it)"
-            found = replace(found, batch_invariant_reason=reason)
-        return tuner, found, memory
+            capabilities = replace(
+                capabilities, batch_invariant_reason=reason, total_variation=variation
+            )
+        capabilities = replace(
+            capabilities, exact_read_ratio=ratios[0], exact_write_ratio=ratios[1]
+        )
+        if capabilities.cost_of_exact and not capabilities.batch_invariant:
+            reason = f"{capabilities.cost_of_exact} (batch_invariant=True asks for it)"
+            capabilities = replace(capabilities, batch_invariant_reason=reason)
+        return tuner, capabilities, memory
 
 
 def _most_rollback(state_bytes: int, params: ContextParams) -> int:
-    """Return how many states of the last tokens there is room for; 0 where there is no state."""
+    """Return how many states of the last tokens fit into memory; 0 if the model has no states."""
     room = (memory_bytes() or 0) // _ROLLBACK_PART
     of_each, most = state_bytes * (params.n_seq_max or 1), params.most_rollback
     return next((n for n in _ROLLBACKS if n <= most and n * of_each <= room), 0) if of_each else 0
 
 
 def _adapted(
-    model: Model, resolved: ContextParams, given: ContextParams, found: Capabilities
+    model: Model, resolved: ContextParams, requested: ContextParams, capabilities: Capabilities
 ) -> ContextParams | None:
-    """Return the parameters for a model whose batches are not exact as they are; None = these.
+    """Return the parameters for a model whose batches are not exact with ``resolved``; None = keep them.
 
     Raises:
         UnsupportedError: ``batch_invariant=True`` is not possible.
     """
     if resolved.batch_invariant is True:
-        rows = found.exact_rows
-        # Without unified KV llama.cpp computes a token of every sequence at once.
+        rows = capabilities.exact_rows
+        # Without unified KV llama.cpp computes one token of every sequence together.
         least = 2 if resolved.kv_unified else max(2, resolved.n_seq_max or 0)
         if model.memory_type == "attention" and rows >= least:
             return replace(resolved, n_ubatch=rows)
         hint = (
-            "it takes weights on the CPU of a type that llama.cpp computes alike in all batches, "
+            "it needs weights on the CPU that llama.cpp computes the same way in all batches, "
             f"such as Q8_0 or Q4_0, kv_type {' or '.join(INVARIANT_KV_TYPES)}, and flash attention"
         )
         raise UnsupportedError(
-            f"this context cannot be batch-invariant: {found.batch_invariant_reason}",
+            f"this context cannot be batch-invariant: {capabilities.batch_invariant_reason}",
             hint=hint + ("; extra_buffers=False may allow some" if model.extra_buffers else ""),
         )
     if model.memory_type != "attention":
         return None
-    faster = given.resolve(model, tries_exact=False)
+    faster = requested.resolve(model, tries_exact=False)
     return None if faster == resolved else faster
 
 
 def _weighed(
-    model: Model, handle: ContextHandle, given: ContextParams, params: ContextParams
+    model: Model, handle: ContextHandle, requested: ContextParams, params: ContextParams
 ) -> tuple[tuple[float | None, float | None], ContextParams | None]:
-    """Return how much longer exactness reads and generates, and other parameters if that is too much.
+    """Return the two ratios of exactness; and other parameters if the ratios are too high.
 
     Args:
-        model, handle: of the exact context, which is empty before and after.
-        given: what was asked for. A K/V type that was named stays.
-        params: what the context was created with.
+        model, handle: the model and the handle of the exact context, which is empty before and after.
+        requested: the parameters that the user passed. A K/V type among them is kept.
+        params: the parameters with which the context was created.
     """
-    if given.kv_type != "auto":
+    if requested.kv_type != "auto":
         return (None, None), None
-    faster = given.resolve(model, tries_exact=False)
+    faster = requested.resolve(model, tries_exact=False)
     fast = Setting(faster.kv_type, faster.flash_attention is not False)
     native = params.native()
     threads = native["n_threads"], native["n_threads_batch"]
@@ -297,12 +308,12 @@ def _weighed(
         return (None, None), None
     exact, least = costs
     ratios = round(exact.read / least.read, 2), round(exact.generated / least.generated, 2)
-    is_dear = max(ratios) > MOST_EXTRA and given.batch_invariant == "auto"
+    is_dear = max(ratios) > MOST_EXTRA and requested.batch_invariant == "auto"
     return ratios, faster if is_dear else None
 
 
 def _create(model: Model, native: NativeContextParams, target: Target | None) -> ContextHandle:
-    """Return the native context; ``target`` for that of a head."""
+    """Return the native context; ``target`` is set for the context of a head."""
     if target is None:
         handle = ContextHandle(model.handle, native)
         if not handle.has_memory:
@@ -312,7 +323,7 @@ def _create(model: Model, native: NativeContextParams, target: Target | None) ->
     with target.decoder.handle.lock:
         if model.shares_memory and target.usage().cells_used:
             raise BranchStateError(
-                f"{model.name} shares the memory of its target, and opening it would empty that",
+                f"{model.name} shares the memory of its target, and opening it would empty that memory",
                 hint="open it before anything is decoded, or prune all branches first",
             )
         return ContextHandle(
@@ -325,24 +336,24 @@ def _create(model: Model, native: NativeContextParams, target: Target | None) ->
 
 
 def _open_head(handle: ContextHandle, model: Model, target: Target) -> int:
-    """Let the target keep its hidden states; return how many of each token an encoder reads, else 0."""
+    """Let the target keep its hidden states; return how many numbers per token an encoder reads."""
     layers = model.target_layers or (target.model.n_layer,)
     reader = weakref.ref(handle)
 
     def is_read() -> bool:
-        found = reader()
-        return found is not None and not found.closed
+        head = reader()
+        return head is not None and not head.closed
 
     with target.decoder.handle.lock:
         width = target.decoder.watch_hidden(layers, is_read).width
     return width if model.target_layers else 0
 
 
-def _head_params(model: Model, target: Target, given: ContextParams) -> ContextParams:
-    """Return the parameters of a head's context, the target's where none are given.
+def _head_params(model: Model, target: Target, requested: ContextParams) -> ContextParams:
+    """Return the parameters of a head's context; those that are missing are the target's.
 
     Raises:
-        UnsupportedError: ``model`` is no head for the target, with the reason.
+        UnsupportedError: ``model`` cannot draft for the target; the message says why.
     """
     target.decoder.check_open()
     theirs = target.params
@@ -352,16 +363,16 @@ def _head_params(model: Model, target: Target, given: ContextParams) -> ContextP
             f"{model.name} cannot draft for {target.model.name} as a head: {reason}",
             hint="`llamabranch models show TARGET HEAD` shows whether one can draft for the other",
         )
-    given = replace(
-        given,
-        n_threads=given.n_threads or theirs.n_threads,
-        n_threads_batch=given.n_threads_batch or theirs.n_threads_batch,
+    requested = replace(
+        requested,
+        n_threads=requested.n_threads or theirs.n_threads,
+        n_threads_batch=requested.n_threads_batch or theirs.n_threads_batch,
     )
     if model.shares_memory:
-        if given.prefix_cache:
+        if requested.prefix_cache:
             raise UnsupportedError("a head that reads the memory of its target caches no prefixes")
         return replace(
-            given,
+            requested,
             kv_unified=theirs.kv_unified,
             swa_full=theirs.swa_full,
             n_ctx=target.decoder.handle.n_ctx,
@@ -373,33 +384,32 @@ def _head_params(model: Model, target: Target, given: ContextParams) -> ContextP
     # Each of several MTP layers has sequences of its own, with the K/V of the same texts.
     n_layers = max(1, model.n_mtp_layers)
     return replace(
-        given,
-        n_ctx=given.n_ctx or target.decoder.handle.n_ctx * n_layers,
-        n_seq_max=given.n_seq_max or min((theirs.n_seq_max or 1) * n_layers, max_sequences()),
+        requested,
+        n_ctx=requested.n_ctx or target.decoder.handle.n_ctx * n_layers,
+        n_seq_max=requested.n_seq_max or min((theirs.n_seq_max or 1) * n_layers, max_sequences()),
     )
 
 
 def _probe(
     handle: ContextHandle, model: Model, params: ContextParams, *, is_head: bool = False
 ) -> tuple[Capabilities, Memory]:
-    """Find out what an empty context can do, by short trials; return that, and its memory, empty.
+    """Find out what an empty context can do, by short trials; return that and its empty memory.
 
     Args:
-        params: what the context was created with, resolved.
+        params: the resolved parameters with which the context was created.
         is_head: the context computes a head, not the model's trunk.
     """
-    # A head has attention only, whatever the trunk has whose file it is in.
+    # A head has attention only, even if the model in the same file has other memory.
     recurrent = model.memory_type in ("recurrent", "hybrid") and not is_head
-    # llama.cpp reports a removal as done although cells that the window needs are gone already, and
-    # later decodes would attend to an incomplete window. They stay where the cache has them
-    # (``swa_full``) and can hold them (``Windowed``).
+    # llama.cpp reports a removal as done even if cells that the window needs are already gone; later
+    # decodes would attend to an incomplete window. With ``swa_full`` and ``Windowed`` these cells stay.
     window = model.n_swa if model.memory_type == "sliding-window" else 0
     memory = Memory(handle) if handle.kv_unified else NonUnified(handle)
     runner = Runner(memory)
     decode_run(runner, [3 % model.n_vocab, 10 % model.n_vocab], 0, "none")
     layout = StateLayout.learn(handle.state(0), n_tokens=2)
     state_bytes = 0 if layout is None else layout.state_bytes
-    # With states of the last tokens a removal is done, but only once after each decode.
+    # If llama.cpp keeps states of the last tokens, a removal succeeds, but only once after each decode.
     can_truncate = not handle.n_rollback and memory.drop(0, 1)
     if layout is not None and layout.is_cells_only:
         window = 0  # no layer uses it
@@ -425,12 +435,13 @@ def _probe(
         if n_rollback:
             memory = RollingBack(handle, layout, max_bytes, n_rollback)
         if recurrent:
-            memory.spare_seq_ids = range(0)  # cells alone can belong to others than the context's
+            # Sequences beyond the context's can have cells, but no states.
+            memory.spare_seq_ids = range(0)
     elif window:
         memory = Windowed(handle, layout, window)
     else:
         memory = Memory(handle, layout, keeps_order=invariant and not is_head)
-    found = Capabilities(
+    capabilities = Capabilities(
         can_truncate=can_truncate,
         can_share=handle.kv_unified,
         sliding_window=window,
@@ -446,13 +457,13 @@ def _probe(
         rollback_reason=rollback_reason,
         rollback_bytes=handle.n_rollback * state_bytes,
     )
-    return found, memory
+    return capabilities, memory
 
 
 def _can_undo(runner: Runner, model: Model, params: ContextParams) -> tuple[int, str]:
-    """Try out whether the end of a decode can be undone in an empty context; return how far, and why.
+    """Try out how many tokens of a decode can be undone in an empty context; return the number, and why.
 
-    The logits after it must be those of a text in which it never was.
+    The logits after an undo must be those of a text that never had these tokens.
     """
     memory, n_vocab = runner.memory, model.n_vocab
     n = memory.handle.n_rollback
@@ -464,17 +475,17 @@ def _can_undo(runner: Runner, model: Model, params: ContextParams) -> tuple[int,
     try:
         for k in {1, n}:
             memory.clear()
-            kept, after = tokens[: len(tokens) - k], 5 % n_vocab
+            prefix, after = tokens[: len(tokens) - k], 5 % n_vocab
             decode_run(runner, tokens[:1], 0, "none")
             decode_run(runner, tokens[1:], 0, "none")
-            if not memory.drop(0, len(kept)):
+            if not memory.drop(0, len(prefix)):
                 return 0, "llama.cpp does not undo the end of a decode"
             undone = decode_run(runner, [after], 0, "last")[0].array.copy()
             memory.clear()
             decode_run(runner, tokens, 0, "none")
             whole = decode_run(runner, [after], 0, "last")[0].array.copy()
             memory.clear()
-            decode_run(runner, kept, 0, "none")
+            decode_run(runner, prefix, 0, "none")
             plain = decode_run(runner, [after], 0, "last")[0].array
             off, moved = (float(np.abs(row - plain).max()) for row in (undone, whole))
             if not off <= moved / _MOST_OFF:
@@ -487,9 +498,10 @@ def _can_undo(runner: Runner, model: Model, params: ContextParams) -> tuple[int,
 
 
 def _can_return(runner: Runner, n_vocab: int, max_bytes: int) -> tuple[bool, str]:
-    """Try out whether an empty context can return to a state; return that and why, or why not.
+    """Try out whether an empty context can return to a saved state; return the answer and the reason.
 
-    The logits after it must be those of before, and others than without it.
+    After the return the logits must be the same as before. Without it they must differ, so that the
+    trial shows something.
     """
     memory, token = runner.memory, 5 % n_vocab
     try:
@@ -515,10 +527,10 @@ def _can_return(runner: Runner, n_vocab: int, max_bytes: int) -> tuple[bool, str
 
 
 def _probe_sharing_head(handle: ContextHandle, target: Capabilities) -> tuple[Capabilities, Memory]:
-    """Return what a head can do that reads the memory of its target: it has none to try out."""
+    """Return what a head can do that reads its target's memory; it has no memory to try out."""
     if not handle.kv_unified:
         _check_copies(None)
-    found = replace(
+    capabilities = replace(
         target,
         can_truncate=False,
         batch_invariant=False,
@@ -526,11 +538,11 @@ def _probe_sharing_head(handle: ContextHandle, target: Capabilities) -> tuple[Ca
         total_variation=None,
         batch_invariant_reason="not established for a head that reads the K/V of its target",
     )
-    return found, States(handle)
+    return capabilities, States(handle)
 
 
 def _check_copies(layout: StateLayout | None) -> None:
-    """Raise UnsupportedError where the cells of a sequence of non-unified KV cannot be copied."""
+    """Raise UnsupportedError if the cells of a sequence cannot be copied with non-unified KV."""
     if layout is None or not layout.is_cells_only:
         raise UnsupportedError(
             "kv_unified=False: llama.cpp writes K/V in an unknown form, so forks cannot copy it"

@@ -35,7 +35,8 @@ class KLStatistics(NamedTuple):
     Attributes:
         mean: the mean KL divergence of the base's distribution from the model's, nats.
         perplexity, base_perplexity: the perplexities of the model and of the base.
-        log_ratio, ratio, difference: those of the two perplexities.
+        log_ratio, ratio, difference: the logarithm of the ratio, the ratio and the difference of the two
+            perplexities.
         p_change, p_change_rms: the mean change of the probability of the token in the text, and the root
             of its mean square.
         same_top: the share of tokens at which both have the same most probable token.
@@ -56,11 +57,11 @@ class KLStatistics(NamedTuple):
 
 @dataclass(frozen=True)
 class KLDivergence(Chunked):
-    """How a model's next-token distributions differ from saved ones; possibly of a part of the text.
+    """How a model's next-token distributions differ from saved ones, in the text or in a part of it.
 
     ``rows`` has five numbers for each token: the loss -log p of the token in the text under the model and
-    under the base, KL(base || model), all nats; the change of that token's probability; and 1 where both
-    have the same most probable token.
+    under the base, KL(base || model), all nats; the change of that token's probability; and 1 if both
+    have the same most probable token, else 0.
     """
 
     _KEY = "rows"
@@ -72,12 +73,12 @@ class KLDivergence(Chunked):
     @property
     def statistics(self) -> KLStatistics:
         """The statistics so far, computed at each call; NaN without a token."""
-        loss, base, kl, change, same = self._columns()
+        loss, base, kl, change, same_top = self._columns()
         n, a, b, covariance = len(loss), _mean(loss), _mean(base), 0.0
         if n >= 10:
             covariance = float(np.mean(loss * base) - loss.mean() * base.mean()) / (n - 1)
         p, p_base, log_ratio = _exp(a), _exp(b), _difference(a, b, covariance)
-        square, share, product = _mean(change**2), _mean(same).value, a.stderr * b.stderr
+        square, share, product = _mean(change**2), _mean(same_top).value, a.stderr * b.stderr
         root = math.sqrt(square.value)
         share_stderr = math.sqrt(share * (1 - share) / (n - 1)) if n > 1 else math.nan
         return KLStatistics(
@@ -115,15 +116,15 @@ class KLDivergence(Chunked):
 
     def as_dict(self) -> dict[str, object]:
         """Return JSON types, with every statistic."""
-        found: dict[str, object] = {
+        report: dict[str, object] = {
             name: value._asdict() if isinstance(value, Uncertain) else value
             for name, value in self.statistics._asdict().items()
         }
-        found["kl_percentiles"] = {f"{100 * f:g}": self.percentile(f) for f in KL_FRACTIONS}
-        found["p_change_percentiles"] = {
+        report["kl_percentiles"] = {f"{100 * f:g}": self.percentile(f) for f in KL_FRACTIONS}
+        report["p_change_percentiles"] = {
             f"{100 * f:g}": self.p_change_percentile(f) for f in P_FRACTIONS
         }
-        return {**found, **super().as_dict()}
+        return {**report, **super().as_dict()}
 
 
 def divergence(
@@ -156,12 +157,12 @@ def divergence(
         check_room(ctx, file.window)
         flat = [token for chunk in file.chunks for token in chunk]
         ctx.model.check_tokens(flat)
-        found = KLDivergence.begun(ctx, flat, file.window, len(file.chunks))
+        result = KLDivergence.begun(ctx, flat, file.window, len(file.chunks))
 
         def compare(chunk: int, i: int, token: int, row: LogitsRow) -> tuple[float, ...]:
             return _compared(row, file.read(chunk, i), token)
 
-        return found.read(ctx, with_bos(ctx.model, file.chunks), compare, progress)
+        return result.read(ctx, with_bos(ctx.model, file.chunks), compare, progress)
 
 
 def _compared(row: LogitsRow, base: Coded, token: int) -> tuple[float, ...]:
@@ -174,8 +175,8 @@ def _compared(row: LogitsRow, base: Coded, token: int) -> tuple[float, ...]:
     terms = np.exp(logs) * (logs - logits + np.float32(largest + log_total))
     kl = float(terms.sum(dtype=np.float64, where=logs > _FLOOR))
     change = np.exp(-loss) - np.exp(logs[token])
-    same = int(logits.argmax()) == int(codes.argmax())
-    return float(loss), float(-logs[token]), kl, float(change), float(same)
+    same_top = int(logits.argmax()) == int(codes.argmax())
+    return float(loss), float(-logs[token]), kl, float(change), float(same_top)
 
 
 def _mean(values: Floats) -> Uncertain:

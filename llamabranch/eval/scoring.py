@@ -48,8 +48,9 @@ def score(
 ) -> list[list[Score]]:
     """Score continuations after their contexts.
 
-    A text is tokenized with its context, and its tokens are those after the context's, as in
-    lm-evaluation-harness; spaces at the end of a context belong to the continuation.
+    A continuation is tokenized together with its context, and its tokens are those that follow the
+    tokens of the context, as in lm-evaluation-harness. Spaces at the end of a context belong to the
+    continuation.
 
     Args:
         ctx: a context that each context text with its continuation fits into; its other branches are not
@@ -61,7 +62,7 @@ def score(
             order. So these scores are not lost if something fails or is interrupted later.
 
     Returns:
-        for each request the scores of its continuations.
+        For each request the scores of its continuations.
 
     Raises:
         ConfigError: a request is not such a pair, or a continuation has no tokens.
@@ -125,7 +126,7 @@ def _wanted(ctx: Context, name: str, request: ScoreRequest, parse_special: bool)
     if not (_is_list(request) and len(request) == 2 and _is_list(request[1])):
         raise ConfigError(f"{_MEANT}; {name} is {request!r:.60}")
     context, continuations = request
-    model, most, found = ctx.model, ctx.n_ctx_seq + 1, []  # the last token is not decoded
+    model, most, wanted = ctx.model, ctx.n_ctx_seq + 1, []  # the last token is not decoded
     for continuation in continuations:
         if isinstance(context, str) and isinstance(continuation, str):
             before, after = encode_pair(model, context, continuation, parse_special=parse_special)
@@ -142,8 +143,8 @@ def _wanted(ctx: Context, name: str, request: ScoreRequest, parse_special: bool)
         if (n := len(before) + len(after)) > most:
             message = f"{name} has {n} tokens, the context has room for {most}"
             raise CacheFullError(message, hint="open the context with a larger n_ctx")
-        found.append(Wanted(None, [*before, *after], len(before)))
-    return found
+        wanted.append(Wanted(None, [*before, *after], len(before)))
+    return wanted
 
 
 def _is_list(value: object) -> bool:

@@ -19,7 +19,7 @@ from msgspec import Meta, Raw, Struct
 
 from ..eval.pair import Number
 from ..model import Model
-from ..model.text import token_piece
+from ..model.model import token_piece
 
 __all__ = [
     "KEPT", "AnyRecord", "Bar", "Change", "Document", "Ended", "Head", "Kept", "KeptName", "Made",

@@ -32,7 +32,7 @@ class Thinking:
         is_open: the prompt ends inside the thought; False = a thought may follow, or the answer.
         budget: the most tokens of the thought; None = only the limit of the text.
         ending: text that is written before the tag when the budget ends a thought.
-        close: the tag with its white space, for that purpose.
+        close: the tag that is then written, with its white space.
         tail: the text between the tag and the answer if the model ends the thought itself: white space,
             and in some templates a header.
         head: the beginning of the answer if there is no thought.
@@ -78,8 +78,8 @@ def thinking_variables(form: TurnFormat, thinking: ThinkingChoice) -> dict[str, 
 
 def closing(model: Model) -> list[int]:
     """Return the tokens that end a thought early; last words may come before them."""
-    _, found = plan_thinking(model, [], True)
-    return [] if found is None else _tokens(model, found.close)
+    _, thinking = plan_thinking(model, [], True)
+    return [] if thinking is None else _tokens(model, thinking.close)
 
 
 def plan_thinking(
@@ -105,7 +105,8 @@ def plan_thinking(
         has_calls: functions may be called, so the model writes a header before the answer itself.
 
     Raises:
-        ConfigError: a bad value. UnsupportedError: a thought is wanted, but the template has none.
+        ConfigError: a bad value. UnsupportedError: ``thinking`` asks for a thought, but the template
+            has none.
     """
     budget = thinking_budget(thinking)
     instance("thinking_end", ending, str)
@@ -129,7 +130,7 @@ def plan_thinking(
     follows_tag = parts.header.startswith(end) and not has_calls
     header_rest = parts.header[len(end) :] if follows_tag else ""
     head = "" if has_calls else parts.content_start
-    found = Thinking(
+    thought = Thinking(
         start=start.strip(),
         end=end.strip(),
         is_open=True,
@@ -144,7 +145,7 @@ def plan_thinking(
     if thinking is None:
         if is_over or (begun and not is_open) or not (is_open or start):
             return prompt, None
-        return prompt, replace(found, is_open=is_open)
+        return prompt, replace(thought, is_open=is_open)
     if budget == 0:
         if is_open:
             return prompt + _tokens(model, close.lstrip() + header_rest + head), None
@@ -159,7 +160,7 @@ def plan_thinking(
         )
     if not is_open:
         prompt = prompt + _tokens(model, opening)
-    return prompt, found
+    return prompt, thought
 
 
 def _tokens(model: Model, text: str) -> list[int]:

@@ -168,7 +168,7 @@ def address_of(logits: Logits) -> tuple[int, Logits]:
     """Return the address of a row, and the array at it: a copy if ``logits`` is not contiguous."""
     if logits.dtype != np.float32 or not logits.flags.c_contiguous:
         logits = np.array(logits, dtype=np.float32)
-    return logits.ctypes.data, logits  # not a view, because a row is its own base once it is copied
+    return logits.ctypes.data, logits  # a copied row must be kept alive while its address is used
 
 
 class RowSampler:
@@ -272,7 +272,8 @@ class Stepper:
         decode, get_logits: the addresses of llama_decode and llama_get_logits.
         ctx: the address of the llama_context.
         stop: the address of the byte that forbids starting a decode.
-        batch: the llama_batch to use, a ctypes structure; what it refers to must outlive this object.
+        batch: the llama_batch to use, a ctypes structure; the memory that it points to must outlive this
+            object.
     """
 
     def __init__(

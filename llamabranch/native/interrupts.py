@@ -29,7 +29,7 @@ T = TypeVar("T")
 _POLL_S = 0.1  # how often to look for a signal that did not wake the waiting thread
 
 _PATIENCE_S = (
-    1.0  # a Ctrl-C so long after the first one is not held, because something takes too long
+    1.0  # a Ctrl-C this long after the first one is raised at once: the block takes too long
 )
 
 
@@ -55,7 +55,7 @@ class HeldInterrupts:
             if outer is not None:
                 return outer
             previous = _signal.getsignal(signal.SIGINT)
-            if callable(previous):  # neither ignored nor the end of the process
+            if callable(previous):  # a Python function, not SIG_IGN or SIG_DFL
                 self._previous = previous
                 _signal.signal(signal.SIGINT, self._on_signal)
         return self
@@ -89,8 +89,8 @@ class HeldInterrupts:
 
 def is_interrupted() -> bool:
     """Return whether a ``HeldInterrupts`` of this thread holds an exception."""
-    held = _active() if in_main_thread() else None
-    return held is not None and held.caught is not None
+    block = _active() if in_main_thread() else None
+    return block is not None and block.caught is not None
 
 
 def in_main_thread() -> bool:
@@ -101,8 +101,8 @@ def in_main_thread() -> bool:
 
 def _active() -> HeldInterrupts | None:
     """Return the outermost block that the main thread is in."""
-    held = getattr(_signal.getsignal(signal.SIGINT), "__self__", None)
-    return held if isinstance(held, HeldInterrupts) and not held.is_over else None
+    block = getattr(_signal.getsignal(signal.SIGINT), "__self__", None)
+    return block if isinstance(block, HeldInterrupts) and not block.is_over else None
 
 
 def call_in_thread(

@@ -35,7 +35,7 @@ MTP_LAYERS = frozenset({
     "bailingmoe3", "cohere2moe", "deepseek2", "deepseek32", "deepseek4", "glm-dsa", "glm4moe",
     "hy_v3", "mimo2", "nemotron_h_moe", "qwen35", "qwen35moe", "qwen3next", "step35",
 })  # fmt: skip
-# The architecture whose layers attend to the K/V of another model, and the one of that model.
+# The architecture whose layers attend to the K/V of another model, and the architecture of that model.
 SHARING_HEAD, SHARING_TARGET = "gemma4-assistant", "gemma4"
 MTP_CHAINS = frozenset({"hy_v3", "mimo2", "step35"})
 
@@ -54,12 +54,12 @@ STAGING: dict[str, tuple[str, Any, tuple[Any, ...]]] = {
 
 
 def look_up() -> tuple[dict[str, Any], str]:
-    """Return the functions, and why some are missing; "" if none is."""
-    found: dict[str, Any] = {}
+    """Return the functions, and why some are missing; "" if all are there."""
+    by_name: dict[str, Any] = {}
     missing = []
     for name, (symbol, result, arguments) in STAGING.items():
         try:
-            found[name] = ctypes.CFUNCTYPE(result, *arguments)((symbol, C._lib))
+            by_name[name] = ctypes.CFUNCTYPE(result, *arguments)((symbol, C._lib))
         except AttributeError:
             missing.append(symbol)
     missing += [
@@ -68,8 +68,8 @@ def look_up() -> tuple[dict[str, Any], str]:
         if not hasattr(C.llama_context_params, name)
     ]
     if not missing:
-        return found, ""
-    return found, (
+        return by_name, ""
+    return by_name, (
         f"this llama.cpp lacks {missing[0]}"
         + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
         + f"; {KNOWN_RELEASE} is known to work"

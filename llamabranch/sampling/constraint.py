@@ -76,18 +76,18 @@ class ConstraintCalls:
         self._prefix, self._complete = methods
 
     def allows(self, text: str, *, is_end: bool) -> bool:
-        """Ask whether ``text`` is valid, ``is_end``, or may become so.
+        """Ask whether ``text`` is valid (``is_end``), or can be continued to a valid text.
 
         Raises:
-            ConfigError: it raises something, or returns neither True nor False.
+            ConfigError: the constraint raises an exception, or returns neither True nor False.
         """
-        asked = self._complete if is_end else self._prefix
-        if asked is _any:
+        method = self._complete if is_end else self._prefix
+        if method is _any:
             return True
         self.calls += 1
         start = perf_counter()
         try:
-            found = asked(text) if asked is not None else None
+            answer = method(text) if method is not None else None
         except Exception as error:
             raise ConfigError(
                 f"the constraint raised {error!r} for the text {text[-60:]!r}",
@@ -96,12 +96,12 @@ class ConstraintCalls:
             ) from error
         finally:
             self.seconds += perf_counter() - start
-        if not isinstance(found, (bool, np.bool_)):
+        if not isinstance(answer, (bool, np.bool_)):
             raise ConfigError(
-                f"the constraint must return True or False, not {found!r:.40}",
+                f"the constraint must return True or False, not {answer!r:.40}",
                 hint="return bool(...)",
             )
-        return bool(found)
+        return bool(answer)
 
 
 @dataclass
@@ -146,7 +146,7 @@ class ConstraintState:
         self._model = model
         self._stop = stop
         self._stop_tokens = stop_tokens
-        self._pending = b""  # of an unfinished character
+        self._pending = b""  # the bytes of an unfinished character
         self._was_allowed = False
         self._n_refused = 0
         self._after: dict[int, ConstraintState | None] = {}
@@ -157,24 +157,24 @@ class ConstraintState:
 
     def accept(self, token: int) -> ConstraintState:
         """Return the state after ``token``, without calling the constraint."""
-        found = self._after.get(token)
-        if found is None:
-            found = self.start()
+        state = self._after.get(token)
+        if state is None:
+            state = self.start()
             if not self._model.is_eog(token):
-                piece, found._pending = self._model.text_after(token, self._pending)
-                found.text = self.text + piece
-        return found
+                piece, state._pending = self._model.text_after(token, self._pending)
+                state.text = self.text + piece
+        return state
 
     def after(self, token: int, *, is_last: bool = False) -> ConstraintState | None:
-        """Return the state after ``token``, or None if the constraint refuses it. It is called once.
+        """Return the state after ``token``, or None if the constraint refuses it. Answers are kept.
 
-        ``is_last``: the text ends there in any case.
+        ``is_last``: the text ends after this token in any case.
         """
         if token in self._after:
             return self._after[token]
-        found = self.accept(token)
-        is_allowed = self._allows(token, found, is_last)
-        self._after[token] = found if is_allowed else None
+        state = self.accept(token)
+        is_allowed = self._allows(token, state, is_last)
+        self._after[token] = state if is_allowed else None
         if not is_allowed:
             self._n_refused += 1
             self.calls.rejections += 1
@@ -185,7 +185,7 @@ class ConstraintState:
 
         Raises:
             ConstraintError: many tokens were refused, and the constraint refuses the text so far, too.
-            ConfigError: it had allowed that text before.
+            ConfigError: the constraint refuses a text that it allowed before.
         """
         if self._n_refused == self._CHECK_AFTER and token not in self._after:
             self._check()
@@ -217,7 +217,7 @@ class ConstraintState:
         return after._was_allowed
 
     def _stop_end(self, text: str) -> int | None:
-        """Return where a stop string begins that the last token completes, or None."""
+        """Return where the stop string begins that the last token completes; None without one."""
         ends = []
         for stop in self._stop:
             at = text.find(stop, max(0, len(self.text) - len(stop) + 1))
@@ -226,7 +226,7 @@ class ConstraintState:
         return min(ends)[1] if ends else None
 
     def _check(self) -> None:
-        self._n_refused += 1  # once
+        self._n_refused += 1  # so that this is checked only once
         if self.calls.allows(self.text, is_end=False):
             return
         if self._was_allowed:

@@ -363,8 +363,8 @@ def session(
 ) -> Outcome:
     """Token by token, each asked of another drafter; then on a branch that was given."""
     ctx = world.context()
-    made = {which: world.drafter(which) for which in dict.fromkeys(turns)}
-    drafters = [made[which] for which in turns]
+    drafters_by_name = {which: world.drafter(which) for which in dict.fromkeys(turns)}
+    drafters = [drafters_by_name[which] for which in turns]
     texts = [world.session(ctx, ECHO, drafters, 50, settings, stop=stop, grammar=grammar, **config)]
     branch = world.start(ctx, TALE, settings, grammar)
     texts.append(world.session(ctx, branch, drafters, 20, None, **config))
@@ -426,9 +426,11 @@ def engine(
     **config: object,
 ) -> Outcome:
     drafter = world.drafter(which, draft, target)
-    made = world.engine(world.context(target, **(options or {})), drafter, settings, n, **config)
-    texts = world.run(made, requests(world))
-    assert not preempts or made.stats.preemptions, "the cache was to be too small"
+    the_engine = world.engine(
+        world.context(target, **(options or {})), drafter, settings, n, **config
+    )
+    texts = world.run(the_engine, requests(world))
+    assert not preempts or the_engine.stats.preemptions, "the cache was to be too small"
     return Outcome(texts)
 
 
@@ -465,15 +467,15 @@ def table(
     An axis is an argument of ``run`` and its values, with labels for the name unless they are their own;
     the values of the axis "*" are several arguments.
     """
-    found: dict[str, Case] = {}
+    cases: dict[str, Case] = {}
     labelled = [a if isinstance(a, Mapping) else {str(v): v for v in a} for a in axes.values()]
     for labels in product(*labelled):
         chosen: Options = dict(given)
         for axis, values, label in zip(axes, labelled, labels, strict=True):
             value = values[label]
             chosen.update(value if axis == "*" else {axis: value})  # type: ignore[call-overload]
-        found[name.format(*labels)] = partial(run, **chosen)
-    return found
+        cases[name.format(*labels)] = partial(run, **chosen)
+    return cases
 
 
 def pairs(names: str, *values: tuple[object, object]) -> dict[str, Options]:
@@ -535,7 +537,7 @@ def memory_cases(memory: str, options: Options) -> dict[str, Case]:
         ("same model", "seeded"), ("lookup", "token"), ("suffix", "seeded"), ("chain", "block"),
         ("tree of 2", "seeded"),
     )  # fmt: skip
-    made: Options = {"requests": toy_job, "settings": warm, "n": 30}
+    shared: Options = {"requests": toy_job, "settings": warm, "n": 30}
     cases: dict[str, Case] = {
         **table("{}", plain, {"settings": TOY_SETTINGS}, prompt=prompts[1], **opened),
         **table("drafts of {}", speculated, {"*": rules}, settings=warm, n=40, draft_k=3, **drafts),
@@ -543,8 +545,8 @@ def memory_cases(memory: str, options: Options) -> dict[str, Case]:
             speculated, settings=TOY_SETTINGS["penalties"], draft_k=4, **drafts
         ),
         **{run.__name__: partial(run, settings=warm, **opened) for run in FAMILIES},
-        "engine": partial(engine, target=model, options=options, **made),
-        "engine, drafts": partial(engine, which="model", draft_k=3, **made, **spoken),
+        "engine": partial(engine, target=model, options=options, **shared),
+        "engine, drafts": partial(engine, which="model", draft_k=3, **shared, **spoken),
     }
     return {f"memory/{memory}/{name}": case for name, case in cases.items()}
 

@@ -35,13 +35,13 @@ def archived() -> dict[str, bytes]:
     taken = ("llamabranch", "tests/digests", "tests/toys.py", "LICENSE")
     git = ["git", "archive", "--format=tar", COMMIT, *taken]
     tar = subprocess.run(git, cwd=ROOT, capture_output=True, check=True).stdout
-    found = {}
+    files = {}
     with tarfile.open(fileobj=io.BytesIO(tar)) as archive:
         for entry in archive:
             file = archive.extractfile(entry) if entry.isfile() else None
             if file is not None and not entry.name.endswith((".gguf", ".json")):
-                found[entry.name.removeprefix("tests/")] = file.read()
-    return found
+                files[entry.name.removeprefix("tests/")] = file.read()
+    return files
 
 
 class Older:

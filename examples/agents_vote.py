@@ -39,7 +39,7 @@ async def solve(ctx: lb.Context) -> None:
         report = await solver.arun(question, n=5)  # five forks with different seeds
         votes = Counter(choice.parsed_or(None) for choice in report.choices)
         for answer, n in votes.most_common():
-            print(f"{n} of 5: {answer}")
+            print(f"{n} of 5: {answer or 'no answer'}")
         print(f"Tokens read: {sum(choice.stats.evaluated for choice in report.choices)}")
         async for step in solver.astream("And back?", after=report):  # continues the first sample
             if step.kind in ("call", "result"):

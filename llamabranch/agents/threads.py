@@ -10,6 +10,8 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
+from ..errors import ClosedError
+
 __all__ = ["all_done", "event_loop", "threaded"]
 
 T = TypeVar("T")
@@ -57,6 +59,9 @@ def event_loop() -> Iterator[Callable[[Coroutine[None, None, T]], T]]:
     """Run an event loop in a thread of its own; yield a function that awaits a coroutine there.
 
     At the end, and on Ctrl-C, all that still runs on the loop is cancelled.
+
+    Raises:
+        ClosedError: by the function: the coroutine was cancelled from inside.
     """
     started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 
@@ -69,6 +74,8 @@ def event_loop() -> Iterator[Callable[[Coroutine[None, None, T]], T]]:
         future = asyncio.run_coroutine_threadsafe(coroutine, loop)
         while not future.done():  # short waits, so that Ctrl-C is heard on all systems
             wait([future], timeout=_POLL_S)
+        if future.cancelled():
+            raise ClosedError("a function has cancelled the tasks of its event loop")
         return future.result()
 
     def serve() -> None:

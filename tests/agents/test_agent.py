@@ -372,6 +372,20 @@ def test_a_generator_without_an_end_is_left(stage: Context, is_async: bool) -> N
     assert left.wait(60)
 
 
+def test_a_function_that_cancels_everything_ends_the_run(stage: Context) -> None:
+    async def called() -> None:
+        for task in asyncio.all_tasks():
+            task.cancel()
+        await asyncio.sleep(0)
+
+    agent = Agent(stage, tools=[called, add])
+    with pytest.raises(ClosedError, match="cancelled the tasks"):
+        agent.run("calls: go")
+    with pytest.raises(ClosedError, match="cancelled the tasks"):
+        list(agent.stream("calls: go"))
+    assert agent.run("one: go").text == "It is three."
+
+
 def test_a_function_may_use_its_context_and_other_agents(stage: Context) -> None:
     async def called() -> str:
         own = stage.tokenize("abc", add_special=False)

@@ -19,6 +19,7 @@ from msgspec import Meta, Raw, Struct
 
 from ..eval.pair import Number
 from ..model import Model
+from ..model.model import token_piece
 
 __all__ = [
     "KEPT", "AnyRecord", "Bar", "Change", "Document", "Ended", "Head", "Kept", "KeptName", "Made",
@@ -377,17 +378,7 @@ class Document:
 
     def learn(self, model: Model, ids: Iterable[int]) -> Pieces | None:
         """Return a record with the texts of new token ids, None if all are known."""
-        new: dict[int, Piece] = {}
-        for token in set(ids) - self.pieces.keys():
-            piece = model.piece(token)
-            if not piece:
-                name = model.detokenize([token], special=True)
-                new[token] = {"c": name or f"[{token}]"}
-                continue
-            try:
-                new[token] = piece.decode()
-            except UnicodeDecodeError:
-                new[token] = list(piece)
+        new = {token: token_piece(model, token) for token in set(ids) - self.pieces.keys()}
         return Pieces(p=new) if new else None
 
     def bytes_of(self, ids: Iterable[int], *, names: bool = False) -> bytes:

@@ -559,9 +559,9 @@ def test_a_reload_shows_what_is_being_written(page: Page) -> None:
     do(page, "continue", node=node, n=4, max_tokens=900)
     page.locator(".shoot").nth(3).wait_for()
     page.reload()
-    page.wait_for_function(
+    page.wait_for_function(  # the list of nodes has 40 characters of each
         """() => { const all = [...document.querySelectorAll(".shoot")];
-        return all.length === 4 && all.every(each => each.textContent.length > 20); }"""
+        return all.length === 4 && all.every(each => each.textContent.length > 60); }"""
     )
     assert asked(page, "/loom/doc")["jobs"]  # it is still written
     page.locator("#text").press("Escape")

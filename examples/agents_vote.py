@@ -39,11 +39,13 @@ async def solve(ctx: lb.Context) -> None:
         report = await solver.arun(question, n=5)  # five forks with different seeds
         votes = Counter(choice.parsed_or(None) for choice in report.choices)
         for answer, n in votes.most_common():
-            print(f"{n} of 5: {answer}")
+            print(f"{n} of 5: {answer or 'no answer'}")
         print(f"Tokens read: {sum(choice.stats.evaluated for choice in report.choices)}")
         async for step in solver.astream("And back?", after=report):  # continues the first sample
-            if step.kind in ("call", "result", "end"):
-                print(step.agent, step.kind, step.name, step.text)
+            if step.kind in ("call", "result"):
+                print(step.kind, step.name, step.text)
+            elif step.report is not None:
+                print(step.report.parsed_or(f"no answer: it ended with {step.text!r}"))
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from .templates import ChatTemplate
 from .text import TEXT_TYPES, TextDecoder, TokenIds, decode_utf8, token_list
 from .turn_format import TurnFormat
 
-__all__ = ["Model"]
+__all__ = ["Model", "token_piece"]
 
 
 class Model:
@@ -633,3 +633,14 @@ class Model:
             return str(token).encode(), False
         token = self.token_id(token)
         return self._handle.token_text(token), self._handle.is_control(token)
+
+
+def token_piece(model: Model, token: int) -> str | list[int] | dict[str, str]:
+    """Return a token's text, its bytes if they are no text, or ``{"c": name}`` of a control token."""
+    piece = model.piece(token)
+    if not piece:
+        return {"c": model.detokenize([token], special=True) or f"[{token}]"}
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return list(piece)

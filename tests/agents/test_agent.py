@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import json
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from datetime import date
 from enum import Enum
@@ -36,7 +36,7 @@ import llamabranch as lb
 from llamabranch import Agent, AsyncEngine, Context
 from llamabranch.agents import Report, Step
 from llamabranch.agents.agent import conduct
-from llamabranch.agents.tools import Refused, function
+from llamabranch.agents.tools import Refused, tool_of
 from llamabranch.errors import (
     CacheFullError,
     ClosedError,
@@ -168,7 +168,7 @@ def test_a_run_goes_on_after_one_that_ended_before_its_json(
         if step.kind == "text":
             now[0] = 10.0
 
-    (first,) = asyncio.run(conduct(stage, agent.plan, ["typed: go"], 1, None, 1, listen))
+    (first,) = asyncio.run(conduct(agent, ["typed: go"], 1, None, listen, seed=1))
     assert first.finish_reason == "time" and first.messages[-1]["role"] == "user"
     second = agent.run("and again?", after=first)
     assert "and again?" in read_by(stage, second)
@@ -198,7 +198,7 @@ def test_an_agent_runs_where_a_loop_runs_and_on_a_running_engine(stage: Context)
 def test_an_agent_does_not_change(stage: Context) -> None:
     agent = Agent(stage, name="solver")
     with pytest.raises(AttributeError, match="does not change"):
-        agent.plan = agent.plan
+        agent.name = agent.name
     assert repr(agent) == "<Agent 'solver' with 'scripts': no tools>"
 
 
@@ -306,6 +306,127 @@ def test_a_generator_is_a_list(stage: Context) -> None:
         assert results(report) == ["[0,1,2]"] and report.text == "I have read it."
 
 
+class Mute(Exception):
+    """An exception that cannot say what it is."""
+
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+def test_an_exception_that_cannot_be_written_ends_its_agent_only(stage: Context) -> None:
+    def called() -> None:
+        raise Mute
+
+    report, other = Agent(stage, tools=[called, add, name]).run(["calls: go", "two: go"])
+    assert report.error is not None and report.error.message == "called raised Mute"
+    assert other.text == "Both are here."
+    assert results(Agent(stage, tools=[called], tell=Mute).run("calls: go")) == ["error: Mute"]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"), [("half \ud800", "half ?"), ("", "ToolError"), (CONTROL, CONTROL)]
+)
+def test_a_failure_is_told_whatever_its_text_is(stage: Context, text: str, told: str) -> None:
+    def called() -> None:
+        raise ToolError(text)
+
+    report = Agent(stage, tools=[called]).run("calls: go")
+    assert results(report) == [f"error: {told}"] and report.text == "I have read it."
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_awaitable_result_is_awaited(stage: Context, is_async: bool) -> None:
+    def called() -> object:
+        return name()
+
+    async def called_later() -> object:
+        return name()
+
+    called_later.__name__ = "called"
+    report = Agent(stage, tools=[called_later if is_async else called]).run("calls: go")
+    assert results(report) == ["Ida"]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_generator_without_an_end_is_left(stage: Context, is_async: bool) -> None:
+    left = threading.Event()
+
+    def called() -> Iterator[int]:
+        try:
+            while True:
+                yield 1
+        finally:
+            left.set()
+
+    async def called_later() -> AsyncIterator[int]:
+        try:
+            while True:
+                yield 1
+        finally:
+            left.set()
+
+    called_later.__name__ = "called"
+    tool = called_later if is_async else called
+    report = Agent(stage, tools=[tool], tool_seconds=0.2).run("calls: go")
+    assert results(report) == ["error: no result after 0.2 s"]
+    assert left.wait(60)
+
+
+def test_a_function_that_cancels_everything_ends_the_run(stage: Context) -> None:
+    async def called() -> None:
+        for task in asyncio.all_tasks():
+            task.cancel()
+        await asyncio.sleep(0)
+
+    agent = Agent(stage, tools=[called, add])
+    with pytest.raises(ClosedError, match="cancelled the tasks"):
+        agent.run("calls: go")
+    with pytest.raises(ClosedError, match="cancelled the tasks"):
+        list(agent.stream("calls: go"))
+    assert agent.run("one: go").text == "It is three."
+
+
+def test_an_event_loop_that_cannot_be_made_is_an_error(
+    stage: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop needs files, of which a process may have no more."""
+
+    def run(main: Coroutine[None, None, None]) -> None:
+        main.close()
+        raise OSError(24, "Too many open files")
+
+    agent = Agent(stage, tools=[add])
+    with monkeypatch.context() as patched:
+        patched.setattr(asyncio, "run", run)
+        with pytest.raises(OSError, match="open files"):
+            agent.run("one: go")
+    assert agent.run("one: go").text == "It is three."
+
+
+def test_a_function_may_use_its_context_and_other_agents(stage: Context) -> None:
+    async def called() -> str:
+        own = stage.tokenize("abc", add_special=False)
+        inner = await Agent(stage, tools=[add]).arun("one: go")
+        return f"{len(own)} tokens. {inner.text}"
+
+    report = Agent(stage, tools=[called]).run("calls: go")
+    assert results(report) == ["3 tokens. It is three."]
+
+
+def test_a_context_that_a_function_closes_ends_the_agent(scripted: lb.Model) -> None:
+    with lb.Context(scripted, n_ctx=1024, n_threads=1) as ctx:
+        report = Agent(ctx, tools=[ctx_closer(ctx)]).run("calls: go")
+        assert report.finish_reason in ("cancelled", "error") and report.error is not None
+
+
+def ctx_closer(ctx: Context) -> Callable[[], str]:
+    def called() -> str:
+        ctx.close()
+        return "closed"
+
+    return called
+
+
 @pytest.mark.parametrize("task", ["hangs", "sleeps"])
 def test_function_that_takes_too_long_is_told(stage: Context, task: str) -> None:
     agent = Agent(stage, tools=[hangs, sleeps], tool_seconds=0.2)
@@ -328,6 +449,15 @@ def test_call_that_is_repeated_too_often_is_told(stage: Context) -> None:
     assert report.text == "Enough."
     report = Agent(stage, tools=[name], repeats=0).run("again: go")
     assert results(report)[1].startswith("error: made already")
+
+
+def test_an_agent_that_only_repeats_its_calls_is_told_to_answer(stage: Context) -> None:
+    report = Agent(stage, tools=[name]).run("loops: go")
+    assert report.text == "It is Ida." and report.finish_reason == "stop"
+    assert report.limit == "repeats" and len(report.calls) == 6
+    *told, last = results(report)[3:]
+    assert told == ["error: made already; its result is above"] * 2
+    assert last.startswith(told[0]) and last.endswith("answer the question. loops: go")
 
 
 def test_three_turns_of_failed_calls_end_the_agent(stage: Context) -> None:
@@ -382,6 +512,12 @@ def test_half_a_surrogate_pair_is_replaced(stage: Context) -> None:
     report = Agent(stage, tools=[gives]).run("half: go")
     assert results(report) == ["half ?"] and report.text == "I have read it."
 
+    def called() -> object:
+        return {"half \ud800": ["\udfff", Sum(number=1, why="x")]}
+
+    report = Agent(stage, tools=[called]).run("calls: go")
+    assert results(report) == ['{"half ?":["?",{"number":1,"why":"x"}]}']
+
 
 @pytest.mark.parametrize("task", ["object", "raw"])
 def test_result_that_has_no_json_ends_the_agent(stage: Context, task: str) -> None:
@@ -396,13 +532,12 @@ def test_result_that_has_no_json_ends_the_agent(stage: Context, task: str) -> No
 def test_last_turn_is_told_and_has_no_calls(stage: Context) -> None:
     report = Agent(stage, tools=[name], max_turns=3).run("again: go")
     assert report.limit == "turns" and len(report.calls) == 2
-    assert (
-        results(report)[-1]
-        == "Ida\nThat was the last call. Use the results to answer the question."
-    )
-    assert (
-        report.finish_reason == "stop" and "<call>" not in report.text
-    )  # the script has a call there
+    told = "Ida\nThat was the last call. Use the results to answer the question."
+    assert results(report)[-1] == f"{told} again: go"
+    assert report.finish_reason == "stop"
+    assert "<call>" not in report.text  # the script has a call there
+    report = Agent(stage, tools=[name], max_turns=3).run(f"again: {'go ' * 200}")
+    assert results(report)[-1] == told  # a long task is not repeated
 
 
 def test_tokens_that_run_out_make_the_last_turn(stage: Context) -> None:
@@ -557,7 +692,7 @@ def takes(
 
 
 def test_parameters_of_any_type_name_and_default() -> None:
-    tool = function(takes)
+    tool = tool_of(takes)
     schema = cast(Any, tool.described["function"])["parameters"]
     assert list(schema["properties"]) == list(inspect.signature(takes).parameters)
     assert schema["required"] == ["place", "color", "day"]

@@ -141,7 +141,7 @@ def test_law_3_the_next_prompt_is_the_whole_conversation(shaped: Path, shape: st
         lb.Model(shaped, chat_template=(SHAPES | CHANGING)[shape]) as model,
         lb.Context(model, n_ctx=4096, n_seq_max=8, n_threads=1) as ctx,
     ):
-        turns = Agent(ctx, "Be brief. " * 300, [find]).plan.turns
+        turns = Agent(ctx, "Be brief. " * 300, [find]).turns
 
         def text(tokens: Sequence[int]) -> str:
             return model.detokenize(list(tokens), special=True)
@@ -196,7 +196,7 @@ def test_law_3_a_template_that_changes_earlier_turns_is_read_again(shaped: Path)
         lb.Model(shaped, chat_template=template) as model,
         lb.Context(model, n_ctx=2048, n_seq_max=8, n_threads=1) as ctx,
     ):
-        turns = Agent(ctx).plan.turns
+        turns = Agent(ctx).turns
         before: list[dict[str, object]] = [
             {"role": "user", "content": "Think."},
             {"role": "assistant", "content": "Done.", "reasoning_content": "hm"},
@@ -286,7 +286,7 @@ def test_law_7_what_a_turn_holds_is_valid_at_any_temperature(teller: lb.Model) -
         agent = Agent(
             ctx, "You tell tales.", [pick, roll], tool_choice="required", parallel_calls=False
         )
-        turns, tools = agent.plan.turns, agent.plan.tools
+        turns, tools = agent.turns, agent.tools
         prompt = turns.prompt([{"role": "user", "content": "Tell."}])
         opened = [*prompt, *ctx.model.tokenize('It was <call>{"name": "', add_special=False)]
         n_begun = len(opened) - len(prompt)
@@ -318,7 +318,7 @@ def test_law_7_the_last_turn_has_no_calls(stage: Context) -> None:
     for task in ("one", "two", "unknown", "again"):
         report = agent.run(f"{task}: go")
         assert not report.calls and report.limit == "turns" and "<call>" not in report.text
-        assert not agent.plan.turns.first.read(report.text).calls
+        assert not agent.turns.first.read(report.text).calls
 
 
 def allows(grammar: lb.Grammar, ctx: Context, text: str) -> bool:
@@ -343,7 +343,7 @@ def allows(grammar: lb.Grammar, ctx: Context, text: str) -> bool:
     ],
 )
 def test_law_7_json_that_looks_like_a_call_is_no_last_answer(text: str, stage: Context) -> None:
-    grammar = Agent(stage, tools=[add]).plan.turns.last
+    grammar = Agent(stage, tools=[add]).turns.last
     assert grammar is not None and not allows(grammar, stage, text)
     assert all(
         allows(grammar, stage, fine)

@@ -145,6 +145,8 @@ def test_journals_of_other_models_and_other_files_are_refused(
         list(replay(path, other))
     with pytest.raises(ConfigError, match="cannot read"):
         replay(tmp_path / "none.jsonl", stage)
+    with pytest.raises(ConfigError, match="a path is text or path-like"):
+        replay(cast(Any, 3), stage)
     for data in (b"", b"x\ny\nz\n", b"{}\n{}\n{}\n", b"[1]\n", b"\xff\xfe\n\n\n"):
         path.write_bytes(data)
         with pytest.raises(ParseError):

@@ -58,7 +58,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "batched_engine": (r"(?s)^\[0\] .*^\[5\] ", "Same texts as alone: yes"),
     "agent": (r"^\[call\] weather ", r"^\[result\] weather ", "after 1 calls", "read again: 0"),
     "agents_document": ("(?s)When does it end.*Who pays.*What is the risk",),
-    "agents_vote": (r"^\d of 5: ", r"^agent end "),
+    "agents_vote": (r"^\d of 5: ", r"^(no answer: |Answer)"),
     "chat": (r"(?s)(branch .*){3}",),
     "fork": (
         r"3 forks of \d+ tokens: 0 new cells", "(?s)(perplexity.*){3}",

@@ -62,12 +62,12 @@ class Source:
             ConfigError: there are no files, or files of both formats.
         """
         inputs = [inputs] if isinstance(inputs, str) else list(inputs)
-        found = []
-        for path in inputs:
-            folder = Folder(path, filesystem)
-            filesystem = folder.filesystem
-            found += [file for file in folder.files() if posixpath.splitext(file[0])[1] in _KINDS]
-        if not found or filesystem is None:
+        folders = [Folder(path, filesystem) for path in inputs]
+        if any(folder.filesystem != folders[0].filesystem for folder in folders):
+            raise ConfigError("the input is on several file systems", hint="name one of them")
+        files = (file for folder in folders for file in folder.files())
+        found = sorted(file for file in files if posixpath.splitext(file[0])[1] in _KINDS)
+        if not found:
             names = ", ".join(map(str, inputs))
             is_pattern = any(character in names for character in "*?[")
             hint = "patterns are not expanded: name the folder, or a list of files"
@@ -78,7 +78,7 @@ class Source:
         if other:
             message = "the input has files of both formats"
             raise ConfigError(message, hint="give one of them at a time")
-        return cls(sorted(found), kind, filesystem, id_column, columns, keep)
+        return cls(found, kind, folders[0].filesystem, id_column, columns, keep)
 
     def rows(self, done: pyarrow.ChunkedArray, block_rows: int) -> ray.data.Dataset:
         """Return the rows whose ids are not in ``done``, sorted by prompt, in blocks of ``block_rows``.

@@ -255,9 +255,8 @@ class _Job:
         import ray.data
 
         of_source = {"id_column": self._source.id_column, "keep": self._source.keep}
-        context = ray.data.DataContext.get_current().copy()
-        context.max_errored_blocks = _MOST_LOST
-        with ray.data.DataContext.current(context), warnings.catch_warnings():
+        rows.context.max_errored_blocks = _MOST_LOST
+        with warnings.catch_warnings():
             # Ray's versions from 2.64 on, which are excluded, may name the two last ones otherwise.
             warnings.filterwarnings("ignore", "`ray_remote_args` is deprecated")
             rows = rows.map_batches(

@@ -138,11 +138,11 @@ def test_full_disk_ends_the_job_and_it_can_be_resumed(
 ) -> None:
     from pyarrow.fs import FSSpecHandler, LocalFileSystem, PyFileSystem
 
-    rows = prompts(40)
+    rows = prompts(40)  # 20 blocks: some may fail before a job ends
     inputs = write_rows(tmp_path / "in.jsonl", rows)
     full = PyFileSystem(FSSpecHandler(clusters.SmallDisk(str(tmp_path / "out"), n_files=2)))
     with pytest.raises(lb.errors.JobError, match="No space left on device") as caught:
-        generate(inputs, workers=1, filesystem=full)
+        generate(inputs, workers=1, block_rows=2, filesystem=full)
     assert "resume" in (caught.value.hint or "")
     assert not (tmp_path / "out" / "_SUCCESS").exists()
     report, output = generate(inputs, workers=1, filesystem=LocalFileSystem(), resume=True)

@@ -120,7 +120,8 @@ def generate(
             - ``address``: of the Ray cluster, "auto", or "local" for one of this process. None = the one
               that is connected, else a local one.
             - ``resume``: continue a job that was interrupted.
-            - ``block_rows`` (512): rows that are written, or after a failure repeated, together.
+            - ``block_rows`` (512): rows that are written, or after a failure repeated, together; with 1
+              a worker runs one row at a time.
             - ``id_column`` ("id"); ``keep``: columns of the input that the output has too;
               ``filesystem``: a ``pyarrow.fs.FileSystem``.
             - ``stall_s``: a worker without progress for so long ends itself (600).
@@ -256,6 +257,7 @@ class _Job:
 
         of_source = {"id_column": self._source.id_column, "keep": self._source.keep}
         rows.context.max_errored_blocks = _MOST_LOST
+        is_alone = self._block_rows == 1  # with a row that ends its process no other one is lost
         with warnings.catch_warnings():
             # Ray's versions from 2.64 on, which are excluded, may name the two last ones otherwise.
             warnings.filterwarnings("ignore", "`ray_remote_args` is deprecated")
@@ -270,8 +272,8 @@ class _Job:
                 compute=ray.data.ActorPoolStrategy(
                     min_size=self._least,
                     max_size=self._most,
-                    max_tasks_in_flight_per_actor=3,
-                    max_concurrent_calls_per_actor=2,
+                    max_tasks_in_flight_per_actor=1 if is_alone else 3,
+                    max_concurrent_calls_per_actor=1 if is_alone else 2,
                 ),
                 max_restarts=_MOST_RESTARTS,
                 max_task_retries=_MOST_RETRIES,

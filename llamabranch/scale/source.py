@@ -107,7 +107,8 @@ class Source:
         # What a text begins with: of one to score that is its context.
         keys = [name for name in ("context", "prompt", "text") if name in self.columns]
         if all(str(schema.field(name).type) == "string" for name in keys):
-            rows = rows.sort(keys)
+            # Not in one plan: within a sort Ray would cut each of its parts into blocks.
+            rows = rows.sort(keys).materialize()
         return rows.repartition(target_num_rows_per_block=block_rows, strict=True).materialize()
 
     def count(self, rows: ray.data.Dataset) -> int:

@@ -38,8 +38,10 @@ if TYPE_CHECKING:
 _MOST = 1e15
 _WORKERS_A_HELPER = 8  # workers for each process that writes
 _ROWS_AT_A_TIME = 4  # batches of a worker, times its streams
-_MOST_RETRIES = 3  # of a batch whose worker died
-_MOST_RESTARTS = 32  # of a worker
+# Retries of a batch whose worker died. Until Ray knows that a node is gone, half a minute, each try at
+# reaching its workers counts.
+_MOST_RETRIES = 16
+_MOST_RESTARTS = 64  # of a worker
 _MOST_LOST = (
     8  # blocks that may fail before the job ends at once: on a full disk each of them fails
 )

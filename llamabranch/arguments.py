@@ -1,7 +1,7 @@
 """Numeric arguments, checked and converted to plain Python numbers where they enter the package.
 
 NumPy integers and floats are accepted, and everything else that Python can use as an index or a real
-number, except bool. What is computed, saved or passed to C is always int or float. What does not fit is a
+number, except bool. The rest of the package sees only int and float. A value that does not fit is a
 ConfigError that names the argument.
 """
 
@@ -90,7 +90,7 @@ def instance(name: str, value: object, kind: type[T], hint: str | None = None) -
 
 
 def items(name: str, value: Iterable[T]) -> list[T]:
-    """Return what ``value`` lists; text and mappings are no lists."""
+    """Return ``value`` as a list; text and mappings are refused."""
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
         raise ConfigError(f"{name} must be a list, not {value!r:.60}")
     return list(value)
@@ -105,14 +105,14 @@ def bounded(name: str, value: object, low: float, high: float) -> float:
 
 
 def nearest(text: str, names: Collection[str], what: str) -> str:
-    """Return a hint: the name that ``text`` may be meant for, or all names."""
+    """Return a hint: the name that ``text`` is similar to, or all names."""
     close = difflib.get_close_matches(text, names, n=1)
     return f"did you mean {close[0]}?" if close else f"{what}: {', '.join(names)}"
 
 
 @contextmanager
 def placed(place: str) -> Iterator[None]:
-    """Begin the message of an error that is raised within with ``place``, unless that is empty."""
+    """Put ``place`` in front of the message of an error raised in this block, unless it is empty."""
     try:
         yield
     except LlamaBranchError as error:

@@ -1,6 +1,6 @@
 """The exceptions, all below LlamaBranchError, and the warnings, below LlamaBranchWarning.
 
-Every error can be pickled and has an optional ``hint``, which tells what the user can do about it; a
+Every error can be pickled. It has an optional ``hint``, which says what the user can do about it; a
 traceback shows it (Python 3.11 or later).
 """
 
@@ -14,7 +14,7 @@ from typing import Protocol
 
 
 class _TextSoFar(Protocol):
-    """The part of an engine's Result that is of use here."""
+    """The attributes of an engine's `Result` that errors use."""
 
     @property
     def id(self) -> str: ...
@@ -68,7 +68,7 @@ class ConstraintError(LlamaBranchError):
 
 
 class CapacityError(LlamaBranchError):
-    """Cells or sequence ids are used up; the hint tells what to increase or prune."""
+    """No cells or sequence ids are left; the hint says what to increase or prune."""
 
 
 class CacheFullError(CapacityError):
@@ -84,7 +84,7 @@ class CacheFullError(CapacityError):
 
 
 class QueueFullError(CapacityError):
-    """As many requests wait as ``max_waiting`` allows."""
+    """The queue is full: ``max_waiting`` requests are waiting."""
 
 
 class SequencesExhaustedError(CapacityError):
@@ -92,11 +92,11 @@ class SequencesExhaustedError(CapacityError):
 
     @classmethod
     def of_forks(cls, n: int, n_free: int, n_seq_max: int) -> SequencesExhaustedError:
-        """Return the error of ``n`` forks where ``n_free`` sequences are free, of ``n_seq_max``."""
+        """Return the error of ``n`` forks if only ``n_free`` of ``n_seq_max`` sequences are free."""
         return cls(
-            f"{n} forks need {n} free sequences, {n_free} {'is' if n_free == 1 else 'are'} free",
-            hint=f"n_seq_max={n_seq_max + n - n_free} when the context is created "
-            "(at most 256), fewer forks, or prune other branches",
+            f"{n} forks need {n} free sequences, but {n_free} {'is' if n_free == 1 else 'are'} free",
+            hint=f"create the context with n_seq_max={n_seq_max + n - n_free} (at most 256), make fewer "
+            "forks, or prune other branches",
         )
 
 
@@ -104,8 +104,8 @@ class DecodeError(LlamaBranchError):
     """llama_decode failed for a batch.
 
     ``code`` is its return code. ``memory_changed`` is True if the sequences of the batch had changed and
-    were truncated to their length before it, False if they never changed. Where the memory cannot be
-    truncated the sequences are emptied, and the message names them; branches evaluate their tokens again
+    were truncated to their length before it, False if they never changed. If the memory cannot be
+    truncated, the sequences are emptied, and the message names them; branches evaluate their tokens again
     when they need them.
     """
 
@@ -119,18 +119,18 @@ class DecodeError(LlamaBranchError):
 class DecodeInterruptedError(DecodeError):
     """``Context.interrupt()`` or a ``time_limit`` stopped the decode; the context remains usable.
 
-    ``results`` are those of the call that was stopped, of `Context.complete`, `Context.chat` or
-    `Engine.generate`: the texts that had ended, and the others so far with "cancelled" as their
-    ``finish_reason``. It is empty for all other calls.
+    If `Context.complete`, `Context.chat` or `Engine.generate` was stopped, ``results`` has its texts:
+    those that had ended, and the beginnings of the others with the ``finish_reason`` "cancelled". It is
+    empty for all other calls.
     """
 
     results: Sequence[_TextSoFar] = ()
 
 
 class DownloadError(LlamaBranchError):
-    """A model cannot be downloaded: no connection, refused, not whole, or no room for it.
+    """A model cannot be downloaded: no connection, access refused, incomplete, or no space on the disk.
 
-    ``status`` is the HTTP status of the hub's answer, None if there was none.
+    ``status`` is the HTTP status of the hub's answer; None if there was no answer.
     """
 
     def __init__(self, message: str, *, status: int | None = None, hint: str | None = None) -> None:
@@ -143,11 +143,11 @@ class GrammarError(LlamaBranchError):
 
 
 class JobError(LlamaBranchError):
-    """A job on a cluster failed; what it has written is kept, and the job can be resumed."""
+    """A job on a cluster failed; its results so far are kept, and it can be resumed."""
 
 
 class ParseError(LlamaBranchError, ValueError):
-    """A text that was cut, or that the type of a JSON schema refuses; ``text`` is that text."""
+    """A text was cut off, or the type of its JSON schema refuses it; ``text`` is that text."""
 
     def __init__(self, message: str, *, text: str = "", hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
@@ -157,7 +157,7 @@ class ParseError(LlamaBranchError, ValueError):
 class SnapshotError(LlamaBranchError):
     """A saved branch that is damaged, or does not fit this model or context.
 
-    ``setting`` is what it needs otherwise in a context of the same model, such as "kv_type"; else None.
+    If only a setting of the context is wrong, ``setting`` is its name, such as "kv_type"; else None.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class LlamaBranchWarning(UserWarning):
 
 
 class ExactnessWarning(LlamaBranchWarning):
-    """Texts may differ, by rounding, from those that one token at a time gives."""
+    """Because of rounding, texts may differ from those that are decoded one token at a time."""
 
 
 class ContextLengthWarning(LlamaBranchWarning):
@@ -204,7 +204,7 @@ _PACKAGE = str(Path(__file__).parent)
 
 
 def warn(message: str, category: type[LlamaBranchWarning]) -> None:
-    """Warn with the line outside this package that made the call."""
+    """Warn, and show the line outside this package that made the call."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         level, frame = level + 1, frame.f_back

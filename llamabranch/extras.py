@@ -15,8 +15,8 @@ def require(extra: str, what: str, *modules: str) -> None:
 
     Args:
         extra: its name, for example "serve".
-        what: what needs it, as the subject of a sentence: "the server".
-        modules: what it imports, for example "starlette".
+        what: the feature that needs it, as the subject of a sentence: "the server".
+        modules: the modules to look for, for example "starlette".
 
     Raises:
         UnsupportedError: one is missing. The hint is the command that installs the extra.
@@ -33,17 +33,17 @@ def require(extra: str, what: str, *modules: str) -> None:
 def _is_installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ImportError:  # of a finder that somebody else has installed
+    except ImportError:  # raised by a finder that another package installed
         return False
 
 
 def install_command(extra: str) -> str:
     """Return the command that installs an extra, from where the package was installed.
 
-    A package that pip installed from a folder knows it (``direct_url.json`` of PEP 610): then the command
+    If pip installed the package from a folder, ``direct_url.json`` (PEP 610) names it, and the command
     works in any folder.
     """
-    from importlib import metadata  # brings sockets: only where something is missing
+    from importlib import metadata  # imports sockets, so only if a package is missing
 
     where = "llamabranch"
     try:

@@ -1,6 +1,6 @@
 """Regular files: replaced in one step, and read when they are small.
 
-A rename would put a file in the place of a device, and a pipe or a device may never end.
+Other kinds of files are refused: a rename would replace a device, and a pipe may never end.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _MOST_BYTES = 16 << 20
 
 @contextlib.contextmanager
 def atomic_write(path: str | PathLike[str], mode: int = 0o666) -> Iterator[IO[bytes]]:
-    """Open a temporary file beside ``path`` that takes its place at the end, unless something is raised.
+    """Open a temporary file that replaces ``path`` at the end of the block, unless an error is raised.
 
-    A symbolic link is followed, and the mode of an existing file is kept; ``mode`` is that of a new one,
-    less the bits of the umask. It is on the disk afterwards.
+    A symbolic link is followed. An existing file keeps its mode; a new one gets ``mode`` without the bits
+    of the umask. The file is on the disk afterwards.
 
     Raises:
         OSError: it cannot be written, or a pipe, a device or a folder is there.
@@ -49,14 +49,14 @@ def atomic_write(path: str | PathLike[str], mode: int = 0o666) -> Iterator[IO[by
 
 
 def check_writable(path: Path) -> None:
-    """Raise the OSError of `atomic_write`, as far as it is known before."""
+    """Raise the OSError that `atomic_write` would raise, as far as one can tell in advance."""
     _status(path)
     with tempfile.TemporaryFile(dir=Path(os.path.realpath(path)).parent):  # without a name on Linux
         pass
 
 
 def read_small(path: Path) -> bytes:
-    """Return what is in a file.
+    """Return the content of a file.
 
     Raises:
         OSError: it cannot be read, is no regular file, or larger than 16 MiB.
@@ -85,7 +85,7 @@ def sha256(path: Path) -> str:
 
 
 def sync(file: IO[bytes] | IO[str]) -> None:
-    """Flush a file to the disk; a pipe or a device has none."""
+    """Flush a file to the disk; do nothing for a pipe or a device."""
     file.flush()
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         os.fsync(file.fileno())
@@ -120,6 +120,6 @@ def _inherit(handle: int, replaced: os.stat_result) -> None:
         with contextlib.suppress(OSError):
             os.fchown(handle, replaced.st_uid, replaced.st_gid)
     mode = stat.S_IMODE(replaced.st_mode)
-    # After the owner, whose change can clear bits; on some file systems the mode cannot be changed.
+    # The mode comes last, because changing the owner can clear bits. Some file systems have no modes.
     if hasattr(os, "fchmod") and stat.S_IMODE(os.fstat(handle).st_mode) != mode:
         os.fchmod(handle, mode)

@@ -19,9 +19,9 @@ def attach(
 
     Args:
         package: its ``__name__``.
-        file: its ``__file__``; the stub is beside it: ``from .module import name as name`` (of ``.``: a
-            module, which is an attribute and not listed), and ``name: type`` for what the package itself
-            defines.
+        file: its ``__file__``. The stub in the same folder has lines ``from .module import name as name``
+            and, for names that the package itself defines, ``name: type``. ``from . import module as
+            module`` makes a module an attribute that is not listed.
     """
     stub = ast.parse(Path(file).with_name("__init__.pyi").read_text(encoding="utf-8"))
     own: list[str] = []

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 from .hub import BUNDLED_TARGET, resolve
 
-# What llama-cpp-python's Llama has, and what to use here.
+# Options of llama-cpp-python's Llama, and what to use here instead.
 _HINTS = {
     "embedding": "there are no embeddings here; Branch.hidden_states() has the states of a text's tokens",
-    "logits_all": "Branch.score and prompt_logprobs score every token; decode(logits='all') keeps all",
-    "add_bos": "a text begins with the model's BOS token; give token ids for another beginning",
+    "logits_all": "Branch.score and prompt_logprobs score every token; decode(logits='all') has all rows",
+    "add_bos": "a text begins with the model's BOS token; pass token ids for another beginning",
 }
 
 
@@ -57,33 +57,33 @@ def load(
         name_or_path: a path to a GGUF file, a name of `catalogue`, or ``user/repo[:tag]`` on the Hugging
             Face hub, as for `resolve`; None = the bundled target.
         progress: called with the loaded fraction, 0.0 to 1.0.
-        on_measuring: called with what is measured now, such as "how many threads are fast": seconds, the
-            first time that a model is opened on this machine.
-        download: whether a model that is not on this machine is downloaded first, as by `fetch`. None =
-            as the environment variable ``LLAMABRANCH_DOWNLOAD`` (1 or 0) is set; without it only if
-            standard error is a terminal, where the size is announced before.
+        on_measuring: called with a description of each measurement, such as "how many threads are fast".
+            They take seconds, and happen the first time that a model is opened on this machine.
+        download: whether a model that is not on this machine is downloaded first, as `fetch` does. None =
+            what the environment variable ``LLAMABRANCH_DOWNLOAD`` (1 or 0) says; if it is not set, only
+            if standard error is a terminal, which shows the size first.
         target: for an EAGLE-3 head, the context it drafts for: ``EagleDrafter(load("head.gguf",
             target=ctx))``. Not for a model that generates.
         verbose: show llama.cpp's log on standard error from now on, for the whole process.
-        options: those of the context and of the model, by name. The most used:
+        options: options of the context and of the model. The most used:
 
             - ``n_ctx``: cells of the cache in tokens, shared by all sequences (2,048, or what the model
               was trained for if that is less). ``n_seq_max``: sequences at a time (16, at most 256).
             - ``n_threads``, ``n_threads_batch``: threads for one token and for many (measured).
             - ``n_gpu_layers``: layers to offload; -1 = all (the default).
-            - ``batch_invariant``: True: texts do not depend on drafts or on what else is in a batch.
-              "auto" (the default) turns it on where it costs at most a tenth of reading and generating.
-              ``kv_type`` ("f16", "bf16", "q8_0", ...) and ``flash_attention`` (True or False): "auto" is
-              what that needs, else the fastest setting, as measured.
-            - ``prefix_cache``: keep K/V for prompts that begin alike (from the first ``complete``,
-              ``chat`` or ``AsyncEngine`` on). ``cache_ram``: bytes of host memory for evicted K/V (0).
-              ``checkpoint_ram``: bytes of host memory for earlier states, where the end of a text cannot
-              be dropped (512 MiB). ``n_rs_seq``: states kept of the last tokens, so that drafts are
-              verified in place there ("auto").
-              ``kv_unified``: one cache for all (True), a part for each sequence (False), or "auto".
-            - ``load_mtp``: load MTP layers too (False). ``chat_template``: one in place of the file's.
+            - ``batch_invariant``: True = texts do not depend on drafts or on what else is in a batch.
+              "auto" (the default) turns it on if it costs at most a tenth of the speed, as measured.
+              ``kv_type`` ("f16", "bf16", "q8_0", ...) and ``flash_attention`` (True or False): "auto"
+              takes the values that it needs, or else the fastest ones.
+            - ``prefix_cache``: keep K/V for prompts that begin alike (on after the first ``complete``,
+              ``chat`` or ``AsyncEngine``). ``cache_ram``: bytes of host memory for evicted K/V (0).
+            - For memory that cannot drop the end of a text: ``checkpoint_ram``: bytes of host memory for
+              earlier states (512 MiB). ``n_rs_seq``: how many of the last states are kept, so that
+              drafts are verified in place ("auto").
+            - ``kv_unified``: one cache for all (True), a part for each sequence (False), or "auto".
+            - ``load_mtp``: load MTP layers too (False). ``chat_template``: replaces the file's.
 
-            The others, explained at `Model` and `ContextParams`: ``use_mmap``, ``use_mlock``,
+            The others are explained at `Model` and `ContextParams`: ``use_mmap``, ``use_mlock``,
             ``check_tensors``, ``extra_buffers``, ``n_batch``, ``n_ubatch``, ``n_outputs_max``,
             ``swa_full``, ``offload_kqv``, ``rope_scaling``, ``rope_freq_base``, ``rope_freq_scale``,
             ``yarn_ext_factor``, ``yarn_attn_factor``, ``yarn_beta_fast``, ``yarn_beta_slow``,
@@ -95,7 +95,7 @@ def load(
     Raises:
         ConfigError: an unknown name or option, an invalid value, or a model that is not on this machine
             and may not be downloaded.
-        DownloadError, UnsupportedError: it cannot be downloaded, see `fetch`.
+        DownloadError, UnsupportedError: the model cannot be downloaded, see `fetch`.
         ModelLoadError: the file cannot be loaded.
     """
     if verbose:
@@ -106,7 +106,7 @@ def load(
             hint = _HINTS.get(name) or nearest(name, known, "options")
             raise ConfigError(f"load() has no option {name!r}", hint=hint)
     if target is not None:
-        hint = "give the context that generates, for example lb.load(), not its model or name"
+        hint = "pass the context that generates, for example lb.load(), not its model or name"
         instance("target", target, Context, hint)
     if name_or_path is not None and not isinstance(name_or_path, (str, os.PathLike)):
         raise ConfigError(f"a model is a path or a name, not {shown(name_or_path)}")

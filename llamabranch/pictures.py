@@ -1,4 +1,4 @@
-"""What a drawn text or tree consists of, whether in a terminal, as text or on the page."""
+"""The parts of a drawn text or tree, for the terminal, plain text and the page."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Where a token came from, but for plain decoding, and what that is called.
+# The sources of tokens other than plain decoding, with their labels.
 SOURCES = {
     "drafted": "drafted and accepted",
     "forced": "forced by the grammar",
@@ -29,10 +29,10 @@ class TreeLine:
 
     Attributes:
         tokens: its text, with the probabilities of the tokens.
-        figures: what is written beside it.
-        children: what continues it, in the order in which it is drawn.
+        figures: short text next to it, such as a score.
+        children: the lines that continue it, in the order in which they are drawn.
         status: "finished" (a result ends here), "pruned" or "".
-        n_hidden: how many branches were pruned along it that are not among ``children``.
+        n_hidden: how many pruned branches along it are not among ``children``.
     """
 
     tokens: Sequence[Token]
@@ -48,18 +48,18 @@ class TreeLine:
 
     @property
     def probability(self) -> float:
-        """That of the token it begins with; NaN if it is not known, as of a prompt."""
+        """The probability of its first token; NaN if it is not known, as for a prompt."""
         logprob = self.tokens[0].logprob if self.tokens else math.nan
         return logprob if math.isnan(logprob) else math.exp(min(0.0, logprob))
 
 
 def visible(text: str) -> str:
-    """Return text with characters that cannot be seen, or reorder what is around them, as their code."""
+    """Return the text with invisible characters, and those that change the direction, as codes."""
     return "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in text)
 
 
 def last_words(text: str, n: int) -> str:
-    """Return the last ``n`` characters of a text at most, from the beginning of a word on."""
+    """Return at most the last ``n`` characters of a text, beginning at a word."""
     if len(text) <= n:
         return text
     tail = text[-n:]

@@ -1,13 +1,13 @@
 """Measurements of this machine, and hashes of its models, kept in one small JSON file.
 
-``{"version": 1, "threads": {key: entry, ...}, ...}``: one section for each kind of measurement, in it
-one entry for each thing measured. The modules that write entries define their fields; a section that this
-version does not know is kept unchanged. Measurements can be repeated, so a file that is missing,
-damaged or cannot be written is no error, and of two processes that write at once the last one wins.
+``{"version": 1, "threads": {key: entry, ...}, ...}``: one section for each kind of measurement, with
+one entry for each measured thing. The modules that write entries define their fields; a section that this
+version does not know is kept unchanged. Measurements can be repeated. So it is not an error if the file
+is missing, damaged or cannot be written, and if two processes write at once the last one wins.
 
 ``LLAMABRANCH_PROFILE=0`` turns off everything that depends on measured times; another value is the
-path of the file, or ``/dev/null`` for none. The default is ``$XDG_CACHE_HOME/llamabranch/profile.json``
-(``~/.cache``).
+path of the file, or ``/dev/null`` for no file. The default is
+``$XDG_CACHE_HOME/llamabranch/profile.json`` (``~/.cache``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .native import available_cores, engine_versions, forkable_lock
 
 Entry = dict[str, object]
 
-MAX_ENTRIES = 256  # a section; the oldest are deleted first
+MAX_ENTRIES = 256  # per section; the oldest are deleted first
 
 _VERSION = 1
 _VARIABLE = "LLAMABRANCH_PROFILE"
@@ -38,7 +38,7 @@ def is_off() -> bool:
 
 
 def profile_path() -> Path | None:
-    """Return where the file is or would be; None if there is to be none, or the user has no home."""
+    """Return the path of the file, which need not exist; None if it is off or the user has no home."""
     given = os.environ.get(_VARIABLE)
     if given in ("0", os.devnull):
         return None
@@ -63,7 +63,7 @@ def machine_key() -> str:
 
 
 def read_entry(section: str, key: str | None) -> Entry | None:
-    """Return the stored entry, or None; so too for the key None, under which nothing is kept."""
+    """Return the stored entry, or None. For the key None it is None, too."""
     path = profile_path()
     if path is None or key is None:
         return None
@@ -76,12 +76,13 @@ def read_entry(section: str, key: str | None) -> Entry | None:
 def write_entries(entries: Iterable[tuple[str, str, Entry]]) -> None:
     """Store entries of JSON values, as (section, key, entry); the file is replaced in one step.
 
-    While the interpreter ends nothing is stored: it imports no more, which reading a file may need.
+    While the interpreter shuts down nothing is stored: reading the file may need imports, which fail
+        then.
     """
     path = None if sys.is_finalizing() else profile_path()
     if path is None:
         return
-    # Where it cannot be written the next process measures again.
+    # If it cannot be written, the next process measures again.
     with _lock, contextlib.suppress(OSError):
         stored = _read(path)
         for name, key, entry in entries:
@@ -96,7 +97,7 @@ def write_entries(entries: Iterable[tuple[str, str, Entry]]) -> None:
 
 
 def profile_problem() -> str | None:
-    """Return why nothing can be stored, such as "Permission denied"; None if it can, or all is off."""
+    """Return why nothing can be stored, such as "Permission denied"; None if it can, or if it is off."""
     path = profile_path()
     if path is None:
         return None
@@ -113,7 +114,7 @@ def _read(path: Path) -> dict[str, dict[str, object]]:
     """Return the sections of the file, none if it is missing or damaged.
 
     Raises:
-        OSError: it cannot be read, and is not to be replaced; or a later version wrote it.
+        OSError: it cannot be read, or a later version wrote it; it must not be replaced.
     """
     try:
         stored = json.loads(read_small(path))

@@ -23,8 +23,9 @@ def quit_on_ctrl_c() -> None:
     with contextlib.suppress(ValueError):  # not the main thread
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, quit_interrupted)
-            # Python restores the system's handler before it frees its modules: a Ctrl-C would then end
-            # the process by the signal. What was registered first is called last: all is done then.
+            # Python restores the system's handler before it frees its modules, and a Ctrl-C would then
+            # end the process by the signal. What is registered first is called last, when all work is
+            # done.
             atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
 
 

@@ -1,10 +1,10 @@
 """The expected gain of speculative decoding: tokens per round, speedup, the best draft length.
 
 Pure arithmetic. ``a`` is the per-token acceptance rate: the probability that a drafted token is
-accepted, given that those before it were, assumed to be the same for all tokens. It is not accepted /
-drafted, which falls as the draft gets longer: see :func:`accepted_share`. ``c``, the draft cost ratio, is
-the time of a draft step and v(n), the verify cost ratio, that of a target decode of n tokens, both in
-units of a target decode of one token. Values out of range are ConfigErrors.
+accepted if those before it were, assumed to be the same for all tokens. It is not accepted / drafted,
+which falls as the draft gets longer: see :func:`accepted_share`. ``c``, the draft cost ratio, is the time
+of a draft step; v(n), the verify cost ratio, is the time of a target decode of n tokens. Both are divided
+by the time of a target decode of one token. Values out of range are ConfigErrors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def expected_tokens(a: float, gamma: int) -> float:
     """Return the mean number of tokens per round: (1 - a^(gamma+1)) / (1 - a).
 
     Leviathan et al. 2022 (2211.17192), equation 1. The token after the accepted ones, bonus or
-    correction, is counted: at gamma = 0 it is the only one.
+    correction, counts too: at gamma = 0 it is the only one.
     """
     _check(a, gamma)
     if gamma <= _SUMMED:
@@ -50,13 +50,13 @@ def accepted_share(a: float, gamma: int) -> float:
 
 
 def speedup(a: float, gamma: int, c: float = 0.0, v: VerifyCost = 1.0) -> float:
-    """Return tokens per second over those of plain decoding: E / (gamma c + v(gamma + 1)).
+    """Return tokens per second divided by those of plain decoding: E / (gamma c + v(gamma + 1)).
 
     With v = 1 this is theorem 3.8 of Leviathan et al. 2022 (2211.17192).
 
     Args:
         a, gamma: per-token acceptance and draft length; gamma 0 is plain decoding, with speedup 1.
-        c: a draft step's time over a target step's.
+        c: time of a draft step / time of a target step.
         v: a function of the number of tokens in one target decode, or one number for every draft;
             1.0 = verifying a draft costs no more than a plain step.
     """

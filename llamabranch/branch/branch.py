@@ -44,19 +44,19 @@ from .snapshot import Snapshot, capture, fill
 
 __all__ = ["Branch"]
 
-_serial = itertools.count()  # sorts children by age
+_serial = itertools.count()  # to sort children by age
 
 
 class Branch:
     """A text: a sequence of the cache, its tokens and its sampler.
 
-    Made by :meth:`start`, :meth:`create` or :meth:`fork`, ended by :meth:`prune` or by leaving its
-    ``with`` block; when an unreferenced branch is garbage collected, its sequence is returned.
+    Create one with :meth:`start`, :meth:`create` or :meth:`fork`. :meth:`prune`, or the end of its
+    ``with`` block, frees its sequence; so does Python when it collects a forgotten branch.
 
     Attributes:
         ctx: the context that holds it.
-        parent: the branch this one was forked from, None for a root.
-        sequence: tokens, sampler and logits in step with the K/V cache; for drafters, not for users.
+        parent: the branch that this one was forked from; None for a root.
+        sequence: its tokens, sampler and logits, in step with the K/V cache; for drafters, not for users.
     """
 
     def __init__(
@@ -90,9 +90,9 @@ class Branch:
         *,
         beginning: Sequence[int] = (),
     ) -> Branch:
-        """Return an empty branch, with the arguments and errors of ``start``; ``prefill`` it next.
+        """Return an empty branch, with the arguments and errors of ``start``; call ``prefill`` next.
 
-        ``beginning``: tokens that it will begin with, if known: the prefix cache may hold them.
+        ``beginning``: the tokens that it will begin with, if known; the prefix cache may have them.
         """
         text_context("ctx", ctx)
         params = settings_of(sampling)
@@ -116,23 +116,23 @@ class Branch:
         on_prompt_progress: OnPromptProgress | None = None,
         **settings: Unpack[SamplingSettings],
     ) -> Branch:
-        """Return a branch prefilled with ``prompt``; a prefix cache shares what it has of it.
+        """Return a branch that begins with ``prompt``. It reuses what the prefix cache has of it.
 
         Args:
             ctx: the context that holds it.
-            prompt: text, tokenized with the model's BOS token if it has one; or ids; or messages
+            prompt: text, tokenized with the model's BOS token if it has one; or token ids; or messages
                 (``[{"role": "user", "content": "Hello"}]``), written by the model's chat template.
             grammar: constrains the generated text.
             sampling: settings.
             parse_special: whether control tokens written in a text, such as ``<|im_start|>``, are
                 parsed, see ``Model.prompt_tokens``; False for untrusted text.
             on_prompt_progress: as for ``prefill``.
-            settings: fields of `SamplingParams` by name, in place of those of ``sampling``:
+            settings: fields of `SamplingParams` by name, which override those of ``sampling``:
                 ``temperature=0.8, top_p=0.9, seed=1``.
 
         Raises:
             ConfigError: an unknown setting or a value out of range. TokenizeError, GrammarError,
-            SequencesExhaustedError, CacheFullError, DecodeError: nothing is created.
+            SequencesExhaustedError, CacheFullError, DecodeError: no branch is created.
         """
         params = settings_of(sampling, **settings)
         text_context("ctx", ctx)
@@ -180,7 +180,7 @@ class Branch:
 
     @property
     def tokens(self) -> list[int]:
-        """All token ids, prompt, inherited ones and those of a stop string included; a copy."""
+        """All token ids, including the prompt, inherited tokens and a stop string; a copy."""
         return list(self.sequence.shown)
 
     @property
@@ -202,12 +202,12 @@ class Branch:
 
     @property
     def n_prompt(self) -> int:
-        """How many tokens of its beginning were prefilled, not generated."""
+        """The number of prompt tokens at its beginning."""
         return self.sequence.n_prompt
 
     @property
     def sampling(self) -> SamplingParams:
-        """The settings in effect; a given seed is the current one, also after ``reseed``."""
+        """The settings in effect; a seed in them is the current one, also after ``reseed``."""
         return self.sequence.sampling
 
     @property
@@ -259,7 +259,7 @@ class Branch:
     def log_probs(self) -> npt.NDArray[np.float64]:
         """Return the model's own log-probabilities of the next token in nats, float64 (V,), a copy.
 
-        Before any sampling setting and the grammar, which `distribution` has.
+        Sampling settings and the grammar are not applied; `distribution` applies them.
         """
         with self._lock:
             return self.sequence.logits_row().log_probs()
@@ -278,10 +278,12 @@ class Branch:
     def perplexity(self, since: str = "prompt") -> float:
         """Return exp(mean surprisal) of the generated tokens, under the model's own distribution.
 
-        Tokens of the prompt and of ``append`` do not count, nor the first one without a prompt.
+        Tokens of the prompt and of ``append`` do not count. Without a prompt the first token does not
+        either.
 
         Args:
-            since: "prompt" = all of them, inherited ones included; "fork" = those after the fork point.
+            since: "prompt" = all generated tokens, including inherited ones; "fork" = those after the
+                fork.
 
         Raises:
             BranchStateError: there are no such tokens, or some were appended without a surprisal.
@@ -291,9 +293,9 @@ class Branch:
             return scorer.perplexity(self.sequence, since)
 
     def log_likelihood(self, since: str = "prompt", base: str = "nats") -> float:
-        """Return the sum of log p of the tokens of ``perplexity``, 0 without any.
+        """Return the sum of log p of the tokens that ``perplexity`` counts; 0 if there are none.
 
-        Every token lowers it: it compares texts of equal length. ``base``: "nats" or "bits".
+        Every token lowers it, so compare only texts of equal length. ``base``: "nats" or "bits".
         """
         with self._lock:
             return scorer.log_likelihood(self.sequence, since) / log_base(base)
@@ -307,11 +309,12 @@ class Branch:
             top: how many of the most probable tokens to give for each token.
 
         Returns:
-            for each token its log-probability, rank and entropy, and the most probable tokens there: of
-            the model's own distribution, before any sampling setting and the grammar.
+            for each token its log-probability, rank and entropy, and the most probable tokens there, all
+            under the model's own distribution, without sampling settings and grammar.
 
         Raises:
-            BranchStateError, ConfigError, TokenizeError, CacheFullError, DecodeError: it is as before.
+            BranchStateError, ConfigError, TokenizeError, CacheFullError, DecodeError: nothing has
+                changed.
         """
         with self._lock:
             wanted = scorer.Wanted(self.sequence, scorer.continuation(self.ctx.model, text))
@@ -327,11 +330,11 @@ class Branch:
         Args:
             tokens: ids.
             on_prompt_progress: called with a `PromptProgress` before the first chunk and after each one.
-                The tokens that the branch has already count as cached.
+                Tokens that the branch already has count as cached.
 
         Raises:
-            TokenizeError, CacheFullError, DecodeError: the branch is as before; also after what
-                ``on_prompt_progress`` raises.
+            TokenizeError, CacheFullError, DecodeError: the branch is as before. That also holds for
+                errors that ``on_prompt_progress`` raises.
         """
         with self._lock:
             self.sequence.read(token_list(tokens), as_prompt=True, report=on_prompt_progress)
@@ -345,11 +348,12 @@ class Branch:
     ) -> None:
         """Append text that the model reads but did not generate, such as the next message of a user.
 
-        They count for penalties, are not ``generated``, have no surprisal; a grammar begins after them.
+        Its tokens count for penalties. They are not ``generated`` and have no surprisal. A grammar starts
+        again after them.
 
         Args:
-            text: token ids, or text, tokenized by itself and without a BOS token. For a chat turn: all
-                that the template writes between two answers, the EOG token included.
+            text: token ids, or text, tokenized by itself and without a BOS token. For a chat turn this is
+                everything that the template writes between two answers, including the EOG token.
             parse_special: control tokens written in a text, such as ``<|im_end|>``, become their ids;
                 False for text from others that must not end a turn.
             on_prompt_progress: as for ``prefill``.
@@ -365,7 +369,7 @@ class Branch:
 
     @property
     def is_in_thought(self) -> bool:
-        """Whether its text ends inside a thought, by the tags of the model's chat template.
+        """Whether its text ends inside a thought, according to the tags of the model's chat template.
 
         A fork of a branch inside a thought is inside it.
         """
@@ -375,25 +379,26 @@ class Branch:
         return model.turn_format.is_in_thought(model.detokenize(self.tokens, special=True))
 
     def end_thought(self, message: str = "") -> None:
-        """End the thought that the text is in: what follows is the answer, and a grammar begins there.
+        """End the thought that the text is in. The answer follows, and a grammar starts there.
 
         Args:
             message: the last words of the thought, such as "I have thought enough."
 
         Raises:
-            UsageError: the text is in no thought. CapacityError, DecodeError: the branch is as before.
+            UsageError: the text is not inside a thought. CapacityError, DecodeError: the branch is as
+                before.
         """
         if not self.is_in_thought:
             raise UsageError(
-                "the branch is in no thought",
-                hint="a prompt of chat_tokens(..., enable_thinking=True) leads to one in most templates",
+                "the branch is not inside a thought",
+                hint="with most templates a prompt of chat_tokens(..., enable_thinking=True) begins one",
             )
         self.append(
             [*self.ctx.model.tokenize(message, add_special=False), *closing(self.ctx.model)]
         )
 
     def produce(self) -> Produced:
-        """Return the next token, a function of logits, settings, seed and position; change nothing.
+        """Return the next token without appending it; it depends on logits, settings, seed and position.
 
         Raises:
             BranchStateError: pruned or empty. GrammarError: the grammar allows no token.
@@ -404,7 +409,7 @@ class Branch:
     def commit(self, token: SupportsIndex) -> None:
         """Append ``token``: decode it and update the sampler.
 
-        After TokenizeError, GrammarError, CacheFullError or DecodeError the branch is as before.
+        After a TokenizeError, GrammarError, CacheFullError or DecodeError the branch is as before.
         """
         with self._lock:
             self.sequence.commit(self.ctx.model.token_id(token))
@@ -429,33 +434,36 @@ class Branch:
         top_logprobs: int = 0,
         constraint: ConstraintLike | None = None,
     ) -> Generation:
-        """Generate while it is iterated, until the end: an iterator of :class:`Produced`.
+        """Return an iterator that generates tokens (:class:`Produced`) while you iterate.
 
-        It ends at an EOG token (not kept, and yielded only to carry text that was held back for a stop
-        string), after ``max_tokens``, or when the text contains a stop string, which the branch keeps and
-        the yielded text leaves out. ``finish_reason`` is "stop", "length" or "constraint".
+        It ends at an EOG token, after ``max_tokens``, or when the text contains a stop string. The branch
+        does not keep the EOG token; it is yielded only if text was held back for a stop string. The
+        branch keeps the stop string, but the yielded text does not have it. ``finish_reason`` is "stop",
+        "length" or "constraint".
 
-        Between two tokens the branch may be read, forked, rewound or extended; the generation continues
-        from what it finds.
+        Between two tokens you may read, fork, rewind or extend the branch; the generation continues from
+        there.
 
         Args:
             max_tokens: the most tokens to generate; None = until the model stops or the cache is full.
             stop: strings that end the text.
-            drafter: proposes tokens; None = plain decoding. Its state, and what is learned about it,
-                serve this branch and its forks until another drafter is given.
+            drafter: proposes tokens; None = plain decoding. This branch and its forks keep the drafter's
+                state, and what was learned about it, until you pass another drafter.
             config: how much to draft, and by which rule drafts are accepted.
             top_logprobs: how many alternatives to report with each token.
-            constraint: which texts are allowed: a function of the text since the last token that was
-                read, which returns False where no allowed text begins so; or an object with ``prefix``,
-                which returns that, and ``complete``, whether the text may end. The first token in the
-                order of the draw that it allows is taken, so one that refuses nothing changes no text.
-                Where it allows none, the text ends. Drafts are accepted by the rule "seeded".
+            constraint: a function that gets the text generated since the last prompt or appended token,
+                and returns False if no valid text can start with it; or an object with ``prefix``, which
+                is such a function, and ``complete``, which says whether the text may end. The draw orders
+                all tokens, and the first allowed one is taken, so a constraint that refuses nothing
+                changes no text. If no token is allowed, the text ends. Drafts are accepted by the rule
+                "seeded".
 
         Raises:
-            ConfigError, UnsupportedError, VocabularyMismatchError: nothing was started.
-            BranchStateError: a generation of this branch has begun and not ended.
+            ConfigError, UnsupportedError, VocabularyMismatchError: nothing has begun.
+            BranchStateError: another generation of this branch has not ended.
             CacheFullError: no cell is left; the branch holds all tokens that were yielded. Before this
-                and any other error, text that was held back comes with ``is_stop`` and the token id -1.
+                and any other error, text that was held back is yielded with ``is_stop`` and the token
+                id -1.
         """
         output, n = OutputBuffer(max_tokens, stop), whole("top_logprobs", top_logprobs, 0)
         drafting = Drafting.of(self._draftings, self.ctx, drafter, checked_config(config))
@@ -469,20 +477,21 @@ class Branch:
         return self.hidden_states(layer, max(0, self.position - 1)).ravel()
 
     def hidden_states(self, layer: int = -1, start: int = 0) -> npt.NDArray[np.float32]:
-        """Return the hidden states of the tokens from a position on, float32 (n, n_embd), a copy.
+        """Return the hidden states of the tokens from ``start`` to the end, float32 (n, n_embd), a copy.
 
-        From the first call for an inner layer on, the context keeps that layer's states of every token
-        that it decodes, 4 x n_embd bytes each. Tokens decoded before are decoded once more, in a sequence
-        of their own; after the last layer at each call.
+        After the first call for an inner layer, the context keeps that layer's states of every token that
+        it decodes, 4 x n_embd bytes each. Tokens decoded before that are decoded once more, in a sequence
+        of their own. For the last layer this happens at each call.
 
         Args:
-            layer: how many layers the states have passed, counted as in Hugging Face's transformers: 0 =
-                the embeddings, n_layer or -1 = all of them and the output norm, -2 = all but the last.
+            layer: the number of layers before the states, as in Hugging Face's transformers: 0 = the
+                embeddings, n_layer or -1 = after all layers and the output norm, -2 = before the last
+                layer.
             start: the first position, 0 to ``position`` - 1.
 
         Raises:
-            BranchStateError: empty or pruned. ConfigError: no such layer or position.
-            UnsupportedError: llama.cpp does not give the layer, or a head reads others.
+            BranchStateError: the branch is empty or pruned. ConfigError: no such layer or position.
+            UnsupportedError: llama.cpp does not provide the layer, or a head reads other layers.
             CapacityError: no free sequence or cells to decode tokens once more.
         """
         with self._lock:
@@ -497,14 +506,14 @@ class Branch:
         return self.generate(max_tokens, stop).finish().text
 
     def extend(self, tokens: TokenIds, logits: str = "last") -> list[npt.NDArray[np.float32]]:
-        """Append several tokens as if they had been generated, decoded at once.
+        """Append several tokens as if they had been generated, in one decode.
 
         Args:
             tokens: ids, at least one; a grammar must allow them.
-            logits: "last" or "all": which rows to return; all are 4 V bytes a token.
+            logits: "last" or "all": which rows to return; all rows take 4 V bytes per token.
 
         Returns:
-            the logits after the last token, or after each one, float32 (V,), copies.
+            the logits after the last token or, with "all", after each token, float32 (V,); copies.
 
         Raises:
             TokenizeError, GrammarError, CacheFullError, DecodeError: the branch is as before.
@@ -523,18 +532,18 @@ class Branch:
         """
         with self._lock:
             self.sequence.check_usable()
-            with suppress(CapacityError):  # else each decodes the last token when it is needed
+            with suppress(CapacityError):  # otherwise each decodes the last token when it needs to
                 self.sequence.settle()
             sampler = self.sequence.sampler
-            if sampler.constraint is not None:  # it is that of a generation
+            if sampler.constraint is not None:  # it belongs to a generation
                 sampler = sampler.constrained(None)
             return Branch(self.ctx, sampler.clone(), self.seed, parent=self)
 
     def fork_many(self, n: int) -> list[Branch]:
-        """Return ``n`` children, each reseeded: the i-th draws from a seed derived from ours and i.
+        """Return ``n`` children; the i-th has a seed derived from this branch's seed and i.
 
-        A second call at the same place returns the same children again: ``reseed()`` in between.
-        With too few sequences (SequencesExhaustedError) none is forked.
+        A second call at the same place gives the same children again, unless you call ``reseed()`` in
+        between. If there are too few sequences (SequencesExhaustedError), no child is created.
         """
         n = whole("n", n, 0)
         children: list[Branch] = []
@@ -552,7 +561,7 @@ class Branch:
             raise SequencesExhaustedError.of_forks(n, n_free, n_all) from None
 
     def reseed(self, seed: int | None = None) -> None:
-        """Use another seed from here on; without ``seed`` a random one is picked."""
+        """Use another seed for the tokens that follow; without ``seed`` a random one."""
         seed = random_seed() if seed is None else whole("seed", seed)
         with self._lock:
             self.sequence.check_usable()
@@ -560,11 +569,11 @@ class Branch:
             self.sequence.seed = seed
 
     def steer(self, bias: Mapping[int, float]) -> None:
-        """Add ``bias`` to logits from here on; forks inherit it, an empty mapping removes it."""
+        """Add ``bias`` to the logits of the tokens that follow. Forks inherit it; {} removes it."""
         self.resample(self.sampling.replace(logit_bias=bias))
 
     def resample(self, sampling: SamplingParams) -> None:
-        """Use other sampling settings from here on; the seed stays unless they have one."""
+        """Use other sampling settings for the tokens that follow; without a seed in them it stays."""
         with self._lock:
             sequence = self.sequence
             sequence.check_usable()
@@ -575,10 +584,11 @@ class Branch:
                 sequence.seed = sampling.seed
 
     def rewind(self, position: int) -> None:
-        """Drop all tokens from ``position`` (0 to the branch's own) on, as if never decoded.
+        """Drop all tokens from ``position`` to the end, as if they had never been decoded.
 
-        Where this memory cannot be cut, it returns to the last checkpoint before ``position``, or to the
-        parent's, and decodes the tokens after it again. Without one, all kept tokens are decoded again.
+        If this memory cannot be cut, the branch returns to its or its parent's last checkpoint before
+        ``position`` and decodes the tokens after it again. Without a checkpoint all kept tokens are
+        decoded again.
         """
         with self._lock:
             self.sequence.check_usable()
@@ -587,14 +597,14 @@ class Branch:
                 self.sequence.rewind(position)
 
     def prune(self) -> None:
-        """Free the sequence; the second time does nothing. With children: BranchStateError."""
+        """Free the sequence; a second call does nothing. With children it raises BranchStateError."""
         with self._lock:
             if self.sequence.is_pruned:
                 return
             if self.children:
                 raise BranchStateError(
                     f"the branch has {len(self.children)} children",
-                    hint="detach() keeps a child as a root of its own, prune_subtree() frees them all",
+                    hint="detach() makes a child a root, prune_subtree() frees them all",
                 )
             self.sequence.release()
             if self.parent is not None:
@@ -608,7 +618,7 @@ class Branch:
             self.prune()
 
     def promote(self) -> None:
-        """Replace the parent: it and this branch's siblings are pruned. A root: BranchStateError."""
+        """Prune the parent and the siblings, and replace the parent. A root raises BranchStateError."""
         with self._lock:
             self.sequence.check_usable()
             parent = self.parent
@@ -621,7 +631,7 @@ class Branch:
             parent.prune()
 
     def detach(self) -> None:
-        """Become a root: the parent stays, without a link to this branch."""
+        """Become a root. The parent stays, and no longer has this branch as a child."""
         with self._lock:
             self.sequence.check_usable()
             self._move_below(None, 0)
@@ -635,9 +645,9 @@ class Branch:
             parent._children.add(self)
 
     def transfer_text(self) -> Branch:
-        """Return a root that takes over this branch's sequence unchanged; this branch is pruned.
+        """Move this branch's sequence to a new root and return that; this branch is pruned.
 
-        For a cache of branches where no sequence is free for a fork, not for users.
+        For a cache of branches when no sequence is free for a fork; not for users.
         """
         with self._lock:
             self.detach()
@@ -661,7 +671,7 @@ class Branch:
             return capture(self.sequence, self.sampling)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a ``snapshot`` to a file; errors are those of that and of `Snapshot.write`."""
+        """Write a ``snapshot`` to a file; raises the errors of `snapshot` and of `Snapshot.write`."""
         self.snapshot().write(path)
 
     @classmethod
@@ -671,25 +681,26 @@ class Branch:
         In batch-invariant contexts it generates bit for bit what the saved branch would.
 
         Raises:
-            SnapshotError: of another model, K/V type or rope setting, or inconsistent.
-            SequencesExhaustedError, CacheFullError: no room; ``ctx`` is as before.
+            SnapshotError: it has another model, K/V type or rope setting, or is inconsistent.
+            SequencesExhaustedError, CacheFullError: not enough free sequences or cells; ``ctx`` is as
+                before.
         """
         instance("snapshot", snapshot, Snapshot)
         return cls._restored(ctx, lambda: snapshot, trusted)
 
     @classmethod
     def load(cls, ctx: Context, path: str | os.PathLike[str], *, trusted: bool = False) -> Branch:
-        """Return the branch that ``save`` wrote, as a root; see ``restore``, also for other errors.
+        """Return the branch that ``save`` wrote, as a root. It also raises the errors of ``restore``.
 
         The file may come from an untrusted source: everything in it is checked before use.
 
         Args:
-            trusted: accept K/V that cannot be checked, because this llama.cpp writes it in an unknown
-                layout. Only for files that you know nobody forged.
+            trusted: accept K/V that cannot be checked because this llama.cpp writes it in an unknown
+                layout. Use it only for files that you know are not forged.
 
         Raises:
-            SnapshotError: no such file, damaged, or it failed a check.
-            UnsupportedError: the K/V cannot be checked, and is not ``trusted``.
+            SnapshotError: the file does not exist, is damaged, or failed a check.
+            UnsupportedError: the K/V cannot be checked, and ``trusted`` is False.
         """
         return cls._restored(ctx, lambda: Snapshot.read(path, ctx), trusted)
 

@@ -1,11 +1,12 @@
-"""Scores of texts: ``score``, and ``read`` for whoever needs the rows of logits themselves.
+"""Scores of texts: ``score``, and ``read`` for callers that need the rows of logits themselves.
 
-All texts become one tree of tokens, in which what several begin with is decoded once. It is read depth
-first, in groups that fit into the free cells and sequences. Where sequences share cells, a group is
-decoded as a tree: a token belongs to the sequences of all texts through it. In other memory it is decoded
-level by level, and the sequences of each level are copied. The last token of a text is not decoded. Each
-row is read as soon as it is computed; no text that is there changes, and nothing is left in the cache. In
-a batch-invariant context the numbers do not depend, to the bit, on which texts are scored together.
+All texts become one tree of tokens, so a common beginning is decoded once. The tree is processed depth
+first, in groups that fit into the free cells and sequences. If sequences can share cells, a group is
+decoded as a tree: a token belongs to the sequences of all texts through it. In other memory a group is
+decoded level by level, and the sequences of each level are copied. The last token of a text is not
+decoded. Each row is read as soon as it is computed. Existing texts do not change, and nothing is left in
+the cache. In a batch-invariant context the numbers do not depend, to the bit, on which texts are scored
+together.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ __all__ = [
     "score",
 ]
 
-# How many decodes the tokens of a group fill, at most: more leave fewer half empty, and need more cells.
+# A group fills at most so many decodes. A larger group leaves fewer decodes half empty, but needs more
+# cells.
 _DECODES = 4
-# Where sharing takes a decode of its own, a beginning of fewer tokens is not worth it.
+# If sharing takes a decode of its own, a common beginning of fewer tokens is not worth it.
 _LEAST_SHARED = 8
 
-# Called with the number of a text, the index of one of its tokens, and the logits that this token is
-# scored by, which are valid until it returns.
+# Called with the number of a text, the index of one of its tokens, and the logits before that token,
+# which are valid until it returns.
 Visit = Callable[[int, int, LogitsRow], None]
 
 
@@ -49,9 +51,9 @@ class Wanted(NamedTuple):
     """A text to score.
 
     Attributes:
-        after: what it continues, which is not empty; None: nothing.
+        after: the text that it continues, which is not empty; None = it stands alone.
         tokens: valid ids.
-        first: the index of the first token that is scored; at least 1 where it continues nothing.
+        first: the index of the first token to score; at least 1 if it stands alone.
     """
 
     after: Text | None
@@ -60,17 +62,17 @@ class Wanted(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """How many tokens were decoded, and in how many sequences at a time, those of ``after`` left out."""
+    """How many tokens were decoded, and in how many sequences at a time, not counting ``after``."""
 
     n_tokens: int
     n_sequences: int
 
 
 def continuation(model: Model, text: str | TokenIds) -> list[int]:
-    """Return the token ids of a text to score: those given, or of a text tokenized by itself.
+    """Return the token ids of a text to score; a string is tokenized by itself.
 
     Raises:
-        ConfigError: none. TokenizeError: a bad id, or text that cannot be tokenized.
+        ConfigError: there are no tokens. TokenizeError: a bad id, or text that cannot be tokenized.
     """
     tokens = token_list(model.tokenize(text, add_special=False) if isinstance(text, str) else text)
     if not tokens:
@@ -80,7 +82,7 @@ def continuation(model: Model, text: str | TokenIds) -> list[int]:
 
 
 def perplexity(text: Text, since: str) -> float:
-    """Return that of the tokens that a text has generated; see `Branch`."""
+    """Return the perplexity of the generated tokens of a text; see `Branch`."""
     found = _surprisals(text, since)
     if not found:
         raise BranchStateError(
@@ -94,7 +96,7 @@ def perplexity(text: Text, since: str) -> float:
 
 
 def log_likelihood(text: Text, since: str) -> float:
-    """Return that of the tokens that a text has generated, nats; see `Branch`."""
+    """Return the log-likelihood of the generated tokens of a text, nats; see `Branch`."""
     try:
         return math.fsum(-surprisal for surprisal in _surprisals(text, since))
     except OverflowError:
@@ -135,14 +137,14 @@ def read(
     visit: Visit,
     done: Callable[[int], None] | None = None,
 ) -> Cost:
-    """Show to ``visit`` the logits before each token that is scored, in the order of each text.
+    """Call ``visit`` with the logits before each token to score, in the order of each text.
 
-    ``done`` is called with the number of a text between two decodes, as soon as all of it was shown. Hold
-    the lock if a text continues another one.
+    ``done`` is called with the number of a text after all its tokens were visited, between two decodes.
+    Hold the lock if a text continues another one.
 
     Raises:
         CacheFullError: a text is longer than the free cells. SequencesExhaustedError: this memory needs a
-            free sequence. BranchStateError, DecodeError, and what the functions raise: all sequences are
+            free sequence. BranchStateError, DecodeError, and errors of the functions: all sequences are
             returned.
     """
     reading = _Reading(ctx, wanted, visit, done)
@@ -151,7 +153,7 @@ def read(
 
 
 class _Base(NamedTuple):
-    """A sequence with the tokens that texts continue; -1: none, for those that continue nothing."""
+    """A sequence with the tokens that texts continue; -1 for texts that stand alone."""
 
     seq_id: int = -1
     tokens: Sequence[int] = ()
@@ -174,7 +176,7 @@ class _Text:
 
 
 class _Path:
-    """Tokens to decode: all but the last one of its last text; its other texts are beginnings of it."""
+    """Tokens to decode: all but the last of its last text. Its other texts are beginnings of that."""
 
     def __init__(self, text: _Text, n_shared: int) -> None:
         self.tokens = text.tokens[:-1]
@@ -183,7 +185,7 @@ class _Path:
 
 
 class _Node(NamedTuple):
-    """Tokens [start, end) of the paths [low, high), which are the same in them; ``base`` comes before."""
+    """Tokens [start, end) that the paths [low, high) have in common; ``base`` comes before them."""
 
     base: _Base
     low: int
@@ -211,7 +213,7 @@ class _Reading:
         self._least = 1 if self._is_tree else _LEAST_SHARED
         self._texts = [_Text(i, each) for i, each in enumerate(wanted)]
         self._paths: list[_Path] = []
-        self._used = {text.base.seq_id for text in self._texts}  # not to be evicted
+        self._used = {text.base.seq_id for text in self._texts}  # must not be evicted
         self._n_held = 0
         self._finished = [text.number for text in self._texts if text.is_done]
 
@@ -223,7 +225,7 @@ class _Reading:
         roots: list[_Node] = []
         for texts in by_base.values():
             base, after, start = texts[0].base, texts[0].after, texts[0].start
-            if after is not None:  # the logits that are there already
+            if after is not None:  # the logits after it are known
                 after.check_usable()
                 after.settle()
                 row = after.logits_row()
@@ -236,7 +238,7 @@ class _Reading:
         self._walk(roots)
 
     def _add_paths(self, start: int, texts: Sequence[_Text]) -> None:
-        """Add the paths of texts that continue the same, which has ``start`` tokens."""
+        """Add the paths of texts with the same base, which has ``start`` tokens."""
         last: _Path | None = None
         for text in sorted(texts, key=lambda text: text.tokens[:-1]):
             tokens = text.tokens[:-1]
@@ -249,7 +251,7 @@ class _Reading:
                 self._paths.append(last)
 
     def _nodes(self, base: _Base, low: int, high: int, start: int) -> list[_Node]:
-        """Return the nodes from ``start`` on of the paths [low, high)."""
+        """Return the nodes of the paths [low, high), beginning at ``start``."""
         paths, least = self._paths, start + self._least
         cuts = [i for i in range(low, high) if i == low or paths[i].n_shared < least]
         found = []
@@ -266,14 +268,14 @@ class _Reading:
     # -- groups ------------------------------------------------------------------------------------
 
     def _walk(self, nodes: Sequence[_Node]) -> None:
-        """Read all at and below ``nodes``: what fits together at once, what does not in parts."""
+        """Read all nodes at and below ``nodes``, in groups that fit."""
         for group in self._groups(nodes):
             node = group[0]
             if len(group) > 1 or node.high - node.low == 1 or self._fits(group):
                 self._read_group(group)
             elif self._n_free() >= (1 if self._can_draft else 2):
                 self._read_prefix(node)
-            else:  # no sequence is left for it: what is shared is decoded again
+            else:  # no sequence is left for the shared part, so it is decoded again
                 for i in range(node.low, node.high):
                     end = len(self._paths[i].tokens)
                     self._read_group([_Node(node.base, i, i + 1, node.start, end)])
@@ -298,7 +300,7 @@ class _Reading:
         return self._ctx.sequences.count_free(used=self._used)
 
     def _n_needed(self, group: Sequence[_Node]) -> int:
-        """Return how many tokens are decoded, at most: little that is shared may be decoded twice."""
+        """Return the most tokens that are decoded; short shared parts may be decoded twice."""
         n = 0
         for node in group:
             for i in range(node.low, node.high):
@@ -308,7 +310,7 @@ class _Reading:
         return n
 
     def _read_prefix(self, node: _Node) -> None:
-        """Read a node by itself, then what is below it, while a sequence of its own holds it."""
+        """Read a node by itself into its own sequence, and then everything below it."""
         ctx = self._ctx
         with ctx.lock:
             self._make_room(node.end - node.start)
@@ -404,7 +406,7 @@ class _Reading:
         self.n_tokens += len(batch.entries)
 
     def _show(self, text: _Text, i: int, row: LogitsRow) -> None:
-        """Show a row if it is the one before the next token of ``text``: not if it was shown before."""
+        """Visit a row if it is the one before the next token of ``text``, and was not visited before."""
         if text.next == i < len(text.tokens):
             self._visit(text.number, i - text.start, row)
             text.next = i + 1

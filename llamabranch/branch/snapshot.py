@@ -43,7 +43,7 @@ __all__ = ["Snapshot", "capture", "fill"]
 T = TypeVar("T")
 
 _MAGIC = b"\x89LBRANCH"
-# A file without hidden states is of version 1, which has no others.
+# A file without hidden states has version 1, which cannot have any.
 _VERSION, _WITH_HIDDEN = 1, 2
 # Magic, version, bytes of metadata, tokens, surprisals, logits, numbers in a row of hidden states, bytes
 # of K/V, SHA-256 of the arrays; after it the SHA-256 of this header and the metadata.
@@ -60,7 +60,7 @@ def _no_states() -> npt.NDArray[np.float32]:
 
 @dataclass(frozen=True)
 class KVCompatibility:
-    """What the K/V of a sequence depends on besides its tokens."""
+    """Everything besides its tokens that the K/V of a sequence depends on."""
 
     fingerprint: str
     architecture: str
@@ -77,7 +77,7 @@ class KVCompatibility:
         """Return the context's own.
 
         Raises:
-            SnapshotError: the model's file is gone, or not the one that was loaded.
+            SnapshotError: the model's file is missing, or is not the one that was loaded.
         """
         layout = ctx.kv_cache.state_layout
         model = ctx.model
@@ -110,7 +110,7 @@ class KVCompatibility:
                 if name == "fingerprint":
                     name, theirs = "model", self.model or "its name was not saved"
                 raise SnapshotError(
-                    f"the snapshot is of another {name}: {theirs!s:.80}, this context has {ours[name]}",
+                    f"the snapshot is from another {name}: {theirs!s:.80}, this context has {ours[name]}",
                     setting=setting,
                     hint="create the context with the model and settings it was saved with",
                 )
@@ -123,7 +123,7 @@ def _rope(ctx: Context) -> str:
     scaling = f"{ctx.model.architecture}.rope.scaling."
     trained = ctx.model.metadata.get(f"{scaling}original_context_length", "")
     if trained.isdigit() and ctx.model.metadata.get(f"{scaling}type") != "yarn":
-        parts.append(f"long={ctx.n_ctx_seq > int(trained)}")  # LongRoPE has factors for each side
+        parts.append(f"long={ctx.n_ctx_seq > int(trained)}")  # LongRoPE has two sets of factors
     return " ".join(parts)
 
 
@@ -131,10 +131,11 @@ def _rope(ctx: Context) -> str:
 class Snapshot:
     """A branch copied out of its context: everything needed to continue it elsewhere, bit for bit.
 
-    ``tokens`` int32 (n,), ``surprisals`` float64 (n - n_prompt,), ``logits`` float32 (V,) or (0,) for an
-    empty branch, ``state`` uint8: llama.cpp's K/V of the sequence, ``hidden`` float32 (n, width): where a
-    head drafts for the context, the hidden states that it reads, of ``hidden_layers``; else (0, 0).
-    Read-only copies. ``appended``: (start, end) of what ``Branch.append`` added after generated tokens.
+    The arrays are read-only copies: ``tokens`` int32 (n,), ``surprisals`` float64 (n - n_prompt,),
+    ``logits`` float32 (V,) or (0,) for an empty branch, and ``state`` uint8, llama.cpp's K/V of the
+    sequence. ``hidden`` float32 (n, width) has the hidden states of ``hidden_layers`` if a head drafts
+    for the context; otherwise it is (0, 0). ``appended`` has a pair (start, end) for each text that
+    ``Branch.append`` added after generated tokens.
     """
 
     origin: KVCompatibility
@@ -165,17 +166,17 @@ class Snapshot:
     def write(self, path: str | PathLike[str]) -> None:
         """Write a file completely or not at all; an existing one is replaced.
 
-        It is written to a temporary file in the same folder and renamed. A symbolic link is followed,
-        and the mode of an existing file is kept; a new file is readable by its owner only, since it
-        contains all of the text.
+        It is written to a temporary file in the same folder and renamed. A symbolic link is followed. An
+        existing file keeps its mode; a new file can be read only by its owner, because it contains the
+        whole text.
 
         Raises:
             ConfigError: not a path.
-            SnapshotError: it cannot be written, or what is there is a pipe, a device or a folder.
+            SnapshotError: it cannot be written, or the path is a pipe, a device or a folder.
         """
         try:
             metadata = json.dumps(self._metadata(), separators=(",", ":")).encode()
-        except ValueError as error:  # Python writes no integer of more than 4,300 digits
+        except ValueError as error:  # Python cannot write an integer of more than 4,300 digits
             raise SnapshotError(f"the settings cannot be written: {error}") from error
         if len(metadata) > _MAX_METADATA_BYTES:
             raise SnapshotError(
@@ -204,7 +205,7 @@ class Snapshot:
             why = f"there is no folder {path.parent}" if is_missing else error
             raise SnapshotError(
                 f"the snapshot cannot be written: {why}",
-                hint="give the path of a regular file, in a folder that can be written",
+                hint="use the path of a regular file in a folder that can be written",
             ) from error
 
     def _metadata(self) -> dict[str, object]:
@@ -229,10 +230,11 @@ class Snapshot:
 
     @classmethod
     def read(cls, path: str | PathLike[str], ctx: Context | None = None) -> Snapshot:
-        """Read a file; with ``ctx`` check that it fits that context before the K/V is read.
+        """Read a file; with ``ctx``, check before the K/V is read that it fits that context.
 
         Raises:
-            SnapshotError: no such file, damaged, not a snapshot, or not one for ``ctx``.
+            SnapshotError: the file does not exist, is damaged, is not a snapshot, or does not fit
+                ``ctx``.
             CacheFullError: ``ctx`` has not enough free cells.
         """
         path = path_of(path)
@@ -269,10 +271,10 @@ class Snapshot:
     # -- trust -------------------------------------------------------------------------------------
 
     def check(self, ctx: Context, *, trusted: bool = False) -> None:
-        """Raise unless this can be restored in ``ctx``, as far as it can be checked without llama.cpp.
+        """Raise an error unless ``ctx`` can restore this, as far as one can check without llama.cpp.
 
         Args:
-            trusted: accept K/V that cannot be checked, because this llama.cpp writes it in a form unknown
+            trusted: accept K/V that cannot be checked because this llama.cpp writes it in a form unknown
                 here.
 
         Raises:
@@ -298,12 +300,12 @@ class Snapshot:
                 "the snapshot's logits do not fit the vocabulary, or contain NaN or +inf"
             )
         if self.hidden.size and (len(self.hidden) != n or not np.isfinite(self.hidden).all()):
-            raise SnapshotError("the snapshot's hidden states are not one row of numbers a token")
+            raise SnapshotError("the snapshot's hidden states are not one row of numbers per token")
         layout = ctx.kv_cache.state_layout
         if n and layout is None and not trusted:
             raise UnsupportedError(
-                "this llama.cpp writes K/V in a form unknown here, so that it cannot be checked",
-                hint="load(path, trusted=True) takes a file that you know nobody forged",
+                "this llama.cpp writes K/V in an unknown form, so it cannot be checked",
+                hint="load(path, trusted=True) accepts a file that you know is not forged",
             )
         if n and layout is not None:
             layout.check(self.state, n)
@@ -335,7 +337,7 @@ def _no_room(n_tokens: int, ctx: Context) -> CacheFullError:
 
 
 def _check_room(ctx: Context, n_tokens: int, n_state: int) -> None:
-    """Raise unless ``n_tokens`` fit, and ``n_state`` bytes are possible for that number of tokens."""
+    """Raise an error unless ``n_tokens`` fit and ``n_state`` bytes are possible for so many tokens."""
     layout = ctx.kv_cache.state_layout
     if layout is None:
         return
@@ -417,7 +419,7 @@ def _parse(metadata: bytes) -> Snapshot:
             raise ValueError(f"grammar is {grammar!r:.40}")
         pending = bytes.fromhex(_field(about, "pending", str))
         finish_reason = _maybe(about, "finish_reason", str)
-        # A character has at most four bytes, so three can be pending.
+        # A character has at most four bytes, so at most three can be pending.
         if len(pending) > 3 or finish_reason not in (None, "stop", "length", "constraint"):
             raise ValueError("pending bytes or finish_reason are invalid")
         sampling = SamplingParams.from_dict(_field(about, "sampling", dict))
@@ -504,7 +506,7 @@ def fill(sequence: Text, snapshot: Snapshot, *, trusted: bool = False) -> None:
     """Restore a snapshot into an empty sequence.
 
     Raises:
-        SnapshotError: it is of another model or setting, or inconsistent.
+        SnapshotError: it is from another model or setting, or is inconsistent.
         CacheFullError: not enough free cells.
         After an error the sequence may hold anything: release it.
     """

@@ -25,7 +25,8 @@ T = TypeVar("T")
 class BranchStore:
     """Advances branches of one context together: one llama.cpp decode for all of them.
 
-    Every call is a transaction: all branches change, or an error is raised and none has changed.
+    Every call is a transaction: either all branches change, or an error is raised and no branch has
+        changed.
     """
 
     def __init__(self, ctx: Context) -> None:
@@ -41,7 +42,7 @@ class BranchStore:
         self._read(prompts, as_prompt=True)
 
     def append(self, texts: Mapping[Branch, TokenIds]) -> None:
-        """Append tokens that each branch reads, as `Branch.append`, in as few decodes as possible.
+        """Append tokens to each branch as `Branch.append` does, in as few decodes as possible.
 
         Raises:
             ConfigError: a branch of another context, or no tokens for one.
@@ -62,7 +63,7 @@ class BranchStore:
     def append_unscored(self, texts: Mapping[Branch, Sequence[int]]) -> None:
         """Append tokens to each branch without surprisals, in as few decodes as possible.
 
-        For searches, which know the log-probabilities. Raises the errors of ``commit``.
+        For searches, which already know the log-probabilities. Raises the errors of ``commit``.
         """
         with self._ctx.lock:
             work = {branch: token_list(tokens) for branch, tokens in _pairs(texts) if tokens}
@@ -95,7 +96,7 @@ class BranchStore:
         """Produce and commit one token for each branch; a branch that drew an EOG token does not change.
 
         Raises:
-            ConfigError: the same branch twice. And the errors of ``commit``.
+            ConfigError: a branch is there twice. It also raises the errors of ``commit``.
         """
         with self._ctx.lock:
             listed = items("branches", branches)
@@ -113,10 +114,10 @@ class BranchStore:
     def score(
         self, work: Mapping[Branch, Sequence[str | TokenIds]], top: int = 0
     ) -> dict[Branch, list[list[TokenScore]]]:
-        """Score given continuations of branches, as ``Branch.score``, many in one decode.
+        """Score continuations of branches as ``Branch.score`` does, many in one decode.
 
         Args:
-            work: for each branch its continuations: texts, or token ids.
+            work: maps each branch to its continuations, which are texts or token ids.
             top: how many of the most probable tokens to give for each token.
 
         Raises:
@@ -150,7 +151,7 @@ class BranchStore:
     def tree(self, columns: Sequence[str] = DEFAULT_COLUMNS) -> BranchTree:
         """Return the branches that are not pruned as a tree, for printing.
 
-        Each branch has a line: the text since its fork, and figures since its fork.
+        Each branch has a line with the text and the figures since its fork.
 
         Args:
             columns: which figures: "fork" (where it was forked), "logprob" (nats), "perplexity",

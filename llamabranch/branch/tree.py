@@ -1,4 +1,4 @@
-"""The branches of a context as a tree to print: the text of each edge, and figures beside it."""
+"""The branches of a context as a tree to print: the text of each branch, and figures."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .branch import Branch
 
 __all__ = ["COLUMNS", "DEFAULT_COLUMNS", "BranchTree", "tree_lines"]
 
-_LONGEST = 60  # characters of an edge's text
+_LONGEST = 60  # characters of a branch's text
 _BOLD, _DIM, _PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 
 
 def _score(label: str, value: Callable[[Branch], float]) -> Callable[[Branch], str]:
-    """Return the column of a figure of the tokens that were generated since the fork."""
+    """Return a column with a figure about the tokens generated since the fork."""
 
     def shown(branch: Branch) -> str:
         if branch.position <= max(branch.fork_position, branch.n_prompt):
@@ -47,9 +47,9 @@ DEFAULT_COLUMNS = ("fork", "tokens", "logprob", "state")
 
 
 class BranchTree:
-    """What `BranchStore.tree` returns: a picture of the branches as they were then, for printing.
+    """The result of `BranchStore.tree`: a drawing of the branches as they were at that time.
 
-    ``print(tree)`` prints it plainly, ``tree.print()`` with colours on a terminal.
+    ``print(tree)`` prints plain text; ``tree.print()`` uses colours on a terminal.
     """
 
     def __init__(self, roots: Sequence[TreeLine]) -> None:
@@ -62,7 +62,7 @@ class BranchTree:
         return str(self)
 
     def _lines(self) -> Iterator[tuple[str, str, str]]:
-        """Yield for each branch the lines of the drawing before it, its text and its figures."""
+        """Yield for each branch its tree lines, its text and its figures."""
 
         def below(node: TreeLine, indent: str) -> Iterator[tuple[str, str, str]]:
             for i, child in enumerate(node.children):

@@ -1,4 +1,4 @@
-"""A conversation with a model: answers, and all that one does with them."""
+"""A conversation with a model: sending messages, retrying, editing, forking and saving."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Answer", "Chat", "ChatStats"]
 
-# Parts of the context: for an answer at least, and once turns are cut.
+# Fractions of the context that must be free: for an answer, and after turns were cut.
 _LEAST_ROOM, _MORE_ROOM = 8, 4
 
 
@@ -83,15 +83,14 @@ def _exclusive(
 
 @dataclass
 class ChatStats:
-    """What a chat has cost so far.
+    """The cost of a chat so far.
 
     Attributes:
         num_evaluated_tokens: tokens of prompts and answers that the model has read.
-        num_cached_tokens: tokens of prompts that were there already.
-        num_answers: answers that were begun.
-        num_cut_exchanges: exchanges that were left out because the context was full.
-        speculative: what was drafted and accepted; drafted tokens that were rejected are no part of
-            ``num_evaluated_tokens``.
+        num_cached_tokens: tokens of prompts that were already in the cache.
+        num_answers: number of answers, including unfinished ones.
+        num_cut_exchanges: exchanges that were left out of a prompt because the context was full.
+        speculative: statistics of drafts. Rejected tokens do not count in ``num_evaluated_tokens``.
     """
 
     num_evaluated_tokens: int
@@ -102,34 +101,34 @@ class ChatStats:
 
 
 class Chat:
-    """A conversation that can be taken back, edited, forked and saved; only new tokens are evaluated.
+    """A conversation that can be undone, edited, forked and saved; only new tokens are evaluated.
 
-    The model's chat template writes the conversation; what is in a message stays text, whatever control
-    tokens it spells. The K/V of earlier turns is kept in branches: wherever the conversation turns, the
-    longest beginning of its tokens that is there is not evaluated again.
+    The model's chat template writes the conversation. A message stays text, even if it spells control
+    tokens. The K/V of earlier turns is kept in branches, so the longest known beginning of a prompt is
+    not evaluated again, even after an edit or a switch.
 
-    Each answer has the text that a branch with the same prompt tokens, settings and seed has, where the
-    context is batch-invariant; elsewhere rounding can change it.
+    In a batch-invariant context each answer has the text of a branch with the same prompt tokens,
+    settings and seed; in other contexts rounding can change it.
 
-    A chat belongs to one thread at a time. What would change it while another thread does, or while one
-    runs an answer to its end, raises BranchStateError and changes nothing.
+    A chat belongs to one thread at a time. A call that would change it while another thread uses it, or
+    while an answer is run to its end, raises BranchStateError and changes nothing.
 
     Args:
-        ctx: the context that answers. With 8 sequences or more, several turns are kept; all but the
-            last are evicted where somebody else needs a sequence.
-        drafter: drafts the answers; "auto" = as `Engine`, where the memory can drop tokens; None = plain
+        ctx: the context that answers. With 8 sequences or more several turns are kept; all but the last
+            are evicted when another text needs a sequence.
+        drafter: drafts the answers; "auto" = like `Engine`, if the memory can drop tokens; None = plain
             decoding.
         config: how much to draft.
         system: the system message.
-        sampling: settings. Without a seed one is picked.
+        sampling: settings. Without a seed a random one is used.
         max_tokens: the most tokens of an answer; None = until the model ends it or the context is full.
         stop: strings that end an answer.
         thinking: whether the model thinks before it answers: None = as its template does, True, False, or
-            the most tokens of a thought. Stop strings and calls count from the answer on.
-        thinking_end: what is written at the end of a thought that has used up its tokens.
-        tools: functions that an answer may call: OpenAI's tool objects, or Python functions. Its calls
-            are in `Answer.tool_calls`; `results` answers them.
-        settings: fields of `SamplingParams` by name, in place of those of ``sampling``.
+            the most tokens of a thought. Stop strings and calls apply to the answer only.
+        thinking_end: last words for a thought that has used up its tokens.
+        tools: functions that an answer may call: OpenAI's tool objects, or Python functions. The calls
+            are in `Answer.tool_calls`; answer them with `results`.
+        settings: fields of `SamplingParams` by name, which override those of ``sampling``.
 
     Raises:
         UnsupportedError: the model has no chat template, or one that cannot be run.
@@ -139,10 +138,11 @@ class Chat:
     Attributes:
         ctx: the context.
         sampling, max_tokens, thinking: the settings of the next answer; `set` changes them.
-        stop: as above.
-        on_prompt_progress: called with a `PromptProgress` while a message is read; None = nobody looks.
-        speculator: what generates.
-        current: the number of the branch that the conversation is on.
+        stop: strings that end an answer.
+        on_prompt_progress: called with a `PromptProgress` while a message is processed; None = not
+            called.
+        speculator: generates the answers.
+        current: the number of the current branch.
     """
 
     def __init__(
@@ -174,19 +174,19 @@ class Chat:
         self.on_prompt_progress: OnPromptProgress | None = None
         self.current = 1
         self._lines = {1: Line(1, system=system)}
-        self._id = uuid4().hex  # of a saved chat: that of the first one in its folder
+        self._id = uuid4().hex  # a saved chat has the id of the first chat in its folder
         self._turns = TurnBranches(ctx)
         self._answer: Answer | None = None
         self._stats = ChatStats(0, 0, 0, 0, self.speculator.stats)
         if ctx.model.chat_template is None:
             raise UnsupportedError(
                 f"{ctx.model.name} has no chat template: it was not trained on conversations",
-                hint="load(..., chat_template='chatml') gives it one; Branch.append continues plain text",
+                hint="load(..., chat_template='chatml') sets one; Branch.append continues plain text",
             )
         changes = {"seed": self.sampling.seed, "max_tokens": max_tokens, "thinking": thinking}
         self.set(**{**changes, **settings})
         self.tools = Tools(tools or (), None, ctx.model.turn_format)
-        self._tokens(system, (), Exchange(None, "x"))  # what the template refuses is refused now
+        self._tokens(system, (), Exchange(None, "x"))  # raises if the template refuses it
 
     # -- properties --------------------------------------------------------------------------------
 
@@ -209,10 +209,10 @@ class Chat:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep other threads from changing the chat in the ``with`` block.
+        """Prevent other threads from changing the chat in the ``with`` block.
 
         Raises:
-            BranchStateError: another thread does so at the moment.
+            BranchStateError: another thread is changing it.
         """
         if not self._lock.acquire(blocking=False):
             raise BranchStateError(
@@ -230,19 +230,19 @@ class Chat:
 
     @property
     def exchanges(self) -> list[Exchange]:
-        """The messages of the current branch with their answers, the first one first."""
+        """The messages of the current branch with their answers, in order."""
         return self._line.path
 
     @property
     def messages(self) -> list[dict[str, object]]:
-        """The messages of the current branch, as a chat template takes them."""
+        """The messages of the current branch, as dictionaries with role and content."""
         return messages_of(self.system, self.exchanges)
 
     @property
     def system(self) -> str | None:
-        """The system message of the current branch, None without one; it can be set.
+        """The system message of the current branch, or None. You can set it.
 
-        The model then reads the whole branch again with its next message.
+        After that the whole branch is processed again with its next message.
         """
         return self._line.system
 
@@ -256,7 +256,7 @@ class Chat:
     def set(self, **changes: object) -> None:
         """Change settings of the next answers: `SamplingParams`' fields, ``max_tokens``, ``thinking``.
 
-        Without a seed (None) one is picked.
+        ``seed=None`` picks a random seed.
 
         Raises:
             ConfigError: an unknown setting or a bad value; nothing is changed.
@@ -266,7 +266,9 @@ class Chat:
             limit = whole("max_tokens", limit, 1)
         thinking = cast(ThinkingChoice, changes.pop("thinking", self.thinking))
         if thinking:
-            plan_thinking(self.ctx.model, [], thinking)  # refuses what the template cannot
+            plan_thinking(
+                self.ctx.model, [], thinking
+            )  # raises if the template does not support it
         thinking_budget(thinking)
         if changes.get("seed", 0) is None:
             changes["seed"] = random_seed()
@@ -276,26 +278,26 @@ class Chat:
 
     @property
     def n_cut(self) -> int:
-        """How many exchanges of the current branch its last answer did not see: the context was full."""
+        """How many exchanges its last answer did not see, because the context was full."""
         return 0 if self._line.head is None else self._line.head.n_cut
 
     @property
     def branches(self) -> list[int]:
-        """The numbers of the branches that the conversation has, oldest first."""
+        """The numbers of the branches of the conversation, oldest first."""
         return list(self._lines)
 
     @property
     def branch(self) -> Branch | None:
-        """The branch that ends with the last answer; None before that, or if it had to be pruned.
+        """The branch that ends with the last answer; None if there is none, or if it had to be pruned.
 
-        A fork of it is never pruned by the chat.
+        The chat never prunes a fork of it.
         """
         found = None if self._line.head is None else self._line.head.branch
         return None if found is None or found.state == "pruned" else found
 
     @property
     def stats(self) -> ChatStats:
-        """What it has cost so far."""
+        """The cost so far."""
         return deepcopy(self._stats)
 
     def tree(self) -> BranchTree:
@@ -303,21 +305,21 @@ class Chat:
         return BranchTree([self.outline()])
 
     def outline(self) -> TreeLine:
-        """Return the same tree, for other drawings of it."""
+        """Return the same tree as lines, for other drawings."""
         return tree_of(self._lines.values(), self.current)
 
     # -- answers -----------------------------------------------------------------------------------
 
     @_exclusive
     def send(self, text: str) -> Answer:
-        """Read a message; return its answer, which is generated as one iterates over it.
+        """Send a message and return its answer, which is generated while you iterate over it.
 
-        Where less than an eighth of the context is left for it, the oldest exchanges are left out from
-        now on, until a quarter is; `n_cut` tells how many. A running answer is ended first; the message
-        of one that nobody has read stays, without an answer.
+        If less than an eighth of the context is left for the answer, the oldest exchanges are left out of
+        the prompt until a quarter is free; `n_cut` is their number. A running answer is ended first. If
+        an earlier answer was never read, its message stays without an answer.
 
         Raises:
-            CacheFullError: the message is too long, even by itself. ConfigError: it is no text, or the
+            CacheFullError: the message is too long, even alone. ConfigError: it is not text, or the
                 template refuses it. DecodeError. The conversation is as before.
         """
         if not isinstance(text, str):
@@ -327,13 +329,13 @@ class Chat:
 
     @_exclusive
     def results(self, *results: object) -> Answer:
-        """Answer the calls of functions in the last answer with what they have returned, in order.
+        """Pass the results of the functions that the last answer called, in order, and return the answer.
 
-        Text is taken as it is, other values as JSON.
+        Text is used as it is, other values as JSON.
 
         Raises:
-            UsageError: the last answer calls none, or another number of them. ConfigError: a value that
-                is no JSON. As `send`.
+            UsageError: the last answer has no calls, or another number of calls. ConfigError: a value is
+                not JSON. It also raises the errors of `send`.
         """
         self._end_answer()
         head = self._line.head
@@ -347,7 +349,7 @@ class Chat:
             try:
                 text = each if isinstance(each, str) else json.dumps(each, ensure_ascii=False)
             except (TypeError, ValueError, RecursionError) as error:
-                raise ConfigError(f"results[{index}] is no JSON: {error}") from None
+                raise ConfigError(f"results[{index}] is not JSON: {error}") from None
             texts.append(text)
         return self._begin(self._line, Exchange(head, "", results=texts), self.sampling)
 
@@ -356,7 +358,7 @@ class Chat:
         """Answer the last message once more, with another seed, on a new branch.
 
         Raises:
-            UsageError: there is no message. As `send`.
+            UsageError: there is no message. It also raises the errors of `send`.
         """
         n = len(self.exchanges)
         return self._instead(n, self._exchange(n))
@@ -365,17 +367,17 @@ class Chat:
     def edit(self, n: int, text: str) -> Answer:
         """Replace the ``n``-th message of the current branch (the first is 1), on a new branch.
 
-        Its answer has a seed that no other answer to the same text there has had.
+        Its answer gets a seed that no other answer to the same text at this place had.
 
         Raises:
-            UsageError: there is no such message. As `send`.
+            UsageError: there is no such message. It also raises the errors of `send`.
         """
         if not isinstance(text, str):
             raise ConfigError(f"a message must be text, not {text!r:.40}")
         return self._instead(n, Exchange(None, text))
 
     def _instead(self, n: int, asked: Exchange) -> Answer:
-        """Answer the message, or the results, of ``asked`` in place of the ``n``-th message."""
+        """Answer the message or results of ``asked`` instead of the ``n``-th message."""
         self._end_answer()
         parent, seed = self._exchange(n).parent, self.sampling.seed or 0
         n_before = sum(
@@ -397,7 +399,7 @@ class Chat:
         return found[n - 1]
 
     def _begin(self, line: Line, asked: Exchange, params: SamplingParams) -> Answer:
-        """Read the prompt of an answer; only then the conversation changes."""
+        """Process the prompt of an answer, and then change the conversation."""
         parent, model = asked.parent, self.ctx.model
         tokens, n_cut = self._fitting(line, asked)
         tokens, thinking = plan_thinking(
@@ -423,9 +425,10 @@ class Chat:
         return self._answer
 
     def _fitting(self, line: Line, asked: Exchange) -> tuple[list[int], int]:
-        """Return the tokens of a prompt, and how many exchanges are left out for want of room.
+        """Return the tokens of a prompt, and how many exchanges are left out because it is too long.
 
-        At least those that the answer before it did not see, so that the K/V of the others is there.
+        At least the exchanges that the last answer did not see are left out, because the K/V of the rest
+        exists.
         """
         parent = asked.parent
         before, n_cut = ([], 0) if parent is None else (parent.path, parent.n_cut)
@@ -444,7 +447,7 @@ class Chat:
         return tokens, n_cut
 
     def _tokens(self, system: str | None, before: Sequence[Exchange], asked: Exchange) -> list[int]:
-        """Return the tokens of a prompt, as the template writes it."""
+        """Return the tokens of a prompt, written by the template."""
         model = self.ctx.model
         variables = thinking_variables(model.turn_format, self.thinking)
         messages = messages_of(system, before, asked)
@@ -457,14 +460,14 @@ class Chat:
         asked: Exchange,
         tokens: Sequence[int],
     ) -> int:
-        """Return how many of the tokens of a prompt the next turn's will begin with, where that matters.
+        """Return how many tokens the prompt of the next turn will have in common, if that matters.
 
-        Many templates leave the reasoning out of earlier answers, or write the last one otherwise.
+        Many templates leave the reasoning out of earlier answers, or write the last one differently.
         """
         n = len(tokens)
         if not self.ctx.kv_cache.can_draft:
             answered = replace(asked, answer="x", n_tokens=1)
-            with suppress(LlamaBranchError):  # the template may take no other turn
+            with suppress(LlamaBranchError):  # the template may refuse another turn
                 later = self._tokens(system, [*before, answered], Exchange(answered, "x"))
                 n = n_common(tokens, later)
         return n
@@ -476,7 +479,7 @@ class Chat:
             answer.cut_off()
 
     def _conclude(self, exchange: Exchange) -> None:
-        """Take in an answer that has ended; one without a token that was broken off is taken back."""
+        """Record an answer that has ended; an interrupted one without a token is removed."""
         self._stats.num_evaluated_tokens += exchange.n_tokens
         if self._answer is not None and not exchange.is_answered:
             n_cut = self.n_cut
@@ -488,7 +491,7 @@ class Chat:
 
     @_exclusive
     def undo(self) -> str:
-        """Take the last message and its answer back, and return the message.
+        """Remove the last message and its answer, and return the message.
 
         Raises:
             UsageError: the branch has no message.
@@ -500,7 +503,7 @@ class Chat:
 
     @_exclusive
     def fork(self) -> int:
-        """Go on on a new branch, which begins like the current one; return its number."""
+        """Continue on a new branch, which begins like the current one; return its number."""
         self._end_answer()
         number = max(self._lines) + 1
         self._lines[number] = replace(self._line, number=number)
@@ -509,7 +512,7 @@ class Chat:
 
     @_exclusive
     def switch(self, number: int) -> None:
-        """Go on on another branch; nothing is evaluated before its next message.
+        """Continue on another branch; nothing is evaluated before its next message.
 
         Raises:
             UsageError: there is no such branch.
@@ -533,9 +536,9 @@ class Chat:
 
     @_exclusive
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write the conversation and the K/V of its branches to a folder, which is made; see `load`.
+        """Write the conversation and the K/V of its branches to a folder; see `load`.
 
-        What this chat has saved there before is replaced, other things are not.
+        The folder is created. An earlier save of this chat is replaced; other files are not.
 
         Raises:
             SnapshotError: it cannot be written, or the folder has another chat or other files.
@@ -559,18 +562,19 @@ class Chat:
     ) -> Chat:
         """Return the conversation that ``save`` wrote; it continues as if it had never ended.
 
-        K/V that there is no room for is evaluated again when it is needed; so is all of it, with a
-        `PerformanceWarning`, if the context has another K/V type or another setting that K/V depends on.
+        K/V that does not fit is evaluated again when it is needed. If the context has another K/V type,
+        or another setting that K/V depends on, all of it is evaluated again, with a `PerformanceWarning`.
 
         Args:
-            ctx: where it continues: a context of the same model, see `saved_model`.
+            ctx: the context in which it continues, of the same model; see `saved_model`.
             folder: the folder.
-            drafter, config: as for a new one.
+            drafter, config: as for a new chat.
             trusted: as for ``Branch.load``.
 
         Raises:
-            SnapshotError: no chat is there, it is damaged, or not of this model.
-            UnsupportedError: its K/V cannot be checked, and is not ``trusted``; no chat template.
+            SnapshotError: the folder has no chat, or it is damaged, or of another model.
+            UnsupportedError: its K/V cannot be checked and ``trusted`` is False, or there is no chat
+                template.
         """
         text_context("ctx", ctx)
         saved = read_chat(folder, ctx.model)
@@ -580,10 +584,12 @@ class Chat:
         chat._lines = {line.number: line for line in saved.lines}
         found: list[Branch] = []
         try:
-            for path, exchange in reversed(saved.branches):  # the last one was used last
+            for path, exchange in reversed(
+                saved.branches
+            ):  # the last one is the most recently used
                 exchange.branch = Branch.load(ctx, path, trusted=trusted)
                 found.append(exchange.branch)
-        except CapacityError:  # the others are evaluated again
+        except CapacityError:  # the rest is evaluated again
             pass
         except BaseException as error:
             for branch in found:
@@ -591,7 +597,7 @@ class Chat:
             if not isinstance(error, SnapshotError) or error.setting is None:
                 raise
             found = []
-            warn(f"the conversation is read again: {error.message}", PerformanceWarning)
+            warn(f"the conversation is evaluated again: {error.message}", PerformanceWarning)
         for branch in reversed(found):
             chat._turns.keep(branch)
         return chat
@@ -602,8 +608,8 @@ class Answer:
 
     Attributes:
         exchange: the message and its answer, as the chat keeps them.
-        branch: the prompt's tokens and the answer's.
-        prompt: the ids of the prompt, as the chat template wrote it.
+        branch: the branch with the tokens of the prompt and the answer.
+        prompt: the token ids of the prompt, written by the chat template.
     """
 
     def __init__(
@@ -620,11 +626,11 @@ class Answer:
         self._chat = chat
         self._thinking, self._grammar = thinking, grammar
         self._thought: list[int] = []  # tokens
-        # Another one where a full cache has ended the last.
+        # It is replaced when a full cache ends it.
         self._generations: list[Generation] = []
         self._events = self._run()
         self._has_ended = self._was_cut_off = False
-        self._reader = 0  # the thread that iterates, once there is one
+        self._reader = 0  # the thread that iterates; 0 = none yet
 
     def __repr__(self) -> str:
         text, n = self.exchange.answer, self.exchange.n_tokens
@@ -632,14 +638,14 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """The text so far, without the stop string that ended it; if nobody iterates, all of it."""
+        """The text without the stop string. If nobody iterates, reading it generates all of it."""
         if not self._generations:
             self.finish()
         return self.exchange.answer
 
     @property
     def thought(self) -> str:
-        """What the model thought before the answer, so far; if nobody iterates, all of it."""
+        """The thought before the answer. If nobody iterates, reading it generates all of it."""
         if not self._generations:
             self.finish()
         return self.exchange.thought
@@ -655,13 +661,13 @@ class Answer:
 
     @property
     def tokens(self) -> list[int]:
-        """The ids so far, a copy: those of the thought first."""
+        """The token ids so far, beginning with those of the thought; a copy."""
         answer = [token for generation in self._generations for token in generation.tokens]
         return self._thought + answer
 
     @property
     def finish_reason(self) -> str | None:
-        """ "stop", "length", "capacity" where the context is full; None: it runs, or was broken off."""
+        """ "stop", "length" or "capacity" (the context is full); None: running, or interrupted."""
         return self.exchange.finish_reason
 
     def __iter__(self) -> Iterator[Produced]:
@@ -672,18 +678,18 @@ class Answer:
             self._check_thread()
             try:
                 event = next(self._events)
-            except BaseException:  # the end, too
+            except BaseException:  # StopIteration too
                 self.close()
                 raise
             self._note()
             return event
 
     def _check_thread(self) -> None:
-        """Raise BranchStateError in the thread that reads the answer, if another one has ended it."""
+        """Raise BranchStateError in the thread that reads the answer if another thread ended it."""
         self._reader = self._reader or get_ident()
         if self._was_cut_off and self._reader == get_ident():
             raise BranchStateError(
-                "the answer was ended by another thread, which has used the chat",
+                "the answer was ended by another thread that used the chat",
                 hint="a chat belongs to one thread at a time",
             )
 
@@ -710,7 +716,7 @@ class Answer:
         self._read_calls()
 
     def _segment(self, generation: Generation) -> Generator[Produced, None, None]:
-        """Yield the tokens of a generation; note why it has ended, unless it can go on with more room."""
+        """Yield the tokens of a generation; note why it ended, unless it can continue with more cells."""
         chat = self._chat
         try:
             yield from generation
@@ -722,7 +728,7 @@ class Answer:
             self.exchange.finish_reason = generation.finish_reason
 
     def _think(self, thinking: Thinking, limit: int | None) -> Generator[Produced, None, None]:
-        """Yield the tokens of the thought; leave the branch where the answer begins."""
+        """Yield the tokens of the thought; after it the branch is where the answer begins."""
         chat, text, start = self._chat, self.branch.sequence, self.branch.position
         buffer = ThoughtBuffer(chat.ctx.model, thinking, limit)
         self._thought = buffer.tokens
@@ -745,7 +751,7 @@ class Answer:
             chat._turns.with_room(lambda: self.branch.append(forced), self.branch)
 
     def _read_calls(self) -> None:
-        """Take the calls of functions out of the answer."""
+        """Separate the calls of functions from the answer."""
         chat, n_thought = self._chat, len(self._thought)
         if not chat.tools.is_used:
             return
@@ -766,12 +772,12 @@ class Answer:
         return self
 
     def cut_off(self) -> None:
-        """End it because the chat continues; a thread that is reading it is told."""
+        """End it because the chat continues; a thread that reads it gets an error."""
         self._was_cut_off = not self._has_ended and self._reader not in (0, get_ident())
         self.close()
 
     def close(self) -> None:
-        """End it here. The text so far stays; without any, the message is taken back. Idempotent."""
+        """End it here. The text so far stays; without text the message is removed. Idempotent."""
         with self._chat.held():
             self._close()
 

@@ -1,6 +1,6 @@
-"""A conversation as a tree: exchanges of a message and its answer, and the lines that lead to them.
+"""A conversation as a tree of exchanges (a message and its answer), and its lines from the root.
 
-Nothing here knows of tokens: which of them are evaluated already is a matter of `turns`.
+This module knows nothing about tokens; `turns` knows which of them are already evaluated.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ class Exchange:
     Attributes:
         parent: the exchange before it, None for the first.
         user: the message.
-        answer: the text of the answer; a part of it while it is generated, or if it was broken off.
+        answer: the text of the answer; only a part while it is generated, or if it was interrupted.
         seed: the seed of its draws.
-        finish_reason: "stop", "length", or "capacity" where the context was full; None: broken off.
+        finish_reason: "stop", "length" or "capacity" (the context was full); None: interrupted.
         n_tokens: tokens of the answer.
         n_cut: how many of the first exchanges before it the model did not see.
-        thought: what the model thought before the answer.
-        calls: the calls of functions in the answer, as OpenAI's messages hold them; ``answer`` is then
-            the text beside them.
-        results: what the functions have returned that the exchange before it called; then there is no
-            message of the user.
-        branch: the prompt's tokens and the answer's; pruned once its sequence was needed.
+        thought: the thought before the answer.
+        calls: the calls of functions in the answer, in the format of OpenAI's messages; ``answer`` is
+            then the text without them.
+        results: the results of the functions that the previous exchange called; then there is no message
+            of the user.
+        branch: the branch with the tokens of prompt and answer; it is pruned when its sequence is needed.
     """
 
     parent: Exchange | None
@@ -53,7 +53,7 @@ class Exchange:
 
     @property
     def path(self) -> list[Exchange]:
-        """All exchanges from the first one to this."""
+        """All exchanges from the first to this one."""
         found: list[Exchange] = []
         at: Exchange | None = self
         while at is not None:
@@ -64,11 +64,11 @@ class Exchange:
 
 @dataclass
 class Line:
-    """A line of the conversation: where it has got to, and how it is shown to the model.
+    """A line of the conversation: its last exchange and its system message.
 
     Attributes:
-        number: by which it is chosen.
-        head: its last exchange, None before the first.
+        number: the number of the branch.
+        head: its last exchange; None before the first.
         system: the system message, if there is one.
     """
 
@@ -78,14 +78,14 @@ class Line:
 
     @property
     def path(self) -> list[Exchange]:
-        """Its exchanges, the first one first."""
+        """Its exchanges, in order."""
         return [] if self.head is None else self.head.path
 
 
 def messages_of(
     system: str | None, exchanges: Iterable[Exchange], *more: Exchange
 ) -> list[dict[str, object]]:
-    """Return messages as a chat template takes them; ``more``: without their answers."""
+    """Return messages for a chat template; ``more`` are exchanges without their answers."""
     found: list[dict[str, object]] = []
     if system is not None:
         found.append({"role": "system", "content": system})

@@ -1,7 +1,8 @@
 """A saved chat: a folder with the conversation as JSON and the branches as snapshots.
 
-The JSON is written last and names the snapshots, which have new names each time: a folder has the old
-chat or the new one, whenever the writing ends. It may come from an untrusted source.
+The JSON is written last and names the snapshots, which have new names each time. So the folder always has
+either the old chat or the new one, even if the writing is interrupted. It may come from an untrusted
+source.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ _FILE = "chat.json"
 _VERSION = 1
 _BRANCH = re.compile(r"[0-9a-f]{32}\.branch")
 _EXCHANGE = ("user", "answer", "seed", "finish_reason", "n_tokens", "n_cut")
-_LATER = ("thought", "calls", "results")  # since 0.4; left out where they are empty
-_KINDS: dict[str, type | tuple[type, ...]] = {  # of the values in the file, wherever they are
+_LATER = ("thought", "calls", "results")  # since 0.4; left out if they are empty
+_KINDS: dict[str, type | tuple[type, ...]] = {  # the types of the values in the file
     **dict.fromkeys(
         ("id", "user", "answer", "thought", "file", "name", "path", "fingerprint"), str
     ),
@@ -43,16 +44,16 @@ _KINDS: dict[str, type | tuple[type, ...]] = {  # of the values in the file, whe
 
 @dataclass(frozen=True)
 class SavedChat:
-    """What is saved of a chat; of a chat that is read also its model and the K/V of its branches."""
+    """The saved data of a chat; after reading also its model and the K/V of its branches."""
 
-    id: str  # the same whenever it is saved
+    id: str  # stays the same at each save
     lines: Sequence[Line]
     current: int
     sampling: SamplingParams
     max_tokens: int | None
     stop: tuple[str, ...]
     model: Mapping[str, str] = field(default_factory=dict)  # its name, path and fingerprint
-    branches: Sequence[tuple[Path, Exchange]] = ()  # files, with the exchanges that end there
+    branches: Sequence[tuple[Path, Exchange]] = ()  # each file with the last exchange in it
 
 
 def write_chat(
@@ -72,14 +73,14 @@ def write_chat(
             if read_chat(place).id != chat.id:
                 raise SnapshotError(
                     f"{place} has another chat",
-                    hint="name another folder, or load that chat to go on with it",
+                    hint="name another folder, or load that chat to continue it",
                 )
         elif any(path not in old for path in place.iterdir()):
             raise SnapshotError(f"{place} is not a saved chat", hint="name another folder")
         files: list[dict[str, object]] = []
         for exchange in ends:
             name = f"{uuid4().hex}.branch"
-            # It is evaluated again where it cannot be saved, or another thread has needed its sequence.
+            # If it cannot be saved, or another thread took its sequence, it is evaluated again later.
             with contextlib.suppress(UnsupportedError, BranchStateError):
                 if exchange.branch is not None:
                     exchange.branch.save(place / name)
@@ -113,16 +114,16 @@ def write_chat(
 
 
 def saved_model(folder: str | os.PathLike[str]) -> Path | None:
-    """Return the file of the model that a saved chat is of; None if an earlier version saved it.
+    """Return the model's file of a saved chat; None if an earlier version saved it.
 
     Raises:
-        SnapshotError: no chat is there, it is damaged, or the model is not where it was.
+        SnapshotError: the folder has no chat, or it is damaged, or the model's file has moved.
     """
     model = read_chat(folder).model
     path = Path(model["path"]) if model else None
     if path is not None and not (path.is_absolute() and path.is_file()):
         raise SnapshotError(
-            f"the chat's model is gone: {path}", hint="name the file where it is now"
+            f"the chat's model is missing: {path}", hint="name the file where it is now"
         )
     return path
 
@@ -131,7 +132,7 @@ def read_chat(folder: str | os.PathLike[str], ours: Model | None = None) -> Save
     """Return a saved chat.
 
     Raises:
-        SnapshotError: no chat is there, it is damaged, or not of our model.
+        SnapshotError: the folder has no chat, or it is damaged, or of another model.
     """
     place = path_of(folder)
     try:
@@ -144,9 +145,9 @@ def read_chat(folder: str | os.PathLike[str], ours: Model | None = None) -> Save
             fields = {name: each[name] for name in _EXCHANGE}
             fields |= {name: each[name] for name in _LATER if name in each}
             if not all(isinstance(result, str) for result in fields.get("results", ())):
-                raise ValueError("a result of a function is no text")
+                raise ValueError("a result of a function is not text")
             if not all(map(_is_call, fields.get("calls", ()))):
-                raise ValueError("a call of a function is none of OpenAI's")
+                raise ValueError("a call of a function does not have OpenAI's format")
             exchanges.append(Exchange(_at(exchanges, each["parent"]), **fields))
         lines = [
             Line(each["number"], _at(exchanges, each["head"]), each["system"])
@@ -154,7 +155,7 @@ def read_chat(folder: str | os.PathLike[str], ours: Model | None = None) -> Save
         ]
         model = about.get("model", {})
         chat = SavedChat(
-            about.get("id") or hashlib.sha256(text.encode()).hexdigest(),  # it had none once
+            about.get("id") or hashlib.sha256(text.encode()).hexdigest(),  # older files have no id
             lines,
             about["current"],
             SamplingParams.from_dict(about["sampling"]),
@@ -164,11 +165,11 @@ def read_chat(folder: str | os.PathLike[str], ours: Model | None = None) -> Save
             [(place / each["file"], exchanges[each["exchange"]]) for each in about["branches"]],
         )
         if chat.current not in {line.number for line in lines}:
-            raise ValueError("no branch is the current one")
+            raise ValueError("there is no current branch")
         if not all(_BRANCH.fullmatch(each["file"]) for each in about["branches"]):
-            raise ValueError("a branch has no name of a branch")
+            raise ValueError("the name of a branch is invalid")
         if not all(isinstance(each, str) for each in chat.stop):
-            raise ValueError("a stop string is no text")
+            raise ValueError("a stop string is not text")
     except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise SnapshotError(f"{place} has no chat that can be read: {error}") from error
     if ours is not None and chat.model and not ours.is_of(chat.model["fingerprint"]):
@@ -180,7 +181,7 @@ def read_chat(folder: str | os.PathLike[str], ours: Model | None = None) -> Save
 
 
 def _checked(found: dict[str, object]) -> dict[str, object]:
-    """Return an object of the file, whose values have the right types."""
+    """Return an object of the file after checking the types of its values."""
     for name in found.keys() & _KINDS.keys():
         if not isinstance(found[name], _KINDS[name]) or isinstance(found[name], bool):
             raise ValueError(f"{name} is {found[name]!r:.40}")
@@ -188,7 +189,7 @@ def _checked(found: dict[str, object]) -> dict[str, object]:
 
 
 def _is_call(found: object) -> bool:
-    """Return whether this is a call of a function as messages hold it."""
+    """Return whether this is a call of a function in the format of messages."""
     call = found if isinstance(found, dict) else {}
     function = call.get("function")
     named = function if isinstance(function, dict) else {}
@@ -197,7 +198,7 @@ def _is_call(found: object) -> bool:
 
 
 def _at(exchanges: Sequence[Exchange], place: int | None) -> Exchange | None:
-    """Return one of the exchanges that are read already, so that none comes before itself."""
+    """Return one of the exchanges that were read before, so that there are no cycles."""
     if place is not None and place < 0:
-        raise ValueError(f"{place} is no place in a list")
+        raise ValueError(f"{place} is not an index of the list")
     return None if place is None else exchanges[place]

@@ -1,9 +1,9 @@
 """The branches that a chat keeps: one where a prompt ends, one where an answer ends.
 
-They are a cache. The tokens of a prompt decide what is read of it: the branch with the longest common
-prefix is forked, cut there where the memory allows it, and reads the rest. Where sequences or cells run
-out, the least recently used ones are pruned; their tokens are evaluated again when they are needed. All
-but the one that was used last are evicted for whoever needs a sequence of the context, in any thread.
+They are a cache. For a new prompt, the branch with the longest common prefix is forked, cut after that
+prefix if the memory can, and processes the rest. When sequences or cells run out, the least recently used
+branches are pruned; their tokens are evaluated again when they are needed. If any other text in the
+context needs a sequence, in any thread, all but the most recently used branch can be evicted.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class TurnBranches:
     ) -> tuple[Branch, int]:
         """Return a kept branch with exactly these tokens, and how many of them were evaluated.
 
-        ``on_prompt_progress``: as for ``Branch.append``. ``n_next``: how many of the tokens the prompt of
-        the next turn is expected to begin with. Memory that cannot be cut everywhere can return to that
-        place then.
+        ``on_prompt_progress``: as for ``Branch.append``. ``n_next``: how many of these tokens the prompt
+        of the next turn will probably begin with; memory that cannot be cut everywhere keeps a checkpoint
+        there.
 
         Raises:
-            CapacityError, DecodeError: it cannot be read; nothing was lost but branches that were pruned.
+            CapacityError, DecodeError: it cannot be processed; nothing but pruned branches is lost.
         """
         best, n = self._nearest(tokens)
         if best is not None and best.position == n == len(tokens):
@@ -77,9 +77,9 @@ class TurnBranches:
         return branch, len(tokens) - n
 
     def _nearest(self, tokens: Sequence[int]) -> tuple[Branch | None, int]:
-        """Return the branch to begin from and how many tokens it has in common; it is now in use."""
+        """Return the branch to begin from, now marked as in use, and the length of the common prefix."""
         best, most = None, 0
-        with self._ctx.lock:  # from being found to being the one used last, it is not evicted
+        with self._ctx.lock:  # so that it cannot be evicted before it is the most recently used one
             for branch in self.living():
                 n = n_common(branch.sequence.tokens, tokens)
                 if not n == branch.position == len(tokens):
@@ -93,25 +93,25 @@ class TurnBranches:
         return best, most
 
     def living(self) -> list[Branch]:
-        """Return the kept branches, but for those that somebody else has pruned."""
+        """Return the kept branches without those that were pruned elsewhere."""
         return [branch for branch in self._branches if branch.state != "pruned"]
 
     def evictable(self) -> list[int]:
-        """Return the sequences that may be taken: all but that of the branch used last."""
+        """Return the sequences that may be taken: all but that of the most recently used branch."""
         return [branch.seq_id for branch in self.living()[:-1]]
 
     def evict(self, used: Collection[int]) -> bool:
-        """Prune one of these for somebody else, see `Evictable`."""
+        """Prune one of these for another text, see `Evictable`."""
         return self._prune_of(self.living()[:-1], used)
 
     def keep(self, branch: Branch) -> None:
-        """Keep a branch as the one that was used last."""
+        """Keep a branch as the most recently used one."""
         with self._ctx.lock:
             self._branches = [each for each in self.living() if each is not branch] + [branch]
             self._ctx.sequences.evict_last(self)
 
     def fork(self, branch: Branch) -> Branch:
-        """Return a fork of a kept branch; where no other fits, what takes its place."""
+        """Return a fork of a kept branch or, if there is no free sequence, a branch that replaces it."""
         try:
             return self.with_room(branch.fork, branch)
         except SequencesExhaustedError:
@@ -119,7 +119,7 @@ class TurnBranches:
                 return branch.transfer_text()
 
     def with_room(self, act: Callable[[], T], used: Branch | None = None) -> T:
-        """Return what ``act`` returns; branches other than ``used`` are pruned until there is room."""
+        """Return the result of ``act``; prune branches other than ``used`` until it succeeds."""
         while True:
             try:
                 return act()

@@ -20,7 +20,7 @@ from .files import check_new_file, load_functions, read_piped_text, read_standar
 from .interrupts import EXIT_FAILURE
 from .options import DEFAULTS, OUTPUT, SAMPLING, TEXT, ModelOptions, OutputOptions, trained_length
 
-_CELLS = 8192  # of the cache, unless -c is given or the model was trained for less
+_CELLS = 8192  # cells of the cache, unless -c is given or the model was trained for less
 _SHOWN = 200  # characters of a result
 # Why a run has no whole answer.
 _ENDS = {
@@ -32,7 +32,7 @@ _ENDS = {
 
 @dataclass(frozen=True)
 class AgentOptions:
-    """The task, and what the model may use for it."""
+    """The task, and the functions that the model may call."""
 
     panel: ClassVar[str] = TEXT
     first: ClassVar[str] = "tools system journal temperature seed"
@@ -40,7 +40,7 @@ class AgentOptions:
     words: list[str] | None = argument("What to do; - reads standard input.", metavar="TASK")
     tools: list[Path] | None = option(
         None,
-        "A Python file: its functions, with annotated parameters and docstrings, may be called. It is "
+        "A Python file whose functions may be called; they need annotations and docstrings. The file is "
         "run. May be repeated.",
         "--tools",
         metavar="FILE.py",
@@ -48,28 +48,28 @@ class AgentOptions:
     system: str | None = option(None, "The system message before the task.", "--system-prompt -sys")
     journal: Path | None = option(
         None,
-        "A new file for all steps: `llamabranch open` takes it, and llamabranch.agents.replay.",
+        "A new file for all steps; `llamabranch open` and llamabranch.agents.replay read it.",
         "--journal",
         metavar="FILE.jsonl",
         rich_help_panel=OUTPUT,
     )
     temperature: float = option(
         DEFAULTS.temperature,
-        "0 or below takes the most probable token.",
+        "0 or less always takes the most probable token.",
         "--temp --temperature",
         callback=lambda value: max(value, 0.0),
         rich_help_panel=SAMPLING,
     )
     seed: int | None = option(
         None,
-        "The same seed, and equal results of the functions, give the same text; -1 is a random one.",
+        "The same seed and equal results of the functions give the same text; -1 is a random seed.",
         "--seed -s",
         callback=lambda value: None if value == -1 else value,
         rich_help_panel=SAMPLING,
     )
 
     def task(self) -> str:
-        """Return the task, or what is piped in; ConfigError without one."""
+        """Return the task, or the text that is piped in; ConfigError if there is neither."""
         words = self.words or []
         text = read_standard_input() if words == ["-"] else " ".join(words)
         text = text or read_piped_text() or ""
@@ -83,7 +83,7 @@ class AgentOptions:
 def agent(*, task: AgentOptions, models: ModelOptions, output: OutputOptions) -> None:
     """Do a task with a model that may call the functions of a Python file.
 
-    The steps are shown as they happen, on standard error where the answer goes into a pipe. Ctrl-C ends
+    Steps are shown as they happen; if the output is a pipe they go to standard error. Ctrl-C ends
     the run; the journal has all steps until then.
     """
     with output.console() as console:
@@ -110,7 +110,7 @@ def show(console: Console, steps: Iterable[Step]) -> Report:
     """Print steps as they happen, and the answer; return the report.
 
     Raises:
-        LlamaBranchError: what has ended the run.
+        LlamaBranchError: the error that ended the run.
     """
     report: Report | None = None
     is_live = console.out.is_terminal and not console.silent
@@ -130,12 +130,12 @@ def show(console: Console, steps: Iterable[Step]) -> Report:
             console.note(f"  {shortened(step.text, _SHOWN)}")
         elif step.kind == "reread":
             console.note(
-                f"({step.n} tokens are read again: the template writes them otherwise now)"
+                f"({step.n} tokens are processed again: the template now writes them differently)"
             )
         elif step.report is not None:
             report = step.report
     if report is None:
-        raise lb.LlamaBranchError("the run has no end")
+        raise lb.LlamaBranchError("the run ended without a report")
     if report.error is not None:
         raise report.error
     if not is_live:

@@ -20,24 +20,24 @@ from .command import Command, CommandGroup, UsageError, reopen_closed_streams
 from .console import Console, print_json_error
 from .interrupts import EXIT_FAILURE
 
-# Each command in the order of --help, with the first sentence of its own help. It is the function of that
-# name in the module of that name. A new command is a line here, and its file.
+# Each command in the order of --help, with the first sentence of its help. A command is the function of
+# that name in the module of that name. A new command is a line here, and its file.
 COMMANDS = {
-    "demo": "Show what this is for, in half a minute: forks, drafts, JSON and scores, as you watch.",
+    "demo": "Show in half a minute what llamabranch does: forks, drafts, JSON and scores.",
     "generate": "Generate text from one prompt or many, and show what drafting did.",
     "chat": "Talk with a model in the terminal; turns can be retried, edited, forked and saved.",
     "agent": "Do a task with a model that may call the functions of a Python file.",
     "open": "Branch, see and compare texts in the browser.",
-    "serve": "Serve a model over HTTP: OpenAI's API, scores of given text, and branches.",
+    "serve": "Serve a model over HTTP: OpenAI's API, scores of texts, and branches.",
     "search": "Search for the best continuation: beams, samples, votes, particles, steps, or a tree.",
-    "score": "Score given text: log-probabilities of its tokens, perplexity, or the best of several.",
+    "score": "Score a text: log-probabilities of its tokens, perplexity, or the best of several.",
     "eval": "Measure models by the text they predict: perplexity, KL divergence.",
     "bench": "Measure drafting with a pair of models here, and name the best draft length.",
     "models": "List the known models, download one, or show what a file is.",
     "doctor": "Report versions, processor, build, memory and caches, test the installation, and advise.",
 }
 HIDDEN = {"speculate": "generate"}  # names of commands that --help does not list
-# What some type in place of a command, and the commands of earlier versions.
+# Names that people type instead of a command, and the commands of earlier versions.
 MOVED = {
     "cli": "chat",
     "run": "chat",
@@ -52,7 +52,7 @@ MOVED = {
     "inspect": "models show",
     "pull": "models pull",
     "theory": "bench, or llamabranch.theory in Python",
-    "plan": "generate, for Ray llamabranch.scale in Python, benchmarks/plan_job.py of the source",
+    "plan": "generate, or for Ray llamabranch.scale in Python and benchmarks/plan_job.py of the source",
 }
 
 
@@ -82,7 +82,11 @@ class _Commands(CommandGroup):
             return name, None, rest
         try:
             return name, load_command(listed.name), rest
-        except (ImportError, OSError, RuntimeError) as error:  # of llama.cpp's library
+        except (
+            ImportError,
+            OSError,
+            RuntimeError,
+        ) as error:  # llama.cpp's library cannot be loaded
             message = f"{name} cannot be loaded: {error}"
             hint = "`llamabranch doctor` shows what is installed"
             Console().error(message, hint)

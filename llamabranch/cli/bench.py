@@ -39,7 +39,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class SizeOptions:
-    """How much is measured."""
+    """How many prompts, tokens and runs are measured."""
 
     panel: ClassVar[str] = "Measurement"
     first: ClassVar[str] = "max_tokens runs quick longest"
@@ -50,15 +50,13 @@ class SizeOptions:
     )
     quick: bool = option(
         False,
-        "One prompt, one run, 16 tokens, lengths 1, 2 and auto: does it run? The times mean little.",
+        "Only check that it runs: one prompt, one run, 16 tokens, lengths 1, 2 and auto.",
         "--quick",
     )
-    longest: int | None = option(
-        None, "The longest draft that is measured.  [default: 8]", min=1, max=64
-    )
+    longest: int | None = option(None, "The longest draft to measure.  [default: 8]", min=1, max=64)
 
     def settings(self) -> dict[str, Any]:
-        """Return them by the names of `PairBench`."""
+        """Return the settings by their names in `PairBench`."""
         longest = self.longest or (2 if self.quick else 8)
         given = {"n_tokens": self.max_tokens, "n_runs": self.runs}
         quick = {"n_tokens": 16, "n_runs": 1, "n_pairs": 1, "verify_s": 0.0} if self.quick else {}
@@ -79,11 +77,11 @@ def bench(
     """Measure drafting with a pair of models here, and name the best draft length.
 
     Plain and speculative decoding take turns on the same prompts with the same seeds; figures are
-    medians of the runs. A best length is named only where a 95 % interval of its speedup lies above
-    1. Four prompts are used unless others are given; -m tale-target measures the bundled pair.
+    medians of the runs. A best length is named only if the whole 95 % interval of its speedup is above
+    1. Without prompts, four built-in ones are used; -m tale-target measures the bundled pair.
     """
     with output.console() as console:
-        # Everything that can be wrong in the arguments is found before a model loads.
+        # All arguments are checked before a model loads.
         params, config = sampling.params(models), models.config()
         texts = _prompts(prompts, params) or PROMPTS[: 1 if size.quick else None]
         target_name, drafters = names = models.resolve(console)
@@ -93,7 +91,7 @@ def bench(
         contexts = dict(zip(filter(is_model, drafters), drafter.contexts, strict=True))
 
         def new_drafter() -> lb.Drafter:
-            """Return what each run gets, over the same contexts."""
+            """Return a new drafter for each run, over the same contexts."""
             return make_drafter(drafters, contexts.__getitem__)
 
         params, machine = sampling.without_eog(params, context.model), Machine.now()
@@ -116,7 +114,7 @@ def bench(
         )
         report.print(console)
         if interrupts.requested:
-            console.note("interrupted: this is what was measured until then")
+            console.note("interrupted: these are the measurements so far")
             raise typer.Exit(EXIT_INTERRUPTED)
 
 
@@ -135,7 +133,7 @@ def _prompts(prompts: ManyPrompts, params: lb.SamplingParams) -> Sequence[Prompt
 
 
 def _arguments(sampling: SamplingOptions, models: DraftOptions) -> list[str]:
-    """Return the options that the setting was measured with, for the command line to use."""
+    """Return the options of this measurement, for the suggested command line."""
     temperature = sampling.temperature
     given = {
         "--temp": None if temperature == lb.SamplingParams().temperature else f"{temperature:g}",
@@ -154,10 +152,11 @@ def _arguments(sampling: SamplingOptions, models: DraftOptions) -> list[str]:
 
 @dataclass(frozen=True)
 class BenchReport:
-    """What was measured, and how.
+    """The measurements, and how they were made.
 
-    ``machine`` is its state before the measurement, ``names`` are those of the target and of what drafts,
-    ``drafts`` the contexts of draft models, ``options`` those of the command line for the length to use.
+    ``machine`` is the machine's state before the measurement. ``names`` are those of the target and of
+    the drafters, ``drafts`` the contexts of draft models. ``options`` are the options for the command
+    line that is suggested.
     """
 
     report: PairReport
@@ -168,7 +167,7 @@ class BenchReport:
     options: Sequence[str]
 
     def command(self) -> str | None:
-        """Return the command line of the length to use, None where none is established."""
+        """Return the command line with the best length; None if no length is known to be best."""
         target, *drafters = self.names
         best, arguments = self.report.best, ["llamabranch", "generate", "-m", target]
         if best is not None:
@@ -183,8 +182,8 @@ class BenchReport:
         report, bench, found = self.report, self.bench, self.report.confirmed
         if not report.lengths:
             drafters = self.names[1:]
-            return "Nothing was compared." if drafters else "There is no drafter to compare with."
-        advice = "Give prompts that the drafter can continue, or another --draft."
+            return "Nothing was compared." if drafters else "There is no drafter to compare."
+        advice = "Try prompts that the drafter can continue, or another --draft."
         if report.candidate is None:
             return f"{NOTHING_DRAFTED} {advice}"
         if found is not None and not found.drafts:
@@ -193,7 +192,7 @@ class BenchReport:
                 f"drafted when it was measured once more, with other seeds. {advice}"
             )
         if found is None:
-            return "Inconclusive: it was interrupted before the best length was measured again."
+            return "Inconclusive: interrupted before the best length was measured again."
         interval = found.series.interval(found.base)
         n, length = interval.n, f"draft length {found.length}"
         ends = interval_text(interval).replace("-", "no 95 % interval from so few")
@@ -201,7 +200,7 @@ class BenchReport:
         if report.verdict == "faster":
             return f"Best: {length}, {gain}. Use"
         if report.verdict == "slower":
-            return f"Drafting does not pay here: at best, with {length}, it is {gain}. Use"
+            return f"Drafting does not pay here: the best, with {length}, is {gain}. Use"
         more = max(4 * bench.n_runs, math.ceil(12 / len(bench.prompts)))
         quiet = self.machine.complaint(bench.target.n_threads) or "nothing else running"
         return (

@@ -1,7 +1,7 @@
 """Bundles of options: dataclasses whose fields Typer reads as options of a command.
 
-Commands share most of their options. A bundle declares each of them once, with its default, and converts
-it to what the library takes; a command takes the bundles it needs.
+Commands share most of their options. A bundle declares each option once, with its default, and converts
+it to the library's argument; a command takes the bundles that it needs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from inspect import Parameter, Signature, cleandoc, signature
 from typing import Annotated, TypeVar
 
 import typer
-from typing_extensions import get_type_hints  # of Python 3.11: a default of None wraps nothing
+from typing_extensions import get_type_hints  # 3.10's adds None to some types
 
 T = TypeVar("T")
 
@@ -22,9 +22,9 @@ def option(default: T, text: str, names: str = "", **more: object) -> T:
     """Return the field of a bundle that is an option of a command.
 
     Args:
-        default: its value where it is not given.
+        default: its value if the user does not set it.
         text: its line in --help.
-        names: with spaces between; none = from the field's.
+        names: its names, with spaces between; "" = made from the field's name.
         more: other arguments of `typer.Option`.
     """
     make: Callable[..., object] = typer.Option
@@ -32,23 +32,23 @@ def option(default: T, text: str, names: str = "", **more: object) -> T:
 
 
 def argument(text: str, *, metavar: str) -> list[str] | None:
-    """Return the field of a bundle that takes the words of a command that are no options."""
+    """Return the field of a bundle that takes the words of a command that are not options."""
     info: object = typer.Argument(
         metavar=metavar, help=text, show_default=False, rich_help_panel="Arguments"
     )
     return field(default=None, metadata={_OPTION: info})
 
 
-_OPTION = "option"  # where a field keeps it
+_OPTION = "option"  # the key of it in a field's metadata
 
 
 def with_bundles(command: Callable[..., None]) -> Callable[..., None]:
     """Return ``command`` with the fields of its bundles as parameters, for Typer to read.
 
-    A parameter whose type is a dataclass is a bundle: each of its fields becomes an option, declared by
-    `option`, `argument` or its annotation, under the heading that the class which declares it names as
-    ``panel`` unless the field names another; those that its ``first`` names are shown by --help, the
-    others by --help-all. The command gets the bundle, built from the options that were given.
+    A parameter whose type is a dataclass is a bundle. Each field of it, declared by `option`, `argument`
+    or its annotation, becomes an option. Its heading in the help is the ``panel`` of the class, unless
+    the field names another one. --help shows the fields that ``first`` names, and --help-all shows all.
+    The command gets the bundle, built from the options that the user gave.
     """
     hints = get_type_hints(command, include_extras=True)
     parameters: list[Parameter] = []
@@ -69,7 +69,7 @@ def with_bundles(command: Callable[..., None]) -> Callable[..., None]:
             arguments[name] = kind(**{each.name: values.pop(each.name) for each in fields(kind)})
         command(**arguments, **values)
 
-    # One line for each paragraph, for --help to wrap at any width.
+    # One line per paragraph, so that --help can wrap it at any width.
     doc = re.sub(r"(?<!\n)\n(?!\n)", " ", cleandoc(command.__doc__ or ""))
     run.__name__, run.__doc__ = command.__name__, doc
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

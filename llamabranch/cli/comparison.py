@@ -1,4 +1,4 @@
-"""``--compare``: the same requests with drafts and plainly, in turn, and what that tells."""
+"""``--compare``: run the same requests with drafts and plainly, in turn, and compare."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .console import Console, interval_text
 from .interrupts import InterruptHandler
 
 NOTHING_DRAFTED = (
-    "Inconclusive: the timed runs drafted nothing, so all is plain decoding and differs by noise."
+    "Inconclusive: nothing was drafted in the timed runs, so all of them are plain decoding."
 )
-MOST_PAIRS = 9  # the fewest with which one outlier on either side does not widen the 95 % interval
+MOST_PAIRS = 9  # with fewer, one outlier on either side would widen the 95 % interval
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Drafted against plain decoding of the same requests with the same seed.
+    """Decoding with drafts compared with plain decoding of the same requests, with the same seed.
 
     Attributes:
         drafted, plain: the timed runs of each.
@@ -37,17 +37,17 @@ class Comparison:
 
     @property
     def speedup(self) -> float:
-        """The drafted median divided by the plain one, nan without a token."""
+        """The median speed with drafts divided by the plain one; nan without a token."""
         return self.drafted.rate.median / self.plain.rate.median
 
     @property
     def interval(self) -> Interval:
-        """The speedup by pairs of runs, one right after the other."""
+        """The speedup in pairs of consecutive runs."""
         return self.drafted.interval(self.plain)
 
     @property
     def verdict(self) -> str:
-        """ "faster", "slower" or "inconclusive"; "nothing drafted" where both were plain decoding."""
+        """ "faster", "slower" or "inconclusive"; "nothing drafted" if both were plain decoding."""
         drafts = any(result.stats.num_draft_tokens for result in self.results)
         return self.interval.verdict if drafts else "nothing drafted"
 
@@ -67,7 +67,7 @@ class Comparison:
         }
 
     def print(self, console: Console) -> None:
-        """Print its figures as a table of their own: all are of the timed runs."""
+        """Print the figures of the timed runs as a table."""
         n = self.interval.n
         console.line(f"timed again, {n} pair{'s' * (n != 1)} of runs")
         console.figures(
@@ -82,9 +82,9 @@ class Comparison:
         )
 
     def explain(self, shorter: str = ": generate less (-n)") -> str:
-        """Return the speedup and what the verdict means; without a speedup, what to do about it.
+        """Return the speedup and what the verdict means; if it does not pay, also what to do.
 
-        ``shorter`` follows where a run took too long to be repeated often enough.
+        ``shorter`` is advice for runs that take too long to be repeated often enough.
         """
         interval, verdict = self.interval, self.verdict
         fast = f"drafting is {self.speedup:.2f} times as fast as plain decoding here"
@@ -112,9 +112,9 @@ def compare(
     budget_s: float = 60.0,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Comparison | None:
-    """Time drafted against plain decoding; both have been warmed up. None if interrupted.
+    """Time decoding with drafts and plain decoding, both warmed up. None if interrupted.
 
-    There are 9 pairs of runs at most; none begins after ``budget_s`` seconds.
+    There are at most 9 pairs of runs; no pair begins after ``budget_s`` seconds.
     """
     results: dict[Engine, Sequence[Result]] = {}
 
@@ -143,11 +143,11 @@ def compare(
 def first_difference(
     ctx: lb.Context, found: Comparison, requests: Sequence[Request]
 ) -> dict[str, object] | None:
-    """Return where the first two texts that differ part; None where all are equal.
+    """Return where the first pair of different texts parts; None if all are equal.
 
-    ``position`` counts generated tokens from 0, ``tokens`` are the plain and the drafted one there (None
-    where that text has ended), ``logprobs`` what the model gives them (nats; None where the text does
-    not fit into the context again).
+    ``position`` counts generated tokens from 0. ``tokens`` are the plain token and the drafted one there
+    (None if that text has ended). ``logprobs`` are the model's log-probabilities of the two (nats; None
+    if the text does not fit into the context again).
     """
     for plain, drafted in zip(found.plain_results, found.results, strict=True):
         for position, pair in enumerate(zip_longest(plain.tokens, drafted.tokens)):

@@ -1,6 +1,6 @@
 """Standard output and standard error: text, tables, colours, progress, one JSON object.
 
-Standard output carries the answer, standard error everything about it. Colours are used on a
+The answer goes to standard output, everything else to standard error. Colours are used on a
 terminal only, and not when ``NO_COLOR`` is set.
 """
 
@@ -40,8 +40,8 @@ ROUNDING = (
     "batched can differ."
 )
 _GAP = 3  # spaces between the columns of a table
-LONG_PROMPT = 64  # tokens from which on reading is reported
-PROGRESS_S = 15.0  # on a pipe, between two lines about what is going on
+LONG_PROMPT = 64  # tokens; longer prompts report their progress
+PROGRESS_S = 15.0  # between two lines about the progress if the output is a pipe
 
 
 class OutputError(lb.LlamaBranchError):
@@ -52,13 +52,13 @@ class Console:
     """Standard output and standard error, with or without colour.
 
     Args:
-        silent: standard output carries one JSON object, and nothing that is printed.
+        silent: print nothing but one JSON object to standard output.
         to_stderr: print to standard error.
         verbose: say more, and show llama.cpp's log.
 
     Attributes:
-        resources: what is closed when the command ends.
-        on_opening: called with how far a model is opened, as a text.
+        resources: closed when the command ends.
+        on_opening: called with the progress of opening a model, as text.
     """
 
     def __init__(
@@ -84,9 +84,9 @@ class Console:
 
     @property
     def beside(self) -> Console:
-        """Where tables about a generated text go: here on a terminal, else standard error.
+        """The console for tables about a generated text: this one on a terminal, else standard error.
 
-        A pipe gets the text alone.
+        So a pipe gets only the text.
         """
         return self if self.silent or self.out.is_terminal else Console(to_stderr=True)
 
@@ -111,7 +111,7 @@ class Console:
             self.out.file.flush()
 
     def answer(self, value: Mapping[str, object]) -> None:
-        """Print the JSON object, where one is asked for."""
+        """Print the JSON object if the user asked for one."""
         if self.silent:
             print_json(value)
 
@@ -126,7 +126,7 @@ class Console:
         self.write(token.text, SOURCE_STYLES[token.source])
 
     def legend(self) -> None:
-        """Print what the colours mean; nothing without colours."""
+        """Print the meaning of the colours, if there are colours."""
         if self.colored:
             line = Text()
             for source, label in SOURCES.items():
@@ -143,9 +143,9 @@ class Console:
     ) -> None:
         """Print rows under headings, if any, without breaking a word.
 
-        What is too wide wraps between words. If that is not enough, the columns of ``wide`` are left out,
-        and then each row becomes a paragraph: its first cell, and the others with their headings below.
-        The first column and those of ``left`` are left-aligned.
+        If the table is too wide, cells wrap between words. If that is not enough, the columns of ``wide``
+        are left out. If that is not enough either, each row becomes a paragraph: its first cell, and
+        below it the others with their headings. The first column and those of ``left`` are left-aligned.
         """
         texts = [[cell(value) for value in row] for row in rows]
         kept = list(range(len(columns)))
@@ -228,7 +228,7 @@ class Console:
         self._remark(Text(text, style="dim"))
 
     def warn(self, text: str) -> None:
-        """Print a warning to standard error; one that comes while a text is printed waits for its end."""
+        """Print a warning to standard error; while a text is printed it waits for the end of the text."""
         if self._held is None:
             self.note(f"warning: {text}")
         else:
@@ -236,7 +236,7 @@ class Console:
 
     @contextmanager
     def printing_text(self) -> Iterator[None]:
-        """Keep warnings back while a text is printed piece by piece: they would stand in its middle."""
+        """Hold warnings back while a text is printed piece by piece, so that they do not interrupt it."""
         self._held = []
         try:
             yield
@@ -255,11 +255,11 @@ class Console:
     def _remark(self, text: Text) -> None:
         if self._progress:
             self.progress("")
-        with contextlib.suppress(OSError):  # there is nowhere else to report it
+        with contextlib.suppress(OSError):  # it cannot be reported anywhere else
             self.err.print(text, soft_wrap=not self.err.is_terminal)
 
     def progress(self, text: str) -> None:
-        """Replace the progress line of the terminal, "" to clear it; a pipe gets a line now and then.
+        """Replace the progress line of the terminal; "" clears it. A pipe gets a line now and then.
 
         It needs no thread, so it can be used while something is timed.
         """
@@ -273,7 +273,7 @@ class Console:
             self.note(text)
 
     def reading(self, read: lb.PromptProgress) -> None:
-        """Show how much of a prompt is read as the progress line; it is gone when all of it is."""
+        """Show the progress of a prompt in the progress line, which disappears at the end."""
         is_long = read.n_total - read.n_cached >= LONG_PROMPT
         if is_long and read.n_read < read.n_total:
             self.progress(f"reading the prompt: {read.n_read:,} of {read.n_total:,} tokens")
@@ -284,9 +284,10 @@ class Console:
     def opening(
         self, name: str
     ) -> Iterator[tuple[Callable[[float], None] | None, Callable[[str], None]]]:
-        """Show how far a model is loaded and what is measured of it, and tell ``on_opening``.
+        """Show the progress of loading and measuring a model, and pass it to ``on_opening``.
 
-        Yields what takes the loaded fraction, None where nobody looks, and what is measured.
+        Yields two functions: one takes the loaded fraction (None if nobody watches), the other a
+        description of what is measured.
         """
         shown = base_name(name)
 
@@ -334,12 +335,12 @@ def _failures_of_standard_output() -> Iterator[None]:
         leave_standard_output()
         raise OutputError(
             f"cannot write to standard output: {error.strerror or error}",
-            hint="free some space, or send it elsewhere",
+            hint="free some space, or send the output elsewhere",
         ) from None
 
 
 def leave_standard_output() -> None:
-    """Discard what is still in its buffer: the interpreter would fail to flush it at exit."""
+    """Discard its buffer, which the interpreter would fail to flush at exit."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

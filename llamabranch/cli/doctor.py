@@ -1,6 +1,6 @@
-"""``llamabranch doctor``: what is installed, on what machine, and whether both work together.
+"""``llamabranch doctor``: what is installed, on which machine, and whether it works.
 
-llama.cpp is imported late: what is found without it is printed before, whatever is wrong with it.
+llama.cpp is imported late, so that everything else is printed even if llama.cpp is broken.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ REBUILD = (
 )
 GPUS = {"nvidia-smi": "-DGGML_CUDA=on", "rocminfo": "-DGGML_HIP=on"}
 
-Check = tuple[str, bool, str]  # a test, whether it went as it should, and what was seen
+Check = tuple[str, bool, str]  # the name of a test, whether it passed, and what was seen
 
 
 @with_bundles
 def doctor(*, threads: Threads = None, output: OutputOptions) -> None:
     """Report versions, processor, build, memory and caches, test the installation, and advise.
 
-    The tests and measurements take some ten seconds. A bug report needs this output. Exit code 1: a test
+    The tests and measurements take about ten seconds. A bug report needs this output. Exit code 1: a test
     failed.
     """
     with output.console() as console:
@@ -82,7 +82,9 @@ def doctor(*, threads: Threads = None, output: OutputOptions) -> None:
             target, draft = (
                 runtime.open(name, console) for name in (hub.BUNDLED_TARGET, hub.BUNDLED_DRAFT)
             )
-        except Exception as error:  # a broken build can fail in any way; this command is for that
+        except (
+            Exception
+        ) as error:  # a broken build can fail in any way, and this command must report it
             checks.append(_failed("loading llama.cpp and the bundled pair", error))
             sections.setdefault("machine", {})
         else:
@@ -99,7 +101,7 @@ def doctor(*, threads: Threads = None, output: OutputOptions) -> None:
             console.line(f"      {name}: {rate:,.0f} tokens a second")
         all_passed = all(passed for _, passed, _ in checks)
         console.heading("advice")
-        failed = [] if all_passed else ["a test failed: a report of that needs everything above"]
+        failed = [] if all_passed else ["a test failed: please report it with everything above"]
         for line in [*advice, *failed] or ["nothing to improve was found"]:
             console.line(line)
         tests = [dict(zip(("name", "passed", "detail"), check, strict=True)) for check in checks]
@@ -180,7 +182,7 @@ def _context(context: lb.Context) -> dict[str, str]:
 
 
 def _exactness(can: lb.context.Capabilities) -> str:
-    """Return whether batches are exact, why, and what that costs on this processor."""
+    """Return whether batches are exact, why, and how much slower that is on this processor."""
     if not can.batch_invariant:
         return f"no: {can.batch_invariant_reason}"
     cost = f"; {can.cost_of_exact}" if can.cost_of_exact else ""
@@ -225,7 +227,7 @@ def _self_test(target: lb.Context, draft: lb.Context) -> list[Check]:
 
     can, checks = target.capabilities, list[Check]()
     for name, test, what, is_exact in (
-        ("four texts in one batch", batch, "the text that each has alone", False),
+        ("four texts in one batch", batch, "each text as it is alone", False),
         ("speculative decoding", drafts, "the text of plain decoding", False),
         ("a saved branch", saved, "the tokens that follow where it was saved", True),
         ("the cache's accounting", accounting, "that of llama.cpp", True),
@@ -236,7 +238,7 @@ def _self_test(target: lb.Context, draft: lb.Context) -> list[Check]:
             checks.append(_failed(name, error))
             continue
         may_differ = not is_exact and not can.batch_invariant
-        why = f", as may be: {can.batch_invariant_reason}" * may_differ
+        why = f", which is allowed: {can.batch_invariant_reason}" * may_differ
         checks.append((name, same or may_differ, what if same else f"not {what}{why}"))
     return checks
 
@@ -269,9 +271,9 @@ def advise(
     flags: frozenset[str] | None = None,
     tools: Sequence[str] | None = None,
 ) -> list[str]:
-    """Return what could be better, each with what to do.
+    """Return advice: what could be better, and what to do about it.
 
-    ``flags`` of the processor and ``tools`` of GPU drivers are this machine's unless they are given.
+    ``flags`` of the processor and ``tools`` of GPU drivers default to those of this machine.
     """
     from llamabranch.bench.machine import processor_flags
 

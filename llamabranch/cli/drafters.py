@@ -1,4 +1,4 @@
-"""What ``--draft`` means: a draft model, a head, a drafter that copies, a chain, or what fits."""
+"""What ``--draft`` means: a draft model, a head, a drafter that copies, a chain, or "auto"."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from llamabranch import ConfigError, Context, Drafter, Model, hub
 
 from .console import Console
 
-# One request at a time: a shared index would let a repeated run copy its own text.
+# The index is not shared between requests, or a repeated run would copy its own text.
 COPYING: dict[str, Callable[[], Drafter]] = {
     "lookup": lb.speculative.PromptLookupDrafter,
     "suffix": lambda: lb.SuffixDrafter(shared_tokens=0),
 }
 MTP = "mtp"  # the target's own MTP layers
-GRAMMAR = "grammar"  # what the text's grammar forces, else what follows in the chain
+GRAMMAR = "grammar"  # drafts what the text's grammar forces; elsewhere the rest of the chain drafts
 
-LARGEST_SHARE = 0.5  # of the target's bytes and of its parameters: a larger draft cannot pay
+LARGEST_SHARE = 0.5  # of the target's bytes and parameters; a larger draft model cannot pay
 BEST_SHARE = 0.1
 MOST = 6  # models whose vocabularies are compared; a large one takes a second
 
@@ -31,8 +31,8 @@ def choose_drafters(
 ) -> tuple[str, ...]:
     """Return the names of the drafters for a target, all found before any model is loaded.
 
-    Where ``--draft`` was not ``given`` the grammar drafts if there is one, else what fits. What "auto"
-    found is printed to standard error.
+    If ``--draft`` was not ``given``, the grammar drafts if there is one, and otherwise "auto" chooses.
+    The choice of "auto" is printed to standard error.
     """
     path = hub.resolve(target, download=None)
     if has_grammar and given is None:
@@ -42,8 +42,8 @@ def choose_drafters(
             console.note("draft: mtp, the target's own MTP layers")
         return (MTP,)
     if given == MTP:
-        message = f"{target} has no MTP layers that llama.cpp computes"
-        hint = "--draft FILE takes MTP layers that are in a file of their own"
+        message = f"{target} has no MTP layers that llama.cpp supports"
+        hint = "for MTP layers in a file of their own use --draft FILE"
         raise lb.errors.UnsupportedError(message, hint=hint)
     listed = hub.draft_for(target)
     entry = None if listed is None else hub.find_entry(listed)
@@ -53,9 +53,11 @@ def choose_drafters(
         return parse_draft(given)
     found = _fittest(target)
     if found is None:
-        console.note(f"no smaller model here drafts for {target}: copying from the text (suffix)")
+        console.note(
+            f"there is no smaller model here to draft for {target}: copying from the text (suffix)"
+        )
         return ("suffix",)
-    # A model that nobody has paired with this target may not pay; copying costs next to nothing.
+    # A model that models.txt does not list for this target may not pay; copying costs next to nothing.
     first = () if found == listed else ("suffix",)
     console.note(f"draft: {'+'.join((*first, found))}")
     return (*first, *parse_draft(found))
@@ -124,8 +126,8 @@ class PossibleDraft:
     Attributes:
         name: what ``--draft`` takes.
         path: its file, None if it is not on this machine.
-        size_bytes: of its file; rounded if it is not here.
-        drafts_by: "tokens", or "text" where the vocabularies differ; "unknown" if it is not here.
+        size_bytes: of its file; rounded if it is not on this machine.
+        drafts_by: "tokens", or "text" if the vocabularies differ; "unknown" if it is not on this machine.
         listed: models.txt lists it for this target.
     """
 
@@ -137,12 +139,12 @@ class PossibleDraft:
 
 
 def possible_drafts(target: str) -> list[PossibleDraft]:
-    """Return the models that could draft for a target that is on this machine, the fittest first.
+    """Return the models that could draft for a target that is on this machine, the best first.
 
-    First the draft that models.txt lists, then the models of the same vocabulary on this machine, from
-    those of about a tenth of the target's size on, then those that could draft through the text. None has
-    more than half of the target's parameters, as another quantization of the same model has. The bundled
-    draft is left out of the last: it knows fairy tales only.
+    First comes the draft that models.txt lists. Then come the models on this machine with the same
+    vocabulary, beginning with those of about a tenth of the target's size. Then come those that could
+    draft through the text, except for the bundled draft, which knows only fairy tales. Models with more
+    than half of the target's parameters, such as another quantization of the target, are left out.
     """
     path, listed = hub.resolve(target), hub.draft_for(target)
     size, found = _size(path), list[PossibleDraft]()
@@ -160,7 +162,7 @@ def possible_drafts(target: str) -> list[PossibleDraft]:
                 Model(each, vocab_only=True) as draft,
             ):
                 if name != listed and Model.is_head(each):
-                    continue  # it fits one model only
+                    continue  # a head fits only one model
                 way = model.compatibility(draft).path
                 fits = way == "tokens" or (way == "text" and name != hub.BUNDLED_DRAFT)
                 if fits and draft.n_params <= LARGEST_SHARE * model.n_params:
@@ -172,7 +174,7 @@ def possible_drafts(target: str) -> list[PossibleDraft]:
 
 
 def _fittest(target: str) -> str | None:
-    """Return the name of the fittest draft, downloaded if it must be and may be, or None."""
+    """Return the name of the best draft, downloaded if needed and allowed; None if there is none."""
     for each in possible_drafts(target):
         with contextlib.suppress(ConfigError):  # it may not be downloaded
             if each.path is None:

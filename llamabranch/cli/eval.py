@@ -1,4 +1,4 @@
-"""``llamabranch eval``: how good models are, by the text they predict."""
+"""``llamabranch eval``: how well models predict a text."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .pair_report import compare_pair, divergence_tables
 if TYPE_CHECKING:
     from llamabranch.eval.comparison import Comparison
 
-_CHUNKS, _WINDOW = 16, 512  # where models are compared; tokens a chunk
+_CHUNKS, _WINDOW = 16, 512  # chunks when models are compared; tokens of a chunk
 _N_WRITTEN = 48
 _ROW_BYTES = 64 * 2**20  # of logits at a time
 _SAVED_EVERY_S = 10.0
@@ -40,7 +40,7 @@ _SAVED_EVERY_S = 10.0
 
 @dataclass(frozen=True)
 class ReadingOptions:
-    """Which text is read, and what the models are compared with."""
+    """The text, and what the models are compared with."""
 
     panel: ClassVar[str] = "Perplexity and KL divergence"
     first: ClassVar[str] = "text_file against chunks output_file"
@@ -54,9 +54,9 @@ class ReadingOptions:
     )
     against: str | None = option(
         None,
-        "A model that the others are compared with by KL divergence; or what --save-logits or "
-        "llama-perplexity wrote of one, which holds the text too. One model is compared in detail, "
-        "several in one table.",
+        "The model that the others are compared with by KL divergence, or its file from --save-logits "
+        "or llama-perplexity, which contains the text too. One model is compared in detail, several "
+        "in one table.",
         metavar="MODEL|FILE",
     )
     chunks: int | None = option(
@@ -69,30 +69,32 @@ class ReadingOptions:
     )
     output_file: Path | None = option(
         None,
-        "Write the results to this file, also when interrupted.",
+        "Write the results to this file, even if interrupted.",
         "--output -o",
         rich_help_panel=OUTPUT,
     )
 
     coded: bool = option(
         False,
-        "Compare two models through llama-perplexity's 16 bits: all numbers are its.",
+        "Compare two models with llama-perplexity's 16-bit coding, to get exactly its numbers.",
         "--coded",
     )
-    fail_kl: float | None = option(None, "Exit 1 above this mean KL divergence, nats.", min=0)
+    fail_kl: float | None = option(
+        None, "Exit 1 if the mean KL divergence is above this, in nats.", min=0
+    )
     fail_top: float | None = option(
-        None, "Exit 1 where fewer most probable tokens agree, from 0 to 1.", min=0, max=1
+        None, "Exit 1 if a smaller share (0 to 1) of most probable tokens agrees.", min=0, max=1
     )
 
     def check_output(self) -> Path | None:
-        """Return --output. Raises ConfigError if a file is there."""
+        """Return --output. Raises ConfigError if the file exists."""
         if self.output_file is not None:
             check_new_file(self.output_file, hint="name another file")
         return self.output_file
 
     @property
     def logits(self) -> Path | None:
-        """The file of log-probabilities to compare with; None where that is a model, or nothing."""
+        """The file of log-probabilities of --against; None if that is a model or was not set."""
         path = Path(self.against or "")
         if self.against is None or not path.is_file():
             return None
@@ -106,11 +108,11 @@ class ReadingOptions:
         return read_prompt_file(self.text_file)
 
 
-# -- what all that scores shares -----------------------------------------------------------------------
+# -- shared by all measurements ------------------------------------------------------------------------
 
 
 def scoring_options(name: str, models: ModelOptions, n_seq_max: int) -> LoadOptions:
-    """Return options of a context whose rows of logits take a bounded memory, whatever the vocabulary."""
+    """Return context options that limit the memory of logits, for a vocabulary of any size."""
     with vocabulary(name) as model:
         rows = _ROW_BYTES // (4 * model.n_vocab)
     n_batch = models.set("load").get("n_batch") or 512
@@ -129,12 +131,12 @@ def open_for_chunks(name: str, models: ModelOptions, window: int, console: Conso
 
 
 def _window_of(name: str, models: ModelOptions) -> int:
-    """Return the tokens of a chunk: ``--ctx-size`` as in llama-perplexity; 0 is the trained length."""
+    """Return the tokens per chunk: ``--ctx-size``, as in llama-perplexity; 0 is the trained length."""
     return (trained_length(name) if models.n_ctx == 0 else models.n_ctx) or _WINDOW
 
 
 def save(path: Path | None, kind: str, data: Mapping[str, object]) -> None:
-    """Write results to a JSON file, which is replaced as a whole; OutputError if it cannot be."""
+    """Replace a JSON file with results; OutputError if that fails."""
     if path is not None:
         text = json.dumps(finite({"kind": kind, **data}), ensure_ascii=False)
         with writing(path), atomic_write(path) as file:
@@ -145,17 +147,21 @@ def save(path: Path | None, kind: str, data: Mapping[str, object]) -> None:
 
 
 def measure(reading: ReadingOptions, name: str, models: ModelOptions, console: Console) -> None:
-    """Print the perplexity of a model, or how far it is from the one that a file has logits of.
+    """Print the perplexity of a model, or its divergence from the model whose logits a file has.
 
-    What is done is kept and printed when it is interrupted, too.
+    If it is interrupted, the results so far are saved and printed.
     """
     logits, save_to = reading.logits, reading.save_to
     if logits is not None and (reading.text_file or reading.chunks or save_to):
-        message = f"{logits} holds the text and its chunks, and is compared with one model"
+        message = (
+            f"{logits} contains the text and its chunks, and can be compared with only one model"
+        )
         raise ConfigError(message, hint="--against MODEL compares several")
     kind, output = "perplexity" if logits is None else "kld", reading.check_output()
     if save_to is not None:
-        hint = f"--against {save_to} reads it; to write, name another file, or delete it"
+        hint = (
+            f"--against {save_to} reads it; to write logits, name another file, or delete this one"
+        )
         check_new_file(save_to, hint=hint)
     found: Perplexity | KLDivergence | None = None
     saved_s = perf_counter()
@@ -210,7 +216,7 @@ def _print(console: Console, ctx: Context, found: Perplexity | KLDivergence) -> 
 def compare(
     reading: ReadingOptions, base: str, name: str, models: ModelOptions, console: Console
 ) -> None:
-    """Print how far a model is from another; exit with 1 where that is further than it may be."""
+    """Print the divergence of two models; exit with 1 if it is above a limit."""
     text, path = reading.text(), reading.check_output()
     if reading.save_to is not None:
         raise ConfigError("--save-logits is for one model")
@@ -247,9 +253,9 @@ def compare_models(
     models: ModelOptions,
     console: Console,
 ) -> None:
-    """Measure several models on a text; with a base also how far the others are from it.
+    """Measure several models on a text; with a base, also their divergence from it.
 
-    What is done is printed, and written to ``--output``, when it is interrupted, too.
+    If it is interrupted, the results so far are printed and written to ``--output``.
     """
     if reading.save_to is not None:
         raise ConfigError("--save-logits is for one model")
@@ -300,7 +306,7 @@ def _row(
     logits: Path | None,
     console: Console,
 ) -> dict[str, Any]:
-    """Return what is known of a model; the first one, the base, writes the file ``logits``."""
+    """Return the figures of a model; the first one, the base, writes the file ``logits``."""
 
     def note(done: Perplexity | KLDivergence) -> None:
         console.progress(f"{done.n_done} of {chunks} chunks of {base_name(name)}")
@@ -354,8 +360,8 @@ def _print_rows(console: Console, rows: Sequence[dict[str, Any]], *, with_base: 
         if row["made_from"] is not None:
             console.line()
             console.line(
-                f"{base_name(row['model'])} was made from {row['made_from']}, whose losses it has: its "
-                "figures show what that step changed, not how near it is to the original model."
+                f"{base_name(row['model'])} was made from {row['made_from']} and has the errors of that "
+                "file. Its figures show what this step changed, not how near it is to the original model."
             )
 
 
@@ -368,7 +374,7 @@ class EvalModels(ModelOptions):
     target: list[str] | None = option(  # type: ignore[assignment]
         None,
         "A GGUF file, a name from `llamabranch models`, or user/repo[:tag]; repeat it for several. "
-        "Default: smollm2-135m where it is installed, else tale-target.",
+        "Default: smollm2-135m if it is installed, else tale-target.",
         "--model -m --target -hf",
     )
 

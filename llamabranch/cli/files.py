@@ -1,4 +1,4 @@
-"""What commands read and write: prompts from files and standard input, and no file over another."""
+"""Files of commands: reading prompts from files and standard input, never overwriting a file."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .console import OutputError
 def check_new_file(path: Path, *, hint: str = "name another file, or delete it") -> None:
     """Raise ConfigError unless a file can be written at ``path`` without losing one.
 
-    Called before a model loads. An empty file, a device and a pipe may be there. ``hint`` is what to do
-    about a file that is there.
+    Called before a model loads. An empty file, a device or a pipe may exist there. ``hint`` says what to
+    do about an existing file.
     """
     try:
         if path.is_dir():
@@ -40,7 +40,7 @@ def check_new_file(path: Path, *, hint: str = "name another file, or delete it")
 
 @contextlib.contextmanager
 def writing(path: Path, hint: str | None = None) -> Iterator[None]:
-    """Raise OutputError where ``path`` cannot be written; for a full disk the hint tells so first."""
+    """Raise OutputError if writing ``path`` fails; for a full disk the hint begins with that."""
     try:
         yield
     except OSError as error:
@@ -52,7 +52,7 @@ def writing(path: Path, hint: str | None = None) -> Iterator[None]:
 def read_text(path: Path, errors: str = "strict", newline: str | None = None) -> str:
     """Return the text of a file, without a byte order mark; ConfigError if it cannot be read as UTF-8.
 
-    Lines end with a newline, however they end in the file; with ``newline=""`` the text is as it is.
+    All line ends become ``\\n``; with ``newline=""`` the text is unchanged.
     """
     try:
         with path.open(encoding="utf-8-sig", errors=errors, newline=newline) as file:
@@ -71,7 +71,7 @@ def text_lines(text: str) -> list[str]:
 
 
 def load_function(place: str) -> Callable[[str], bool]:
-    """Return a function of a Python file, or an object of it, by "FILE.py:NAME"; the file is run.
+    """Run a Python file and return the function or object that "FILE.py:NAME" names.
 
     Raises:
         ConfigError: it has no such name, or cannot be run.
@@ -79,7 +79,7 @@ def load_function(place: str) -> Callable[[str], bool]:
     file, _, name = place.rpartition(":")
     if not file or not name:
         raise ConfigError(
-            f"no function is named by {place!r}", hint="write FILE.py:NAME, as in rules.py:no_e"
+            f"{place!r} does not name a function", hint="write FILE.py:NAME, as in rules.py:no_e"
         )
     names = _run_file(Path(file))
     if name not in names:
@@ -88,7 +88,7 @@ def load_function(place: str) -> Callable[[str], bool]:
 
 
 def load_functions(path: Path) -> list[Callable[..., object]]:
-    """Return the functions that a Python file defines, but for those whose names begin with "_".
+    """Return the functions that a Python file defines, except those whose names begin with "_".
 
     Raises:
         ConfigError: it cannot be run, or defines none.
@@ -123,14 +123,14 @@ def _run_file(path: Path) -> dict[str, Any]:
 
 
 def schema_text(given: str) -> str:
-    """Return a JSON schema that is given as its text, or as the name of a file of it."""
+    """Return a JSON schema from its text, or from the name of a file."""
     return given if given.lstrip().startswith("{") else read_text(Path(given))
 
 
 def read_prompt_file(path: Path) -> str:
-    """Return the text of a file that is one prompt or is measured, as llama.cpp reads it.
+    """Return the text of a file that is a prompt or is scored, read as llama.cpp reads it.
 
-    That is without the last newline; a carriage return is a character of the text.
+    The last newline is left out; carriage returns stay in the text.
     """
     return read_text(path, newline="").removesuffix("\n")
 
@@ -138,10 +138,10 @@ def read_prompt_file(path: Path) -> str:
 def read_standard_input(errors: str = "strict", newline: str | None = None) -> str:
     """Return all of standard input; ConfigError if it is not UTF-8.
 
-    Lines end with a newline, however they were ended; with ``newline=""`` the text is as it is.
+    All line ends become ``\\n``; with ``newline=""`` the text is unchanged.
     """
     if sys.stdin is None:  # None means that it was closed when the process started
-        hint = "pipe the prompt in, or give it as an argument"
+        hint = "pipe the prompt in, or pass it as an argument"
         raise ConfigError("standard input is closed", hint=hint)
     try:
         text = sys.stdin.buffer.read().decode("utf-8-sig", errors)
@@ -152,7 +152,7 @@ def read_standard_input(errors: str = "strict", newline: str | None = None) -> s
 
 
 def read_piped_text() -> str | None:
-    """Return what is piped in, without its last newline; None from a terminal, or if it is nothing."""
+    """Return the text that is piped in, without its last newline; None if there is none."""
     if sys.stdin is None or sys.stdin.isatty():
         return None
     return read_standard_input(newline="").removesuffix("\n") or None

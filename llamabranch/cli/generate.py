@@ -1,4 +1,4 @@
-"""``llamabranch generate``: any number of prompts, batched, with what drafts for them."""
+"""``llamabranch generate``: any number of prompts in one batch, with or without drafts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from .options import (
 )
 from .results import ResultFile
 
-# Of the statistics: what the table shows of drafting, and of all else.
+# The statistics that the table shows: about drafting, and all others.
 _DRAFTING = (
     "num_drafts", "num_draft_tokens", "num_accepted_tokens", "draft_acceptance_rate",
     "mean_acceptance_length", "num_plain_steps",
@@ -63,24 +63,24 @@ _SHOWN = (
 _RARE = (
     "texts in the file already", "failed", "draft_forward_passes", "shared_prompt_tokens", "preemptions",
 )  # fmt: skip
-# What ended a text before its grammar did, and what is to be raised.
+# What can end a text before its grammar does, and what to raise then.
 _CUT = {"length": ("-n", "it"), "capacity": ("the context", "--ctx-size")}
 
 
 class GenerateReport:
-    """The results of a job and what is printed of them.
+    """The results of a job, and how they are printed.
 
     Args:
-        engine: what runs the job.
-        requests: all of them, as they were given.
+        engine: runs the job.
+        requests: all requests, as the user wrote them.
         console: where results, progress and totals go.
-        file: where results are appended instead, if anywhere.
+        file: where results are appended instead, or None.
         chat: prompts are questions: print them on lines of their own.
-        is_flat: the JSON object is that of the only text, as ``speculate`` prints it.
+        is_flat: the JSON object describes the only text, as ``speculate`` prints it.
         shows_drafts: print the figures of drafting too, if anything drafts.
 
     Attributes:
-        done: the texts (id, sample) that the file had before.
+        done: the texts (id, sample) that the file already had.
         comparison: with plain decoding, if requested.
     """
 
@@ -111,20 +111,20 @@ class GenerateReport:
         self._n_texts, self._n_ended = len(texts), len(self.done)
         prints = file is None and not console.silent
         self._streams = len(texts) == 1 and prints
-        # Where results are shown as they end, they are the progress.
+        # If results are shown as they end, no other progress is needed.
         shows = self._streams or (prints and self._on_terminal)
         self._counts = console.err.is_terminal and not shows
-        # A pipe gets the texts in the order of the prompts; others as they end.
+        # A pipe gets the texts in the order of the prompts; a terminal as they end.
         self._order = deque(texts if prints and not self._on_terminal else ())
         self._held: dict[tuple[str, int], Result] = {}
         self._machine = Machine.now()
-        # Figures of drafting where there is a draft model, or one was asked for.
+        # Figures of drafting, if there is a draft model or the user asked for one.
         self._has_figures = console.verbose or (shows_drafts and not self._is_plain)
 
     # -- texts -----------------------------------------------------------------------------------------
 
     def printing(self) -> AbstractContextManager[None]:
-        """Keep warnings back until the only text has been printed."""
+        """Hold warnings back until the only text has been printed."""
         return self._console.printing_text() if self._streams else nullcontext()
 
     def _begin(self) -> None:
@@ -136,10 +136,10 @@ class GenerateReport:
             self._console.write(self._prompt(*self._requests.values()), "dim")
 
     def show(self, event: Event) -> None:
-        """Print a token of the only text, or what is known of a text that has ended.
+        """Print a token of the only text, or the result of a text that has ended.
 
-        A text that an interruption has cut is printed if it has a token, and not written to a file, which
-        --resume completes.
+        If an interruption cut a text, it is printed if it has a token. It is not written to a file,
+        because --resume generates it again.
         """
         result = event.result
         if event.progress is not None:
@@ -168,7 +168,7 @@ class GenerateReport:
             self._give(self._held.pop(self._order.popleft()))
 
     def _show_reading(self, event: Event, read: PromptProgress) -> None:
-        """Show how much is read of the prompts that are being read, of all together."""
+        """Show the progress of all prompts that are being processed, added up."""
         if read.n_total - read.n_cached < LONG_PROMPT:
             self._begin()
             return
@@ -186,7 +186,7 @@ class GenerateReport:
         self._console.progress(f"reading {what}: {n_read:,} of {n_total:,} tokens")
 
     def end(self) -> None:
-        """Give what is still kept back, if the job was interrupted; keep the figures of the job."""
+        """Write the results that were held back if the job was interrupted; keep its figures."""
         self._console.progress("")
         for text in filter(self._held.__contains__, self._order):
             self._give(self._held[text])
@@ -198,7 +198,7 @@ class GenerateReport:
     def _give(self, result: Result) -> None:
         """Write a result to the file, or print it, or keep it for the JSON object."""
         request, error, note = self._requests[result.id], result.error, self._console.note
-        result.prompt = request.prompt  # as it was given, without the chat template
+        result.prompt = request.prompt  # as the user wrote it, without the chat template
         self._n_failed += error is not None and not result.tokens
         self._finish_reasons[result.finish_reason] += 1
         label = result.id + (f", sample {result.sample}" if result.sample else "")
@@ -211,7 +211,7 @@ class GenerateReport:
         if error is not None and not self._console.silent:
             self._console.error(f"{label}: {error.message}", error.hint)
         if result.finish_reason == "constraint":
-            message = "the constraint allows no token there, and the text may be incomplete"
+            message = "the constraint allows no token after it, so the text may be incomplete"
             note(f"warning: {label}: {message}")
         elif result.grammar is not None and result.finish_reason in _CUT:
             limit, more = _CUT[result.finish_reason]
@@ -225,7 +225,7 @@ class GenerateReport:
         if self._on_terminal:
             self._console.write(f"[{label}] ", "bold")
             self._console.write(self._prompt(request), "dim")
-        else:  # as `head` names several files
+        else:  # like `head` with several files
             about = shortened(self._prompt(request))
             label += f": {about}" if about else ""
             self._console.write("\n" * bool(self._n_printed) + f"==> {label} <==\n")
@@ -241,14 +241,14 @@ class GenerateReport:
     # -- totals ----------------------------------------------------------------------------------------
 
     def finish(self, *, interrupted: bool) -> None:
-        """Print the totals, and exit as the job asks for."""
+        """Print the totals, and exit with the code of the job."""
         compared = {} if self.comparison is None else self._compared(self.comparison)
         if self._has_figures or compared:
             self._print_totals(self._console.beside, compared)
         elif not self._console.silent:
             self._console.note(self._summary())
         if "capacity" in self._finish_reasons and not self._console.silent:
-            self._console.note("the context is full: raise --ctx-size to go on")
+            self._console.note("the context is full: raise --ctx-size to continue")
         answer = self._flat() if self._is_flat else self._totals(interrupted)
         self._console.answer({**answer, **compared})
         if interrupted:
@@ -275,7 +275,7 @@ class GenerateReport:
         return answer
 
     def _flat(self) -> dict[str, object]:
-        """Return what ``speculate`` prints of its only text."""
+        """Return the JSON object of ``speculate`` for its only text."""
         explained = {"explain": self._explanation}
         if not self._results:  # it was interrupted before the first token, or failed
             return {"text": "", "tokens": [], "finish_reason": None, **explained}
@@ -299,7 +299,7 @@ class GenerateReport:
             plain |= {"text": results[0].text, "tokens": results[0].tokens}
         else:
             plain["results"] = [result.as_dict(stats=False) for result in results]
-        # Whether the text of plain decoding is promised, not only its distribution.
+        # Whether the text, and not only its distribution, must be that of plain decoding.
         expected = self._is_plain or is_exact or str(engine.config.rule) == "seeded"
         requests = list(self._requests.values())
         return {
@@ -314,7 +314,7 @@ class GenerateReport:
         }
 
     def _summary(self) -> str:
-        """Return how much was generated as one line."""
+        """Return one line that says how much was generated."""
         n_texts, stats = sum(self._finish_reasons.values()), self._stats
         reasons = _counted(self._finish_reasons)
         if n_texts == 1:
@@ -383,7 +383,7 @@ class GenerateReport:
 
 
 def _counted(reasons: Mapping[str, int]) -> str | None:
-    """Return reasons with how often each was the case, the most frequent first; None without any."""
+    """Return reasons with their counts, the most frequent first; None if there are none."""
     ordered = Counter(reasons).most_common()
     return ", ".join(f"{reason} {n}" for reason, n in ordered) or None
 
@@ -399,10 +399,10 @@ class BatchOptions(DraftOptions):
     panel: ClassVar[str] = MODEL
     first: ClassVar[str] = "compare"
 
-    parallel: int = option(8, "Texts at a time at most.", "--parallel -np", min=1, max=255)
+    parallel: int = option(8, "Most texts at a time.", "--parallel -np", min=1, max=255)
     compare: bool = option(
         False,
-        "Also decode plainly, in turn: speedup, and whether the text is the same.",
+        "Also decode without drafts, in turn, and print the speedup and whether the text is the same.",
         "--compare",
         rich_help_panel=DRAFTING,
     )
@@ -410,7 +410,7 @@ class BatchOptions(DraftOptions):
     def contexts(
         self, job: JobLengths, drafters: tuple[str, ...], chat_template: str | None
     ) -> tuple[LoadOptions, LoadOptions]:
-        """Return the options of the target's context and of those that draft, as the job needs them."""
+        """Return the options for the contexts of the target and the drafters that the job needs."""
         kv_unified, n_own = self.set("load").get("kv_unified", "auto"), None
         if kv_unified is False:
             n_own = job.most_cells_per_text(self.parallel)
@@ -429,24 +429,26 @@ class BatchOptions(DraftOptions):
 
 @dataclass(frozen=True)
 class ResultOptions:
-    """What is generated for each prompt, and where the results go."""
+    """How many texts of each prompt, with which details, and where they go."""
 
     panel: ClassVar[str] = OUTPUT
     first: ClassVar[str] = "output_file"
 
     output_file: Path | None = option(
-        None, "Append each result to this file as it ends, one JSON object a line.", "--output -o"
+        None, "Append each result to this file as it ends, one JSON object per line.", "--output -o"
     )
-    resume: bool = option(False, "Skip the texts that are in --output already.", "--resume")
-    samples: int = option(1, "Texts for each prompt, from one prefill.", "--samples", min=1)
+    resume: bool = option(False, "Skip the texts that --output already has.", "--resume")
+    samples: int = option(
+        1, "Texts of each prompt; the prompt is processed once.", "--samples", min=1
+    )
     constraint: str | None = option(
         None,
-        "A Python function of the text so far: False where no allowed text begins so.",
+        "A Python function. It gets the text so far and returns False if no valid text starts with it.",
         metavar="FILE.py:NAME",
         rich_help_panel=TEXT,
     )
     top_logprobs: int | None = option(
-        None, "Give each token with its log-probability and the N most probable ones.", min=0
+        None, "Add each token with its log-probability and the N most probable ones.", min=0
     )
 
 
@@ -463,14 +465,15 @@ def generate(
 ) -> None:
     """Generate text from one prompt or many, and show what drafting did.
 
-    One text is printed as it is generated, several as they end, over one batch. With a seed, or at
-    temperature 0, each is the one its prompt has alone and undrafted where batches are exact; elsewhere
-    rounding can change it. Without a prompt, it is what is piped in. On a pipe standard output is the
-    text alone; several are in the order of the prompts, each below a line that names it. The figures of
-    drafting are printed with a draft model, --draft, --compare or -v, on a pipe to standard error.
+    One text is printed as it is generated; several are generated in one batch and printed as they end.
+    With a seed, or at temperature 0, and with exact batches, each text is the one that its prompt gets
+    alone and without drafts; otherwise rounding can change it. Without a prompt, the text that is piped
+    in is continued. A pipe gets only the texts, in the order of the prompts; with several texts a line
+    names each. Figures of drafting are printed with a draft model, --draft, --compare or -v; if the
+    output is a pipe they go to standard error.
     """
     with output.console() as console:
-        # Everything that can be wrong in the arguments is found before a model loads.
+        # All arguments are checked before a model loads.
         if models.compare and text.seed is None:
             text = replace(text, seed=secrets.randbits(31))
         is_flat = call.command.name == "speculate"
@@ -479,7 +482,7 @@ def generate(
             if piped is not None or is_flat:
                 prompts = replace(prompts, prompts=[DEFAULT_PROMPT if piped is None else piped])
         chat = chat.decided(models.target or hub.default_model())
-        # The seed is that of the text itself, or of a job.
+        # The seed is that of the only text, or of a job.
         params = text.params(models, text.seed if is_flat else None)
         requests = _requests(prompts, text, job, params)
         _check(requests, models, job, is_flat=is_flat)
@@ -498,8 +501,7 @@ def generate(
             Engine(context, each, config, sampling=params, max_tokens=most, seed=seed)
             for each in (drafter, NullDrafter())
         )
-        # One seed for all requests, also if none was given: a resumed job continues with the one that was
-        # picked for it.
+        # One seed for all requests. Without --seed one is picked; a resumed job continues with it.
         engine.seed = engine.seed if settings["seed"] is None else settings["seed"]
         if file is not None:
             file.open(context.model, engine.seed)
@@ -511,7 +513,10 @@ def generate(
         with InterruptHandler([context, *drafter.contexts]) as interrupts:
             if models.compare:  # the first decodes of a context are slower than later ones
                 few = [replace(request, max_tokens=8, n=1) for request in prepared]
-                for each in (drafter, NullDrafter()):  # engines of their own, which learn no length
+                for each in (
+                    drafter,
+                    NullDrafter(),
+                ):  # separate engines: no draft length is learned
                     Engine(context, each, replace(config, draft_k=2)).generate(few)
             _run(shown, prepared, interrupts)
             if models.compare and not interrupts.requested:
@@ -524,7 +529,7 @@ def generate(
 def _requests(
     prompts: ManyPrompts, text: TextOptions, job: ResultOptions, params: SamplingParams
 ) -> list[Request]:
-    """Return the requests as they were given, with the settings of the command line that they lack."""
+    """Return the user's requests, completed with the settings of the command line."""
     grammar = text.parse_grammar()
     constraint = None if job.constraint is None else load_function(job.constraint)
     return [
@@ -543,12 +548,12 @@ def _requests(
 def _check(
     requests: list[Request], models: BatchOptions, job: ResultOptions, *, is_flat: bool
 ) -> None:
-    """Raise ConfigError for what does not go together."""
+    """Raise ConfigError for options that exclude each other."""
     models.config()
     if job.resume and job.output_file is None:
         raise typer.BadParameter("needs --output", param_hint="--resume")
     if not requests:
-        raise ConfigError("there is no prompt", hint="give one, pipe it in, or give --input")
+        raise ConfigError("there is no prompt", hint="pass one, pipe it in, or use --input")
     if models.compare and job.output_file is not None:
         raise ConfigError("--compare prints its results: leave out --output")
     if is_flat and (len(requests) > 1 or requests[0].n > 1 or job.output_file is not None):
@@ -562,7 +567,7 @@ def _settings(
     models: BatchOptions,
     job: ResultOptions,
 ) -> dict[str, Any]:
-    """Return what --resume compares; how to sample and when to stop as a digest."""
+    """Return the settings that --resume compares; sampling and stopping as a digest."""
     grammar = text.parse_grammar()
     more = {"system": chat.system, "chat_template": chat.template, "constraint": job.constraint}
     options = {
@@ -572,7 +577,7 @@ def _settings(
         "stop": list(text.stop_strings),
         "ignore_end": text.ignore_eos,
         "chat": chat.is_on,
-        # The digests of older files have none of these.
+        # The digests of older files do not include these.
         **{name: value for name, value in more.items() if value is not None},
     }
     is_fast = models.set("load").get("batch_invariant") is False
@@ -590,7 +595,7 @@ def _settings(
 def _prepared(
     request: Request, text: TextOptions, chat: ChatOptions, context: lb.Context
 ) -> Request:
-    """Return a request as the engine gets it: a message in the chat template, no end if asked for."""
+    """Return a request for the engine: in the chat template, without EOG tokens under --ignore-eos."""
     if request.sampling is not None:
         params = text.without_eog(request.sampling, context.model)
         request = replace(request, sampling=params)
@@ -607,7 +612,7 @@ def _run(report: GenerateReport, requests: list[Request], interrupts: InterruptH
         try:
             if interrupts.requested:  # before there was a decode to stop
                 report.engine.target.interrupt()
-            for event in stream:  # the last ones after a Ctrl-C are what unfinished texts have
+            for event in stream:  # after a Ctrl-C the last ones are the unfinished texts
                 report.show(event)
         except lb.DecodeInterruptedError:
             if not interrupts.requested:

@@ -23,13 +23,13 @@ from .files import digest
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = startup.EXIT_INTERRUPTED
-_TOLD = "warnings"  # the section of the profile that holds which were printed
+_TOLD = "warnings"  # the section of the profile that remembers printed warnings
 _interrupted = False  # whether the running command got a Ctrl-C that raises
 
 
 @contextmanager
 def _raising_on_ctrl_c() -> Iterator[None]:
-    """Raise KeyboardInterrupt at a Ctrl-C, at the latest at the end of the block.
+    """Raise KeyboardInterrupt at a Ctrl-C, or at the latest at the end of the block.
 
     Python only prints exceptions raised in a finalizer or in a callback from C; the end of the block
     raises again.
@@ -78,7 +78,7 @@ class InterruptHandler:
         self._contexts = contexts
 
     def __enter__(self) -> InterruptHandler:
-        self.requested = _interrupted  # one that Python only printed, as in a finalizer
+        self.requested = _interrupted  # a Ctrl-C in a finalizer, which Python only printed
         self._listening = threading.current_thread() is threading.main_thread()
         if self._listening:
             self._previous = signal.signal(signal.SIGINT, self._on_signal)
@@ -136,7 +136,9 @@ def reporting_errors(console: Console) -> Iterator[None]:
             hint = where and f"this is a bug in llamabranch; {where}"
         if debug:
             traceback.print_exc()
-        is_noted = debug and f"hint: {hint}" in getattr(error, "__notes__", ())  # in the traceback
+        is_noted = debug and f"hint: {hint}" in getattr(
+            error, "__notes__", ()
+        )  # the traceback has it
         console.error(message, None if is_noted else hint)
         if console.silent:
             print_json_error(error, message, hint)
@@ -146,15 +148,15 @@ def reporting_errors(console: Console) -> Iterator[None]:
 def _show_warnings(console: Console) -> None:
     """Print this library's warnings as lines of ``console``, until the filters are restored.
 
-    That texts can differ by rounding is told in one line, once for each model as long as the profile
-    is kept; with -v always and in full.
+    The warning that texts can differ by rounding is one line, and is printed once for each model while
+    the profile is kept. With -v it is always printed, in full.
     """
     inner = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *more: Any, **named: Any) -> None:
         text = str(message)
         if issubclass(category, lb.errors.ExactnessWarning) and not console.verbose:
-            from llamabranch.profile import read_entry, write_entries  # needs llama.cpp
+            from llamabranch.profile import read_entry, write_entries  # imports llama.cpp
 
             key = digest(text)
             if read_entry(_TOLD, key) is not None:

@@ -1,4 +1,4 @@
-"""How long the texts of a job can get, and the cache that suits them."""
+"""Estimate how long the texts of a job can get, and how large a cache they need."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from llamabranch.errors import CacheFullError
 from .options import ModelOptions, trained_length, vocabulary
 
 _N_COMPARED = 64  # prompts whose beginnings are compared
-# Of all texts together, from which attention to other texts costs more than it saves.
+# Cells of all texts together; with more, attention to other texts costs more than sharing saves.
 _LEAST_CELLS = 1024
 _MOST_CELLS = 32_768  # of a cache that is divided among the texts
 _STEP = 256  # llama.cpp rounds the cells of a sequence up to a multiple of this
-_BYTES = 2  # of text for a token: most have more
-_SHORT = 2048  # tokens: the default size of a context, and what a text without a limit counts with
-_TEMPLATE = 32  # bytes that a chat template puts around a message, about
+_BYTES = 2  # bytes of text per token; most tokens have more
+_SHORT = (
+    2048  # tokens: the default size of a context, and the assumed length of a text without a limit
+)
+_TEMPLATE = 32  # about how many bytes a chat template adds to a message
 
 
 @dataclass(frozen=True)
@@ -27,11 +29,12 @@ class JobLengths:
     """How many cells the texts of a job need, estimated from the bytes of their prompts.
 
     Attributes:
-        n_texts: how many there are.
-        needed: of the longest; a text without a limit counts with 2,048 tokens.
-        longest: that a text needs at most.
-        own: that only one text has, on average; ``shared`` are those that all begin with.
-        most: what a context may have.
+        n_texts: number of texts.
+        needed: cells of the longest text; a text without a limit counts as 2,048 tokens.
+        longest: the most cells that a text can need.
+        own: cells of a text that others do not share, on average. ``shared``: cells of the common
+            beginning.
+        most: the largest size of a context.
     """
 
     n_texts: int
@@ -51,8 +54,8 @@ class JobLengths:
     ) -> JobLengths:
         """Look at all requests; ConfigError if two have the same id.
 
-        ``max_tokens`` is the limit of those that give none, ``lengths`` the tokens of each prompt (None:
-        estimates from their bytes). A prompt longer than ``most`` cannot run, and does not count.
+        ``max_tokens`` is the limit for requests without one, ``lengths`` the tokens of each prompt (None
+        = estimated from their bytes). A prompt longer than ``most`` cannot run, and does not count.
         """
         counts = Counter(str(request.id) for request in requests)
         if twice := [name for name, n in counts.items() if n > 1]:
@@ -76,7 +79,7 @@ class JobLengths:
     def measured(
         cls, requests: Sequence[Request], max_tokens: int | None, name: str, n_ctx: int | None
     ) -> JobLengths:
-        """Look at all requests, long prompts tokenized, without those that cannot run.
+        """Look at all requests that can run, with long prompts tokenized.
 
         The model of that ``name`` is not read if all prompts are short. ``n_ctx`` is the wanted size of
         the context, None for up to what the model was trained for.
@@ -84,7 +87,7 @@ class JobLengths:
         Raises:
             ConfigError: two have the same id. CacheFullError: the only prompt is too long.
         """
-        # An only prompt must fit: its tokens have a byte at least.
+        # A single prompt must fit; each of its tokens has at least one byte.
         about = [_n_prompt(each, 1 if len(requests) == 1 else _BYTES) for each in requests]
         found = cls.of(requests, max_tokens, about)
         if found.needed <= min(_SHORT, n_ctx or _SHORT):
@@ -97,7 +100,7 @@ class JobLengths:
                     return n
                 try:
                     return len(model.prompt_tokens(request.prompt))
-                except LlamaBranchError:  # with which the request will fail
+                except LlamaBranchError:  # the request will fail with it later
                     return nan
 
             lengths = list(map(length, requests, about))
@@ -112,8 +115,8 @@ class JobLengths:
     def cells_per_text(self, n_texts: int) -> int | None:
         """Return how many cells each of ``n_texts`` at a time should have of its own.
 
-        None where a unified cache is as good: the texts are short, or most of them is shared; or where
-        the texts may need too much memory.
+        None = a unified cache is as good, because the texts are short or mostly shared, or cells of their
+        own could take too much memory.
         """
         n = min(n_texts, self.n_texts)
         together = self.shared + n * self.own
@@ -129,12 +132,12 @@ class JobLengths:
 
     @property
     def n_ctx(self) -> int:
-        """The size of a context in which the longest text has room."""
+        """The size of a context that the longest text fits into."""
         return int(min(self.most, _whole_steps(self.needed + _TEMPLATE)))
 
 
 def with_room(models: ModelOptions, name: str, prompt: str, max_tokens: int | None) -> ModelOptions:
-    """Return the options with room for a prompt and ``max_tokens`` more, unless ``-c`` was given.
+    """Return the options with a context for a prompt and ``max_tokens`` more, unless ``-c`` is set.
 
     Raises:
         CacheFullError: the prompt alone is longer than ``-c``, or than the model's trained length.
@@ -149,7 +152,7 @@ def _whole_steps(n: float) -> int:
 
 
 def _parts(request: Request) -> Sequence[object]:
-    """Return a prompt as what can be compared: bytes of text, or token ids."""
+    """Return a prompt in a form that can be compared: bytes of text, or token ids."""
     prompt = request.prompt
     if not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], dict):
         prompt = "".join(f"{m['role']}{' ' * _TEMPLATE}{m['content']}" for m in prompt)  # type: ignore[call-overload,index]
@@ -157,17 +160,19 @@ def _parts(request: Request) -> Sequence[object]:
 
 
 def _n_prompt(request: Request, n_bytes: int = _BYTES) -> float:
-    """Return how many tokens a prompt has: about, and rather too many."""
+    """Estimate how many tokens a prompt has, rather too many than too few."""
     parts = _parts(request)
     return len(parts) / (n_bytes if isinstance(parts, bytes) else 1)
 
 
 def _n_shared(requests: Sequence[Request]) -> float:
-    """Return with how many tokens all of these prompts begin."""
+    """Return the length, in tokens, of the common beginning of all prompts."""
     prompts = [_parts(request) for request in requests]
     if len({type(prompt) is bytes for prompt in prompts}) != 1:  # none, or some of text only
         return 0
     first, last = min(prompts), max(prompts)  # type: ignore[type-var]
-    pairs = zip(first, last, strict=False)  # what the first and the last in order share, all do
+    pairs = zip(
+        first, last, strict=False
+    )  # if the first and the last in sorted order share it, all do
     n = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(last)))
     return n / (_BYTES if isinstance(first, bytes) else 1)

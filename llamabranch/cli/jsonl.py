@@ -26,7 +26,7 @@ _PAIR = re.compile(r"\\\\|\\u[dD][89abAB]..\\u[dD][c-fC-F]..")  # or a backslash
 _HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 _SETTINGS = {each.name for each in fields(SamplingParams)} - {"logprobs", "logits_processor"}
 _OTHER_NAMES = {"max_completion_tokens": "max_tokens", "repetition_penalty": "repeat_penalty"}
-# Of OpenAI's: what changes no text.
+# Fields of OpenAI's API that do not change the text.
 _IGNORED = {
     "model", "user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier",
 }  # fmt: skip
@@ -36,7 +36,7 @@ _Token = Annotated[int, Meta(ge=0, lt=2**31)]  # C's int
 
 
 class _Format(Struct):
-    """What a ``response_format`` asks for."""
+    """A ``response_format`` of OpenAI's API."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: dict[str, object] = {}
@@ -52,7 +52,7 @@ class _Format(Struct):
 
 
 class _Line(Struct, forbid_unknown_fields=True):
-    """A request, but for its settings of sampling; see `read_requests`."""
+    """A request without its sampling settings; see `read_requests`."""
 
     prompt: str | list[_Token] | None = None
     messages: list[dict[str, object]] | None = None
@@ -89,12 +89,13 @@ class _Line(Struct, forbid_unknown_fields=True):
     def n_alternatives(self) -> int | None:
         """Return how many alternatives to list, None for no detail.
 
-        ``logprobs`` is a number, as in vLLM, or true beside ``top_logprobs``, as in OpenAI's chat API.
+        ``logprobs`` is a number, as in vLLM, or true together with ``top_logprobs``, as in OpenAI's chat
+        API.
         """
         if isinstance(self.logprobs, bool):
             return self.top_logprobs or 0 if self.logprobs else None
         if self.logprobs is not None and self.top_logprobs is not None:
-            raise ConfigError("logprobs is true or false beside top_logprobs")
+            raise ConfigError("with top_logprobs, logprobs must be true or false")
         return self.top_logprobs if self.logprobs is None else self.logprobs
 
 
@@ -109,7 +110,7 @@ class _Envelope(Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class BatchRequest(Request):
-    """A request that came in a line of an OpenAI batch file; its answer takes the same form."""
+    """A request from a line of an OpenAI batch file; its answer has that format too."""
 
     url: Url = "/v1/chat/completions"
 
@@ -141,16 +142,16 @@ def read_requests(
     sampling: SamplingParams | None = None,
     first: int = 0,
 ) -> list[Request]:
-    """Return a request for each line: a prompt as it is, or a JSON object.
+    """Return a request for each line, which is a prompt or a JSON object.
 
     An object has ``prompt`` (text or token ids) or ``messages``, and optionally ``id`` or ``custom_id``,
     ``max_tokens``, ``stop``, ``grammar`` (GBNF), ``json_schema`` (an object, or the name of a file),
     ``regex`` or ``choice`` (a list of texts), ``n``, ``priority``, ``logprobs``, ``top_logprobs``,
-    ``prompt_logprobs``, settings of sampling by their names or in ``sampling``, and ``parse_special``:
+    ``prompt_logprobs``, sampling settings by their names or in ``sampling``, and ``parse_special``:
     control tokens written in a ``prompt`` are parsed unless it is false, those in ``messages`` never are.
-    The argument ``sampling`` gives the settings that an object leaves out. Empty lines are skipped. An
-    object may also be a line of an OpenAI batch file. What has no id gets its place among the lines, from
-    ``first`` on.
+    Settings that an object leaves out are those of the argument ``sampling``. Empty lines are skipped. An
+    object may also be a line of an OpenAI batch file. A request without an id gets its line number as id,
+    counted from ``first``.
 
     Raises:
         ConfigError: an invalid request, with its line number; or one text instead of lines.
@@ -183,10 +184,10 @@ def _parsed(line: str) -> Any:
     try:
         return msgspec.json.decode(line)
     except msgspec.DecodeError:
-        if _HALF_PAIR.search(_PAIR.sub("", line)):  # for which msgspec has other words
+        if _HALF_PAIR.search(_PAIR.sub("", line)):  # msgspec's message is less clear
             raise ConfigError(
                 "half of a surrogate pair is not valid Unicode",
-                hint="text was cut in the middle of a character, as \\ud83d of \\ud83d\\ude00",
+                hint="text was cut in the middle of a character, for example \\ud83d of \\ud83d\\ude00",
             ) from None
         raise
 
@@ -212,12 +213,12 @@ def _request(data: Any, name: str, sampling: SamplingParams | None) -> Request:
     }
     settings = dict(_object("sampling", given.pop("sampling", {})))
     settings |= {key: given.pop(key) for key in _SETTINGS & given.keys()}
-    if "logit_bias" in settings:  # JSON has only text as keys
+    if "logit_bias" in settings:  # keys in JSON are always text
         bias = _object("logit_bias", settings["logit_bias"])
         settings["logit_bias"] = {int(k): v for k, v in bias.items()}
     line = msgspec.convert(given, _Line)
     if line.stream:
-        raise ConfigError("stream: a text of a file comes whole")
+        raise ConfigError("stream is not possible in a file of requests")
     for names in _EXCLUSIVE:
         both = [each for each in names if getattr(line, each) is not None]
         if len(both) > 1:
@@ -245,7 +246,7 @@ def _request(data: Any, name: str, sampling: SamplingParams | None) -> Request:
 def answer(name: str, results: Sequence[lb.Result]) -> dict[str, object]:
     """Return the line of OpenAI's output file for all texts of one request.
 
-    An error is that of the first that has one; ``response`` is None if no text has a token then.
+    The error is the first one; ``response`` is None if there is an error and no text has a token.
     """
     results = sorted(results, key=lambda result: result.sample)
     error = next((result.error for result in results if result.error is not None), None)

@@ -1,4 +1,4 @@
-"""``llamabranch models``: the models known by name, on this machine, on the hub; what a file is."""
+"""``llamabranch models``: known models, models on this machine and on the hub, and what a file is."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .bundles import argument, option, with_bundles
 from .console import ROUNDING, Console, base_name, decimal_size
 from .options import MODEL, OutputOptions
 
-ACTIONS = {"list": "nothing", "pull": "a model", "show": "one or two"}  # what each takes
+ACTIONS = {"list": "nothing", "pull": "a model", "show": "one or two"}  # arguments of each
 _N_CTX = 256  # enough to probe what the memory can do
 _LISTED = ("name", "role", "repository", "file", "licence", "size")
-# Of a model's facts: those that have its name in Python and in JSON.
+# The facts of a model that have the same name in Python and in JSON.
 _SAME = (
     "name", "architecture", "description", "file_type", "n_params", "size_bytes", "n_layer", "n_embd",
     "n_ctx_train", "n_vocab", "vocab_type", "bos", "eos", "memory_type", "fingerprint", "shares_memory",
@@ -25,7 +25,7 @@ _SAME = (
 
 @dataclass(frozen=True)
 class ModelsOptions:
-    """What is done, and with which models."""
+    """The action, and its models."""
 
     panel: ClassVar[str] = MODEL
 
@@ -37,7 +37,7 @@ class ModelsOptions:
     )
     local: bool = option(
         False,
-        "List what is in the caches (Hugging Face's, llama.cpp's) and in Python packages.",
+        "List the models in the caches (Hugging Face's, llama.cpp's) and in Python packages.",
         "--local",
     )
 
@@ -46,9 +46,9 @@ class ModelsOptions:
 def models(*, given: ModelsOptions, output: OutputOptions) -> None:
     """List the known models, download one, or show what a file is.
 
-    In the list a target is followed by the draft or head that goes with it; one of role mtp drafts by
-    itself. The names are what -m and --draft take. Of user/repo, pull takes Q4_K_M, else Q8_0, else the
-    first model, as llama.cpp does; it goes into the Hugging Face cache.
+    In the list a target is followed by its draft model or head; a model with the role mtp drafts for
+    itself. -m and --draft take these names. For user/repo, pull takes Q4_K_M, else Q8_0, else the
+    first model, as llama.cpp does. It is stored in the Hugging Face cache.
     """
     with output.console() as console:
         action, *names = given.arguments or ["list"]
@@ -86,7 +86,7 @@ def _list_known(console: Console) -> None:
     console.table((*_LISTED, "here"), rows, left=_LISTED, wide=("file", "repository"))
     console.line()
     console.line(
-        "A target is followed by what drafts for it. Download one with: llamabranch models pull NAME"
+        "A target is followed by its draft. Download one with: llamabranch models pull NAME"
     )
     for each in found:
         if each["package"] is not None:
@@ -119,7 +119,7 @@ def _list_local(console: Console) -> None:
 
 
 def _show(names: Sequence[str], console: Console) -> None:
-    from .drafters import possible_drafts  # which needs NumPy and llama.cpp
+    from .drafters import possible_drafts  # imports NumPy and llama.cpp
 
     keep = console.resources.enter_context
     models, facts, is_head = list[lb.Model](), list[dict[str, Any]](), False
@@ -176,9 +176,9 @@ def _verdict(first: lb.Model, second: lb.Model, *, is_head: bool) -> dict[str, A
         compatible, path, reason = report.compatible, report.path, report.reason
     verdict = {
         "hidden states": "The second is a head that can draft for the first",
-        "tokens": "These two can speculate together, token by token",
-        "text": "These two can speculate together through the text only",
-        "none": "These two cannot speculate together",
+        "tokens": "The second can draft for the first, token by token",
+        "text": "The second can draft for the first, but only through the text",
+        "none": "The second cannot draft for the first",
     }[path]
     return {
         "compatible": compatible, "path": path, "reason": reason, "told": f"{verdict}: {reason}.",

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from llamabranch.serve.server import Server
 
 _BUNDLED = "tale-target"
-_PARALLEL, _SEQUENCES = 8, 24  # texts at a time; with those of searches and comparisons
+_PARALLEL, _SEQUENCES = 8, 24  # texts at a time; the same plus those of searches and comparisons
 _MOST_CELLS = 8192
 _MOST_PORTS = 20
 _SUFFIX = ".loom.jsonl"
@@ -36,16 +36,18 @@ _SUFFIX = ".loom.jsonl"
 
 @dataclass(frozen=True)
 class PageOptions:
-    """What the page shows, and where."""
+    """The document, and where the page listens."""
 
     panel: ClassVar[str] = "Page"
 
     compare: str | None = option(None, "A second model.", metavar="MODEL2")
-    file: Path | None = option(None, f"NAME{_SUFFIX}, made where absent.  [default: one a model]")
+    file: Path | None = option(
+        None, f"NAME{_SUFFIX}; created if missing.  [default: one per model]"
+    )
     constraint: str | None = option(
         None,
-        "A Python function of the text so far, which the page's bar can choose: it returns False "
-        "where no allowed text begins so.",
+        "A Python function that the page's bar offers as a rule. It gets the text so far and returns "
+        "False if no valid text starts with it.",
         metavar="FILE.py:NAME",
     )
     port: int = option(8137, "The port, or the next free one.", max=65_535)
@@ -53,10 +55,10 @@ class PageOptions:
     read_only: bool = option(False, "Write nothing.", "--read-only")
 
     def path(self, target: str) -> Path:
-        """Return the document's file; the folder of the default one is made.
+        """Return the document's file; the folder of the default file is created.
 
         Raises:
-            ConfigError: its folder is not there.
+            ConfigError: its folder does not exist.
         """
         if self.file is not None:
             if not self.file.parent.is_dir():
@@ -80,7 +82,7 @@ def open(
 ) -> None:
     """Branch, see and compare texts in the browser.
 
-    The page listens on 127.0.0.1 alone, and its link works once; Enter prints another one.
+    The page listens on 127.0.0.1 only, and its link works once; press Enter for another one.
     """
     with output.console() as console:
         from llamabranch.loom import Loom, front_of
@@ -181,7 +183,7 @@ def _show_link(loom: Loom, url: str, console: Console, *, browser: bool) -> None
 
 
 def _reads_terminal() -> bool:
-    """Return whether the terminal may be read: a program in its background would be stopped."""
+    """Return whether the terminal may be read; a background program that reads it is stopped."""
     with suppress(OSError, ValueError):
         if sys.platform != "win32" and sys.stdin.isatty():
             return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()

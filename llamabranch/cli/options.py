@@ -1,7 +1,7 @@
-"""The options that commands share, in bundles that convert them to what the library takes.
+"""The options that commands share, in bundles that convert them to arguments of the library.
 
 Options that only one command has are in that command's file. NumPy and llama.cpp are imported when an
-option needs them: commands that only look something up begin at once.
+option needs them, so commands that only look something up start at once.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Threads = Annotated[
 
 
 def limit(value: int | None) -> int | None:
-    """Return the number of tokens, None for llama.cpp's -1 and -2: no limit but the context's."""
+    """Return the number of tokens; None for llama.cpp's -1 and -2: until the context is full."""
     if value in (None, -1, -2):
         return None
     if value < 1:
@@ -69,7 +69,7 @@ def vocabulary(name: str, **more: Any) -> lb.Model:
 
 
 def trained_length(model: lb.Model | str) -> int | None:
-    """Return the context length that a model was trained for; None if its file does not tell."""
+    """Return the context length that a model was trained for; None if its file does not say."""
     if isinstance(model, str):
         with vocabulary(model) as opened:
             return trained_length(opened)
@@ -102,7 +102,7 @@ def template_option(**more: Any) -> str | None:
     """Return the field of a bundle that is the option of a chat template."""
     return option(
         None,
-        "A chat template in place of the model's: its text, a file of it, or the name of one of "
+        "A chat template that replaces the model's: its text, a file, or the name of one of "
         "llama.cpp's own, such as chatml.",
         "--chat-template --chat-template-file",
         metavar="JINJA|FILE|NAME",
@@ -136,7 +136,7 @@ class ModelOptions:
     target: str | None = option(
         None,
         "A GGUF file, a name from `llamabranch models`, or user/repo[:tag] on the Hugging Face "
-        "hub. Default: smollm2-135m where it is installed, else tale-target.",
+        "hub. Default: smollm2-135m if it is installed, else tale-target.",
         "--model -m --target --target-model --hf-repo -hf -hfr",
     )
     n_ctx: int | None = option(
@@ -148,21 +148,21 @@ class ModelOptions:
     threads: Threads = None
     gpu_layers: int | None = option(
         None,
-        "Layers to put on the GPU; -1, auto and all are all.",
+        "Layers to put on the GPU; -1, auto or all mean all of them.",
         "--gpu-layers --n-gpu-layers -ngl",
         metavar="N|auto|all",
         parser=lambda value: -1 if value in ("auto", "all") else int(value),
     )
     kv_types: list[str] | None = option(
         None,
-        "Type of the K/V cache: f16, bf16, q8_0, ... Default: exact where that costs at most a tenth, "
+        "Type of the K/V cache: f16, bf16, q8_0, ... Default: exact if that costs at most a tenth, "
         "else the fastest.",
         "--kv-type --cache-type-k --cache-type-v -ctk -ctv",
         metavar="TYPE",
     )
     flash_attn: str = option(
         "auto",
-        "Flash attention; auto is on unless it was measured to be slower.",
+        "Flash attention; auto turns it on unless it was measured to be slower.",
         "--flash-attn -fa",
         metavar="on|off|auto",
     )
@@ -178,20 +178,20 @@ class ModelOptions:
 
     @property
     def kv_type(self) -> str | None:
-        """The type of K/V that was given."""
+        """The type of K/V that the user set."""
         found = {*(self.kv_types or ())}
         if len(found) > 1:
-            raise ConfigError("K and V have one type here: give -ctk and -ctv the same")
+            raise ConfigError("K and V must have the same type: set -ctk and -ctv alike")
         return next(iter(found), None)
 
     def announce(self, console: Console) -> str:
-        """Return the name of the model; the default is named on standard error, but for --json."""
+        """Return the name of the model; a default is named on standard error, unless with --json."""
         if self.target is None and not console.silent:
-            console.note(f"model: {hub.default_model()}, as -m names none")
+            console.note(f"model: {hub.default_model()} (the default; -m names another)")
         return hub.default_model() if self.target is None else self.target
 
     def set(self, kind: Literal["sampling", "drafting", "load"]) -> dict[str, Any]:
-        """Return the settings of ``-S`` that are of a kind, by name.
+        """Return the settings of ``-S`` of one kind, by name.
 
         Raises:
             ConfigError: an unknown name.
@@ -215,7 +215,7 @@ class ModelOptions:
         return found
 
     def load_options(self) -> LoadOptions:
-        """Return what was given, by the names of `llamabranch.load`."""
+        """Return the options that were set, by their names in `llamabranch.load`."""
         choice("--flash-attn", self.flash_attn, _SWITCH)
         given: dict[str, Any] = {
             "n_gpu_layers": self.gpu_layers,
@@ -231,7 +231,7 @@ class ModelOptions:
     def open(self, name: str, console: Console, **more: Unpack[LoadOptions]) -> lb.Context:
         """Load a model and create a context for it; the end of the command closes both.
 
-        ``more`` are options that take precedence over those given, but for ``-S``.
+        ``more`` are options that override the user's, except those of ``-S``.
         """
         options = {**self.load_options(), **more, **self.set("load")}
         if options.get("n_ctx") == 0:
@@ -244,7 +244,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class DraftOptions(ModelOptions):
-    """The model, what drafts for it, and how much."""
+    """The model, its drafter, and how much to draft."""
 
     first: ClassVar[str] = "draft"
 
@@ -252,13 +252,13 @@ class DraftOptions(ModelOptions):
         None,
         "A draft model, an EAGLE-3 head or a file of MTP layers as for -m; `mtp`, `lookup`, "
         "`suffix`, `grammar`, a chain such as `suffix+NAME`, `auto` or `none`. Default: auto, "
-        "which takes what fits; with a grammar, grammar+suffix.",
+        "which chooses a drafter; with a grammar, grammar+suffix.",
         "--draft --draft-model --model-draft --spec-draft-model --hf-repo-draft -d -md -hfd -hfrd",
         rich_help_panel=DRAFTING,
     )
     draft_length: str = option(
         "auto",
-        "Tokens to draft a round; auto drafts as many as raise throughput, possibly none.",
+        "Tokens to draft per round; auto drafts as many as raise throughput, possibly none.",
         "--draft-max --draft-length --gamma --num-speculative-tokens --spec-draft-n-max -k",
         metavar="N|auto",
         rich_help_panel=DRAFTING,
@@ -290,9 +290,9 @@ class DraftOptions(ModelOptions):
         of_target: LoadOptions,
         of_drafts: LoadOptions,
     ) -> tuple[lb.Context, lb.Drafter]:
-        """Open a target and what drafts for it, from `resolve`.
+        """Open a target and its drafters, from `resolve`.
 
-        ``of_target`` and ``of_drafts`` are options that take precedence over those given.
+        ``of_target`` and ``of_drafts`` are options that override the user's.
         """
         from .drafters import MTP, make_drafter
 
@@ -311,7 +311,7 @@ class DraftOptions(ModelOptions):
     def open_draft(
         self, name: str, target: lb.Context, console: Console, more: LoadOptions
     ) -> lb.Context:
-        """Open what drafts for ``target``: a draft model, a head in a file of its own, or ``mtp``."""
+        """Open a drafter for ``target``: a draft model, a head in a file of its own, or ``mtp``."""
         if name == "mtp":
             return console.resources.enter_context(lb.Context(target.model, target=target))
         options = self.load_options()
@@ -346,7 +346,7 @@ class PromptOptions:
 
     @property
     def given(self) -> list[str]:
-        """The texts of the command line, and those of ``--file``; ConfigError if one cannot be read."""
+        """The texts of the command line and of ``--file``; ConfigError if one cannot be read."""
         texts = [*(self.texts or ()), *(self.prompts or ())]
         if "-" in (self.texts or ()):
             texts[texts.index("-")] = read_standard_input()
@@ -355,7 +355,7 @@ class PromptOptions:
         return [*texts, *map(read_prompt_file, self.files or ())]
 
     def one(self) -> str:
-        """Return the only prompt, what is piped in, or the default; ConfigError for more than one."""
+        """Return the only prompt, the text that is piped in, or the default; ConfigError for several."""
         texts = self.given
         if len(texts) > 1:
             hint = "`llamabranch generate` takes several prompts"
@@ -365,19 +365,19 @@ class PromptOptions:
 
 @dataclass(frozen=True)
 class ManyPrompts(PromptOptions):
-    """Prompts, also one a line of a file."""
+    """Prompts from the command line, and from the lines of a file."""
 
     first: ClassVar[str] = "input_file"
 
     input_file: str | None = option(
         None,
-        "A file of prompts, one a line, or of JSON objects (.jsonl); - is standard input.",
+        "A file of prompts, one per line, or of JSON objects (.jsonl); - is standard input.",
         "--input -i",
         metavar="FILE|-",
     )
 
     def requests(self, sampling: SamplingParams) -> list[lb.Request]:
-        """Return all prompts as requests, first those of the command line; see `job_requests`."""
+        """Return all prompts as requests, those of the command line first; see `job_requests`."""
         from .jsonl import job_requests  # needs NumPy and llama.cpp
 
         return job_requests(self.given, self.input_file, sampling)
@@ -396,7 +396,7 @@ class ChatOptions:
         "--chat",
     )
     conversation: bool = option(
-        False, "As --chat, where the model has a template.", "--conversation -cnv", hidden=True
+        False, "Like --chat, if the model has a template.", "--conversation -cnv", hidden=True
     )
     system: str | None = option(
         None, "The system message before the prompt.", "--system-prompt -sys"
@@ -404,7 +404,7 @@ class ChatOptions:
     chat_template: str | None = template_option()
 
     def decided(self, name: str) -> ChatOptions:
-        """Return them with ``--conversation`` decided: it is ``--chat`` for a model with a template."""
+        """Return the options with ``--conversation`` resolved: ``--chat`` if there is a template."""
         if not self.conversation or self.is_on:
             return self
         with vocabulary(name) as model:
@@ -412,16 +412,16 @@ class ChatOptions:
 
     @property
     def template(self) -> str | None:
-        """The chat template that was given, as `llamabranch.load` takes it, or None."""
+        """The chat template that the user set, in the form for `llamabranch.load`, or None."""
         return read_template(self.chat_template)
 
     @property
     def is_on(self) -> bool:
-        """Whether prompts are wrapped: `--chat` or what implies it was given."""
+        """Whether prompts are wrapped: `--chat`, or an option that implies it, was set."""
         return self.chat or self.system is not None or self.chat_template is not None
 
     def prompt_tokens(self, model: lb.Model, prompt: Prompt) -> list[int]:
-        """Return the tokens of a prompt, a text as a user's turn in the chat template where that is on.
+        """Return the tokens of a prompt; in chat mode a text becomes a user's turn in the chat template.
 
         Raises:
             ConfigError, UnsupportedError: the template refuses the messages, fails, or is missing.
@@ -441,7 +441,7 @@ class SamplingOptions:
 
     temperature: float = option(
         DEFAULTS.temperature,
-        "0 or below takes the most probable token.",
+        "0 or less always takes the most probable token.",
         "--temp --temperature",
         callback=lambda value: max(value, 0.0),
     )
@@ -454,7 +454,7 @@ class SamplingOptions:
     repeat_penalty: float = option(DEFAULTS.repeat_penalty, "Penalise recent tokens; 1 is off.")
     seed: int | None = option(
         None,
-        "The same seed gives the same text, whatever drafts; -1 is a random one.",
+        "The same seed gives the same text, with drafts or without; -1 is a random seed.",
         "--seed -s",
         callback=lambda value: None if value == -1 else value,
     )
@@ -463,7 +463,7 @@ class SamplingOptions:
     )
 
     def params(self, models: ModelOptions, seed: int | None = None) -> SamplingParams:
-        """Return the settings, but for ``--ignore-eos``; ConfigError for a value out of range."""
+        """Return the settings except ``--ignore-eos``; ConfigError for a value out of range."""
         names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")
         given = {name: getattr(self, name) for name in names}
         return DEFAULTS.replace(**{**given, "seed": seed, **models.set("sampling")})
@@ -478,7 +478,7 @@ class SamplingOptions:
 
 @dataclass(frozen=True)
 class TextOptions(SamplingOptions):
-    """All that determines a text: length, stop strings, structure, sampling."""
+    """Everything that determines a text: length, stop strings, structure, sampling."""
 
     first: ClassVar[str] = "max_tokens json_schema"
 
@@ -490,18 +490,18 @@ class TextOptions(SamplingOptions):
         rich_help_panel=TEXT,
     )
     stop: list[str] | None = option(
-        None, "End at this text; may be repeated.", "--stop", rich_help_panel=TEXT
+        None, "End before this string; may be repeated.", "--stop", rich_help_panel=TEXT
     )
     grammar: str | None = option(
         None,
-        "A GBNF grammar, a file of it, or a /regular expression/ that the whole text matches.",
+        "A GBNF grammar or a file that contains one, or a /regular expression/ for the whole text.",
         "--grammar --grammar-file",
         metavar="GBNF|FILE|/REGEX/",
         rich_help_panel=TEXT,
     )
     json_schema: str | None = option(
         None,
-        "A JSON schema, or a file of it.",
+        "A JSON schema, or a file that contains one.",
         "--json-schema --json-schema-file -j -jf",
         metavar="JSON|FILE",
         rich_help_panel=TEXT,
@@ -537,7 +537,7 @@ class OutputOptions:
     as_json: bool = option(False, "Print one JSON object and nothing else.", "--json")
     verbose: bool = option(
         False,
-        "Show llama.cpp's log, how drafts went, and tracebacks of errors.",
+        "Show llama.cpp's log, figures of drafting, and tracebacks of errors.",
         "--verbose --log-verbose --debug -v",
     )
 

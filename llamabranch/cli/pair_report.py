@@ -1,4 +1,4 @@
-"""The report of ``llamabranch eval --against MODEL``: how far one model is from another, on one text."""
+"""The report of ``llamabranch eval --against MODEL``: two models compared on one text."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def compare_pair(
     *,
     coded: bool,
 ) -> Comparison:
-    """Compare two models and print the report; what is done is saved and printed when interrupted, too.
+    """Compare two models and print the report; if interrupted, save and print the results so far.
 
     Args:
-        pair: contexts of the base and of the model that is compared with it.
+        pair: contexts of the base and of the other model.
         text, window, chunks, coded: as for `llamabranch.eval.comparison.compare_models`.
-        save: gets the results before they are printed.
+        save: called with the results before they are printed.
     """
     from llamabranch.eval.comparison import compare_models
 

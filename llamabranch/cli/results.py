@@ -1,4 +1,4 @@
-"""The file of a job's results: which texts it holds, with which settings, and appending to it."""
+"""The file of a job's results: reading its texts and settings, and appending to it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _KEPT = "the results written so far are kept; --resume continues from there"
 _BAD = (msgspec.MsgspecError, ValueError, LookupError, TypeError, RecursionError)
 _SYNC_S = 0.25  # seconds between two requests to store results on the disk
 
-# The settings that determine the texts of a job, and what is said where they differ.
+# The settings that determine the texts of a job, and the message if one differs.
 _SETTINGS = {
     "model": "the model (--target) differs",
     "kv_type": "--kv-type was {}, not {}",
@@ -41,7 +41,7 @@ _SETTINGS = {
 
 
 class _Record(Struct):
-    """What every line has, of either form."""
+    """The fields that lines of both formats have."""
 
     id: str | int
     job: dict[str, Any]
@@ -54,11 +54,11 @@ class ResultFile:
 
     Args:
         path: the file.
-        job: the settings that determine the texts, some as digests. ``model`` is None, and ``seed`` too
-            unless it was given. Drafter, draft length and the number of texts at a time are left out
-            because they change no text.
-        requests: of the job.
-        resume: the file may be there.
+        job: the settings that determine the texts, some as digests. ``model`` is None, and so is ``seed``
+            unless the user set it. Drafter, draft length and the number of texts at a time are left out
+            because they do not change the text.
+        requests: the requests of the job.
+        resume: the file may exist.
 
     Raises:
         ConfigError: it exists and is not to be resumed, or belongs to another job.
@@ -71,10 +71,10 @@ class ResultFile:
         self.done: set[tuple[str, int]] = set()
         self._file: IO[str] | None = None
         self._synced = 0.0  # when the disk was last asked to store it
-        self._jobs: list[Mapping[str, Any]] = []  # those of the records, each once
+        self._jobs: list[Mapping[str, Any]] = []  # the different jobs of the records
         self._n_failed = 0  # records of errors, which are run again
-        self._n_bytes: int | None = None  # of its whole lines, where it is continued
-        self._texts: dict[str, list[Result]] = {}  # of requests that get one line for all of them
+        self._n_bytes: int | None = None  # of its complete lines, if it is continued
+        self._texts: dict[str, list[Result]] = {}  # of requests whose texts all go into one line
         if not resume or not path.is_file():
             check_new_file(path, hint="continue it with --resume, or name another file")
             return
@@ -84,7 +84,7 @@ class ResultFile:
             raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
 
     def _read(self, requests: Iterable[Request]) -> None:
-        """Read which texts are there, and check that they are those of ``requests``."""
+        """Read which texts the file has, and check that they belong to ``requests``."""
         found: dict[str, str] = {}
         for record in self._records():
             name = str(record.get("custom_id", record["id"]))
@@ -104,10 +104,10 @@ class ResultFile:
             self.done.update((name, record.get("sample", i)) for i in range(n))
         if self._jobs:
             seed, ours = self._jobs[0].get("seed"), self.job["seed"]
-            # The file's, unless another was given.
+            # The seed of the file, unless the user set another.
             if isinstance(seed, int) and ours in (None, seed):
                 self.job |= {"seed": seed, "seed_given": self._jobs[0].get("seed_given") is True}
-            self._check()  # first: settings of the command line are part of every request
+            self._check()  # comes first, because every request includes the settings of the command line
         for request in requests:
             given = found.pop(str(request.id), "")
             if given and given not in (_digest(request), _OLD + digest(_plain(request.prompt))):
@@ -172,11 +172,11 @@ class ResultFile:
             raise ConfigError(f"cannot write {self.path}: {error.strerror or error}") from None
 
     def write(self, result: Result, request: Request) -> None:
-        """Append one result of ``request``, which is given as it was read.
+        """Append one result of ``request``, which is the request as it was read.
 
-        All texts of a request of an OpenAI batch make one line, written when the last one is there.
-        What was written outlives this process at once. The disk is asked to store what was appended a few
-        times a second and at the end, not for each result, since that can take longer than a text.
+        All texts of a request of an OpenAI batch go into one line, which is written when the last one
+        ends. Written lines survive the end of this process. The disk is synced a few times a second and
+        at the end, not for each result, because that can take longer than a text.
 
         Raises:
             OutputError: the disk is full or broken; what was written before is kept.
@@ -210,17 +210,17 @@ class ResultFile:
                 with writing(self.path, _KEPT):
                     sync(self._file)
         finally:
-            with contextlib.suppress(OSError):  # after a failed write it tries, and fails, again
+            with contextlib.suppress(OSError):  # after a failed write it tries again, and fails
                 self._file.close()
 
 
 def _is_result(line: bytes) -> bool:
-    """Return whether a line is whole and no record of an error."""
+    """Return whether a line is complete and not the record of an error."""
     return line.endswith(b"\n") and not (b'"error"' in line and json.loads(line).get("error"))
 
 
 def _digest(request: Request) -> str:
-    """Return a digest of what the texts of a request depend on, beside the settings of the job."""
+    """Return a digest of everything in a request, other than the job's settings, that texts depend on."""
     grammar = request.grammar
     return digest(
         {

@@ -1,4 +1,4 @@
-"""``llamabranch score``: how probable a model finds given text, and which of several it prefers."""
+"""``llamabranch score``: how probable a text is under a model, and which of several it prefers."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _SEQUENCES = 33
 
 @dataclass(frozen=True)
 class ScoreOptions:
-    """What is scored."""
+    """The texts to score."""
 
     panel: ClassVar[str] = TEXT
     first: ClassVar[str] = "context files best top"
 
     texts: list[str] | None = argument(
-        "What to score; with --context its continuations. Begin them with a space where the text needs "
+        "The text to score; with --context its continuations. Begin them with a space if the text needs "
         "one.",
         metavar="TEXT",
     )
@@ -50,12 +50,12 @@ class ScoreOptions:
     top: int = option(0, "Show the N most probable tokens.", min=0)
 
     def given(self) -> tuple[str, ...]:
-        """Return the texts that are to be scored; ConfigError without any."""
+        """Return the texts to score; ConfigError if there are none."""
         texts = (*(self.texts or ()), *map(read_prompt_file, self.files or ()))
         if not texts:
             piped = read_piped_text()
             if piped is None:
-                raise ConfigError("there is no text", hint="give a text, pipe it in, or --file")
+                raise ConfigError("there is no text", hint="pass a text, pipe it in, or use --file")
             texts = (piped,)
         if self.best is not None and self.context is None:
             raise ConfigError("--best needs a --context, which the texts continue")
@@ -64,7 +64,7 @@ class ScoreOptions:
 
 @with_bundles
 def score(*, given: ScoreOptions, models: ModelOptions, output: OutputOptions) -> None:
-    """Score given text: log-probabilities of its tokens, perplexity, or the best of several.
+    """Score a text: log-probabilities of its tokens, perplexity, or the best of several.
 
     The first token of a text is not scored unless the model begins every text with a BOS token. With a
     context, each text is a continuation of it, and all are decoded together; --best prints the one that
@@ -105,7 +105,7 @@ def score(*, given: ScoreOptions, models: ModelOptions, output: OutputOptions) -
             if context is None and not records[0]["tokens"]:
                 console.line(
                     f"{shortened(texts[i], 40)!r} is a single token. The first token of a text is not "
-                    "scored: give a longer text, or a --context before it."
+                    "scored: use a longer text, or a --context before it."
                 )
                 continue
             _print(console, records, given.top, with_tokens=context is None)
@@ -121,7 +121,7 @@ def score(*, given: ScoreOptions, models: ModelOptions, output: OutputOptions) -
 
 
 def _alone(ctx: Context, text: str, top: int) -> list[TokenScore]:
-    """Return the scores of a text's tokens but the first."""
+    """Return the scores of all tokens of a text but the first."""
     tokens = ctx.model.prompt_tokens(text)
     if len(tokens) == 1:
         return []
@@ -159,7 +159,7 @@ def _totals(logprobs: Sequence[float], n: int) -> dict[str, Any]:
 def _print(
     console: Console, records: Sequence[dict[str, Any]], top: int, *, with_tokens: bool
 ) -> None:
-    """Print a row for each token, where asked for, and one for each text."""
+    """Print a row for each text and, if asked for, for each token."""
     if with_tokens:
         columns = ("token", "text", "logprob", "rank", "entropy", *("most probable",) * (top > 0))
         rows = []

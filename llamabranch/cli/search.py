@@ -29,7 +29,8 @@ from .trees import LEGEND, drawn_tree
 WIDTHS = {"beam": 4, "best-of": 8, "vote": 16, "smc": 8, "steps": 4, "mcts": 3}
 NEED_REWARD = ("steps", "mcts")
 DRAFTED = ("best-of", "vote", "steps", "mcts")
-NEED_LIMIT = ("beam", "smc", "mcts")  # of tokens: they weigh or compare texts by their lengths
+# Methods that need a limit of tokens, because they weigh or compare texts by length.
+NEED_LIMIT = ("beam", "smc", "mcts")
 _MOST_SEQUENCES = 33  # of the cache; a wider search decodes in waves
 _CELLS_PER_TEXT = 256
 _LEAST_CELLS = 2048
@@ -61,17 +62,18 @@ class MethodOptions:
     )
     answer: str = option(
         r"-?\d+(?:\.\d+)?",
-        "vote: what finds the answer in a text; the last match counts, and of it the first group.",
+        "vote: a regular expression for the answer in a text. The last match counts; if it has groups, "
+        "the answer is the first group.",
         metavar="REGEX",
     )
     step: str = option(
-        r"\n", "steps, mcts: where a step ends: at a text, or after N tokens.", metavar="TEXT|N"
+        r"\n", "steps, mcts: a step ends at this text, or after N tokens.", metavar="TEXT|N"
     )
     iterations: int = option(40, "steps: at most N steps; mcts: texts evaluated.", min=1)
     tree: bool = option(False, "Draw the tree of the search.", "--tree")
 
     def searching(self, text: TextOptions) -> Callable[..., SearchResult]:
-        """Return the library's search, but for its branch; ConfigError for what does not go together."""
+        """Return the search without its branch; ConfigError for options that exclude each other."""
         choice("method", self.method, WIDTHS)
         name, n, step = self.method, self.n, self.step.replace("\\n", "\n").replace("\\t", "\t")
         if name in NEED_REWARD and self.reward is None:
@@ -86,7 +88,7 @@ class MethodOptions:
             "beam": (lb.search.beam_search, {"beams": n, "n": min(n, self.best)}),
             "best-of": (lb.search.best_of_n, {"n": n, "reward": reward}),
             "vote": (lb.search.vote, {"answer": last_match(self.answer), "n": n}),
-            # A text that may not end by itself cannot be weighted by the probability that it does.
+            # If EOG is forbidden, a text cannot be weighted by the probability that it ends.
             "smc": (lb.search.smc, {"particles": n, "force_end": ends}),
             "steps": (lb.search.step_search, by_steps | {"n": n, "beam_width": n, "max_steps": most}),
             "mcts": (
@@ -128,8 +130,8 @@ def search(
 ) -> None:
     """Search for the best continuation: beams, samples, votes, particles, steps, or a tree.
 
-    All candidates share the prompt and every decode. Ctrl-C ends the search with the best so far. On a
-    pipe standard output is the text alone.
+    All candidates share the prompt and every decode. Ctrl-C ends the search with the best so far. A
+    pipe gets only the text.
     """
     with output.console() as console:
         grammar, searching = text.parse_grammar(), method.searching(text)
@@ -139,7 +141,7 @@ def search(
         n_sequences = method.n_sequences
         sized = with_room(models, names[0], prompt, text.max_tokens)
         if models.n_ctx is None:
-            # A long prompt needs cells beside those of the texts, which share it.
+            # A long prompt needs cells in addition to those of the texts, which share it.
             n_cells = max(_LEAST_CELLS, _CELLS_PER_TEXT * n_sequences)
             models = replace(models, n_ctx=n_cells + (sized.n_ctx or 0))
         chat = chat.decided(models.target or hub.default_model())
@@ -179,7 +181,7 @@ def search(
 
 def _reward(command: str, text: str) -> float:
     """Run ``command`` on a text and return the number it prints."""
-    # In a session of its own: Ctrl-C ends the search with the best so far, not the command.
+    # The reward runs in its own session, so that Ctrl-C ends only the search.
     done = subprocess.run(
         command, shell=True, input=text, capture_output=True, encoding="utf-8", check=False,
         start_new_session=True,

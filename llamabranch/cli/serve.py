@@ -42,17 +42,17 @@ _LIMITS = (
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Where the server listens, whom it serves, and its limits."""
+    """Where the server listens, who may use it, and its limits."""
 
     panel: ClassVar[str] = "Server"
     first: ClassVar[str] = "host port api_key log_requests"
 
     host: str = option("127.0.0.1", "The address to listen on.")
-    port: int = option(8080, "The port; 0 is any that is free.")
+    port: int = option(8080, "The port; 0 takes any free one.")
     api_key: list[str] | None = option(
         None, f"A key that clients must send; may be repeated.  [env: {_KEY_VARIABLE}]"
     )
-    api_key_file: Path | None = option(None, "A file with one key a line.")
+    api_key_file: Path | None = option(None, "A file with one key per line.")
     allow_origin: list[str] | None = option(
         None,
         "An origin whose web pages may call the server; may be repeated.",
@@ -60,14 +60,14 @@ class ServerOptions:
         metavar="ORIGIN|localhost|*",
     )
     allowed_host: list[str] | None = option(
-        None, "A name by which the server may be called, besides localhost; may be repeated."
+        None, "A host name, besides localhost, that requests may use; may be repeated."
     )
     alias: str | None = option(
-        None, "The model's name for clients; several with commas between.", "--alias -a"
+        None, "The model's name for clients; separate several with commas.", "--alias -a"
     )
     request_timeout: float = option(
         600.0,
-        "Seconds after which a request is cancelled; 0 is never.",
+        "Seconds after which a request is cancelled; 0 means never.",
         "--timeout --request-timeout -to",
         min=0,
     )
@@ -81,7 +81,7 @@ class ServerOptions:
     )
 
     def settings(self) -> ServeSettings:
-        """Return them as the library takes them.
+        """Return the settings for the library.
 
         Raises:
             ConfigError: a value out of range, or a file that cannot be read.
@@ -114,10 +114,12 @@ class ServedModels(DraftOptions):
     panel: ClassVar[str] = MODEL
     first: ClassVar[str] = "parallel"
 
-    parallel: int = option(-1, "Texts at a time at most; -1: 8.", "--parallel -np", min=-1, max=255)
+    parallel: int = option(
+        -1, "Most texts at a time; -1 means 8.", "--parallel -np", min=-1, max=255
+    )
     max_tokens: int | None = option(
         -1,
-        "The limit of texts whose request has none; -1: the context.",
+        "The limit for requests that set none; -1: until the context is full.",
         LENGTH,
         callback=limit,
         rich_help_panel="Server",
@@ -127,8 +129,8 @@ class ServedModels(DraftOptions):
     def sized(self, trained: int | None, drafters: tuple[str, ...]) -> LoadOptions:
         """Return the number of texts, and the layout and size of their cache.
 
-        As in llama-server, texts whose number is given get non-unified KV; not where a model
-        drafts, since drafts differ in length. ``trained`` is the length that the model was trained for.
+        As in llama-server, the texts get non-unified KV if ``--parallel`` is set. With a drafter they do
+        not, because drafts differ in length. ``trained`` is the length that the model was trained for.
         """
         if self.parallel == 0:
             raise ConfigError("--parallel must be at least 1, or -1")
@@ -151,10 +153,10 @@ def serve(
     models: ServedModels,
     output: OutputOptions,
 ) -> None:
-    """Serve a model over HTTP: OpenAI's API, scores of given text, and branches.
+    """Serve a model over HTTP: OpenAI's API, scores of texts, and branches.
 
-    Sampling options are for what a request leaves out. The first Ctrl-C, or SIGTERM, lets running
-    requests end in time; the second ends them.
+    Sampling options are the defaults for requests that leave them out. After the first Ctrl-C or SIGTERM
+    running requests have some time to end; the second one ends them at once.
     """
     with output.console() as console:
         require_server()  # before a model is loaded
@@ -167,7 +169,7 @@ def serve(
         )
         target, drafters = models.resolve(console)
         if models.draft in (None, "auto") and all(name in COPYING for name in drafters):
-            drafters = ("grammar", *drafters)  # what a schema forces is not copied from anywhere
+            drafters = ("grammar", *drafters)  # text that a schema forces cannot be copied
         with vocabulary(target) as model:
             params = sampling.without_eog(settings.sampling, model)
             of_target = models.sized(trained_length(model), drafters)

@@ -1,4 +1,4 @@
-"""A tree in the terminal: the probability of the token that each line begins with, text, figures."""
+"""A tree in the terminal: each line has the probability of its first token, text and figures."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rich.tree import Tree
 import llamabranch as lb
 from llamabranch.pictures import Token, TreeLine
 
-LEGEND = "A percentage is the probability of the token that a line begins with."
+LEGEND = "A percentage is the probability of the first token of a line."
 _STYLES = {"pruned": "dim", "finished": "green", "": ""}
 
 
 def tree_of(texts: Sequence[Sequence[lb.Produced]]) -> list[TreeLine]:
-    """Return texts that begin alike as one line up to where they part; the most probable comes first."""
+    """Return texts as a tree: a common beginning is one line. The most probable line comes first."""
     groups: dict[int, list[Sequence[lb.Produced]]] = {}
     for text in filter(len, texts):
         groups.setdefault(text[0].token, []).append(text)
@@ -33,7 +33,7 @@ def tree_of(texts: Sequence[Sequence[lb.Produced]]) -> list[TreeLine]:
 
 
 def drawn_tree(root: TreeLine, *, longest: int = 120, most_lines: int = 60) -> Tree:
-    """Return a tree for the terminal; of more than ``most_lines`` those nearest to the root are drawn."""
+    """Return a tree for the terminal; at most ``most_lines`` lines, those nearest to the root."""
     drawn = Tree(Text(_shown(root.text, longest, tail=True), style="bold"))
     waiting = [(root, drawn)]
     n_drawn = 0
@@ -46,7 +46,7 @@ def drawn_tree(root: TreeLine, *, longest: int = 120, most_lines: int = 60) -> T
             n_drawn += 1
     n_left = sum(len(line.children) for line, _ in waiting)
     if n_left:
-        drawn.add(Text(f"... and {n_left} more that go on", style="dim"))
+        drawn.add(Text(f"... and {n_left} more", style="dim"))
     return drawn
 
 
@@ -64,7 +64,7 @@ def _label(line: TreeLine, longest: int) -> Table:
 
 
 def _shown(text: str, longest: int, *, tail: bool = False) -> str:
-    """Return a text as one line, a long one without its middle or, with ``tail``, its beginning."""
+    """Return a text as one line; a long one without its middle or, with ``tail``, its beginning."""
     text = text.strip(" ").replace("\n", "\\n")
     if len(text) <= longest:
         return text

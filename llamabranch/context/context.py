@@ -47,7 +47,7 @@ T = TypeVar("T", default=object)
 
 
 class _Attached(Protocol):
-    """What lives as long as a context."""
+    """An object that is closed with its context."""
 
     def close(self) -> object: ...
 
@@ -57,39 +57,40 @@ class Context:
 
     Args:
         model: a :class:`Model`; several contexts may share it.
-        params: a :class:`ContextParams`; its fields may be given by name instead: ``n_ctx=8192``.
+        params: a :class:`ContextParams`; you may pass its fields by name instead: ``n_ctx=8192``.
         owns_model: close the model with the context.
-        target: for a head, the context whose hidden states it reads; it is closed after this one.
-            ``model`` is then an EAGLE-3 head, or a model whose MTP layers are computed: the target's
-            own, or that of a file with such layers only. By default the context has the target's
-            threads and, for each layer that drafts, its size and sequences.
+        target: only for a head: the context whose hidden states it reads; it is closed after this one.
+            ``model`` is then an EAGLE-3 head, or a model with MTP layers: the target's own model, or a
+            file with only such layers. By default the context has the target's threads and, for each
+            layer that drafts, the target's size and sequences.
 
     Attributes:
         model: the model that it computes.
         target: the context that it drafts for as a head; None for all other contexts.
-        params: the parameters with every default resolved. n_ctx, n_batch, n_seq_max, n_outputs_max,
+        params: the parameters with all defaults resolved. n_ctx, n_batch, n_seq_max, n_outputs_max,
             n_threads, n_threads_batch, kv_type: the values in effect.
-        n_ctx_seq: how many tokens a sequence can hold: n_ctx, or with ``kv_unified=False`` its part.
+        n_ctx_seq: the most tokens of a sequence: n_ctx, or with ``kv_unified=False`` its part of it.
         n_vocab: size of the vocabulary.
         capabilities: what this context's memory can do.
-        prefix_cache: the texts whose K/V is kept; None without ``prefix_cache=True``, until the first
-            call of ``complete`` or ``chat``.
+        prefix_cache: the texts whose K/V is kept. Without ``prefix_cache=True`` it is None until the
+            first call of ``complete`` or ``chat``.
 
     Raises:
-        ConfigError: a bad option, or llama.cpp cannot create the context (the reason is given).
+        ConfigError: a bad option, or llama.cpp cannot create the context (the message has the reason).
         UnsupportedError: the model cannot generate, ``batch_invariant=True`` or ``kv_unified=False``
-            cannot hold, or the model is no head for ``target``.
-        BranchStateError: a head that shares the memory of ``target``, which is not empty.
+            is not possible, or the model is not a head for ``target``.
+        BranchStateError: a head shares the memory of ``target``, which is not empty.
 
     Warns:
-        ExactnessWarning: once, if for texts under the rule "seeded" more tokens are decoded together
-            than ``capabilities.exact_rows``, and logits were measured to differ then.
-        ContextLengthWarning: a text may get longer than the model was trained for. At once if ``n_ctx``
-            is larger and not meant for several sequences (``n_seq_max`` is not given, or 1), else when
-            a sequence does. Not where rope settings are given, nor with recurrent memory.
+        ExactnessWarning: once, if texts under the rule "seeded" decode more tokens together than
+            ``capabilities.exact_rows``, and logits were measured to differ then.
+        ContextLengthWarning: a text may get longer than the model was trained for. It comes at once if
+            ``n_ctx`` is larger than that and meant for one sequence (``n_seq_max`` is not set, or 1);
+            otherwise when a sequence gets too long. There is no warning with rope settings or with
+            recurrent memory.
 
-    Sequences 0 to n_seq_max - 1 are open to the raw calls of this class unless a branch holds
-    them; branches take them from the top. One lock serialises all calls from many threads.
+    The raw calls of this class may use the sequences 0 to n_seq_max - 1 unless a branch holds them;
+    branches take the highest free ids. One lock serialises all calls from many threads.
     """
 
     model: Model
@@ -107,7 +108,7 @@ class Context:
     ) -> None:
         instance("model", model, Model, "load a file with Model(path), or both with lb.load(path)")
         if target is not None:
-            meant = "give the context that generates, for example lb.load(), not its model or name"
+            meant = "pass the context that generates, for example lb.load(), not its model or name"
             instance("target", target, Context, meant)
         given = ContextParams(**options) if params is None else replace(params, **options)
         # The decoder turns tokens into rows of logits; for branches, not for users. So is the K/V cache:
@@ -121,15 +122,15 @@ class Context:
         self.n_batch, self.n_outputs_max = handle.n_batch, handle.n_outputs_max
         self.n_vocab = model.n_vocab
         self._owns_model = owns_model
-        # Held by every call on this context or a branch of it, but for counts such as `n_seq_free`.
+        # Every call on this context or its branches holds it, except for counts such as `n_seq_free`.
         self.lock = handle.lock
         self.n_seq_max = handle.n_seq_max
         self.n_threads: int = native["n_threads"]
         self.n_threads_batch: int = native["n_threads_batch"]
         self.params = resolved
-        self.kv_cache.compact = lambda: self.compact()  # whatever that is then
+        self.kv_cache.compact = lambda: self.compact()  # looked up at each call
         self.sequences = SequenceIds(self.kv_cache, self._check_raw)
-        # Kept by packages above while it is open; not for users.
+        # For the packages above, while it is open; not for users.
         self.attached: dict[str, _Attached] = {}
         self.prefix_cache = None
         if resolved.prefix_cache:
@@ -155,7 +156,7 @@ class Context:
         self.attached.clear()
         for each in attached:
             each.close()
-        self.decoder.handle.close_children()  # heads: not under this lock, they have their own
+        self.decoder.handle.close_children()  # heads; not under this lock, because they have their own
         with self.lock:
             self.decoder.close()
         if self._owns_model:
@@ -184,7 +185,7 @@ class Context:
             "drafted or batched texts can differ from plain ones by rounding. "
             f"With {self.model.name} tokens that are decoded together change the next token's "
             f"distribution by a total variation of {found:.2g}, as measured here. If equal texts matter, "
-            "take weights that are exact, such as Q8_0, or batch_invariant=True",
+            "use weights that are exact, such as Q8_0, or batch_invariant=True",
             ExactnessWarning,
         )
 
@@ -193,10 +194,10 @@ class Context:
     def release_threads(self) -> None:
         """Let another thread of this program decode next at full speed.
 
-        Each thread that decodes keeps helpers waiting for its next decode. If another one decodes
-        meanwhile, there are more of them than cores, and all wait for each other: a small decode takes
-        ten times as long, until the first thread calls this or ends. A new context and an ``AsyncEngine``
-        do it in the thread that creates them.
+        Each thread that decodes has helper threads, which wait for its next decode. If another thread
+        decodes meanwhile, there are more helpers than cores, and all wait for each other. A small decode
+        then takes ten times as long, until the first thread calls this method or ends. A new context and
+        an ``AsyncEngine`` call it in the thread that creates them.
         """
         release_threads()
 
@@ -204,23 +205,23 @@ class Context:
         """Stop the decode running in another thread; if none is running, the next one stops at once.
 
         The call that is decoding raises DecodeInterruptedError and leaves its sequences as they were.
-        Callable from any thread and from a signal handler; returns without waiting. llama.cpp checks
-        between the operations of its graph; with recurrent memory, or layers on a GPU, the decode
-        stops between micro-batches (``n_ubatch`` tokens).
+        You may call it from any thread and from a signal handler; it does not wait. llama.cpp stops
+        between two operations of its graph; with recurrent memory, or layers on a GPU, it stops between
+        micro-batches (``n_ubatch`` tokens).
         """
         self.decoder.handle.stop()
 
     def resume(self) -> None:
-        """Undo an ``interrupt`` that has stopped no decode yet: the next one runs."""
+        """Undo an ``interrupt`` that has not stopped a decode yet, so that the next one runs."""
         self.decoder.handle.resume()
 
     @contextmanager
     def time_limit(self, seconds: float) -> Iterator[None]:
         """Interrupt what the ``with`` block decodes on this context after ``seconds``.
 
-        The call that decodes then raises DecodeInterruptedError, as after ``interrupt``; the texts of
-        ``complete`` and ``chat`` so far are its ``results``. The block is entered from one thread; what
-        other threads decode here counts too.
+        The call that decodes then raises DecodeInterruptedError, as after ``interrupt``; its ``results``
+        are the texts of ``complete`` and ``chat`` so far. Only one thread may enter the block; decodes of
+        other threads on this context are interrupted too.
 
         Raises:
             ConfigError: ``seconds`` is not a positive number.
@@ -231,7 +232,7 @@ class Context:
         with stopped_after(self.decoder.handle, seconds):
             yield
 
-    # -- for the layers above: the lock is held --------------------------------------------------------
+    # -- for the layers above, which hold the lock -------------------------------------------------
 
     @property
     def n_seq_free(self) -> int:
@@ -239,21 +240,21 @@ class Context:
         return self.sequences.count_free()
 
     def compact(self) -> bool:
-        """Write all branches again, in order and without holes; False if raw sequences hold cells.
+        """Move the cells of all branches into order, without holes; False if raw sequences hold cells.
 
-        Nothing needs to be done with non-unified KV.
+        With non-unified KV there is nothing to do.
         """
         if self.kv_cache.forks_copy:
             return True
         return rewrite_in_order(self.decoder, self.sequences.holders(), self.prefix_cache)
 
     def fits(self, seq_id: int, n: int) -> int:
-        """Return how many of ``n`` drafted tokens can be verified in one decode after a sequence."""
+        """Return how many of ``n`` drafted tokens of a sequence can be verified in one decode."""
         n = min(n, self.n_outputs_max - 1)
         return self.kv_cache.fits(n, lambda: self.sequences.count_free(used=(seq_id,)))
 
     def keep_prefixes(self) -> None:
-        """Open the prefix cache, unless ``prefix_cache`` was given or it would take sequences."""
+        """Open the prefix cache, unless ``prefix_cache`` was set or it would take sequences."""
         with self.lock:
             can = self.kv_cache.can_draft and not self.kv_cache.forks_copy
             if can and self.params.prefix_cache is None and self.n_seq_max <= MOST_WITH_PREFIXES:
@@ -281,10 +282,10 @@ class Context:
         """Compare the accounting with llama.cpp's own positions.
 
         Raises:
-            DecodeError: they differ; the message names the sequence. That is a bug in this library.
+            DecodeError: they differ, which is a bug in this library. The message names the sequence.
         """
         if self.target is not None and self.model.shares_memory:
-            self.target.audit()  # its lock comes before this context's
+            self.target.audit()  # the target's lock is taken before this context's
             return
         with self.lock:
             self.decoder.check_open()
@@ -296,7 +297,7 @@ class Context:
         if self.model.shares_memory:
             raise UnsupportedError(
                 f"{self.model.name} has no memory of its own: it reads that of its target",
-                hint="it is for drafting only: MTPDrafter(ctx)",
+                hint="it can only draft: MTPDrafter(ctx)",
             )
         self.sequences.collect()
         checked = [self._check_seq(seq_id) for seq_id in seq_ids]
@@ -315,7 +316,7 @@ class Context:
         """Decode ``tokens`` at ``position``, ``position`` + 1, ... of a sequence, in chunks.
 
         Args:
-            tokens: ids, at least one.
+            tokens: token ids, at least one.
             position: must be the end of the sequence: its number of tokens.
             seq_id: 0 to n_seq_max - 1, not held by a branch.
             logits: which rows to keep for ``logits()``: "last", "all" or "none".
@@ -324,8 +325,9 @@ class Context:
             ConfigError: a bad argument.
             TokenizeError: a bad id.
             CacheFullError, DecodeError: the sequence is as it was before the call. If some of the tokens
-                were decoded and this memory cannot drop them (``capabilities.can_truncate``), it holds
-                what its last checkpoint before the call has, or nothing. The same holds after Ctrl-C.
+                were decoded and this memory cannot drop them (``capabilities.can_truncate``), the
+                sequence returns to its last checkpoint before the call, or is empty. The same holds after
+                Ctrl-C.
         """
         with self.lock:
             (seq_id,) = self._check_raw(seq_id)
@@ -365,17 +367,17 @@ class Context:
         """Return a row of the last raw ``decode``, float32 (V,), a copy; -1 is the last one.
 
         Raises:
-            ConfigError: that decode kept no such row.
+            ConfigError: that decode did not keep this row.
         """
         with self.lock:
             return np.array(self._row(row).array)
 
     def sample(self, params: SamplingParams | None = None, row: int = -1) -> int:
-        """Return the token drawn from a row of the last raw ``decode``; changes nothing.
+        """Return a token drawn from a row of the last raw ``decode``, without appending it.
 
-        The noise comes from ``params.seed`` and the position of the drawn token, so calling it twice
-        gives the same token, and a :class:`Branch` of these tokens draws it too.
-        Penalties and DRY need a history and a grammar a state: those belong to a branch.
+        The noise depends on ``params.seed`` and the position of the drawn token, so a second call gives
+        the same token, and a :class:`Branch` of these tokens draws it too.
+        Penalties, DRY and grammars need a state; use a branch for them.
 
         Raises:
             ConfigError: a temperature above 0 and no seed.
@@ -419,7 +421,7 @@ class Context:
         return LogitsRow(array)
 
     def kv_seq_copy(self, src: int, dst: int) -> None:
-        """Make sequence ``dst`` a copy of ``src``. In a unified cache they share cells, no K/V is copied.
+        """Make sequence ``dst`` a copy of ``src``. In a unified cache they share cells; no K/V is copied.
 
         The previous content of ``dst`` is dropped.
         """
@@ -438,13 +440,14 @@ class Context:
             (seq_id,) = self._check_raw(seq_id)
             start, end = whole("start", start), whole("end", end)
             if start < 0 or end < -1 or (end != -1 and end < start):
-                raise ConfigError(f"no such range of positions: [{shown(start)}, {shown(end)})")
+                raise ConfigError(f"invalid range of positions: [{shown(start)}, {shown(end)})")
             stop = END if end == -1 else end
             length = self.kv_cache.next_position(seq_id)
             if start >= min(stop, length):
                 return
             partial = start > 0 or stop < length
-            # A partial sliding window would accept the removal and then compute from missing cells.
+            # With a partial sliding window llama.cpp would remove them, and then compute from missing
+            # cells.
             if (partial and not self.kv_cache.can_cut(seq_id, start)) or not self.kv_cache.drop(
                 seq_id, start, END if stop >= length else stop
             ):
@@ -495,7 +498,7 @@ class Context:
         """Return ``model.detokenize(...)``."""
         return self.model.detokenize(tokens, special=special)
 
-    # -- texts in one call: the door to the engine, which is on a higher layer -------------------------
+    # -- texts in one call, by the engine, which is on a higher layer ------------------------------
 
     @overload
     def complete(
@@ -518,18 +521,18 @@ class Context:
     ) -> Result | Sequence[Result] | Events:
         """Continue a prompt, or each of a list: ``ctx.complete("Once upon a time").text``.
 
-        An `Engine` that stays with the context generates: it takes as many of its sequences at a time as
-        are free. With a seed, or at temperature 0, the text is the one of ``Branch.generate``.
+        The context keeps an `Engine` for this, which uses all free sequences. With a seed, or at
+        temperature 0, the text is that of ``Branch.generate``.
 
         Args:
             prompt: text, token ids, or messages; or a list of prompts.
             stream: return an iterator of `Event`: ``event.text`` of each token, and at the end of each
                 text ``event.result``. ``event.id`` is the index of the prompt, as text.
-            options: all by name:
+            options: all of them by name:
 
-                - ``drafter``: "auto" = what the model and the text offer, where it was measured to be
-                  faster: MTP layers, copies from the text so far, what a grammar forces; None = plain
-                  decoding; or a `Drafter`.
+                - ``drafter``: "auto" = drafts from MTP layers, from copies of the text so far and from
+                  text that a grammar forces, if it measures that this is faster; None = plain decoding;
+                  or a `Drafter`.
                 - ``max_tokens``: the most tokens to generate (128); None = until the text or the cache
                   ends. ``stop``, ``stop_tokens``: strings and tokens that end the text.
                 - ``n``: texts of each prompt (1), in ``result.choices``; the result is the first.
@@ -538,24 +541,24 @@ class Context:
                 - ``top_logprobs``: alternatives of each token in ``result.logprobs`` (0);
                   ``prompt_logprobs``, ``parse_special``: as for `Request`.
                 - ``thinking``: whether the model thinks before it answers: None = as its chat template
-                  does, True, False, or the most tokens of the thought. What the answer must follow, and
-                  where it stops, counts from the answer on.
+                  does, True, False, or the most tokens of the thought. A schema and stop strings apply
+                  to the answer, not to the thought.
                 - ``thinking_end``: last words of a thought that has used up its tokens.
-                - ``share``: "thought" = the ``n`` texts of a prompt answer after one thought.
+                - ``share``: "thought" = the ``n`` texts of a prompt share one thought.
                 - ``on_prompt_progress``: called with a `PromptProgress` while a prompt is read:
                   ``n_read`` of ``n_total`` tokens. ``prompt_progress``: events for that, in a stream
                   (False).
                 - ``sampling``, or settings of `SamplingParams`: ``temperature=0.8, top_p=0.9, seed=1``.
 
         Returns:
-            the result; for a list of prompts a list. Without a seed ``result.seed`` gives the same text
-            again. A text for which the cache has no more room has the ``finish_reason`` "capacity".
+            the result; for a list of prompts a list. ``result.seed`` gives the same text again, also if
+            you passed no seed. If the cache is full, a text ends with the ``finish_reason`` "capacity".
 
         Raises:
-            ConfigError, GrammarError, TokenizeError, CacheFullError: something is invalid, or a prompt is
-                too long; nothing has happened.
-            LlamaBranchError: no text has a token, and this is why: `SequencesExhaustedError` where
-                branches hold all sequences.
+            ConfigError, GrammarError, TokenizeError, CacheFullError: an argument is invalid, or a prompt
+                is too long; nothing has happened.
+            LlamaBranchError: no text has a token; for example `SequencesExhaustedError` because branches
+                hold all sequences.
         """
         from ..engine import completion
 
@@ -609,7 +612,7 @@ class Context:
                 - ``tool_choice``: "auto"; "none"; "required", or the description of a function with its
                   name, forces a call that follows its schema.
                 - ``parallel_tool_calls``: False = at most one call.
-                - ``chat_template_kwargs``: what else the template is given, such as
+                - ``chat_template_kwargs``: other variables of the template, such as
                   ``{"enable_thinking": False}``.
 
         Returns:
@@ -625,18 +628,18 @@ class Context:
 
 
 def text_context(name: str, value: object) -> Context:
-    """Return ``value`` if it is a context that texts are generated with.
+    """Return ``value`` if it is a context that can generate text.
 
     Raises:
-        ConfigError: it is no context; names the argument.
-        UnsupportedError: it is that of a head, which computes nothing of its own.
+        ConfigError: it is not a context; the message names the argument.
+        UnsupportedError: it is the context of a head, which cannot generate by itself.
     """
     hint = 'lb.load("model.gguf") returns one, and so does Context(model)'
     context = instance(name, value, Context, hint)
     if context.target is not None:
         raise UnsupportedError(
             f"{context.model.name} is open as a head of {context.target.model.name}: it drafts for that "
-            "context, and generates no text of its own",
+            "context, and cannot generate text by itself",
             hint="EagleDrafter(head) or MTPDrafter(head) drafts with it; generate with the target",
         )
     return context

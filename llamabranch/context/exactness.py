@@ -1,9 +1,9 @@
-"""Exactness, measured: in which sizes of batches a row's logits are, to the bit, those it has alone.
+"""Measure exactness: in batches of which sizes a row has, to the bit, the logits that it has alone.
 
-llama.cpp multiplies weights by other kernels where a batch has more rows, and not all of them add in
-the same order. Which do depends on the weights' type and shape, on the processor and on how llama.cpp
-was built: so rows are decoded alone and in batches, beside another sequence, and compared. What was
-found is kept in the profile, for each file, build, processor, number of threads and K/V type.
+llama.cpp uses other kernels for the weights if a batch has more rows, and not all kernels add in the same
+order. Which kernels do depends on the type and shape of the weights, on the processor, and on the build
+of llama.cpp. So rows are decoded alone and in batches, together with another sequence, and compared. The
+result is kept in the profile, for each file, build, processor, number of threads and K/V type.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SECTION = "exact rows"
 
 
 class Exactness(NamedTuple):
-    """In how many rows batches are exact, by how much others are off, and why, see `Capabilities`."""
+    """Up to how many rows batches are exact, how far larger ones are off, and why: `Capabilities`."""
 
     rows: int
     total_variation: float | None = None
@@ -49,7 +49,7 @@ _found: weakref.WeakKeyDictionary[Model, dict[str, Exactness]] = weakref.WeakKey
 def exactness_of(
     runner: Runner, model: Model, params: ContextParams, *, is_head: bool
 ) -> Exactness:
-    """Return what is asked for, excluded by a rule, or measured on the empty context."""
+    """Return the exactness of an empty context: set by the user, excluded by a rule, or measured."""
     if params.batch_invariant is False:
         return Exactness(0, reason="not asked for")
     n_ubatch = params.n_ubatch or runner.handle.n_batch
@@ -92,17 +92,19 @@ def exactness_of(
 def _measured(
     runner: Runner, model: Model, most: int, *, setting: str, ask: bool
 ) -> Exactness | None:
-    """Return up to how many rows a decode gives each the logits it has alone, and how far others are off.
+    """Return up to how many rows each row has the logits that it has alone, and how far others are off.
 
-    The context is empty before and after. The rows are ``n_batch`` where all sizes that were tried are
-    equal, 1 where not even two rows are.
+    The context is empty before and after. The result is ``n_batch`` if all tried sizes are exact, and 1
+    if not even two rows are.
 
     Args:
-        runner, model: of the context.
-        most: rows that llama.cpp computes at once; it cuts larger batches, so only these are tried.
-        setting: what else the result depends on: K/V type and threads.
-        ask: whether to measure all sizes however long it takes. Otherwise fewer are for more than a
-            billion parameters, and None is returned for more than four, for which it takes more than 2 s.
+        runner, model: those of the context.
+        most: rows that llama.cpp computes at once; it cuts larger batches, so only sizes up to this are
+            tried.
+        setting: the other things that the result depends on: K/V type and threads.
+        ask: True = measure all sizes, however long it takes. Otherwise models of more than a billion
+            parameters are measured with fewer sizes. For more than four billion, which would take more
+            than 2 s, None is returned.
     """
     n_params = model.handle.number("n_params")
     is_part = n_params > _ALL and not ask
@@ -184,14 +186,14 @@ def _variation(
     runner.memory.clear()
     n_own = min(n, len(own))
     others = [(token + 1) % runner.handle.n_vocab for token in own] * -(-n // len(own))
-    # Rows of another sequence come between them, where there is one; then the last row is compared.
+    # If there is another sequence, its rows come in between; the last row is compared.
     is_own = [
         (n - 1 - i) % (n // n_own) == 0 and n - 1 - i < n_own * (n // n_own) for i in range(n)
     ]
-    if runner.memory.cells.n_seq_max < 2:  # the others follow in the same one
+    if runner.memory.cells.n_seq_max < 2:  # the other rows follow in the same sequence
         is_own.sort(reverse=True)
     mine, other = iter(own), iter(others)
-    # llama.cpp aborts on more rows in one decode than it has room for.
+    # llama.cpp aborts if a decode has more rows than its buffer.
     compared = [i for i in range(n) if is_own[i]][-runner.handle.n_outputs_max :]
     batch = Batch()
     for i, is_mine in enumerate(is_own):

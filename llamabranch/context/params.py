@@ -23,19 +23,19 @@ __all__ = [
 ]
 
 DEFAULT_N_CTX = 2048
-# Another sequence costs nothing in a shared cache of attention, and memory of its own elsewhere. With
-# nine, a branch and eight forks of it fit.
+# Another sequence costs nothing in a shared attention cache, but its own memory elsewhere. With
+# nine sequences a branch can have eight forks.
 DEFAULT_N_SEQ_MAX = 16
 _SEQUENCES_WITH_MEMORY = 9
-# Sequences, so that some ids are left for cached prefixes.
+# Sequences; some ids must be left for cached prefixes.
 MOST_WITH_PREFIXES = max_sequences() - 16
 # Tokens computed at once without flash attention: the products of a larger piece of a prompt with 2,000
 # cells leave the processor's cache (SmolLM2: 260 tokens a second in pieces of 128, 246 of 512).
 _PLAIN_UBATCH = 128
 _STEP = 256  # llama.cpp rounds the cells of a cache up to a multiple of this
 
-# With these and flash attention on, attention does not depend on the batch: f16 takes another path from
-# 512 cells on, and with 64 rows. The weights are measured: exactness.py.
+# With these types and flash attention, attention does not depend on the batch. f16 takes another path
+# from 512 cells on, and with 64 rows. The weights are measured: exactness.py.
 INVARIANT_KV_TYPES = ("bf16", "q8_0")
 
 
@@ -84,55 +84,56 @@ class ContextParams:
     """How to create a context.
 
     Args:
-        n_ctx: cells of the cache, shared by all sequences; rounded up to a multiple of 256. None: 2048,
-            or what the model was trained for if that is less. With ``kv_unified=False`` they are divided
-            evenly, each part is rounded up, and None is that number for each sequence.
-        n_seq_max: sequences (branches) at a time, 1 to 256. None: 16, or 9 where each takes memory of its
+        n_ctx: cells of the cache, shared by all sequences; rounded up to a multiple of 256. None = 2048,
+            or the trained length if that is less. With ``kv_unified=False`` the cells are divided evenly
+            and each part is rounded up; None is then that number for each sequence.
+        n_seq_max: sequences (branches) at a time, 1 to 256. None = 16, or 9 if each takes memory of its
             own (recurrent and hybrid memory, ``kv_unified=False``), but at most ``n_batch``.
-        n_batch: tokens per decode at most; n_ubatch: tokens computed at once (None: n_batch, or 128 where
-            flash attention was measured to be slower). With a
-            sliding window the smaller of the two counts for both.
-        n_outputs_max: rows of logits per decode at most, from n_seq_max to n_batch. None:
+        n_batch: the most tokens per decode. n_ubatch: tokens computed at once (None = n_batch, or 128 if
+            flash attention was measured to be slower). With a sliding window the smaller of the two is
+            used for both.
+        n_outputs_max: the most rows of logits per decode, from n_seq_max to n_batch. None =
             max(n_seq_max, min(n_batch, 256)).
-        n_threads, n_threads_batch: for one token and for many. None: the fastest when the context is
-            created, of one thread, half of the cores this process may use, and all; stored for the
-            next context. All cores where ``LLAMABRANCH_PROFILE=0``, and for one token where the number
-            would change logits: flash attention over more than 256 cells of f16 or f32 K/V.
+        n_threads, n_threads_batch: threads for one token and for many. None = one thread, half of the
+            cores that this process may use, or all of them, whichever is fastest when the context is
+            created; the choice is stored for the next context. With ``LLAMABRANCH_PROFILE=0`` it is all
+            cores. It is also all cores for one token if the number would change logits: with flash
+            attention over more than 256 cells of f16 or f32 K/V.
         flash_attention: "auto", True or False. kv_type: "f16", "bf16", "q8_0", ... "auto" for both is
-            bf16 with flash attention in a batch-invariant context. Elsewhere it is the setting that was
-            measured to be fastest at 2,048 cells: f16 or bf16, with flash attention or without. A session
-            is weighed that reads 2,000 tokens and generates 300. With a given type, flash attention is
-            on; where it is given as False, "auto" K/V is f16.
-        batch_invariant: True raises UnsupportedError where it is impossible. "auto" turns it on where it
-            is possible and costs at most a tenth of reading and of generating on this processor, by the
-            same measurement; with ``LLAMABRANCH_PROFILE=0``, which measures nothing, wherever it is
-            possible. "auto" also turns it on where ``kv_type`` is given as "bf16" or "q8_0". False: the
-            fastest setting; exactness is not measured.
+            bf16 with flash attention in a batch-invariant context. In other contexts it is the fastest of
+            f16 and bf16, with and without flash attention, as measured at 2,048 cells for a session with
+            a prompt of 2,000 tokens and 300 generated ones. If you set the type, flash attention is on;
+            if you turn flash attention off, "auto" K/V is f16.
+        batch_invariant: True = batch-invariant, or UnsupportedError if that is impossible. "auto" turns
+            it on if it is possible and costs at most a tenth of the speed of prompts and of generation on
+            this processor, by the same measurement; with ``LLAMABRANCH_PROFILE=0``, which measures
+            nothing, whenever it is possible. "auto" also turns it on if ``kv_type`` is "bf16" or "q8_0".
+            False = the fastest setting; exactness is not measured.
         swa_full: keep the K/V of all positions in sliding-window layers, so that they can be rewound.
         offload_kqv: keep the cache on the GPU if the model is there.
-        kv_unified: one cache for all sequences, in which forks share cells. False: each sequence has
-            cells to itself, and its attention runs over these alone, which is faster with many long
-            texts that share little. Forks copy K/V there, and with a prefix cache each cached prefix
-            takes a sequence until another needs it. For plain attention memory.
-            "auto": False where the memory can be divided, else True.
+        kv_unified: True = one cache for all sequences, in which forks share cells. False = each sequence
+            has its own cells, and its attention runs only over these, which is faster with many long
+            texts that share little. Forks then copy K/V, and with a prefix cache each cached prefix takes
+            a sequence until another text needs it. Only for plain attention memory. "auto" = False if the
+            memory can be divided, else True.
         prefix_cache: keep the K/V of prompts and finished texts until its cells are needed, so that a
-            prompt that begins like one of them is not read again. None: from the first call of
-            ``complete`` or ``chat``, or an ``AsyncEngine``, on, where memory can share cells.
-        cache_ram: bytes of host memory for K/V that the prefix cache evicts; it comes back where that
-            is faster than reading the text again. 0: none.
+            prompt that begins like one of them is not processed again. None = on after the first call of
+            ``complete`` or ``chat``, or with an ``AsyncEngine``, if the memory can share cells.
+        cache_ram: bytes of host memory for K/V that the prefix cache evicts; it is copied back if that is
+            faster than processing the text again. 0 = none.
         checkpoint_ram: bytes of host memory for checkpoints, in contexts whose memory cannot drop the
             end of a text (recurrent, hybrid, ``swa_full=False``). A checkpoint is the state at an earlier
-            position. Rewinds and the prefix cache return to the last one before the position they need
-            and decode the tokens after it. 0: no checkpoints, the whole text is decoded again.
-        n_rs_seq: states that llama.cpp keeps of the last tokens of each sequence, where the memory is
-            recurrent or hybrid and the model's architecture can: so many drafted tokens are verified in
-            place, elsewhere on a fork. "auto": 8 or 4, where they take at most an eighth of the
-            machine's memory together, else 0. 0: none.
+            position. Rewinds and the prefix cache return to the last checkpoint before the position they
+            need, and decode the tokens after it. 0 = no checkpoints; the whole text is decoded again.
+        n_rs_seq: how many states of the last tokens of each sequence llama.cpp keeps, if the memory is
+            recurrent or hybrid and the model's architecture supports it. So many drafted tokens are
+            verified in place; longer drafts are verified on a fork. "auto" = 8 or 4 if these states
+            together take at most an eighth of the machine's memory, else 0. 0 = none.
         rope_scaling: None (the model's own), "none", "linear", "yarn" or "longrope";
             rope_freq_base, rope_freq_scale, yarn_*: as in llama.cpp, 0 (yarn: -1) = the model's own.
 
     Raises:
-        ConfigError: a value llama.cpp would abort on, or ignore.
+        ConfigError: llama.cpp would abort on a value, or ignore it.
     """
 
     n_ctx: int | None = None
@@ -189,12 +190,12 @@ class ContextParams:
             choice("rope_scaling", self.rope_scaling, [name for name in ROPE_SCALING if name])
 
     def resolve(self, model: Model, *, tries_exact: bool = True) -> ContextParams:
-        """Return these with every default chosen for ``model`` except the threads, which are measured.
+        """Return these with all defaults resolved for ``model``, except the threads, which are measured.
 
         Args:
-            model: that the context will compute.
-            tries_exact: "auto" K/V is bf16 with flash attention where batches may be exact with these.
-                False: it is whatever is fastest.
+            model: the model of the context.
+            tries_exact: True = "auto" K/V is bf16 with flash attention if batches can be exact with
+                these. False = it is whatever is fastest.
 
         Raises:
             ConfigError: values that do not fit together.
@@ -207,8 +208,8 @@ class ContextParams:
         is_shared = unified and model.memory_type in ("attention", "sliding-window")
         n_seq_max = DEFAULT_N_SEQ_MAX if is_shared else _SEQUENCES_WITH_MEMORY
         n_seq_max = self.n_seq_max or min(n_seq_max, self.n_batch)
-        kv_unified = bool(unified) or n_seq_max == 1  # which is the same for one sequence
-        # llama.cpp has no smaller cache than its step of 256.
+        kv_unified = bool(unified) or n_seq_max == 1  # the same for one sequence
+        # llama.cpp's smallest cache has 256 cells.
         usual = max(_STEP, min(DEFAULT_N_CTX, self.trained_length(model) or DEFAULT_N_CTX))
         n_ctx = self.n_ctx or usual * (1 if kv_unified else n_seq_max)
         n_batch = min(self.n_batch, n_ctx)
@@ -219,7 +220,7 @@ class ContextParams:
             )
         if self.cache_ram and not self.prefix_cache:
             raise ConfigError(
-                "cache_ram is for what the prefix cache evicts: set prefix_cache=True"
+                "cache_ram is for K/V that the prefix cache evicts: set prefix_cache=True"
             )
         if self.prefix_cache and kv_unified and n_seq_max > MOST_WITH_PREFIXES:
             raise ConfigError(
@@ -235,7 +236,7 @@ class ContextParams:
             if not is_attention:
                 raise UnsupportedError(
                     f"kv_unified=False is not possible with {model.memory_type} memory",
-                    hint="leave it out: it is for plain attention memory",
+                    hint="leave it out; it is only for plain attention memory",
                 )
             if n_ubatch < n_seq_max:
                 raise ConfigError(
@@ -265,7 +266,7 @@ class ContextParams:
         if int(n_rs_seq) > max(0, found.most_rollback):
             raise ConfigError(
                 f"n_rs_seq ({n_rs_seq}) must be below n_ubatch - 1, which is {n_ubatch - 1}",
-                hint="llama.cpp computes the tokens that can be undone, and more, at once",
+                hint="llama.cpp computes all tokens that can be undone, and more, in one micro-batch",
             )
         return found
 
@@ -275,9 +276,9 @@ class ContextParams:
         return (self.n_ubatch or self.n_batch) - 2
 
     def _attention(self, model: Model, tries_exact: bool) -> tuple[str, bool | str]:
-        """Return the K/V type and whether to use flash attention, "auto" where llama.cpp may say.
+        """Return the K/V type and whether to use flash attention; "auto" = llama.cpp decides.
 
-        Other memory than attention is never exact, but with bf16 the number of threads does not matter.
+        Memory other than attention is never exact, but with bf16 the number of threads does not matter.
         """
         if (
             tries_exact
@@ -298,8 +299,8 @@ class ContextParams:
     def trained_length(self, model: Model) -> int | None:
         """Return the number of tokens the model was trained for.
 
-        None where no such limit applies: a recurrent state has no positions, and explicit rope settings
-        stretch them.
+        None if there is no such limit: a recurrent state has no positions, and explicit rope settings
+        stretch the positions.
         """
         scaled = self.rope_scaling not in (None, "none")
         stretched = scaled or self.rope_freq_base or self.rope_freq_scale
@@ -308,7 +309,7 @@ class ContextParams:
         return model.n_ctx_train
 
     def native(self) -> NativeContextParams:
-        """Return llama.cpp's parameters; these must be resolved, the threads included."""
+        """Return llama.cpp's parameters. All defaults, including the threads, must be resolved."""
         kv_type, n_threads = KV_TYPES[self.kv_type], self.n_threads or available_cores()
         same = {f.name: getattr(self, f.name) for f in fields(self) if f.name in NATIVE_NAMES}
         return {
@@ -322,7 +323,7 @@ class ContextParams:
         }
 
 
-MOST_ROLLBACK = 64  # states kept of a sequence beside its own
+MOST_ROLLBACK = 64  # earlier states of a sequence that can be kept
 _RANGES = {
     "n_ctx": (1, 2**31 - 256),
     "n_seq_max": (1, max_sequences()),
@@ -340,7 +341,7 @@ _REQUIRED = (
     "cache_ram",
     "checkpoint_ram",
     "yarn_orig_ctx",
-)  # None is no default of these
+)  # for these, None is not a valid value
 _LEAST = {
     "rope_freq_base": 0.0,
     "rope_freq_scale": 0.0,

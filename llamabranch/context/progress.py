@@ -1,4 +1,4 @@
-"""How much of a prompt is read: one record, whoever reads it and whoever looks."""
+"""The progress of a prompt: how many of its tokens have been processed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["OnPromptProgress", "PromptProgress", "Reading", "reading"]
 
 
 class PromptProgress(NamedTuple):
-    """How much of a prompt is read.
+    """The progress of a prompt.
 
     Attributes:
-        n_read: its tokens that are in the cache, those that were there before included.
+        n_read: its tokens that are in the cache, including those that were there before.
         n_cached: its tokens that were in the cache before.
         n_total: all of its tokens.
-        seconds: how long it has been read.
+        seconds: time since the processing began.
     """
 
     n_read: int
@@ -31,10 +31,10 @@ OnPromptProgress = Callable[[PromptProgress], object]
 
 
 class Reading:
-    """A prompt that is being read from now on.
+    """A prompt whose processing begins now.
 
     Args:
-        n_cached: its tokens that are in the cache already.
+        n_cached: its tokens that are already in the cache.
         n_total: all of its tokens.
     """
 
@@ -43,27 +43,27 @@ class Reading:
         self._begun = perf_counter()
 
     def progress(self, n_read: int) -> PromptProgress:
-        """Return how much is read now: ``n_read`` tokens are in the cache."""
+        """Return the progress when ``n_read`` tokens are in the cache."""
         seconds = perf_counter() - self._begun
         return PromptProgress(n_read, self._n_cached, self._n_total, seconds)
 
     def relayed(self, report: OnPromptProgress) -> OnPromptProgress:
-        """Return what tells ``report`` of this prompt when it is told of a part of it.
+        """Return a callback for a part of this prompt, which calls ``report`` for the whole prompt.
 
         Raises:
-            ConfigError: ``report`` is no function.
+            ConfigError: ``report`` is not a function.
         """
         function("on_prompt_progress", report)
         return lambda part: report(self.progress(part.n_read))
 
 
 def reading(report: OnPromptProgress | None, n_cached: int, n: int) -> Callable[[int], None] | None:
-    """Report that ``n`` tokens are to be read after ``n_cached``; return what reports each decode.
+    """Report that ``n`` tokens will be processed after ``n_cached``; return a function for each decode.
 
-    None if nobody looks. What is returned takes how many of the ``n`` tokens are decoded so far.
+    That function takes how many of the ``n`` tokens are decoded so far. None if ``report`` is None.
 
     Raises:
-        ConfigError: ``report`` is no function. And what it raises.
+        ConfigError: ``report`` is not a function. Errors of ``report`` are raised too.
     """
     if report is None:
         return None

@@ -1,8 +1,8 @@
 """The engine on a thread of its own, for programs with an event loop.
 
-A step ends with one call into each event loop, which transfers the events of all its requests: a thread
-switch for each token would take longer than the token. A request whose events are not read is paused
-once its buffer is full, and others may take its place in the cache; no other request waits for it.
+A step ends with one call into each event loop, which transfers the events of all its requests, because a
+thread switch for each token would take longer than the token. If the events of a request are not read, it
+is paused when its buffer is full, and others may take its cells; no other request waits for it.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ _Answer = Coroutine[None, None, Result | list[Result]] | AsyncGenerator[Event, N
 class AsyncEngine:
     """An :class:`Engine` on a thread of its own: ``async for event in engine.generate(request)``.
 
-    Any number of tasks, of one event loop or several, may call ``generate`` at a time; their requests
-    share decodes. As by ``Context.complete``, prefixes are kept from now on unless the context was opened
-    with ``prefix_cache=False``.
+    Any number of tasks, in one event loop or several, may call ``generate`` at the same time; their
+    requests share decodes. Like ``Context.complete`` it turns the prefix cache on, unless the context was
+    opened with ``prefix_cache=False``.
 
     Args:
         target, drafter, config, sampling, max_tokens: as for ``Engine``.
@@ -97,13 +97,13 @@ class AsyncEngine:
         try:
             self.engine.target.keep_prefixes()
         except BaseException:
-            self.engine.close()  # and its context, if it opened that
+            self.engine.close()  # also closes a context that it opened
             raise
         self.stats = self.engine.stats
         self._readers: dict[str, _Reader] = {}
         self._wake = threading.Condition()
         self._resumed: deque[str] = deque()
-        self._has_news = False  # something to do for the thread, besides going on
+        self._has_news = False  # whether the thread has something new to do
         self._ends: str | None = None  # "drain" or "abort" once it is closed
         self._thread = threading.Thread(
             target=self._serve,
@@ -117,12 +117,12 @@ class AsyncEngine:
     async def generate(self, request: AnyRequest) -> AsyncIterator[Event]:
         """Yield the events of a request: each token, and the result of each of its texts.
 
-        If the task is cancelled or the iterator closed, the request is aborted: its sequences are free
-        after the step that is running.
+        If the task is cancelled or the iterator closed, the request is aborted, and its sequences are
+        free after the step that is running.
 
         Raises:
-            ConfigError, TokenizeError, QueueFullError, ClosedError: as ``Engine.add_request``.
-            DecodeError: the decode failed; all requests that were unfinished get this error.
+            ConfigError, TokenizeError, QueueFullError, ClosedError: see ``Engine.add_request``.
+            DecodeError: the decode failed; all unfinished requests get this error.
         """
         async with aclosing(self.steps(request)) as steps:
             async for events in steps:
@@ -132,17 +132,17 @@ class AsyncEngine:
     def steps(
         self, *requests: AnyRequest, reports_tokens: bool = True
     ) -> AsyncGenerator[list[Event], None]:
-        """Yield the events of requests as ``generate`` does, all that have come at once as one list.
+        """Yield the events of requests as ``generate`` does, in lists of all new events.
 
-        A list is what a step gave, or several steps if they were not read meanwhile: one thread switch
-        for all the tokens of a draft.
+        A list has the events of one step, or of several steps if they were not read meanwhile. So all
+        tokens of a draft need only one thread switch.
 
         Args:
-            requests: one or several; if one of them is refused, all are.
+            requests: one or several; if one of them is refused, all of them are.
             reports_tokens: as for ``Engine.add_request``.
 
         Raises:
-            Exception: as ``generate``.
+            Exception: see ``generate``.
         """
         return self._steps(_Reader(requests, self._buffer), reports_tokens=reports_tokens)
 
@@ -150,7 +150,7 @@ class AsyncEngine:
         self, reader: _Reader, *, reports_tokens: bool = True
     ) -> AsyncGenerator[list[Event], None]:
         try:
-            with self._wake:  # no step ends before the reader is known
+            with self._wake:  # no step may end before the reader is known
                 if self._ends is not None or not self._thread.is_alive():
                     raise ClosedError("the engine is closed")
                 for number, request in enumerate(reader.requests):
@@ -196,11 +196,11 @@ class AsyncEngine:
         """Continue prompts as ``Context.complete`` does: ``(await engine.complete("The king")).text``.
 
         With ``stream=True``: ``async for event in engine.complete(prompt, stream=True)``. The drafter,
-        and what is not given, are the engine's.
+        and all settings that you leave out, are the engine's.
 
         Raises:
-            LlamaBranchError: as ``Context.complete``: bad arguments when it is awaited, with ``stream``
-                when it is called; and as ``generate``.
+            LlamaBranchError: see ``Context.complete`` and ``generate``. Bad arguments raise when the call
+                is awaited, or with ``stream`` when it is made.
         """
         engine = self.engine
         plan = partial(plan_texts, engine.target, prompt, engine.sampling, **options)
@@ -228,7 +228,7 @@ class AsyncEngine:
         """Answer conversations as ``Context.chat`` does; see ``complete``.
 
         Raises:
-            LlamaBranchError: as ``complete``, and ``Context.chat``.
+            LlamaBranchError: see ``complete`` and ``Context.chat``.
         """
         engine = self.engine
         plan = partial(plan_chat, engine.target, messages, engine.sampling, **options)
@@ -256,7 +256,7 @@ class AsyncEngine:
                     yield completion.take(reader.names[event.id], event)
 
     def abort(self, request_id: str) -> None:
-        """End a request at its next step; its result holds what it has generated."""
+        """End a request at its next step; its result has the text so far."""
         with self._wake:
             self.engine.abort(request_id)
             self._resumed.append(request_id)
@@ -266,7 +266,7 @@ class AsyncEngine:
         """Accept no more requests and end the thread.
 
         Args:
-            drain: finish the requests first, while their readers read on. Otherwise they end with
+            drain: finish the requests first, while their readers continue. Otherwise they end with
                 "cancelled".
         """
         self.shut_down(drain=drain, wait=False)
@@ -293,7 +293,7 @@ class AsyncEngine:
         await self.close()
 
     def _leave(self, reader: _Reader) -> None:
-        """End the requests that nobody reads any more; the caller holds the condition."""
+        """End the requests of a reader that has left; the caller holds the condition."""
         for name in reader.names:
             if self._readers.get(name) is reader:
                 del self._readers[name]
@@ -335,7 +335,7 @@ class AsyncEngine:
         if engine.has_unfinished():
             try:
                 events = engine.step()
-            except BaseException as error:  # also whatever a user's drafter raises
+            except BaseException as error:  # a user's drafter may raise anything
                 failure = error
         elif ends is not None:
             engine.close()
@@ -369,7 +369,7 @@ class AsyncEngine:
         for loop, batch in batches.items():
             try:
                 loop.call_soon_threadsafe(_deliver, batch)
-            except RuntimeError:  # the loop is closed: nobody will read these
+            except RuntimeError:  # the loop is closed, so these will not be read
                 with self._wake:
                     for reader, _ in batch:
                         self._leave(reader)
@@ -391,16 +391,16 @@ class _Reader:
     """The events of one ``steps`` on their way from the thread to its task.
 
     Args:
-        requests: whose events they are.
-        buffer: how many events of a request may be unread before all of them are to be paused.
+        requests: the requests.
+        buffer: how many events of a request may be unread before all of them are paused.
 
     Attributes:
         loop: the event loop of the task.
-        n_running: how many texts have not ended for the thread.
-        n_expected, n_read: how many results the task still expects, and events it has read.
+        n_running: how many texts are unfinished, as counted by the thread.
+        n_expected, n_read: how many results the task still expects, and how many events it has read.
         is_paused: whether the requests are paused, because too many events were unread.
-        names: the ids of the requests, with their places among them.
-        failure: what the task gets instead of more events.
+        names: the ids of the requests, with their indices.
+        failure: the exception that the task gets instead of more events.
     """
 
     def __init__(self, requests: Sequence[AnyRequest], buffer: int) -> None:
@@ -418,7 +418,7 @@ class _Reader:
         self._news = asyncio.Event()
 
     def send(self, events: list[Event]) -> bool:
-        """Count events that the thread transfers; True if the requests are to be paused."""
+        """Count events that the thread transfers; return True if the requests must be paused."""
         self._n_sent += len(events)
         self.n_running -= sum(event.result is not None for event in events)
         if self._n_sent - self.n_read < self._limit or self.is_paused:
@@ -427,7 +427,7 @@ class _Reader:
         return True
 
     def deliver(self, events: list[Event]) -> None:
-        """Give events to the task; called in its event loop."""
+        """Hand events to the task; called in its event loop."""
         self._ready += events
         self._news.set()
 
@@ -435,7 +435,7 @@ class _Reader:
         """Wait for events and return them.
 
         Raises:
-            Exception: what has ended all requests.
+            Exception: the error that ended all requests.
         """
         await self._news.wait()
         self._news.clear()

@@ -1,7 +1,7 @@
-"""One call from prompts to texts: what `complete`, `chat` and their asynchronous forms share.
+"""One call from prompts to texts, for `complete`, `chat` and their asynchronous forms.
 
-A call is checked as a whole before anything is decoded. The engine that runs it stays with the context,
-with its drafter and what that has learned, and K/V stays in the context's prefix cache.
+A call is checked completely before anything is decoded. The context keeps the engine that runs it, with
+its drafter and what that has learned; K/V stays in the context's prefix cache.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ Conversations = Sequence[Sequence[Message]]
 _Prompt = str | Sequence[int] | Messages
 Prompts = list[str] | tuple[str, ...] | Sequence[Sequence[int]] | Conversations
 Events = Generator[Event, None, None]
-T = TypeVar("T", default=object)  # of what the texts mean
+T = TypeVar("T", default=object)  # the type of parsed values
 
 
 class TextOptions(SamplingSettings, Generic[T], total=False):
-    """How texts are generated: fields of `Request`, grammars, and sampling settings by name."""
+    """The options of ``complete``: fields of `Request`, grammars, and sampling settings."""
 
     max_tokens: int | None
     stop: str | Sequence[str]
@@ -78,7 +78,7 @@ class TextOptions(SamplingSettings, Generic[T], total=False):
     thinking: ThinkingChoice
     thinking_end: str
     share: str | None
-    drafter: DrafterChoice  # not of an `AsyncEngine`, which has its own
+    drafter: DrafterChoice  # not for an `AsyncEngine`, which has its own
 
 
 _AS_GIVEN = (
@@ -89,7 +89,7 @@ _NOT_SAMPLING = TextOptions.__annotations__.keys() - SamplingSettings.__annotati
 
 
 class ChatOptions(TextOptions[T], Generic[T], total=False):
-    """`TextOptions`, and what the chat template is given."""
+    """The options of ``chat``: `TextOptions`, and input of the chat template."""
 
     tools: Sequence[Tool] | None
     tool_choice: str | Mapping[str, object] | None
@@ -99,18 +99,18 @@ class ChatOptions(TextOptions[T], Generic[T], total=False):
 
 @dataclass
 class Completion:
-    """A call that was checked, and the results it has so far.
+    """A checked call, and its results so far.
 
     Attributes:
         requests: one for each prompt.
-        prompts: as they were given.
+        prompts: the prompts, as the user passed them.
         is_list: whether the answer is a list.
-        tools: those of a chat.
-        drafter: the one that was given.
+        tools: the tools of a chat.
+        drafter: the drafter that the user passed.
         scores: whether log-probabilities were asked for, so that OpenAI's shapes have them.
-        model: what generates.
-        asked: the grammar that the caller has given, which tells what a text means.
-        found: the results of each prompt, by the number of the sample.
+        model: the model that generates.
+        asked: the user's grammar, which parses the text.
+        found: the results of each prompt by the number of the sample.
     """
 
     requests: list[Request]
@@ -127,7 +127,7 @@ class Completion:
         self.found = [[] for _ in self.requests]
 
     def take(self, number: int, event: Event) -> Event:
-        """Return an event of a prompt as the caller gets it, and keep its result."""
+        """Return an event of a prompt in the form for the caller, and keep its result."""
         result, name = event.result, str(number)
         if result is not None:
             choices = self.found[number]
@@ -147,7 +147,7 @@ class Completion:
             self.take(int(result.id), Event(result.id, result.sample, result=result))
 
     def check(self) -> None:
-        """Raise what has ended the texts, if none of them has a token."""
+        """Raise the error that ended the texts, if none of them has a token."""
         found = [result for results in self.found for result in results]
         if any(result.tokens for result in found):
             return
@@ -159,7 +159,7 @@ class Completion:
         """Return the first text of each prompt, with the others as its ``choices``.
 
         Raises:
-            LlamaBranchError: no text has a token, and this is why.
+            LlamaBranchError: no text has a token, for this reason.
         """
         self.check()
         results = [results[0] for results in self.found]
@@ -175,10 +175,10 @@ def plan_texts(
     """Return a call of ``complete``, checked.
 
     Args:
-        ctx: generates.
-        prompt: one, or a list of them.
-        base: the settings where ``sampling`` is not given.
-        options: those of ``Context.complete``; without ``max_tokens`` the engine's holds.
+        ctx: the context that generates.
+        prompt: a prompt, or a list of prompts.
+        base: the settings if there is no option ``sampling``.
+        options: those of ``Context.complete``; the default of ``max_tokens`` is the engine's.
 
     Raises:
         ConfigError, GrammarError, TokenizeError, CacheFullError: something is invalid, or too long.
@@ -210,7 +210,7 @@ _Planned = tuple[list[int], Thinking | None]
 
 
 class _Thinking(NamedTuple):
-    """What the caller says about thoughts."""
+    """The caller's options for thoughts."""
 
     choice: ThinkingChoice
     ending: str
@@ -222,7 +222,7 @@ class _Thinking(NamedTuple):
         if share not in (None, "thought"):
             raise ConfigError(
                 f"share must be 'thought' or None, not {shown(share)}",
-                hint="share='thought': all texts of a prompt answer after one thought",
+                hint="share='thought': all texts of a prompt share one thought",
             )
         choice = options.get("thinking")
         thinking_budget(choice)
@@ -244,7 +244,7 @@ def _planned(
     options: TextOptions,
     tools: Tools | None = None,
 ) -> Completion:
-    """Return a call for prompts that are tokens; ``tools``: functions that the answers may call."""
+    """Return a call for tokenized prompts; ``tools``: functions that the answers may call."""
     settings = {name: value for name, value in options.items() if name not in _NOT_SAMPLING}
     check_names(settings, ChatOptions.__annotations__)
     given = options.get("sampling")
@@ -270,8 +270,8 @@ def _planned(
     )
     if options.get("json_schema") is not None and (common.stop or common.stop_tokens):
         raise ConfigError(
-            "stop and json_schema: what ends at a stop string or token is no complete value",
-            hint="leave stop and stop_tokens out: the text ends with the value",
+            "stop cannot be combined with json_schema: a text cut there is not a complete value",
+            hint="leave stop and stop_tokens out; the text ends with the value",
         )
     ctx.model.check_tokens(common.stop_tokens)
     requests = []
@@ -318,18 +318,18 @@ def plan_chat(
             tokens = talk.tokens(model)
             planned.append(asked.plan(model, tokens, begun=talk.begun, has_calls=known.is_used))
     if known.forced and any(options.get(name) is not None for name in _GRAMMARS):
-        raise ConfigError("a forced tool call has a grammar of its own: give no other one")
+        raise ConfigError("a forced tool call has its own grammar, so no other grammar is possible")
     found = _planned(ctx, planned, base, options, known)
     found.prompts, found.is_list = chats, is_list
     return found
 
 
 def tool_grammar(model: Model, tools: Tools, asked: Grammar | None) -> Grammar | None:
-    """Return the grammar of an answer that may call functions, or None where none can be written.
+    """Return the grammar of an answer that may call functions; None if none can be written.
 
     Args:
         model, tools: as for ``turn_grammar``.
-        asked: what an answer without a call must follow.
+        asked: the grammar of an answer without a call.
 
     Raises:
         UnsupportedError: it cannot be combined with calls.
@@ -343,7 +343,7 @@ def tool_grammar(model: Model, tools: Tools, asked: Grammar | None) -> Grammar |
 
 
 def _prompts(prompt: object) -> tuple[list[_Prompt], bool]:
-    """Return the prompts, and whether they were given as a list."""
+    """Return the prompts, and whether the argument was a list."""
     is_list = isinstance(prompt, (list, tuple)) and not is_chat(prompt)
     several = cast(Sequence[_Prompt], prompt) if is_list else ()
     if not is_list or (several and plain_int(several[0]) is not None):
@@ -353,13 +353,13 @@ def _prompts(prompt: object) -> tuple[list[_Prompt], bool]:
         if is_nested and isinstance(each[0], (str, list, tuple)):
             raise ConfigError(
                 f"a prompt must be text, a list of token ids or messages, not {each!r:.40}",
-                hint="give texts, conversations or lists of ids in one list",
+                hint="pass texts, conversations or lists of ids in one list",
             )
     return list(several), True
 
 
 def _place(index: int, prompts: Sequence[object]) -> str:
-    """Return which of several prompts one is, for messages of errors."""
+    """Return the place of a prompt among several, for error messages."""
     return f"prompts[{index}]" if len(prompts) > 1 else ""
 
 
@@ -368,7 +368,7 @@ _GRAMMARS = ("grammar", "json_schema", "regex", "choices")
 
 def _grammar(options: TextOptions) -> Grammar | None:
     if sum(options.get(name) is not None for name in _GRAMMARS) > 1:
-        raise ConfigError(f"give one of {', '.join(_GRAMMARS)}")
+        raise ConfigError(f"use only one of {', '.join(_GRAMMARS)}")
     if (schema := options.get("json_schema")) is not None:
         return Grammar.from_json_schema(schema)
     if (regex := options.get("regex")) is not None:
@@ -379,7 +379,7 @@ def _grammar(options: TextOptions) -> Grammar | None:
     return Grammar(grammar) if isinstance(grammar, str) else grammar
 
 
-# -- with the engine that stays with a context -----------------------------------------------------
+# -- with the engine that a context keeps ----------------------------------------------------------
 
 
 def run(ctx: Context, plan: Completion, *, stream: bool) -> Result | list[Result] | Events:
@@ -408,7 +408,7 @@ def _events(engine: Engine, plan: Completion) -> Events:
 
 
 def _engine(ctx: Context, drafter: DrafterChoice, structured: bool) -> Engine:
-    """Return the engine that stays with a context: of a given drafter, or of a kind of texts."""
+    """Return the engine that a context keeps for a drafter, or for a kind of texts."""
     name = "plain" if drafter is None else "drafter"
     if drafter == "auto":
         name = "structured" if structured else "text"

@@ -48,26 +48,25 @@ _POLL_S = 0.02  # how often to check whether others have freed a sequence
 class Engine:
     """Continues any number of prompts over the sequences of one context.
 
-    Every token carries its own position and sequence, so ragged prompts and ragged acceptance need no
-    padding. The sequence of a finished text is reused at once; prompts are prefilled in chunks that
-    share decodes with the running texts.
+    Every token carries its own position and sequence, so prompts and drafts of different lengths need no
+    padding. The sequence of a finished text is reused at once. Prompts are prefilled in chunks that share
+    decodes with the running texts.
 
-    Requests come one at a time (``add_request``, ``step``), or all of a job together (``generate``,
-    ``stream``); both at once is possible. On a context with a prefix cache, prompts and
-    finished texts stay readable for later requests.
+    You can add requests one at a time (``add_request``, ``step``), or run a job (``generate``,
+    ``stream``), or both at once. With a prefix cache, later requests reuse the K/V of prompts and
+    finished texts.
 
     Args:
         target: the context that generates; at most its n_seq_max texts run at a time. Or a `Model`, or a
-            name or path as for `load`: then the engine has a context of its own, closed with it, with
-            2,048 tokens for each of ``parallel`` texts (8); each has its part of the cache where the
-            memory can be divided and no model drafts.
-        drafter: proposes the drafts. "auto" = what the model and the text offer, where it was measured to
-            be faster: MTP layers, copies from the text so far, what a grammar forces; None = plain
-            decoding. To draft for every text, a draft model's context needs as many sequences as the
-            target.
+            name or path as for `load`: then the engine opens a context, which is closed with it, with
+            2,048 tokens for each of ``parallel`` texts (8). Each text has its own part of the cache if
+            the memory can be divided and there is no draft model.
+        drafter: proposes the drafts. "auto" = drafts from MTP layers, from copies of the text so far and
+            from text that a grammar forces, if it measures that this is faster; None = plain decoding. To
+            draft for every text, a draft model's context needs as many sequences as the target.
         config: how much to draft; "auto" drafts as many tokens as raise the throughput of the batch.
-        sampling: the settings of requests that give none.
-        max_tokens: the limit of requests that give none.
+        sampling: the settings for requests without any.
+        max_tokens: the limit for requests without one.
         seed: the seed from which those of requests without one are derived: the same requests get the
             same texts each time. None = each call of ``generate`` or ``stream``, and each request that is
             added, draws others; a request with the ``seed`` of a result in its ``sampling`` repeats it.
@@ -75,7 +74,7 @@ class Engine:
             the engine's own requests is running; then the waiting requests end with "capacity". Only
             time in which nothing is decoded on the context counts; 0 = do not wait.
         max_waiting: how many requests may wait at most; None = any number. ``add_request`` raises beyond.
-        parallel: how many texts run at a time at most; None = as many as the target has sequences.
+        parallel: the most texts at a time; None = as many as the target has sequences.
 
     Raises:
         ConfigError: an invalid limit, seed or ``wait_s``; an argument of another type.
@@ -85,9 +84,9 @@ class Engine:
     Attributes:
         stats: totals over all requests so far.
         seed: the seed in use.
-        sampling: the settings of requests that give none.
+        sampling: the settings for requests without any.
         owns_target: whether the target is closed with the engine.
-        core: runs the requests that are added; for ``AsyncEngine``, not for users.
+        core: runs the added requests; for ``AsyncEngine``, not for users.
     """
 
     def __init__(
@@ -120,7 +119,7 @@ class Engine:
 
     @property
     def seed(self) -> int:
-        """The seed from which those of requests without one are derived."""
+        """The seed from which seeds of requests without one are derived."""
         return self._settings.seed
 
     @seed.setter
@@ -136,18 +135,18 @@ class Engine:
     # -- requests at any time ------------------------------------------------------------------------
 
     def add_request(self, request: AnyRequest, *, reports_tokens: bool = True) -> str:
-        """Queue a request; return its id. From any thread.
+        """Queue a request and return its id. You may call it from any thread.
 
-        A request without an id gets its number among those added.
+        A request without an id gets its number among the added ones.
 
         Args:
-            request: it.
-            reports_tokens: False = there are no events for its tokens, only one for each result. Unless
-                it has ``top_logprobs``, no log-probabilities are computed then.
+            request: the request.
+            reports_tokens: False = no events for tokens, only one for each result. Log-probabilities are
+                then computed only with ``top_logprobs``.
 
         Raises:
-            ConfigError, TokenizeError: the request is invalid, or another of this id is unfinished.
-            QueueFullError: ``max_waiting`` requests wait already.
+            ConfigError, TokenizeError: the request is invalid, or another one with this id is unfinished.
+            QueueFullError: ``max_waiting`` requests are already waiting.
             ClosedError: the engine is closed.
         """
         with self._adding:
@@ -166,10 +165,10 @@ class Engine:
             return name
 
     def step(self) -> list[Event]:
-        """Run one step for the requests that were added; return its events.
+        """Run one step for the added requests; return its events.
 
-        Most steps are one decode: the next tokens of all running texts, and chunks of prompts. An empty
-        list does not mean that nothing is left to do: see ``has_unfinished``.
+        Most steps are one decode, with the next tokens of all running texts and chunks of prompts. An
+        empty list does not mean that everything is done: see ``has_unfinished``.
 
         Raises:
             DecodeError: the decode failed or was interrupted. The next step continues; nothing is lost.
@@ -177,17 +176,17 @@ class Engine:
         return self.core.step()
 
     def has_unfinished(self) -> bool:
-        """Return whether a request that was added has no result yet."""
+        """Return whether an added request has no result yet."""
         return self.core.has_unfinished
 
     def abort(self, request_id: str) -> None:
-        """End a request at its next step; its result holds what it has generated. From any thread.
+        """End a request at its next step; its result has the text so far. Callable from any thread.
 
         If its prompt is being read, the running decode is stopped.
 
-        It applies to a request that was added, and to every open ``stream`` that has an unfinished
-        request of this id, or a list of requests with one that is still to come; ids are unique only
-        within one stream. An unknown id is ignored.
+        It applies to an added request, and to every open ``stream`` with an unfinished request of this
+        id, or a list of requests in which it is still to come; ids are unique only within one stream. An
+        unknown id is ignored.
         """
         self.core.abort(instance("request_id", request_id, str))
         for core in [ref() for ref in list(self._streams)]:
@@ -195,12 +194,12 @@ class Engine:
                 core.abort(request_id)
 
     def close(self, *, drain: bool = False) -> list[Event]:
-        """Accept no more requests; end those that were added, and return their last events.
+        """Accept no more requests; end the added ones, and return their last events.
 
         Args:
             drain: finish them first. Otherwise they end with "cancelled".
 
-        The prefix cache of a context that was given stays. A second call does nothing.
+        The prefix cache of a context that you passed stays. A second call does nothing.
         """
         with self._adding:
             self._is_closed = True
@@ -233,14 +232,14 @@ class Engine:
         Args:
             requests: requests or prompts (text, or messages for the model's chat template), read as they
                 are needed; a single one is a list of one.
-            on_event: called with every event (a token, or the end of a text) as it happens.
-            skip: texts not to generate, as (id, sample): those that exist already.
+            on_event: called with every event (a token, or the end of a text).
+            skip: texts that exist already and are not generated, as (id, sample).
 
-        A request that fails has its error in its result; the others finish.
+        If a request fails, its result has the error; the others finish.
 
         Raises:
-            ConfigError: two requests with the same id, or no requests.
-            DecodeInterruptedError: a decode was interrupted; ``results`` of the error hold the texts.
+            ConfigError: two requests have the same id, or there are no requests.
+            DecodeInterruptedError: a decode was interrupted; ``results`` of the error has the texts.
         """
         order: dict[str, int] = {}
         results: list[Result] = []
@@ -267,15 +266,15 @@ class Engine:
     def stream(self, requests: Requests, *, skip: Skip = ()) -> Generator[Event, None, None]:
         """Yield every event (a token, or the end of a text) as it happens; ``skip`` as in ``generate``.
 
-        Requests are read as they are needed: a few more than can run at a time. If reading them
-        raises, the exception comes once those that were read have ended.
+        Requests are read as they are needed, a few more than can run at a time. If reading them raises,
+        the exception is raised after the requests read before have ended.
 
         All sequences are freed when the iterator ends or is closed.
 
         Raises:
-            ConfigError: two requests with the same id, or no requests.
-            DecodeInterruptedError: a decode was interrupted. The results of the unfinished requests that
-                were read come before, with what they have, as "cancelled".
+            ConfigError: two requests have the same id, or there are no requests.
+            DecodeInterruptedError: a decode was interrupted. Before that come the results of the
+                unfinished requests that were read, with their texts so far and "cancelled".
         """
         source = RequestSource(requests, skip)
         return self._run(self._open(source), source)
@@ -309,7 +308,7 @@ class Engine:
             core.close()
 
     def explain(self) -> str:
-        """Return a description of how it drafts and batches, with the measurements behind it."""
+        """Return a description of its drafting and batching, with the measurements behind it."""
         loop = self._settings.drafting.loop
         if loop.drafter is not None:
             return loop.length.explain()

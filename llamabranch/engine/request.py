@@ -64,44 +64,45 @@ class Request:
         prompt: text, token ids, or messages for the model's chat template; an empty text is the model's
             BOS token.
         id: a unique name; None = its index in the list of requests, as text.
-        max_tokens: the most tokens to generate; None = the engine's.
+        max_tokens: the most tokens to generate; None = the engine's limit.
         sampling: settings; None = the engine's. Without a seed the request gets one derived from the
-            engine's seed and its id, so that its text depends neither on the order of the requests nor
-            on those it is batched with.
-        stop: a string, or several, that end the text. They are compared with the generated text, in
-            which control tokens have none; a token that ends a turn ends the text by itself. A result's
-            ``text`` leaves them out, its ``tokens`` hold them.
-        stop_tokens: ids of tokens that end the text, besides the model's EOG tokens; unlike those they
-            are part of ``tokens`` and of the text.
-        on_round: called after each round with a draft, in the engine's thread: what was drafted, accepted
-            and rejected.
-        on_prompt_progress: called in the engine's thread with a `PromptProgress` when the prompt begins
-            to be read and after each decode that has read some of it. What it raises ends the step.
-        prompt_progress: whether there are events for that too, `Event.progress`.
-        min_tokens: the text has at least this many tokens: until then EOG tokens and ``stop_tokens`` are
-            not drawn, and stop strings not looked for. Not with a grammar or a constraint, which decide
+            engine's seed and its id, so that its text does not depend on the order of the requests or on
+            the rest of the batch.
+        stop: a string, or several, that end the text. They are compared with the generated text, in which
+            control tokens have no text; a token that ends a turn ends the text by itself. The ``text`` of
+            a result ends before the stop string, its ``tokens`` include it.
+        stop_tokens: ids of tokens that end the text, besides the model's EOG tokens. Unlike EOG tokens
+            they are part of ``tokens`` and of the text.
+        on_round: called in the engine's thread after each round with a draft, with the drafted, accepted
+            and rejected tokens.
+        on_prompt_progress: called in the engine's thread with a `PromptProgress`, before the prompt is
+            processed and after each decode that processed a part of it. An exception in it ends the step.
+        prompt_progress: True = there are also events for that, `Event.progress`.
+        min_tokens: the least tokens of the text. Until then EOG tokens and ``stop_tokens`` are not drawn,
+            and stop strings are ignored. Not together with a grammar or a constraint, which decide
             themselves where a text may end, nor with ``continues``.
         grammar: the grammar that the text must follow.
-        constraint: which texts are allowed, as for ``Branch.generate``; beside a grammar, too.
-        draft_k: tokens to draft in each round of these texts, 0 to 256; None = as the engine's config
-            says. Without a drafter nothing is drafted.
-        n: how many texts to generate from one prefill; each but the first is drawn with a seed derived
-            from the first's.
+        constraint: a function that says which texts are allowed, as for ``Branch.generate``; may be
+            combined with a grammar.
+        draft_k: tokens to draft in each round of these texts, 0 to 256; None = the engine's config.
+            Without a drafter nothing is drafted.
+        n: how many texts to generate from one prefill; each but the first has a seed derived from the
+            first's.
         priority: a request with a smaller number is admitted earlier, and preempted later.
-        top_logprobs: None = no detail; k = the result's ``logprobs`` holds every token with its
+        top_logprobs: None = no detail; k = the result's ``logprobs`` has every token with its
             log-probability, its source and the k most probable tokens.
         prompt_logprobs: None = no detail; k = the result's ``prompt_logprobs`` scores every token of the
-            prompt, with the k most probable tokens. With ``max_tokens=0`` nothing else is done. Such a
-            prompt is read whole, whatever the prefix cache has.
-        logprobs_from: the prompt's tokens before this index are not scored, and may come from the prefix
-            cache; None stands for them in ``prompt_logprobs``.
-        continues: how many tokens at the end of the prompt were generated before: the grammar has to
-            accept them, and a character that they begin is completed. The text continues as if it had not
-            been interrupted, with the same ``seed``. Only for a prompt of token ids.
+            prompt, with the k most probable tokens. With ``max_tokens=0`` the request only scores its
+            prompt. Such a prompt is always processed completely, without the prefix cache.
+        logprobs_from: tokens of the prompt before this index are not scored, and may come from the prefix
+            cache; ``prompt_logprobs`` has None for them.
+        continues: how many tokens at the end of the prompt were generated before. The grammar must accept
+            them, and a character that they begin is completed. With the same ``seed`` the text continues
+            as if it had not been interrupted. Only for a prompt of token ids.
         parse_special: whether control tokens written in a text prompt, such as ``<|im_start|>``, are
             parsed; False for untrusted text. Those in messages never are.
-        thinking: how the answer begins with a thought; `plan_thinking` makes it. The grammar, the
-            constraint, stop strings and stop tokens count from the answer on.
+        thinking: how the answer begins with a thought; made by `plan_thinking`. The grammar, the
+            constraint, stop strings and stop tokens apply to the answer only.
 
     Raises:
         ConfigError: a value out of range.
@@ -136,7 +137,7 @@ class Request:
                 f"a prompt must be text, a list of token ids or messages, not {self.prompt!r:.40}",
                 hint="decode bytes first: prompt.decode()" if is_bytes else None,
             )
-        fields = self.__dict__  # from the end of this method on they are frozen
+        fields = self.__dict__  # they are frozen after this method
         if is_chat(self.prompt):
             fields["prompt"] = tuple(chat_messages(self.prompt))
         elif not isinstance(self.prompt, str) and any(type(t) is not int for t in self.prompt):
@@ -173,13 +174,13 @@ class Request:
         if self.continues and not (is_ids and self.continues < len(self.prompt)):
             raise ConfigError(
                 f"continues={self.continues} needs a prompt of more token ids than that",
-                hint="give the prompt and what was generated as one list of token ids",
+                hint="pass the prompt and the generated tokens as one list of token ids",
             )
         is_free = self.grammar is None and self.constraint is None
         if self.min_tokens and (self.continues or not is_free):
             raise ConfigError(
                 "min_tokens cannot be combined with a grammar, a constraint or continues",
-                hint="let the grammar itself ask for a longer text (minLength, minItems)",
+                hint="make the grammar require a longer text (minLength, minItems)",
             )
 
 
@@ -188,33 +189,33 @@ class Result(Generic[T]):
     """One generated text of a request, and how it ended.
 
     ``finish_reason`` is "stop", "length", "constraint" (it allows no token), "capacity" (the cache cannot
-    hold it), "cancelled" or "error". In the last three cases ``text`` and ``tokens`` hold what was
-    generated until then, and ``error`` holds the exception, if there was one. ``text`` ends before a stop
-    string; ``tokens`` include those that completed it, but no EOG token. A thought before the answer is
-    in ``thought`` and not in ``text``; ``tokens`` begin with its tokens.
+    hold it), "cancelled" or "error". In the last three cases ``text`` and ``tokens`` are what was
+    generated until then, and ``error`` is the exception, if there was one. ``text`` ends before a stop
+    string; ``tokens`` include the stop string, but not an EOG token. A thought before the answer is in
+    ``thought`` and not in ``text``; ``tokens`` begin with its tokens.
 
     Attributes:
-        thought: what the model thought before it answered, without the tags; "" = nothing.
-        n_thought_tokens: how many of ``tokens`` come before the answer: those of the thought, its tags,
-            and what was written to end it.
-        emitted: the tokens with all that is known of each.
-        num_prompt_tokens: the tokens of the prompt.
-        num_cached_tokens: how many of them were in the cache when the text was first admitted, read for
-            other texts, so that they were not evaluated.
-        num_preemptions: how often it lost its cells and was read again.
-        stop_reason: the stop string or stop token that ended it; None where an EOG token did.
+        thought: the thought before the answer, without the tags; "" = none.
+        n_thought_tokens: how many of ``tokens`` come before the answer: the thought, its tags, and text
+            that was written to end it.
+        emitted: the tokens with all their figures.
+        num_prompt_tokens: the number of tokens of the prompt.
+        num_cached_tokens: how many of them were in the cache when the text was first admitted, so that
+            they were not evaluated.
+        num_preemptions: how often it lost its cells and was processed again.
+        stop_reason: the stop string or stop token that ended it; None if an EOG token did.
         queued_s, first_token_s, last_token_s: seconds from the arrival of the request to the admission
             of this text, its first token and its last one; None if there was none.
         logprobs: the tokens in detail, if the request has ``top_logprobs``.
-        prompt_logprobs: a rating of each prompt token, if the request asked for it; None for the first
-            token, which follows nothing.
-        exact: whether the text was made in a batch-invariant context: then its seed gives it again,
-            token for token, alone or beside any other texts, with drafts or without.
-        grammar: of the request, for ``parsed``.
-        choices: from ``complete`` and ``chat``: all texts of the prompt, this one included.
-        tools: from ``chat``: those of the request.
+        prompt_logprobs: a score of each prompt token, if the request asked for it; None for the first
+            token, which has none.
+        exact: whether the text was generated in a batch-invariant context. Then its seed gives it again,
+            token for token, alone or with any other texts, with drafts or without.
+        grammar: the grammar of the request, for ``parsed``.
+        choices: from ``complete`` and ``chat``: all texts of the prompt, including this one.
+        tools: from ``chat``: the tools of the request.
         model: the model's name.
-        pieces: the bytes of the tokens in ``logprobs``, where these were asked for.
+        pieces: the bytes of the tokens in ``logprobs``, if the request asked for these.
         written: from ``chat`` with tools: the text of the answer with the names of control tokens.
     """
 
@@ -254,12 +255,12 @@ class Result(Generic[T]):
 
     @cached_property
     def turn(self) -> Turn:
-        """The thought, the content and the calls of functions, as the model's template writes them."""
+        """The thought, the content and the calls of functions, in the form of the model's template."""
         salt = str(len(self.prompt)) if is_chat(self.prompt) else ""
         return self.turn_with(self.tools, salt)
 
     def turn_with(self, tools: Tools | None, salt: str) -> Turn:
-        """Return ``turn`` as it is with these tools; the ids of calls are derived from ``salt``."""
+        """Return ``turn`` for these tools; the ids of calls are derived from ``salt``."""
         if tools is None:
             return Turn(self.thought, self.text, [])
         if self.thought and len(self.tokens) == self.n_thought_tokens:  # it may end with a call
@@ -271,23 +272,23 @@ class Result(Generic[T]):
 
     @property
     def tool_calls(self) -> list[ToolCall]:
-        """The calls of functions in the text, in order; empty without tools. Cut calls do not count."""
+        """The calls of functions in the text, in order; [] without tools. Calls cut off do not count."""
         return self.turn.calls
 
     @property
     def message(self) -> dict[str, object]:
-        """The answer as a message of OpenAI's form, to append to the conversation."""
+        """The answer as a message in OpenAI's format, to append to the conversation."""
         return answer_message(self.turn)
 
     @property
     def parsed(self) -> T:
-        """What the text means under the request's grammar; None without one.
+        """The value of the text under the request's grammar; None without a grammar.
 
-        For a JSON schema a JSON value, or an instance of the type that the schema was made from; for
-        other grammars the text.
+        For a JSON schema it is a JSON value, or an instance of the type that the schema was made from;
+        for other grammars it is the text.
 
         Raises:
-            ParseError: the text was cut (``finish_reason`` tells why), or the type refuses its value.
+            ParseError: the text was cut off (``finish_reason`` says why), or the type refuses its value.
         """
         if self.grammar is None:
             return cast(T, None)
@@ -303,7 +304,7 @@ class Result(Generic[T]):
         return cast(T, self.grammar.parse(self.turn.content if calls else self.text))
 
     def parsed_or(self, default: S) -> T | S:
-        """Return ``parsed``, or ``default`` where it raises."""
+        """Return ``parsed``, or ``default`` if that raises."""
         try:
             return self.parsed
         except ParseError:
@@ -319,7 +320,7 @@ class Result(Generic[T]):
     def to_openai(self) -> dict[str, object]:
         """Return the body of an OpenAI answer: a chat completion for messages, else a completion.
 
-        It holds all ``choices``, and the log-probabilities where ``logprobs=True`` or ``top_logprobs``
+        It has all ``choices``, and log-probabilities if ``logprobs=True`` or ``top_logprobs``
         was given.
         """
         results = self.choices or [self]
@@ -347,9 +348,10 @@ class Result(Generic[T]):
     def as_dict(self, *, stats: bool = True) -> dict[str, object]:
         """Return JSON types, without times and counts of the cache, which differ from run to run.
 
-        Without ``stats`` the statistics of drafting are left out, most of the bytes of a short text.
+        ``stats=False`` leaves out the statistics of drafting, which are most of the bytes of a short
+        text.
 
-        ``error``, ``logprobs`` and ``prompt_logprobs`` are there only if there are any.
+        ``error``, ``logprobs`` and ``prompt_logprobs`` are included only if there are any.
         """
         record: dict[str, object] = {
             "id": self.id,
@@ -386,7 +388,7 @@ def _scored(token: Produced | TokenScore) -> dict[str, object]:
 
 
 def _finite(number: float) -> float | None:
-    """Return it, or None for what JSON cannot hold."""
+    """Return the number, or None for NaN and infinity, which JSON does not have."""
     return number if math.isfinite(number) else None
 
 
@@ -394,7 +396,7 @@ def _finite(number: float) -> float | None:
 class Event:
     """A new token of a text (``emitted``), or the end of the text (``result``).
 
-    Or, of a request with ``prompt_progress``, how much of its prompt is read (``progress``).
+    For a request with ``prompt_progress``, it can also be the progress of its prompt (``progress``).
     """
 
     id: str
@@ -410,12 +412,12 @@ class Event:
 
     @property
     def text(self) -> str:
-        """The text of its token; "" where it has none, and where it is part of a thought."""
+        """The text of its token; "" if it has none, or is part of a thought."""
         return "" if self.emitted is None or self.is_thought else self.emitted.text
 
     @property
     def thought(self) -> str:
-        """The text of its token where it is part of a thought."""
+        """The text of its token if it is part of a thought; otherwise ""."""
         return self.emitted.text if self.emitted is not None and self.is_thought else ""
 
 
@@ -423,8 +425,8 @@ class Event:
 class EngineStats:
     """Totals of an engine's work; ``speculative`` is the sum over all requests.
 
-    ``prompt_tokens`` counts the prompt tokens that were evaluated. ``shared_prompt_tokens`` were shared
-    with a running text instead, ``cached_prompt_tokens`` taken from the prefix cache.
+    ``prompt_tokens`` counts the prompt tokens that were evaluated, ``shared_prompt_tokens`` those that
+    were shared with a running text, and ``cached_prompt_tokens`` those from the prefix cache.
     """
 
     target_forward_passes: int = 0
@@ -466,14 +468,14 @@ class RequestSource:
         requests: requests or prompts, or a single one. Those of a sequence are checked at once, and begin
             in the order of their priorities.
         skip: texts not to generate.
-        order: gets the id of each request that is read, with its number.
+        order: filled with the id of each request that is read, and its number.
 
     Raises:
-        ConfigError: two requests with the same id, something that is no request, no requests.
+        ConfigError: two requests have the same id, an item is not a request, or there are no requests.
 
     Attributes:
-        failure: what reading has raised.
-        expected: the ids that were given at once and are not read yet.
+        failure: the exception that reading raised.
+        expected: the known ids that are not read yet.
     """
 
     def __init__(
@@ -488,7 +490,7 @@ class RequestSource:
         if isinstance(requests, refused) or not isinstance(requests, Iterable):
             raise ConfigError(
                 f"requests are prompts or Requests, not {requests!r:.40}",
-                hint="give text, a conversation, a Request, or a list of these; decode bytes first",
+                hint="pass text, a conversation, a Request, or a list of these; decode bytes first",
             )
         given = cast(Iterable[AnyRequest], requests)
         self._skip = _skipped(skip)
@@ -510,7 +512,7 @@ class RequestSource:
         return self
 
     def __next__(self) -> Asked:
-        """Return the next request; StopIteration also where reading fails, see ``failure``."""
+        """Return the next request; StopIteration also if reading fails, see ``failure``."""
         if self.failure is not None:
             raise StopIteration
         try:
@@ -532,7 +534,7 @@ class RequestSource:
 
 
 class Asked(NamedTuple):
-    """A request with its id and the numbers of its texts, or the error that it has instead."""
+    """A request with its id and the numbers of its texts, or with an error instead."""
 
     name: str
     request: Request
@@ -547,7 +549,7 @@ def identity(request: AnyRequest, number: int) -> tuple[str, int]:
     if not isinstance(request, Request):
         raise ConfigError(
             f"a request is a Request or text, or messages, not {request!r:.40}",
-            hint="give token ids as Request([1, 2, 3]), bytes as text: prompt.decode()",
+            hint="pass token ids as Request([1, 2, 3]), bytes as text: prompt.decode()",
         )
     return (str(number) if request.id is None else request.id), request.n
 

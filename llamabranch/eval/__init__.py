@@ -1,15 +1,15 @@
-"""Evaluation: how probable a model finds given texts, measured so that the numbers can be compared.
+"""Evaluation: how probable texts are under a model, measured so that the numbers can be compared.
 
 scoring.py      continuations after contexts
 harness.py      a model for lm-evaluation-harness
-shipped.py      the tasks that are shipped, for it; suite/ has their files
+shipped.py      three tasks for it that come with the package; suite/ has their files
 perplexity.py   a text in chunks: llama-perplexity's number
 logits_file.py  llama.cpp's files of log-probabilities
 divergence.py   a model against saved log-probabilities
-pair.py         two models on one text: KL divergence, lockstep, spans of unequal tokenizers
+pair.py         two models on one text: KL divergence, lockstep, spans of different tokenizers
 comparison.py   the report of `llamabranch eval --against MODEL`
 
-lm-evaluation-harness is imported when ``LlamaBranchLM`` is used first.
+lm-evaluation-harness is imported when ``LlamaBranchLM`` is first used.
 """
 
 from typing import TYPE_CHECKING

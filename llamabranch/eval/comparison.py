@@ -1,6 +1,7 @@
-"""Two models on one text, in llama-perplexity's chunks: a report of how far the second is from the first.
+"""Two models on one text, in llama-perplexity's chunks: a report of how much they differ.
 
-The first reads a chunk and its rows are held, then the second reads it: no file of logits is written.
+The first model reads a chunk and its rows are kept in memory, then the second one reads it. So no file of
+logits is needed.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ __all__ = ["Comparison", "Token", "compare_models"]
 
 _N_WORST = 10
 _N_FORKS, _FORK_TOKENS, _FORK_PROMPT = 8, 64, 128
-_EARLY = 16  # tokens: greedy texts that part sooner differ to any reader
-_AROUND = 8  # tokens reported on either side of one
+_EARLY = 16  # tokens; greedy texts that part sooner clearly differ
+_AROUND = 8  # tokens reported before and after a token
 
 
 class Token(NamedTuple):
-    """A token of the text, and what both models find of it; ``kind`` as in `Comparison.by_kind`."""
+    """A token of the text, and its figures under both models; ``kind`` as in `Comparison.by_kind`."""
 
     kl: float
     klr: float
@@ -48,15 +49,15 @@ class Token(NamedTuple):
 
 @dataclass
 class Comparison:
-    """What was found, or as much of it as is done.
+    """The result of a comparison, or of the part that is done.
 
     Attributes:
-        models: of A and B: name, file type, bytes, K/V type.
+        models: name, file type, bytes and K/V type of A and B.
         divergence: llama-perplexity's numbers, with A as the base; None for different tokenizers.
         tokens: all tokens that were compared.
-        forks: for each place how many tokens greedy texts of both have in common; no place twice.
-        n_forks: how many places there are.
-        spans: for different tokenizers: what can be compared, of all chunks.
+        forks: for each place the number of tokens that greedy texts of both have in common.
+        n_forks: the number of places.
+        spans: for different tokenizers: the stretches of all chunks that can be compared.
     """
 
     models: list[dict[str, object]]
@@ -91,15 +92,15 @@ class Comparison:
 
     @property
     def totals(self) -> dict[str, Number]:
-        """What can be said of different tokenizers."""
+        """The totals for different tokenizers."""
         return totals(self.spans)
 
     @property
     def advice(self) -> str:
-        """One sentence: what the divergence means for who uses B in place of A."""
+        """One sentence about what the divergence means for someone who uses B instead of A."""
         if self.divergence is None:
             return (
-                "the models have different tokenizers: the lower number of bits per byte "
+                "the models have different tokenizers: the model with fewer bits per byte "
                 "predicts this text better"
             )
         its = self.divergence.statistics
@@ -113,10 +114,10 @@ class Comparison:
                 )
             return "the difference is hard to notice"
         if same < 0.9:
-            return "greedy texts part after a sentence or so: take B only if nothing larger fits"
+            return "greedy texts part after about a sentence: use B only if nothing larger fits"
         if mean < 0.1:
             return "the difference shows in some long texts"
-        return "the difference shows: compare answers before B takes A's place"
+        return "the difference shows: compare answers before you replace A by B"
 
     def as_dict(self) -> dict[str, object]:
         """Return JSON types."""
@@ -145,11 +146,11 @@ def compare_models(
     """Compare B with A on a text.
 
     Args:
-        a, b: contexts with room for a window.
-        text: of at least two windows.
+        a, b: contexts that a window fits into.
+        text: the text, at least two windows long.
         window, chunks: as for `llamabranch.eval.perplexity`.
-        coded: A's logits pass through the 16 bits of llama-perplexity's files: all numbers are its.
-        progress: called after each chunk, and for each place where greedy texts are compared.
+        coded: round A's logits to the 16 bits of llama-perplexity's files, to get exactly its numbers.
+        progress: called after each chunk and after each comparison of greedy texts.
 
     Raises:
         ConfigError: the text is too short. CacheFullError, DecodeError.
@@ -176,7 +177,7 @@ def compare_models(
 
 
 def _places(parts: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-    """Return prompts from the text, as far apart as it allows: no two end at the same token."""
+    """Return prompts from the text, as far apart as possible; no two end at the same token."""
     chosen = [i * len(parts) // _N_FORKS for i in range(_N_FORKS)]
     found = []
     for chunk in dict.fromkeys(chosen):
@@ -203,7 +204,7 @@ def _read(
     *,
     coded: bool,
 ) -> None:
-    """Let both models read a chunk, and take what they find of its second half."""
+    """Let both models read a chunk, and record the figures of its second half."""
     a, b = pair
     first = len(part) // 2
     base: list[npt.NDArray[np.float32]] = []
@@ -239,7 +240,7 @@ def _read(
 
 
 def _until_they_part(pair: tuple[Context, Context], prompt: Sequence[int], n: int) -> int:
-    """Return how many of ``n`` tokens greedy texts of both have in common; none is generated after."""
+    """Generate greedily with both for at most ``n`` tokens; return how many tokens are equal."""
     greedy = SamplingParams(temperature=0.0, logprobs=False)
     with (
         Branch.start(pair[0], prompt, sampling=greedy) as a,

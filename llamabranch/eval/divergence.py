@@ -1,4 +1,4 @@
-"""How far a model is from the one whose log-probabilities were saved: llama.cpp's ``--kl-divergence``."""
+"""Compare a model with saved log-probabilities of another one: llama.cpp's ``--kl-divergence``."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class Uncertain(NamedTuple):
 
 
 class KLStatistics(NamedTuple):
-    """What llama-perplexity tells of a KL divergence, with its standard errors.
+    """The statistics of llama-perplexity's KL divergence, with standard errors.
 
     Attributes:
         mean: the mean KL divergence of the base's distribution from the model's, nats.
-        perplexity, base_perplexity: the model's, and that of the model whose distributions were saved.
-        log_ratio, ratio, difference: of these two.
+        perplexity, base_perplexity: the perplexities of the model and of the base.
+        log_ratio, ratio, difference: those of the two perplexities.
         p_change, p_change_rms: the mean change of the probability of the token in the text, and the root
             of its mean square.
-        same_top: the share of tokens where both find the same token most probable.
-        correlation: of the losses, -1 to 1.
+        same_top: the share of tokens at which both have the same most probable token.
+        correlation: the correlation of the losses, -1 to 1.
     """
 
     mean: Uncertain
@@ -56,11 +56,11 @@ class KLStatistics(NamedTuple):
 
 @dataclass(frozen=True)
 class KLDivergence(Chunked):
-    """How a model's next-token distributions differ from saved ones, or as many of them as are done.
+    """How a model's next-token distributions differ from saved ones; possibly of a part of the text.
 
     ``rows`` has five numbers for each token: the loss -log p of the token in the text under the model and
     under the base, KL(base || model), all nats; the change of that token's probability; and 1 where both
-    find the same token most probable.
+    have the same most probable token.
     """
 
     _KEY = "rows"
@@ -71,7 +71,7 @@ class KLDivergence(Chunked):
 
     @property
     def statistics(self) -> KLStatistics:
-        """The statistics of what is done, computed at each call; NaN without a token."""
+        """The statistics so far, computed at each call; NaN without a token."""
         loss, base, kl, change, same = self._columns()
         n, a, b, covariance = len(loss), _mean(loss), _mean(base), 0.0
         if n >= 10:
@@ -106,7 +106,7 @@ class KLDivergence(Chunked):
         if not len(values):
             return math.nan
         ordered = np.sort(values.astype(np.float32))
-        # In 32 bits, as llama-perplexity does it: the place itself is rounded.
+        # In 32 bits like llama-perplexity, which rounds the index.
         place = np.float32(min(1.0, max(0.0, fraction))) * np.float32(len(values) - 1)
         below = int(place)
         part = place - np.float32(below)
@@ -134,22 +134,23 @@ def divergence(
 ) -> KLDivergence:
     """Compare a model with saved log-probabilities: KL divergence, perplexities, agreement.
 
-    The file holds the text, so no text is given. It is read row by row.
+    The file contains the text. It is read row by row.
 
     Args:
-        ctx: of the model; with the base's vocabulary, and room for the file's window.
+        ctx: a context of the model, which has the base's vocabulary; the file's window must fit into it.
         path: a file of `perplexity` (``save_to``) or of ``llama-perplexity --kl-divergence-base``.
-        progress: called after each decode with what is done so far, also to be kept if it is interrupted.
+        progress: called after each decode with the result so far, which you can keep if it is
+            interrupted.
 
     Raises:
-        ConfigError: the file cannot be read, or is of another kind or incomplete.
-        VocabularyMismatchError: it is of a model with another vocabulary. CacheFullError, DecodeError.
+        ConfigError: the file cannot be read, is of another kind, or is incomplete.
+        VocabularyMismatchError: it is from a model with another vocabulary. CacheFullError, DecodeError.
     """
     text_context("ctx", ctx)
     with LogitsFile.open(path) as file:
         if file.n_vocab != ctx.n_vocab:
             raise VocabularyMismatchError(
-                f"{path} is of a model with {file.n_vocab} tokens, {ctx.model.name} has {ctx.n_vocab}",
+                f"{path} is from a model with {file.n_vocab} tokens, {ctx.model.name} has {ctx.n_vocab}",
                 hint="compare quantisations of one model, or models with one vocabulary",
             )
         check_room(ctx, file.window)

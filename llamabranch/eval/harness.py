@@ -2,7 +2,7 @@
 'llamabranch[eval]'``.
 
 Contexts, continuations and windows are those of the harness's Hugging Face model, so that the numbers can
-be compared. What many requests have in common, few-shot examples and the context of all choices, is
+be compared. Common beginnings of requests, such as few-shot examples and the context of all choices, are
 decoded once.
 """
 
@@ -50,25 +50,25 @@ class LlamaBranchLM(TemplateLM):  # type: ignore[misc]
     ``from llamabranch.eval import LlamaBranchLM``: ``simple_evaluate(model="llamabranch",
     model_args="model=model.gguf")``.
 
-    A context with a continuation that is longer than ``max_length`` loses its beginning, as in the
+    If a context with its continuation is longer than ``max_length``, its beginning is cut off, as in the
     harness's own models.
 
     Args:
-        model: what `llamabranch.load` takes, or an open context, which is not closed.
+        model: a path or name for `llamabranch.load`, or an open context, which is not closed.
         pretrained: another name of ``model``.
-        max_length: tokens of a text at most; None = the length that the model was trained for, as far as
-            the context holds it.
-        max_gen_toks: tokens to generate where a task does not tell.
-        think_end_token: what ends the model's thinking; only the text after it counts.
-        parse_special: whether control tokens in texts are parsed, as chat templates need it.
-        seed: of generated texts whose task samples without a seed.
-        options: of `llamabranch.load`: ``n_ctx`` (4,096) and ``n_seq_max`` (64) determine how many
-            requests share a decode. ``batch_size``, ``max_batch_size`` and ``device`` are accepted and
-            not needed.
+        max_length: the most tokens of a text; None = the trained length, or the size of the context if
+            that is less.
+        max_gen_toks: tokens to generate if a task does not set a limit.
+        think_end_token: the end of the model's thinking; only the text after it counts.
+        parse_special: whether control tokens in texts are parsed, which chat templates need.
+        seed: the seed for tasks that sample without one.
+        options: options of `llamabranch.load`; ``n_ctx`` (4,096) and ``n_seq_max`` (64) determine how
+            many requests share a decode. ``batch_size``, ``max_batch_size`` and ``device`` are accepted
+            and ignored.
 
     Raises:
         UnsupportedError: lm-evaluation-harness is not installed.
-        ConfigError, ModelLoadError: as `llamabranch.load`.
+        ConfigError, ModelLoadError: see `llamabranch.load`.
     """
 
     backend = "causal"
@@ -118,17 +118,17 @@ class LlamaBranchLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def prefix_token_id(self) -> int:
-        """What comes before a text without a context: BOS, or EOS."""
+        """The token before a text without a context: BOS, or EOS."""
         return self.ctx.model.prompt_tokens("")[0]
 
     @property
     def tokenizer_name(self) -> str:
-        """What tells cached requests of models apart."""
+        """The key that distinguishes cached requests of different models."""
         model = self.ctx.model
         return f"{model.name}-{model.fingerprint[:16]}".replace("/", "__")
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Return the model's template, which the harness records; None if none is wanted."""
+        """Return the model's template, which the harness records; None if no template is used."""
         return self.ctx.model.chat_template if chat_template else None
 
     def apply_chat_template(
@@ -138,7 +138,9 @@ class LlamaBranchLM(TemplateLM):  # type: ignore[misc]
         messages, render = [dict(each) for each in chat_history], self.ctx.model.apply_chat_template
         try:
             text = render(messages, add_generation_prompt=add_generation_prompt)
-        except ConfigError:  # as the harness's own models: some templates refuse a system message
+        except (
+            ConfigError
+        ):  # some templates refuse a system message; the harness's own models do the same
             messages = [message for message in messages if message["role"] != "system"]
             text = render(messages, add_generation_prompt=add_generation_prompt)
         if add_generation_prompt:
@@ -147,7 +149,7 @@ class LlamaBranchLM(TemplateLM):  # type: ignore[misc]
         return text[: text.rindex(last) + len(last)] if last in text else text
 
     def get_model_info(self) -> dict[str, object]:
-        """Return what is recorded with the results."""
+        """Return the facts that are recorded with the results."""
         model, can = self.ctx.model, self.ctx.capabilities
         return {
             "model_num_parameters": model.n_params,
@@ -162,7 +164,7 @@ class LlamaBranchLM(TemplateLM):  # type: ignore[misc]
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: object
     ) -> list[int]:
-        """Return the tokens of a text, with BOS if the model begins texts with it; never with two."""
+        """Return the tokens of a text, with one BOS if the model begins texts with it."""
         model, special = self.ctx.model, add_special_tokens is not False
         tokens = model.tokenize(string, add_special=special, parse_special=self._parse_special)
         is_double = special and model.bos is not None and tokens[:2] == [model.bos] * 2
@@ -176,13 +178,13 @@ class LlamaBranchLM(TemplateLM):  # type: ignore[misc]
         disable_tqdm: bool = False,
         **_: object,
     ) -> list[tuple[float, bool]]:
-        """Return of each continuation log p, nats, and whether it is what the model would write."""
+        """Return log p of each continuation, nats, and whether the model would generate it greedily."""
         pairs = []
         for _asked, context, after in requests:
             if len(after) > self.max_length:
                 message = f"a continuation has {len(after)} tokens, max_length is {self.max_length}"
                 raise ConfigError(message, hint="raise max_length and n_ctx")
-            window = (context + after)[-(self.max_length + 1) :]  # the last token is no input
+            window = (context + after)[-(self.max_length + 1) :]  # the last token is not an input
             pairs.append((window[: -len(after)], [after]))
         found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         with tqdm(total=len(requests), desc="loglikelihood", disable=disable_tqdm) as bar:
@@ -214,14 +216,14 @@ class LlamaBranchLM(TemplateLM):  # type: ignore[misc]
         return totals
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Return what the model writes after each context, up to the stop strings of its task."""
+        """Generate after each context, up to the stop strings of its task, and return the texts."""
         work = [self._generation(str(i), *request.args) for i, request in enumerate(requests)]
         texts = [""] * len(requests)
         with tqdm(total=len(requests), desc="generate_until", disable=disable_tqdm) as bar:
             engine = Engine(self.ctx, seed=self._seed)
             for event in engine.stream([request for request, _ in work]):
                 if event.result is None or event.result.finish_reason == "cancelled":
-                    continue  # an interruption has cut it, and is raised next: nothing to cache
+                    continue  # cut by an interruption, which is raised next, so it must not be cached
                 if event.result.error is not None:
                     raise event.result.error
                 number = int(event.result.id)
@@ -247,20 +249,20 @@ class LlamaBranchLM(TemplateLM):  # type: ignore[misc]
         n_new = given.pop("max_gen_toks")
         room = self.max_length - n_new
         if room < 1:
-            message = f"{n_new} tokens to generate leave no room: max_length is {self.max_length}"
+            message = f"{n_new} tokens to generate do not fit: max_length is {self.max_length}"
             raise ConfigError(message, hint="raise max_length and n_ctx, or lower max_gen_toks")
         tokens = self.tok_encode(str(context))[-room:] or [self.prefix_token_id]
-        # A stop string in what the model thinks ends nothing.
+        # A stop string inside the model's thinking does not end the text.
         stop = () if self._think_end_token else tuple(text for text in until if text)
         request = Request(tokens, id=name, max_tokens=n_new, stop=stop, sampling=_sampling(given))
         return request, until
 
 
 def _sampling(given: Mapping[str, object]) -> SamplingParams:
-    """Return the settings of a generation: greedy, or the model's own distribution but for what is given.
+    """Return the settings of a generation: greedy, or the model's distribution with the task's settings.
 
     Raises:
-        ConfigError: a setting that has no counterpart.
+        ConfigError: a setting has no counterpart.
     """
     settings: dict[str, object] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     known = {each.name for each in fields(SamplingParams)}

@@ -1,11 +1,11 @@
 """llama.cpp's files of log-probabilities, which ``llama-perplexity --kl-divergence-base`` writes and
 reads.
 
-The format, all numbers little-endian: the bytes ``_logits_``; int32 tokens a chunk, size of the
-vocabulary, number of chunks; int32 the tokens of all chunks, as they were before BOS replaced any; then
-for each scored token a row of uint16: the float32 scale and the float32 smallest log-probability (four
-numbers of 16 bits), a code for each token of the vocabulary, and a zero where that is an odd number. A
-log-probability is scale times code plus the smallest one, which is at most 16 below the largest.
+The format, with all numbers little-endian: the bytes ``_logits_``; int32 tokens per chunk, size of the
+vocabulary, number of chunks; int32 the tokens of all chunks, before BOS replaced any; then for each
+scored token a row of uint16. A row has the float32 scale and the float32 smallest log-probability
+(together four numbers of 16 bits), a code for each token of the vocabulary, and a zero if their number is
+odd. A log-probability is scale times code plus the smallest one, which is at most 16 below the largest.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ def encode(logits: npt.NDArray[np.float32]) -> Coded:
 
 
 class LogitsFile(AbstractContextManager["LogitsFile"]):
-    """A file of log-probabilities that is open for reading, or for writing; leaving ``with`` closes it.
+    """A file of log-probabilities, open for reading or for writing; the end of ``with`` closes it.
 
     Attributes:
         path: the file.
-        window: tokens a chunk.
+        window: tokens per chunk.
         n_vocab: size of the vocabulary.
         chunks: the tokens of each chunk.
     """
@@ -73,7 +73,7 @@ class LogitsFile(AbstractContextManager["LogitsFile"]):
         """Open a file for reading.
 
         Raises:
-            ConfigError: it cannot be read, is of another kind, or shorter than it tells.
+            ConfigError: it cannot be read, is of another kind, or is shorter than its header says.
         """
         path = path_of(path)
         file = _open(path, "rb", "read")
@@ -81,7 +81,7 @@ class LogitsFile(AbstractContextManager["LogitsFile"]):
             head = file.read(_HEAD.size)
             if len(head) < _HEAD.size or not head.startswith(_MAGIC):
                 raise ConfigError(
-                    f"{path} is no file of log-probabilities",
+                    f"{path} is not a file of log-probabilities",
                     hint="`llamabranch eval --perplexity TEXT --save-logits FILE` writes one",
                 )
             _, window, n_vocab, n_chunks = _HEAD.unpack(head)
@@ -116,7 +116,7 @@ class LogitsFile(AbstractContextManager["LogitsFile"]):
         return cls(path, file, len(chunks[0]), n_vocab, chunks)
 
     def _at(self, chunk: int, i: int) -> int:
-        """Return where the row after token ``i`` of a chunk begins: the second half has rows."""
+        """Return where the row after token ``i`` of a chunk begins; only the second half has rows."""
         first = self.window // 2
         n_rows = chunk * (self.window - 1 - first) + i - first
         return _row_at(self.window, self.n_vocab, len(self.chunks), n_rows)
@@ -128,7 +128,7 @@ class LogitsFile(AbstractContextManager["LogitsFile"]):
         self._file.write(data.ljust(self._row_bytes, b"\0"))
 
     def read(self, chunk: int, i: int) -> Coded:
-        """Return what follows token ``i`` of a chunk."""
+        """Return the row after token ``i`` of a chunk."""
         self._file.seek(self._at(chunk, i))
         data = self._file.read(self._row_bytes)
         if len(data) < self._row_bytes:

@@ -1,8 +1,8 @@
-"""Two models on one text: how far apart they are, token by token or by what their tokens have in common.
+"""Compare two models on one text, token by token, or by stretches if their tokenizers differ.
 
-A is the base. Where the vocabularies are equal (but for ids at the end of one, which are cut and the rest
-renormalised), distributions are compared over the whole vocabulary, in 64 bits. Where they are not, only
-bits of the stretches between common boundaries can be compared.
+A is the base. If the vocabularies are equal, distributions are compared over the whole vocabulary, in 64
+bits. (One may have additional ids at its end; these are cut, and the rest is renormalised.) If they
+differ, only the bits of stretches between common boundaries can be compared.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ __all__ = [
 ]  # fmt: skip
 
 Number = float | None
-_STRETCH = 32  # tokens that both models read in turn
+_STRETCH = 32  # tokens that the models read in turn
 _TOP = 10
 
 
 def short(x: float) -> Number:
-    """Return a number as its shortest float32 decimal; None for what is no number."""
+    """Return a number as its shortest float32 decimal; None for NaN and infinity."""
     return float(str(np.float32(x))) if math.isfinite(x) else None
 
 
@@ -47,22 +47,22 @@ def same_vocabulary(a: Model, b: Model) -> bool:
 
 
 def mean_kl(data: Raw) -> tuple[float, float] | None:
-    """Return the mean and the largest KL divergence of a comparison; None where nothing was compared."""
+    """Return the mean and the largest KL divergence of a comparison; None if nothing was compared."""
     found = msgspec.json.decode(data, type=dict[str, object]).get("kl")
     known = [float(x) for x in found if x is not None] if isinstance(found, list) else []
     return (round(sum(known) / len(known), 5), round(max(known), 5)) if known else None
 
 
 class Place(NamedTuple):
-    """What both models find of one token.
+    """The figures of one token under both models.
 
     Attributes:
         token: its id.
-        score: A's score of it, with the most probable tokens.
+        score: A's score, with the most probable tokens.
         kl, klr: KL(A, B) and KL(B, A), nats.
         other: B's score.
-        same: whether both find the same token most probable.
-        draw: what B would draw there; None where that was not asked for.
+        same: whether both have the same most probable token.
+        draw: the token that B would draw there; None if that was not asked for.
     """
 
     token: int
@@ -103,14 +103,15 @@ def read_pair(
     report: Callable[[int, list[Place]], bool],
     on_prompt_progress: OnPromptProgress | None = None,
 ) -> None:
-    """Let both models read a text; report what they find of its tokens from ``start`` on.
+    """Let both models read a text; report the figures of its tokens, beginning at ``start``.
 
     Args:
         pair: contexts of A and B.
-        tokens: ids. At least the first one is not compared.
-        start: where to begin, at least 1.
-        params: settings with the seed for what B would draw; None = nothing is drawn.
-        report: called with a position and the results from there on; a true result ends it.
+        tokens: token ids. The first one is never compared.
+        start: the first token to compare, at least 1.
+        params: settings with the seed with which B would draw; None = nothing is drawn.
+        report: called with a position and the results that begin there; if it returns true, the reading
+            ends.
         on_prompt_progress: called while B reads the first ``start`` tokens.
     """
     models = pair[0].model, pair[1].model
@@ -150,7 +151,7 @@ def write_pair(
     parted: Callable[[int], bool] | None = None,
     on_prompt_progress: OnPromptProgress | None = None,
 ) -> None:
-    """Let one model write and the other read the same tokens in the same steps.
+    """Let one model write and the other read each of its tokens, in lockstep.
 
     Args:
         pair: contexts of A and B.
@@ -158,9 +159,9 @@ def write_pair(
         params: settings, with the seed; both draw with it.
         max_tokens: the most tokens.
         writer: 0 = A writes, 1 = B does.
-        report: called with each token; a true result ends it.
-        parted: called with each token that B writes by itself, from the first place on where it draws
-            another one; a true result ends it. None = it reads everything.
+        report: called with each token; if it returns true, the writing ends.
+        parted: called with each token that B writes by itself, after the first place where it draws
+            another token than A; if it returns true, the writing ends. None = B only reads.
         on_prompt_progress: called while B reads ``tokens``.
     """
     models = pair[0].model, pair[1].model
@@ -196,10 +197,10 @@ class Span(NamedTuple):
     """A stretch of a text between boundaries that two tokenizers have in common.
 
     Attributes:
-        tokens: of A, from and to.
-        at, end: its bytes.
-        bits: under A and B; None where a model does not score its first token.
-        agree: whether the most probable next texts agree where it ends; None where one is not known.
+        tokens: the range of A's tokens.
+        at, end: the range of bytes.
+        bits: the bits under A and B; None if a model does not score its first token.
+        agree: whether the most probable next texts at its end agree; None if one is not known.
     """
 
     tokens: tuple[int, int]
@@ -210,7 +211,7 @@ class Span(NamedTuple):
 
 
 def totals(found: Sequence[Span]) -> dict[str, Number]:
-    """Return bytes and bits of what both models score, bits per byte, and the share that agrees."""
+    """Return the bytes and bits that both models score, bits per byte, and the share that agrees."""
     known = [span for span in found if None not in span.bits]
     n = sum(span.end - span.at for span in known)
     sums: dict[str, Number] = {"bytes": n}
@@ -222,7 +223,7 @@ def totals(found: Sequence[Span]) -> dict[str, Number]:
 
 
 def spans(pair: tuple[Context, Context], tokens: Sequence[int]) -> list[Span]:
-    """Compare two models with different tokenizers on a text, given as tokens of A."""
+    """Compare two models with different tokenizers on a text, which is passed as tokens of A."""
     text = b"".join(map(pair[0].model.piece, tokens)).decode("utf-8", "replace")
     sides = [_Side(pair[0], tokens), _Side(pair[1], pair[1].model.prompt_tokens(text))]
     found: list[Span] = []
@@ -240,7 +241,7 @@ def spans(pair: tuple[Context, Context], tokens: Sequence[int]) -> list[Span]:
 
 
 class _Side:
-    """A text as one model reads it; what has no room is behind the last common boundary."""
+    """A text under one model; the part that does not fit is cut at a common boundary."""
 
     def __init__(self, ctx: Context, ids: Sequence[int]) -> None:
         ids = ids[: ctx.n_ctx_seq]

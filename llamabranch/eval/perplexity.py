@@ -1,4 +1,4 @@
-"""Perplexity of a text, llama-perplexity's number; how a text is read in chunks."""
+"""Perplexity of a text, as llama-perplexity computes it, and reading texts in chunks."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from ..model import Model, TokenIds, token_list
 from .logits_file import LogitsFile
 
 Floats = npt.NDArray[np.float64]
-# Called with the number of a chunk, the index of one of its tokens, the token after that, and the logits
-# that it is scored by, which are valid until it returns; what it returns is kept.
+# Called with the number of a chunk, the index of one of its tokens, the next token, and the logits for
+# that token, which are valid until it returns. Its result is kept.
 Value = Callable[[int, int, int, LogitsRow], float | tuple[float, ...]]
 
 
 @dataclass(frozen=True)
 class Chunked:
-    """What is known of a text that is read in chunks, or of as many of them as are done.
+    """The result of reading a text in chunks, or of the chunks that are done.
 
     Attributes:
         window: tokens of a chunk.
         n_chunks: how many chunks the whole text has.
         text: a hash of the text's tokens.
         model: the fingerprint of the model, and the K/V type.
-        rows: of each chunk that is done the numbers of its scored tokens, float64.
+        rows: for each finished chunk the numbers of its scored tokens, float64.
     """
 
     window: int
@@ -46,23 +46,23 @@ class Chunked:
     model: str
     rows: list[Floats] = field(default_factory=list, repr=False)
 
-    _KEY: ClassVar[str]  # of the rows in JSON
-    _SHAPE: ClassVar[tuple[int, ...]]  # of the numbers of a token
+    _KEY: ClassVar[str]  # the key of the rows in JSON
+    _SHAPE: ClassVar[tuple[int, ...]]  # the shape of a token's numbers
 
     @classmethod
     def begun(cls, ctx: Context, tokens: Sequence[int], window: int, n_chunks: int) -> Self:
-        """Return the result for a text before anything was read."""
+        """Return the empty result for a text."""
         text = hashlib.sha256(np.asarray(tokens, dtype="<i4").tobytes()).hexdigest()[:16]
         return cls(window, n_chunks, text, f"{ctx.model.fingerprint} {ctx.kv_type}")
 
     @property
     def n_done(self) -> int:
-        """How many chunks are done."""
+        """The number of finished chunks."""
         return len(self.rows)
 
     @property
     def n_tokens(self) -> int:
-        """How many tokens are scored so far."""
+        """The number of tokens scored so far."""
         return sum(map(len, self.rows))
 
     def as_dict(self) -> dict[str, object]:
@@ -78,18 +78,18 @@ class Chunked:
         value: Value,
         progress: Callable[[Self], None] | None = None,
     ) -> Self:
-        """Read chunks and score the second half of each, without its first token; return this object.
+        """Read chunks and score the second half of each except its first token; return this object.
 
         Args:
-            ctx: has room for a chunk, see `check_room`. Other branches of it are not touched.
+            ctx: a context that a chunk fits into, see `check_room`. Its other branches are not touched.
             chunks: token ids, ``window`` each.
-            value: of each token that is scored; in any order of the chunks of a decode.
+            value: called for each scored token; the order of the chunks of a decode is not defined.
             progress: called after each decode.
         """
         first = self.window // 2
         while (low := self.n_done) < len(chunks):
             n = min(ctx.n_seq_free, min(ctx.usage().cells_free, ctx.n_batch) // self.window)
-            # What is computed in f16 depends on which cells a text has.
+            # Results in f16 depend on which cells a text has.
             n = max(1, n) if ctx.kv_cache.is_placement_exact else 1
             group = chunks[low : low + n]
             rows = np.empty((len(group), self.window - 1 - first, *self._SHAPE))
@@ -108,7 +108,7 @@ class Chunked:
 
 @dataclass(frozen=True)
 class Perplexity(Chunked):
-    """The perplexity of a text, or of as much of it as is done."""
+    """The perplexity of a text, or of the part that is done."""
 
     _KEY = "losses"
     _SHAPE = ()
@@ -119,12 +119,12 @@ class Perplexity(Chunked):
 
     @property
     def losses(self) -> list[Floats]:
-        """Of each chunk that is done -log p of its scored tokens, nats, float64."""
+        """For each finished chunk -log p of its scored tokens, nats, float64."""
         return self.rows
 
     @property
     def value(self) -> float:
-        """The perplexity: exp of the mean loss; NaN without a token, infinite where it overflows."""
+        """The perplexity: exp of the mean loss; NaN without a token, infinite if it overflows."""
         return exp(float(np.mean(np.concatenate(self.losses)))) if self.losses else math.nan
 
     @property
@@ -164,25 +164,25 @@ def perplexity(
 ) -> Perplexity:
     """Return the perplexity of a text as llama-perplexity computes it.
 
-    The tokens are cut into chunks of ``window`` tokens, each read by itself, the first token of each
-    replaced by BOS if the model begins texts with it; the tokens of the second half of a chunk are
-    scored, but for its first. llama-perplexity's K/V is f16: open the context with ``kv_type="f16"`` to
-    compare. The logits in memory at a time are ``n_outputs_max`` rows of the context.
+    The tokens are cut into chunks of ``window`` tokens, and each chunk is read by itself. If the model
+    begins texts with BOS, it replaces the first token of each chunk. The second half of a chunk is
+    scored, except for its first token. llama-perplexity uses f16 K/V; to compare, open the context with
+    ``kv_type="f16"``. At most ``n_outputs_max`` rows of logits are in memory at a time.
 
     Args:
-        ctx: has room for a window; other branches of it are not touched.
-        text: text, in which control tokens are read as text, or token ids; of at least two windows.
-        window: tokens a chunk, at least 4.
-        chunks: how many chunks at most; None = all.
+        ctx: a context that a window fits into; its other branches are not touched.
+        text: text, in which control tokens stay text, or token ids; at least two windows long.
+        window: tokens per chunk, at least 4.
+        chunks: the most chunks; None = all.
         save_to: a file for the log-probabilities, which `divergence` and llama-perplexity's
-            ``--kl-divergence`` read; one that is there is written over. It takes two bytes for each token
-            of the vocabulary and each scored token of the text: 25 MB a chunk of 512 with a vocabulary
-            of 49,152.
-        progress: called after each decode with what is done so far, also to be kept if it is interrupted.
+            ``--kl-divergence`` read; an existing file is overwritten. Each scored token takes two bytes
+            for each token of the vocabulary: 25 MB per chunk of 512 tokens with a vocabulary of 49,152.
+        progress: called after each decode with the result so far, which you can keep if it is
+            interrupted.
 
     Raises:
-        ConfigError: the text is too short, or a file that cannot be written. CacheFullError: the context
-            is smaller than a window. TokenizeError, DecodeError. OSError: the disk is full.
+        ConfigError: the text is too short, or the file cannot be written. CacheFullError: the context is
+            smaller than a window. TokenizeError, DecodeError. OSError: the disk is full.
     """
     tokens, parts = text_chunks(ctx, text, window, chunks)
     found = Perplexity.begun(ctx, tokens, len(parts[0]), len(parts))
@@ -206,11 +206,11 @@ def _loss(_chunk: int, _i: int, token: int, row: LogitsRow) -> float:
 def text_chunks(
     ctx: Context, text: str | TokenIds, window: int, most: int | None
 ) -> tuple[list[int], list[list[int]]]:
-    """Return the tokens of a text, and at most ``most`` chunks of them; control tokens are read as text.
+    """Return the tokens of a text, and at most ``most`` chunks of them; control tokens stay text.
 
     Raises:
-        ConfigError: there are not two chunks.
-        CacheFullError: ``ctx`` has no room for a window.
+        ConfigError: the text has fewer than two chunks.
+        CacheFullError: a window does not fit into ``ctx``.
         TokenizeError: an id that is not in the vocabulary.
     """
     model, window = text_context("ctx", ctx).model, whole("window", window, 4)
@@ -226,7 +226,7 @@ def text_chunks(
     if n < 2:
         raise ConfigError(
             f"a text of {len(tokens)} tokens is too short: a window of {window} needs {2 * window}",
-            hint="give a longer text, or a smaller window",
+            hint="use a longer text, or a smaller window",
         )
     n = n if most is None else min(n, whole("chunks", most, 1))
     return tokens, [tokens[i * window : (i + 1) * window] for i in range(n)]
@@ -239,7 +239,7 @@ def with_bos(model: Model, chunks: Sequence[list[int]]) -> Sequence[list[int]]:
 
 
 def check_room(ctx: Context, window: int) -> None:
-    """Raise CacheFullError if a sequence of ``ctx`` has no room for a window."""
+    """Raise CacheFullError if a window does not fit into a sequence of ``ctx``."""
     if window - 1 > ctx.n_ctx_seq:
         raise CacheFullError(
             f"a window of {window} tokens does not fit into a context of {ctx.n_ctx_seq}",

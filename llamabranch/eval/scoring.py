@@ -1,4 +1,4 @@
-"""How probable given texts are after given contexts, in as few decodes as possible: ``score``."""
+"""``score``: how probable continuations are after contexts, in as few decodes as possible."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Score:
     """How probable a continuation is after its context.
 
     Attributes:
-        tokens: of the continuation.
-        logprobs: the model's log-probability of each of them, nats.
-        is_greedy: whether no token anywhere has a larger logit than the one that is there.
+        tokens: the tokens of the continuation.
+        logprobs: the model's log-probability of each token, nats.
+        is_greedy: whether each token has the largest logit at its position.
     """
 
     tokens: tuple[int, ...]
@@ -35,7 +35,7 @@ class Score:
 
     @property
     def logprob(self) -> float:
-        """The log-probability of the continuation, nats: the sum of its tokens'."""
+        """The log-probability of the continuation, nats: the sum over its tokens."""
         return math.fsum(self.logprobs)
 
 
@@ -52,19 +52,19 @@ def score(
     lm-evaluation-harness; spaces at the end of a context belong to the continuation.
 
     Args:
-        ctx: holds each context with a continuation; other branches of it are not touched. The more of its
-            cells and sequences are free, the more requests share a decode.
+        ctx: a context that each context text with its continuation fits into; its other branches are not
+            touched. With more free cells and sequences more requests share a decode.
         requests: pairs of a context and its continuations, each a text or token ids. An empty context
             is the model's BOS token, or EOS if it has none.
         parse_special: whether control tokens written in texts are parsed.
         on_done: called with the index of a request and its scores as soon as they are known, in any
-            order. What it was called with is not lost if something fails or is interrupted later.
+            order. So these scores are not lost if something fails or is interrupted later.
 
     Returns:
         for each request the scores of its continuations.
 
     Raises:
-        ConfigError: a request that is no such pair, or a continuation without tokens.
+        ConfigError: a request is not such a pair, or a continuation has no tokens.
         CacheFullError: a context with a continuation is longer than the context; nothing is decoded.
         TokenizeError, SequencesExhaustedError, DecodeError: all sequences are returned.
     """
@@ -72,7 +72,7 @@ def score(
     if not _is_list(requests):
         raise ConfigError(_MEANT, hint='for example [("2 + 2 =", [" 4", " 5"])]')
     wanted: list[Wanted] = []
-    texts: list[range] = []  # of each request, in ``wanted``
+    texts: list[range] = []  # the range in ``wanted`` of each request
     for number, request in enumerate(requests):
         its = _wanted(ctx, f"request {number}", request, parse_special)
         texts.append(range(len(wanted), len(wanted) + len(its)))
@@ -106,7 +106,7 @@ def score(
 def encode_pair(
     model: Model, context: str, continuation: str, *, parse_special: bool = True
 ) -> tuple[list[int], list[int]]:
-    """Return the token ids of a context and of what follows it, which may be none.
+    """Return the token ids of a context and of its continuation, which may be empty.
 
     They are tokenized together and cut after as many tokens as the context has alone, as in
     lm-evaluation-harness; spaces at the end of the context belong to the continuation.
@@ -131,14 +131,14 @@ def _wanted(ctx: Context, name: str, request: ScoreRequest, parse_special: bool)
             before, after = encode_pair(model, context, continuation, parse_special=parse_special)
         elif isinstance(context, str) or isinstance(continuation, str):
             message = f"{name} mixes text and token ids"
-            raise ConfigError(message, hint="give both as text, or as ids")
+            raise ConfigError(message, hint="use text for both, or ids for both")
         else:
             before = model.prompt_tokens(context)
             after = token_list(continuation)
             model.check_tokens(after)
         if not after:
             message = f"{name}: {continuation!r:.60} has no tokens of its own after its context"
-            raise ConfigError(message, hint="it must not be empty, and mostly begins with a space")
+            raise ConfigError(message, hint="it must not be empty, and usually begins with a space")
         if (n := len(before) + len(after)) > most:
             message = f"{name} has {n} tokens, the context has room for {most}"
             raise CacheFullError(message, hint="open the context with a larger n_ctx")

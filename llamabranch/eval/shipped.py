@@ -1,9 +1,9 @@
-"""The three tasks that are shipped, as lm-evaluation-harness takes them. They need no network.
+"""Three tasks for lm-evaluation-harness that come with the package. They need no network.
 
 ``suite/`` holds a file of JSON objects for each task, all of one kind:
 
 ``{"context": ..., "choices": [...], "answer": 0}``  which choice is the most probable continuation
-``{"context": ..., "target": ...}``                  whether the target is what the model would write
+``{"context": ..., "target": ...}``                  whether the model would generate the target greedily
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def suite() -> list[dict[str, object]]:
 
 
 def suite_items(name: str) -> list[dict[str, object]]:
-    """Return the items of a shipped task, as its file has them.
+    """Return the items of a shipped task from its file.
 
     Raises:
         ConfigError: no shipped task has this name.

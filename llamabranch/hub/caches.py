@@ -1,7 +1,7 @@
 """Models that are on this machine: in the caches of Hugging Face and llama.cpp, in Python packages.
 
-Only file names are read, and the lists of files of Python packages, which are not imported; nothing is
-changed. Paths are returned as they are in a snapshot, never the blobs behind them: a blob has no name,
+Only file names and the file lists of Python packages are read; packages are not imported, and nothing is
+changed. Returned paths are those in a snapshot, never the blobs behind them, because a blob has no name
 and llama.cpp finds shards by their names.
 """
 
@@ -41,7 +41,7 @@ class LocalModel:
 
     @property
     def path(self) -> Path:
-        """The file to load: of a model in shards the first."""
+        """The file to load; for a model in shards the first shard."""
         return self.files[0]
 
     @property
@@ -71,8 +71,8 @@ def hub_cache() -> Path:
 def find(spec: HubSpec) -> LocalModel | None:
     """Return the model that ``spec`` names, if all its files are on this machine.
 
-    The first that has it: the Hugging Face cache (the main branch's commit before others), an installed
-    Python package, the cache that ``LLAMA_CACHE`` names. With a revision only its snapshots count.
+    It looks in this order: the Hugging Face cache (the commit of the main branch first), installed Python
+    packages, the cache that ``LLAMA_CACHE`` names. With a revision only its snapshots count.
     """
     return next(_models(spec), None)
 
@@ -97,7 +97,7 @@ def _variable(name: str) -> Path | None:
     return Path(given).expanduser() if given else None
 
 
-# -- each cache: the models that a spec names, all complete ones without it ----------------------------
+# -- the models of each cache that a spec names; without a spec all complete ones ----------------------
 
 
 def _models(spec: HubSpec | None) -> Iterator[LocalModel]:
@@ -145,14 +145,14 @@ def _in_folder(
     """Yield models of a repository's files below a folder."""
     if spec is not None and spec.repository != repository:
         return
-    try:  # dangling links are left out
+    try:  # skips dangling links
         found = [path for path in folder.rglob("*.gguf") if path.is_file()]
     except OSError:
         return
     paths = sorted(path.relative_to(folder).as_posix() for path in found)
     asked = [(spec.tag, spec.file)] if spec else [(None, each[0]) for each in model_sets(paths)]
     for tag, file in asked:
-        with contextlib.suppress(ConfigError):  # it is not there, or a shard is missing
+        with contextlib.suppress(ConfigError):  # the model or a shard is missing
             files = choose(paths, tag, file=file)
             its = tuple(folder / each for each in files)
             yield LocalModel(f"{repository}/{files[0]}", its, cache)
@@ -167,7 +167,7 @@ def _folders(parent: Path) -> list[Path]:
 
 def _package_folders(package: str) -> list[Path]:
     """Return the folders of GGUF files that an installed distribution lists."""
-    from importlib import metadata  # which imports much
+    from importlib import metadata  # slow to import
 
     try:
         files = metadata.files(package) or ()

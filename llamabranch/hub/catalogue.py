@@ -1,4 +1,4 @@
-"""``models.txt``: the models known by name, and which draft goes with which target."""
+"""``models.txt``: the models known by name, and the draft model of each target."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .caches import PACKAGES, find, own_cache
 from .spec import HubSpec
 
 BUNDLED_TARGET = "tale-target"
-DEFAULT_MODEL = "smollm2-135m"  # of the command line, where it is installed
+DEFAULT_MODEL = "smollm2-135m"  # of the command line, if it is installed
 BUNDLED_DRAFT = "tale-draft"
 BUNDLED_HEAD = "tale-eagle"
 
@@ -27,8 +27,8 @@ class CatalogueEntry:
     role: str  # "target", "mtp": a target with MTP layers, "draft" or "head": EAGLE-3 or MTP layers
     repository: str  # on the Hugging Face hub, or "bundled"
     file: str
-    licence: str  # "unknown" where no public document states it
-    size: str  # in decimal units and rounded, such as "1.82 GB"
+    licence: str  # "unknown" if no public document states it
+    size: str  # rounded, in decimal units, such as "1.82 GB"
 
     @property
     def bundled(self) -> bool:
@@ -37,7 +37,7 @@ class CatalogueEntry:
 
     @property
     def path(self) -> Path | None:
-        """The file on this machine, None if it is not here."""
+        """The file on this machine; None if it is not here."""
         if self.bundled:
             places = [_DATA / self.file]
         else:
@@ -55,7 +55,7 @@ class CatalogueEntry:
 
     @property
     def made_here(self) -> tuple[str, ...]:
-        """The quantizations that are made of its file on this machine: ``name:Q8_0``."""
+        """The quantizations that can be made from its file on this machine: ``name:Q8_0``."""
         return () if self.package is None else ("Q8_0", "BF16", "Q4_0")
 
     @property
@@ -68,9 +68,9 @@ class CatalogueEntry:
 def draft_for(name: str) -> str | None:
     """Return the draft model listed for a target in ``models.txt``, else its head, or None.
 
-    None for a target that drafts with MTP layers of its own file.
+    It is None for a target that drafts with the MTP layers of its own file.
 
-    The target is given by its name, or as the repository of its file: ``Qwen/Qwen3-4B-GGUF:Q4_K_M``.
+    ``name`` is the target's name, or the repository of its file: ``Qwen/Qwen3-4B-GGUF:Q4_K_M``.
     """
     spec = HubSpec.parse(name)
     is_listed = False  # whether the entry belongs to the target
@@ -106,9 +106,9 @@ def find_entry(name: str) -> CatalogueEntry | None:
 
 
 def made_from(name: str) -> str | None:
-    """Return the name of the model that another quantization is made from on this machine, or None.
+    """Return the name of the model that a quantization was made from on this machine, or None.
 
-    ``name``: a name such as ``smollm2-135m:Q8_0``, or the path of the file that was made.
+    ``name``: a name such as ``smollm2-135m:Q8_0``, or the path of the quantized file.
     """
     asked = name.lower(), Path(name).stem.lower()
     for entry in catalogue():
@@ -119,9 +119,9 @@ def made_from(name: str) -> str | None:
 
 
 def default_model() -> str:
-    """Return the name of the model that commands take where none is named.
+    """Return the name of the model that commands use if the user names none.
 
-    SmolLM2 where it is on this machine, which answers and instructs, else the bundled target.
+    It is SmolLM2, an instruct model, if that is on this machine; otherwise the bundled target.
     """
     entry = find_entry(DEFAULT_MODEL)
     return BUNDLED_TARGET if entry is None or entry.path is None else DEFAULT_MODEL

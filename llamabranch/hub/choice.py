@@ -1,6 +1,7 @@
-"""Which files of a repository are the model that a tag names: quantizations, shards, sidecar files.
+"""Choose the files of a repository that belong to the model with a tag.
 
-As llama.cpp chooses, but a tag must match whole: there ``:F16`` also finds BF16, and ``:Q4_0`` IQ4_0.
+It chooses like llama.cpp, but a tag must match as a whole. In llama.cpp ``:F16`` also finds BF16, and
+``:Q4_0`` finds IQ4_0.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from collections.abc import Iterable
 from ..errors import ConfigError
 from .spec import is_safe_path
 
-DEFAULT_TAGS = ("Q4_K_M", "Q8_0")  # where no tag is given: the first that exists, then any model
+DEFAULT_TAGS = ("Q4_K_M", "Q8_0")  # tried without a tag, in this order; then any model
 
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<index>\d{5})-of-(?P<count>\d{5})", re.ASCII)
-# Projectors, importance matrices and heads: files that go with a model and are none.
+# Files that belong to a model but are not models: projectors, importance matrices and heads.
 _SIDECAR = re.compile(r"(?i:mmproj|imatrix)|(?:^|[-._])(?:mtp|eagle3|dflash|dspark)-", re.ASCII)
 _QUANTIZATION = re.compile(
     r"(?:I?Q|TQ)\d_[A-Z0-9]+(?:_[A-Z0-9]+)*|BF16|F16|F32|FP16|FP32|MXFP4(?:_MOE)?|NVFP4",
@@ -41,7 +42,7 @@ def choose(
 
     Raises:
         ConfigError: no model has the tag, there is no such file, or a shard is missing. The hint lists
-            what there is.
+            the available models.
     """
     safe = sorted({path for path in paths if is_safe_path(path)})
     if file is not None:
@@ -54,7 +55,8 @@ def choose(
     if not models:
         raise ConfigError(f"{where} has no GGUF model", hint=_offer(safe))
     for wanted in DEFAULT_TAGS if tag is None else (tag,):
-        # The end of a name tells the quantization; its middle may be the name of the model.
+        # The end of a name is the quantization; the same letters in the middle may belong to the model's
+        # name.
         for after in ("$", r"(?![A-Za-z0-9_])"):
             pattern = re.compile(_bounded(wanted) + after, re.ASCII | re.IGNORECASE)
             for each in models:
@@ -104,14 +106,14 @@ def _stem_and_shard(path: str) -> tuple[str, tuple[int, int] | None]:
 
 
 def _bounded(tag: str) -> str:
-    # tale-target_q8_0: an underscore may come before a quantization, since none begins in the middle
-    # of another; before anything else it may be a part of it, as M is of Q4_K_M.
+    # In tale-target_q8_0 the underscore separates the quantization. Before other tags an underscore may
+    # belong to a longer tag, as before the M of Q4_K_M.
     before = r"[A-Za-z0-9]" if _QUANTIZATION.fullmatch(tag) else r"[A-Za-z0-9_]"
     return f"(?<!{before}){re.escape(tag)}"
 
 
 def _offer(paths: list[str]) -> str:
-    """Return a hint: the models among files, else what else is GGUF."""
+    """Return a hint: the models among the files, or else other GGUF files."""
     if models := model_sets(paths):
         return "models: " + ", ".join(files[0] for files in models[:12])
     if others := [path for path in paths if path.endswith(".gguf")]:

@@ -1,8 +1,8 @@
 """Downloads from the Hugging Face hub into the cache that llama.cpp, transformers and we share.
 
-huggingface_hub (the extra ``hub``) does it; it is imported when something is downloaded and not before.
-What `hf_hub_download` leaves out is done here: the files of a model are chosen, their size is announced,
-and the disk is checked for all of them before the first begins.
+huggingface_hub (the extra ``hub``) downloads; it is imported only when something is downloaded. This
+module does what `hf_hub_download` does not: it chooses the files of a model, announces their size, and
+checks that the disk has space for all of them before the first download begins.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from .spec import HubSpec
 
 _SPARE_BYTES = 64 << 20  # left free on the disk
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_LONG_CHECK_BYTES = 2 << 30  # a file whose check takes some seconds
+_LONG_CHECK_BYTES = 2 << 30  # checking a file of this size takes some seconds
 
 
 def download(spec: HubSpec) -> Path:
     """Ask the hub which files ``spec`` names, download what is missing, and return the path to load.
 
-    What another program has of them is taken instead. Two processes that want the same file share one
-    download: the second waits for the first. The size is announced on standard error; huggingface_hub
-    shows its bar on a terminal.
+    Files that another program has downloaded are not downloaded again. If two processes need the same
+    file, the second waits for the first. The size is announced on standard error; on a terminal
+    huggingface_hub shows a progress bar.
 
     Raises:
         UnsupportedError: huggingface_hub is not installed.
         ConfigError: the repository has no such tag or file.
-        DownloadError: the hub cannot be reached or refuses, a file is not whole or has not the SHA-256
-            that the hub names, or the cache cannot be written or the disk is full. No file has its name
+        DownloadError: the hub cannot be reached or refuses, a file is incomplete or its SHA-256 differs
+            from the hub's, the cache cannot be written, or the disk is full. No file has its final name
             then.
     """
     where, root = spec.repository, hub_cache()
@@ -53,7 +53,7 @@ def download(spec: HubSpec) -> Path:
     siblings = {each.rfilename: each for each in info.siblings or ()}
     commit, sizes = str(info.sha), {name: each.size or 0 for name, each in siblings.items()}
     if not re.fullmatch(r"[0-9a-f]{40}", commit):
-        raise DownloadError(f"the hub gives no commit of {where}")
+        raise DownloadError(f"the hub names no commit of {where}")
     names = choose(sizes, spec.tag, file=spec.file, where=where)
     folder = root / f"models--{where.replace('/', '--')}"
     snapshot = folder / "snapshots" / commit
@@ -63,7 +63,7 @@ def download(spec: HubSpec) -> Path:
             return local.path
         for lfs in (siblings[name].lfs for name in missing):
             if lfs and _SHA256.fullmatch(lfs.sha256):
-                with contextlib.suppress(OSError):  # of 0.2 and 0.3, nobody reads it now
+                with contextlib.suppress(OSError):  # left by 0.2 and 0.3, and no longer used
                     (folder / "blobs" / f"{lfs.sha256}.incomplete").unlink()
         n_bytes = sum(sizes[name] for name in missing)
         parts = f" in {len(names)} parts" if len(names) > 1 else ""
@@ -77,7 +77,7 @@ def download(spec: HubSpec) -> Path:
                 _check_content(snapshot / name, lfs.sha256, f"{where}/{name}")
     reference = folder / "refs" / (spec.revision or "main")
     if reference.name != commit:
-        with contextlib.suppress(OSError):  # a convenience of later look-ups
+        with contextlib.suppress(OSError):  # it only makes later look-ups faster
             reference.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(reference) as opened:
                 opened.write(commit.encode())
@@ -85,10 +85,10 @@ def download(spec: HubSpec) -> Path:
 
 
 def _check_content(path: Path, expected: str, what: str) -> None:
-    """Raise DownloadError, and delete the file, if it has not the SHA-256 that the hub names.
+    """Raise DownloadError, and delete the file, if its SHA-256 differs from the hub's.
 
-    A file that nobody could check, since the program ended meanwhile, loses its name: it is checked when
-    it is asked for again, and not downloaded.
+    If the program ends before the check, the file has no final name. It is then checked the next time it
+    is needed, and not downloaded again.
     """
     if path.stat().st_size >= _LONG_CHECK_BYTES:
         note(f"checking {path.name}")
@@ -98,7 +98,7 @@ def _check_content(path: Path, expected: str, what: str) -> None:
         if not is_right:
             blob.unlink()
             raise DownloadError(
-                f"{what} arrived with other bytes than the hub names (its SHA-256 differs); "
+                f"{what} is not the file that the hub describes (its SHA-256 differs); "
                 "it was deleted",
                 hint="download it again; if that does not help, a proxy or a mirror (HF_ENDPOINT) "
                 "alters it",
@@ -135,7 +135,7 @@ def _endpoint() -> str | None:
 
 
 _HINTS = {
-    401: "set HF_TOKEN or run `hf auth login`; of a gated model accept its terms on its page on the hub",
+    401: "set HF_TOKEN or run `hf auth login`; for a gated model accept its terms on its page on the hub",
     403: "this token may not read it: accept its terms on its page on the hub",
     404: "check the name, the revision after @ and the name of the file; for a private repository set "
     "HF_TOKEN or run `hf auth login`",
@@ -146,14 +146,14 @@ _HINTS = {
 
 @contextlib.contextmanager
 def _requests(what: str) -> Iterator[None]:
-    """Import huggingface_hub, and raise its errors as ours: its message, and what to do."""
+    """Import huggingface_hub, and raise its errors as ours, with a hint."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     try:
         from huggingface_hub import errors
     except ImportError as error:
         raise UnsupportedError(
             "downloading needs huggingface_hub, which is not installed",
-            hint=f"{install_command('hub')}, or fetch the file by hand and give its path",
+            hint=f"{install_command('hub')}, or download the file by hand and use its path",
         ) from error
     try:
         yield
@@ -168,7 +168,7 @@ def _requests(what: str) -> Iterator[None]:
                 f"cannot write to {error.filename or hub_cache()}: {error.strerror or error}",
                 hint="free some space, or set HF_HUB_CACHE to a folder that can be written",
             ) from error
-        # hf_hub_download tells why it could not ask the hub in a cause.
+        # hf_hub_download puts the reason why it could not reach the hub into a cause.
         is_vague = isinstance(error, errors.LocalEntryNotFoundError)
         cause = (error.__cause__ or error) if is_vague else error
         status = getattr(getattr(cause, "response", None), "status_code", None)

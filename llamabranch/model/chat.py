@@ -1,4 +1,4 @@
-"""Conversations as prompts: what a message is."""
+"""Conversations as prompts: checking and normalising messages."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .text import TokenIds
 __all__ = ["Message", "Prompt", "chat_messages", "check_roles", "is_chat", "plain_messages"]
 
 Message = Mapping[str, object] | tuple[str, str]
-# What a built-in template does not write, and what is no part of the text.
+# Keys that a built-in template does not write, or that are not part of the text.
 _LEFT_OUT = {
     "role", "content", "name", "reasoning_content", "reasoning", "thinking", "refusal", "annotations",
     "tool_call_id", "audio",
 }  # fmt: skip
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-Prompt = str | TokenIds | Sequence[Message]  # what a text is generated from
+Prompt = str | TokenIds | Sequence[Message]  # the input of a generation
 
 
 def is_chat(prompt: object) -> TypeGuard[Sequence[Message]]:
@@ -38,7 +38,7 @@ def chat_messages(messages: Iterable[Message]) -> list[dict[str, object]]:
     API has it, is joined.
 
     Raises:
-        ConfigError: no messages, or one that is no message, with its index.
+        ConfigError: there are no messages, or one is invalid; the message names its index.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
         raise ConfigError(
@@ -55,9 +55,9 @@ def chat_messages(messages: Iterable[Message]) -> list[dict[str, object]]:
 
 
 def check_roles(messages: Iterable[Mapping[str, object]], template: str) -> None:
-    """Raise ConfigError for a role that is neither common nor a word of the template's source.
+    """Raise ConfigError for a role that is neither a common one nor a word in the template's source.
 
-    A template leaves the message of such a role out, or writes a role that the model has never seen.
+    A template omits a message with such a role, or writes a role that the model has never seen.
     """
     for index, message in enumerate(messages):
         role = str(message["role"])
@@ -88,7 +88,9 @@ def _message(message: Message) -> dict[str, object]:
             str(text).encode("utf-8")
     except UnicodeEncodeError as error:
         raise ConfigError(f"a message is not valid Unicode: {error}") from None
-    more = {key: value for key, value in message.items() if value is not None}  # as OpenAI's client
+    more = {
+        key: value for key, value in message.items() if value is not None
+    }  # like OpenAI's client
     return {**more, "content": content}
 
 
@@ -106,7 +108,7 @@ def plain_messages(messages: Iterable[Mapping[str, object]]) -> list[tuple[str, 
     """Return messages as pairs of role and content, for llama.cpp's built-in templates.
 
     Raises:
-        UnsupportedError: a message has more than that, which the built-in templates would leave out.
+        UnsupportedError: a message has other keys, which the built-in templates would leave out.
     """
     found = []
     for message in messages:
@@ -114,7 +116,7 @@ def plain_messages(messages: Iterable[Mapping[str, object]]) -> list[tuple[str, 
         more = sorted(set(message) - _LEFT_OUT)
         if more or not isinstance(role, str) or not isinstance(content, str):
             raise UnsupportedError(
-                f"llama.cpp's built-in chat templates take role and content only, not {more}"
+                f"llama.cpp's built-in chat templates support only role and content, not {more}"
             )
         if "\0" in role + content:
             raise UnsupportedError("llama.cpp's built-in chat templates end at a NUL character")

@@ -1,13 +1,14 @@
-"""The texts of control tokens: found in rendered conversations, and made harmless in what messages hold.
+"""The texts of control tokens: find them in rendered conversations, and make them harmless in messages.
 
-llama.cpp turns every text of a control token into that token, whoever wrote it: a message that contains
-``<|im_end|>`` could end its turn and begin another one, in a role of its choice. So before a template is
-rendered, a character of each such text in a message is replaced by a stand-in, a character that occurs
-nowhere else. What the template writes itself is then told from what it was given, wherever it puts it.
+llama.cpp turns every text of a control token into that token, whoever wrote it. So a message that
+contains ``<|im_end|>`` could end its turn and begin another one, in a role of its choice. Therefore,
+before a template is rendered, one character of each such text in a message is replaced by a stand-in,
+which is a character that occurs nowhere else. This way we can tell the template's own text from texts
+that were passed to it, wherever it puts them.
 
-A template sees the stand-in too: what it does with a control token's text in a message, such as cutting a
-reasoning part off, it does not do. A control token that a template builds around a value itself, as
-``'<|' + role + '|>'``, is the template's own.
+The template sees the stand-in too. So if it would act on a control token's text in a message, for example
+cut off a reasoning part, it does not. A control token that a template builds around a value, as in
+``'<|' + role + '|>'``, counts as the template's own.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ..errors import ConfigError
 __all__ = ["ControlText", "ControlToken", "StandIns"]
 
 Given = TypeVar("Given")
-StandIns = Mapping[int, str]  # what each stand-in stands for, as `str.translate` takes it
+StandIns = Mapping[int, str]  # the original of each stand-in, for `str.translate`
 
 
 class ControlToken(NamedTuple):
@@ -46,7 +47,7 @@ class ControlText:
         self._ids = frozenset(control.token for control in tokens.values())
         pattern = _one_of(sorted(tokens)) if tokens else "(?!)"
         self._exact = re.compile(pattern)
-        # Templates can change the case. The look-ahead finds texts that overlap, too.
+        # Templates can change the case. The look-ahead also finds overlapping texts.
         self._alike = re.compile(f"(?=({pattern}))", re.IGNORECASE)
         lower = [text.lower() for text in tokens]
         self._texts = sorted(lower)
@@ -55,17 +56,17 @@ class ControlText:
         self._last = frozenset(text[-1] for text in lower)
         self._longest = max(map(len, lower), default=0)
 
-    # -- what is given to a template ---------------------------------------------------------------
+    # -- the input of a template -------------------------------------------------------------------
 
     def guard(self, value: Given, cuts: Iterable[str]) -> tuple[Given, StandIns]:
         """Return JSON types in which no text can become a control token, and the stand-ins in them.
 
         Args:
-            value: what a template is given.
-            cuts: strings at which the template may cut texts, or which it may take out of them.
+            value: an argument of the template.
+            cuts: strings at which the template may cut texts, or that it may remove from them.
 
         Raises:
-            ConfigError: it is nested too deep.
+            ConfigError: the value is nested too deep.
         """
         chosen: dict[str, str] = {}
         removed = re.compile(
@@ -101,12 +102,12 @@ class ControlText:
         return found, {ord(mark): character for character, mark in chosen.items()}
 
     def _places(self, text: str, removed: re.Pattern[str]) -> set[int]:
-        """Return which characters to replace so that ``text`` becomes, or completes, no control token."""
+        """Return which characters to replace so that ``text`` is not a control token, nor part of one."""
         places = {match.start() for match in self._alike.finditer(text)}
         start, end = len(text) - len(text.lstrip()), len(text.rstrip())
         if start >= end:
             return places
-        # A beginning at its end, or an end at its beginning, may be completed by what is beside it.
+        # A beginning at its end, or an end at its beginning, may be completed by the text next to it.
         for i in range(max(start, end - self._longest), end):
             if text[i].lower() in self._first and _has_prefix(self._texts, text[i:end].lower()):
                 places.add(end - 1)
@@ -115,7 +116,7 @@ class ControlText:
                 tail = text[start : i + 1].lower()[::-1]
                 if _has_prefix(self._reversed, tail):
                     places.add(start)
-        # "<|im_<think>end|>" becomes one when <think> is taken out.
+        # "<|im_<think>end|>" becomes one when <think> is removed.
         opens = [i for i, character in enumerate(text) if character.lower() in self._first]
         if opens:
             joined = removed.sub("", text)
@@ -123,7 +124,7 @@ class ControlText:
                 places.update(opens)
         return places
 
-    # -- what a template returns -------------------------------------------------------------------
+    # -- the output of a template ------------------------------------------------------------------
 
     def tokenize(
         self, text: str, stand_ins: StandIns, tokenize: Callable[[str, bool], list[int]]
@@ -132,7 +133,7 @@ class ControlText:
 
         Args:
             text: the text with its stand-ins.
-            stand_ins: what they stand for.
+            stand_ins: their originals.
             tokenize: turns a text into tokens; control tokens in it are parsed if the flag is set.
         """
         restored = text.translate(stand_ins)
@@ -141,13 +142,16 @@ class ControlText:
             return tokenize(restored, True)
         tokens: list[int] = []
         at, strips = 0, False
-        for match in (*own, None):  # as llama.cpp does it: what is between control tokens by itself
+        for match in (
+            *own,
+            None,
+        ):  # like llama.cpp: text between control tokens is tokenized by itself
             piece = text[at : match.start() if match else None]
             control = self._tokens[match.group()] if match else None
             piece = piece.lstrip(_SPACE) if strips else piece
             piece = piece.rstrip(_SPACE) if control and control.strips_before else piece
             found = tokenize(piece.translate(stand_ins), False) if piece else []
-            if not self._ids.isdisjoint(found):  # user-defined: parsed in any text, so cut it there
+            if not self._ids.isdisjoint(found):  # user-defined: parsed in any text
                 parts = re.split(f"(?<=[{''.join(map(chr, stand_ins))}])", piece)
                 found = [t for part in parts for t in tokenize(part.translate(stand_ins), False)]
             tokens += found
@@ -171,7 +175,7 @@ def _has_prefix(ordered: Sequence[str], prefix: str) -> bool:
 
 
 def _one_of(texts: Sequence[str]) -> str:
-    """Return a pattern for the longest of some sorted texts; common beginnings are compared once."""
+    """Return a pattern that matches the longest of some sorted texts; common beginnings appear once."""
     first, last = texts[0], texts[-1]
     n = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
     start = first[:n]

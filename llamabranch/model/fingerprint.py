@@ -1,4 +1,4 @@
-"""What identifies the weights of a model: the SHA-256 of its files, computed once and kept."""
+"""The fingerprint of a model's weights: the SHA-256 of its files, computed once and kept."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from ..files import sha256
 from ..profile import read_entry, write_entries
 
 _SECTION = "sha256"
-# A file that was written so lately may be written again without another time of change.
+# A file that was written so recently may be written again with the same time stamp.
 _SETTLED_NS = 2_000_000_000
 
 
 def states_of(paths: Sequence[Path]) -> list[dict[str, object]]:
-    """Return of each file what changes when it is written or replaced; {} if it is gone."""
+    """Return for each file the data that change when it is written or replaced; {} if it is missing."""
     return [_state(path) for path in paths]
 
 
 def fingerprint(paths: Sequence[Path], loaded: Sequence[dict[str, object]]) -> str:
-    """Return the SHA-256 (hex) of a model's file; of several parts, that of their SHA-256 in order.
+    """Return the SHA-256 (hex) of a model's file; for several parts, the SHA-256 of theirs in order.
 
     Args:
         loaded: ``states_of`` when they were loaded.
 
     Raises:
-        UsageError: a file is not the one any more that was loaded.
+        UsageError: a file is no longer the one that was loaded.
     """
     digests = []
     for path, before in zip(paths, loaded, strict=True):
@@ -48,7 +48,7 @@ def fingerprint(paths: Sequence[Path], loaded: Sequence[dict[str, object]]) -> s
 def quick_key(path: Path) -> str:
     """Return the SHA-256 (hex) over a file's size, its first and its last MiB.
 
-    It was the fingerprint before 0.4. Two files that differ in the middle only have the same.
+    It was the fingerprint before 0.4. Two files that differ only in the middle have the same key.
     """
     digest = hashlib.sha256()
     size = path.stat().st_size
@@ -61,7 +61,7 @@ def quick_key(path: Path) -> str:
 
 
 def _kept(path: Path, before: dict[str, object]) -> str:
-    """Return the SHA-256 of a file that is in a state: the one that is kept, or a new one."""
+    """Return the SHA-256 of a file in this state, from the profile or computed now."""
     key = os.path.abspath(path)
     state = _state(path)
     if _content_of(state) != _content_of(before) or not state:

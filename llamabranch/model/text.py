@@ -33,7 +33,8 @@ def token_list(tokens: TokenIds) -> list[int]:
     """Return token ids as a list of plain integers; ``check_tokens`` rejects items that are not integers.
 
     Raises:
-        TokenizeError: text or bytes, an array of something else than integers, or not iterable.
+        TokenizeError: ``tokens`` is text or bytes, an array of other items than integers, or not
+            iterable.
     """
     if isinstance(tokens, np.ndarray):
         if tokens.ndim == 1 and (tokens.dtype.kind in "iu" or not tokens.size):
@@ -94,7 +95,7 @@ def stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
     """Return one stop string, or several, as a tuple.
 
     Raises:
-        ConfigError: neither, or an empty one.
+        ConfigError: ``stop`` is neither, or a stop string is empty.
     """
     stops = (stop,) if isinstance(stop, str) else stop
     if not isinstance(stops, Sequence):
@@ -108,7 +109,7 @@ class StopStrings:
     """Searches a stream of text for stop strings; holds back text that may be the start of one.
 
     Raises:
-        ConfigError: an empty stop string, or something that is no string.
+        ConfigError: a stop string is empty, or is not a string.
     """
 
     def __init__(self, stops: str | Sequence[str]) -> None:
@@ -121,7 +122,7 @@ class StopStrings:
         if not self._stops or self.found is not None:
             return text if self.found is None else ""
         self.held += text
-        # The first one that is complete counts, so that it does not matter how the text was split.
+        # The first complete stop string counts, so that it does not matter how the text was split.
         places = [
             (at + len(stop), at, stop) for stop in self._stops if (at := self.held.find(stop)) >= 0
         ]
@@ -135,7 +136,7 @@ class StopStrings:
         return shown
 
     def show(self, text: str, *, last: bool) -> str:
-        """Return the text to emit for the next piece; after the ``last`` nothing is held back."""
+        """Return the text to emit for the next piece; after the ``last`` piece nothing is held back."""
         shown = self.feed(text)
         return shown + self.flush() if last else shown
 

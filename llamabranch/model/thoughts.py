@@ -1,4 +1,4 @@
-"""Thoughts before an answer: whether a prompt leads to one, where it ends, and how it is ended early."""
+"""Thoughts before an answer: whether a prompt begins one, where it ends, and how to end it early."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = [
 
 ThinkingChoice = bool | int | None
 
-_TAIL = 128  # tokens at the end of a prompt that tell whether it ends inside a thought
+_TAIL = 128  # tokens at the end of a prompt that show whether it ends inside a thought
 
 
 @dataclass(frozen=True)
@@ -30,15 +30,15 @@ class Thinking:
         start: the tag that begins a thought; "" = thoughts begin without a tag.
         end: the tag that ends it.
         is_open: the prompt ends inside the thought; False = a thought may follow, or the answer.
-        budget: the most tokens of the thought; None = no limit but that of the text.
-        ending: text that is written before the tag where the budget ends a thought.
-        close: the tag with its white space, for that place.
-        tail: what follows the tag of the model's own before the answer begins: white space, and in some
-            templates a header.
-        head: what the answer begins with where there is no thought.
-        is_shared: all texts of the request go on from one thought.
-        insists: where the model ends its turn inside the thought, that is closed, and an answer read.
-            Not where functions may be called: the thought may end with a call.
+        budget: the most tokens of the thought; None = only the limit of the text.
+        ending: text that is written before the tag when the budget ends a thought.
+        close: the tag with its white space, for that purpose.
+        tail: the text between the tag and the answer if the model ends the thought itself: white space,
+            and in some templates a header.
+        head: the beginning of the answer if there is no thought.
+        is_shared: all texts of the request continue one thought.
+        insists: if the model ends its turn inside the thought, the thought is closed and the model
+            answers. False if functions may be called, because the thought may end with a call.
     """
 
     start: str
@@ -54,7 +54,7 @@ class Thinking:
 
 
 def thinking_budget(thinking: ThinkingChoice) -> int | None:
-    """Return the most tokens of a thought that ``thinking`` allows; None = as many as it likes.
+    """Return the most tokens of a thought that ``thinking`` allows; None = no limit.
 
     Raises:
         ConfigError: it is neither True, False, None nor a number of tokens.
@@ -70,14 +70,14 @@ def thinking_budget(thinking: ThinkingChoice) -> int | None:
 
 
 def thinking_variables(form: TurnFormat, thinking: ThinkingChoice) -> dict[str, object]:
-    """Return the variables that tell a template whether a thought is wanted; {} = it is not told."""
+    """Return the template variables that switch thoughts on or off; {} = none are needed."""
     if thinking is None:
         return {}
     return form.thinking_variables(thinking_budget(thinking) != 0)
 
 
 def closing(model: Model) -> list[int]:
-    """Return the tokens that end a thought early; before them may be the thought's last words."""
+    """Return the tokens that end a thought early; last words may come before them."""
     _, found = plan_thinking(model, [], True)
     return [] if found is None else _tokens(model, found.close)
 
@@ -92,20 +92,20 @@ def plan_thinking(
     shares: bool = False,
     has_calls: bool = False,
 ) -> tuple[list[int], Thinking | None]:
-    """Return the prompt, with what opens or closes a thought, and how the answer begins.
+    """Return the prompt, with the text that opens or closes a thought, and how the answer begins.
 
     Args:
-        model: whose template wrote the prompt.
+        model: the model whose template wrote the prompt.
         prompt: its token ids, as the template wrote them for this choice.
-        thinking: None = as the template does; True = a thought is begun; False = none; a number: the
+        thinking: None = as the template does; True = begin a thought; False = no thought; a number = the
             most tokens of the thought.
-        begun: the beginning of the answer, where the prompt has one.
-        ending: what is written at the end of a thought that has used up its tokens.
-        shares: all texts go on from one thought.
-        has_calls: functions may be called: a header before the answer is left to the model.
+        begun: the beginning of the answer, if the prompt has one.
+        ending: last words for a thought that has used up its tokens.
+        shares: all texts continue one thought.
+        has_calls: functions may be called, so the model writes a header before the answer itself.
 
     Raises:
-        ConfigError: a bad value. UnsupportedError: a thought is asked for, and the template has none.
+        ConfigError: a bad value. UnsupportedError: a thought is wanted, but the template has none.
     """
     budget = thinking_budget(thinking)
     instance("thinking_end", ending, str)
@@ -114,7 +114,7 @@ def plan_thinking(
     if form.thought_end is None:
         if thinking:
             raise UnsupportedError(
-                f"{model.name} does not think: its chat template has no tags of a thought",
+                f"{model.name} does not think: its chat template has no tags for thoughts",
                 hint="leave thinking out, or ask for steps in the message",
             )
         return prompt, None
@@ -125,7 +125,7 @@ def plan_thinking(
     opening = parts.thought_open if end not in parts.thought_open else start
     close = parts.thought_close if end in parts.thought_close else end
     space = close[close.rfind(end) + len(end) :]
-    # What follows the tag may belong to the header; with calls, a header is left to the model.
+    # Text after the tag may belong to the header; with calls, the model writes the header.
     follows_tag = parts.header.startswith(end) and not has_calls
     header_rest = parts.header[len(end) :] if follows_tag else ""
     head = "" if has_calls else parts.content_start
@@ -154,7 +154,7 @@ def plan_thinking(
         return prompt + _tokens(model, closed), None
     if begun and not is_open:
         raise ConfigError(
-            "thinking cannot be combined with an answer that is begun",
+            "thinking cannot be combined with the beginning of an answer",
             hint="leave out the last message of the assistant",
         )
     if not is_open:
@@ -167,7 +167,7 @@ def _tokens(model: Model, text: str) -> list[int]:
 
 
 def answer_in(model: Model, text: str) -> str:
-    """Return what follows the thought in a text; all of it where no thought has ended in it."""
+    """Return the text after the thought; all of the text if no thought ends in it."""
     if model.chat_template is None or (end := model.turn_format.thought_end) is None:
         return text
     thought, tag, answer = text.partition(end)

@@ -1,4 +1,4 @@
-"""Conversations with tools: what a template is given, and the functions that a model may call."""
+"""Conversations with tools: the template's input, and the functions that a model may call."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ _PROMPT = (
 
 
 class Tools:
-    """The tools of a request, and whether one has to be called.
+    """The tools of a request, and whether one must be called.
 
     Args:
         given: OpenAI's ``tools``, or Python functions with annotated parameters.
-        choice: OpenAI's ``tool_choice``: None and "auto" = as the model likes.
+        choice: OpenAI's ``tool_choice``; None and "auto" = the model decides.
         turns: the form in which the model writes calls; None = bare JSON.
-        parallel: OpenAI's ``parallel_tool_calls``: whether a turn may hold several calls.
+        parallel: OpenAI's ``parallel_tool_calls``: whether a turn may have several calls.
 
     Raises:
-        ConfigError: one is no function, or the choice names none of them.
+        ConfigError: a tool is not a function, or the choice does not name one of them.
 
     Attributes:
         given: OpenAI's tool objects.
         names: those of all functions.
         schemas: the JSON schema of the arguments of each function, by name.
-        forced: the functions from which one has to be called; empty if no call is required.
+        forced: the functions of which one must be called; empty if no call is required.
         is_named: whether the choice names one function.
-        is_used: whether the model is told of them.
+        is_used: whether the model gets their descriptions.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Tools:
         elif choice not in (None, "auto", "none"):
             raise ConfigError("tool_choice is auto, none, required or a function")
         if (self.is_named or choice == "required") and not self.names & set(self.forced):
-            raise ConfigError("tool_choice names no function of tools")
+            raise ConfigError("tool_choice names a function that is not in tools")
 
     def reader(
         self, *, in_thought: bool | None = False, eager: bool = False, salt: str = ""
@@ -106,19 +106,19 @@ class Tools:
         )
 
     def read(self, text: str, *, in_thought: bool | None = False, salt: str = "") -> Turn:
-        """Return the thought, the content and the calls of a whole text."""
+        """Return the thought, the content and the calls of a complete text."""
         reader = self.reader(in_thought=in_thought, salt=salt)
         reader.feed(text)
         reader.finish()
         return reader.turn
 
     def calls(self, text: str) -> list[ToolCall]:
-        """Return the calls in a whole text. A call that was cut short does not count."""
+        """Return the calls in a complete text. A call that is cut off does not count."""
         return self.read(text).calls
 
 
 def _parameters(given: object) -> object:
-    """Return the schema of a function's arguments: an object that names no properties has none."""
+    """Return the schema of a function's arguments; without properties it has no arguments."""
     schema = given or {"type": "object"}
     if not isinstance(schema, Mapping) or schema.get("type") != "object":
         return schema
@@ -127,7 +127,7 @@ def _parameters(given: object) -> object:
 
 
 def openai_call(call: ToolCall) -> dict[str, object]:
-    """Return a call as OpenAI's messages hold it."""
+    """Return a call in the format of OpenAI's messages."""
     arguments = json.dumps(call.arguments, ensure_ascii=False)
     return {
         "id": call.id, "type": "function",
@@ -136,7 +136,7 @@ def openai_call(call: ToolCall) -> dict[str, object]:
 
 
 def openai_deltas(events: Sequence[TurnEvent]) -> list[dict[str, object]]:
-    """Return what OpenAI's streams call deltas: of thoughts, content and calls, in order."""
+    """Return the deltas of an OpenAI stream: of thoughts, content and calls, in order."""
     deltas: list[dict[str, object]] = []
     for event in events:
         if event.kind == "thought":
@@ -157,12 +157,12 @@ def openai_deltas(events: Sequence[TurnEvent]) -> list[dict[str, object]]:
 
 
 class Conversation(NamedTuple):
-    """What a chat template is given.
+    """The input of a chat template.
 
     Attributes:
-        messages: without an answer that is begun.
+        messages: the messages, without the beginning of an answer.
         options: arguments of ``Model.chat_tokens``.
-        begun: the beginning of the answer, if it is given.
+        begun: the beginning of the answer, if there is one.
     """
 
     messages: list[dict[str, object]]
@@ -181,7 +181,7 @@ class Conversation(NamedTuple):
 
 
 def begun_answer(messages: object) -> str:
-    """Return the answer that a conversation ends with the beginning of; "" = it ends otherwise."""
+    """Return the beginning of an answer at the end of a conversation; "" if there is none."""
     if not is_chat(messages):
         return ""
     last = chat_messages(messages)[-1]
@@ -197,12 +197,13 @@ def conversation(
     continues: bool | None = None,
     generates: bool | None = None,
 ) -> Conversation:
-    """Return what the template of ``model`` is given for messages and tools.
+    """Return the template's input for messages and tools.
 
-    A template that ignores tools gets them described in a message.
+    If a template ignores tools, they are described in a message.
 
     Args:
-        model, messages, tools, variables: the template's, the conversation's, and what else it is given.
+        model, messages, tools, variables: the model, the conversation, and other variables of the
+            template.
         continues: whether a last message of the assistant is the beginning of the answer; None = yes,
             unless ``generates`` is False.
         generates: whether an answer begins after the messages; None = yes.

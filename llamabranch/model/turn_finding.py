@@ -1,8 +1,8 @@
-"""Finds the form of a template's turns by rendering answers that differ in one thing and comparing.
+"""Find the form of a template's turns by rendering answers that differ in one thing and comparing them.
 
 No template is known by name. An answer is rendered with and without a thought, with one call, two calls,
-other arguments; what stands around the texts that were put in is the form. All renderings are made in one
-exchange with the process that runs templates.
+and other arguments. The form is the text around the texts that were put in. All renderings are made in
+one exchange with the process that runs templates.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ _JOINT = re.compile(r"(?<=[>\]])\s*(?=[<\[])")
 
 @dataclass(frozen=True)
 class TurnParts:
-    """What was found about a template's turns.
+    """The form of a template's turns.
 
     Attributes:
-        thought_start, thought_end: the tags of a thought, without white space around them; None = it
-            does not think.
+        thought_start, thought_end: the tags of a thought, without white space around them; None = the
+            template has no thoughts.
         starts_in_thought: the generation prompt ends inside a thought.
         thinking: the variables that switch thoughts on or off, such as ``enable_thinking``.
-        thought_off: what the generation prompt writes at its end where thoughts are switched off.
+        thought_off: the end of the generation prompt when thoughts are switched off.
         thought_open, thought_close: the texts around a thought with their white space.
         content_start, content_end: around the content of an answer.
-        turn_end: after an answer.
-        header: what a turn begins with, before thought, content or calls.
-        prompt_end: what a prompt ends with, where that is not the header.
+        turn_end: the text after an answer.
+        header: the beginning of a turn, before thought, content or calls.
+        prompt_end: the end of a prompt, if it is not the header.
         lead: the end of the header that is also the beginning of a call.
-        calls: the form of calls; None = the template writes none that can be read.
+        calls: the form of calls; None = the template writes no calls that can be read.
         takes_tools: the template writes tools into the prompt.
-        arguments_as_text: it wants the arguments of earlier calls as OpenAI's JSON string.
-        takes_thoughts: it writes the thoughts of earlier answers, or leaves them out; so they are given
-            apart from the content.
-        short_ids: it refuses ids of calls that have not nine letters and digits.
-        roles: which roles it writes: of "system", "developer", "tool".
-        reason: why thoughts or calls were not found; "" = nothing to say.
+        arguments_as_text: it needs the arguments of earlier calls as OpenAI's JSON string.
+        takes_thoughts: it writes the thoughts of earlier answers or leaves them out, so they are passed
+            separately from the content.
+        short_ids: it refuses ids of calls that are not nine letters and digits.
+        roles: the roles among "system", "developer" and "tool" that it writes.
+        reason: why thoughts or calls were not found; "" if they were.
     """
 
     thought_start: str | None = None
@@ -83,7 +83,7 @@ class TurnParts:
 
     @property
     def headers(self) -> list[str]:
-        """What tells that a turn begins: a header may also have what ends the turn before it."""
+        """The texts that mark the beginning of a turn; a header may also have the end of the last one."""
         tails = (self.header[joint.end() :] for joint in _JOINT.finditer(self.header))
         return [h for h in (self.prompt_end, self.header, *tails) if len(h.strip()) > 4]
 
@@ -108,7 +108,7 @@ _TOOLS = [_tool(_NAME), _tool(_OTHER)]
 _ASKED: list[dict[str, object]] = [{"role": "user", "content": _USER}]
 _FINE = {"role": "assistant", "content": "Fine"}
 _THOUGHTS = dict.fromkeys(("reasoning_content", "thinking", "reasoning", "thought"), _THOUGHT)
-_BLOCKS: tuple[object, ...] = (  # other ways in which a message holds its thought
+_BLOCKS: tuple[object, ...] = (  # other forms of a thought in a message
     {"blocks": [{"type": "thoughts", "text": _THOUGHT}, {"type": "response", "text": _CONTENT}]},
     [{"type": "thinking", "thinking": _THOUGHT}, {"type": "text", "text": _CONTENT}],
     [
@@ -124,7 +124,7 @@ _SINGLE: dict[str, dict[str, object]] = {
 
 
 def _answers(as_text: bool) -> dict[str, list[dict[str, object]]]:
-    """Return the messages of answers with calls, by what they are for."""
+    """Return the messages of answers with calls, by purpose."""
 
     def called(
         *calls: tuple[str, object], content: object = "", **more: object
@@ -144,7 +144,7 @@ def _answers(as_text: bool) -> dict[str, list[dict[str, object]]]:
 
 
 class _Renderings:
-    """The renderings of a template, by what they show."""
+    """The renderings of a template, by purpose."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
@@ -153,7 +153,7 @@ class _Renderings:
         self.names: list[str] = []
 
     def add(self, asked: Mapping[str, Mapping[str, object]]) -> None:
-        """Render what is asked for."""
+        """Render these variables and keep the results."""
         names, replies = self._template.render_many(list(asked.values()))
         self.names = names
         for key, reply in zip(asked, replies, strict=True):
@@ -163,7 +163,7 @@ class _Renderings:
                 self.faults[key] = next(iter(reply.values()), "it failed")
 
     def tail(self, key: str) -> str | None:
-        """Return what a rendering has after the user's message."""
+        """Return the text of a rendering after the user's message."""
         text = self.texts.get(key)
         if text is None or _USER not in text:
             return None
@@ -171,10 +171,10 @@ class _Renderings:
 
 
 def find_parts(template: ChatTemplate) -> TurnParts:
-    """Return what can be found about the turns of a template.
+    """Return the form of a template's turns, as far as it can be found.
 
     Raises:
-        UnsupportedError: the template is no valid Jinja, or took too much time or memory.
+        UnsupportedError: the template is not valid Jinja, or took too much time or memory.
     """
     seen = _Renderings(template)
     tools = {"tools": _TOOLS, "functions": json.dumps([t["function"] for t in _TOOLS])}
@@ -193,7 +193,7 @@ def find_parts(template: ChatTemplate) -> TurnParts:
     }
     asked |= {f"{kind} False": {"messages": m, **tools} for kind, m in _answers(False).items()}
     seen.add(asked)
-    for _ in range(4):  # it may need variables that others do not have
+    for _ in range(4):  # it may need variables that other templates do not have
         lacks = re.search(r"'(\w+)' is undefined", next(iter(seen.faults.values()), ""))
         if seen.texts or lacks is None:
             break
@@ -204,7 +204,7 @@ def find_parts(template: ChatTemplate) -> TurnParts:
     if not seen.texts:
         raise UnsupportedError(f"the template renders nothing: {seen.faults['prompt']}")
     one = seen.texts.get("one False", "")
-    if "{'" in one or not (_NAME in one or _IDS[0] in one):  # it may want OpenAI's strings
+    if "{'" in one or not (_NAME in one or _IDS[0] in one):  # it may need OpenAI's strings
         seen.add({f"{kind} True": {"messages": m, **tools} for kind, m in _answers(True).items()})
     switches = tuple(n for n in seen.names if re.search(r"think|reason", n) and "effort" not in n)
     more: dict[str, Mapping[str, object]] = {
@@ -240,7 +240,7 @@ def find_parts(template: ChatTemplate) -> TurnParts:
 
 
 def _closers(template: ChatTemplate) -> list[str]:
-    """Return the texts in a template that may close a thought inside the content."""
+    """Return the texts in a template that could close a thought inside the content."""
     fits = {s.strip() for s in template.strings if 2 < len(s.strip()) < 40 and "/" in s}
     return sorted(s for s in fits if s[0] in _TAG_STARTS and s[-1] in _TAG_ENDS)[:24]
 
@@ -251,7 +251,7 @@ class _Finder:
     ) -> None:
         self._seen, self._template, self._switches = seen, template, switches
         self._reasons: list[str] = []
-        self._prompt_end = ""  # where a prompt does not end with the header
+        self._prompt_end = ""  # if a prompt does not end with the header
 
     def found(self) -> TurnParts:
         seen = self._seen
@@ -283,14 +283,14 @@ class _Finder:
         )
 
     def _as_text(self) -> bool:
-        """Return whether arguments are given as text: where objects fail, or are not written as JSON."""
+        """Return whether to pass arguments as text, because objects fail or are not written as JSON."""
         one, text = self._seen.tail("one False"), self._seen.tail("one True")
         if one is None or (_NAME not in one and _IDS[0] not in one):
             return text is not None and (_NAME in text or _IDS[0] in text)
         return "{'" in one and text is not None and "{'" not in text  # Python's text of a dict
 
     def _takes_thoughts(self, parts: TurnParts) -> bool:
-        """Return whether the template moves, or leaves out, a thought that an answer's content has."""
+        """Return whether the template moves, or leaves out, a thought in an answer's content."""
         names, end = {"reasoning_content", "thinking", "reasoning"}, parts.thought_end
         return end is not None and (
             any(end in text or text in names for text in self._template.strings)
@@ -300,7 +300,7 @@ class _Finder:
     # -- header, ends ------------------------------------------------------------------------------
 
     def _find_header(self, as_text: bool) -> str:
-        """Return what all turns begin with, after the user's text: as far as all renderings agree."""
+        """Return the common beginning of all turns, after the user's text."""
         keys = ["prompt", "answer", "thoughtful", "prompt True", "prompt False"]
         keys += [f"one {as_text}", f"thought {as_text}", "thoughtful True"]
         tails = [tail for key in keys if (tail := self._seen.tail(key)) is not None]
@@ -329,7 +329,7 @@ class _Finder:
         return replace(parts, turn_end=end)
 
     def _strip_end(self, text: str, end: str) -> str:
-        """Return what a turn holds without its end."""
+        """Return the content of a turn without its end."""
         prompt = self._seen.tail("prompt") or ""
         while True:
             before = text
@@ -382,7 +382,7 @@ class _Finder:
             return parts
         last = _last_tag(header)
         if last and last != end and _words(last) == _words(end) != set() and "/" not in last:
-            # All that was rendered begins a thought: its tag is no part of the header.
+            # All renderings begin a thought, so its tag is not part of the header.
             cut = header.rindex(last)
             rests = {key: header[cut:] + rest for key, rest in rests.items()}
             start, opening, self._header = last, header[cut:] + opening, header[:cut]
@@ -404,7 +404,7 @@ class _Finder:
         )  # fmt: skip
 
     def _from_prompts(self, rests: Mapping[str, str]) -> tuple[str | None, str | None]:
-        """Return the tags that generation prompts show: one that ends inside a thought, one after it."""
+        """Return the tags from two generation prompts: one ends inside a thought, the other after it."""
         texts = sorted({rest.strip() for rest in rests.values()} - {""}, key=len)
         for text in texts:
             pieces = [piece.strip() for piece in _JOINT.split(text)]
@@ -418,7 +418,7 @@ class _Finder:
         return None, None
 
     def _from_content(self, rests: Mapping[str, str]) -> tuple[str | None, str | None]:
-        """Return the tags of a thought that the template cuts out of an answer's content."""
+        """Return the tags of a thought that the template removes from an answer's content."""
         ends = []
         for i, literal in enumerate(_closers(self._template)):
             for key in (f"split {i}", f"last split {i}"):
@@ -443,7 +443,7 @@ class _Finder:
         return None, None
 
     def _from_words(self) -> tuple[str | None, str | None]:
-        """Return the tags that the system message names where thoughts are switched on."""
+        """Return the tags that the system message names when thoughts are switched on."""
         on, off = (self._seen.texts.get(f"prompt {state}", "") for state in (True, False))
         n = _n_common(on, off)
         match = re.search(r"(<[\w:|]+>)\s*(</[\w:|]+>)", on[n:])
@@ -532,19 +532,19 @@ class _Finder:
 
 
 def _form(bodies: Mapping[str, str | None]) -> CallForm:
-    """Return the form of calls that renderings show."""
+    """Return the form of calls in the renderings."""
     one = bodies["one"] or ""
     pair = bodies.get("pair")
     if pair is not None and not (_OTHER in pair and pair.count(_VALUE) >= 2):
         pair = None  # the second was left out
     name_in_id = None
-    if _NAME not in one:  # Only the id is written: those who made the template put the name there.
+    if _NAME not in one:  # Only the id is written; such a template expects the name in it.
         name_in_id = ("functions.", ":")
     form = _json_form(one, pair)
     if form is None:
         form = _tag_form(one, pair, bodies, name_in_id)
         if not form.opening.strip():
-            raise Mismatch  # nothing tells a call from a text
+            raise Mismatch  # a call cannot be distinguished from text
     is_apart = form.opening.strip() or pair is not None
     separator = form.separator or ("" if is_apart else "\n")
     form = replace(form, several=pair is not None, separator=separator)
@@ -609,7 +609,7 @@ def _json_form(one: str, pair: str | None) -> CallForm | None:
             )
     if (
         pair is None and not in_list
-    ):  # nothing is known of two calls: each has all that is around one
+    ):  # nothing is known about two calls, so each has the text around one
         section_start, call_start, call_end, section_end = "", head, tail, ""
     if numbered:
         parts = _with_index(parts, *numbered)
@@ -632,7 +632,7 @@ def _json_of(text: str) -> object:
 
 
 def _object_of(text: str, name: str) -> tuple[int, int, object, bool] | None:
-    """Return the outermost JSON object that holds a call of ``name``: its place, value, if in a list."""
+    """Return the outermost JSON object with a call of ``name``: place, value, whether in a list."""
     at_name = text.find(name)
     if at_name < 0:
         return None
@@ -683,7 +683,7 @@ def _arguments_in(text: str, *, as_text: bool) -> tuple[str, Values] | None:
 
 
 def _split(text: str, inner: str, needles: Mapping[str, Slot]) -> tuple[Part, ...]:
-    """Return the parts of a call: literals, and the slots that stand for what was put in."""
+    """Return the parts of a call: literals, and slots for the texts that were put in."""
     wanted = {inner: Slot.ARGUMENTS, **needles} if inner else dict(needles)
     pattern = "|".join(map(re.escape, sorted(wanted, key=len, reverse=True)))
     parts: list[Part] = []
@@ -699,7 +699,7 @@ def _split(text: str, inner: str, needles: Mapping[str, Slot]) -> tuple[Part, ..
 
 
 def _index_in(text: str, pair: str) -> tuple[str, int] | None:
-    """Return what stands before a number that counts calls, and the first number."""
+    """Return the text before a number that counts calls, and the first number."""
     second_name = pair.find(_OTHER)
     for match in re.finditer(r"\d+", text):
         if match[0] not in ("0", "1"):
@@ -718,7 +718,7 @@ def _with_index(parts: Sequence[Part], before: str, first: int) -> tuple[Part, .
     is_done = False
     for part in parts:
         tail = before if isinstance(part, str) else ""
-        # Only what stands in the same literal can be compared: a name before it is a slot.
+        # Only text in the same literal can be compared; a name before it is a slot.
         while tail and isinstance(part, str) and tail + number not in part:
             tail = tail[1:]
         at = part.find(tail + number) if isinstance(part, str) and not is_done else -1
@@ -732,7 +732,7 @@ def _with_index(parts: Sequence[Part], before: str, first: int) -> tuple[Part, .
 
 
 def _shared(head: str, middle: str, tail: str, in_list: bool) -> tuple[str, str, str, str, str]:
-    """Return what is around all calls and what around each, from what stands between two.
+    """Return the texts around all calls and around each, from the text between two calls.
 
     Returns:
         section_start, call_start, call_end, separator, section_end.
@@ -817,7 +817,7 @@ def _past_id(core: str, tail: str, middle: str) -> tuple[str, str, str]:
 
 
 def _tags_of(bodies: Mapping[str, str | None], one: str) -> tuple[ArgumentTags, str]:
-    """Return how arguments are written that are no JSON object, and the text of the probe's."""
+    """Return the form of arguments that are not a JSON object, and the text of the probe's."""
     at_key, at_value = one.find(_KEY), one.find(_VALUE)
     if at_key < 0 or at_value < at_key:
         raise Mismatch
@@ -896,7 +896,7 @@ def _around(whole: str, written: str) -> Around | None:
 
 
 def _values_of(texts: Mapping[str, str], between: str) -> Values:
-    """Return how values are written that are no text."""
+    """Return the form of values other than text."""
     lists, objects = texts.get("list", ""), texts.get("object", "")
     quotes = ["", "'"]
     found = re.search(r"7(,\s*)(\S*?)Vzs", lists)
@@ -927,7 +927,7 @@ def _values_of(texts: Mapping[str, str], between: str) -> Values:
 
 
 def _common(texts: Sequence[str]) -> str:
-    """Return what all texts begin with."""
+    """Return the common beginning of all texts."""
     first, last = min(texts), max(texts)
     return first[: _n_common(first, last)]
 

@@ -1,4 +1,4 @@
-"""Turns of a model: the thought, the content and the calls in what it writes, by its template's form."""
+"""Read a model's turns: thought, content and calls, in the form of its chat template."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .turn_keeping import code_digest, kept, restored
 
 __all__ = ["Turn", "TurnEvent", "TurnFormat", "TurnReader", "call_id", "known_functions"]
 
-_LIMIT_S = 5.0  # for all renderings of a template: an ordinary one takes 0.1 s
+_LIMIT_S = 5.0  # for all renderings of a template; an ordinary template takes 0.1 s
 _ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _WORDS = ("True", "False", "None")
 _BARE = CallForm(
@@ -74,15 +74,15 @@ class Turn(NamedTuple):
 
 
 class TurnEvent(NamedTuple):
-    """What a piece of a text adds to a turn.
+    """The addition of a piece of text to a turn.
 
     Attributes:
-        kind: "thought", "content"; "name": a call begins, ``text`` is the function's name;
-            "arguments": a piece of the JSON text of its arguments; "cut": it was no call after all
-            (only of an eager reader), and its text follows as content.
+        kind: "thought" or "content"; "name": a call begins, and ``text`` is the function's name;
+            "arguments": a piece of the JSON text of its arguments; "cut" (only from an eager reader): it
+            was not a call after all, and its text follows as content.
         text: the piece.
-        call: which call of the turn, from 0; None for thought and content.
-        id: of a call, with its name.
+        call: the number of the call in the turn, from 0; None for thought and content.
+        id: the id of the call, with "name".
     """
 
     kind: str
@@ -92,7 +92,7 @@ class TurnEvent(NamedTuple):
 
 
 def call_id(salt: str, index: int, name: str) -> str:
-    """Return an id for a call: nine letters and digits, which Mistral's templates ask for."""
+    """Return an id for a call: nine letters and digits, as Mistral's templates require."""
     digest = hashlib.sha256(json.dumps([salt, index, name]).encode()).digest()
     number, found = int.from_bytes(digest, "big"), ""
     for _ in range(9):
@@ -102,10 +102,10 @@ def call_id(salt: str, index: int, name: str) -> str:
 
 
 def known_functions(tools: Iterable[object]) -> Known:
-    """Return the functions of OpenAI's tool objects, or of bare function objects; none = any function.
+    """Return the functions of OpenAI's tool objects or bare function objects; no tools = any function.
 
     Raises:
-        ConfigError: a tool is no function with a name.
+        ConfigError: a tool is not a function with a name.
     """
     schemas: dict[str, object] = {}
     given = list(tools)
@@ -128,7 +128,7 @@ class TurnFormat:
     Use ``TurnFormat.of(template)`` or ``model.turn_format``.
 
     Attributes:
-        parts: all that was found.
+        parts: the parts of a turn that were found.
     """
 
     parts: TurnParts = field(default_factory=TurnParts)
@@ -139,7 +139,7 @@ class TurnFormat:
     ) -> TurnFormat:
         """Return the form of a template's turns.
 
-        A template that cannot be run, or contradicts itself, has the general form: no thoughts, and
+        A template that cannot be run, or contradicts itself, gets the general form: no thoughts, and
         calls as bare JSON. ``reason`` says why.
 
         Args:
@@ -147,7 +147,7 @@ class TurnFormat:
             bos_token, eos_token: texts of special tokens that it may write.
 
         Raises:
-            ConfigError: the template is no text.
+            ConfigError: the template is not text.
         """
         if isinstance(template, str):
             special = {"bos_token": bos_token, "eos_token": eos_token}
@@ -158,10 +158,10 @@ class TurnFormat:
 
     @classmethod
     def built_in(cls) -> TurnFormat:
-        """Return the form of a template that is only known to take roles and texts."""
+        """Return the form of a built-in template, which takes only roles and texts."""
         return cls(TurnParts(roles=frozenset({"system"})))
 
-    # -- what was found ----------------------------------------------------------------------------
+    # -- properties of the template ----------------------------------------------------------------
 
     @property
     def thought_start(self) -> str | None:
@@ -180,12 +180,12 @@ class TurnFormat:
 
     @property
     def thought_off(self) -> str | None:
-        """What the generation prompt writes where thoughts are switched off; None = it cannot."""
+        """The end of the generation prompt when thoughts are switched off; None = they cannot be."""
         return self.parts.thought_off
 
     @property
     def reason(self) -> str:
-        """Why thoughts or calls were not found; "" = nothing to say."""
+        """Why thoughts or calls were not found; "" if they were."""
         return self.parts.reason
 
     @property
@@ -195,7 +195,7 @@ class TurnFormat:
 
     @property
     def is_general(self) -> bool:
-        """Whether calls are bare JSON because the template writes them in no form that can be read."""
+        """Whether calls are bare JSON because the template's own form cannot be read."""
         return self.parts.calls is None
 
     def thinking_variables(self, on: bool) -> dict[str, object]:
@@ -206,7 +206,7 @@ class TurnFormat:
         }
 
     def begun_turn(self, prompt: str) -> str:
-        """Return what the text of a prompt has after its last header; all of it if it has none."""
+        """Return the text of a prompt after its last header; all of it if there is no header."""
         header = self.parts.header.strip()
         return prompt.rpartition(header)[2] if header else prompt
 
@@ -220,9 +220,9 @@ class TurnFormat:
 
     @cached_property
     def tags(self) -> frozenset[str]:
-        """The texts that tell thoughts and calls from the rest, without white space around them.
+        """The texts that mark thoughts and calls, without white space around them.
 
-        A tag may be a control token, whose text a generation leaves out: a reader needs it.
+        A tag may be a control token, whose text a generation leaves out, but a reader needs it.
         """
         parts, form = self.parts, self.form
         texts = [
@@ -233,7 +233,7 @@ class TurnFormat:
         return frozenset(text.strip() for text in texts if text and text.strip())
 
     def describe(self) -> str:
-        """Return what was found, in words."""
+        """Return a description of the form in words."""
         words = []
         if self.thought_end is None:
             words.append("does not think")
@@ -269,18 +269,18 @@ class TurnFormat:
     def read(
         self, text: str, tools: Iterable[object] = (), *, in_thought: bool | None = None
     ) -> Turn:
-        """Return the thought, the content and the calls of what a model wrote.
+        """Return the thought, the content and the calls of a turn that a model wrote.
 
-        Text that only looks like a call, because it is broken or names an unknown function, is content.
+        Text that looks like a call, but is broken or names an unknown function, is content.
 
         Args:
-            text: all of the turn, with the texts of control tokens in it.
-            tools: OpenAI's tool objects, or bare function objects. Where there are some, no other
-                function is called, and their schemas tell strings from other values.
+            text: the complete turn, including the texts of control tokens.
+            tools: OpenAI's tool objects, or bare function objects. If there are any, calls of other
+                functions are content, and the schemas distinguish strings from other values.
             in_thought: whether the prompt ended inside a thought; None = as ``starts_in_thought``.
 
         Raises:
-            ConfigError: a tool is no function with a name.
+            ConfigError: a tool is not a function with a name.
         """
         reader = TurnReader(self, tools, in_thought=in_thought)
         reader.feed(text)
@@ -288,9 +288,9 @@ class TurnFormat:
         return reader.turn
 
     def write(self, calls: Sequence[ToolCall]) -> str:
-        """Return the text of calls in the template's own form, as the model writes it.
+        """Return the text of calls in the template's own form, as the model would write it.
 
-        Calls that have no id get one where the form writes it.
+        Calls without an id get one if the form has ids.
         """
         named = [
             call if call.id else call._replace(id=call_id("", i, call.name))
@@ -306,35 +306,35 @@ def _found(template: ChatTemplate) -> TurnFormat:
     if parts is None:
         try:
             parts = find_parts(template)
-        except UnsupportedError as error:  # not kept: it may have been a busy machine
+        except UnsupportedError as error:  # not kept, because the machine may just have been busy
             return TurnFormat(TurnParts(roles=frozenset({"system"}), reason=error.message))
         write_entries([("turns", key, kept(parts))])
     return TurnFormat(parts)
 
 
 def _beginnings(tags: Iterable[str]) -> frozenset[str]:
-    """Return the texts that tags begin with, each shorter than its tag."""
+    """Return all proper beginnings of the tags."""
     return frozenset(tag[:n] for tag in tags for n in range(1, len(tag)))
 
 
 class TurnReader:
     """Reads a turn while it is written.
 
-    Pieces of a text give events; joined, these are the turn that ``TurnFormat.read`` returns for the
-    whole, however the text was cut. A piece that may be the beginning of a tag is held back.
+    Each piece of the text gives events. All events together are the turn that ``TurnFormat.read`` returns
+    for the whole text, however it was cut. A piece that may be the beginning of a tag is held back.
 
     Args:
         form: the form of the turns.
         tools: see ``TurnFormat.read``.
         in_thought: see there.
-        eager: tell the pieces of a call's arguments while they are written, for texts that follow a
-            grammar. A call that is cut short is taken back ("cut"). False = a call is told when it is
-            whole.
-        salt: what the ids of calls are derived from, beside their place and name.
-        calls: False = calls are content too.
+        eager: True = report pieces of a call's arguments while they are written, for texts that follow a
+            grammar; a call that is cut off is taken back ("cut"). False = report a call when it is
+            complete.
+        salt: ids of calls are derived from it and from their position and name.
+        calls: False = calls are content.
 
     Attributes:
-        turn: what was read so far.
+        turn: the turn so far.
     """
 
     def __init__(
@@ -354,19 +354,19 @@ class TurnReader:
         self._in_thought = inside and bool(form.thought_end)
         self._buffer = ""
         self._ruled_out: dict[tuple[object, ...], int] = {}  # about a call that begins the buffer
-        self._at = 0  # what is before it in the buffer is read
+        self._at = 0  # the buffer before it has been read
         self._space = ""  # white space that is content only if content follows
         self._thought: list[str] = []
         self._content: list[str] = []
         self._calls: list[ToolCall] = []
         self._events: list[TurnEvent] = []
         self._is_first = True  # nothing but white space was read
-        self._trims = False  # what follows a thought or a call begins without white space
+        self._trims = False  # white space after a thought or a call is dropped
         self._in_section = False
-        self._n_sent: int | None = None  # characters of the arguments of a call that is told early
+        self._n_sent: int | None = None  # characters of the arguments that were already reported
         self._is_started = False
         self._is_over = False  # another role's message has begun
-        self._is_anew = False  # a header was read, and nothing after it
+        self._is_anew = False  # a header was read, but nothing after it yet
         self._headers = self._parts.headers
         role = _ROLE.search(self._parts.header + self._parts.prompt_end)
         self._role = (role[1], role[2]) if role else ("", "")
@@ -380,11 +380,11 @@ class TurnReader:
 
     @property
     def turn(self) -> Turn:
-        """What was read so far."""
+        """The turn so far."""
         return Turn("".join(self._thought), "".join(self._content), list(self._calls))
 
     def feed(self, text: str) -> list[TurnEvent]:
-        """Return what a piece of the text adds."""
+        """Return the events of the next piece of the text."""
         if not self._is_started and (self._buffer or text):
             self._is_started = True
             lead = self._parts.lead
@@ -393,7 +393,7 @@ class TurnReader:
         return self._read(last=False)
 
     def finish(self) -> list[TurnEvent]:
-        """Return what the end of the text adds."""
+        """Return the events at the end of the text."""
         events = self._read(last=True)
         if self._space and not self._calls and not self._trims:
             self._events = []
@@ -422,9 +422,9 @@ class TurnReader:
             self._events.append(TurnEvent(kind, text))
 
     def _say(self, text: str) -> None:
-        """Take text as content; white space at its end waits for what follows."""
+        """Add text to the content; white space at its end waits for more content."""
         text = self._space + text
-        if self._trims:  # white space that a whole answer begins with is its own
+        if self._trims:  # white space at the beginning of the whole answer is kept
             text = text.lstrip()
         core = text.rstrip()
         self._space = text[len(core) :]
@@ -446,7 +446,7 @@ class TurnReader:
     # -- steps -------------------------------------------------------------------------------------
 
     def _step(self, last: bool) -> bool:
-        """Read something; return whether to go on."""
+        """Read the next thing; return whether to continue."""
         if self._is_over:
             self._at = len(self._buffer)
             return False
@@ -493,7 +493,7 @@ class TurnReader:
         return Cursor(self._buffer, at, last=last, ruled_out=self._ruled_out)
 
     def _all_keys(self) -> dict[str, list[str]]:
-        """Return what is to be looked for in content, and what each text may be."""
+        """Return the texts to look for in content, and what each of them may be."""
         parts = self._parts
         keys: dict[str, list[str]] = {}
         given = [
@@ -523,7 +523,7 @@ class TurnReader:
 
     @property
     def _preamble(self) -> str:
-        """What begins a text in the channel of calls; "" = the form has none."""
+        """The beginning of a text in the channel of calls; "" = the form has no such channel."""
         unit = self._form.other.unit if self._form.other else ()
         return f"{str(unit[0]).split()[0]}{unit[3]}" if unit else ""
 
@@ -542,7 +542,7 @@ class TurnReader:
             cursor.literal(parts.thought_start or "")
             self._in_thought, self._at, self._space = True, cursor.at, ""
             return True
-        if kind == "stray end":  # of a thought that the prompt has opened, or of none
+        if kind == "stray end":  # the end of a thought that the prompt opened, or of no thought
             if not self._is_first:
                 return False
             cursor.literal(parts.thought_end or "")
@@ -553,13 +553,13 @@ class TurnReader:
             cursor.literal(own if kind == "content start" else self._preamble)
             self._at, self._trims, self._space = cursor.at, True, ""
             return True
-        if kind == "section end":  # what stands between calls and their end is content
+        if kind == "section end":  # text between calls and their end is content
             if not self._calls:
                 return False
             cursor.literal(self._form.section_end.strip())
             self._at = cursor.at
             return True
-        if kind == "role":  # of another message: after calls some templates tell their form again
+        if kind == "role":  # another message begins; after calls some templates repeat their form
             cursor.literal(self._role[0])
             if not self._calls or cursor.tries(self._role[1]):
                 return False
@@ -574,7 +574,7 @@ class TurnReader:
             cursor.literal(header)
             role = parts.prompt_end.strip()
             if self._calls and role and header.strip() != role and not cursor.tries(role):
-                # Some templates tell what calls look like after one.
+                # After a call, some templates repeat what calls look like.
                 self._at, self._is_over = len(cursor.text), True
                 return True
             self._at, self._is_anew, self._trims = cursor.at, True, True
@@ -598,7 +598,7 @@ class TurnReader:
     def _step_thought(self, last: bool) -> bool:
         start, end = self._parts.thought_start or "", self._parts.thought_end or ""
         buffer = self._buffer
-        if not self._thought:  # its beginning: the tag may be written once more
+        if not self._thought:  # at its beginning the tag may be repeated
             cursor = Cursor(buffer, self._at, last=last)
             cursor.space()
             self._at = at = cursor.at
@@ -615,7 +615,7 @@ class TurnReader:
                     probe.literal(self._form.opening.lstrip())
                 except Mismatch:
                     pass
-                else:  # a call where a thought was to begin: there is no thought
+                else:  # a call instead of a thought: there is no thought
                     self._in_thought = False
                     return True
             elif self._is_first and buffer[at : at + 1] == "{" and "{" in self._keys:
@@ -628,7 +628,7 @@ class TurnReader:
         found = buffer.find(end, self._at)
         at_call = self._call_in(self._at, last) if found < 0 else -1
         if at_call >= 0:
-            # Held back: a thought that never ends, and a call at the end of the text, is a call.
+            # Held back, because a call at the end of the text counts even if the thought never ended.
             self._think(buffer[self._at : at_call].rstrip())
             self._at = at_call
             if last and self._ends_in_call(at_call):
@@ -649,7 +649,7 @@ class TurnReader:
         return False
 
     def _call_in(self, at: int, last: bool) -> int:
-        """Return where a call's opening stands in a thought, or may begin; -1 = nowhere."""
+        """Return where a call begins, or may begin, inside a thought; -1 = nowhere."""
         key = (self._form.opening.split() or [""])[0] if self._reads_calls else ""
         found = self._buffer.find(key, at) if key else -1
         while found >= 0:
@@ -663,7 +663,7 @@ class TurnReader:
         return -1
 
     def _ends_in_call(self, at: int) -> bool:
-        """Return whether the rest of the text is calls, and what closes them."""
+        """Return whether the rest of the text is only calls and their end."""
         parts = replace(self._parts, thought_end=None, lead="")
         reader = TurnReader(TurnFormat(parts), self._tools, in_thought=False)
         reader.feed(self._buffer[at:])
@@ -700,7 +700,7 @@ class TurnReader:
             self._call(call, raw)
 
     def _raw_arguments(self, at: int, calls: Sequence[ToolCall], form: CallForm) -> str | None:
-        """Return the text of the arguments as it was told early."""
+        """Return the text of the arguments as it was reported early."""
         if self._n_sent is None or len(calls) != 1 or form.tags is not None:
             return None
         try:
@@ -710,11 +710,11 @@ class TurnReader:
             return None
 
     def _arguments_at(self, at: int, form: CallForm) -> tuple[str, str, int]:
-        """Return name, id and where the arguments begin, of a call that begins at ``at``."""
+        """Return the name, the id and the start of the arguments of a call that begins at ``at``."""
         return form.head(self._cursor(at), self._known)
 
     def _tell_early(self, at: int, form: CallForm) -> None:
-        """Tell the name and the arguments of a call that is being written, as far as they are sure."""
+        """Report the name and arguments of an unfinished call, as far as they are certain."""
         try:
             name, given, begin = self._arguments_at(at, form)
         except (Mismatch, Incomplete):
@@ -774,7 +774,7 @@ class TurnReader:
         return True
 
     def _loose(self, kind: str, cursor: Cursor) -> bool:
-        """Read calls that models write in a form that is not their template's."""
+        """Read calls that a model writes in another form than its template's."""
         start = cursor.at
         at_line = self._is_first or self._trims or "\n" in self._space
         if kind == "tagged":
@@ -818,7 +818,7 @@ class TurnReader:
         return True
 
     def _python(self, cursor: Cursor) -> list[ToolCall]:
-        """Return calls as Llama 4 and LFM2 write them: ``[find(text="x"), ping()]``."""
+        """Return calls in the form of Llama 4 and LFM2: ``[find(text="x"), ping()]``."""
         calls: list[ToolCall] = []
         cursor.literal("[")
         while not calls or cursor.tries(","):
@@ -829,7 +829,7 @@ class TurnReader:
         return calls
 
     def _objects(self, cursor: Cursor, *, one: bool) -> list[ToolCall]:
-        """Return the calls of JSON objects, whose braces may be doubled: of the first, or of all."""
+        """Return the calls of the first or of all JSON objects, whose braces may be doubled."""
         forms = [self._form, _BARE] if self._form.kind == "json" else [_BARE]
         calls: list[ToolCall] = []
         while not (one and calls):

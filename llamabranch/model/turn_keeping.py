@@ -1,4 +1,4 @@
-"""The form of a template's turns as JSON, for the profile: it is found once, not at each start."""
+"""The form of a template's turns as JSON, for the profile, so that it is found only once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FILES = ("turn_finding.py", "call_form.py", "turn_keeping.py")
 
 @cache
 def code_digest() -> str:
-    """Return a digest of the code that finds forms: what another version found is not used."""
+    """Return a digest of the code that finds forms; results of another version are not used."""
     found = hashlib.sha256()
     for name in _FILES:
         found.update(Path(__file__).with_name(name).read_bytes())
@@ -48,7 +48,7 @@ def _digest(plain: object) -> str:
 
 
 def _plain(value: object) -> object:
-    """Return JSON for a value: an object is its type and its fields, in order."""
+    """Return a value as JSON: an object becomes its type and its fields, in order."""
     if isinstance(value, Slot):
         return {"Slot": value.value}
     if isinstance(value, frozenset):

@@ -1,4 +1,4 @@
-"""llama.cpp's attention alone, timed on one thread of the CPU, without a model."""
+"""Time llama.cpp's attention alone, on one thread of the CPU, without a model."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .context import KV_TYPES
 __all__ = ["AttentionShape", "attention_seconds"]
 
 _F32, _F16 = 0, 1  # ggml_type
-_MASK_ROWS = 64  # rows of the mask that are there at least
-_BYTES = 1 << 20  # for what describes the tensors and the graph
-_TURNS = 8  # of each setting at most
-_HOPELESS = 1.6  # a setting that takes so many times as long as the fastest gets one turn
+_MASK_ROWS = 64  # the mask has at least so many rows
+_BYTES = 1 << 20  # for the descriptions of tensors and graph
+_TURNS = 8  # the most turns of a setting
+_HOPELESS = 1.6  # a setting that takes so many times as long as the fastest gets only one turn
 _EVICTED = (
     4 << 20
 )  # bytes of K/V that one measurement reads, so that few of them wait in a core's cache
@@ -61,7 +61,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {  # the result, and the arguments
     "backend_buffer_free": (None, _P),
     "backend_graph_compute": (_I32, _P, _P),
 }
-# What other programs take from the core does not count, where the system tells finely enough.
+# Time that other programs take from the core does not count, if the system's clock is fine enough.
 _clock = thread_time if get_clock_info("thread_time").resolution < 1e-5 else perf_counter
 _PREC_F32 = 10  # ggml_prec: llama.cpp asks for it in attention
 
@@ -95,17 +95,18 @@ def attention_seconds(
     n_cells: int,
     most_s: float,
 ) -> list[float]:
-    """Return for each setting the least seconds in which ``n_rows`` tokens attend to ``n_cells`` others.
+    """Return for each setting the shortest time, in seconds, of attention: ``n_rows`` to ``n_cells``.
 
-    Of one K/V head with its heads. The settings take turns, two to eight each, so that another program
-    slows all of them down. One that is clearly slower than the fastest after the first turn gets no
-    other. inf if this build of llama.cpp lacks a function, or memory is short.
+    It is the time of one K/V head with its heads. The settings take turns, two to eight each, so that
+    another program slows down all of them. A setting that is clearly slower than the fastest one in the
+    first turn is not timed again. The time is inf if this build of llama.cpp lacks a function, or if
+    memory is short.
 
     Args:
-        settings: K/V type ("f32", "f16", "bf16" or "q8_0"), and whether with flash attention.
+        settings: pairs of K/V type ("f32", "f16", "bf16" or "q8_0") and whether flash attention is used.
         shape: of the model's attention.
         n_rows, n_cells: tokens that are decoded, and those in the cache.
-        most_s: after so many seconds no other turn begins.
+        most_s: no turn begins after so many seconds.
     """
     least = [math.inf] * len(settings)
     with ExitStack() as stack:
@@ -135,7 +136,7 @@ def attention_seconds(
 def _graph(
     kv_type: str, flash: bool, shape: AttentionShape, n_rows: int, n_cells: int
 ) -> Iterator[tuple[Any, int]]:
-    """Yield what computes the attention, and how many times over it does so, with other K/V each."""
+    """Yield a function that computes the attention, and how many times it does, each with other K/V."""
     ggml, size = _ggml(), shape.head_size
     width = size * shape.n_kv_heads
     n_bytes = 2 * n_cells * size * _BYTES_OF[kv_type]

@@ -52,7 +52,7 @@ _uint8_p = ctypes.POINTER(ctypes.c_uint8)
 # at every node, and would lose a KeyboardInterrupt that is raised in it.
 _is_asked_to_stop = ctypes.cast(libc.strlen, C.ggml_abort_callback)
 
-# From this many tokens times parameters on, a decode takes tenths of a second on a few cores: it then
+# With this many tokens times parameters a decode takes tenths of a second on a few cores. It then
 # runs in a thread of its own, so that Ctrl-C can stop it.
 _WORTH_A_THREAD = 1e10
 _first_team: int | None = None  # generation() of the process that first used several threads
@@ -66,7 +66,7 @@ _pause_teams = getattr(C._lib, "omp_pause_resource_all", None)  # missing: llama
 _SOFT = 1
 
 
-# What llama_context_params takes, checked and complete, by the names that llama.cpp has for its fields.
+# The fields of llama_context_params by llama.cpp's names, checked and complete.
 NativeContextParams = dict[str, Any]
 NATIVE_NAMES = frozenset(dir(C.llama_context_params))
 
@@ -75,27 +75,28 @@ class ContextHandle(Handle):
     """A llama_context with its batch buffers and a view of its logits.
 
     Args:
-        model: whose llama_context it is.
-        options: of it, by llama.cpp's names.
-        target: for a head, the context whose hidden states it reads.
+        model: the model of the llama_context.
+        options: fields of llama_context_params, by llama.cpp's names.
+        target: only for a head: the context whose hidden states it reads.
         uses_mtp: compute the MTP layers of the model instead of its trunk.
         shares_memory: its decodes read the K/V of the target, so both have one lock.
 
-    Without ``kv_unified`` each sequence has a part of ``n_ctx_seq`` cells: then ``copy`` and ids from
-    ``n_seq_max`` on abort the process. Hold ``lock`` while using the handle; freeing acquires it too.
+    Without ``kv_unified`` each sequence has a part of ``n_ctx_seq`` cells; ``copy``, and ids of
+    ``n_seq_max`` or more, then abort the process. Hold ``lock`` while using the handle; freeing acquires
+    it too.
 
     Attributes:
         n_rollback: how many tokens of a recurrent state can be undone.
-        around: calls each decode, for those who time or count them: around(decode, n) returns the code of
-            decode(n), which waits for the logits.
+        around: a hook to time or count decodes: around(decode, n) must return decode(n), llama.cpp's
+            code. decode waits for the logits.
     """
 
     closes_first = True
     around: DecodeHook | None = None
     lock: threading.RLock
-    states: Rows  # of a head: what each token of the batch comes with, (n_batch, n_embd_out)
+    states: Rows  # only for a head: the state of each token of the batch, (n_batch, n_embd_out)
     _rows: Rows
-    rows_address: int | None  # of the rows that ``rows`` has returned
+    rows_address: int | None  # the address of the rows that ``rows`` returned
     row_capacity: int
 
     def __init__(
@@ -161,8 +162,8 @@ class ContextHandle(Handle):
         self._allow_stops(model, options["n_ubatch"])
 
     def _allow_stops(self, model: ModelHandle, n_ubatch: int) -> None:
-        """Let decodes be stopped: inside, or where that is impossible between those of a micro-batch."""
-        # A graph over recurrent memory also moves the states of sequences that are not in the batch: if
+        """Make decodes stoppable: inside a graph or, where that is impossible, between micro-batches."""
+        # A graph over recurrent memory also moves the states of sequences that are not in the batch; if
         # it stopped half way, these would be wrong. GPU backends do not call the abort callback.
         moves_states = C.llama_model_is_recurrent(model.ptr) or C.llama_model_is_hybrid(model.ptr)
         self.stops_inside = not moves_states and not model.on_gpu
@@ -173,7 +174,7 @@ class ContextHandle(Handle):
             C.llama_set_abort_callback(self.unchecked_ptr, _is_asked_to_stop, stop_at)
 
     def _open_batch(self, n: int) -> None:
-        """Make the arrays of the batch, and what decodes it in the compiled core."""
+        """Make the arrays of the batch, and the stepper of the compiled core."""
         self.tokens = np.zeros(n, dtype=np.int32)
         self.positions = np.zeros(n, dtype=np.int32)
         self.n_seqs = np.ones(n, dtype=np.int32)
@@ -187,11 +188,11 @@ class ContextHandle(Handle):
         self._batch.n_seq_id = self.n_seqs.ctypes.data_as(_int32_p)
         self._batch.seq_id = self._seq_pointers.ctypes.data_as(ctypes.POINTER(_int32_p))
         self._batch.logits = self.wants_logits.ctypes.data_as(ctypes.POINTER(ctypes.c_int8))
-        if self.is_head:  # each token of the batch comes with a state, and each row of logits
+        if self.is_head:  # each token of the batch and each row of logits has a state
             self.states = np.zeros((n, self.n_embd_out), dtype=np.float32)
             self._batch.embd = self.states.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
             staging.functions["set_nextn"](self.unchecked_ptr, True, True)
-        self._stepper: core.Stepper | None = None  # where the compiled core can decode
+        self._stepper: core.Stepper | None = None  # if the compiled core can decode
         if core.available:
             self._stepper = core.Stepper(
                 decode=address_of(C._lib.llama_decode),
@@ -223,16 +224,16 @@ class ContextHandle(Handle):
 
     @property
     def stepper(self) -> core.Stepper | None:
-        """What decodes and draws in one call; None without the core, or if a hook is to see decodes.
+        """The object that decodes and draws in one call; None without the core, or if there is a hook.
 
-        The core calls llama.cpp by address: past ``around``, and past a binding that was replaced.
+        The core calls llama.cpp by address, so it bypasses ``around`` and a replaced binding.
         """
         is_seen = self.around is not None or C.llama_decode is not _llama_decode
         return None if is_seen else self._stepper
 
     def _decode_apart(self) -> int:
         """Decode in another thread, so that this one can receive Ctrl-C and stop the decode."""
-        release_threads()  # that one gets a team of its own
+        release_threads()  # the other thread gets its own team
         try:
             code = call_in_thread(
                 lambda: int(C.llama_decode(self.unchecked_ptr, self._batch)),
@@ -325,7 +326,7 @@ class ContextHandle(Handle):
         return state if whole else without_streams(state, seq_id, self.n_seq_max)
 
     def partial_state(self, seq_id: int) -> State:
-        """Return what of a state cannot be cut: recurrent states, and the cells of sliding windows."""
+        """Return the part of a state that cannot be cut: recurrent states, cells of sliding windows."""
         return self._state(seq_id, C.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
 
     def _state(self, seq_id: int, flags: int) -> State:
@@ -339,7 +340,8 @@ class ContextHandle(Handle):
         """Restore the state of a sequence.
 
         Raises:
-            SnapshotError: llama.cpp refuses it, with the reason. Its content is then undefined.
+            SnapshotError: llama.cpp refuses it; the message has the reason. The sequence is then
+                undefined.
         """
         if not self.kv_unified:
             state = with_streams(state, self.n_seq_max)
@@ -352,7 +354,7 @@ class ContextHandle(Handle):
     def _set_state(self, seq_id: int, state: State, flags: int) -> None:
         arguments = self.ptr, state.ctypes.data_as(_uint8_p), len(state), seq_id, flags
         if C.llama_state_seq_set_data_ext(*arguments) != len(state):
-            with recorded_log():  # once more, for the reason
+            with recorded_log():  # repeated to get the reason
                 if C.llama_state_seq_set_data_ext(*arguments) != len(state):
                     raise SnapshotError(f"llama.cpp cannot take the K/V: {logged_reason()}")
 
@@ -374,16 +376,16 @@ def _close_all() -> None:
 
 
 def release_threads() -> None:
-    """Release this thread's team, so that another thread decodes without delay; the next call makes one.
+    """Release this thread's team, so that another thread decodes without delay.
 
-    Not in a child by fork(), which has none of its parent's.
+    The next call makes a new team. In a child by fork(), which has no threads of its parent, do nothing.
     """
     if _first_team == generation() and _pause_teams is not None:
         _pause_teams(_SOFT)
 
 
 def _check_threads(n: int) -> None:
-    """Raise where OpenMP would wait forever: in a child of a process that has used it."""
+    """Raise an error where OpenMP would wait forever: in a child of a process that used it."""
     global _first_team
     if n == 1:
         return
@@ -391,7 +393,7 @@ def _check_threads(n: int) -> None:
         _first_team = generation()
     if _first_team != generation():
         raise UsageError(
-            "the parent process has computed with several threads before fork(): OpenMP would wait "
+            "the parent process computed with several threads before fork(), so OpenMP would wait "
             "forever in this process",
             hint='start processes with the method "spawn", or open the context with n_threads=1',
         )

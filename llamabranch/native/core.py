@@ -1,8 +1,8 @@
 """The compiled core (``core.c``): rows of logits measured, truncated and drawn from in one call.
 
-It is optional. Where it is missing or turned off (``LLAMABRANCH_CORE=0``), ``available`` is False and
-NumPy and llama.cpp's samplers do the same work; where rounding could decide a token, or a row holds NaN,
-the core leaves the row to them. So it never changes a token.
+It is optional. If it is missing or turned off (``LLAMABRANCH_CORE=0``), ``available`` is False, and NumPy
+and llama.cpp's samplers do the same work. If rounding could decide a token, or a row contains NaN, the
+core leaves the row to them. So it never changes a token.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp as C
 
-# What CMakeLists.txt builds. A folder of its own: beside this file Python would take it for a module.
+# CMakeLists.txt builds it into a folder of its own; next to this file Python would import it as a module.
 LIBRARY = Path(__file__).parent / "lib"
 LIBRARY /= "_core" + {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 
@@ -83,7 +83,7 @@ _BATCH = ["n_tokens", "token", "embd", "pos", "n_seq_id", "seq_id", "logits"]  #
 
 
 def _load() -> tuple[ctypes.CDLL | None, str]:
-    """Return the library, or None, and a description of what runs."""
+    """Return the library or None, and a description of what is used."""
     if os.environ.get("LLAMABRANCH_CORE") == "0":
         return None, "off (LLAMABRANCH_CORE=0): NumPy"
     if not LIBRARY.is_file():
@@ -120,8 +120,8 @@ def measure(address: int, n_rows: int, n_vocab: int) -> list[tuple[int, float, f
     """Measure rows of logits, float32 (n_rows, n_vocab) at ``address``.
 
     Returns:
-        (best token, log-sum-exp, entropy in nats) of each; the best token is -1, and the numbers are NaN,
-        where the row holds NaN or no finite maximum.
+        (best token, log-sum-exp, entropy in nats) of each row. The best token is -1 and the numbers are
+        NaN if the row contains NaN or has no finite maximum.
     """
     if _library is None:
         raise RuntimeError("the compiled core is not available")
@@ -141,11 +141,11 @@ def softmax(logits: Logits) -> Logits:
 
 
 def pieces(to_piece: int, vocab: int, n_vocab: int) -> list[bytes] | None:
-    """Return the piece of each token, b"" for control tokens; None without the compiled core.
+    """Return the piece of each token (b"" for control tokens); None without the compiled core.
 
     Args:
         to_piece: the address of llama_token_to_piece.
-        vocab: of the llama_vocab.
+        vocab: the address of the llama_vocab.
         n_vocab: its size.
     """
     if _library is None:
@@ -165,16 +165,16 @@ def pieces(to_piece: int, vocab: int, n_vocab: int) -> list[bytes] | None:
 
 
 def address_of(logits: Logits) -> tuple[int, Logits]:
-    """Return the address of a row and the array there: a copy if ``logits`` is not in one piece."""
+    """Return the address of a row, and the array at it: a copy if ``logits`` is not contiguous."""
     if logits.dtype != np.float32 or not logits.flags.c_contiguous:
         logits = np.array(logits, dtype=np.float32)
-    return logits.ctypes.data, logits  # itself, not a view: a row is its own base once it is copied
+    return logits.ctypes.data, logits  # not a view, because a row is its own base once it is copied
 
 
 class RowSampler:
     """Truncates, draws from and measures rows of logits with fixed settings.
 
-    It works in memory of its own: use it in one thread at a time.
+    It has its own working memory, so use it in one thread at a time.
 
     Args:
         n_vocab: length of a row.
@@ -182,11 +182,11 @@ class RowSampler:
         top_k: 0 = all.
         top_p: 1 = off.
         min_p: 0 = off.
-        bias: number to add to the logit of a token.
+        bias: maps a token to a number that is added to its logit.
         is_masked: whether ``use_mask`` will be called.
 
     Attributes:
-        choice: what the last call found; see ``core.c``.
+        choice: the result of the last call; see ``core.c``.
         at, out: the addresses of the settings and of ``choice``.
     """
 
@@ -238,14 +238,14 @@ class RowSampler:
         self.out = ctypes.addressof(self.choice)
 
     def use_mask(self, mask: npt.NDArray[np.uint32]) -> None:
-        """Allow only the tokens whose bits are 1 from here on, ((n_vocab + 31) // 32,)."""
+        """From now on allow only the tokens whose bits are 1, ((n_vocab + 31) // 32,)."""
         self._mask = mask  # kept alive
         self._settings.mask = mask.ctypes.data
 
     def sample(self, address: int, seed: int, position: int, purpose: int, measured: bool) -> int:
-        """Draw from the row at ``address`` and measure it if asked; return the token, -1: undecided.
+        """Draw from the row at ``address``, and measure it if asked; return the token, -1 if undecided.
 
-        ``choice`` then has the row's ``best`` (-1 where it could not be measured), ``logsumexp`` and
+        ``choice`` then has the row's ``best`` (-1 if it could not be measured), ``logsumexp`` and
         ``entropy``, and the token's ``logprob`` in it, nats.
         """
         if self._sample(self.at, address, seed, position, purpose, measured, self.out):
@@ -254,10 +254,10 @@ class RowSampler:
         return token
 
     def candidates(self, address: int) -> tuple[Ids, Floats] | None:
-        """Return what is left of the row at ``address``, None: undecided.
+        """Return the tokens that the settings leave of the row at ``address``; None if undecided.
 
-        Ids int32 (K,) and log-weights float64 (K,), the largest 0; copies. They come in llama.cpp's
-        order: descending where top-k or top-p sort them, else by id.
+        Ids int32 (K,) and log-weights float64 (K,), of which the largest is 0; copies. They are in
+        llama.cpp's order: descending if top-k or top-p sort them, otherwise by id.
         """
         if self._candidates(self.at, address, False, self.out):
             return None
@@ -270,8 +270,8 @@ class Stepper:
 
     Args:
         decode, get_logits: the addresses of llama_decode and llama_get_logits.
-        ctx: of the llama_context.
-        stop: of the byte that forbids to begin a decode.
+        ctx: the address of the llama_context.
+        stop: the address of the byte that forbids starting a decode.
         batch: the llama_batch to use, a ctypes structure; what it refers to must outlive this object.
     """
 

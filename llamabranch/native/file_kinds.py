@@ -1,4 +1,4 @@
-"""What a file is that somebody took for a model: told by its first bytes, or by a GGUF header's keys."""
+"""Recognise files that are not models, by their first bytes or by the keys of a GGUF header."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SHOWN = 60  # characters of a short text
 
 
 def what_it_is(start: bytes) -> tuple[str, str | None]:
-    """Return what a file is that does not begin as a GGUF file does, and what to do; from its start."""
+    """Return what kind of file begins with ``start``, which is not GGUF, and what to do."""
     pointer = _POINTER.match(start)
     if pointer is not None:
         return (
@@ -42,7 +42,7 @@ def what_it_is(start: bytes) -> tuple[str, str | None]:
     if _PAGE.match(start):
         return (
             "it is a web page (HTML), not a model",
-            f"use the link of the download, with /resolve/ in place of /blob/; {_GET}",
+            f"use the download link, with /resolve/ instead of /blob/; {_GET}",
         )
     for magic, what, hint in _MAGIC:
         if start.startswith(magic):
@@ -68,7 +68,7 @@ def _as_text(start: bytes) -> str | None:
 
 
 def other_kind(metadata: Mapping[str, object]) -> tuple[str, str | None] | None:
-    """Return what a GGUF file is that is no language model, and what to do; None for all others."""
+    """Return what a GGUF file is if it is not a language model, and what to do; else None."""
     kind, architecture = metadata.get("general.type"), metadata.get("general.architecture")
     if kind == "adapter" or "adapter.type" in metadata:
         method = str(metadata.get("adapter.type", "lora"))
@@ -79,13 +79,13 @@ def other_kind(metadata: Mapping[str, object]) -> tuple[str, str | None] | None:
     if kind == "imatrix" or "imatrix.chunk_count" in metadata:
         return (
             "it is an importance matrix (imatrix), not a model",
-            "llama-quantize reads it; give the model that it was computed for",
+            "llama-quantize reads it; use the model that it was computed for",
         )
     if kind == "mmproj" or architecture == "clip":
         return (
             "it is a multimodal projector (mmproj, clip) for a model, not a model",
-            "give the model's own file; images and sound are not supported",
+            "use the model's own file; images and sound are not supported",
         )
     if architecture == "controlvector":
-        return "it is a control vector for a model, not a model", "give the model's own file"
+        return "it is a control vector for a model, not a model", "use the model's own file"
     return None

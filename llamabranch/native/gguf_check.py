@@ -1,8 +1,8 @@
 """Refuse GGUF files on which llama.cpp would end the process, before it opens them.
 
 For most bad files llama.cpp returns NULL, but some end the process: while the model is loaded, while a
-context is created, or at the first decode. Its test lists what was seen, with llama-cpp-python 0.3.36.
-A file that passes may still be rejected by llama.cpp, with an error of its own.
+context is created, or at the first decode. The test of this module lists the known cases, with
+llama-cpp-python 0.3.36. llama.cpp may still reject a file that passes, with an error of its own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def check_header(path: str | Path, *, vocab_only: bool = False) -> Header:
     """Return the header of a file; raise ``ModelLoadError`` if it is no model or would abort llama.cpp.
 
     ``vocab_only`` skips the checks of sizes and tensors, which llama.cpp does not read in that case.
-    Raises nothing else, whatever the file contains. A 150,000-token vocabulary takes about 0.1 s.
+    It raises no other error, whatever the file contains. A vocabulary of 150,000 tokens takes about 0.1
+    s.
     """
     header = read_header(path, tensors=not vocab_only)
     if not vocab_only and not header.tensors:
@@ -46,15 +47,15 @@ def check_header(path: str | Path, *, vocab_only: bool = False) -> Header:
 
 
 def find_fatal(header: Header, *, vocab_only: bool = False) -> tuple[str, str] | None:
-    """Return the name of the first fatal case that a header meets, and the reason; None: it meets none.
+    """Return the name and the reason of the first fatal case of a header; None if there is none.
 
-    A case may refuse more than was seen to be fatal; a comment at its check then names what was not.
+    A case may refuse more than is known to be fatal; a comment at its check then says what is not.
     """
     return next(_vocabulary(header) if vocab_only else _found(header), None)
 
 
 def _found(header: Header) -> Iterator[tuple[str, str]]:
-    """Yield the names of the cases that a header meets, each with the reason."""
+    """Yield the names of the fatal cases of a header, each with the reason."""
     yield from _vocabulary(header)
     yield from _layers(header)
     yield from _experts(header)
@@ -113,7 +114,8 @@ def _heads(header: Header) -> Iterator[tuple[str, str]]:
     if isinstance(scaling, str) and scaling not in _ROPE_SCALINGS:
         known = ", ".join(_ROPE_SCALINGS)
         yield "rope_scaling", f"rope.scaling.type is {scaling!r}, not one of {known}"
-    # Seen with head_count_kv, whose product wraps at 32 bits; of the others none that llama.cpp accepts.
+    # Seen with head_count_kv, whose product wraps at 32 bits. For the others llama.cpp refuses such
+    # values.
     for name in ("head_count", "head_count_kv", "key_length", "value_length"):
         if max(header.integers(f"attention.{name}"), default=0) > _MAX_HEADS:
             yield (
@@ -138,14 +140,14 @@ def _heads(header: Header) -> Iterator[tuple[str, str]]:
 
 
 def rotation_fault(rotated: int, d_key: int) -> str:
-    """Return why RoPE cannot rotate that many numbers of a key; "" if it can."""
+    """Return why RoPE cannot rotate so many numbers of a key; "" if it can."""
     if 0 < rotated <= d_key and not rotated % 2:
         return ""
     return f"rope.dimension_count is {rotated}, not an even part of the head size {d_key}"
 
 
 def _kinds_of_layers(header: Header) -> Iterator[tuple[str, str]]:
-    # LFM2 has two kinds of memory, one of which would have no layers. Seen with attention only.
+    # LFM2 has two kinds of memory, and one of them would have no layers. Seen with attention only.
     kinds = {heads == 0 for heads in header.integers("attention.head_count_kv")}
     if header.architecture in _LFM2 and len(kinds) == 1:
         reason = "it has no convolution layers or no attention layers, and needs both"

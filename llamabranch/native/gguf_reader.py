@@ -1,7 +1,7 @@
 """Read the header of a GGUF file: its metadata and the list of its tensors, without llama.cpp.
 
-A file that is certainly no model is refused: missing, empty, not GGUF, truncated, or of another kind
-(see ``file_kinds``). Whether llama.cpp survives a readable one is not known here: see ``gguf_check``.
+A file that is certainly not a model is refused: missing, empty, not GGUF, truncated, or of another kind
+(see ``file_kinds``). ``gguf_check`` decides whether llama.cpp survives a readable one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Value = bool | int | float | str | list[int] | list[float]
 # GGUF value types with a fixed size: number and struct code.
 _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 _STRING, _ARRAY = 8, 9
-_KEPT_ARRAY = 512  # enough for one number a layer; longer arrays are tokenizer data
+_KEPT_ARRAY = 512  # enough for one number per layer; longer arrays are tokenizer data
 
 # ggml tensor types: number, elements and bytes of a block. The size of other types is not checked.
 _BLOCKS = {
@@ -39,7 +39,7 @@ _DOWNLOAD_HINT = "download it again: the file is incomplete or damaged"
 
 
 def type_bytes(kind: int) -> float:
-    """Return the bytes of a number of a ggml type; 0 for one whose size is not known."""
+    """Return the bytes per number of a ggml type; 0 if its size is not known."""
     numbers, size = _BLOCKS.get(kind, (1, 0))
     return size / numbers
 
@@ -54,7 +54,7 @@ class TensorInfo(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The offset of its last byte plus one; of types without a known size, of its first."""
+        """The offset after its last byte; for types of unknown size, after its first byte."""
         elements = 1
         for length in self.shape:
             elements *= length
@@ -68,10 +68,10 @@ class Header:
 
     Attributes:
         architecture: ``general.architecture``.
-        metadata: all values by key; None for arrays of strings, and of long arrays of numbers only the
+        metadata: all values by key; None for arrays of strings. Long arrays of numbers have only their
             first 512 items.
         tokens: the vocabulary, as bytes.
-        tensors: the list of tensors, of all parts; empty if it was not read.
+        tensors: the list of the tensors of all parts; empty if it was not read.
         parts: the files of the model: one, or all parts in order.
     """
 
@@ -82,12 +82,12 @@ class Header:
     parts: tuple[Path, ...] = ()
 
     def split(self, key: str) -> int:
-        """Return a number that a part of a split model has: ``no`` (from 0), ``count``; -1 without it."""
+        """Return a number of a part of a split model: ``no`` (from 0) or ``count``; -1 if missing."""
         value = self.metadata.get(f"split.{key}")
         return value if isinstance(value, int) else -1
 
     def get(self, key: str) -> Value | None:
-        """Return the value of a key of the architecture, given without its name."""
+        """Return the value of a key of the architecture; ``key`` lacks the architecture's name."""
         return self.metadata.get(f"{self.architecture}.{key}")
 
     def integers(self, key: str) -> list[int]:
@@ -101,12 +101,12 @@ class Header:
         return next(iter(self.integers(key)), default)
 
     def kv_numbers(self) -> int:
-        """Return how many numbers of K/V a cell of a full cache has at least; 0 where it is not known."""
+        """Return the least numbers of K/V of a cell in a full cache; 0 if it is not known."""
         if self.integer("attention.kv_lora_rank"):
-            return 0  # MLA keeps another form
+            return 0  # MLA stores K/V in another form
         heads = self.integers("attention.head_count_kv") or self.integers("attention.head_count")
         n_layer = self.integer("block_count") - self.integer("nextn_predict_layers")
-        n_layer -= self.integer("attention.shared_kv_layers")  # those have none of their own
+        n_layer -= self.integer("attention.shared_kv_layers")  # these have no K/V of their own
         n_head = self.integer("attention.head_count")
         if n_head <= 0 or n_layer <= 0 or not heads:
             return 0
@@ -115,15 +115,16 @@ class Header:
             self.integer(f"attention.{kind}_length_swa", size)
             for kind, size in zip(("key", "value"), sizes, strict=True)
         )
-        # One number for all layers: of a hybrid model some of them have no K/V, of others all have.
+        # If there is one number for all layers, some layers of a hybrid model have no K/V; other models
+        # have it in all.
         return sum(sorted(heads)[:n_layer] if len(heads) > 1 else heads * n_layer) * min(
             sum(sizes), sum(of_window)
         )
 
     def state_numbers(self) -> int:
-        """Return how many numbers the recurrent state of a sequence has; 0 where it is not known.
+        """Return how many numbers the recurrent state of a sequence has; 0 if it is not known.
 
-        They are what the convolutions of the layers have read last, and what their scans carry on.
+        They are the last inputs of the convolutions, and the states of the scans.
         """
         carried = self.integer("ssm.state_size") * self.integer("ssm.inner_size")
         n = 0
@@ -147,7 +148,7 @@ class _Reader:
         self.data = data
         self.size = size
         self.at = 0
-        self.tokens: list[bytes] = []  # of the array `tokenizer.ggml.tokens`
+        self.tokens: list[bytes] = []  # the array `tokenizer.ggml.tokens`
 
     def number(self, code: str) -> int:
         """Read one little-endian integer of that struct code."""
@@ -177,7 +178,7 @@ class _Reader:
         return self._scalars(kind, count)
 
     def _scalars(self, kind: int, count: int) -> list[int] | list[float]:
-        """Read numbers; of a long array only the first ones, which are all that the checks need."""
+        """Read numbers. For a long array read only the first ones, which are enough for the checks."""
         if kind not in _SCALARS:
             _reject(f"its header has a value of unknown type {kind}")
         length = count * struct.calcsize(_SCALARS[kind])
@@ -189,7 +190,7 @@ class _Reader:
         return list(values)
 
     def _strings(self, count: int, keep: list[bytes] | None) -> None:
-        """Go through an array of strings. A vocabulary has 150,000, so the loop is kept short."""
+        """Read an array of strings. A vocabulary has 150,000 of them, so the loop is kept short."""
         if count > (self.size - self.at) // 8:
             raise struct.error(_CUT_OFF)
         data, at, unpack = self.data, self.at, struct.Struct("<Q").unpack_from
@@ -204,14 +205,15 @@ class _Reader:
 
 
 def read_header(path: str | Path, *, tensors: bool = True) -> Header:
-    """Return the header of a model; of a split one, with the tensors of all its parts.
+    """Return the header of a model; for a split model it has the tensors of all parts.
 
     llama.cpp's gguf-split writes the metadata into the first part only, and finds the others by their
-    names: ``tale-00001-of-00003.gguf`` and so on. Without ``tensors`` their lists are not read.
+    names: ``tale-00001-of-00003.gguf`` and so on. If ``tensors`` is False, lists of tensors are not read.
 
     Raises:
-        ModelLoadError: a file cannot be read, is no GGUF file, or is truncated; a part is missing, or is
-            not of this model; the path is a later part. Nothing else is raised, whatever they contain.
+        ModelLoadError: a file cannot be read, is not a GGUF file, or is truncated; a part is missing or
+            belongs to another model; the path is a later part. No other error is raised, whatever the
+            files contain.
     """
     path = Path(path)
     first = _read_file(path, tensors=tensors)
@@ -227,7 +229,7 @@ def read_header(path: str | Path, *, tensors: bool = True) -> Header:
             _reject(
                 f"it is the first of {count} parts, but its name does not end in "
                 f"-00001-of-{count:05d}.gguf",
-                "give all parts the names they had: llama.cpp finds them by their names",
+                "restore the original names of all parts, because llama.cpp finds them by name",
             )
         _reject_unless_model(first)
         parts = [(path, first)]
@@ -266,24 +268,24 @@ def _part_path(path: Path, stem: str, index: int, count: int) -> Path:
 
 def _place(header: Header) -> str:
     number, count = header.split("no"), header.split("count")
-    return f"it is part {number + 1} of {count}" if count > 0 else "it is no part of a split model"
+    return f"it is part {number + 1} of {count}" if count > 0 else "it is not part of a split model"
 
 
 def _later_part(path: Path, number: int, count: int) -> tuple[str, str]:
-    """Return why a part other than the first is refused, and the first one's name."""
+    """Return the error message for a part other than the first, and a hint with the first one's name."""
     named = _PART.fullmatch(path.name)
     if named is None:
         return (
             f"it is part {number + 1} of {count} of a split model",
-            f"give the first part, whose name ends in -00001-of-{count:05d}.gguf",
+            f"use the first part, whose name ends in -00001-of-{count:05d}.gguf",
         )
     first = _part_path(path, named["stem"], 0, count)
-    where = first if first.is_file() else f"{first.name}, which is not beside it"
-    return f"it is part {number + 1} of {count} of a split model", f"give the first part: {where}"
+    where = first if first.is_file() else f"{first.name}, which is not in the same folder"
+    return f"it is part {number + 1} of {count} of a split model", f"use the first part: {where}"
 
 
 def _read_file(path: Path, *, tensors: bool) -> Header:
-    """Return the header of one file, which may be any part of a model, or no model at all."""
+    """Return the header of one file, which may be any part of a model, or not a model at all."""
     with _about(path):
         if not path.exists():
             _reject("there is no such file")
@@ -301,7 +303,7 @@ def _read_file(path: Path, *, tensors: bool) -> Header:
 
 @contextmanager
 def _about(path: Path) -> Iterator[None]:
-    """Raise what is found of a file as a ModelLoadError that names it."""
+    """Turn errors of this block into a ModelLoadError that names the file."""
     try:
         yield
     except ModelLoadError as error:

@@ -31,7 +31,7 @@ def _after_fork_in_child() -> None:
     global _generation
     _generation += 1
     for lock in _locks:
-        # As the standard library does with its own locks; those of the forking thread stay locked.
+        # The standard library does the same with its own locks. Locks of the forking thread stay locked.
         if not lock._is_owned():  # type: ignore[attr-defined]
             lock._at_fork_reinit()  # type: ignore[attr-defined]
 
@@ -48,7 +48,7 @@ def _release(
     _parents: Sequence[Handle],
 ) -> None:
     alive.clear()
-    # A child of fork() inherits the address but not llama.cpp's threads: only the parent frees it.
+    # A child of fork() inherits the address but not llama.cpp's threads, so only the parent frees it.
     if born == _generation:
         free(ptr)
 
@@ -58,7 +58,7 @@ class Handle:
 
     A handle keeps its parents alive; a parent has weak references to its children and closes them first.
     In a child of fork() every handle counts as closed, because llama.cpp does not survive fork().
-    ``name`` is what messages call it.
+    ``name`` is its name in messages.
     """
 
     closes_first = False  # close before the siblings: another thread may be decoding with it
@@ -75,7 +75,9 @@ class Handle:
         self.name = name
         self._generation = _generation
         self._children: weakref.WeakSet[Handle] = weakref.WeakSet()
-        self._alive = alive = [True]  # empty once freed; asked in every call, so no function
+        self._alive = alive = [
+            True
+        ]  # empty once freed; checked in every call, so it is not a function
         self._finalizer = weakref.finalize(self, _release, alive, free, ptr, _generation, parents)
         for parent in parents:
             parent._children.add(self)
@@ -91,7 +93,8 @@ class Handle:
     ) -> bool:
         """Initialise this handle with the pointer that ``create`` returns; return False if it is NULL.
 
-        ``run`` calls it in another thread. If that is interrupted, what was created by then is freed.
+        ``run`` calls it in another thread. If that is interrupted, a pointer that was already created is
+        freed.
         """
         ptr: Any = None
 
@@ -131,6 +134,6 @@ class Handle:
         self._finalizer()
 
     def close_children(self) -> None:
-        """Close what refers to the pointer."""
+        """Close all handles that use the pointer."""
         for child in sorted(self._children, key=lambda child: not child.closes_first):
             child.close()

@@ -1,7 +1,7 @@
 """Heads that read a model's hidden states: EAGLE-3 files, and MTP layers in the model's own file.
 
-What llama.cpp would abort on is checked here: an extraction that the architecture cannot give, rows of a
-wrong width, too large batches. The caller holds the lock of the context that a function gets.
+This module checks for everything that llama.cpp would abort on: an extraction that the architecture does
+not support, rows of a wrong width, too large batches. The caller holds the lock of the context.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Rows = npt.NDArray[np.float32]
 
 
 def extract(handle: ContextHandle, layers: Sequence[int], on: bool) -> None:
-    """Give out the inputs of these layers with each decode, or no longer.
+    """Turn the extraction of the inputs of these layers on or off, for each decode.
 
-    The number of layers is for the state before the output norm.
+    A layer equal to the number of layers means the state before the output norm.
 
     Raises:
-        UnsupportedError: no staging interface, or the architecture does not give them.
+        UnsupportedError: no staging interface, or the architecture does not provide them.
         ConfigError: no such layer.
     """
     check_available()
@@ -38,12 +38,12 @@ def extract(handle: ContextHandle, layers: Sequence[int], on: bool) -> None:
     has_last, inner = n in layers, [layer for layer in layers if layer < n]
     if on and has_last and handle.architecture not in NEXTN_OUTPUT:
         raise UnsupportedError(
-            f"llama.cpp does not give the last hidden state of {handle.architecture} models"
+            f"llama.cpp does not provide the last hidden state of {handle.architecture} models"
         )
     if on and inner and handle.architecture not in LAYER_INPUTS:
         raise UnsupportedError(
-            f"llama.cpp does not give the hidden states of inner layers of {handle.architecture} models",
-            hint="layer -1, what the output matrix reads, is given for every architecture",
+            f"llama.cpp does not provide hidden states of inner layers of {handle.architecture} models",
+            hint="layer -1, the input of the output matrix, is available for every architecture",
         )
     if on or has_last:
         functions["set_nextn"](handle.ptr, on and has_last, False)
@@ -52,10 +52,10 @@ def extract(handle: ContextHandle, layers: Sequence[int], on: bool) -> None:
 
 
 def extracted_rows(handle: ContextHandle, layer: int, n: int) -> Rows:
-    """Return the first ``n`` rows of the last decode of what ``extract`` gives out for a layer.
+    """Return the first ``n`` rows of the last decode that ``extract`` provides for a layer.
 
-    float32 (n, n_embd), of the number of layers (n, n_embd_out): a view, valid until the next decode.
-    They are in the order of the batch; of a head's states, those of the tokens with logits only.
+    float32 (n, n_embd), or (n, n_embd_out) for the number of layers; a view, valid until the next decode.
+    They are in the order of the batch. For a head's states there are only rows of tokens with logits.
     """
     if layer < handle.n_layer:
         return _view(functions["get_layer"](handle.ptr, layer), n, handle.n_embd)
@@ -63,7 +63,7 @@ def extracted_rows(handle: ContextHandle, layer: int, n: int) -> Rows:
 
 
 def extract_embeddings(handle: ContextHandle, on: bool) -> None:
-    """Give out the state after the output norm with each decode, or no longer; all rows need logits."""
+    """Turn the extraction of states after the output norm on or off; all rows need logits."""
     C.llama_set_embeddings(handle.ptr, on)
 
 
@@ -80,7 +80,7 @@ def _view(address: int | None, n: int, width: int) -> Rows:
 
 
 def encode(handle: ContextHandle, features: Rows, width: int) -> tuple[int, Rows]:
-    """Let a head's encoder make states of features; return llama_encode's code and, if it is 0, these.
+    """Encode features with a head's encoder; return llama_encode's code and, if it is 0, the states.
 
     It overwrites the logits of the context. ``features``: float32 (n, width), at most as many rows as
     a decode has. The states are float32 (n, n_embd), a copy.
@@ -96,7 +96,7 @@ def encode(handle: ContextHandle, features: Rows, width: int) -> tuple[int, Rows
     if not 0 < n <= most:
         raise ConfigError(f"{n} rows do not fit the batch: 1 to {most} do")
     features = np.ascontiguousarray(features)
-    # Without positions llama.cpp continues those of sequence 0; the encoder reads none.
+    # Without positions llama.cpp continues those of sequence 0; the encoder does not read them.
     outputs = np.ones(n, dtype=np.int8)
     batch = C.llama_batch()
     batch.n_tokens = n

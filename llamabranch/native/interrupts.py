@@ -1,15 +1,14 @@
-"""Ctrl-C: while a call into llama.cpp lasts, and held back while a change is under way.
+"""Ctrl-C during calls into llama.cpp, and held back while something is being changed.
 
-Python runs signal handlers in the main thread, between any two of its instructions, and what they raise
-comes out there: never while that thread is inside llama.cpp, so long calls run in a thread of their own.
-If the main thread is just then inside a Python callback that C has called, ctypes prints the
-KeyboardInterrupt and drops it. llama.cpp calls its log and progress callbacks all the time while it
-loads, so a Ctrl-C would often be lost. In another thread callbacks get no KeyboardInterrupt, and the
-waiting main thread does.
+Python runs signal handlers in the main thread, between two of its instructions, and their exceptions are
+raised there. While that thread is inside llama.cpp this cannot happen, so long calls run in another
+thread. If the main thread is inside a Python callback that C called, ctypes prints the KeyboardInterrupt
+and drops it. llama.cpp calls its log and progress callbacks all the time while it loads, so a Ctrl-C
+would often be lost. In another thread, callbacks get no KeyboardInterrupt; the waiting main thread gets
+it.
 
-Inside ``with HeldInterrupts():`` the handler of SIGINT still runs at once, whoever has set it, but what
-it raises comes at the end of the block; a decode in ``ContextHandle.decode`` that takes long is stopped
-at once.
+Inside ``with HeldInterrupts():`` the handler of SIGINT still runs at once, whoever set it, but its
+exception is raised at the end of the block. A long decode in ``ContextHandle.decode`` is stopped at once.
 """
 
 from __future__ import annotations
@@ -29,16 +28,18 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 _POLL_S = 0.1  # how often to look for a signal that did not wake the waiting thread
 
-_PATIENCE_S = 1.0  # a Ctrl-C this long after the first one is not held: something takes too long
+_PATIENCE_S = (
+    1.0  # a Ctrl-C so long after the first one is not held, because something takes too long
+)
 
 
 class HeldInterrupts:
-    """A ``with`` block at whose end comes what the handler of SIGINT has raised in it.
+    """A ``with`` block that holds exceptions of the handler of SIGINT back until its end.
 
-    In another thread than the main one, and inside a block like it, it does nothing.
+    In threads other than the main one, and inside another such block, it does nothing.
 
     Attributes:
-        caught: what is held, in the outermost block; None so far.
+        caught: the exception that is held, in the outermost block; None if there is none.
         is_over: whether the block has ended.
     """
 
@@ -63,7 +64,7 @@ class HeldInterrupts:
         previous = self._previous
         if previous is None:
             return
-        if _active() is self:  # nobody has set another one meanwhile
+        if _active() is self:  # no other handler was set meanwhile
             _signal.signal(signal.SIGINT, previous)
         self.is_over = True
         caught, self.caught = self.caught, None
@@ -78,7 +79,7 @@ class HeldInterrupts:
             if self._previous is not None:
                 self._previous(number, frame)
         except BaseException as error:
-            if self.is_over:  # somebody has set this handler again after the block
+            if self.is_over:  # this handler was set again after the block
                 raise
             if self.caught is None:
                 self.caught, self._caught_at = error, monotonic()
@@ -87,7 +88,7 @@ class HeldInterrupts:
 
 
 def is_interrupted() -> bool:
-    """Return whether a ``HeldInterrupts`` of this thread holds something."""
+    """Return whether a ``HeldInterrupts`` of this thread holds an exception."""
     held = _active() if in_main_thread() else None
     return held is not None and held.caught is not None
 
@@ -112,23 +113,23 @@ def call_in_thread(
     stop: Callable[[], None] = lambda: None,
     is_to_stop: Callable[[], bool] = lambda: False,
 ) -> T:
-    """Run ``call`` in another thread, wait for it, and return, or raise, what it does.
+    """Run ``call`` in another thread and wait for it; return its result or raise its exception.
 
     If the waiting thread is interrupted, it calls ``stop``, waits until ``call`` has returned, and then
-    raises the exception. The caller frees what ``call`` has created by then.
+    raises the exception. The caller frees whatever ``call`` created until then.
 
     Args:
         call: the function to run.
         messages: ``call`` puts messages here; each is passed to ``on_message``, in the waiting thread and
             in order.
-        on_message: receives a message; an exception in it stops ``call`` as an interruption does.
+        on_message: called with each message; an exception in it stops ``call`` like an interruption.
         stop: asks ``call`` to return soon.
-        is_to_stop: whether something that interrupts nothing asks for that; looked at while it waits.
+        is_to_stop: polled while waiting; True stops ``call`` too.
     """
     queue: SimpleQueue[Any] = SimpleQueue() if messages is None else messages
     results: list[T] = []
     errors: list[BaseException] = []
-    claim = threading.Lock()  # of the call, or of the interruption that comes before it has begun
+    claim = threading.Lock()  # taken by the call when it begins, or by an interruption before that
 
     def run() -> None:
         if claim.acquire(blocking=False):
@@ -152,7 +153,7 @@ def call_in_thread(
                     on_message(message)
     except BaseException:
         while not (results or errors or claim.acquire(blocking=False)):
-            # Ignore further Ctrl-C: nothing may continue before llama.cpp has returned.
+            # Ignore further Ctrl-C, because nothing may continue before llama.cpp has returned.
             with contextlib.suppress(BaseException):
                 stop()
                 queue.get(timeout=_POLL_S)

@@ -27,8 +27,8 @@ _SEVERITY = {0: 4, 1: 0, 2: 1, 3: 2, 4: 3, 5: -1}
 _WARNING, _ERROR = 2, 3
 _THRESHOLDS = {"debug": 0, "info": 1, "warn": 2, "warning": 2, "error": 3, "none": 5}
 
-# While nothing is recorded or shown the callback is C's own abs, of the level: a KeyboardInterrupt that
-# comes in a Python callback is lost, and llama.cpp logs that a decode was interrupted.
+# While nothing is recorded or shown, the callback is C's own abs, applied to the level. A
+# KeyboardInterrupt in a Python callback would be lost, and llama.cpp logs when a decode was interrupted.
 libc = ctypes.CDLL("ucrtbase" if sys.platform == "win32" else None)
 _ignore = ctypes.cast(libc.abs, C.llama_log_callback)
 _threshold = _THRESHOLDS["none"]
@@ -56,7 +56,7 @@ def _on_log(level: int, text: bytes | None, _user_data: Any) -> None:
 
 
 def set_log_level(level: str) -> None:
-    """Show llama.cpp's log on standard error, from ``level`` up: debug, info, warn, error or none.
+    """Show llama.cpp's log of ``level`` and above on standard error: debug, info, warn, error or none.
 
     The environment variable LLAMABRANCH_LOG sets it at import; the default is "none".
 
@@ -71,7 +71,7 @@ def set_log_level(level: str) -> None:
 
 
 def logged_reason(unknown: str = "no reason given") -> str:
-    """Return why something has just failed: llama.cpp's last three errors; if none, its last warnings."""
+    """Return why a call just failed: llama.cpp's last three errors, or else its last warnings."""
     with _recent_lock:
         recent = list(_recent)
     errors = [line for severity, line in recent if severity >= _ERROR]
@@ -80,7 +80,7 @@ def logged_reason(unknown: str = "no reason given") -> str:
 
 @contextmanager
 def recorded_log() -> Iterator[None]:
-    """Record llama.cpp's warnings and errors inside, for `logged_reason`; earlier ones are dropped."""
+    """Record llama.cpp's warnings and errors in this block for `logged_reason`; drop earlier ones."""
     global _n_recording
     with _recent_lock:
         _recent.clear()
@@ -111,7 +111,7 @@ def engine_versions() -> dict[str, str]:
 def system_info() -> str:
     """Return llama.cpp's description of the instruction sets that this build uses.
 
-    At its end: which code measures and draws from logits, the compiled core or NumPy, and why.
+    It ends with which code measures and draws from logits, the compiled core or NumPy, and why.
     """
     engine = (C.llama_print_system_info() or b"").decode("utf-8", "replace")
     return f"{engine.rstrip(' |')} | llamabranch core: {core.description}"
@@ -145,7 +145,7 @@ def available_cores() -> int:
 
 
 def address_of(pointer: Any) -> int:
-    """Return the address of a function, or of what a pointer points to."""
+    """Return the address of a function, or of the target of a pointer."""
     return ctypes.cast(pointer, ctypes.c_void_p).value or 0
 
 

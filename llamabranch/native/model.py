@@ -57,7 +57,7 @@ class ModelHandle(Handle):
         stopped = False
         fractions: SimpleQueue[float] = SimpleQueue()
 
-        # Called in the loading thread; ``progress`` itself is called in the caller's thread.
+        # This is called in the loading thread, but ``progress`` in the caller's thread.
         def on_progress(value: float, _user_data: object) -> bool:
             if progress is not None:
                 fractions.put(float(value))
@@ -111,7 +111,8 @@ class ModelHandle(Handle):
     def file_type(self, value: str) -> str:
         """Return the name of a value of ``general.file_type`` in the metadata.
 
-        For one that is missing or newer than this table, llama.cpp's own name or guess; else the number.
+        If it is missing, or newer than this table, it is llama.cpp's own name or guess, or else the
+        number.
         """
         known = FILE_TYPES.get(int(value)) if value.isdigit() else None
         if known is not None:
@@ -147,11 +148,11 @@ class ModelHandle(Handle):
         return bool(C.llama_vocab_is_control(self.vocab, token))
 
     def control_tokens(self, template: str = "") -> dict[str, tuple[int, bool, bool]]:
-        """Return what ``parse_special`` parses, by text: id, whether it drops spaces before and after it.
+        """Return the tokens that ``parse_special`` parses: text to (id, drops spaces before, and after).
 
-        Some files mark control tokens as user-defined, which llama.cpp parses in any text. Those that
-        look like ``<|im_start|>`` count, as they do for llama.cpp's converter; and those that look like
-        tags and stand in the chat template, such as ``<tool_call>``.
+        Some files mark control tokens as user-defined, which llama.cpp parses in any text. User-defined
+        tokens that look like ``<|im_start|>`` count as control tokens, as in llama.cpp's converter, and
+        so do those that look like tags and occur in the chat template, such as ``<tool_call>``.
         """
         found = {}
         for token, attributes, text in self._marked_tokens:
@@ -163,7 +164,7 @@ class ModelHandle(Handle):
 
     @cached_property
     def _marked_tokens(self) -> list[tuple[int, int, str]]:
-        """Ids, attributes and texts of the tokens that are no plain text: the vocabulary is long."""
+        """The ids, attributes and texts of all tokens that are not plain text."""
         marks = _PARSED | C.LLAMA_TOKEN_ATTR_USER_DEFINED
         attributes = (C.llama_vocab_get_attr(self.vocab, token) for token in range(self.n_vocab))
         return [
@@ -173,7 +174,7 @@ class ModelHandle(Handle):
         ]
 
     def token_text(self, token: int) -> bytes:
-        """Return the token's text in the vocabulary (byte-level BPE: in its own byte alphabet)."""
+        """Return the token's text in the vocabulary (for byte-level BPE in its own byte alphabet)."""
         return C.llama_vocab_get_text(self.vocab, token) or b""
 
     def piece(self, token: int, special: bool) -> bytes:
@@ -185,7 +186,7 @@ class ModelHandle(Handle):
         return buffer.raw[:size]
 
     def pieces(self) -> list[bytes]:
-        """Return all pieces; those of control tokens as llguidance marks them: 0xFF and their text."""
+        """Return all pieces; a control token's is marked for llguidance: 0xFF and its text."""
         to_piece = address_of(C._lib.llama_token_to_piece)
         found = core.pieces(to_piece, self.vocab_address, self.n_vocab)
         if found is None:
@@ -197,12 +198,12 @@ class ModelHandle(Handle):
 
     @property
     def vocab_address(self) -> int:
-        """Where the llama_vocab lies, valid while the model is open."""
+        """The address of the llama_vocab, valid while the model is open."""
         return address_of(self.vocab)
 
     @property
     def tokenize_address(self) -> int:
-        """Where the function llama_tokenize lies."""
+        """The address of the function llama_tokenize."""
         return address_of(C._lib.llama_tokenize)
 
     def tokenize(self, text: bytes, add_special: bool, parse_special: bool) -> list[int]:
@@ -228,7 +229,8 @@ class ModelHandle(Handle):
         """Return the text of ``tokens``.
 
         llama_detokenize drops spaces before punctuation in some byte-level vocabularies ("clean up
-        spaces"), so for those the pieces are joined; of others it drops the space put before a text.
+        spaces"), so for those the pieces are joined. For others it is needed, because it drops the space
+        that the tokenizer puts before a text.
         """
         if self.vocab_type == "bpe":
             return b"".join(self.piece(token, special) for token in tokens)
@@ -257,7 +259,7 @@ class ModelHandle(Handle):
 
     @staticmethod
     def chat_template_names() -> frozenset[str]:
-        """Return the names of llama.cpp's own chat templates, which it takes in place of a source."""
+        """Return the names of llama.cpp's own chat templates, which it accepts instead of a source."""
         names = (ctypes.c_char_p * C.llama_chat_builtin_templates(None, 0))()
         C.llama_chat_builtin_templates(names, len(names))
         return frozenset(name.decode() for name in names if name is not None)
@@ -286,10 +288,10 @@ class ModelHandle(Handle):
 def quantize(source: Path, path: Path, file_type: str) -> None:
     """Write the model of ``source`` to ``path`` with weights of ``file_type``, a name such as "Q8_0".
 
-    Quantized weights are quantized again: what they lack of the original does not come back.
+    Quantized weights are quantized again, so the losses add up.
 
     Raises:
-        ModelLoadError: ``source`` is no model that llama.cpp reads, or ``path`` cannot be written.
+        ModelLoadError: ``source`` is not a model that llama.cpp can read, or ``path`` cannot be written.
     """
     check_header(source)
     params = C.llama_model_quantize_default_params()

@@ -75,7 +75,7 @@ class CandidateBuffer:
     def __init__(self, n_vocab: int) -> None:
         data = np.zeros(n_vocab, dtype=_CANDIDATE)
         self._ids, self._logits = data["id"], data["logit"]
-        self.probs = data["p"]  # where a sampler has computed them
+        self.probs = data["p"]  # valid after a sampler has computed them
         self._all_ids = np.arange(n_vocab, dtype=np.int32)
         self._address = data.ctypes.data
         self._pointer = ctypes.cast(self._address, C.llama_token_data_p)
@@ -96,7 +96,7 @@ class CandidateBuffer:
         self._array.sorted = False
 
     def sorted_reference(self) -> Any:
-        """Return the reference after noting that the logits descend: samplers then move nothing."""
+        """Return the reference, marked as sorted, so that samplers do not move the logits."""
         self._array.sorted = True
         return self.reference
 
@@ -110,9 +110,9 @@ class CandidateBuffer:
 
 @cache
 def softmax_agrees() -> bool:
-    """Return True if llama.cpp's 32-bit softmax is the compiled core's to the bit.
+    """Return True if llama.cpp's 32-bit softmax equals the compiled core's to the bit.
 
-    Both call ``expf`` of the C library. Where they should get another one, the core leaves top-p to
+    Both call ``expf`` of the C library. If they got different ones, the core would leave top-p to
     llama.cpp.
     """
     if not core.available:

@@ -1,8 +1,8 @@
 """llama.cpp's staging interface: hidden states and MTP layers, for heads that read them.
 
-It is exported under C++ names, not in llama.h, and allowed to change. The functions are looked up once,
-when this module is imported. Where one is missing, ``available`` is False, ``reason`` names it, and
-nothing else is affected.
+It is exported under C++ names, is not in llama.h, and may change. The functions are looked up once, when
+this module is imported. If one is missing, ``available`` is False, ``reason`` names it, and nothing else
+is affected.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..errors import UnsupportedError
 KNOWN_RELEASE = "llama-cpp-python 0.3.36"
 
 # Architectures whose graph has the inputs of its layers, and those whose graph has the state before the
-# output norm. llama.cpp aborts, or gives zeros, where it is asked for what a graph does not have.
+# output norm. llama.cpp aborts, or returns zeros, if one asks for something that a graph does not have.
 LAYER_INPUTS = frozenset({
     "bailingmoe3", "deepseek4", "gemma4", "gpt-oss", "hunyuan_vl", "lfm2", "llama", "mimo2",
     "minimax-01", "minimax-m2", "muse-glimmer", "nanbeige", "nemotron_h", "qwen3", "qwen35",
@@ -29,8 +29,8 @@ NEXTN_OUTPUT = frozenset({
     "qwen3next", "step35",
 })  # fmt: skip
 
-# Architectures whose MTP layers are computed, and those with several such layers. Of the others llama.cpp
-# aborts on a second one.
+# Architectures whose MTP layers llama.cpp computes, and those with several such layers. For the others
+# llama.cpp aborts on a second layer.
 MTP_LAYERS = frozenset({
     "bailingmoe3", "cohere2moe", "deepseek2", "deepseek32", "deepseek4", "glm-dsa", "glm4moe",
     "hy_v3", "mimo2", "nemotron_h_moe", "qwen35", "qwen35moe", "qwen3next", "step35",
@@ -54,7 +54,7 @@ STAGING: dict[str, tuple[str, Any, tuple[Any, ...]]] = {
 
 
 def look_up() -> tuple[dict[str, Any], str]:
-    """Return the functions, and why some cannot be used, "" if all can."""
+    """Return the functions, and why some are missing; "" if none is."""
     found: dict[str, Any] = {}
     missing = []
     for name, (symbol, result, arguments) in STAGING.items():
@@ -81,18 +81,18 @@ available = not reason
 
 
 def check_available() -> None:
-    """Raise UnsupportedError, with the reason, if this llama.cpp cannot give hidden states."""
+    """Raise UnsupportedError, with the reason, if this llama.cpp cannot provide hidden states."""
     if not available:
         raise UnsupportedError(f"heads that read hidden states are not available: {reason}")
 
 
 def n_mtp_layers(model: Any) -> int:
-    """Return how many MTP layers a llama_model has, 0 where that is not known."""
+    """Return how many MTP layers a llama_model has; 0 if that is not known."""
     return int(functions["n_layer_nextn"](model)) if "n_layer_nextn" in functions else 0
 
 
 def target_layers(model: Any) -> tuple[int, ...]:
-    """Return which layers of its target a head reads; () if it reads none."""
+    """Return the layers of its target that a head reads; () if it is not such a head."""
     n = int(functions["n_target_layers"](model)) if available else 0
     address = functions["target_layers"](model) if n else None
     return tuple((ctypes.c_int32 * n).from_address(address)) if address else ()

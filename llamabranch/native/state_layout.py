@@ -5,9 +5,9 @@ second recurrent cell aborts the process, and a NaN in one sequence's values spr
 The layout is learned from the state that the context itself writes for two tokens; a state to be
 restored must have the same layout.
 
-Layout: magic, sequence id, then one part for each cache. A part of cells: stream count (1), n, then n
-times (position, 1, extension, sequence id), then the tensors. A recurrent part: n (1), position, 0, the
-tensors.
+The layout is: magic, sequence id, then one part for each cache. A part of cells has the stream count (1),
+n, then n times (position, 1, extension, sequence id), then the tensors. A recurrent part has n (1),
+position, 0, and the tensors.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _EXTENSIONS = (0, 12, 8)  # extra bytes that some models store with each cell
 
 _MAX_TENSORS = 1 << 16
 
-# Tensor type: bytes of a block, the number of floats at its start, their bytes, and the mask of their
-# exponent bits, all of which are set in infinity and NaN. A quantized block is scales, then small
+# For each tensor type: bytes of a block, the number of floats at its start, their bytes, and the mask of
+# their exponent bits, which are all set in infinity and NaN. A quantized block has scales, then small
 # integers.
 _FLOATS = {
     0: (4, 1, 4, 0x7F800000),
@@ -51,8 +51,9 @@ _FLOATS = {
     20: (18, 1, 2, 0x7C00),
     30: (2, 1, 2, 0x7F80),
 }
-# Numbers of types with a wide range are rejected from these powers of two on, since NaN soon follows.
-# Cells are shared, so their limit is lower; it is still 16 times the largest number of an f16 cache.
+# For types with a wide range, numbers of these powers of two or more are rejected, because they soon lead
+# to NaN. Cells are shared, so their limit is lower; it is still 16 times the largest number of an f16
+# cache.
 _LIMITS = {_CELLS: 20, _WINDOW: 20, _RECURRENT: 40}
 _MANTISSA_BITS = {0: 23, 30: 7}
 
@@ -81,7 +82,7 @@ class StateLayout:
 
     @classmethod
     def learn(cls, state: State, n_tokens: int) -> StateLayout | None:
-        """Return the layout of a state of ``n_tokens`` tokens, None if it is an unknown one."""
+        """Return the layout of a state of ``n_tokens`` tokens; None if it is unknown."""
         for kinds, extension, has_values in product(_COMBINATIONS, _EXTENSIONS, (True, False)):
             with suppress(SnapshotError):
                 return _Reader(state, n_tokens).read(kinds, extension, has_values)
@@ -122,13 +123,13 @@ class StateLayout:
         return [part.kind for part in self.parts] == [_CELLS, _WINDOW]
 
     def with_owner(self, state: State) -> State:
-        """Return a state of cells without an owner as llama.cpp restores it: one owner for each cell.
+        """Return a state in a form that llama.cpp restores: with an owner for each cell.
 
-        llama.cpp writes no owner for sequences from its n_seq_max on, but restores only cells that have
-        one; which one does not matter.
+        llama.cpp writes no owner for sequences with ids of n_seq_max or more, but restores only cells
+        that have one; it does not matter which.
 
         Raises:
-            SnapshotError: another layout.
+            SnapshotError: the state has another layout.
         """
         start = 16  # magic, sequence id, number of streams, number of cells
         n = int(state[12:start].view(np.uint32)[0])
@@ -145,9 +146,9 @@ class StateLayout:
         return np.concatenate((state[:start], owned.reshape(-1), state[end:]))
 
     def check(self, state: State, n_tokens: int) -> None:
-        """Raise unless ``state`` has this layout and the positions 0 to n_tokens - 1, each once.
+        """Raise an error unless ``state`` has this layout and the positions 0 to n_tokens - 1, each once.
 
-        A cache of sliding-window layers holds only the last of them.
+        A cache of sliding-window layers has only the last positions.
 
         Raises:
             SnapshotError: another layout; a missing, repeated or additional position; a number that is
@@ -168,14 +169,14 @@ _BEFORE_CELLS = 12  # and the number of streams
 def without_streams(state: State, seq_id: int, n_streams: int) -> State:
     """Return a state of cells as a unified cache writes it, from one where each sequence has its own.
 
-    There the count of cells is 0 for the streams of all other sequences, and nothing follows it.
+    In the latter the streams of all other sequences have a cell count of 0, and nothing after it.
     """
     low, high = _BEFORE_CELLS + 4 * seq_id, len(state) - 4 * (n_streams - 1 - seq_id)
     return np.concatenate((state[:_BEFORE_STREAMS], _number(1), state[low:high]))
 
 
 def with_streams(state: State, n_streams: int) -> State:
-    """Undo ``without_streams``; llama.cpp restores cells of any stream into the sequence it is given."""
+    """Undo ``without_streams``. llama.cpp restores cells of any stream into the requested sequence."""
     head, cells = state[:_BEFORE_STREAMS], state[_BEFORE_CELLS:]
     none = np.zeros(4 * (n_streams - 1), dtype=np.uint8)
     return np.concatenate((head, _number(n_streams), cells, none))
@@ -262,7 +263,7 @@ class _Reader:
             yield kind, size
 
     def check_numbers(self) -> None:
-        """Raise if a tensor holds NaN, infinity or huge numbers: they would spread to other sequences."""
+        """Raise if a tensor has NaN, infinity or huge numbers, which would spread to other sequences."""
         for part, kind, start, end in self._blocks:
             if kind not in _FLOATS:
                 continue

@@ -1,8 +1,8 @@
 """Constraints in Python: which texts are allowed, decided by functions of the text.
 
-A constraint answers two questions: may a text be continued to a valid one, and is it valid as it is? A
-token is allowed if the text with it may be continued, or, where it ends the text, if the text is valid.
-What is asked is always a text of whole characters: bytes of an unfinished one wait for the rest.
+A constraint answers two questions: can a text be continued to a valid one, and is it valid already? A
+token is allowed if the text with it can be continued or, for a token that ends the text, if the text is
+valid. A constraint gets only whole characters; bytes of an unfinished one wait for the rest.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ __all__ = ["Constraint", "ConstraintCalls", "ConstraintLike", "ConstraintState",
 
 
 class Constraint(Protocol):
-    """Which texts are allowed. Both methods get the generated text, and must be pure."""
+    """Decides which texts are allowed. Both methods get the generated text, and must be pure."""
 
     def prefix(self, text: str) -> bool:
-        """Return False only if no text that begins so is valid."""
+        """Return False only if no valid text begins with ``text``."""
 
     def complete(self, text: str) -> bool:
-        """Return whether the text is valid as it is."""
+        """Return whether the text is valid if it ends here."""
 
 
 ConstraintLike: TypeAlias = Constraint | Callable[[str], bool]  # a function answers both questions
@@ -40,20 +40,20 @@ def _any(text: str) -> bool:
 
 
 class ConstraintCalls:
-    """A constraint that is asked, and counts of that.
+    """Calls a constraint, and counts the calls.
 
     Args:
         constraint: a function of the text, for both questions; or an object with ``prefix`` and
             ``complete``.
-        whole_texts: a function is asked about whole texts alone, and an object need not have ``prefix``.
+        whole_texts: call it only for complete texts; an object then needs no ``prefix``.
 
     Attributes:
-        calls: how often it was called.
-        rejections: how many tokens it has refused.
-        seconds: in its calls.
+        calls: number of calls.
+        rejections: number of tokens that it refused.
+        seconds: time spent in the calls.
 
     Raises:
-        ConfigError: neither of them.
+        ConfigError: ``constraint`` is neither a function nor such an object.
     """
 
     def __init__(self, constraint: ConstraintLike, *, whole_texts: bool = False) -> None:
@@ -90,7 +90,7 @@ class ConstraintCalls:
             found = asked(text) if asked is not None else None
         except Exception as error:
             raise ConfigError(
-                f"the constraint has raised {error!r} for the text {text[-60:]!r}",
+                f"the constraint raised {error!r} for the text {text[-60:]!r}",
                 hint="it gets every beginning of a text, also within a word, and the empty one: "
                 "search.check_constraint tries them",
             ) from error
@@ -106,33 +106,33 @@ class ConstraintCalls:
 
 @dataclass
 class ConstraintStats:
-    """What a constraint has cost: calls, the seconds in them, and the tokens that it has refused."""
+    """The cost of a constraint: calls, seconds in them, and refused tokens."""
 
     constraint_calls: int = 0
     constraint_rejections: int = 0
     constraint_s: float = 0.0
 
     def count_constraint(self, calls: ConstraintCalls | None) -> None:
-        """Take the counts of a constraint, if there is one."""
+        """Copy the counts of a constraint, if there is one."""
         if calls is not None:
             self.constraint_calls, self.constraint_rejections = calls.calls, calls.rejections
             self.constraint_s = calls.seconds
 
 
 class ConstraintState:
-    """A text under a constraint. It does not change: each token leads to another state.
+    """A text under a constraint. It is immutable: each token leads to a new state.
 
     Args:
-        calls: asks the constraint.
+        calls: calls the constraint.
         model: knows the text of tokens.
-        stop: strings that end a text, and are no part of it.
-        stop_tokens: tokens that end it, and are.
+        stop: strings that end a text; the constraint does not see them.
+        stop_tokens: tokens that end a text; their text is a part of it.
 
     Attributes:
-        text: generated so far, whole characters.
+        text: the generated text so far, in whole characters.
     """
 
-    _CHECK_AFTER = 64  # refused tokens at one place
+    _CHECK_AFTER = 64  # refused tokens at one position
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class ConstraintState:
         return ConstraintState(self.calls, self._model, self._stop, self._stop_tokens)
 
     def accept(self, token: int) -> ConstraintState:
-        """Return the state after ``token``, without asking."""
+        """Return the state after ``token``, without calling the constraint."""
         found = self._after.get(token)
         if found is None:
             found = self.start()
@@ -166,7 +166,7 @@ class ConstraintState:
         return found
 
     def after(self, token: int, *, is_last: bool = False) -> ConstraintState | None:
-        """Return the state after ``token``; None if the constraint refuses it. It is asked once.
+        """Return the state after ``token``, or None if the constraint refuses it. It is called once.
 
         ``is_last``: the text ends there in any case.
         """
@@ -184,8 +184,8 @@ class ConstraintState:
         """Return whether the constraint lets ``token`` follow.
 
         Raises:
-            ConstraintError: after many refused tokens it refuses the text itself.
-            ConfigError: it has allowed that before.
+            ConstraintError: many tokens were refused, and the constraint refuses the text so far, too.
+            ConfigError: it had allowed that text before.
         """
         if self._n_refused == self._CHECK_AFTER and token not in self._after:
             self._check()
@@ -217,7 +217,7 @@ class ConstraintState:
         return after._was_allowed
 
     def _stop_end(self, text: str) -> int | None:
-        """Return where a text ends by a stop string that its last token completes; None = it does not."""
+        """Return where a stop string begins that the last token completes; None if there is none."""
         ends = []
         for stop in self._stop:
             at = text.find(stop, max(0, len(self.text) - len(stop) + 1))
@@ -231,7 +231,7 @@ class ConstraintState:
             return
         if self._was_allowed:
             raise ConfigError(
-                f"the constraint refuses the text {self.text[-60:]!r}, which it has allowed before",
-                hint="its answer must depend on the text alone; search.check_constraint asks twice",
+                f"the constraint refuses the text {self.text[-60:]!r}, which it allowed before",
+                hint="its answer may depend only on the text; search.check_constraint tests that",
             )
         raise self.dead_end()

@@ -20,7 +20,7 @@ from .noise import DRAW, Floats, Ids, log_uniforms
 __all__ = ["Distribution", "falling", "log_base", "number_array"]
 
 
-_LEAST_WEIGHT = np.array(1e-300)  # an array without axes: NumPy takes it in faster than a scalar
+_LEAST_WEIGHT = np.array(1e-300)  # an array without axes, which NumPy handles faster than a scalar
 T = TypeVar("T", bound=np.generic)
 _LOG_BASES = {"nats": 1.0, "bits": math.log(2.0)}
 
@@ -28,9 +28,10 @@ _LOG_BASES = {"nats": 1.0, "bits": math.log(2.0)}
 def candidates(logits: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.intp] | None:
     """Return ascending ids that include the ``k`` largest of ``logits`` (V,) and all ties with them.
 
-    These are few more than k, found without sorting: the row is divided into 8 k blocks; k blocks have a
-    maximum of at least the k-th largest maximum, so at least k logits are that large. None where this is
-    impossible or saves no time: NaN among the logits, a small vocabulary, too many ties.
+    They are only a few more than k, and found without sorting. The row is divided into 8 k blocks. The k
+    largest of their maxima are k logits, so all of the k largest logits are at least as large as the k-th
+    largest maximum. None if this is impossible or saves no time: NaN among the logits, a small
+    vocabulary, too many ties.
     """
     n_blocks = max(512, 8 * k)
     n_rows = len(logits) // n_blocks
@@ -50,7 +51,7 @@ class Distribution:
 
     ``ids`` is int32 (K,) without repeats, ``logprobs`` float64 (K,), normalised, natural logarithm.
     Tokens that are not listed have probability zero. Do not change the arrays: they may be shared.
-    A draw needs no normalised probabilities, so ``logprobs`` is computed at its first use.
+    A draw does not need normalised probabilities, so ``logprobs`` is computed when it is first used.
     """
 
     __slots__ = ("_logprobs", "_logweights", "ids")
@@ -156,7 +157,7 @@ class Distribution:
         return max(0.0, -float(np.dot(np.exp(self.logprobs), self.logprobs))) / log_base(base)
 
     def argmax(self) -> int:
-        """Return the most probable token; of equally probable ones that with the smallest id."""
+        """Return the most probable token; among equally probable ones the smallest id."""
         best = self.logprobs.max()
         return int(self.ids[self.logprobs == best].min())
 
@@ -171,15 +172,17 @@ class Distribution:
         return int(self.ids[self._race(seed, position, purpose).argmax()])
 
     def order(self, seed: int, position: int) -> Iterator[int]:
-        """Yield the places of all tokens in ``ids`` in the order of a draw without replacement.
+        """Yield the indices of all tokens in ``ids``, in the order of a draw without replacement.
 
-        The first is that of the token that ``draw`` returns; the others follow by the same noise.
+        The first is the token that ``draw`` returns; the others follow with the same noise.
         """
         return falling(self._race(seed, position, DRAW))
 
     def _race(self, seed: int, position: int, purpose: int) -> Floats:
         weights = np.exp(self._logweights)
-        np.maximum(weights, _LEAST_WEIGHT, out=weights)  # one that is 0 for a float is never drawn
+        np.maximum(
+            weights, _LEAST_WEIGHT, out=weights
+        )  # a weight that underflowed to 0 is never drawn
         race = log_uniforms(seed, position, self.ids, purpose)
         race /= weights
         return race
@@ -197,7 +200,7 @@ class Distribution:
         return np.where(self.ids[where] == ids, np.exp(self.logprobs[where]), 0.0)
 
     def residual(self, other: Distribution) -> Distribution:
-        """Return norm(max(self - other, 0)), from which the replacement of a rejected token is drawn.
+        """Return norm(max(self - other, 0)); the replacement of a rejected token is drawn from it.
 
         Leviathan et al. 2022, section 2.3. If both distributions are equal nothing is left, but then no
         token is ever rejected; this case returns ``self``.
@@ -215,7 +218,7 @@ class Distribution:
     def seeded_acceptance(self, other: Distribution) -> float:
         """Return the probability that one seed draws the same token from ``self`` and from ``other``.
 
-        So it is how often the rule "seeded" accepts a token drafted from ``other``:
+        The rule "seeded" accepts a token drafted from ``other`` with this probability:
         sum_x 1 / sum_y max(p_y / p_x, q_y / q_x), between (1 - TV) / (1 + TV) and 1 - TV.
         """
         ids = np.union1d(self.ids, other.ids)
@@ -223,7 +226,7 @@ class Distribution:
         with np.errstate(divide="ignore", invalid="ignore"):
             order = np.argsort(-np.nan_to_num(p / q, posinf=np.inf))
         p, q = p[order], q[order]
-        # With falling p / q the maximum is p_y / p_x up to x, and q_y / q_x after it.
+        # With tokens sorted by falling p / q, the maximum is p_y / p_x up to x, and q_y / q_x after it.
         above, below = np.cumsum(p), np.cumsum(q[::-1])[::-1] - q
         both = (p > 0.0) & (q > 0.0)
         chances = 1.0 / (above[both] / p[both] + below[both] / q[both])
@@ -231,9 +234,9 @@ class Distribution:
 
 
 def falling(values: Floats) -> Iterator[int]:
-    """Yield the places of ``values`` (K,) from the largest to the smallest, of equals the first first.
+    """Yield the indices of ``values`` (K,), the largest value first; equal values keep their order.
 
-    Nothing is sorted for the first one, and little for the next.
+    The first index needs no sorting, and the next ones only a little.
     """
     best = int(values.argmax())
     yield best

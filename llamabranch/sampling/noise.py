@@ -2,7 +2,7 @@
 
 There is no random state anywhere. The noise is a hash of a counter in the manner of Salmon et al. 2011,
 "Parallel random numbers: as easy as 1, 2, 3", with the 64-bit finalizer of MurmurHash3 as the mixing
-function. The same seed therefore gives the same token whoever asks, however often, and in whatever batch.
+function. So the same seed gives the same token in every call and in every batch.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ Floats = npt.NDArray[np.float64]
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: successive multiples are well spread
 _MIX_1, _MIX_2 = 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53  # MurmurHash3 fmix64
-# Arrays without axes: NumPy takes them in faster than scalars.
+# Arrays without axes, which NumPy handles faster than scalars.
 _U_MIX_1, _U_MIX_2, _U_33, _U_11, _U_GOLDEN, _U_1 = (
     np.array(x, dtype=np.uint64) for x in (_MIX_1, _MIX_2, 33, 11, _GOLDEN, 1)
 )
 _TO_UNIT = 2.0**-53
 
-# Purposes: independent noise for draws, rejection rules, XTC's coin, seeds of forks, and for drafts
+# Purposes: independent noise for draws, rejection rules, XTC's decision, seeds of forks, and for drafts
 # under the rejection rules, whose draws must not depend on the target's.
 DRAW, RULE, MIXTURE, FORK, DRAFT = 0, 1, 2, 3, 4
 

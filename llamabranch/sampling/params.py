@@ -22,7 +22,7 @@ _INT_MAX = 2**31 - 1
 
 
 class _Range(NamedTuple):
-    """What a setting may be: from ``low`` to ``high``; ``is_open``: but not ``low`` itself."""
+    """The range of a setting, from ``low`` to ``high``; ``is_open``: ``low`` itself is excluded."""
 
     low: float
     high: float
@@ -30,11 +30,11 @@ class _Range(NamedTuple):
 
 
 def _within(default: T, low: float, high: float, is_open: bool = False) -> T:
-    """Return a field of ``SamplingParams`` that is a number, with what it may be."""
+    """Return a numeric field of ``SamplingParams`` with its range."""
     return field(default=default, metadata={"range": _Range(low, high, is_open)})
 
 
-# What a call takes besides sampling settings, and which calls do.
+# Arguments that are not sampling settings, and the calls that take them.
 _ARGUMENTS = {
     **dict.fromkeys(("max_tokens", "stop"), "complete, chat, generate and Request"),
     **dict.fromkeys(("stop_tokens", "prompt_logprobs"), "complete, chat and Request"),
@@ -47,7 +47,7 @@ _ARGUMENTS = {
     "min_tokens": "Request",
     **dict.fromkeys(("tools", "tool_choice"), "chat"),
 }
-# What other libraries call it.
+# Names of the same argument in other libraries.
 _ELSEWHERE = {
     "max_tokens": "max_new_tokens max_completion_tokens max_output_tokens max_length n_predict "
     "num_predict",
@@ -67,12 +67,12 @@ _ELSEWHERE = {
 }
 _HERE = {name: here for here, names in _ELSEWHERE.items() for name in names.split()}
 _HINTS = {
-    "options": "give each by its name: temperature=0.8, max_tokens=100",
-    "best_of": "lb.search.best_of_n, or n=8 of complete and chat: result.choices",
+    "options": "pass each by its name: temperature=0.8, max_tokens=100",
+    "best_of": "use lb.search.best_of_n, or n=8 with complete and chat: result.choices",
     "num_beams": "lb.search.beam_search",
-    "do_sample": "temperature=0 takes always the most probable token",
+    "do_sample": "temperature=0 always takes the most probable token",
     "ignore_eos": "set logit_bias={token: -inf} for each of the model's EOG tokens",
-    "echo": "a result has both: result.prompt + result.text",
+    "echo": "use result.prompt + result.text",
     "system": 'chat takes it as the first message: {"role": "system", "content": "..."}',
 }
 
@@ -107,7 +107,7 @@ class SamplingSettings(TypedDict, total=False):
 
 
 def _names_unknown_settings(cls: type[SamplingParams]) -> type[SamplingParams]:
-    """Let the constructor raise ConfigError for an unknown setting, with where it goes."""
+    """Make the constructor raise ConfigError for an unknown setting, with a hint where it belongs."""
     init: Callable[..., None] = cls.__init__
 
     @functools.wraps(init)
@@ -133,23 +133,23 @@ class SamplingParams:
         dynatemp_range, dynatemp_exponent: dynamic temperature between temperature - range and
             temperature + range.
         top_k: keep the k most probable; 0 or -1 = all.
-        top_p: keep the smallest set of tokens whose probability is at least this; 1 = off.
+        top_p: keep the fewest tokens whose probabilities add up to at least this; 1 = off.
         min_p: drop tokens below min_p times the largest probability; 0 = off.
         typical_p: locally typical sampling; 1 = off.
         top_n_sigma: keep logits within n standard deviations of the largest; -1 or 0 = off.
-        xtc_probability, xtc_threshold: with this probability drop, of the tokens above the threshold, all
-            except the least probable one; 0 = off.
+        xtc_probability, xtc_threshold: with this probability, drop all tokens above the threshold except
+            the least probable of them; 0 = off.
         repeat_penalty, frequency_penalty, presence_penalty, penalty_last_n: penalties over the last n
             tokens, prompt included; 1, 0, 0 = off. penalty_last_n -1 = the whole context.
         dry_*: the "don't repeat yourself" penalty on repeated sequences; multiplier 0 = off.
-        logit_bias: token id to the number added to its logit; -inf = never this token.
+        logit_bias: maps a token id to a number that is added to its logit; -inf = never this token.
         min_keep: truncation keeps at least this many tokens.
         seed: any integer; None = a random one (``Branch.seed`` tells which).
-        logprobs: False = tokens come without log-probability and entropy (both are NaN), and branches
-            without surprisals, which saves time for each token; the text is the same.
-        logits_processor: a function of the ids of all tokens so far and of the model's logits, which
-            returns the logits to use, as llama-cpp-python's. It must depend on nothing else: it is called
-            for drafted tokens too, any number of times for a place.
+        logprobs: False = tokens have no log-probability and entropy (both are NaN), and branches
+            no surprisals, which saves time for each token; the text is the same.
+        logits_processor: a function that gets the ids of all tokens so far and the model's logits, and
+            returns the logits to use, as in llama-cpp-python. It may depend only on these two: it is
+            called for drafted tokens too, any number of times for a position.
 
     Raises:
         ConfigError: an unknown setting, or a value that is out of range or not a number.
@@ -198,13 +198,13 @@ class SamplingParams:
         if not isinstance(self.logprobs, bool):
             raise ConfigError(
                 f"logprobs must be True or False, not {shown(self.logprobs)}",
-                hint=f"top_logprobs={plain_int(self.logprobs) or 'k'} gives the most probable tokens of "
-                f"each place; it is an argument of {_ARGUMENTS['top_logprobs']}",
+                hint=f"top_logprobs={plain_int(self.logprobs) or 'k'} gives the most probable tokens at "
+                f"each position; it is an argument of {_ARGUMENTS['top_logprobs']}",
             )
         if self.logits_processor is not None and not callable(self.logits_processor):
             raise ConfigError(
                 f"logits_processor must be a function, not {self.logits_processor!r:.60}",
-                hint="f(input_ids, logits) returns the logits to use; of a list of functions make one",
+                hint="f(input_ids, logits) returns the logits to use; combine several functions into one",
             )
         breakers = items("dry_sequence_breakers", self.dry_sequence_breakers)
         object.__setattr__(self, "dry_sequence_breakers", tuple(breakers))
@@ -243,7 +243,7 @@ class SamplingParams:
         return replace(self, **changes)  # type: ignore[arg-type]
 
     def as_dict(self) -> dict[str, object]:
-        """Return the settings as JSON types: a bias is a pair, one of -inf has null.
+        """Return the settings as JSON types: a bias is a pair, with null for -inf.
 
         Raises:
             UnsupportedError: there is a ``logits_processor``, which cannot be written.
@@ -262,7 +262,7 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, object]) -> SamplingParams:
-        """Return the settings that ``as_dict`` gave; others have their defaults.
+        """Return the settings from the result of ``as_dict``; missing ones have their defaults.
 
         Raises:
             ConfigError: an unknown name or a bad value.
@@ -304,7 +304,7 @@ class SamplingParams:
 
 @functools.cache
 def _ranges() -> list[tuple[str, bool, _Range]]:
-    """Return the settings that are numbers: whether they are integers, and what they may be."""
+    """Return the numeric settings: whether they are integers, and their ranges."""
     numbers = [each for each in fields(SamplingParams) if "range" in each.metadata]
     return [(each.name, type(each.default) is int, each.metadata["range"]) for each in numbers]
 
@@ -313,7 +313,7 @@ def settings_of(sampling: SamplingParams | None, **changes: object) -> SamplingP
     """Return these settings, or the defaults, with some changed.
 
     Raises:
-        ConfigError: something else, an unknown name or a bad value.
+        ConfigError: ``sampling`` is something else, or a name or a value is bad.
     """
     found = SamplingParams() if sampling is None else sampling
     found = instance("sampling", found, SamplingParams, "SamplingParams(temperature=0.8, ...)")
@@ -321,11 +321,11 @@ def settings_of(sampling: SamplingParams | None, **changes: object) -> SamplingP
 
 
 def check_names(settings: Mapping[str, object], arguments: Collection[str] = ()) -> None:
-    """Raise ConfigError for a name that is no sampling setting, with what it may be meant for.
+    """Raise ConfigError for a name that is not a sampling setting; the hint says what may be meant.
 
     Args:
-        settings: by name.
-        arguments: what else the call takes.
+        settings: the settings by name.
+        arguments: other arguments of the call.
     """
     known = sorted(field.name for field in fields(SamplingParams))
     unknown = sorted(map(str, set(settings) - set(known)))

@@ -2,8 +2,8 @@
 
 A llama.cpp sampler chain is used as a *transform*: it masks, truncates, penalises and scales, and returns
 the remaining candidates. It never draws; :class:`~llamabranch.sampling.distribution.Distribution` does,
-with counter-based noise. XTC is the only sampler of llama.cpp that draws while it transforms; so the same
-noise decides whether XTC applies, and then it is applied with probability 1 or not at all.
+with counter-based noise. XTC is the only sampler of llama.cpp that makes a random decision of its own. So
+our noise decides whether XTC applies, and llama.cpp then gets the probability 1 or 0.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ _LEAST_NORMAL = 1e-300
 class Sampler:
     """Turns a row of logits into the distribution of the next token; keeps the state of the samplers.
 
-    State: penalties and DRY keep the last tokens, a logits processor all of them, a grammar keeps its
-    position, a constraint the text; without these the sampler has no state, and ``clone`` returns the
-    sampler itself.
+    State: penalties and DRY keep the last tokens, a logits processor keeps all tokens, a grammar keeps
+        its
+    position, and a constraint keeps the text. Without these the sampler has no state, and ``clone``
+    returns the sampler itself.
 
     Attributes:
         is_argmax: whether the result is always the largest logit, whatever tokens came before.
-        constraint: the text under the constraint of a generation, None without one. It changes what is
-            drawn, and no distribution.
+        constraint: the text under the constraint of a generation, None without one. It changes which
+            token is drawn, but not the distribution.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Sampler:
         self.constraint: ConstraintState | None = None
         self._buffer = CandidateBuffer(model.n_vocab)
         self._bias = self._build_bias()
-        # If top-k is the first step, only the k largest logits need to go to llama.cpp.
+        # If top-k is the first step, llama.cpp needs only the k largest logits.
         no_mask = self._history is None and self._grammar_state is None
         truncates_first = no_mask and self._truncation is not None and params.top_n_sigma <= 0
         self._checks_temperature = self._temperature_may_fail()
@@ -120,8 +121,8 @@ class Sampler:
         p = self.params
         if not p.uses_history:
             return None
-        # -1 = the whole context: more tokens than any branch holds; llama.cpp stores only those there
-        # are.
+        # -1 = the whole context. This is more tokens than any branch has; llama.cpp stores only the
+        # existing ones.
         whole = max(self.model.n_ctx_train, 1 << 16)
         chain = SamplerHandle.chain(self.model.handle)
         if p.penalises:
@@ -149,7 +150,7 @@ class Sampler:
             if 0 < p.top_k < self.model.n_vocab:
                 chain.add("top_k", p.top_k)
             if p.typical_p < 1.0:
-                # typical-p takes the logarithm of every probability: a 0 would make all of them NaN.
+                # typical-p takes the logarithm of every probability, so one 0 would make all of them NaN.
                 chain.add("min_p", 1e-30, 1)
                 chain.add("typical", p.typical_p, p.min_keep)
             if p.top_p < 1.0:
@@ -170,7 +171,7 @@ class Sampler:
         p = self.params
         if self._greedy or (p.temperature == 1.0 and p.dynatemp_range == 0.0):
             return None
-        # If nothing comes in between, the temperature is a part of the truncation chain: one call less.
+        # If nothing comes in between, the temperature joins the truncation chain, which saves a call.
         joins = self._xtc is None and not self._temperature_may_fail()
         joined = self._truncation if joins else None
         chain = SamplerHandle.chain(self.model.handle) if joined is None else joined
@@ -201,12 +202,12 @@ class Sampler:
 
     @property
     def row_sampler(self) -> core.RowSampler | None:
-        """The compiled core for these settings whatever tokens come; None with a state, or without it."""
+        """The compiled core for these settings; None if there is a state, or no compiled core."""
         return self.current_row_sampler if self.is_stateless else None
 
     @property
     def current_row_sampler(self) -> core.RowSampler | None:
-        """The compiled core for the next token, or None where it is missing or lacks these settings.
+        """The compiled core for the next token; None if it is missing or does not support these settings.
 
         Use it at once: copies of this sampler share it, each with its own mask of a grammar.
 
@@ -287,11 +288,11 @@ class Sampler:
     def draw_allowed(self, logits: LogitsArray, position: int, seed: int) -> int:
         """Return the first token that the constraint allows, in the order of a draw without replacement.
 
-        Where it refuses all tokens that the settings leave, those that they have left out follow, the
-        most probable first.
+        If it refuses all tokens that the settings leave, the other tokens are tried, the most probable
+        first.
 
         Raises:
-            ConstraintError: it allows none.
+            ConstraintError: it allows no token.
         """
         state = self.constraint
         if state is None:
@@ -313,7 +314,7 @@ class Sampler:
                 yield int(ids[i])
 
     def constrained(self, state: ConstraintState | None) -> Sampler:
-        """Return a copy with another constraint, at the state after the same tokens, or without one."""
+        """Return a copy after the same tokens, with another constraint or none."""
         found = object.__new__(Sampler)
         found.__dict__.update(self.__dict__)
         found.constraint = state
@@ -324,16 +325,16 @@ class Sampler:
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]:
         """Return the tokens that may come next and their scores after bias, grammar and penalties.
 
-        Nothing is truncated, scaled by a temperature or normalised, so the mass that a grammar removes
-        can be computed. The state does not change.
+        Scores are not truncated, scaled by the temperature or normalised, so one can compute the
+        probability mass that a grammar removes. The state does not change.
 
         Args:
             scores: logits, or log-probabilities as beam search processes them, (V,).
             masked: False = as if there were no grammar.
 
         Returns:
-            ids int32 (K,), each once, in no particular order, and float64 (K,); K is 0 if nothing is
-            allowed. Penalties are computed with 32-bit floats.
+            ids int32 (K,), each once, in no particular order, and scores float64 (K,); K is 0 if nothing
+            is allowed. Penalties are computed with 32-bit floats.
         """
         if scores.shape != (self.model.n_vocab,):
             raise ConfigError(f"scores must have shape ({self.model.n_vocab},), not {scores.shape}")
@@ -355,13 +356,13 @@ class Sampler:
         return ids, found[ids]
 
     def _process(self, logits: npt.NDArray[np.floating], tokens: list[int]) -> LogitsArray:
-        """Return what the logits processor makes of ``logits`` after ``tokens``."""
+        """Return the result of the logits processor for ``logits`` after ``tokens``."""
         function = self.params.logits_processor
         try:
             given = np.array(tokens, dtype=np.intc), logits.astype(np.float32)
             found = np.asarray(function and function(*given))
         except Exception as error:
-            raise ConfigError(f"logits_processor has raised {error!r}") from error
+            raise ConfigError(f"logits_processor raised {error!r}") from error
         if found.shape != logits.shape or found.dtype.kind not in "fiu":
             raise ConfigError(
                 f"logits_processor must return logits of shape {logits.shape}, not {found!r:.60}"
@@ -373,14 +374,14 @@ class Sampler:
         return found
 
     def _allowed(self, state: GrammarState, logits: LogitsArray) -> npt.NDArray[np.intp]:
-        """Return the tokens that the grammar allows, ascending, without those of logit -inf."""
+        """Return the tokens that the grammar allows, ascending, without those whose logit is -inf."""
         # Truncation must not get an array without candidates.
         found = np.flatnonzero(np.unpackbits(state.mask().view(np.uint8), bitorder="little"))
         found = found[logits[found] > -np.inf]
         if not len(found):
             if not state.mask().any():
                 raise GrammarError("the grammar is complete: no token may follow")
-            raise GrammarError("the grammar allows no token here but some whose logit is -inf")
+            raise GrammarError("the grammar allows only tokens here whose logit is -inf")
         return found
 
     def _drop_masked(self) -> None:
@@ -391,7 +392,7 @@ class Sampler:
             self._buffer.fill(left[~masked], ids[~masked])
 
     def _limit_penalised(self, logits: LogitsArray) -> None:
-        """Replace logits that penalties have pushed out of the range of a 32-bit float."""
+        """Replace logits that penalties pushed out of the range of a 32-bit float."""
         ids, left = self._buffer.read()
         best = left.max()
         if math.isfinite(best):
@@ -399,12 +400,12 @@ class Sampler:
         over, before = left == best, logits[ids]
         if best > 0:  # divided by a tiny repeat penalty: the largest is far above all others
             left[over] = np.where(before[over] == before[over].max(), _FLOAT_MAX, 0.0)
-        else:  # all overflowed to -inf: those that are allowed count as equal
+        else:  # all overflowed to -inf: the allowed ones become equal
             left[before > -np.inf] = 0.0
         self._buffer.fill(left, ids)
 
     def _apply_temperature(self, step: SamplerHandle) -> Distribution:
-        """Apply the temperature; where 32-bit floats overflow, the largest logit is certain."""
+        """Apply the temperature; if 32-bit floats overflow, the largest logit becomes certain."""
         self._drop_masked()
         ids, before = self._buffer.read()
         step.apply(self._buffer)
@@ -455,7 +456,7 @@ class Sampler:
         return n
 
     def after(self, tokens: Iterable[int]) -> Sampler:
-        """Return the sampler that has accepted ``tokens``: a copy where it has a state.
+        """Return the sampler after ``tokens``: a copy if it has a state.
 
         Raises:
             GrammarError: the grammar does not allow them.
@@ -486,7 +487,7 @@ class Sampler:
         return clone
 
     def replay(self, prompt: Sequence[int], generated: Sequence[int]) -> Sampler:
-        """Return a sampler whose state is that after exactly these tokens."""
+        """Return a sampler with the state after exactly these tokens."""
         if self.is_stateless:
             return self
         sampler = Sampler(self.model, self.params, self.grammar)

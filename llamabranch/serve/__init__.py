@@ -5,14 +5,14 @@ server.py       the socket, loading, the end
 app.py          the routes
 security.py     hosts, origins, keys
 exchange.py     one request and its answer: body, JSON, events, time limits
-errors.py       errors as a client gets them
-fields.py       the fields of requests, and what they mean to the engine
-generation.py   the texts of one request, and the answer made of them
+errors.py       errors in the form for clients
+fields.py       the fields of requests, converted for the engine
+generation.py   the texts of one request, and its answer
 completions.py  completions, chat completions, llama-server's /completion
 branches.py     /v1/branches
 nodes.py        branches as immutable nodes
 utilities.py    models, properties, tokens, metrics
-service.py      what all endpoints share
+service.py      shared by all endpoints: model, engine, settings, counters
 
 Importing this imports neither Starlette nor uvicorn; both come with ``pip install 'llamabranch[serve]'``.
 """
@@ -33,7 +33,7 @@ __all__ = ["ServeSettings", "require_server", "serve"]
 
 
 def require_server(extra: str = "serve", what: str = "the server") -> None:
-    """Check that what the server imports is installed; nothing is imported.
+    """Check that the server's packages are installed, without importing them.
 
     Raises:
         UnsupportedError: a package is missing; the hint names ``extra``.
@@ -48,18 +48,18 @@ def serve(
     ready: Callable[[str, str], None] = lambda _url, _name: None,
     log: Callable[[str], None] = print,
 ) -> None:
-    """Serve a model over HTTP until SIGINT or SIGTERM comes.
+    """Serve a model over HTTP until SIGINT or SIGTERM.
 
     Args:
-        open_engine: loads the model and returns its engine, while the server answers 503 already.
-        settings: where to listen, whom to serve, and the limits.
-        ready: called with the URL and the name of the model, once that is loaded.
-        log: gets lines for people: requests, and what it waits for.
+        open_engine: loads the model and returns its engine; meanwhile the server answers 503.
+        settings: where to listen, who may use the server, and the limits.
+        ready: called with the URL and the name of the model after it is loaded.
+        log: called with lines for people: requests, and what the server waits for.
 
     Raises:
         UnsupportedError: a package of the extra ``serve`` is missing.
         ConfigError: the address cannot be used.
-        LlamaBranchError: what loading the model raises.
+        LlamaBranchError: the model cannot be loaded.
     """
     require_server()
     from .server import Server

@@ -1,4 +1,4 @@
-"""The ASGI application: its routes, and what is the same for all of them."""
+"""The ASGI application: its routes, and the common handling of requests."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ _ROUTES: dict[str, Handler] = {
 
 
 class Front(NamedTuple):
-    """What a server has in front of its API, also while the model is loaded.
+    """Handlers in front of the API, which also work while the model is being loaded.
 
     Attributes:
-        check: raises HttpError unless a request may be answered; in place of the settings' rules.
-        headers: of every answer.
+        check: raises HttpError unless a request may be answered; replaces the rules of the settings.
+        headers: sent with every answer.
         routes: handlers, by method and path.
-        close: awaited once no more requests are taken.
+        close: awaited when no more requests are accepted.
     """
 
     check: Callable[[Scope], None]
@@ -68,10 +68,10 @@ class App:
     """The application.
 
     Args:
-        service_of: returns the service, None while the model is loaded.
+        service_of: returns the service; None while the model is being loaded.
         settings: limits.
-        log: gets a line for each request, if the settings ask for it.
-        front: what is in front of the API.
+        log: called with a line for each request, if the settings ask for it.
+        front: handlers in front of the API.
     """
 
     def __init__(
@@ -124,11 +124,11 @@ class App:
                 await handler(call)
                 return
             if match is Match.PARTIAL:
-                status, message = 405, "this path takes other methods"
+                status, message = 405, "this path supports other methods"
         raise HttpError(status, message)
 
     async def _serve(self, handler: Handler, call: Exchange) -> None:
-        """Answer a request of the API; HttpError unless the model is there."""
+        """Answer a request of the API; HttpError if the model is not loaded."""
         service = self._service_of()
         if service is None:
             raise HttpError(503, "the model is being loaded")

@@ -1,4 +1,4 @@
-"""``/v1/branches``: nodes made, continued, forked, scored and deleted."""
+"""``/v1/branches``: create, continue, fork, score and delete nodes."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _Tokens = Annotated[list[int], Meta(min_length=1)]
 
 
 class NodeFields(Struct, kw_only=True):
-    """What makes a node takes."""
+    """The fields of all requests that create a node."""
 
     sampling: SamplingFields | None = None
     seed: int | None = None
     parse_special: bool = True
 
     def params(self, service: Service, default: SamplingParams) -> SamplingParams:
-        """Return settings that have a seed: so a node, continued again, gives the same text."""
+        """Return settings with a seed, so that continuing a node again gives the same text."""
         asked = self.sampling or SamplingFields()
         found = asked.sampling(service.model, service.settings, default)
         if self.seed is not None and self.seed != -1:
@@ -77,7 +77,7 @@ class ContinueFields(NodeFields, kw_only=True):
 
 
 class Append(Struct, kw_only=True):
-    """What a fork adds: one of these."""
+    """The text that a fork appends: one of these."""
 
     text: str | None = None
     tokens: list[int] | None = None
@@ -104,7 +104,7 @@ async def create(call: Exchange, service: Service) -> None:
     fields, model = await call.json(CreateFields), service.model
     given = [fields.prompt, fields.tokens, fields.messages]
     if sum(each is not None for each in given) != 1:
-        raise HttpError(400, "give one of prompt, tokens and messages", param="prompt")
+        raise HttpError(400, "send one of prompt, tokens and messages", param="prompt")
     if fields.messages is not None:
         tokens = await to_thread(model.chat_tokens, fields.messages)
     elif fields.tokens is not None:
@@ -123,7 +123,7 @@ async def create(call: Exchange, service: Service) -> None:
 
 
 async def fork(call: Exchange, service: Service) -> None:
-    """Make a child: the first tokens of a node, and what is appended."""
+    """Make a child with the first tokens of a node and the appended text."""
     fields = await call.json(ForkFields)
     parent, append = _node(call, service), fields.append or Append(tokens=[])
     at = parent.position if fields.at is None else fields.at
@@ -170,7 +170,7 @@ async def continue_(call: Exchange, service: Service) -> None:
 
 
 class _Writer(Writer[TextFields]):
-    """Writes texts as children of a node, which they become when they have ended."""
+    """Writes texts as children of a node; they become nodes when they end."""
 
     def __init__(
         self, service: Service, fields: TextFields, parent: Node, sampling: SamplingParams
@@ -202,7 +202,7 @@ class _Writer(Writer[TextFields]):
         return {**_shown(self.service, child), **self.part(update)}
 
     def part(self, update: Update) -> dict[str, object]:
-        """Return what has come of a child's text."""
+        """Return the new part of a child's text."""
         ids = [token.token for token in update.tokens]
         found = {"index": update.index, "text": update.text, "tokens": ids, **update.end}
         if update.request.top_logprobs is not None:
@@ -261,7 +261,7 @@ async def listing(call: Exchange, service: Service) -> None:
 
 
 async def delete(call: Exchange, service: Service) -> None:
-    """Delete a node; ``?subtree=true`` those below too."""
+    """Delete a node; with ``?subtree=true`` also those below it."""
     node, subtree = _node(call, service), call.query.get("subtree", "").lower()
     n = service.branches.delete(node, subtree=subtree in ("1", "true"))
     await call.reply({"id": node.id, "object": "branch.deleted", "deleted": True, "count": n})
@@ -275,7 +275,7 @@ def _node(call: Exchange, service: Service) -> Node:
 
 
 async def _look(service: Service, node: Node, top: int) -> Update:
-    """Find what may follow a node: one token is drawn and dropped."""
+    """Find the most probable next tokens of a node: draw one token and drop it."""
     (text,) = await all_texts(service, [service.next_request(node.tokens, top)])
     for first in text.result.emitted:
         node.next = {"entropy": first.entropy, "top": service.vocabulary.top(first.alternatives)}
@@ -283,7 +283,7 @@ async def _look(service: Service, node: Node, top: int) -> Update:
 
 
 def _shown(service: Service, node: Node) -> dict[str, object]:
-    """Return what is reported of a node."""
+    """Return a node as JSON types."""
     return {
         "id": node.id,
         "object": "branch",

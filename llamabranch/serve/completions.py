@@ -30,14 +30,17 @@ __all__ = [
 ]  # fmt: skip
 
 _DEFAULT_TOKENS = 16
-_DATES = {"date_string": "%d %b %Y", "datetime": "%b %d %Y"}  # what llama.cpp tells templates
+_DATES = {
+    "date_string": "%d %b %Y",
+    "datetime": "%b %d %Y",
+}  # llama.cpp passes them to templates
 
 
 # -- completions -----------------------------------------------------------------------------------
 
 
 class CompletionFields(TextFields, kw_only=True):
-    """The body of a request; the last two are for ``/completion``."""
+    """The body of a request; the last two fields are for ``/completion``."""
 
     prompt: Prompt | None = None
     best_of: int | None = None
@@ -53,7 +56,7 @@ class CompletionFields(TextFields, kw_only=True):
 
     @property
     def n_scored(self) -> int | None:
-        """How many of the most probable tokens are reported; None: no log-probabilities are."""
+        """How many of the most probable tokens to report; None = no log-probabilities."""
         return self.n_probs if self.logprobs is None else self.logprobs
 
     async def tokens(self, service: Service, *, add_special: bool = True) -> list[list[int]]:
@@ -85,10 +88,10 @@ async def completions(call: Exchange, service: Service) -> None:
 
 
 class _Offsets:
-    """Where the tokens of a growing text begin in it; a character of several comes with the last.
+    """The offsets of tokens in a growing text; a character of several tokens counts with the last.
 
     Args:
-        start: where the first begins.
+        start: the offset of the first token.
     """
 
     def __init__(self, start: int = 0) -> None:
@@ -96,7 +99,7 @@ class _Offsets:
         self._end = start
 
     def of(self, pieces: Iterable[bytes]) -> list[int]:
-        """Return where the next tokens begin: ``pieces`` are their bytes in the text."""
+        """Return the offsets of the next tokens, whose bytes are ``pieces``."""
         found = []
         for piece in pieces:
             found.append(self._end)
@@ -109,8 +112,8 @@ class _CompletionWriter(Writer[CompletionFields]):
 
     Args:
         service, fields: the model, and the request.
-        n_added: how many first tokens of each prompt are not the client's: an echo leaves out the names
-            of control tokens among them.
+        n_added: how many tokens at the beginning of each prompt were added by the server; an echo leaves
+            out the names of control tokens among them.
     """
 
     def __init__(self, service: Service, fields: CompletionFields, n_added: Sequence[int]) -> None:
@@ -119,7 +122,7 @@ class _CompletionWriter(Writer[CompletionFields]):
         self._offsets: dict[int, _Offsets] = {}  # of each text
 
     def part(self, update: Update) -> dict[str, object]:
-        """Return what has come of a text, or all of it, with the prompt where that is asked for."""
+        """Return the new part of a text, or all of it, with the prompt if the client asked for it."""
         fields, index, prompt = self.fields, update.index, update.prompt
         piece, ids = self.service.model.piece, [token.token for token in update.tokens]
         echoed: list[bytes] = []
@@ -153,7 +156,7 @@ class _CompletionWriter(Writer[CompletionFields]):
 
 
 async def completion(call: Exchange, service: Service) -> None:
-    """Answer a request of llama-server's: an object, or a list of them for several prompts."""
+    """Answer a request in llama-server's format: an object, or a list for several prompts."""
     fields = await call.json(CompletionFields)
     prompts = await fields.tokens(service)
     limit = limit_of(fields.n_predict, fields.max_tokens, service.settings.max_tokens)
@@ -162,7 +165,7 @@ async def completion(call: Exchange, service: Service) -> None:
 
 
 class _NativeWriter(Writer[CompletionFields]):
-    """Writes texts as llama-server does; ``limit`` is that of their tokens."""
+    """Writes texts in llama-server's format; ``limit`` is their token limit."""
 
     def __init__(self, service: Service, fields: CompletionFields, limit: int) -> None:
         super().__init__(service, fields, "cmpl", "text_completion")
@@ -180,8 +183,14 @@ class _NativeWriter(Writer[CompletionFields]):
         return self.part(update)
 
     def events(self, update: Update) -> list[dict[str, object]]:
-        """Return what a step has brought, and the end apart."""
-        found = [self.part(update)] if update.tokens else []
+        """Return the events for new text: with ``n_probs`` one per token, and one for the end."""
+        found, rest = [], update.text
+        for token in update.tokens[:-1] if self.fields.n_probs else ():
+            n = len(token.text)
+            found.append(self.part(replace(update, text=rest[:n], tokens=[token])))
+            rest = rest[n:]
+        if update.tokens:
+            found.append(self.part(replace(update, text=rest, tokens=update.tokens[len(found) :])))
         if update.ended is not None:
             text = "" if update.tokens else update.text
             found.append(self._end(replace(update, text=text, tokens=[])))
@@ -192,7 +201,7 @@ class _NativeWriter(Writer[CompletionFields]):
         return []
 
     def part(self, update: Update) -> dict[str, object]:
-        """Return what has come of a text."""
+        """Return the new part of a text."""
         found: dict[str, object] = {
             "index": update.index,
             "content": update.text,
@@ -229,7 +238,7 @@ class _NativeWriter(Writer[CompletionFields]):
 
 
 def _chosen(body: dict[str, object], paths: Iterable[str]) -> dict[str, object]:
-    """Return those fields of a body that it has; ``a/b`` is a field of a field."""
+    """Return the fields of ``paths`` that the body has; ``a/b`` is a field of a field."""
     found: dict[str, object] = {}
     for path in paths:
         *above, last = path.split("/")
@@ -274,7 +283,7 @@ class ChatFields(TextFields, kw_only=True):
 
     @property
     def thinking(self) -> ThinkingChoice:
-        """What is asked of the thought: no tokens, at most some, or as the template does."""
+        """The limit of the thought: none, some tokens, or as the template does."""
         budgets = self.thinking_token_budget, self.thinking_budget_tokens, self.reasoning_budget
         variables = self.chat_template_kwargs or {}
         if self.reasoning_effort == "none" or variables.get("enable_thinking") is False:
@@ -284,12 +293,12 @@ class ChatFields(TextFields, kw_only=True):
     def prompt(self, service: Service, tools: Tools) -> tuple[list[int], Thinking | None]:
         """Return the tokens of the prompt, and how the answer to it begins.
 
-        A last message of the assistant is continued. A template that asks for the date gets that of
-        today, unless the request gives one.
+        A last message of the assistant is continued. A template that asks for the date gets today's,
+        unless the request sets one.
         """
         model, choice = service.model, self.thinking
         talk = self.conversation(service, tools)
-        if model.turn_format.thought_end is None:  # as llama-server and vLLM do
+        if model.turn_format.thought_end is None:  # like llama-server and vLLM
             choice = None
         tokens = talk.tokens(model)
         if self.add_generation_prompt is False and not talk.begun:
@@ -297,7 +306,7 @@ class ChatFields(TextFields, kw_only=True):
         return plan_thinking(model, tokens, choice, begun=talk.begun, has_calls=tools.is_used)
 
     def conversation(self, service: Service, tools: Tools) -> Conversation:
-        """Return what the template is given."""
+        """Return the input of the template."""
         model, today = service.model, date.today()
         template = model.chat_template or ""
         variables: dict[str, object] = {
@@ -330,7 +339,7 @@ async def chat(call: Exchange, service: Service) -> None:
     if tools.is_used:
         asked = await fields.text_grammar()
         if asked is not None and tools.forced:
-            message = "a forced tool call has a grammar of its own: give no other one"
+            message = "a forced tool call has its own grammar, so no other grammar is possible"
             raise HttpError(400, message, param="tool_choice")
         try:
             grammar = await to_thread(tool_grammar, service.model, tools, asked)
@@ -363,7 +372,7 @@ class _ChatWriter(Writer[ChatFields]):
 
     Args:
         service, fields, tools: the model, the request, its functions.
-        is_strict: a call that has begun is valid: its arguments are sent as they come.
+        is_strict: a call that has begun is always valid, so its arguments are sent as they are generated.
     """
 
     def __init__(
@@ -381,23 +390,23 @@ class _ChatWriter(Writer[ChatFields]):
         return super().body(texts)
 
     def part(self, update: Update) -> dict[str, object]:
-        """Return a whole message."""
+        """Return a complete message."""
         choice = chat_choice(update.index, self._turn(update), update.end, self._scored(update))
         return choice | self._ids(update, prompt_token_ids=update.prompt)
 
     def _turn(self, update: Update) -> Turn:
-        """Return a whole turn."""
+        """Return a complete turn."""
         result = update.result
         result.prompt, result.tools = self.fields.messages, self._tools
         result.note_written(self.service.model)
         return result.turn
 
     def reading(self, update: Update) -> dict[str, object]:
-        """Return an event with the role alone."""
+        """Return an event with only the role."""
         return {**self.head, "choices": [_begin(update)]}
 
     def parts(self, update: Update) -> list[dict[str, object]]:
-        """Return changes: the role first, then content or calls, then the reason of the end."""
+        """Return deltas: the role first, then content or calls, then the finish reason."""
         reader = self._readers.get(update.index)
         if reader is None:
             salt = str(len(self.fields.messages))
@@ -443,6 +452,6 @@ class _ChatWriter(Writer[ChatFields]):
 
 
 def _begin(update: Update) -> dict[str, object]:
-    """Return the change with which a message begins."""
+    """Return the delta that begins a message."""
     first = {"role": "assistant", "content": None}
     return {"index": update.index, "logprobs": None, "delta": first, "finish_reason": None}

@@ -1,4 +1,4 @@
-"""Errors as a client gets them: an HTTP status and OpenAI's ``{"error": {...}}``."""
+"""Errors for clients: an HTTP status and OpenAI's ``{"error": {...}}``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from .. import errors
 
 __all__ = ["TOO_LONG", "HttpError", "http_error"]
 
-TOO_LONG = "exceed_context_size_error"  # the type of an error, as llama-server calls it
+TOO_LONG = "exceed_context_size_error"  # llama-server's name for this type of error
 _TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     409: "conflict_error", 429: "rate_limit_error", 500: "server_error",
@@ -16,13 +16,13 @@ _BAD = errors.ConfigError, errors.GrammarError, errors.TokenizeError, errors.Uns
 
 
 class HttpError(Exception):
-    """What ends a request.
+    """An error that ends a request.
 
     Args:
         status: the HTTP status.
         message: what is wrong, and what to do about it.
         param: the field of the request that is wrong.
-        kind: the error's type, if it is not the one that its status implies.
+        kind: the type of the error, if it differs from the one that the status implies.
         more: further fields of the error object.
     """
 
@@ -46,12 +46,12 @@ class HttpError(Exception):
 def http_error(
     error: BaseException, fields: object = None, *, param: str | None = None
 ) -> HttpError:
-    """Return what is reported to a client about an exception; only what the library raises is described.
+    """Return the error that a client gets for an exception; only the library's own errors are described.
 
     Args:
         error: the exception.
-        fields: those of the request: one that was sent and with whose name the message begins is wrong.
-        param: the wrong field, where it is known.
+        fields: the fields of the request; if the message begins with the name of one, that one is wrong.
+        param: the wrong field, if it is known.
     """
     if isinstance(error, HttpError):
         return error

@@ -1,6 +1,6 @@
 """One HTTP request and its answer, over ASGI: the body, JSON, server-sent events, and the time limits.
 
-A task watches for the client to disconnect from the moment the body is read; then the request's task is
+After the body is read, a task watches whether the client disconnects. If it does, the request's task is
 cancelled, and the engine frees its sequences at the next step.
 """
 
@@ -44,9 +44,9 @@ class Exchange:
         headers: sent with every answer.
 
     Attributes:
-        status: of the answer; 0 before there is one.
-        ended_by: why it was cancelled: "timeout", "disconnected" or "slow reader"; else empty.
-        start: when it came, as of `time.perf_counter`.
+        status: the status of the answer; 0 before there is one.
+        ended_by: why it was cancelled: "timeout", "disconnected" or "slow reader"; otherwise "".
+        start: when it came, by `time.perf_counter`.
     """
 
     def __init__(
@@ -69,13 +69,13 @@ class Exchange:
 
     @property
     def query(self) -> dict[str, str]:
-        """The parameters of the URL; of several with one name the last."""
+        """The parameters of the URL; if a name is repeated, the last value."""
         return dict(parse_qsl(self.scope["query_string"].decode("latin-1"), keep_blank_values=True))
 
     # -- running -------------------------------------------------------------------------------------
 
     async def run(self, work: Coroutine[object, object, None]) -> None:
-        """Run what answers the request; its errors become the answer."""
+        """Run the coroutine that answers the request; its errors become the answer."""
         limit = self._settings.request_timeout_s
         if limit:
             self._timer = self._loop.call_later(limit, self._cancel, "timeout")
@@ -97,7 +97,7 @@ class Exchange:
                 self._watcher.cancel()
 
     def exempt(self) -> None:
-        """Take the limit of time from the request: a stream of events may last for days."""
+        """Remove the time limit of the request, because a stream of events may last for days."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -113,7 +113,7 @@ class Exchange:
 
     async def _fail(self, error: HttpError) -> None:
         """Answer with an error; in a stream as its last event."""
-        self._has_failed = True  # a disconnect is no news any more
+        self._has_failed = True  # a disconnect no longer matters
         if self._is_open:
             await self.event([error.body])
             await self._close()
@@ -123,7 +123,7 @@ class Exchange:
     # -- the request -----------------------------------------------------------------------------------
 
     async def body(self, most: int | None = None) -> bytes:
-        """Return the body, at most ``most`` bytes long, and watch from now on for a disconnect.
+        """Return the body, at most ``most`` bytes long, and start watching for a disconnect.
 
         Raises:
             HttpError: it is too long.
@@ -132,7 +132,7 @@ class Exchange:
         while more:
             message = await self._receive()
             if message["type"] == "http.disconnect":
-                raise HttpError(400, "the request has ended before its body")
+                raise HttpError(400, "the request ended before its body was complete")
             found += message.get("body", b"")
             if len(found) > most:
                 raise HttpError(413, f"the body has more than {most} bytes")
@@ -144,7 +144,7 @@ class Exchange:
         """Return the body as an object of ``kind``.
 
         Raises:
-            HttpError: the body is too long or no JSON, or a field has another type.
+            HttpError: the body is too long or not JSON, or a field has a wrong type.
         """
         body = await self.body()
         try:
@@ -153,7 +153,7 @@ class Exchange:
             place = str(error).partition(" - at `$.")[2] or str(error).partition(" field `")[2]
             raise HttpError(400, str(error), param=place.rstrip("`") or None) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise HttpError(400, f"the body is no JSON: {error}") from None
+            raise HttpError(400, f"the body is not JSON: {error}") from None
         self._fields = fields
         return fields
 
@@ -174,7 +174,7 @@ class Exchange:
         await self._send({"type": "http.response.start", "status": status, "headers": own})
 
     async def event(self, events: Iterable[object]) -> None:
-        """Send events in one piece; a client that does not take them in time is disconnected."""
+        """Send events together; a client that does not read them in time is disconnected."""
         data = b"".join([b"data: " + msgspec.json.encode(event) + b"\n\n" for event in events])
         if data:
             await self.write(data)
@@ -185,7 +185,7 @@ class Exchange:
         await self._close()
 
     async def write(self, data: bytes) -> None:
-        """Send a part of a stream; a client that does not take it in time is disconnected."""
+        """Send a part of a stream; a client that does not read it in time is disconnected."""
         if not self.status:
             self._is_open = True
             await self._begin(200, _STREAM_HEADERS)

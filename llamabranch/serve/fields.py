@@ -1,8 +1,8 @@
-"""The fields of requests, and what they mean: sampling settings, grammars, token ids, engine requests.
+"""The fields of requests, converted to sampling settings, grammars, token ids and engine requests.
 
-msgspec checks types and ranges. Unknown fields are ignored, as by llama-server and vLLM; so are those of
-OpenAI that do not change a text (``user``, ``store``, ``metadata``, ...). Others that would, and are not
-offered, are refused by name, but for those that llama-server's own clients send in every request.
+msgspec checks types and ranges. Unknown fields are ignored, as in llama-server and vLLM; so are OpenAI's
+fields that do not change a text (``user``, ``store``, ``metadata``, ...). Unsupported fields that would
+change a text are refused by name, except for those that llama-server's own clients send in every request.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ __all__ = [
 
 _ID = re.compile(r"-?[0-9]{1,10}")
 
-Limit = Annotated[int, Meta(ge=-2)]  # of tokens; -1 and -2, which are llama-server's, are none
+Limit = Annotated[int, Meta(ge=-2)]  # of tokens; -1 and -2 mean no limit, as in llama-server
 Top = Annotated[int, Meta(ge=0, le=20)]  # how many of the most probable tokens are reported
 
 
 class PromptString(Struct, forbid_unknown_fields=True):
-    """A text in a prompt, as llama-server also takes it."""
+    """A text in a prompt, in a form that llama-server also accepts."""
 
     prompt_string: str
 
@@ -48,14 +48,14 @@ _Parts = Annotated[list[int | str | PromptString], Meta(min_length=1)]
 Prompt = str | PromptString | Annotated[list[int | str | PromptString | _Parts], Meta(min_length=1)]
 
 
-# What would change a text, or what is reported of it, and is not offered.
+# Unsupported fields that would change a text, or what is reported about it.
 _REFUSED = (
     "functions", "function_call", "audio", "web_search_options", "mirostat", "post_sampling_probs",
     "use_beam_search", "bad_words", "allowed_token_ids", "guided_json", "guided_regex",
     "guided_choice", "guided_grammar", "include_stop_str_in_output", "truncate_prompt_tokens",
     "suffix",
 )  # fmt: skip
-# The settings that clients give by the names of SamplingParams, and what others are called there.
+# Settings that have the same names in requests as in SamplingParams, and the others by both names.
 _SAME = {
     name: kind
     for name, kind in get_type_hints(SamplingSettings).items()
@@ -88,20 +88,20 @@ class SamplingFields(_Named, kw_only=True):
     seed: int | None = None
 
     def check(self) -> None:
-        """Raise HttpError if something is asked for that is not offered."""
+        """Raise HttpError if the request has an unsupported field."""
         for name in _REFUSED:
             if getattr(self, name) not in (None, False, "", [], {}):
                 _, guided, kind = name.rpartition("guided_")
-                instead = f': give structured_outputs {{"{kind}": ...}}' if guided else ""
+                instead = f': use structured_outputs {{"{kind}": ...}}' if guided else ""
                 raise HttpError(400, f"{name} is not supported{instead}", param=name)
 
     def sampling(
         self, model: Model, settings: ServeSettings, default: SamplingParams | None = None
     ) -> SamplingParams:
-        """Return the settings; what is not given is ``default``'s, else the server's.
+        """Return the settings; missing ones are those of ``default``, or else the server's.
 
         Raises:
-            ConfigError, HttpError: a value out of range, or a setting that is not offered.
+            ConfigError, HttpError: a value is out of range, or a setting is not supported.
         """
         self.check()
         base = default or settings.sampling
@@ -132,20 +132,20 @@ class SamplingFields(_Named, kw_only=True):
 
 
 class JsonSchema(Struct, kw_only=True):
-    """OpenAI's description of a schema, which has a name too."""
+    """OpenAI's description of a schema, which also has a name."""
 
     schema: dict[str, object] | bool | None = None
 
 
 class ResponseFormat(Struct, kw_only=True):
-    """OpenAI's, and llama-server's with ``schema`` beside the type."""
+    """OpenAI's format, and llama-server's with ``schema`` next to the type."""
 
     type: str
     json_schema: JsonSchema | None = None
     schema: dict[str, object] | None = None
 
     def asked(self) -> object:
-        """Return the schema that is asked for, None for free text."""
+        """Return the requested schema; None for free text."""
         if self.type == "text":
             return None
         if self.type == "json_object":
@@ -177,7 +177,7 @@ class StreamOptions(Struct, kw_only=True):
 
 
 class TextFields(SamplingFields, kw_only=True):
-    """What all requests for a text have."""
+    """The fields of all requests for a text."""
 
     model: str | None = None
     stream: bool | None = None
@@ -201,15 +201,15 @@ class TextFields(SamplingFields, kw_only=True):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The stop strings; empty ones, which llama-server's clients send, end nothing."""
+        """The stop strings without empty ones, which llama-server's clients send."""
         given = [self.stop] if isinstance(self.stop, str) else self.stop or ()
         return tuple(text for text in given if text)
 
     async def text_grammar(self) -> Grammar | None:
-        """Return the grammar that the text must follow, or None without one.
+        """Return the grammar of the text, or None.
 
         Raises:
-            GrammarError, ConfigError, HttpError: it is invalid, or more than one is asked for.
+            GrammarError, ConfigError, HttpError: it is invalid, or there is more than one.
         """
         outputs, form = self.structured_outputs or StructuredOutputs(), self.response_format
         asked: list[tuple[str, str, object]] = [
@@ -223,7 +223,7 @@ class TextFields(SamplingFields, kw_only=True):
         ]
         given = [each for each in asked if each[2] is not None]
         if len(given) > 1:
-            message = "give one of response_format, json_schema, grammar and structured_outputs"
+            message = "use only one of response_format, json_schema, grammar and structured_outputs"
             raise HttpError(400, message, param="grammar")
         for name, kind, source in given:
             text = source if isinstance(source, str) else json.dumps(source)
@@ -238,7 +238,7 @@ _compiled = lru_cache(maxsize=64)(Grammar)
 
 
 def limit_of(*given: int | None) -> int | None:
-    """Return the first token limit that is given, or None without a limit."""
+    """Return the first token limit that is set, or None for no limit."""
     asked = next((limit for limit in given if limit is not None), -1)
     return None if asked < 0 else asked
 
@@ -262,11 +262,11 @@ async def engine_requests(
     Args:
         service, fields, prompts: the model, the request, its prompts.
         max_tokens, top_logprobs, prompt_logprobs: as for ``Request``; None = no limit.
-        grammar: of an answer that may call functions, in place of what the fields ask for.
+        grammar: the grammar of an answer that may call functions; it replaces that of the fields.
         thinking: how the answers begin with a thought.
 
     Raises:
-        HttpError, LlamaBranchError: something is invalid, or too much.
+        HttpError, LlamaBranchError: something is invalid or too large.
     """
     n, most = fields.n or 1, service.settings.max_choices
     if len(prompts) * n > most:
@@ -303,11 +303,12 @@ async def prompt_tokens(
 ) -> list[list[int]]:
     """Return the token ids of a request's prompts.
 
-    A prompt is a text, token ids, or a list of these; llama-server's lists that mix both for one prompt
-    and its ``{"prompt_string": ...}`` too. Token ids are used as they are.
+    A prompt is a text, token ids, or a list of these. llama-server's lists that mix both for one prompt,
+    and its ``{"prompt_string": ...}``, are accepted too. Token ids are used as they are.
 
     Raises:
-        HttpError, TokenizeError: a list in one of token ids, or a text that the vocabulary cannot write.
+        HttpError, TokenizeError: a list is inside a list of token ids, or the vocabulary cannot write a
+            text.
     """
     one = not isinstance(prompt, list) or any(isinstance(part, int) for part in prompt)
     found = []

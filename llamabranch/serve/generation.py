@@ -1,4 +1,4 @@
-"""The texts of one HTTP request: engine requests, one for each prompt, and the answer made of them."""
+"""The texts of one HTTP request: engine requests, one for each prompt, and the answer."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _numbers = count()  # of requests to the engine, for their ids
 
 @dataclass
 class Update:
-    """What has come of one text of a request; or all of it.
+    """New text of a request, or a complete text.
 
     Attributes:
-        index: of the text among all of the request.
+        index: the number of the text in the request.
         request: its prompt and settings.
-        is_first: nothing has come before.
-        text: of the text.
+        is_first: whether it is the first update of its text.
+        text: the new text.
         written: the same with the names of control tokens.
-        tokens: of the text, without one that ends it.
-        thought, thoughts: the text and the tokens of the thought before it.
-        ended: where the text ends with it.
-        progress: how much of the prompt is read, where that is all that has come.
+        tokens: the new tokens, without one that ends the text.
+        thought, thoughts: text and tokens of the thought before the answer.
+        ended: the event that ended the text, if it has ended.
+        progress: the progress of the prompt, if there is no text yet.
     """
 
     index: int
@@ -62,23 +62,23 @@ class Update:
 
     @property
     def result(self) -> Result:
-        """How it ended, and all of it."""
+        """The complete result."""
         return cast(Result, self.ended)
 
     @property
     def end(self) -> End:
-        """How the text has ended; None before."""
+        """The finish reason; None while it runs."""
         if self.ended is None:
             return {"finish_reason": None, "stop_reason": None}
         return end_reason(self.ended.finish_reason, self.ended.stop_reason)
 
 
 class Writer(ABC, Generic[F]):
-    """Writes texts in the form that an endpoint has; this one the ends of OpenAI's.
+    """Writes texts in the format of an endpoint; this class writes OpenAI's last events.
 
     Args:
         service, fields: the model, and the request.
-        prefix, kind: of the answer's id, and the name of its kind.
+        prefix, kind: the prefix of the answer's id, and the name of its kind.
     """
 
     def __init__(self, service: Service, fields: F, prefix: str, kind: str) -> None:
@@ -89,22 +89,22 @@ class Writer(ABC, Generic[F]):
 
     @abstractmethod
     def part(self, update: Update) -> dict[str, object]:
-        """Return what has come of a text, or all of it, as one of the ``choices``."""
+        """Return new text, or a complete text, as one of the ``choices``."""
 
     def body(self, texts: Sequence[Update]) -> object:
         """Return an answer in one piece."""
         return {**self.head, "choices": [*map(self.part, texts)], **usage(texts)}
 
     def parts(self, update: Update) -> list[dict[str, object]]:
-        """Return the ``choices`` of events, one of each, for what a step has brought."""
+        """Return the ``choices`` for the new text of a step, one for each event."""
         return [self.part(update)]
 
     def reading(self, update: Update) -> dict[str, object]:
-        """Return the event of a stream for how much of a prompt is read, but for the numbers."""
+        """Return a stream's event for the progress of a prompt, without the numbers."""
         return {**self.head, "choices": [completion_choice(update.index, "", update.end, None)]}
 
     def events(self, update: Update) -> list[dict[str, object]]:
-        """Return the events of a stream for what a step has brought."""
+        """Return the events of a stream for the new text of a step."""
         events: list[dict[str, object]] = [
             {**self.head, "choices": [part]} for part in self.parts(update)
         ]
@@ -120,9 +120,9 @@ class Writer(ABC, Generic[F]):
 
 
 async def answer(call: Exchange, writer: Writer[F], requests: Sequence[Request]) -> None:
-    """Generate the texts of requests and send them, as they come or in one piece.
+    """Generate the texts of requests and send them, as a stream or in one piece.
 
-    A stream begins with its first text: what is refused before is an answer with a status of its own.
+    A stream begins only with its first text, so that earlier errors get an HTTP status of their own.
 
     Raises:
         HttpError, LlamaBranchError: a request is refused, or a text failed.
@@ -150,7 +150,7 @@ async def all_texts(
     requests: Sequence[Request],
     send: Callable[[Iterable[Update]], Awaitable[None]] | None = None,
 ) -> list[Update]:
-    """Return all texts of requests once they have ended, in order; ``send`` gets what each step brings.
+    """Return all texts of requests, in order, after they ended; ``send`` gets each step's updates.
 
     Raises:
         HttpError, LlamaBranchError: a request is refused, or a text failed.
@@ -175,9 +175,9 @@ async def all_texts(
 async def updates(
     service: Service, requests: Sequence[Request], *, reports_tokens: bool = True
 ) -> AsyncGenerator[list[Update], None]:
-    """Yield what each step has brought, the changes of a text together; count the texts.
+    """Yield the updates of each step, one for each text; count the texts.
 
-    ``reports_tokens=False``: their ends alone. Requests without an id get one.
+    ``reports_tokens=False``: only the ends. Requests without an id get one.
 
     Raises:
         HttpError, LlamaBranchError: a request is refused.
@@ -220,7 +220,7 @@ async def updates(
 
 
 def _check(result: Result) -> None:
-    """Raise if a text has failed, or found no room for its prompt."""
+    """Raise if a text failed, or its prompt did not fit."""
     if result.finish_reason in ("error", "cancelled"):
         raise http_error(result.error or HttpError(503, "the server is shutting down"))
     if result.error is not None and not result.tokens:
@@ -252,7 +252,7 @@ def progress(read: PromptProgress) -> dict[str, object]:
 def timings(result: Result) -> dict[str, object]:
     """Return llama-server's ``timings`` of a text.
 
-    The first token comes from the last decode of the prompt: rates are over the others.
+    The first token comes from the last decode of the prompt, so rates are computed over the others.
     """
     n_cached, n, stats = result.num_cached_tokens, len(result.tokens), result.stats
     n_prompt = result.num_prompt_tokens - n_cached

@@ -1,9 +1,8 @@
 """Branches as immutable nodes.
 
-A node is a list of token ids with the settings to continue it. Whether its K/V is in the cache is a
-matter of time only: what was evicted is decoded again when it is needed. Since batches are exact, no
-result depends on that; so there are no locks, and sequences cannot run out. A tree that nobody uses is
-deleted after a while.
+A node is a list of token ids with the settings to continue it. If its K/V is not in the cache, it is
+decoded again when it is needed, which only takes time: batches are exact, so no result depends on it. So
+there are no locks, and sequences cannot run out. A tree that is not used is deleted after a while.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ class Node:
 
     Attributes:
         tokens: all its token ids.
-        n_read: tokens that were read, not generated: the grammar begins after them.
+        n_read: tokens that were not generated; the grammar begins after them.
         sampling: settings, with a seed.
-        parent: the node whose first ``fork_position`` tokens it begins with; None for a root.
-        finish_reason: how its generation ended; None where none did.
-        next: entropy and the most probable tokens after it, once they are known.
+        parent: the node that it shares its first ``fork_position`` tokens with; None for a root.
+        finish_reason: how its generation ended; None if it was not generated.
+        next: entropy and the most probable next tokens, if they are known.
         used: when it, or a node below it, was last used.
     """
 
@@ -49,25 +48,25 @@ class Node:
 
     @property
     def position(self) -> int:
-        """How many tokens it has."""
+        """The number of its tokens."""
         return len(self.tokens)
 
     @property
     def continues(self) -> int:
-        """How many of its last tokens were generated."""
+        """The number of generated tokens at its end."""
         return max(0, min(self.position - self.n_read, self.position - 1))
 
     def use(self) -> None:
-        """Note that it is used, and so those that it begins with."""
+        """Mark it and its ancestors as used now."""
         node: Node | None = self
         while node is not None:
             node.used = monotonic()
             node = node.parent
 
     def subtree(self) -> list[Node]:
-        """Return it and all nodes below, parents first."""
+        """Return it and all nodes below it, parents first."""
         found = [self]
-        for node in found:  # grows meanwhile
+        for node in found:  # the list grows in the loop
             found += node.children
         return found
 
@@ -76,8 +75,8 @@ class Branches:
     """The nodes of a server.
 
     Args:
-        most: how many there may be.
-        ttl_s: a tree that nobody has used for as long is deleted.
+        most: the most nodes.
+        ttl_s: a tree that was not used for so many seconds is deleted.
     """
 
     def __init__(self, most: int, ttl_s: float) -> None:
@@ -88,7 +87,7 @@ class Branches:
     def __getitem__(self, name: str) -> Node:
         node = self._nodes.get(name)
         if node is None:
-            text = f"there is no branch {name[:100]!r}: it was deleted, or {self._ttl_s:g} s without use"
+            text = f"there is no branch {name[:100]!r}: it was deleted, or not used for {self._ttl_s:g} s"
             raise HttpError(404, text, param="id")
         node.use()
         return node
@@ -102,10 +101,10 @@ class Branches:
 
     @contextmanager
     def room_for(self, n: int) -> Iterator[None]:
-        """Within the block, ``n`` nodes may be added.
+        """Reserve places for ``n`` nodes that are added inside the block.
 
         Raises:
-            HttpError: there are too many, those being made included.
+            HttpError: there are too many, counting reserved places.
         """
         there = len(self.all()) + self._n_promised
         if there + n > self._most:
@@ -124,7 +123,7 @@ class Branches:
             self._n_promised -= n
 
     def add(self, node: Node) -> None:
-        """Keep a new node; one whose parent was deleted meanwhile becomes a root."""
+        """Keep a new node; if its parent was deleted meanwhile, it becomes a root."""
         if node.parent is not None and node.parent.id not in self._nodes:
             node.parent, node.fork_position = None, 0
         self._nodes[node.id] = node
@@ -133,7 +132,7 @@ class Branches:
         node.use()
 
     def delete(self, node: Node, *, subtree: bool) -> int:
-        """Delete a node. With nodes below it: only if asked for, and with them. Return how many."""
+        """Delete a node, with ``subtree`` also the nodes below it; return how many were deleted."""
         if node.children and not subtree:
             message = f"{len(node.children)} branches begin with it: ?subtree=true deletes them too"
             raise HttpError(409, message)

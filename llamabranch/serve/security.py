@@ -1,4 +1,4 @@
-"""Who may call: names of the host, origins of web pages, API keys."""
+"""Access control: host names, origins of web pages, API keys."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ _PUBLIC = {"/health", "/v1/health"}  # without a key
 
 
 class Guard:
-    """Refuses requests that a web page of another site, or somebody without a key, has sent.
+    """Refuses requests from web pages of other sites, and requests without a key.
 
-    A page can make a browser send a request to any address, and through DNS rebinding read the answer:
-    the name of the host tells these, so it is compared as a whole. An address needs no name.
+    A page can make a browser send a request to any address, and with DNS rebinding it can read the
+    answer. The host name in the request reveals that, so the complete name is checked. Numeric addresses
+    pass.
     """
 
     def __init__(self, settings: ServeSettings) -> None:
@@ -32,7 +33,7 @@ class Guard:
         self._keys = [key.encode() for key in settings.api_keys]
 
     def cors(self, scope: Scope) -> list[tuple[bytes, bytes]]:
-        """Return the headers that let the page that has sent a request read the answer, if it may."""
+        """Return the headers that let the sending page read the answer, if it is allowed to."""
         origin: bytes | None = dict(scope["headers"]).get(b"origin")
         if origin is None or not self._allows(origin.decode("latin-1")):
             return []
@@ -49,12 +50,12 @@ class Guard:
         given = {name: value.decode("latin-1") for name, value in scope["headers"]}
         host, origin = given.get(b"host", ""), given.get(b"origin")
         if not self._knows_host(host):
-            raise HttpError(403, f"unknown host {host[:100]!r}: --allowed-host lets it pass")
+            raise HttpError(403, f"unknown host {host[:100]!r}: --allowed-host allows it")
         if scope["method"] == "OPTIONS":  # a browser asks first, without a key
             return
         is_same = origin is None or origin.partition("://")[2] == host
         if not is_same and not self._allows(str(origin)):
-            raise HttpError(403, "pages of this origin may not call: --allow-origin lets them")
+            raise HttpError(403, "pages of this origin are not allowed: --allow-origin allows them")
         if self._keys and scope["path"] not in _PUBLIC and not sends_key(given, self._keys):
             raise HttpError(401, "the API key is missing or wrong: Authorization: Bearer KEY")
 
@@ -83,4 +84,4 @@ def sends_key(given: Mapping[bytes, str], keys: Iterable[bytes]) -> bool:
     scheme, _, key = given.get(b"authorization", "").partition(" ")
     sent = key.strip() if scheme.lower() == "bearer" else given.get(b"x-api-key", "")
     found = [hmac.compare_digest(sent.encode("latin-1"), each) for each in keys]
-    return any(found)  # of all, so that the time does not tell which
+    return any(found)  # compares all keys, so that the time does not reveal which one matched

@@ -1,4 +1,4 @@
-"""A socket, an event loop, a model that is loaded meanwhile, and an end that loses nothing."""
+"""The server: a socket, an event loop, loading the model meanwhile, and a clean shutdown."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["Server"]
 _POLL_S = 0.05
 _MOST_BYTES = 128 << 10  # of headers
 _SEND_BYTES = 128 << 10
-_IDLE_S = 75  # of a connection between two requests
+_IDLE_S = 75  # how long a connection may be idle between two requests
 
 
 class Server:
@@ -35,9 +35,9 @@ class Server:
     Args and errors are those of `serve`; ``open_engine`` is called in a thread of its own.
 
     Attributes:
-        service: once the model is loaded.
+        service: the service; None until the model is loaded.
         port, url: where it listens.
-        front: what is in front of the API; set before ``run``.
+        front: handlers in front of the API; set it before ``run``.
     """
 
     front: Front | None = None
@@ -60,15 +60,15 @@ class Server:
         except (OSError, OverflowError) as error:
             raise ConfigError(
                 f"cannot listen on {settings.host}:{settings.port}: {error}",
-                hint="--port takes another port, 0 any that is free",
+                hint="--port sets another port; 0 takes any free one",
             ) from None
-        # Of each connection: what a client that does not read can take of the system's memory.
+        # Per connection: limits the memory that a client which does not read can take.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
         self.port = int(self._socket.getsockname()[1])
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     def stop(self) -> None:
-        """End it: no new requests, running ones may end in time. A second call ends them, too."""
+        """Stop: refuse new requests and let running ones end in time. A second call ends them at once."""
         self._n_stops += 1
 
     def run(self) -> None:
@@ -87,7 +87,7 @@ class Server:
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
         def on_signal(*_: object) -> None:
-            if self.service is None:  # nothing is lost while the model loads
+            if self.service is None:  # while the model loads there is nothing to lose
                 quit_interrupted()
             self.stop()
 
@@ -125,12 +125,12 @@ class Server:
                 await engine.close()
 
     async def _drain(self, service: Service) -> None:
-        """Wait until the running requests have ended, or their time is over."""
+        """Wait until the running requests have ended, or the time is over."""
         service.is_draining = True
         if self.front is not None:
             await self.front.close()
         if service.n_texts:
-            self._log(f"{service.n_texts} texts run: waiting for them; another Ctrl-C does not")
+            self._log(f"waiting for {service.n_texts} running texts; another Ctrl-C ends them")
         left = self.settings.shutdown_timeout_s
         while service.n_texts and left > 0 and self._n_stops < 2:
             await asyncio.sleep(_POLL_S)
@@ -141,9 +141,9 @@ class Server:
 
 
 class _Protocol(HttpToolsProtocol):
-    """Connections on which whatever is no body has a limit: headers, chunk extensions and trailers."""
+    """A connection with a size limit for headers, chunk extensions and trailers."""
 
-    _n_bytes = 0  # since headers were complete, or the body went on
+    _n_bytes = 0  # since the headers were complete or the last piece of the body came
 
     def data_received(self, data: bytes) -> None:
         self._n_bytes += len(data)

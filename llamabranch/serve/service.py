@@ -1,4 +1,4 @@
-"""What all endpoints share: the model, the engine, the settings, the counters."""
+"""The state that all endpoints share: model, engine, settings, counters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .settings import ServeSettings
 
 __all__ = ["Service", "seconds"]
 
-_LONG_TEXT = 4096  # characters: tokenizing more would hold up the event loop
+_LONG_TEXT = 4096  # characters; tokenizing a longer text would block the event loop
 
 
 def seconds(result: Result) -> tuple[float, float]:
@@ -38,12 +38,12 @@ class Service:
         settings: limits and defaults.
 
     Attributes:
-        is_draining: no request is accepted any more.
-        n_texts: texts that are unfinished.
+        is_draining: whether new requests are refused.
+        n_texts: the number of unfinished texts.
         n_ctx: the most tokens of a text, prompt included.
-        is_exact: whether a text does not depend on what else is computed, to the bit.
+        is_exact: whether a text is independent, to the bit, of what else is computed.
         longest: the tokens of the longest text so far, prompt included.
-        prompt_s, predicted_s: seconds that prompts and texts took, summed over all texts.
+        prompt_s, predicted_s: seconds for prompts and for texts, summed over all texts.
     """
 
     def __init__(self, engine: AsyncEngine, settings: ServeSettings) -> None:
@@ -73,7 +73,7 @@ class Service:
         self.predicted_s += predicted_s
 
     def head(self, prefix: str, kind: str) -> dict[str, object]:
-        """Return the fields with which answers begin."""
+        """Return the first fields of an answer."""
         found = head(prefix, kind, self.names[0]) | {"system_fingerprint": self.fingerprint}
         return found if self.is_exact else found | {"batch_invariant": False}
 
@@ -90,7 +90,7 @@ class Service:
     async def tokenize(
         self, text: str, *, add_special: bool = True, parse_special: bool = True
     ) -> list[int]:
-        """Return the tokens of a text, without BOS where ``add_special`` is False."""
+        """Return the tokens of a text, without BOS if ``add_special`` is False."""
         model = self.model
         plain = partial(model.tokenize, add_special=False)
         tokens = partial(model.prompt_tokens if add_special else plain, parse_special=parse_special)
@@ -108,10 +108,10 @@ class Service:
             raise HttpError(400, text, param=param, kind=TOO_LONG, n_prompt_tokens=n, n_ctx=n_ctx)
 
     def next_request(self, prompt: Sequence[int], top: int) -> Request:
-        """Return a request for what may follow a prompt: one token, never one that ends the text.
+        """Return a request for the next token of a prompt, never one that ends the text.
 
         Raises:
-            HttpError: the context has no room for a token more.
+            HttpError: another token does not fit into the context.
         """
         self.check_room(prompt, 1)
         banned = dict.fromkeys(self.model.eog_tokens, float("-inf"))

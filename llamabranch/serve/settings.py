@@ -14,33 +14,33 @@ __all__ = ["ServeSettings", "is_loopback"]
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """How a server listens, whom it serves, and its limits.
+    """Where a server listens, who may use it, and its limits.
 
     Args:
-        host, port: where it listens; port 0 = any that is free.
-        api_keys: clients must send one of them; none = everybody is served.
+        host, port: where it listens; port 0 = any free one.
+        api_keys: clients must send one of them; () = no key is needed.
         allow_origins: origins of web pages that may call it, such as ``https://example.org``; "localhost"
             = every page of this machine, "*" = every page.
-        allowed_hosts: names by which it may be called, besides ``host`` and localhost: what a client
-            sends as ``Host``. Addresses pass.
-        alias: the name of the model for clients, or several, with commas between; None = its own.
+        allowed_hosts: host names, besides ``host`` and localhost, that a client may send as ``Host``.
+            Numeric addresses pass.
+        alias: the name of the model for clients, or several, separated by commas; None = its own.
         parallel: texts at a time; more wait.
-        max_queue: requests that may wait; one more is refused with 429.
-        max_body: bytes of a request's body at most.
-        max_choices: texts of one request at most: prompts times ``n``.
-        request_timeout_s, send_timeout_s: a request that takes longer, and one whose client takes no
-            data for as long, is cancelled.
-        shutdown_timeout_s: how long running requests may go on once the server is to end.
-        max_branches: nodes of branches at most.
-        branch_ttl_s: a tree of branches that nobody has used for as long is deleted.
+        max_queue: how many requests may wait; further ones are refused with 429.
+        max_body: the most bytes of a request's body.
+        max_choices: the most texts of one request: prompts times ``n``.
+        request_timeout_s: a request that takes longer is cancelled.
+        send_timeout_s: a request whose client reads no data for so long is cancelled.
+        shutdown_timeout_s: how long running requests may continue when the server shuts down.
+        max_branches: the most nodes of branches.
+        branch_ttl_s: a tree of branches that was not used for so long is deleted.
         metrics, slots: whether /metrics and /slots answer.
         log_requests: print one line for each request.
-        max_tokens: the limit of texts whose request has none; None = the context's end.
-        seed: of requests that have none; None = another one each.
-        sampling: the settings that a request does not give.
+        max_tokens: the limit for requests that set none; None = until the context is full.
+        seed: the seed for requests that set none; None = a random one for each.
+        sampling: defaults for settings that a request leaves out.
 
     Raises:
-        ConfigError: a value out of range, or an address that others can reach and no key.
+        ConfigError: a value is out of range, or others can reach the address and there is no key.
     """
 
     host: str = "127.0.0.1"
@@ -79,13 +79,13 @@ class ServeSettings:
             raise ConfigError("an API key must be ASCII text that is not empty")
         if not self.api_keys and not is_loopback(self.host):
             raise ConfigError(
-                f"on {self.host} everybody who reaches this machine could use the server: give it a key",
-                hint="--api-key KEY or --api-key-file FILE, or listen on 127.0.0.1",
+                f"on {self.host} everybody who can reach this machine could use the server: set a key",
+                hint="use --api-key KEY or --api-key-file FILE, or listen on 127.0.0.1",
             )
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches an address."""
+    """Return whether only this machine can reach an address."""
     try:
         return ip_address(host).is_loopback
     except ValueError:

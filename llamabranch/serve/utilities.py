@@ -1,4 +1,4 @@
-"""The endpoints that tell about the server, and those that tokenize."""
+"""The endpoints with facts about the server, and those that tokenize."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = [
 
 
 class TokenizeFields(Struct, kw_only=True):
-    """The body of /tokenize: ``content`` and ``add_special`` are llama-server's, the others vLLM's."""
+    """The body of /tokenize: ``content`` and ``add_special`` are llama-server's, the rest vLLM's."""
 
     content: str | None = None
     prompt: str | None = None
@@ -34,7 +34,7 @@ class DetokenizeFields(Struct, kw_only=True):
 
 
 async def index(call: Exchange, service: Service) -> None:
-    """Tell who opens the address in a browser what runs here, and where."""
+    """Show a browser which model runs here, and the addresses of the API."""
     host = dict(call.scope["headers"]).get(b"host", b"localhost").decode("latin-1")
     name, n, n_ctx = service.names[0], service.settings.parallel, service.n_ctx
     lines = [

@@ -278,7 +278,7 @@ class Moody:
     [
         (lambda: raises, "has raised ZeroDivisionError"),
         (lambda: forgets, "must return True or False, not None"),
-        (Moody, "which it has allowed before"),
+        (Moody, "which it allowed before"),
     ],
 )
 def test_a_faulty_constraint_is_a_typed_error(

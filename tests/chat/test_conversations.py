@@ -720,7 +720,7 @@ def test_chat_of_another_model_is_refused_by_its_name(
             assert str(model.path) in (refused.value.hint or "")
     about["model"]["path"] = str(tmp_path / "gone.gguf")
     (tmp_path / "saved" / "chat.json").write_text(json.dumps(about))
-    with pytest.raises(lb.errors.SnapshotError, match="the chat's model is gone"):
+    with pytest.raises(lb.errors.SnapshotError, match="the chat's model is missing"):
         lb.chat.saved_model(tmp_path / "saved")
     Chat.load(ctx, tmp_path / "saved").close()  # the model was only moved
 

@@ -298,7 +298,7 @@ def _printed(report: BenchReport, capsys: pytest.CaptureFixture[str]) -> str:
              "1.05 (0.90 to 1.20) times plain decoding, by 12 pairs of texts", "nothing else running"],
         ),
         (_decided(*[0.9, 1.2] * 6), 9.0, ["The timings are noisy: "]),
-        (PairReport(lengths=[_cell("auto", 1.3, n_drafted=0)]), 0.0, ["drafted nothing"]),
+        (PairReport(lengths=[_cell("auto", 1.3, n_drafted=0)]), 0.0, ["nothing was drafted"]),
         (
             _decided(1.3, n_drafted=0), 0.0,
             ["draft length 3 was the fastest above, but nothing was drafted when it was measured once"],

@@ -138,7 +138,7 @@ def test_every_command_in_a_terminal(tmp_path: Path) -> None:
         chat.say("two\\", "two")
         chat.say("lines", "has reached max_tokens")
         chat.say("/what", "there is no command /what")
-        chat.say("/help", "goes on in the next one")
+        chat.say("/help", "continues in the next one")
         chat.ready()
         chat.type("/quit\r")
     assert saved_in(tmp_path / "kept")["sampling"]["temperature"] == 0.5
@@ -245,14 +245,14 @@ def test_a_wrong_command_of_a_file_does_not_end_the_run(tmp_path: Path) -> None:
     lines = ("One day", "/what", "/clear", "/regen", "/edit 1", "/exit", "never sent")
     result = run(*OPTIONS, "-n", "4", *turns(tmp_path / "turns", *lines))
     assert result.exit_code == 1 and "never sent" not in result.stdout
-    for said in ("there is no command /what", "/edit N TEXT", "of what?", "branch 2"):
+    for said in ("there is no command /what", "/edit N TEXT", "an argument is missing", "branch 2"):
         assert said in result.stderr
 
 
 def test_model_without_a_template_continues_what_it_reads_and_says_so() -> None:
     result = run("-m", TARGET, "-t", "1", "-n", "4", "--draft", "none", stdin="Once upon a time")
     assert result.exit_code == 0
-    assert "has no chat template: it continues what it reads" in result.stderr
+    assert "has no chat template, so it just continues the messages" in result.stderr
     nothing = run("-m", TARGET, stdin="")
     assert nothing.exit_code == 2
     assert "there is no message" in nothing.stderr

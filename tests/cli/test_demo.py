@@ -17,7 +17,7 @@ from llamabranch.context.threads import ThreadTuner
 from llamabranch.native import ContextHandle, available_cores
 
 HEADINGS = (
-    "1. Eight answers from one reading",
+    "1. Eight answers that share one prompt",
     "2. A function edited",
     "3. A text as JSON",
     "4. Three endings, ranked by the model",
@@ -66,7 +66,7 @@ def test_demo_in_a_pipe_is_plain_text_and_says_what_to_type_next(small: None) ->
     assert "\x1b" not in result.stdout
     assert all(heading in result.stdout for heading in HEADINGS)
     rows = {line.split("  ")[0]: line.split()[-2:] for line in result.stdout.splitlines() if line}
-    n_prompt = int(re.findall(r"reading of a prompt of (\d+)", result.stdout)[0])
+    n_prompt = int(re.findall(r"share one prompt of (\d+)", result.stdout)[0])
     assert rows["tokens evaluated a text"] == [str(n_prompt // 8 + 8), str(n_prompt + 8)]
     said = " ".join(result.stdout.split())
     assert len(re.findall(r"\d\.\d times as fast, the same texts\.", said)) == 1

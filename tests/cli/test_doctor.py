@@ -137,9 +137,9 @@ def test_texts_may_differ_where_batches_are_not_exact(
     monkeypatch.setattr(lb.Engine, "generate", other)
     monkeypatch.setattr(lb.Branch, "step", next_step)
     shown, label = run().stdout, "FAIL" if invariant else "ok  "
-    why = "" if invariant else ", as may be: rounding"
+    why = "" if invariant else ", which is allowed: rounding"
     for name, what in (
-        ("four texts in one batch", "the text that each has alone"),
+        ("four texts in one batch", "each text as it is alone"),
         ("speculative decoding", "the text of plain decoding"),
     ):
         assert f"{label}  {name}: not {what}{why}\n" in shown

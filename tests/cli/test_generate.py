@@ -152,7 +152,7 @@ def test_figures_are_printed_where_drafting_was_asked_for() -> None:
     plain = run(*given, "-d", "none")
     assert re.fullmatch(
         r"8 tokens, ended by length, \d+\.\d a second, seed 1\n",
-        plain.stderr.replace("model: tale-target, as -m names none\n", ""),
+        plain.stderr.replace("model: tale-target (the default; -m names another)\n", ""),
     )
     grammar = run(*given, "--grammar", "/ is [a-z ]{40}/").stderr  # drafts, which nobody asked for
     assert "num drafts" not in grammar

@@ -55,7 +55,7 @@ def test_pull_that_fails_prints_no_path(hub: FakeHub) -> None:
     for name, code, said, more in (
         (f"{DRAFT}:Q4_0", 2, "no model with the tag Q4_0", {}),
         ("me/nothing", 1, "Repository not found", {}),
-        (DRAFT, 2, "this is offline", OFFLINE),
+        (DRAFT, 2, "HF_HUB_OFFLINE is set", OFFLINE),
         ("nothing", 2, "no model is called", {}),
     ):
         result = run("models", "pull", name, **more)
@@ -158,9 +158,9 @@ def test_show_shows_the_names_of_files_not_their_paths(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("vocab", "path", "said"),
     [
-        (None, "tokens", "can speculate together, token by token: the same 4096 tokens"),
-        ("bytes", "text", "through the text only: "),
-        ("none", "none", "cannot speculate together: "),
+        (None, "tokens", "can draft for the first, token by token: the same 4096 tokens"),
+        ("bytes", "text", "but only through the text: "),
+        ("none", "none", "cannot draft for the first: "),
     ],
 )
 def test_show_says_whether_two_models_can_speculate_and_why(

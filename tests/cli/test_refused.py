@@ -41,7 +41,7 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     (("speculate", "--json-schema", '{"properties": 5}'), "properties"),
     (("speculate", "--json-schema", "{"), "schema"),
     (("speculate", "--kv-type", "f7"), "f7"),
-    (("speculate", "-ctk", "q8_0", "-ctv", "f16"), "K and V have one type"),
+    (("speculate", "-ctk", "q8_0", "-ctv", "f16"), "K and V must have the same type"),
     (("speculate", "-ctv", "q8_0", "-fa", "0"), "needs flash attention"),
     (("speculate", "-fa", "maybe"), "unknown --flash-attn"),
     (("speculate", "-ngl", "many"), "many"),
@@ -80,7 +80,7 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     (("eval", "--perplexity", "none.txt"), "cannot read"),
     (("eval", "--perplexity", "TEXT", "-c", "1024"), "tokens"),
     (("eval", "--perplexity", "TEXT", "--save-logits", "MODEL"), "already exists"),
-    (("eval", "--against", "TEXT"), "no file of log-probabilities"),
+    (("eval", "--against", "TEXT"), "not a file of log-probabilities"),
     (("eval", "--against", "tale-draft"), "there is no text to measure"),
     (("eval", "--perplexity", "TEXT", "--against", "tale-target", "-m", "tale-target"), "another model"),
     (("bench", "--target", "tale-targte"), "did you mean tale-target?"),
@@ -170,7 +170,7 @@ def test_models_that_cannot_be_used_fail_with_a_reason(tmp_path: Path) -> None:
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.startswith("error: ")
     path = write_toy(tmp_path / "other.gguf", vocab="bytes")
-    message = f"no smaller model here drafts for {path}: copying from the text"
+    message = f"there is no smaller model here to draft for {path}: copying from the text"
     assert message in said_by("speculate", "--target", path, "-n", "4")
     (tmp_path / "empty.gguf").touch()
     result = run("speculate", "--target", tmp_path / "empty.gguf")

@@ -164,7 +164,7 @@ def raises(ids: Any, logits: Any) -> Any:
 
 
 BAD: dict[str, tuple[Any, str]] = {
-    "raises": (raises, "logits_processor has raised KeyError"),
+    "raises": (raises, "logits_processor raised KeyError"),
     "nothing": (lambda ids, logits: None, "must return logits of shape"),
     "shape": (lambda ids, logits: logits[:-1], "must return logits of shape"),
     "rows": (lambda ids, logits: logits[None], "must return logits of shape"),
@@ -214,7 +214,7 @@ def test_it_is_a_function_and_cannot_be_saved(ctx: Context, tmp_path: Path) -> N
     for bad in ([alternates], "f", 5):
         with pytest.raises(ConfigError, match="logits_processor must be a function") as caught:
             SamplingParams(logits_processor=bad)  # type: ignore[arg-type]
-        assert "of a list of functions make one" in (caught.value.hint or "")
+        assert "combine several functions into one" in (caught.value.hint or "")
     settings = SETTINGS["seeded"]
     expected = by_hand(ctx, 20, **settings)
     several: Any = LogitsProcessorList([alternates])

@@ -277,7 +277,7 @@ def test_a_branch_ends_its_thought(ctx: Context) -> None:
             assert fork.is_in_thought
             fork.end_thought(" So be it.")
             assert fork.text.endswith(" So be it.\n</think>\n\n")
-            with pytest.raises(lb.errors.UsageError, match="no thought"):
+            with pytest.raises(lb.errors.UsageError, match="not inside a thought"):
                 fork.end_thought()
         assert branch.is_in_thought
 

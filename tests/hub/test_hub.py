@@ -137,7 +137,11 @@ def test_smollm2_counts() -> None:
         ("qwen3-0.6b", "is not on this machine", "Qwen3-0.6B-Q8_0.gguf of Qwen/Qwen3-0.6B-GGUF"),
         ("me/other:Q8_0", "is not on this machine", "llamabranch models pull me/other:Q8_0"),
         ("smollm2-135m:Q9", "no model is called", "smollm2-135m:Q8_0"),
-        ("qwen3-4b:Q8_0", "no model is called", "Qwen/Qwen3-4B-GGUF:Q8_0 asks the hub"),
+        (
+            "qwen3-4b:Q8_0",
+            "no model is called",
+            "Qwen/Qwen3-4B-GGUF:Q8_0 looks for that quantization on the hub",
+        ),
         ("tale-target:F16", "no model is called", "tale-target alone is tale-target-q8_0.gguf"),
     ],
 )

@@ -24,7 +24,7 @@ SAFETENSORS = b'{"__metadata__":{"format":"pt"}}'
 # Beginnings of files that are no GGUF, the reason and the hint.
 FILES: dict[str, tuple[bytes, str, str]] = {
     "lfs": (POINTER, "Git LFS pointer to a file of 4,368,439,584 bytes", "git lfs pull"),
-    "page": (b"<!DOCTYPE html>\n<html><head>", "a web page", "/resolve/ in place of /blob/"),
+    "page": (b"<!DOCTYPE html>\n<html><head>", "a web page", "/resolve/ instead of /blob/"),
     "page2": (b"\xef\xbb\xbf\n  <html lang='en'>", "a web page", "/resolve/"),
     "xml": (b'<?xml version="1.0"?><Error><Code>AccessDenied</Code>', "a web page", "/resolve/"),
     "refusal": (b"Entry not found", "it is a text, .*'Entry not found'", "server's answer"),

@@ -54,7 +54,7 @@ def test_commands_open_a_split_model(whole: Path) -> None:
     assert len(texts(found)) == 1
     said = said_by("generate", "-m", second, "-p", "ab")
     assert "it is part 2 of 2 of a split model" in said
-    assert "give the first part" in said
+    assert "use the first part" in said
 
 
 def later_part(parts: Parts) -> Path:
@@ -115,12 +115,16 @@ WRONG: list[tuple[Callable[[Parts], Path], str, str]] = [
     (later_part, "it is part 3 of 3 of a split model", "first part: .*whole-00001-of-00003.gguf"),
     (later_part_alone, "part 3 of 3", "other-00001-of-00003.gguf, which is not beside it"),
     (later_part_renamed, "part 2 of 3", "name ends in -00001-of-00003.gguf"),
-    (first_renamed, "name does not end in -00001-of-00003.gguf", "names they had"),
-    (first_with_a_wrong_count, "name does not end in -00001-of-00003.gguf", "names they had"),
+    (first_renamed, "name does not end in -00001-of-00003.gguf", "original names of all parts"),
+    (
+        first_with_a_wrong_count,
+        "name does not end in -00001-of-00003.gguf",
+        "original names of all parts",
+    ),
     (missing, "part 2 of 3 is missing: whole-00002-of-00003.gguf", "in one folder"),
     (swapped, "whole-00002.*it is not part 2 of 3 of a model: it is part 3 of 3", "again"),
     (of_another_model, "its parts have .* tensors", "different models"),
-    (not_split, "it is no part of a split model", "again"),
+    (not_split, "it is not part of a split model", "again"),
     (cut_off, "whole-00003.*truncated", "download it again"),
     (not_gguf, "whole-00003.*Git LFS pointer to a file of 12,345 bytes", "git lfs pull"),
 ]

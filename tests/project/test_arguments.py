@@ -131,7 +131,7 @@ def test_counts_are_integers(name: str, ctx: lb.Context) -> None:
     branch = lb.Branch.start(ctx, STORY, temperature=0.0)
     before = branch.tokens, ctx.usage(), ctx.n_seq_free
     for value in NO_COUNTS:
-        with pytest.raises(ConfigError, match=r"must be|no such range"):
+        with pytest.raises(ConfigError, match=r"must be|invalid range"):
             COUNTS[name](ctx, branch, value)
         assert (branch.tokens, ctx.usage(), ctx.n_seq_free) == before
         assert branch.children == []

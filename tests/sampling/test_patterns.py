@@ -147,7 +147,7 @@ def test_names_of_properties_follow_their_patterns(toy: lb.Model) -> None:
         ("^*", "nothing to repeat"), ("(a", "unclosed group"), ("a)", "unopened group"),
         ("[a", "unclosed character class"), ("[b-a]", "character class range b-a"), ("a\\", "incomplete"),
         (r"\Aa", r"unknown escape \\A"), (r"a\Z", r"unknown escape \\Z"), (r"\q", r"unknown escape \\q"),
-        ("a{3,1}", "repetition count range {3,1}"), (r"\u{110000}", "no code point"),
+        ("a{3,1}", "repetition count range {3,1}"), (r"\u{110000}", "not a code point"),
         ("(?x:a)", "the flag 'x'"), ("(?>a)", "kind of group"), (r"\p{Nonsense}", "property"),
     ],
 )  # fmt: skip

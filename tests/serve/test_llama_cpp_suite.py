@@ -113,17 +113,16 @@ def prepare(root: Path, sources: Path) -> Path:
     return folder
 
 
-@pytest.mark.slow
-def test_llama_cpps_own_tests_pass_but_for_the_deviations(tmp_path: Path) -> None:
-    folder = prepare(tmp_path, source())
+def failures(folder: Path, tests: list[str]) -> tuple[int, dict[str, list[str]]]:
+    """Run some of the tests; return how many there are, and by name what each that fails says."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    report = tmp_path / "report.xml"
-    files = [f"unit/test_{name}.py" for name in FILES]
+    report = folder / "report.xml"
+    report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", f"--junitxml={report}"]
     done = subprocess.run(
-        [*command, *files], cwd=folder, capture_output=True, text=True, timeout=3000, check=False,
+        [*command, *tests], cwd=folder, capture_output=True, text=True, timeout=3000, check=False,
         env={
             **os.environ, "PORT": str(port), "LLAMABRANCH_PROFILE": "0",
             "LLAMA_SERVER_BIN_PATH": str(folder / "llama-server"),
@@ -138,10 +137,26 @@ def test_llama_cpps_own_tests_pass_but_for_the_deviations(tmp_path: Path) -> Non
                 file = str(case.get("classname")).removeprefix("unit.test_")
                 name = f"{file}::{str(case.get('name')).partition('[')[0]}"
                 told.setdefault(name, []).append(str(part.get("message"))[:200])
-    found = {name: len(messages) for name, messages in told.items()}
+    return len(cases), told
+
+
+@pytest.mark.slow
+def test_llama_cpps_own_tests_pass_but_for_the_deviations(tmp_path: Path) -> None:
+    folder = prepare(tmp_path, source())
+    n, told = failures(folder, [f"unit/test_{name}.py" for name in FILES])
     expected = {name: n for name, (n, _) in DEVIATIONS.items()}
-    wrong = {
-        name: told.get(name) for name in found | expected if found.get(name) != expected.get(name)
-    }
-    assert not wrong, "\n".join(f"{name}: {messages}" for name, messages in wrong.items())
-    assert len(cases) > 130
+
+    def wrong() -> dict[str, list[str]]:
+        return {
+            name: told.get(name, [])
+            for name in told | expected
+            if len(told.get(name, [])) != expected.get(name, 0)
+        }
+
+    if again := wrong():  # their limits of time depend on what else runs: once more, alone
+        _, found = failures(
+            folder, ["unit/test_{}.py::{}".format(*name.split("::")) for name in again]
+        )
+        told = {name: messages for name, messages in told.items() if name not in again} | found
+    assert not wrong(), "\n".join(f"{name}: {messages}" for name, messages in wrong().items())
+    assert n > 130

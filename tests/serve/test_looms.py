@@ -63,8 +63,8 @@ def test_mikupad_reads_each_token_with_its_alternatives(api: Any) -> None:
         post(api, "/detokenize", {"tokens": [token]})["content"] for token in tokens
     ).strip() == PROMPT  # fmt: skip
     chunks = [each for each in streamed(api, "/completion", MIKUPAD) if each.get("content")]
-    # A busy reader gets several tokens in one event.
     places = [place for chunk in chunks for place in chunk["completion_probabilities"]]
+    assert len(places) == len(chunks)  # mikupad reads the first of each event
     assert len(places) > 3
     for place in places:
         top = place["top_logprobs"]

@@ -505,7 +505,7 @@ MISFITS: dict[str, tuple[str, dict[str, Any], str]] = {
         "glm4moe", {"n_embd": 32}, "hidden states of 64 numbers, those of misfit have 32",
     ),
     "layers, vocabulary": ("glm4moe", {"vocab": "small"}, "vocabularies differ"),
-    "no head": ("llama", {}, "is no EAGLE-3 head and has no MTP layers"),
+    "no head": ("llama", {}, "is not an EAGLE-3 head and has no MTP layers"),
 }  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """A parser for GBNF that accepts what llama.cpp's parser accepts, and its translation to Lark.
 
-It follows llama.cpp's parser step by step, so an error has its line, column and reason. Grammars that
-llama.cpp accepts and that make it hang or overflow its stack are rejected, too: those that name tokens
-run on its own sampler.
+It follows llama.cpp's parser step by step, so an error has its line, column and reason. It also rejects
+grammars that llama.cpp accepts but that make it hang or overflow its stack, because grammars that name
+tokens run on llama.cpp's own sampler.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ...errors import GrammarError
 
 __all__ = ["NO_FORCING", "Gbnf"]
 
-NO_FORCING = '{"no_forcing": true}'  # texts that are certain may be split into any tokens
+NO_FORCING = '{"no_forcing": true}'  # text that is certain may be split into any tokens
 
 _MAX_DEPTH = 200
 _MAX_REPEAT = 2000
@@ -28,15 +28,15 @@ _HEX = re.compile(r"[0-9a-fA-F]*")
 _INT = re.compile(r"[0-9]*")
 _SPACE = re.compile(r"(?:[ \t]|#[^\r\n]*)*")
 _LINES = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
-# What may follow a name or a blank in a sequence, but not at the beginning of a rule.
+# May follow a name or a blank in a sequence, but not the beginning of a rule.
 _CONTINUES = re.compile(r"""[|"\[(<!.)*+?{\r\na-zA-Z0-9]|\Z""")
 _LINES_OF_RULES = (
     "a rule continues on the next line only after '::=' or '|', or inside parentheses; "
     "a '|' with nothing before it allows the empty text"
 )
-_REFERENCE = re.compile("@([0-9]+)@")  # to a rule, in its translation
+_REFERENCE = re.compile("@([0-9]+)@")  # a reference to a rule in a translation
 
-# A sequence of symbols: the number of a rule, or None for a character or a token.
+# A sequence of symbols. Each is the number of a rule, or None for a character or a token.
 Sequence = list[int | None]
 
 
@@ -55,7 +55,7 @@ class Gbnf:
         self._text = text
         self._at = 0
         self._depth = 0
-        self._previous = ""  # the name of the rule that was read last
+        self._previous = ""  # the name of the last rule
         self._numbers: dict[str, int] = {}
         self._n_symbols = 0
         self._end = 0  # one above the highest number of a defined rule
@@ -168,8 +168,8 @@ class Gbnf:
 
     def _sequence(self, nested: bool) -> tuple[Sequence, str]:
         sequence: Sequence = []
-        items: list[str] = []  # their translations
-        last = 0  # where the item starts that a repetition would repeat
+        items: list[str] = []  # the translations of the items
+        last = 0  # the start of the item that a repetition would repeat
         n_rules = 1  # the number of rules in that item
         while c := self._next():
             at = self._at
@@ -217,7 +217,7 @@ class Gbnf:
         return sequence, " ".join(filter(None, items)) or '""'
 
     def _repeat(self, sequence: Sequence, last: int, low: int, high: int | None) -> None:
-        """Let the item that starts at ``last`` come ``low`` to ``high`` times."""
+        """Repeat the item that starts at ``last`` ``low`` to ``high`` times."""
         item = sequence[last:]
         if low == 0:
             del sequence[last:]
@@ -287,7 +287,7 @@ class Gbnf:
         return found
 
     def _set(self) -> str:
-        """Read a set; return its translation, "" where it matches the empty text, as llama.cpp does."""
+        """Read a set; return its translation, or "" if it matches the empty text, as in llama.cpp."""
         at = self._at
         self._at += 1
         found: list[str] = []
@@ -346,7 +346,7 @@ class Gbnf:
     # -- the rules ---------------------------------------------------------------------------------
 
     def _check_left_recursion(self) -> None:
-        """Reject left recursion: what llama.cpp rejects, and what it overlooks and then loops forever."""
+        """Reject left recursion, also the kinds that llama.cpp overlooks and then loops for ever."""
         direct = {n for n, ways in self.rules.items() if [] in ways}  # all that llama.cpp considers
         nullable = _nullable(self.rules)
         for empty, forbids_last in ((direct, True), (nullable, False)):
@@ -370,9 +370,9 @@ class Gbnf:
     def lark(self) -> str:
         """The same grammar in llguidance's dialect of Lark.
 
-        Without recursion it is one terminal, a regular expression. Else every character is a terminal of
-        its own: longer ones would be matched greedily. Texts that are forced may be split into any
-        tokens, as llama.cpp allows it.
+        Without recursion it is one terminal, a regular expression. With recursion every character is a
+        terminal of its own, because longer ones would be matched greedily. Forced text may be split into
+        any tokens, as in llama.cpp.
         """
         reached, is_recursive, path = self._reached()
         if path > _MAX_PATH:
@@ -386,10 +386,10 @@ class Gbnf:
         return _REFERENCE.sub(name, "\n".join(lines))
 
     def _reached(self) -> tuple[list[int], bool, int]:
-        """Return the rules with names that the start symbol needs; whether one contains itself; how deep.
+        """Return the named rules that the start symbol needs, whether one contains itself, and the depth.
 
-        The depth counts the groups of the deepest path from rule to rule, of rules that contain each
-        other those of all.
+        The depth is the number of groups on the deepest path from rule to rule. For rules that contain
+        each other it counts the groups of all of them.
         """
         uses = {
             number: [int(n) for n in _REFERENCE.findall(text)]

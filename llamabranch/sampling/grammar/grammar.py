@@ -1,4 +1,4 @@
-"""What the generated text must follow: a JSON schema, a regular expression, a choice, Lark or GBNF."""
+"""Grammars for generated text: a JSON schema, a regular expression, a choice, Lark or GBNF."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GrammarState = Matcher | SamplerMatcher
 _KINDS = ("gbnf", "json_schema", "regex", "choice", "lark")
 _UNSUPPORTED = re.compile(r'Unimplemented keys: \["([^"]*)"')
 _MOST_BYTES = 1 << 20
-_REASONS = (  # of llguidance, without its expressions
+_REASONS = (  # rewrites llguidance's reasons without its expressions
     ("^the grammar is refused: ", ""),
     ("^regex parse error:.*error: ", "pattern: "),
     ("^(lookarounds not supported).*", r"pattern: \1"),
@@ -40,17 +40,17 @@ _WHITESPACE = ("single", "none", "any")
 class Grammar:
     """A grammar that the generated text must follow from its beginning to its end.
 
-    Use ``from_json_schema``, ``from_regex``, ``from_choices`` and ``from_lark`` for what is not GBNF.
+    For anything but GBNF use ``from_json_schema``, ``from_regex``, ``from_choices`` or ``from_lark``.
 
     Args:
-        source: the text of the grammar; of a choice, a JSON list.
+        source: the text of the grammar; for a choice, a JSON list.
         kind: "gbnf" (its start symbol is ``root``), "json_schema", "regex", "choice" or "lark".
-        whitespace: of a JSON schema; see ``from_json_schema``.
+        whitespace: for a JSON schema; see ``from_json_schema``.
 
     Raises:
-        GrammarError: it does not parse, with the reason; it needs something that is not supported, or
-            more than 1 MiB; no text satisfies it. Whether a token that it names exists is checked when a
-            branch uses it.
+        GrammarError: it does not parse (the message has the reason), needs something that is not
+            supported, is larger than 1 MiB, or no text satisfies it. Whether a token that it names exists
+            is checked when a branch uses it.
     """
 
     source: str
@@ -81,7 +81,7 @@ class Grammar:
         object.__setattr__(self, "guidance", self._compile())
 
     def _compile(self) -> str:
-        """Return the grammar as llguidance reads it; "" = llama.cpp's sampler has to follow it."""
+        """Return the grammar in llguidance's form; "" if llama.cpp's own sampler must be used."""
         if self.kind == "gbnf":
             return self._compile_gbnf()
         if self.kind == "json_schema":
@@ -95,7 +95,7 @@ class Grammar:
 
     def _compile_schema(self) -> str:
         schema = json_schemas.parse(self.source)
-        for given in (json_schemas.closed(schema), schema):  # which may need other properties
+        for given in (json_schemas.closed(schema), schema):  # closed, a schema may be contradictory
             found, reason = _of_schema(given, self.whitespace)
             if found:
                 return found
@@ -108,7 +108,7 @@ class Grammar:
             return ""
         try:
             return compiled("lark", parsed.lark)
-        except GrammarError:  # for instance a range that is empty: llama.cpp takes it
+        except GrammarError:  # for example an empty range, which llama.cpp accepts
             return ""
 
     @classmethod
@@ -125,8 +125,8 @@ class Grammar:
                 "none"; "any" = whatever JSON allows between its tokens, so that a text may be long.
 
         Raises:
-            GrammarError: not a schema, one that no text satisfies, or one with something unsupported,
-                which the message names.
+            GrammarError: it is not a schema, no text satisfies it, or it has something unsupported, which
+                the message names.
             ConfigError: pydantic is missing, or cannot describe the type.
         """
         model: type | None = None
@@ -161,7 +161,7 @@ class Grammar:
         """Return a grammar for exactly these texts.
 
         Raises:
-            GrammarError: no choice, or an empty one. ConfigError: one text instead of a list.
+            GrammarError: there is no choice, or an empty one. ConfigError: a text instead of a list.
         """
         return cls(json.dumps(items("choices", choices), ensure_ascii=False), "choice")
 
@@ -190,7 +190,7 @@ class Grammar:
         return cls(str(fields["source"]), str(fields["kind"]), str(fields["whitespace"]))
 
     def as_dict(self) -> str | dict[str, str]:
-        """Return JSON types that describe it: for GBNF its text."""
+        """Return the grammar as JSON types; for GBNF as its text."""
         if self.kind == "gbnf":
             return self.source
         return {"source": self.source, "kind": self.kind, "whitespace": self.whitespace}
@@ -199,8 +199,9 @@ class Grammar:
         """Return the state of this grammar before the first token.
 
         Args:
-            model: whose tokens it matches.
-            forcing: a GBNF grammar too follows the tokenizer where the text is certain.
+            model: the model whose tokens it matches.
+            forcing: True = where the text is certain, a GBNF grammar also allows only the tokenizer's
+                tokens.
 
         Raises:
             GrammarError: the model has no text, the grammar names a token that the vocabulary lacks, or
@@ -216,20 +217,22 @@ class Grammar:
         )
 
     def parse(self, text: str) -> object:
-        """Return what a complete text of a JSON schema means: a JSON value, or an instance of its type.
+        """Return the value of a complete JSON text: a JSON value, or an instance of the schema's type.
 
         For other grammars it returns the text.
 
         Raises:
-            ParseError: the text is incomplete; or the type refuses it, by a validator for instance; or an
-                array repeats an item against ``uniqueItems``, which a grammar can follow only where the
-                items are a few enumerated values.
+            ParseError: the text is incomplete, or the type refuses it (for example a validator), or an
+                array repeats an item although ``uniqueItems`` is set, which a grammar can prevent only if
+                the items are a few enumerated values.
         """
         if self.kind != "json_schema":
             return text
         found = json_schemas.value(self.model, text)
         if self.model is None and (where := json_schemas.repetition(self.source, found)):
-            raise ParseError(f"the items at {where} are not unique, as the schema asks", text=text)
+            raise ParseError(
+                f"the items at {where} are not unique, which the schema requires", text=text
+            )
         return found
 
 
@@ -252,7 +255,7 @@ def _refusal(schema: dict[str, object], reason: str, whitespace: str) -> Grammar
     path, reason = json_schemas.place(schema, reason, lambda part: _of_schema(part, whitespace)[1])
     found, is_one_of = _UNSUPPORTED.search(reason), "oneOf constraints" in reason
     if found or is_one_of:
-        hint = "use anyOf where the parts exclude each other anyway" if is_one_of else None
+        hint = "use anyOf if the parts exclude each other anyway" if is_one_of else None
         keyword = found[1] if found else "oneOf"
         return GrammarError(
             f"the JSON-schema keyword {keyword!r} at {path} is not supported", hint=hint

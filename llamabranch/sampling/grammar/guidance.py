@@ -27,7 +27,7 @@ T = TypeVar("T")
 Mask = npt.NDArray[np.uint32]
 
 _SEPARATORS = {"single": (", ", ": "), "none": (",", ":"), "any": (",", ":")}
-# The inside of JSON strings: masks of these are computed once, when the tokenizer is made.
+# The inside of JSON strings; their masks are computed once, when the tokenizer is made.
 _SLICES = [r'[^"\\\x00-\x1F\x7F]{1,10}', r'[^"\\\x00-\x1F\x7F]+']
 _MOST_REASON = 300
 
@@ -36,7 +36,7 @@ _lock = forkable_lock()
 
 
 def compiled(kind: str, source: str, whitespace: str = "any") -> str:
-    """Return a grammar as llguidance reads it: of a "lark" text, a "regex" or a "json_schema".
+    """Return a grammar in llguidance's form, from a "lark" text, a "regex" or a "json_schema".
 
     Raises:
         GrammarError: llguidance refuses it.
@@ -65,7 +65,7 @@ def _guarded(call: Callable[[], T]) -> T:
     except ValueError as error:
         raise _refusal(str(error)) from error
     except BaseException as error:
-        if type(error).__name__ == "PanicException":  # of Rust: it is no Exception
+        if type(error).__name__ == "PanicException":  # from Rust; it is not an Exception
             raise _refusal(f"llguidance failed: {error}") from None
         raise
 
@@ -104,7 +104,7 @@ class Matcher:
 
     Args:
         model: whose tokens it matches.
-        grammar: one that ``compiled`` has returned.
+        grammar: a result of ``compiled``.
 
     Raises:
         GrammarError: the grammar names a token that the vocabulary lacks, or no text satisfies it.
@@ -125,8 +125,8 @@ class Matcher:
     def mask(self) -> Mask:
         """Return which tokens may come next, one bit each, uint32 ((V + 31) // 32,); do not change it.
 
-        EOG tokens are among them where the text may end, and nowhere else. Where the text that follows is
-        certain, this is only the token with which the tokenizer would begin it.
+        EOG tokens are allowed only where the text may end. If the next text is certain, only the token
+        with which the tokenizer would begin it is allowed.
 
         Raises:
             GrammarError: the grammar is too complex at this position.
@@ -142,7 +142,7 @@ class Matcher:
         return self._mask
 
     def allows(self, token: int) -> bool:
-        """Return whether ``token`` may come next, also where the tokenizer would not choose it."""
+        """Return whether ``token`` may come next, even if the tokenizer would not choose it."""
         if self._is_ended:
             return False
         if self._model.is_eog(token):
@@ -159,7 +159,7 @@ class Matcher:
         self._check()
 
     def forced(self) -> list[int]:
-        """Return the tokens of the text that must come next; [] where there is a choice."""
+        """Return the tokens of the text that must come next; [] if there is a choice."""
         if self._is_ended or self._matcher.is_stopped():
             return []
         self._model.handle  # noqa: B018  (raises ClosedError: the tokenizer needs the model)

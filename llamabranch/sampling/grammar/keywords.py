@@ -1,6 +1,7 @@
-"""Keywords of JSON schemas, written as llguidance follows them; what it cannot follow is refused by name.
+"""Keywords of JSON schemas, rewritten for llguidance; unsupported ones are refused by name.
 
-What constrains nothing is left out: ``uniqueItems: false``, ``not: false``, formats that are no form.
+Keywords that constrain nothing are left out: ``uniqueItems: false``, ``not: false``, formats that any
+text fits.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _INNER = (
 )  # fmt: skip
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _NAMED = ("properties", "patternProperties", "dependentSchemas")
-# All that may refuse a value. Other keywords are annotations.
+# All keywords that can refuse a value. Other keywords are annotations.
 CONSTRAINTS = frozenset(
     (
         *_NUMBERS, *_COUNTS, *_INNER, *_LISTS, *_NAMED, "$ref", "$dynamicRef", "const", "enum", "type",
@@ -55,10 +56,10 @@ _INTEGERS = {"int32": 31, "int64": 63}
 
 
 def prepare(document: Schema) -> None:
-    """Rewrite, in place, all parts of a schema that may apply to a value.
+    """Rewrite, in place, all parts of a schema that can apply to a value.
 
     Raises:
-        GrammarError: a part has something that cannot be followed; the message names keyword and place.
+        GrammarError: a part has something unsupported; the message names the keyword and its place.
     """
     _resolve_anchors(document)
     multiples: list[tuple[int, int]] = []
@@ -80,7 +81,7 @@ def prepare(document: Schema) -> None:
 
 @contextmanager
 def _at(path: str) -> Iterator[None]:
-    """Add the place to what is refused there."""
+    """Add the place to the message of an error."""
     try:
         yield
     except GrammarError as error:
@@ -90,8 +91,8 @@ def _at(path: str) -> Iterator[None]:
 def schema_parts(document: Schema, start: Schema | None = None) -> Iterator[tuple[str, Schema]]:
     """Yield each part that may apply to a value, outer ones first, with its JSON pointer.
 
-    Definitions are followed where something refers to them. With ``start``, a part of the document, only
-    what may apply to a value of that part is found.
+    Definitions count only if something refers to them. With ``start``, a part of the document, only the
+    parts that can apply to a value of that part are yielded.
     """
     todo, seen = [("#", document if start is None else start)], set[int]()
     while todo:
@@ -136,7 +137,7 @@ def pointed(reference: object, document: object) -> object:
 
 
 def _resolve_anchors(document: Schema) -> None:
-    """Write references to an ``$anchor`` as references to its place."""
+    """Replace references to an ``$anchor`` by references to its place."""
     places: dict[str, str] = {}
     references: list[Schema] = []
     todo: list[tuple[str, object]] = [("#", document)]
@@ -162,23 +163,23 @@ def _resolve_anchors(document: Schema) -> None:
             part["$ref"] = places[name[1:]]
 
 
-# -- what constrains nothing -----------------------------------------------------------------------
+# -- keywords that constrain nothing ---------------------------------------------------------------
 
 
 def _takes_all(value: object) -> bool:
-    """Return whether a schema is true, or has annotations alone."""
+    """Return whether a schema is true, or has only annotations."""
     return value is True or (isinstance(value, dict) and not CONSTRAINTS & value.keys())
 
 
 def _takes_names(value: object) -> bool:
-    """Return whether a schema takes every name of a property: names are strings."""
+    """Return whether a schema allows every property name; names are strings."""
     if isinstance(value, dict) and value.get("type") == "string":
         value = {name: one for name, one in value.items() if name != "type"}
     return _takes_all(value)
 
 
 def _names_nothing(value: object) -> bool:
-    """Return whether dependencies require nothing of anything."""
+    """Return whether all dependencies are empty."""
     return isinstance(value, dict) and all(one == [] or _takes_all(one) for one in value.values())
 
 
@@ -218,7 +219,7 @@ def _drop_idle(part: Schema) -> None:
 
 
 def _drop_condition(part: Schema) -> None:
-    """Leave out ``if`` where it decides nothing, or is decided."""
+    """Remove ``if`` when it has no effect, or when its result is known."""
     condition = part.get("if")
     ways = {name: part.get(name, True) for name in ("then", "else")}
     decides = "if" in part and not all(map(_takes_all, ways.values()))
@@ -251,7 +252,7 @@ def _write_format(part: Schema) -> None:
     types = types if isinstance(types, list) else [types]
     is_number = bool(types) and not {"string"} & set(types)
     if name in _ANY_TEXT or name in _ANY_NUMBER or (is_number and name not in _INTEGERS):
-        del part["format"]  # of numbers and objects formats are annotations
+        del part["format"]  # for numbers and objects a format is an annotation
     elif name in _INTEGERS:
         del part["format"]
         if is_number:
@@ -264,7 +265,7 @@ def _write_format(part: Schema) -> None:
 
 
 def _write_names(part: Schema) -> None:
-    """Write ``propertyNames`` with keywords that llguidance knows, where that is possible."""
+    """Replace ``propertyNames`` by keywords that llguidance knows, if possible."""
     names = part.get("propertyNames")
     if not isinstance(names, dict) or "properties" in part or "patternProperties" in part:
         return
@@ -289,7 +290,7 @@ def _write_names(part: Schema) -> None:
 
 
 def _check_numbers(part: Schema) -> None:
-    for side in ("inimum", "aximum"):  # of draft 4: whether the bound itself is left out
+    for side in ("inimum", "aximum"):  # in draft 4 exclusiveMinimum is a flag
         excluded, bound = f"exclusiveM{side}", f"m{side}"
         if isinstance(part.get(excluded), bool) and part.pop(excluded) and bound in part:
             part[excluded] = part.pop(bound)

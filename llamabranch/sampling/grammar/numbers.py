@@ -1,8 +1,8 @@
-"""Numbers of JSON schemas: which of them llguidance has exactly, and what to write where it has not.
+"""Numbers of JSON schemas: which of them llguidance represents exactly, and how to write the others.
 
-llguidance holds numbers as 64-bit floats, and integers between bounds as 64 bits. Beyond 2^53 a float is
-no exact integer, at -2^63 llguidance overflows its stack, and decimals of more than 15 digits may come
-out with another last digit.
+llguidance stores numbers as 64-bit floats, and integers between bounds in 64 bits. Beyond 2^53 a float
+cannot represent every integer, at -2^63 llguidance overflows its stack, and decimals of more than 15
+digits may get another last digit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = [
 LARGEST = 1 << 53  # below it floats hold every integer
 _MOST_DIGITS = 15  # decimals of so many digits survive a float
 _LEAST_EXPONENT = -20
-_MOST_MULTIPLE = 100_000  # a state of the grammar for each remainder: 1.5 s and 50 MB for so many
+_MOST_MULTIPLE = 100_000  # remainders, each a state of the grammar; so many take 1.5 s and 50 MB
 _MOST_COMBINED = (1 << 32) - 1
 _MOST_PLACES = 9
 _PLACES = Context(prec=400, Emax=999_999, Emin=-999_999)
@@ -45,7 +45,7 @@ class Digits(float):
 
 
 def is_number(value: object) -> bool:
-    """Return whether a JSON value is a number; true and false are none."""
+    """Return whether a JSON value is a number; true and false are not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -59,7 +59,7 @@ def _decimal(value: object) -> Decimal:
 
 
 def is_exact(value: object) -> bool:
-    """Return whether llguidance writes a number as it was written, or as an equal one."""
+    """Return whether llguidance would generate this number, or an equal one."""
     if isinstance(value, int):
         return abs(value) < LARGEST
     number = _decimal(value).normalize(_PLACES)
@@ -86,7 +86,7 @@ def _bounds(part: Mapping[str, object]) -> tuple[Decimal | None, Decimal | None,
 
 
 def integers(part: Mapping[str, object]) -> tuple[int | None, int | None]:
-    """Return the least and the largest integer within a schema's bounds; None where it has no bound."""
+    """Return the smallest and the largest integer within a schema's bounds; None without a bound."""
     least, most, above, below = _bounds(part)
     first: int | None = None
     last: int | None = None
@@ -100,7 +100,7 @@ def integers(part: Mapping[str, object]) -> tuple[int | None, int | None]:
 
 
 def within(value: object, part: Mapping[str, object]) -> bool:
-    """Return whether a number lies between a schema's bounds."""
+    """Return whether a number is within a schema's bounds."""
     least, most, above, below = _bounds(part)
     number = _decimal(value)
     return not (
@@ -110,14 +110,14 @@ def within(value: object, part: Mapping[str, object]) -> bool:
 
 
 def rounded(value: object, side: str) -> int | float:
-    """Return a bound that llguidance holds exactly and that allows no number that ``value`` refuses.
+    """Return a bound that llguidance represents exactly and that is at least as strict as ``value``.
 
     Args:
         value: the bound.
         side: "minimum" or "maximum".
 
     Raises:
-        GrammarError: no number beyond it can be held.
+        GrammarError: there is no such number.
     """
     limit = LARGEST if side == "maximum" else -LARGEST
     number = _decimal(value)
@@ -144,17 +144,17 @@ def multiple(value: object) -> tuple[int, int]:
         raise GrammarError(f"multipleOf must be above 0, not {exact_text(value):.40}")
     places = max(0, -int(number.as_tuple().exponent))
     coefficient = number.scaleb(places, _PLACES)
-    n_remainders = int("".join(map(str, number.as_tuple().digits)))  # but for zeros at the end
+    n_remainders = int("".join(map(str, number.as_tuple().digits)))  # without trailing zeros
     if places > _MOST_PLACES or coefficient > _MOST_COMBINED or n_remainders > _MOST_MULTIPLE:
         raise GrammarError(
             f"multipleOf {exact_text(value):.40} has too many digits",
-            hint=f"at most {_MOST_MULTIPLE:,}, or as many hundredths and so on",
+            hint=f"at most {_MOST_MULTIPLE:,} units, for example 99991 or 0.01",
         )
     return int(coefficient), places
 
 
 def check_multiples(found: Iterable[tuple[int, int]]) -> None:
-    """Check that llguidance can compute what several multiples have in common.
+    """Check that llguidance can compute the least common multiple of several multiples.
 
     Raises:
         GrammarError: it would overflow.
@@ -170,10 +170,10 @@ def check_multiples(found: Iterable[tuple[int, int]]) -> None:
 
 
 def integers_between(least: int | None, most: int | None) -> str:
-    """Return a regular expression of the integers between two, both included; None: without an end.
+    """Return a regular expression for the integers from ``least`` to ``most``; None = no bound.
 
     Raises:
-        GrammarError: no integer lies between them.
+        GrammarError: there is no integer between them.
     """
     if least is not None and most is not None and least > most:
         raise GrammarError(f"no integer is at least {least} and at most {most}")
@@ -187,7 +187,7 @@ def integers_between(least: int | None, most: int | None) -> str:
 
 
 def _naturals(least: int, most: int | None) -> str:
-    """Return a regular expression of natural numbers without leading zeros."""
+    """Return a regular expression for natural numbers without leading zeros."""
     parts = []
     n_digits = len(str(least))
     while most is None or n_digits <= len(str(most)):
@@ -202,7 +202,7 @@ def _naturals(least: int, most: int | None) -> str:
 
 
 def _same_length(first: str, last: str) -> Iterator[str]:
-    """Yield regular expressions of the digits from ``first`` to ``last``, which has as many."""
+    """Yield regular expressions for the numbers from ``first`` to ``last``, which has as many digits."""
     n = len(first)
     i = next((k for k in range(n) if first[k] != last[k]), n)
     if i == n:
@@ -211,7 +211,7 @@ def _same_length(first: str, last: str) -> Iterator[str]:
     if not first[i + 1 :].strip("0") and not last[i + 1 :].strip("9"):
         yield f"{first[:i]}[{first[i]}-{last[i]}]{_any(n - i - 1)}"
         return
-    for k in range(i + 1, n):  # above the first, with one more of its digits
+    for k in range(i + 1, n):  # above ``first``, with one more digit in common
         if first[k] < "9":
             yield f"{first[:k]}[{int(first[k]) + 1}-9]{_any(n - k - 1)}"
     yield first

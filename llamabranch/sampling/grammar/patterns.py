@@ -1,8 +1,8 @@
 r"""Patterns of JSON schemas: ECMAScript's regular expressions, written as Rust's regex reads them.
 
-JSON Schema means ECMA-262 with the flag ``u``. Rust's syntax looks alike and differs in many places: in
-a class ``&&``, ``--``, ``~~`` and ``[`` are set operators there, ``\d`` is any Unicode digit, ``$`` and
-``.`` know other line ends. So every class is computed here, as a set of code points, and written out.
+JSON Schema uses ECMA-262 with the flag ``u``. Rust's syntax is similar but differs in many places: inside
+a class ``&&``, ``--``, ``~~`` and ``[`` are set operators in Rust, ``\d`` is any Unicode digit, and ``$``
+and ``.`` use other line ends. So every class is computed here, as a set of code points, and written out.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ __all__ = ["rust_pattern"]
 Ranges = tuple[tuple[int, int], ...]  # of code points, both ends included; sorted, none touch
 
 _LAST = sys.maxunicode
-_SURROGATES = (0xD800, 0xDFFF)  # no code points of a text
+_SURROGATES = (0xD800, 0xDFFF)  # these code points never occur in a text
 _MOST_REPEATS = 1 << 31
 _CONTROL = {"t": "\t", "n": "\n", "v": "\v", "f": "\f", "r": "\r"}
-# Of other languages. Without the flag ``u`` ECMAScript reads the letter itself, with it an error.
+# Escapes of other languages. In ECMAScript they are errors with the flag ``u``.
 _FOREIGN = {
     "A": "^ stands for the beginning", "Z": "$ stands for the end", "z": "$ stands for the end",
     "a": r"\x07 is that character", "e": r"\x1b is that character", "h": r"[ \t]", "R": r"\r?\n",
@@ -56,7 +56,7 @@ def _merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def _others(ranges: Ranges) -> Ranges:
-    """Return all code points but these, surrogates left out."""
+    """Return all other code points, without surrogates."""
     found, start = [], 0
     for first, last in _merged([*ranges, _SURROGATES]):
         if first > start:
@@ -73,7 +73,7 @@ _DIGITS: Ranges = ((0x30, 0x39),)
 _WORD = _merged([*_DIGITS, (0x41, 0x5A), (0x61, 0x7A), (0x5F, 0x5F)])
 _LINE_ENDS = _of("\n\r\u2028\u2029")
 _SPACE = _merged([*_of("\t\n\v\f\r \u00a0\u1680\u2028\u2029\u202f\u205f\u3000"), (0x2000, 0x200A)])
-# White space to ECMAScript, or to Python, whose validators people use, but not to both: in neither class.
+# White space in ECMAScript or in Python's validators, but not in both; they are in neither class.
 _UNSURE = _of("\x1c\x1d\x1e\x1f\x85\ufeff")
 _CLASSES = {
     "d": _DIGITS, "D": _others(_DIGITS), "w": _WORD, "W": _others(_WORD), "s": _SPACE,
@@ -90,20 +90,20 @@ def _category(name: str) -> Ranges:
 
 
 class _Flags(NamedTuple):
-    """What ``(?i:...)`` and ``(?s:...)`` have turned on."""
+    """The flags that ``(?i:...)`` and ``(?s:...)`` turned on."""
 
     ignores_case: bool = False
     dot_is_all: bool = False
 
 
 def rust_pattern(pattern: str) -> str:
-    """Return an ECMAScript pattern in the syntax of Rust's regex; what it matches is the same.
+    """Return an equivalent of an ECMAScript pattern in the syntax of Rust's regex.
 
-    Groups capture nothing. Anchors stay, since llguidance reads them itself.
+    Groups capture nothing. Anchors stay, because llguidance handles them.
 
     Raises:
-        GrammarError: it is no pattern of ECMAScript, or it has look-around, a backreference or a word
-            boundary, which no grammar can follow.
+        GrammarError: it is not a valid ECMAScript pattern, or has look-around, a backreference or a word
+            boundary, which a grammar cannot express.
     """
     return _Reader(pattern).read()
 
@@ -129,7 +129,7 @@ class _Reader:
         raise GrammarError(f"pattern: {reason}")
 
     def _match(self, expression: str) -> re.Match[str] | None:
-        """Return the match of a regular expression here, and go behind it."""
+        """Return the match of a regular expression at this place, and move behind it."""
         found = re.compile(expression, re.DOTALL).match(self._pattern, self._at)
         if found is not None:
             self._at = found.end()
@@ -163,7 +163,7 @@ class _Reader:
     def _quantifier(self) -> str:
         if not self._has_atom:
             self._refuse(f"nothing to repeat before {self._pattern[self._at : self._at + 8]!r}")
-        self._has_atom = False  # what follows a quantifier is no second one
+        self._has_atom = False  # a second quantifier may not follow
         found = self._match(r"([*+?])\??|\{(\d+)(,?)(\d*)\}\??")
         if found is None:
             self._refuse("unclosed counted repetition")
@@ -207,7 +207,7 @@ class _Reader:
             (before.ignores_case or "i" in on) and "i" not in off,
             (before.dot_is_all or "s" in on) and "s" not in off,
         )
-        if found[3] == ")":  # for the rest of the group: not of ECMAScript, but of what people send
+        if found[3] == ")":  # for the rest of the group: not ECMAScript, but people send it
             self._flags[-1] = flags
             self._has_atom = False
             return f"(?{'' if flags.ignores_case else '-'}i)"
@@ -218,14 +218,14 @@ class _Reader:
 
     def _escape(self) -> str:
         if self._match("[bB]"):
-            self._refuse("lookarounds not supported: \\b and \\B look at both sides of a place")
+            self._refuse("lookarounds not supported: \\b and \\B look at both sides of a position")
         if self._match("[1-9]|k<"):
             self._refuse("backreferences are not supported")
         found = self._escaped(in_class=False)
         return found if isinstance(found, str) else self._written(found)
 
     def _escaped(self, *, in_class: bool) -> Ranges | str:
-        """Return what an escape stands for, after its backslash; or a property as Rust writes it."""
+        """Return the meaning of an escape, after its backslash, or a property in Rust's syntax."""
         if self._at >= len(self._pattern):
             self._refuse("incomplete escape at the end")
         if found := self._match("[dDwWsS]"):
@@ -245,7 +245,7 @@ class _Reader:
         if found := self._match(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]+)\}"):
             code = int(found[1] or found[2] or found[3], 16)
             if code > _LAST:
-                self._refuse(f"{found[0]!r} is no code point")
+                self._refuse(f"{found[0]!r} is not a code point")
             return () if _SURROGATES[0] <= code <= _SURROGATES[1] else ((code, code),)
         if in_class and self._match("b"):
             return _of("\b")
@@ -284,14 +284,14 @@ class _Reader:
                 if ends[0] > ends[1]:
                     self._refuse(f"invalid character class range {chr(ends[0])}-{chr(ends[1])}")
                 ranges.append((ends[0], ends[1]))
-            else:  # as in [\w-.]: the dash is one of them
+            else:  # as in [\w-.], where the dash is a character
                 ranges += [*first, *_of("-")]
                 if isinstance(last, str):
                     properties.append(last)
                 else:
                     ranges += last
         found = _merged(ranges)
-        # Rust adds the other case of each letter before it takes the complement; so it must negate.
+        # Rust adds the other case of each letter before it negates, so Rust must do the negation.
         if not properties and not (is_negated and self._flags[-1].ignores_case):
             return self._written(_others(found) if is_negated else found)
         if is_negated:
@@ -306,15 +306,16 @@ class _Reader:
         return self._escaped(in_class=True) if char == "\\" else _of(char)
 
     def _written(self, ranges: Ranges) -> str:
-        """Return a class of Rust's."""
+        """Return a class in Rust's syntax."""
         if not ranges:
-            self._refuse("a class that is empty matches nothing")
+            self._refuse("an empty class matches nothing")
         if _is_one(ranges):
             char = chr(ranges[0][0])
             return char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):x}}}"
         both = _contains(ranges, *_QUOTE) and _contains(ranges, *_BACKSLASH)
         if _contains(ranges, 0, 0x1F) and not both:
-            # llguidance takes a class of all control characters for one of all escapes, of " and \ too.
+            # llguidance confuses a class of all control characters with the class of all escapes, " and
+            # \.
             ranges = _merged(
                 [(1 if first == 0 else first, last) for first, last in ranges if last > 0]
             )

@@ -1,4 +1,4 @@
-"""Grammars that name tokens, on llama.cpp's own sampler: it is asked about the whole vocabulary."""
+"""Grammars that name tokens: llama.cpp's own sampler checks the whole vocabulary."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class SamplerMatcher:
     """The state of a GBNF grammar in llama.cpp; its methods are those of ``Matcher``.
 
     Args:
-        model: whose tokens it matches.
+        model: the model whose tokens it matches.
         gbnf: a grammar that ``Gbnf`` has checked.
-        token_texts: the tokens that it names by their text.
+        token_texts: the tokens that the grammar names by their text.
 
     Raises:
         GrammarError: one of these is not a token of the vocabulary.
@@ -60,7 +60,7 @@ class SamplerMatcher:
         self._is_ended = self._model.is_eog(token)
 
     def forced(self) -> list[int]:
-        """Return []: llama.cpp does not tell."""
+        """Return [], because llama.cpp does not tell."""
         return []
 
     def clone(self) -> SamplerMatcher:

@@ -1,4 +1,4 @@
-"""JSON schemas before llguidance reads them: from types, and those that no finite text satisfies."""
+"""JSON schemas before llguidance gets them: made from types, and checked for finite texts."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from .skeleton import same_text, unique_values
 __all__ = ["TAKEN", "closed", "of_type", "parse", "place", "repetition", "value"]
 
 TAKEN = (
-    "give a pydantic model (class Person(BaseModel)), a dataclass, a TypedDict, a list of them "
+    "pass a pydantic model (class Person(BaseModel)), a dataclass, a TypedDict, a list of them "
     "(list[Person]), or a JSON schema as a dict or text"
 )
 _COMBINE = ("allOf", "anyOf", "oneOf", "$ref")
 _DEFS = ("$defs", "definitions")
-_MAPS = ("properties", "patternProperties", "dependentSchemas", *_DEFS)  # of names to schemas
+# Keywords that map names to schemas.
+_MAPS = ("properties", "patternProperties", "dependentSchemas", *_DEFS)
 _VALUES = ("const", "enum", "default", "examples")
-_MOST_S = 2.0  # to find out which part of a schema is refused
-_MOST_NAMES = 100_000  # that are added to close objects
+_MOST_S = 2.0  # for finding the part of a schema that is refused
+_MOST_NAMES = 100_000  # names that are added to close objects
 _OPEN = (
     "additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames",
     "minProperties", "dependentSchemas",
@@ -36,7 +37,7 @@ _TYPES = {
 }  # fmt: skip
 
 
-# llguidance takes second 60 at any time; validators, and Python's datetime, do not.
+# llguidance allows second 60 at any time; validators and Python's datetime do not.
 _NO_LEAP_SECOND = {"time": "^.{6}[0-5]", "date-time": "^.{17}[0-5]"}
 
 
@@ -53,7 +54,7 @@ def of_type(model: type) -> str:
     except Exception as error:  # pydantic's errors have no common class
         reason = str(error).split(". ")[0].splitlines()[0]
         raise ConfigError(
-            f"no JSON schema can be made of {shown(model)}: {reason}",
+            f"no JSON schema can be made from {shown(model)}: {reason}",
             hint=TAKEN,
         ) from error
 
@@ -80,10 +81,10 @@ def _adapter(model: type):  # type: ignore[no-untyped-def]
 
 
 def parse(source: str) -> dict[str, object]:
-    """Return the schema that a text describes, without what only llguidance reads.
+    """Return the schema of a text, without keywords that only llguidance knows.
 
     Raises:
-        GrammarError: it is no JSON schema, or no finite text satisfies it.
+        GrammarError: it is not a JSON schema, or no finite text satisfies it.
     """
     try:
         schema = json.loads(source, parse_float=Digits, parse_constant=_refuse_constant)
@@ -117,13 +118,13 @@ def parse(source: str) -> dict[str, object]:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a number in JSON")
 
 
 def repetition(source: str, value: object) -> str:
-    """Return where an array of ``value`` repeats an item against ``uniqueItems``; "" where none does.
+    """Return where an array in ``value`` violates ``uniqueItems``; "" if none does.
 
-    Of ``anyOf`` and ``oneOf`` every part that takes the value's type must be violated.
+    An ``anyOf`` or ``oneOf`` is violated if every part for the value's type is.
     """
     document = json.loads(source)
     return _repetition(value, document, document, "#") if '"uniqueItems"' in source else ""
@@ -165,7 +166,7 @@ def _may_be(part: object, kind: str) -> bool:
 def place(
     schema: dict[str, object], reason: str, refusal: Callable[[dict[str, object]], str]
 ) -> tuple[str, str]:
-    """Return where the innermost part lies that is refused by itself, as a JSON pointer, and why."""
+    """Return the innermost part that is refused on its own, as a JSON pointer, and the reason."""
     path, part, seen, is_empty = "#", schema, {"#"}, "Unsatisfiable" in reason
     defs = {name: schema[name] for name in _DEFS if name in schema}
     end = perf_counter() + _MOST_S
@@ -186,9 +187,9 @@ def place(
 
 
 def _exclude_each_other(ways: list[object]) -> bool:
-    """Return whether these parts are constants and simple types that have no value in common.
+    """Return whether these parts are constants and simple types with no value in common.
 
-    llguidance finds out itself where types or the constants of properties tell objects apart.
+    llguidance itself recognises objects that differ in a type or in the constant of a property.
     """
     seen: set[str] = set()
     for way in ways:
@@ -205,7 +206,7 @@ def _exclude_each_other(ways: list[object]) -> bool:
 
 
 def _values(part: object) -> list[str]:
-    """Return the type and the text of each constant that ``part`` allows, or a type; [] where unknown."""
+    """Return the type and text of each constant that ``part`` allows, or its type; [] if unknown."""
     if not isinstance(part, dict):
         return []
     if "enum" in part or "const" in part:
@@ -215,10 +216,10 @@ def _values(part: object) -> list[str]:
 
 
 def closed(schema: dict[str, object]) -> dict[str, object]:
-    """Return the schema with ``additionalProperties: false`` where it says nothing of other properties.
+    """Return the schema with ``additionalProperties: false`` where it does not mention other properties.
 
-    Objects then have the properties that are declared or required, as llama.cpp writes them too. Where
-    several schemas apply to one object, the outermost one gets the names of all of them.
+    Objects then have exactly the properties that are declared or required, as in llama.cpp. If several
+    schemas apply to one object, the outermost one gets the names of all of them.
     """
     schema = cast(dict[str, object], _copied(schema))
     outer, inner = set[int](), set[int]()
@@ -240,14 +241,14 @@ def closed(schema: dict[str, object]) -> dict[str, object]:
 
 
 def _copied(value: object) -> object:
-    """Return a copy of a JSON value; numbers keep the digits that they were written with."""
+    """Return a copy of a JSON value; numbers keep their digits."""
     if isinstance(value, dict):
         return {name: _copied(one) for name, one in value.items()}
     return [_copied(one) for one in value] if isinstance(value, list) else value
 
 
 def _applied(part: dict[str, object], document: dict[str, object]) -> list[object]:
-    """Return the other schemas that apply, or may apply, to the same value."""
+    """Return the other schemas that can apply to the same value."""
     found = [pointed(part["$ref"], document)] if "$ref" in part else []
     for name in _COMBINE[:3]:
         ways = part.get(name)
@@ -256,7 +257,7 @@ def _applied(part: dict[str, object], document: dict[str, object]) -> list[objec
 
 
 def _add_inner(ways: list[object], document: dict[str, object], found: set[int]) -> None:
-    """Add the ids of ``ways``, and of all that applies to the same value."""
+    """Add the ids of ``ways``, and of all schemas that apply to the same value."""
     for way in ways:
         if isinstance(way, dict) and id(way) not in found:
             found.add(id(way))
@@ -264,7 +265,7 @@ def _add_inner(ways: list[object], document: dict[str, object], found: set[int])
 
 
 def _names(part: object, document: dict[str, object], seen: set[int]) -> dict[str, object] | None:
-    """Return the properties that are declared or required; None where others are allowed."""
+    """Return the properties that are declared or required; None if others are allowed."""
     if not isinstance(part, dict) or id(part) in seen:
         return {}
     seen.add(id(part))
@@ -278,11 +279,11 @@ def _names(part: object, document: dict[str, object], seen: set[int]) -> dict[st
         if more is None:
             return None
         found |= dict.fromkeys(more, True)
-    return {**properties, **found, **properties}  # first the own ones
+    return {**properties, **found, **properties}  # its own properties come first
 
 
 def _is_finite(document: dict[str, object]) -> bool:
-    """Return whether some finite text may satisfy ``document``: the least fixed point over its parts."""
+    """Return whether a finite text can satisfy ``document``: the least fixed point over its parts."""
     parts = {id(part): part for part in _parts(document)}
     needs = {key: _needs(part, document) for key, part in parts.items()}
     users: dict[int, list[int]] = {key: [] for key in parts}
@@ -310,7 +311,7 @@ def _parts(document: dict[str, object]) -> Iterator[dict[str, object]]:
 
 
 def _within(part: dict[str, object]) -> Iterator[tuple[str, dict[str, object]]]:
-    """Yield the schemas right within a schema, each with its place there."""
+    """Yield the schemas directly inside a schema, each with its place."""
     for name, value in part.items():
         if isinstance(value, dict) and name not in (*_MAPS, *_VALUES):
             yield name, value

@@ -1,7 +1,7 @@
-"""JSON schemas with what llguidance cannot hold: its grammars for most of it, our own rules around.
+"""JSON schemas that llguidance cannot represent: a Lark grammar around the parts that it can.
 
-Some numbers (`numbers`) and arrays without repetitions have to be written as rules of a Lark grammar. So
-have the objects and arrays that they lie in; every other part stays a JSON schema, in a rule ``%json``.
+Some numbers (`numbers`) and arrays without repetitions must be written as rules of a Lark grammar. So
+must the objects and arrays that contain them. Every other part stays a JSON schema, in a rule ``%json``.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from .keywords import CONSTRAINTS, REFUSED, Schema, pointed, schema_parts
 __all__ = ["lark_of", "same_text", "unique_values"]
 
 _BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
-_MOST_UNIQUE = 8  # values: a rule for each set of those that are used
+_MOST_UNIQUE = 8  # values; there is a rule for each set of used values
 _DEFS = ("$defs", "definitions")
 _SPACE = {"any": r"/[\x20\x0A\x0D\x09]*/", "single": "", "none": ""}
 _SEPARATORS = {"single": (", ", ": "), "none": (",", ":"), "any": (",", ":")}
 
 
 def lark_of(document: Schema, whitespace: str) -> str:
-    """Return a Lark grammar of a schema; "" where llguidance can follow the schema itself.
+    """Return a Lark grammar for a schema; "" if llguidance can follow the schema itself.
 
-    Where no rule can be written, bounds that it cannot hold are replaced by the next ones inside, and
+    Where a rule cannot be written, unsupported bounds are replaced by the next stricter ones, and
     repetitions are allowed.
 
     Raises:
-        GrammarError: such a constant lies where no rule can be written, for example within ``allOf``. The
-            message names the place.
+        GrammarError: an unsupported constant is in a place where a rule cannot be written, for example
+            inside ``allOf``. The message names the place.
     """
     hard = {id(part): path for path, part in schema_parts(document) if _is_hard(part)}
     if not hard:
@@ -49,11 +49,11 @@ def lark_of(document: Schema, whitespace: str) -> str:
 
 
 class _NoRule(Exception):
-    """No rule can be written of a part; the message names the keyword."""
+    """A part cannot be written as a rule; the message names the keyword."""
 
 
 def _is_hard(part: Schema) -> bool:
-    """Return whether a part needs a rule of ours."""
+    """Return whether a part needs a Lark rule."""
     if "const" in part or "enum" in part:
         return any(not numbers.is_exact(n) for n in _numbers_in(_constants(part)))
     if _is_integer(part):
@@ -66,7 +66,7 @@ def _bounds_are_hard(part: Schema) -> bool:
 
 
 def _narrow(part: Schema) -> bool:
-    """Replace bounds that llguidance cannot hold; return whether the part is no longer hard."""
+    """Replace unsupported bounds; return whether the part is no longer hard."""
     if "const" in part or "enum" in part:
         return False
     part.pop("uniqueItems", None)  # `schema.repetition` checks the whole value
@@ -102,7 +102,7 @@ def _numbers_in(value: object) -> Iterator[object]:
 
 
 def same_text(value: object) -> str:
-    """Return a text that exactly the equal JSON values share: 1 and 1.0 are equal, 1 and true are not."""
+    """Return a key for a JSON value; equal values have equal keys (1 and 1.0, but not 1 and true)."""
     if numbers.is_number(value):
         number = cast(float, value)
         return repr(
@@ -114,10 +114,7 @@ def same_text(value: object) -> str:
 
 
 def unique_values(part: Schema) -> list[object] | None:
-    """Return the values that an array's items may have, each once; or None.
-
-    None means that it may repeat them, or that they are not a few enumerated values.
-    """
+    """Return the values of an array whose items must be unique and are enumerated; otherwise None."""
     items = part.get("items")
     if part.get("uniqueItems") is not True or not isinstance(items, dict):
         return None
@@ -137,7 +134,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 
 
 def _fits(value: object, part: Schema) -> bool:
-    """Return whether a constant is of the part's types and between its bounds."""
+    """Return whether a constant has one of the part's types and is within its bounds."""
     types = part.get("type")
     if types is not None and not any(_is_of(value, t) for t in _listed(types)):
         return False
@@ -156,7 +153,7 @@ def _listed(value: object) -> list[object]:
 
 
 class _Rules:
-    """The rules of a grammar, one for each part that leads to something hard."""
+    """The rules of a grammar, one for each part that contains something hard."""
 
     def __init__(self, document: Schema, whitespace: str, hard: Mapping[int, str]) -> None:
         self._document, self._hard = document, hard
@@ -171,18 +168,18 @@ class _Rules:
         self._names: dict[int, str] = {}
         self._leaves: dict[int, str] = {}
         self._leads: dict[int, bool] = {}
-        self._made: list[Schema] = []  # parts of our own: while they live, their ids are theirs
+        self._made: list[Schema] = []  # keeps our own parts alive, so that their ids stay unique
 
     def lark(self) -> str:
         start = self._rule(self._document)
         return "\n".join([f"start: {start}", *self._lines])
 
     def _leads_to_hard(self, part: object) -> bool:
-        """Return whether a part, or one within it, is hard."""
+        """Return whether a part is hard, or contains a hard one."""
         if not isinstance(part, dict):
             return False
         if id(part) not in self._leads:
-            self._leads[id(part)] = False  # of a part that contains itself
+            self._leads[id(part)] = False  # for a part that contains itself
             self._leads[id(part)] = any(
                 id(one) in self._hard for _, one in schema_parts(self._document, part)
             )
@@ -228,7 +225,7 @@ class _Rules:
             inner = schema_parts(self._document, schema)
             references = [str(one["$ref"]) for _, one in inner if "$ref" in one]
             if not all(each.startswith(("#/$defs/", "#/definitions/")) for each in references):
-                raise _NoRule("a $ref to what is no definition")
+                raise _NoRule("a $ref to something that is not a definition")
             defs = {name: self._document[name] for name in _DEFS if name in self._document}
             whole = {**defs, **schema, "x-guidance": self._guidance}
             self._leaves[id(part)] = self._add(f"%json {json.dumps(whole, ensure_ascii=False)}")
@@ -312,10 +309,10 @@ class _Rules:
         return f'{self._space} "," {self._space}' if self._space else json.dumps(self._item)
 
     def _ordered(self, pairs: list[tuple[str, bool]]) -> str:
-        """Return a rule of the pairs in their order, those that are not required left out or not."""
+        """Return a rule for the pairs in their order; those that are not required are optional."""
         first = rest = self._add(
             '""'
-        )  # what follows the last pair, where none and where one was written
+        )  # what follows the last pair, if no pair was written before and if one was
         for pair, is_required in reversed(pairs):
             written = f"{pair} {rest}"
             others = ("", "") if is_required else (f" | {first}", f" | {rest}")
@@ -360,7 +357,7 @@ class _Rules:
         return self._braces("[", "]", whole)
 
     def _unique(self, texts: list[str], least: int, most: int | None) -> str:
-        """Return a rule of the arrangements of some of these texts: a rule for each set of those used."""
+        """Return a rule for all orders of some of these texts; each set of used texts has a rule."""
         most = len(texts) if most is None else min(most, len(texts))
         if least > most:
             raise GrammarError(f"no array has {least} of {len(texts)} values without a repetition")

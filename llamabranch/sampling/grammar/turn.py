@@ -24,20 +24,21 @@ _MOST_LOOSE = 64  # functions: the lexer looks for the beginning of each
 def turn_grammar(model: Model, tools: Tools, content: Grammar | None = None) -> Grammar:
     """Return the grammar of an answer by ``model`` that may call, or has to call, some tools.
 
-    Text is free, and so are control tokens that begin no call; from the opening of a call on, the call is
-    one of a known function, with arguments that follow its schema, in the form of the model's template.
-    So are calls as bare or fenced JSON, which models write whatever their template says. After a call
-    come calls, or the end. Where a tool is forced, the answer begins with a call. Where the vocabulary
-    cannot write the template's form, because a tag in it ends every text, a forced call is bare JSON.
+    Text is not limited, nor are control tokens that do not begin a call. Once a call has begun, it must
+    name a known function and have arguments that follow its schema, in the form of the model's template.
+    This also holds for calls as bare or fenced JSON, which models write whatever their template says.
+    After a call there may only be calls, or the end. If a tool is forced, the answer begins with a call.
+    If the model cannot write the template's form, because a tag in it ends every text, a forced call is
+    bare JSON.
 
     Args:
         model: whose control tokens the form may name.
-        tools: those of the request, with their ``turns``.
-        content: what an answer without a call must follow; None = its text is free.
+        tools: the tools of the request, with their ``turns``.
+        content: the grammar of an answer without a call; None = free text.
 
     Raises:
-        UnsupportedError: ``content`` cannot be combined with calls; says why.
-        GrammarError: a tool's schema is refused; names the tool.
+        UnsupportedError: ``content`` cannot be combined with calls; the message says why.
+        GrammarError: a tool's schema is refused; the message names the tool.
     """
     form = tools.turns.form
     try:
@@ -67,7 +68,7 @@ def _check(name: str, schema: object) -> None:
 
 
 def _as_rule(name: str, grammar: Grammar) -> str:
-    """Return the rules of a grammar, the first of which has this name."""
+    """Return the rules of a grammar; the first rule gets this name."""
     if not grammar.guidance:
         raise UnsupportedError("a grammar that names tokens cannot be combined with calls of tools")
     (found,) = json.loads(grammar.guidance)["grammars"]
@@ -79,8 +80,8 @@ def _as_rule(name: str, grammar: Grammar) -> str:
 class _Writer:
     """Writes the grammar of the turns of one request.
 
-    Control tokens have no text: the grammar names them by their ids, ``<[5]>``. A token that ends a text
-    (EOG) cannot stand in it, so the form is written up to it.
+    Control tokens have no text, so the grammar names them by their ids, ``<[5]>``. A grammar cannot
+    contain a token that ends the text (EOG), so the form is written up to that token.
     """
 
     def __init__(self, model: Model, tools: Tools, form: CallForm) -> None:
@@ -123,14 +124,14 @@ class _Writer:
         return [f"{name}: {text}" for name, text in self._rules.items()]
 
     def _any_calls(self) -> str:
-        """Return calls in the template's form, or in the other one, whose opening ends alike."""
+        """Return calls in the template's form, or in the other form with the same end of the opening."""
         form = self._form
         if form.other is None or not form.other.opening.endswith(form.opening.strip()):
             return self._calls(form)
         return f"({self._calls(form)} | {self._calls(form.other)})"
 
     def _calls(self, form: CallForm) -> str:
-        """Return the rule of all calls, from the first call's opening on."""
+        """Return the rule of all calls, beginning with the opening of the first."""
         tools, place = self._tools, "" if form is self._form else "other_"
         units = [self._unit(form, f"{place}{i}", name) for i, name in enumerate(self._names)]
         any_unit = self._rule(f"{place}call", " | ".join(units))
@@ -147,7 +148,7 @@ class _Writer:
     # -- text --------------------------------------------------------------------------------------
 
     def _ends(self, text: str) -> bool:
-        """Return whether a literal holds a token that ends a text."""
+        """Return whether a literal contains a token that ends the text."""
         return any(match[0] in self._eog for match in self._pattern.finditer(text))
 
     def _last(self, text: str) -> str:
@@ -163,7 +164,7 @@ class _Writer:
         for match in self._pattern.finditer(text):
             if match[0] in self._eog:
                 raise UnsupportedError(
-                    f"the form of calls has {match[0]}, which ends every text of this model"
+                    f"the form of calls contains {match[0]}, which ends every text of this model"
                 )
             if match.start() > at:
                 parts.append(_quoted(text[at : match.start()]))
@@ -174,7 +175,7 @@ class _Writer:
         return " ".join(parts) or '""'
 
     def _until(self, name: str, literal: str) -> str:
-        """Return free text up to a literal, and the literal."""
+        """Return a rule for free text up to a literal, and the literal."""
         match = self._pattern.search(literal)
         if match is None:
             return self._rule(name, f"TEXT {_quoted(literal)}", "[lazy]")
@@ -184,7 +185,7 @@ class _Writer:
         return f"{lazy} {self._literal(literal[match.start() :])}"
 
     def _trigger(self, opening: str) -> str:
-        """Return the part of an opening that tells a call from text: from a control token on, if any."""
+        """Return the part of an opening that distinguishes a call from text."""
         match = self._pattern.search(re.split(r"\s", opening, maxsplit=1)[0])
         return opening[match.start() :] if match else opening
 
@@ -196,7 +197,7 @@ class _Writer:
         return f"{self._until('open', word)} {self._literal(trigger[len(word) :])}"
 
     def _free(self, trigger: str) -> str:
-        """Return what may stand before calls: text, and control tokens that begin none."""
+        """Return what may precede calls: text, and control tokens that do not begin a call."""
         self._rule("SOME", "/(.|\\n)+/")
         match = self._pattern.match(trigger)
         first = match[0] if match else ""
@@ -252,7 +253,7 @@ class _Writer:
                     f"{self._rule('WORDS', '/ ?[a-z]*/')}? (<[{_ranges(others)}]> WORDS?)?"
                 )
             elif part is Slot.WORDS:
-                # Tags that are text: the lexer does not go back, so they are one lexeme.
+                # The lexer does not go back, so tags that are text are one lexeme.
                 pattern = f"/ ?[a-z]*(<\\|[a-z]+\\|>[a-z]+)?{_regex(str(parts[at + 1]))}/"
                 words.append(self._rule("WORDS", pattern))
                 parts[at + 1] = ""
@@ -291,10 +292,10 @@ class _Writer:
     def _argument(
         self, rule: str, key: str, schema: object, root: object, tags: ArgumentTags
     ) -> tuple[str, str]:
-        """Return the rules of an argument: the first, and one after others.
+        """Return two rules for an argument: as the first one, and after others.
 
-        The separator and what follows it are one literal: the lexer takes the longest and does not go
-        back.
+        The separator and what follows it are one literal, because the lexer takes the longest match and
+        does not go back.
         """
         is_text = is_text_schema(schema, root)
         other = tags.around(_EXAMPLES.get(_kind_of(schema, root), 0))
@@ -319,7 +320,7 @@ class _Writer:
         return first, self._rule(f"{rule}_later", " | ".join(others)) if tags.separator else first
 
     def _raw(self, rule: str, schema: object, root: object, after: str) -> str:
-        """Return a string as it is, and what stands after it."""
+        """Return a rule for an unquoted string and the literal after it."""
         enum = schema.get("enum") if isinstance(schema, Mapping) else None
         if isinstance(enum, list) and is_text_schema(schema, root):
             return f"({' | '.join(self._literal(str(v)) for v in enum)}) {self._literal(after)}"
@@ -405,7 +406,7 @@ class _Writer:
         return f"({item}){{{low},{high}}}"
 
     def _text(self, values: Values) -> str:
-        """Return a string, in the quotes that ``values`` has."""
+        """Return a rule for a string with the quotes of ``values``."""
         if values.quote == "'":
             self._rule("STRING", r"""/'([^'\\\n]|\\.)*'|"([^"\\\n]|\\.)*"/""")
         elif values.quote == _IN_TEXT.quote:
@@ -435,7 +436,7 @@ class _Writer:
     def _in_tags(
         self, rule: str, schema: Mapping[str, object], values: Values, root: object, depth: int
     ) -> str:
-        """Return the inside of a tag: a text, or nested tags."""
+        """Return a rule for the inside of a tag: a text, or nested tags."""
         before, between, after, end = values.tags or ("", "", "", "")
         kind, properties = schema.get("type"), schema.get("properties")
 
@@ -466,7 +467,7 @@ class _Writer:
         self._rule("INNER", r"/[^<>\[\]]+/")
         return "any_tag*" if kind == "object" else "(INNER | any_tag*)"
 
-    # -- calls that are not in the template's form -------------------------------------------------
+    # -- calls in other forms than the template's --------------------------------------------------
 
     def _loose(self) -> list[str]:
         """Return calls as bare, fenced or tagged JSON, whose braces may be doubled."""
@@ -499,7 +500,7 @@ class _Writer:
 _EXAMPLES: dict[str, object] = {
     "boolean": True, "null": None, "array": [], "object": {}, "string": "",
 }  # fmt: skip
-_IN_TEXT = Values(quote='\\"')  # values inside a JSON string: their quotes are escaped
+_IN_TEXT = Values(quote='\\"')  # values inside a JSON string, with escaped quotes
 
 
 def _written(values: Values, value: object) -> str:
@@ -534,10 +535,10 @@ def _ranges(ids: Iterable[int]) -> str:
 
 
 def _sequence(members: Sequence[tuple[str, str, bool]]) -> tuple[str, bool]:
-    """Return members in their order, some of them optional; and whether all may be missing.
+    """Return a rule for members in their order, some of them optional, and whether all may be missing.
 
     Args:
-        members: of each its text where it is the first, its text after others, whether it must be there.
+        members: for each its text as the first one, its text after others, and whether it is required.
     """
     first = rest = ""
     may_be_empty = True

@@ -1,7 +1,7 @@
 """Whole jobs on Ray Data: `generate` and `score` take files to files, each row exactly once.
 
-Of each block Ray Data first writes its ids as pending, then the data file, then renames the ids. A job
-that is resumed deletes the data of pending ids and skips the rows of the others. What a job was made with
+Ray Data reads, sorts, retries and writes. A file of results is complete or not there, so the ids in the
+output are those of the finished rows, and a job that is resumed runs the others. What a job was made with
 is in ``_job/job.json``; ``_SUCCESS`` is written when every row is there.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib import metadata
@@ -24,18 +25,25 @@ from ..model import Model
 from ..native import engine_versions
 from ..sampling import Grammar, SamplingParams
 from ..sampling.noise import random_seed
-from .cluster import cluster, data_context, import_ray, make_ledger, translated
-from .folder import Folder, input_files, make_sink
+from .cluster import cluster, import_ray, translated
+from .folder import Folder
 from .rows import GenerateRows, RowOptions, ScoreRows
+from .source import Source
 from .stages import Generate, Score, WorkerOptions
-from .staging import Input, count_rows
 
 if TYPE_CHECKING:
     import pyarrow.fs
+    import ray.data
 
 _MOST = 1e15
-_WORKERS_A_HELPER = 8  # workers for each process that reads, and each that writes
+_WORKERS_A_HELPER = 8  # workers for each process that writes
 _ROWS_AT_A_TIME = 4  # batches of a worker, times its streams
+# Retries of a batch whose worker died. Until Ray knows that a node is gone, half a minute, each try at
+# reaching its workers counts.
+_MOST_RETRIES = 16
+# Blocks that may fail. The next one ends the job at once, since on a full disk all of them would fail.
+_MOST_LOST = 8
+_SETTINGS = "_job/job.json"
 
 
 class JobOptions(TypedDict, total=False):
@@ -64,7 +72,6 @@ class JobReport:
         n_rows: rows of the output.
         n_errors: of these, rows without a text; their column ``error`` tells why.
         n_resumed: rows that an earlier run had written.
-        n_deaths: worker processes that have died in this run.
         batch_invariant: whether all workers' contexts were batch-invariant: then the same job gives
             the same bytes again.
         seed: from which the rows' seeds are derived.
@@ -74,7 +81,6 @@ class JobReport:
     n_rows: int
     n_errors: int
     n_resumed: int
-    n_deaths: int
     batch_invariant: bool
     seed: int
 
@@ -114,7 +120,8 @@ def generate(
             - ``address``: of the Ray cluster, "auto", or "local" for one of this process. None = the one
               that is connected, else a local one.
             - ``resume``: continue a job that was interrupted.
-            - ``block_rows`` (512): rows that are written, or after a failure repeated, together.
+            - ``block_rows`` (512): rows that are written, or after a failure repeated, together; with 1
+              a worker runs one row at a time.
             - ``id_column`` ("id"); ``keep``: columns of the input that the output has too;
               ``filesystem``: a ``pyarrow.fs.FileSystem``.
             - ``stall_s``: a worker without progress for so long ends itself (600).
@@ -178,14 +185,12 @@ class _RayJob:
         self._model, self._load, self._options = model, LoadOptions(**(load or {})), options
         self._arguments = {field.name: getattr(rows, field.name) for field in fields(rows)}
         id_column, keep = options.get("id_column", "id"), items("keep", options.get("keep", ()))
-        self._input = Input(
-            *input_files(inputs, options.get("filesystem")), id_column, rows.columns, tuple(keep)
-        )
-        self._output = Folder(output, options.get("filesystem"))
-        self._folder = self._output / "_job"
-        files = json.dumps(self._input.files)
+        filesystem = options.get("filesystem")
+        self._source = Source.find(inputs, filesystem, id_column, rows.columns, tuple(keep))
+        self._output = Folder(output, filesystem)
+        files = json.dumps(self._source.files)
         self._settings: dict[str, object] = {
-            "format": 4,
+            "format": 5,
             "kind": "generate" if isinstance(rows, GenerateRows) else "score",
             "input": hashlib.sha256(files.encode("utf-8", "surrogatepass")).hexdigest()[:16],
             "id_column": id_column,
@@ -196,87 +201,70 @@ class _RayJob:
 
     def run(self, stage: type[Generate | Score], seed: int | None) -> JobReport:
         """Run what is left of the job."""
-        earlier = self._folder.read_json("job.json")
-        if self._output.paths() or earlier is not None:
+        output, id_column = self._output, self._source.id_column
+        earlier = output.read_json(_SETTINGS)
+        if output.files() or earlier is not None:
             if not self._options.get("resume", False):
                 raise ConfigError(
-                    f"{self._output.path} already exists",
+                    f"{output.path} already exists",
                     hint="continue it with resume=True (--resume), or name another folder",
                 )
             if earlier is None:
-                raise ConfigError(f"{self._output.path} is not the folder of a job")
+                raise ConfigError(f"{output.path} is not the folder of a job")
         connected = cluster(self._options.get("address"), self._most, self._cpus)
-        with connected, translated(self._output):
+        with connected, translated(output):
             ray = import_ray()
             facts = ray.get(ray.remote(_model_facts).options(num_cpus=0).remote(self._model))
             if seed is None:
                 before = None if earlier is None else earlier.get("seed")
                 seed = before if isinstance(before, int) else random_seed()
-            settings = {**self._settings, **facts, "seed": seed}
-            if earlier is None:
-                self._folder.delete()  # of a job that never began
-                n_rows = self._input.stage(self._folder / "prompts", self._block_rows)
-                self._folder.write_json("job.json", {**settings, "rows": n_rows})
-            else:
-                n_rows = whole("rows, in job.json,", earlier.get("rows"), 1)
-                _check_same(earlier, {**settings, "rows": n_rows}, self._output.path)
-            n_before = count_rows(self._folder / "checkpoint")
-            book = make_ledger()
-            worker = WorkerOptions(
-                streams=self._streams,
-                draft=self._options.get("draft"),
-                ledger=book,
-                fingerprint=str(facts["model"]),
-                stall_s=self._stall_s,
-            )
-            if n_before < n_rows:
-                self._map(stage, {**self._arguments, "seed": seed, "worker": worker})
-            n_written = count_rows(self._folder / "checkpoint")
-            if n_written != n_rows:
-                raise JobError(
-                    f"{n_written} of {n_rows} rows are in {self._output.path}",
-                    hint="resume the job; please report this",
+            settings: dict[str, object] = {**self._settings, **facts, "seed": seed}
+            if earlier is not None:
+                settings["rows"] = whole("rows, in job.json,", earlier.get("rows"), 1)
+                _check_same(earlier, settings, output.path)
+            finished = output.finished(id_column)
+            n_rows = n_resumed = len(finished)
+            if n_resumed != settings.get("rows"):
+                rows = self._source.rows(finished["id"], self._block_rows)
+                settings["rows"] = n_rows = n_resumed + self._source.count(rows)
+                if earlier is None:
+                    output.write_json(_SETTINGS, settings)
+                else:
+                    _check_same(earlier, settings, output.path)
+                worker = WorkerOptions(
+                    self._streams, self._options.get("draft"), str(facts["model"]), self._stall_s
                 )
-            n_errors, invariant = self._summary()
-            n_deaths = cast(int, ray.get(book.n_deaths.remote()))
-            report = JobReport(
-                self._output.path, n_rows, n_errors, n_before, n_deaths, invariant, seed
-            )
-            self._output.write_json("_SUCCESS", report.as_dict())
+                self._map(rows, stage, {**self._arguments, "seed": seed, "worker": worker})
+                finished = output.finished(id_column)
+            if len(finished) != n_rows:
+                raise JobError(
+                    f"{len(finished)} of {n_rows} rows are in {output.path}: the workers of the "
+                    "others died, or their files could not be written",
+                    hint="Ray's logs of the workers say why; is there enough memory for each of them? "
+                    "Resume the job; with block_rows=1 only rows that end their process stay missing",
+                )
+            n_errors = sum(finished["is_error"].to_pylist())
+            invariant = all(finished["batch_invariant"].to_pylist())
+            report = JobReport(output.path, n_rows, n_errors, n_resumed, invariant, seed)
+            output.write_json("_SUCCESS", report.as_dict())
             return report
 
-    def _map(self, stage: type[Generate | Score], arguments: Mapping[str, object]) -> None:
-        ray = import_ray()
-        from ray.data.checkpoint import CheckpointConfig
+    def _map(
+        self, rows: ray.data.Dataset, stage: type[Generate | Score], arguments: dict[str, object]
+    ) -> None:
+        """Run rows, and write their results."""
+        import ray.data
 
-        prompts, checkpoint = self._folder / "prompts", self._folder / "checkpoint"
-        paths, id_column = prompts.paths(".parquet"), self._input.id_column
-        config = CheckpointConfig(
-            id_column=id_column,
-            checkpoint_path=checkpoint.path,
-            delete_checkpoint_on_success=False,
-            override_filesystem=checkpoint.filesystem,
-        )
-        # One filter is fast enough, and each is a CPU and a GiB that no worker can have.
-        config.checkpoint_actor_pool_max_size = 1
-        config.checkpoint_actor_memory_bytes = 64 << 20
-        # Ray's newer reader packs small files into one block; here a file is a block.
-        with data_context(checkpoint_config=config, use_datasource_v2=False):
-            # Workers may hold all CPUs of the cluster: reading and writing must not wait for one.
-            # Ray would start as many processes for such tasks as there are tasks.
-            n_helpers = max(1, self._most // _WORKERS_A_HELPER)
-            rows = ray.data.read_parquet(
-                paths,
-                filesystem=prompts.filesystem,
-                num_cpus=0,
-                concurrency=n_helpers,
-                override_num_blocks=len(paths),
-            )
-            of_stage = {**arguments, "id_column": id_column, "keep": self._input.keep, **self._load}
+        of_source = {"id_column": self._source.id_column, "keep": self._source.keep}
+        rows.context.max_errored_blocks = _MOST_LOST
+        is_alone = self._block_rows == 1  # with a row that ends its process no other one is lost
+        with warnings.catch_warnings():
+            # Ray's versions from 2.64 on, which are excluded, may name the last one otherwise.
+            warnings.filterwarnings("ignore", "`ray_remote_args` is deprecated")
             rows = rows.map_batches(
                 stage,
                 fn_constructor_args=(self._model,),
-                fn_constructor_kwargs=of_stage,
+                fn_constructor_kwargs={**arguments, **of_source, **self._load},
                 batch_size=min(self._block_rows, _ROWS_AT_A_TIME * self._streams),
                 batch_format="pyarrow",
                 num_cpus=self._cpus,
@@ -284,27 +272,18 @@ class _RayJob:
                 compute=ray.data.ActorPoolStrategy(
                     min_size=self._least,
                     max_size=self._most,
-                    max_tasks_in_flight_per_actor=3,
-                    max_concurrent_calls_per_actor=2,
+                    max_tasks_in_flight_per_actor=1 if is_alone else 3,
+                    max_concurrent_calls_per_actor=1 if is_alone else 2,
                 ),
+                max_task_retries=_MOST_RETRIES,
             )
-            # Should Ray drop the checkpoints, the rows that are counted at the end would be missing.
-            sink = make_sink(self._output)
-            rows.write_datasink(sink, ray_remote_args={"num_cpus": 0}, concurrency=n_helpers)
-
-    def _summary(self) -> tuple[int, bool]:
-        """Return how many rows of the output are errors, and whether all of it is batch-invariant."""
-        import pyarrow as pa
-        import pyarrow.dataset as ds
-
-        rows = ds.dataset(
-            self._output.paths(".parquet"),
-            schema=pa.schema([("error", pa.string()), ("batch_invariant", pa.bool_())]),
-            format="parquet",
-            filesystem=self._output.filesystem,
-        )
-        n_errors = rows.count_rows(filter=ds.field("error").is_valid())
-        return n_errors, not rows.count_rows(filter=~ds.field("batch_invariant"))
+            # Workers may hold all CPUs of the cluster: writing must not wait for one. Ray would start as
+            # many processes that write as there are blocks.
+            rows.write_datasink(
+                self._output.sink(),
+                ray_remote_args={"num_cpus": 0},
+                concurrency=max(1, self._most // _WORKERS_A_HELPER),
+            )
 
 
 def _model_facts(model: str) -> dict[str, object]:

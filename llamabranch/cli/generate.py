@@ -28,12 +28,13 @@ from llamabranch import (
 from llamabranch.bench.machine import Machine
 from llamabranch.speculative import NullDrafter
 
+from ..files import digest
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
 from .comparison import DraftComparison, compare, first_difference
 from .console import LONG_PROMPT, ROUNDING, Console, shortened
 from .drafters import has_model
-from .files import digest, load_function, read_piped_text
+from .files import load_function, read_piped_text
 from .interrupts import EXIT_FAILURE, EXIT_INTERRUPTED, InterruptHandler
 from .job import JobLengths
 from .options import (

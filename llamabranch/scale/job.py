@@ -7,7 +7,6 @@ is in ``_job/job.json``; ``_SUCCESS`` is written when every row is there.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import warnings
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from typing_extensions import Unpack
 from .. import hub
 from ..arguments import bounded, items, whole
 from ..errors import ConfigError, JobError
+from ..files import digest
 from ..loading import LoadOptions
 from ..model import Model
 from ..native import engine_versions
@@ -188,11 +188,10 @@ class _RayJob:
         filesystem = options.get("filesystem")
         self._source = Source.find(inputs, filesystem, id_column, rows.columns, tuple(keep))
         self._output = Folder(output, filesystem)
-        files = json.dumps(self._source.files)
         self._settings: dict[str, object] = {
             "format": 5,
             "kind": "generate" if isinstance(rows, GenerateRows) else "score",
-            "input": hashlib.sha256(files.encode("utf-8", "surrogatepass")).hexdigest()[:16],
+            "input": digest(self._source.files),
             "id_column": id_column,
             "keep": keep,
             "load": _plain({k: v for k, v in self._load.items() if not k.startswith("n_threads")}),

@@ -144,7 +144,7 @@ class Source:
             raise ConfigError("the input has no rows")
         usual = {
             "max_tokens": pa.int64(), "seed": pa.int64(), "parse_special": pa.bool_(),
-            "stop": pa.list_(pa.string()),
+            "stop": pa.list_(pa.string()), "choice": pa.list_(pa.string()),
         }  # fmt: skip
         rows, fields = [self._parsed(row) for row in sample], []
         for name in dict.fromkeys((self.id_column, *self.keep, *self.columns)):

@@ -160,12 +160,14 @@ class _Stage:
 class Generate(_Stage):
     """Continue the prompts of batches, for `ray.data.Dataset.map_batches`.
 
-    A batch is a table with the columns ``id`` and ``prompt`` (text, or a list of token ids) and
-    optionally ``max_tokens``, ``stop``, ``grammar`` (GBNF), ``seed`` and ``parse_special``, which replace
-    the settings below for their row. The result has ``id``, the columns of ``keep``, and ``text``,
-    ``tokens``, ``finish_reason``, ``seed``, ``n_prompt_tokens``, ``error`` and ``batch_invariant``:
-    whether the same row gives the same bytes again. A row that fails has ``finish_reason`` "error",
-    nothing is raised.
+    A batch is a table with the columns ``id`` and ``prompt`` (text, or a list of token ids). It may have
+    ``max_tokens``, ``stop``, ``seed``, ``parse_special``, and one of ``grammar`` (GBNF),
+    ``json_schema`` (as text), ``regex`` and ``choice`` (a list of texts). They mean the same as in a file
+    of requests, see `Request.from_json`, and replace the settings below for their row.
+
+    The result has ``id``, the columns of ``keep``, and ``text``, ``tokens``, ``finish_reason``,
+    ``seed``, ``n_prompt_tokens``, ``error`` and ``batch_invariant``: whether the same row gives the same
+    bytes again. A row that fails has ``finish_reason`` "error", nothing is raised.
 
     Args:
         model: a path to a GGUF file, or a name that each node finds in its own cache or downloads.

@@ -100,7 +100,7 @@ def test_bad_rows_are_errors_and_the_others_are_not(generate: Any, ctx: lb.Conte
     assert report.n_errors == 4
     assert "grammar does not parse" in errors[100]["error"]
     assert "the context has room for" in errors[101]["error"]
-    assert errors[103]["error"].startswith("a prompt must be text, a list of token ids")
+    assert errors[103]["error"] == "a request needs prompt"
     assert "max_tokens must be at least 0" in errors[104]["error"]
     reasons = {row["finish_reason"] for i, row in errors.items() if i != 101}
     assert reasons == {"error"}

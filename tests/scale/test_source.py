@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import toys
 
 import llamabranch as lb
 from llamabranch import ConfigError
+from llamabranch.cli.jsonl import read_requests
 from llamabranch.scale.folder import Folder
 from llamabranch.scale.rows import GenerateRows, Record, ScoreRows, output_table, read_rows
 from llamabranch.scale.source import Source
@@ -38,7 +40,8 @@ def test_every_block_has_the_columns_of_the_job_and_their_types(tmp_path: Path) 
     types = {field.name: str(field.type) for field in schema if "problem" not in field.name}
     assert types == {
         "id": "int64", "source": "string", "prompt": "list<item: int64>", "max_tokens": "int64",
-        "stop": "list<item: string>", "grammar": "string", "seed": "int64", "parse_special": "bool",
+        "stop": "list<item: string>", "grammar": "string", "json_schema": "string", "regex": "string",
+        "choice": "list<item: string>", "seed": "int64", "parse_special": "bool",
     }  # fmt: skip
     for part in (rows, rows[:1], rows[1:]):
         assert job.table(part, schema).schema == schema
@@ -156,6 +159,41 @@ def test_batches_of_any_kind_are_read() -> None:
     assert read_rows(columns) == rows
     with pytest.raises(ConfigError, match="a batch is a table"):
         read_rows(5)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {
+            "prompt": "A king",
+            "max_tokens": 3,
+            "stop": ["a", "b"],
+            "seed": 5,
+            "parse_special": False,
+        },
+        {"prompt": [2, 3], "stop": "a", "grammar": 'root ::= "a"'},
+        {"prompt": "A king", "json_schema": '{"type": "boolean"}'},
+        {"prompt": "A king", "regex": "[a-c]{3}"},
+        {"prompt": "A king", "choice": ["yes", "no"], "max_tokens": 0},
+    ],
+)
+def test_row_is_the_request_that_a_line_of_a_file_is(
+    ctx: lb.Context, fields: dict[str, object]
+) -> None:
+    sampling = lb.SamplingParams(temperature=0.5)
+    row = dict.fromkeys(GenerateRows.columns) | fields
+    (expected,) = read_requests([json.dumps(fields)], json_lines=True, sampling=sampling)
+    assert GenerateRows(None, sampling).request(ctx, row, "0") == expected
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"json_schema": {"type": "boolean"}}, {"regex": "("}, {"regex": "a", "choice": ["a"]}],
+)
+def test_row_whose_structure_is_wrong_is_refused(ctx: lb.Context, wrong: dict[str, object]) -> None:
+    row = dict.fromkeys(GenerateRows.columns) | {"prompt": "A king", **wrong}
+    with pytest.raises((ConfigError, lb.errors.GrammarError)):
+        GenerateRows().request(ctx, row, "0")
 
 
 def test_control_tokens_are_parsed_unless_the_job_or_the_row_does_not(tmp_path: Path) -> None:

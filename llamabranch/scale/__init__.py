@@ -1,10 +1,11 @@
 """Generation and scoring of files of any size, on one machine or many, with Ray Data.
 
-rows.py       from a batch's rows to requests, and from their results to a table
+rows.py       turns the rows of a batch into requests, and their results into a table
 stages.py     the workers: `Generate` and `Score`, for ``map_batches``
 folder.py     a folder on a file system that all nodes share, and the files of results in it
 source.py     the input: its files, the types of its columns, its order
-job.py        whole jobs: `generate` and `score`: read, sort, run, write, resume
+cluster.py    the connection to Ray, and its errors as ours
+job.py        whole jobs, `generate` and `score`: read, sort, run, write, resume
 
 Importing this imports neither Ray nor pyarrow; both come with ``pip install 'llamabranch[scale]'``.
 """

@@ -1,4 +1,4 @@
-"""Ray: the connection to a cluster, and its errors as ours."""
+"""The connection to a Ray cluster, and Ray's errors as ours."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def cluster(address: str | None, workers: int, cpus: float) -> Iterator[None]:
         yield
         return
     is_local = address in (None, "local")
-    # One logical CPU more than the workers have: reading again what a lost node had takes one.
+    # One logical CPU more than the workers have, to read again what a lost node had read.
     size = {"num_cpus": math.ceil(workers * cpus) + 1, "include_dashboard": False}
     ray.init(
         address="local" if is_local else address,
@@ -70,7 +70,7 @@ def translated(output: Folder) -> Iterator[None]:
             raise cause from None
         last = str(error).strip().rpartition("\n")[2]
         text = f"the job failed: {last or type(error).__name__}"
-        hint = "what is written is kept; resume the job"
+        hint = "what was written is kept; resume the job"
         if isinstance(cause, OSError):
             text = f"cannot write to {output.path}: {cause.strerror or cause}"
             hint = (

@@ -1,7 +1,7 @@
-"""A folder on a file system that all nodes share (whatever pyarrow opens), and results in it.
+"""A folder on a file system that all nodes share, and the results in it. pyarrow opens it.
 
-Ray's own sinks open a file by its final name, so a crash can leave one that is cut short. Here a file of
-results is complete as soon as it has its name, so its ids are those of finished rows.
+Ray's own sinks write to the final name of a file, so a crash can leave a part of a file. Here a file
+gets its final name when it is complete. So the ids in the files are the ids of the finished rows.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Folder:
 
     Args:
         path: a path, or a URI such as ``s3://bucket/folder``.
-        filesystem: a ``pyarrow.fs.FileSystem``; None = as the path tells.
+        filesystem: a ``pyarrow.fs.FileSystem``; None = the one that the path names.
 
     Raises:
-        ConfigError: pyarrow knows no such file system.
+        ConfigError: pyarrow cannot open a file system for this path.
     """
 
     def __init__(self, path: str, filesystem: pyarrow.fs.FileSystem | None = None) -> None:
@@ -46,9 +46,9 @@ class Folder:
         self.filesystem, self.path = filesystem, path
 
     def files(self) -> list[tuple[str, int]]:
-        """Return the paths of its files, sorted, with their sizes; none if it does not exist.
+        """Return the paths of the files in it, sorted, with their sizes; [] if the folder does not exist.
 
-        A path that is a file counts as the folder of this file.
+        If the path is a file, return only this file.
         """
         import pyarrow.fs
 
@@ -61,7 +61,7 @@ class Folder:
         """Return the object in a file, or None if there is no such file.
 
         Raises:
-            ConfigError: it holds something else.
+            ConfigError: the file does not hold a JSON object.
         """
         path = posixpath.join(self.path, name)
         try:
@@ -76,7 +76,7 @@ class Folder:
         return found
 
     def write_json(self, name: str, value: object) -> None:
-        """Write a file in one step: it is there whole, or not at all."""
+        """Write a JSON file in one step: after a crash it is complete, or missing."""
         path = posixpath.join(self.path, name)
         self.filesystem.create_dir(posixpath.dirname(path), recursive=True)
         with self.filesystem.open_output_stream(path + _PART) as file:
@@ -86,10 +86,10 @@ class Folder:
     # -- results -----------------------------------------------------------------------------------
 
     def finished(self, id_column: str) -> pyarrow.Table:
-        """Return ``id``, ``is_error`` and ``batch_invariant`` of the rows of its complete files.
+        """Return ``id``, ``is_error`` and ``batch_invariant`` of all rows in complete files.
 
-        Two files can hold the same rows if a driver died while Ray still wrote for it. Such files are
-        deleted here, so that their rows count as missing; files that were not completed are, too.
+        This deletes incomplete files, and files that have a row in common, so that their rows count as
+        missing. Two files can have the same rows if a driver died while Ray was still writing for it.
         """
         import pyarrow as pa
         import pyarrow.compute as pc

@@ -1,8 +1,8 @@
-"""Whole jobs on Ray Data: `generate` and `score` take files to files, each row exactly once.
+"""Whole jobs on Ray Data: `generate` and `score` read files and write files, each row exactly once.
 
-Ray Data reads, sorts, retries and writes. A file of results is complete or not there, so the ids in the
-output are those of the finished rows, and a job that is resumed runs the others. What a job was made with
-is in ``_job/job.json``; ``_SUCCESS`` is written when every row is there.
+Ray Data reads, sorts, retries and writes. A file of results is either complete or missing. So the ids in
+the output are the ids of the finished rows, and a resumed job runs the others. ``_job/job.json`` has the
+settings of a job. ``_SUCCESS`` is written when the output has every row.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     import ray.data
 
 _MOST = 1e15
-_WORKERS_A_HELPER = 8  # workers for each process that writes
-_ROWS_AT_A_TIME = 4  # batches of a worker, times its streams
-# Retries of a batch whose worker died. Until Ray knows that a node is gone, half a minute, each try at
-# reaching its workers counts.
+_WORKERS_PER_WRITER = 8  # one process writes the results of so many workers
+_ROWS_PER_STREAM = 4  # of a batch
+# Retries of a batch whose worker died. Ray takes half a minute to notice that a node is gone, and until
+# then each attempt to reach a worker there is a retry.
 _MOST_RETRIES = 16
 # Blocks that may fail. The next one ends the job at once, since on a full disk all of them would fail.
 _MOST_LOST = 8
@@ -65,16 +65,16 @@ class JobOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class JobReport:
-    """A job that has ended: every row of its input is in its output, once.
+    """A finished job: its output has every row of its input, once.
 
     Args:
         output: the folder of the results.
         n_rows: rows of the output.
-        n_errors: of these, rows without a text; their column ``error`` tells why.
+        n_errors: how many of them have no text; their column ``error`` says why.
         n_resumed: rows that an earlier run had written.
-        batch_invariant: whether all workers' contexts were batch-invariant: then the same job gives
-            the same bytes again.
-        seed: from which the rows' seeds are derived.
+        batch_invariant: whether the contexts of all workers were batch-invariant. If so, the same job
+            gives the same bytes again.
+        seed: the seed from which the rows' seeds are derived.
     """
 
     output: str
@@ -104,27 +104,26 @@ def generate(
 ) -> JobReport:
     """Continue the prompts of files on a Ray cluster; each row's result is written exactly once.
 
-    The input has the columns (or keys) ``id`` and ``prompt``, the output those that `Generate`
-    describes.
+    `Generate` describes the columns (or keys) of the input and of the output.
 
     Args:
         inputs: Parquet files or JSON lines: paths, folders or URIs that every node can read.
         output: a folder that every node can write to.
         model, max_tokens, sampling, stop, grammar, n, chat, parse_special: as for `Generate`.
-        seed: the seed from which those of the rows are derived; None = a random one, kept in job.json.
+        seed: the seed from which the rows' seeds are derived; None = a random one, kept in job.json.
         load: options of `lb.load` for the workers.
         options: how the job runs:
 
             - ``workers``: how many, or the least and the most; ``cpus`` and ``gpus`` of each (1 and 0);
               ``streams``: texts at a time of each (8); ``draft``: a draft model.
-            - ``address``: of the Ray cluster, "auto", or "local" for one of this process. None = the one
-              that is connected, else a local one.
+            - ``address``: of a Ray cluster, or "auto"; "local" starts Ray for this process. None = the
+              connected cluster, or "local" if there is none.
             - ``resume``: continue a job that was interrupted.
-            - ``block_rows`` (512): rows that are written, or after a failure repeated, together; with 1
-              a worker runs one row at a time.
-            - ``id_column`` ("id"); ``keep``: columns of the input that the output has too;
+            - ``block_rows`` (512): rows that are written together, and repeated together after a failure.
+              With 1 a worker runs one row at a time.
+            - ``id_column`` ("id"); ``keep``: columns to copy from the input to the output;
               ``filesystem``: a ``pyarrow.fs.FileSystem``.
-            - ``stall_s``: a worker without progress for so long ends itself (600).
+            - ``stall_s`` (600): seconds without progress after which a worker ends its process.
 
     Raises:
         ConfigError: an invalid setting or input, an output that belongs to another job.
@@ -148,17 +147,15 @@ def score(
 ) -> JobReport:
     """Score the texts of files on a Ray cluster; each row's result is written exactly once.
 
-    The input has the columns (or keys) ``id``, ``text`` and optionally ``context``, the output those that
-    `Score` describes.
-
-    Arguments and errors are those of `generate`.
+    `Score` describes the columns (or keys) of the input and of the output. Arguments and errors are those
+    of `generate`.
     """
     rows = ScoreRows(parse_special=parse_special)
     return _RayJob(rows, inputs, output, model, load, options).run(Score, 0)
 
 
 class _RayJob:
-    """A job: its folders, what it was made with, its plan for Ray Data."""
+    """A job: its input, its output, its settings, and its plan for Ray Data."""
 
     def __init__(
         self,
@@ -199,7 +196,7 @@ class _RayJob:
         }
 
     def run(self, stage: type[Generate | Score], seed: int | None) -> JobReport:
-        """Run what is left of the job."""
+        """Run the rows that are not finished."""
         output, id_column = self._output, self._source.id_column
         earlier = output.read_json(_SETTINGS)
         if output.files() or earlier is not None:
@@ -251,12 +248,12 @@ class _RayJob:
     def _map(
         self, rows: ray.data.Dataset, stage: type[Generate | Score], arguments: dict[str, object]
     ) -> None:
-        """Run rows, and write their results."""
+        """Run rows and write their results."""
         import ray.data
 
         of_source = {"id_column": self._source.id_column, "keep": self._source.keep}
         rows.context.max_errored_blocks = _MOST_LOST
-        is_alone = self._block_rows == 1  # with a row that ends its process no other one is lost
+        is_alone = self._block_rows == 1  # no row runs beside one that ends its process
         with warnings.catch_warnings():
             # Ray's versions from 2.64 on, which are excluded, may name the last one otherwise.
             warnings.filterwarnings("ignore", "`ray_remote_args` is deprecated")
@@ -264,7 +261,7 @@ class _RayJob:
                 stage,
                 fn_constructor_args=(self._model,),
                 fn_constructor_kwargs={**arguments, **of_source, **self._load},
-                batch_size=min(self._block_rows, _ROWS_AT_A_TIME * self._streams),
+                batch_size=min(self._block_rows, _ROWS_PER_STREAM * self._streams),
                 batch_format="pyarrow",
                 num_cpus=self._cpus,
                 num_gpus=self._gpus,
@@ -276,17 +273,17 @@ class _RayJob:
                 ),
                 max_task_retries=_MOST_RETRIES,
             )
-            # Workers may hold all CPUs of the cluster: writing must not wait for one. Ray would start as
-            # many processes that write as there are blocks.
+            # Writing must not wait for a CPU, because workers may have all of them. Without a limit Ray
+            # would start a process for each block.
             rows.write_datasink(
                 self._output.sink(),
                 ray_remote_args={"num_cpus": 0},
-                concurrency=max(1, self._most // _WORKERS_A_HELPER),
+                concurrency=max(1, self._most // _WORKERS_PER_WRITER),
             )
 
 
 def _model_facts(model: str) -> dict[str, object]:
-    """Return what identifies a model and the code that runs it; runs on a node of the cluster."""
+    """Return the fingerprint of a model, and the versions that run it; runs on a node of the cluster."""
     try:
         own = metadata.version("llamabranch")
     except metadata.PackageNotFoundError:  # run from its source
@@ -297,7 +294,7 @@ def _model_facts(model: str) -> dict[str, object]:
 
 
 def _check_same(earlier: Mapping[str, object], settings: Mapping[str, object], path: str) -> None:
-    """Check that a job is resumed with what it was made with."""
+    """Check that a job is resumed with its own settings."""
     different = [
         name
         for name in sorted({*earlier, *settings})
@@ -311,7 +308,7 @@ def _check_same(earlier: Mapping[str, object], settings: Mapping[str, object], p
 
 
 def _plain(value: object) -> object:
-    """Return a setting as JSON gives it back."""
+    """Return a setting as it is after a round trip through JSON."""
 
     def as_dict(part: object) -> object:
         return part.as_dict() if isinstance(part, Grammar) else asdict(cast(SamplingParams, part))

@@ -1,4 +1,4 @@
-"""From the rows of a batch to requests, and from their results to a table.
+"""Turn the rows of a batch into requests, and their results into a table.
 
 A row that cannot be a request becomes a row with ``finish_reason`` "error", not an exception: in Ray Data
 an exception ends the job, and the row would be lost. The schema of a table does not depend on its rows:

@@ -1,7 +1,7 @@
-"""The input of a job: its files, and its rows as they are run.
+"""The input of a job: its files, and its rows in the order in which they run.
 
-Sorting brings prompts that begin alike together, so that the prefix caches of the workers find them; a
-group that is larger than a block is cut.
+Rows are sorted so that prompts with the same beginning are in the same block, where a worker's prefix
+cache finds the beginning.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     import ray.data
 
 _KINDS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl"}
-_PART_BYTES = 64 << 20  # of the input, for each part of Ray's sort
-_N_SAMPLED = 1000  # rows that tell the types of the columns
-_PROBLEM = "llamabranch_problem"  # a column: why rows cannot be those of a job
+_PART_BYTES = 64 << 20  # bytes of the input for each part of Ray's sort
+_N_SAMPLED = 1000  # the types of the columns are those of so many first rows
+_PROBLEM = "llamabranch_problem"  # a column that says why rows are invalid
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class Source:
     """The files of a job's input, and the columns that it reads.
 
     Args:
-        files: their paths, sorted, and their sizes.
+        files: their paths, sorted, and their sizes in bytes.
         kind: "parquet" or "jsonl".
-        filesystem: on which they are.
+        filesystem: the file system that they are on.
         id_column: the name of the column of ids.
-        columns: those that requests are made of.
-        keep: columns that the output has too.
+        columns: the names of the columns from which requests are made.
+        keep: the names of the columns that are copied to the output.
     """
 
     files: Sequence[tuple[str, int]]
@@ -83,10 +83,10 @@ class Source:
     def rows(self, done: pyarrow.ChunkedArray, block_rows: int) -> ray.data.Dataset:
         """Return the rows whose ids are not in ``done``, sorted by prompt, in blocks of ``block_rows``.
 
-        They are read before this returns: workers can take all CPUs of a cluster.
+        They are read at once, because workers may later take all CPUs of the cluster.
 
         Raises:
-            ConfigError: there are no rows, or `schema` refuses the first of them.
+            ConfigError: there are no rows, or their columns have no single type.
         """
         import pyarrow.compute as pc
         import ray
@@ -104,10 +104,10 @@ class Source:
             return table.filter(pc.invert(is_done))
 
         rows = rows.map_batches(prepare, batch_format="pyarrow", batch_size=None)
-        # What a text begins with: of one to score that is its context.
+        # A text to score begins with its context, if it has one.
         keys = [name for name in ("context", "prompt", "text") if name in self.columns]
         if all(str(schema.field(name).type) == "string" for name in keys):
-            # Not in one plan: within a sort Ray would cut each of its parts into blocks.
+            # The sort is a plan of its own. Otherwise Ray would cut each part of it into blocks.
             rows = rows.sort(keys).materialize()
         return rows.repartition(target_num_rows_per_block=block_rows, strict=True).materialize()
 
@@ -137,7 +137,7 @@ class Source:
         return len(ids)
 
     def schema(self, sample: Sequence[Record]) -> pyarrow.Schema:
-        """Return the types of the job's columns, as its first rows have them."""
+        """Return the types of the job's columns, found from its first rows."""
         import pyarrow as pa
 
         if not sample:
@@ -159,9 +159,9 @@ class Source:
         return pa.schema([*fields, (_PROBLEM, pa.string())])
 
     def table(self, rows: Sequence[Record], schema: pyarrow.Schema) -> pyarrow.Table:
-        """Return rows with the columns and the types of the job; or one row that tells why not.
+        """Return rows with the job's columns and types, or one row that says what is wrong with them.
 
-        Ray prints what a task raises, and changes its message.
+        An exception would be printed by Ray, and its message changed.
         """
         import pyarrow as pa
 
@@ -175,7 +175,7 @@ class Source:
         return pa.Table.from_arrays(arrays, schema=schema)
 
     def _parsed(self, row: Record) -> Record:
-        """Return a row of Parquet as it is, a line of text as the object that it holds."""
+        """Return the row: a row of Parquet as it is, the object in a line of JSON."""
         if self.kind == "parquet":
             return row
         try:

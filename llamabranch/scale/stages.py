@@ -1,9 +1,9 @@
 """The classes for ``Dataset.map_batches``: each worker process holds one model and one engine.
 
-Ray Data runs several batches of a block at a time where ``__call__`` is a coroutine; with two concurrent
-calls for each actor also batches of two blocks. All of them feed the worker's one engine, which so never
-drains between them. What breaks the engine ends the process: Ray starts another one and gives it the
-batches again. Raising would send them back to the broken engine.
+``__call__`` is a coroutine, so Ray Data runs several batches of a block at a time, and with two
+concurrent calls for each actor also batches of two blocks. All of them feed the worker's one engine, so
+it always has texts to run. If the engine breaks, the process ends, and Ray starts another one and gives
+it the batches again. An exception would send them back to the broken engine.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ class WorkerOptions:
     Args:
         streams: texts at a time.
         draft: a draft model.
-        fingerprint: the model's, which its file must have; None = any.
-        stall_s: seconds without progress after which a worker ends itself, give or take as many.
+        fingerprint: the fingerprint that the model's file must have; None = any.
+        stall_s: a worker without progress ends its process after so many seconds, at the latest after
+            twice as many.
     """
 
     streams: int = 8
@@ -91,8 +92,9 @@ class _Stage:
         self._model, self._seed = model, seed
         self._load = cast(LoadOptions, {**usual, **_assigned(), **load})
         self._is_open = False
-        # Ray starts a worker that died again, as often as it dies. Where that happens while a batch
-        # runs, Ray counts: so a worker that was started again opens its model with its first batch.
+        # Ray starts a dead worker again without a limit, but retries its batches only so many times. So a
+        # worker that was started again opens its model with its first batch: if it dies then, that
+        # counts.
         if not _is_restarted():
             self._open()
 
@@ -114,7 +116,7 @@ class _Stage:
         self._is_open = True
 
     async def __call__(self, batch: object) -> pyarrow.Table:
-        """Return the rows of a batch with their results, in the same order."""
+        """Return a batch's rows with their results, in the same order."""
         if not self._is_open:
             self._open()
         rows = read_rows(batch)
@@ -219,7 +221,7 @@ def _opened(model: str, options: LoadOptions) -> Context:
 
 
 def _ray_worker() -> RuntimeContext | None:
-    """Return what Ray tells about this process; None outside of Ray."""
+    """Return Ray's information about this process; None outside of Ray."""
     try:
         import ray
     except ImportError:

@@ -68,8 +68,8 @@ def page() -> str:
     found += ["## Options of several commands", prose["shared"]]
     for panel, rows in shared.items():
         found += [f"### {panel}", table(rows)]
-    moved = ", ".join(f"`{old}`: `{new}`" for old, new in MOVED.items())
-    found += [f"Former names of commands: {moved}."]
+    moved = ", ".join(f"`{name}`: `{meant}`" for name, meant in MOVED.items())
+    found += [f"Other names, and the commands that they mean: {moved}."]
     return "\n\n".join(found) + "\n"
 
 

@@ -40,7 +40,7 @@ _WORKERS_PER_WRITER = 8  # one process writes the results of so many workers
 _ROWS_PER_STREAM = 4  # of a batch
 # Retries of a batch whose worker died. Ray takes half a minute to notice that a node is gone, and until
 # then each attempt to reach a worker there is a retry.
-_MOST_RETRIES = 16
+MOST_RETRIES = 16
 # Blocks that may fail. The next one ends the job at once, since on a full disk all of them would fail.
 _MOST_LOST = 8
 _SETTINGS = "_job/job.json"
@@ -271,7 +271,7 @@ class _RayJob:
                     max_tasks_in_flight_per_actor=1 if is_alone else 3,
                     max_concurrent_calls_per_actor=1 if is_alone else 2,
                 ),
-                max_task_retries=_MOST_RETRIES,
+                max_task_retries=MOST_RETRIES,
             )
             # Writing must not wait for a CPU, because workers may have all of them. Without a limit Ray
             # would start a process for each block.

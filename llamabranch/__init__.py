@@ -1,4 +1,4 @@
-"""Fork a local model's mind: a branch/fork runtime for llama.cpp.
+"""A branch/fork runtime for llama.cpp: fork, score, rewind and continue texts of a GGUF model.
 
 The public names are listed in ``__init__.pyi`` and imported when they are first used: NumPy and llama.cpp
 take half a second. Modules such as ``llamabranch.errors`` are attributes too.

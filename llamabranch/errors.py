@@ -1,4 +1,4 @@
-"""The exceptions, all below LlamaBranchError, and the warnings, below LlamaBranchWarning.
+"""The exceptions (subclasses of LlamaBranchError) and the warnings (subclasses of LlamaBranchWarning).
 
 Every error can be pickled. It has an optional ``hint``, which says what the user can do about it; a
 traceback shows it (Python 3.11 or later).
@@ -48,7 +48,7 @@ class ModelLoadError(LlamaBranchError):
 
 
 class TokenizeError(LlamaBranchError):
-    """Text that cannot be encoded, or invalid token ids."""
+    """A text cannot be encoded as tokens, or token ids are invalid."""
 
 
 class UsageError(LlamaBranchError, RuntimeError):
@@ -103,10 +103,10 @@ class SequencesExhaustedError(CapacityError):
 class DecodeError(LlamaBranchError):
     """llama_decode failed for a batch.
 
-    ``code`` is its return code. ``memory_changed`` is True if the sequences of the batch had changed and
-    were truncated to their length before it, False if they never changed. If the memory cannot be
-    truncated, the sequences are emptied, and the message names them; branches evaluate their tokens again
-    when they need them.
+    ``code`` is its return code. If the decode had already changed the sequences of the batch,
+    ``memory_changed`` is True, and they were cut back to the length that they had before. If their
+    memory cannot be cut, the sequences are emptied instead, and the message names them; a branch then
+    evaluates its tokens again when it needs them.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class DecodeInterruptedError(DecodeError):
 
 
 class DownloadError(LlamaBranchError):
-    """A model cannot be downloaded: no connection, access refused, incomplete, or no space on the disk.
+    """A model cannot be downloaded: no connection, access refused, incomplete file, or full disk.
 
     ``status`` is the HTTP status of the hub's answer; None if there was no answer.
     """
@@ -139,7 +139,7 @@ class DownloadError(LlamaBranchError):
 
 
 class GrammarError(LlamaBranchError):
-    """An invalid grammar, or a token that the grammar forbids."""
+    """A grammar is invalid, or a token is not allowed by it."""
 
 
 class JobError(LlamaBranchError):
@@ -155,7 +155,7 @@ class ParseError(LlamaBranchError, ValueError):
 
 
 class SnapshotError(LlamaBranchError):
-    """A saved branch that is damaged, or does not fit this model or context.
+    """A saved branch is damaged, or does not fit this model or context.
 
     If only a setting of the context is wrong, ``setting`` is its name, such as "kv_type"; else None.
     """
@@ -177,11 +177,11 @@ class ToolError(LlamaBranchError):
 
 
 class UnsupportedError(LlamaBranchError):
-    """Not possible with this model, memory type or build."""
+    """This model, memory type or build cannot do what was asked."""
 
 
 class VocabularyMismatchError(LlamaBranchError):
-    """Two models with different vocabularies."""
+    """Two models have different vocabularies."""
 
 
 class LlamaBranchWarning(UserWarning):

@@ -77,7 +77,7 @@ def path_of(path: str | PathLike[str]) -> Path:
 
 
 def sha256(path: Path) -> str:
-    """Return the SHA-256 (hex) of a file; about a second for a GB, without the GIL."""
+    """Return the SHA-256 (hex) of a file. It takes about a second for a GB, and releases the GIL."""
     found = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -122,7 +122,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _inherit(handle: int, replaced: os.stat_result) -> None:
-    """Give an open file the mode of the one it replaces, and its owner where permitted."""
+    """Give an open file the mode of the file that it replaces, and its owner if that is permitted."""
     if hasattr(os, "fchown") and (replaced.st_uid, replaced.st_gid) != (os.getuid(), os.getgid()):
         with contextlib.suppress(OSError):
             os.fchown(handle, replaced.st_uid, replaced.st_gid)

@@ -1,4 +1,4 @@
-"""``load``: from a name or a path to a context."""
+"""``load``: open a context for a model's name or path."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def load(
             - ``batch_invariant``: True = texts do not depend on drafts or on what else is in a batch.
               "auto" (the default) turns it on if it costs at most a tenth of the speed, as measured.
               ``kv_type`` ("f16", "bf16", "q8_0", ...) and ``flash_attention`` (True or False): "auto"
-              takes the values that it needs, or else the fastest ones.
+              takes the values that ``batch_invariant`` needs, or else the fastest ones.
             - ``prefix_cache``: keep K/V for prompts that begin alike (on after the first ``complete``,
               ``chat`` or ``AsyncEngine``). ``cache_ram``: bytes of host memory for evicted K/V (0).
             - For memory that cannot drop the end of a text: ``checkpoint_ram``: bytes of host memory for

@@ -32,7 +32,7 @@ class TreeLine:
         figures: short text next to it, such as a score.
         children: the lines that continue it, in the order in which they are drawn.
         status: "finished" (a result ends here), "pruned" or "".
-        n_hidden: how many pruned branches along it are not among ``children``.
+        n_hidden: how many pruned branches of this line are not in ``children``.
     """
 
     tokens: Sequence[Token]

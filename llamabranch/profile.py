@@ -38,7 +38,7 @@ def is_off() -> bool:
 
 
 def profile_path() -> Path | None:
-    """Return the path of the file, which need not exist; None if it is off or the user has no home."""
+    """Return the path of the file, which need not exist; None if turned off, or if there is no home."""
     given = os.environ.get(_VARIABLE)
     if given in ("0", os.devnull):
         return None
@@ -63,7 +63,7 @@ def machine_key() -> str:
 
 
 def read_entry(section: str, key: str | None) -> Entry | None:
-    """Return the stored entry, or None. For the key None it is None, too."""
+    """Return the stored entry; None if there is none, or if ``key`` is None."""
     path = profile_path()
     if path is None or key is None:
         return None
@@ -97,7 +97,7 @@ def write_entries(entries: Iterable[tuple[str, str, Entry]]) -> None:
 
 
 def profile_problem() -> str | None:
-    """Return why nothing can be stored, such as "Permission denied"; None if it can, or if it is off."""
+    """Return why nothing can be stored, such as "Permission denied"; None if storing works or is off."""
     path = profile_path()
     if path is None:
         return None

@@ -1,8 +1,8 @@
 """Ctrl-C before and after a command.
 
 A Ctrl-C while the command line starts or ends gives exit code 130 at once, without a traceback. Imports
-take half a second. Nothing is open yet, so there is nothing to free; and an exception would come out of
-the middle of somebody's module, or get lost in a callback.
+take half a second. Nothing is open then, so nothing has to be freed. A KeyboardInterrupt could be raised
+in the middle of another package's import, or get lost in a callback.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 from pathlib import PurePath
 from types import FrameType
 
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as in shells
 
 
 def quit_on_ctrl_c() -> None:

@@ -209,7 +209,7 @@ class Chat:
 
     @_exclusive
     def close(self) -> None:
-        """End a running answer and free all sequences. Idempotent."""
+        """End a running answer and free all sequences. A second call does nothing."""
         self._end_answer()
         if not self.ctx.closed:
             self._turns.close()
@@ -249,7 +249,7 @@ class Chat:
     def system(self) -> str | None:
         """The system message of the current branch, or None. You can set it.
 
-        After that the whole branch is processed again with its next message.
+        If you set it, the whole branch is processed again with its next message.
         """
         return self._line.system
 
@@ -284,7 +284,7 @@ class Chat:
 
     @property
     def n_cut(self) -> int:
-        """How many exchanges its last answer did not see, because the context was full."""
+        """How many exchanges the last answer did not see, because the context was full."""
         return 0 if self._line.head is None else self._line.head.n_cut
 
     @property
@@ -296,7 +296,7 @@ class Chat:
     def branch(self) -> Branch | None:
         """The branch that ends with the last answer; None before that, or once it is pruned.
 
-        The chat never prunes a fork of it.
+        The chat never prunes a fork of this branch.
         """
         branch = None if self._line.head is None else self._line.head.branch
         return None if branch is None or branch.state == "pruned" else branch
@@ -468,9 +468,10 @@ class Chat:
         asked: Exchange,
         tokens: Sequence[int],
     ) -> int:
-        """Return how many tokens the prompt of the next turn will have in common, if that matters.
+        """Return how many tokens this prompt and that of the next turn will probably have in common.
 
-        Many templates leave the reasoning out of earlier answers, or write the last one differently.
+        If the memory can drop tokens, that does not matter, and the result is all of them. Many
+        templates leave the reasoning out of earlier answers, or write the last answer differently.
         """
         n = len(tokens)
         if not self.ctx.kv_cache.can_draft:
@@ -570,8 +571,9 @@ class Chat:
     ) -> Chat:
         """Return the conversation that ``save`` wrote; it continues as if it had never ended.
 
-        K/V that does not fit is evaluated again when it is needed. If the context has another K/V type,
-        or another setting that K/V depends on, all of it is evaluated again, with a `PerformanceWarning`.
+        If the context has no room for some of the K/V, those tokens are evaluated again when they are
+        needed. If the context has another K/V type, or another setting that K/V depends on, all of it is
+        evaluated again, with a `PerformanceWarning`.
 
         Args:
             ctx: the context in which it continues, of the same model; see `saved_model`.
@@ -634,7 +636,7 @@ class Answer:
         self._chat = chat
         self._thinking, self._grammar = thinking, grammar
         self._thought: list[int] = []  # tokens
-        # It is replaced when a full cache ends it.
+        # There is a new generation each time that a full cache has ended one.
         self._generations: list[Generation] = []
         self._events = self._run()
         self._has_ended = self._was_cut_off = False
@@ -785,7 +787,10 @@ class Answer:
         self.close()
 
     def close(self) -> None:
-        """End it here. The text so far stays; without text the message is removed. Idempotent."""
+        """End it here. The text so far stays; without text the message is removed.
+
+        A second call does nothing.
+        """
         with self._chat.held():
             self._close()
 

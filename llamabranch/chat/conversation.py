@@ -25,7 +25,7 @@ class Exchange:
         seed: the seed of its draws.
         finish_reason: "stop", "length" or "capacity" (the context was full); None: interrupted.
         n_tokens: tokens of the answer.
-        n_cut: how many of the first exchanges before it the model did not see.
+        n_cut: how many exchanges at the beginning of the conversation the model did not see.
         thought: the thought before the answer.
         calls: the calls of functions in the answer, in the format of OpenAI's messages; ``answer`` is
             then the text without them.

@@ -1,9 +1,10 @@
 """The branches that a chat keeps: one where a prompt ends, one where an answer ends.
 
-They are a cache. For a new prompt, the branch with the longest common prefix is forked, cut after that
-prefix if the memory can, and processes the rest. When sequences or cells run out, the least recently used
-branches are pruned; their tokens are evaluated again when they are needed. If any other text in the
-context needs a sequence, in any thread, all but the most recently used branch can be evicted.
+They are a cache. A new prompt takes the branch with the longest common prefix: it is forked, the fork is
+cut after that prefix (if the memory can be cut), and it processes the rest of the prompt. When sequences
+or cells run out, the least recently used branches are pruned; their tokens are evaluated again when they
+are needed. If any other text in the context needs a sequence, in any thread, all but the most recently
+used branch can be evicted.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class TurnBranches:
         there.
 
         Raises:
-            CapacityError, DecodeError: it cannot be processed; nothing but pruned branches is lost.
+            CapacityError, DecodeError: the tokens cannot be processed. Only branches that were pruned
+            are lost.
         """
         best, n = self._nearest(tokens)
         if best is not None and best.position == n == len(tokens):
@@ -79,11 +81,11 @@ class TurnBranches:
     def _nearest(self, tokens: Sequence[int]) -> tuple[Branch | None, int]:
         """Return the branch to begin from, now marked as in use, and the length of the common prefix."""
         best, most = None, 0
-        with self._ctx.lock:  # so that it cannot be evicted before it is the most recently used one
+        with self._ctx.lock:  # so that no other thread evicts the branch before it counts as used
             for branch in self.living():
                 n = n_common(branch.sequence.tokens, tokens)
                 if not n == branch.position == len(tokens):
-                    n = min(n, len(tokens) - 1)  # the last one is evaluated for its logits
+                    n = min(n, len(tokens) - 1)  # the last token's logits are needed
                 if n < branch.position:
                     n = self._ctx.kv_cache.usable(branch.seq_id, n)
                 if n > most or (n and n == most and branch.position == n):

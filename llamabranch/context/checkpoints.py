@@ -49,11 +49,9 @@ class Checkpoints:
     from the end of the text. So checkpoints are dense near the end of a text, and sparse at its
     beginning.
 
-    apart at its beginning.
-
     Attributes:
-        max_bytes: 0 = no checkpoints.
-        n_bytes: the bytes they take; a checkpoint that sequences share counts once.
+        max_bytes: the most host memory, in bytes; 0 = no checkpoints.
+        n_bytes: the memory of all checkpoints; one that several sequences share counts once.
     """
 
     def __init__(self, max_bytes: int) -> None:

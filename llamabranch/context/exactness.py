@@ -26,8 +26,8 @@ __all__ = ["Exactness", "exactness_of"]
 
 _SIZES = (2, 3, 4, 5, 8, 9, 17, 64)  # where kernels change: blocks of 4, 8, 16 rows, tiles of 64
 _ALONE = 9  # rows that are decoded one by one
-# Parameters up to which all of this takes about 2 s, and up to which a part does. By size, not by the
-# clock: what is exact must not depend on what else the machine is doing.
+# Models of up to so many parameters measure all sizes in about 2 s, or a part of them in that time. The
+# model's size decides, not the clock, because the result must not depend on what else the machine does.
 _ALL, _SOME = 1e9, 4e9
 _FEW = (2, 5, 17)
 _FEW_ALONE = 3
@@ -36,7 +36,7 @@ _SECTION = "exact rows"
 
 
 class Exactness(NamedTuple):
-    """Up to how many rows batches are exact, how far larger ones are off, and why: `Capabilities`."""
+    """The largest exact batch, how far larger batches are off, and why; see `Capabilities`."""
 
     rows: int
     total_variation: float | None = None
@@ -92,13 +92,13 @@ def exactness_of(
 def _measured(
     runner: Runner, model: Model, most: int, *, setting: str, ask: bool
 ) -> Exactness | None:
-    """Return up to how many rows each row has the logits that it has alone, and how far others are off.
+    """Return the most rows with which batches are exact, and how far larger batches are off.
 
     The context is empty before and after. The result is ``n_batch`` if all tried sizes are exact, and 1
     if not even two rows are.
 
     Args:
-        runner, model: those of the context.
+        runner, model: the runner and the model of the context.
         most: rows that llama.cpp computes at once; it cuts larger batches, so only sizes up to this are
             tried.
         setting: the other things that the result depends on: K/V type and threads.
@@ -181,7 +181,7 @@ def _variation(
 ) -> float:
     """Return the largest total variation between rows in a batch of ``n`` and those ``alone``.
 
-    Above 0 wherever they differ in a bit.
+    It is above 0 if they differ in a single bit.
     """
     runner.memory.clear()
     n_own = min(n, len(own))

@@ -1,7 +1,8 @@
 """The hidden states of a context's tokens, kept for a head that drafts with them, or for branches.
 
-A row is kept for each cell of the cache, under the index at which the cell was written. So sequences that
-share cells share rows, and what forks, rewinds or prunes a sequence needs to do nothing here.
+A row is kept for each cell of the cache, under the index at which the cell was written. So sequences
+that share cells share rows, and nothing has to be done here when a sequence is forked, rewound or
+pruned.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class PackedStates(NamedTuple):
     """The hidden states of a whole sequence, outside the cache.
 
     Attributes:
-        layers: whose inputs make up a row, in this order.
+        layers: the layers whose inputs make up a row, in this order.
         rows: float32 (n, width).
     """
 
@@ -33,14 +34,14 @@ class PackedStates(NamedTuple):
 
 
 class HiddenStates:
-    """Rows of hidden states by cell. Expects a caller that holds the target's lock.
+    """Rows of hidden states by cell. The caller must hold the target's lock.
 
     Args:
         handle: the target's native context; extraction is turned on in it.
-        cells: which sequence holds which of them.
-        layers: whose inputs make up a row, in this order; the number of layers itself is the state
-            before the output norm. That alone is what MTP layers read.
-        is_read: whether there is still a head that reads them; None: no head, but branches.
+        cells: which sequence holds which cells.
+        layers: the layers whose inputs make up a row, in this order. The number n_layer stands for the
+            state before the output norm, the only one that MTP layers read.
+        is_read: returns whether there is still a head that reads them; None = only branches read them.
 
     Raises:
         UnsupportedError: llama.cpp does not give these states for the architecture.
@@ -58,7 +59,7 @@ class HiddenStates:
         n = handle.n_layer
         widths = [handle.n_embd if layer < n else handle.n_embd_out for layer in layers]
         ends = np.cumsum([0, *widths]).tolist()
-        # A list: the layers of a file may repeat.
+        # A list, because a file may name a layer twice.
         self._columns = list(zip(layers, map(slice, ends, ends[1:]), strict=False))
         self.width = ends[-1]
         self.is_read = is_read or (lambda: True)
@@ -81,11 +82,12 @@ class HiddenStates:
         for layer, columns in self._columns:
             found[:, columns] = heads.extracted_rows(self._handle, layer, n)
         if len(self._rows) > 2 * self._cells.n_cells:
-            self._forget_unused()  # first: the table does not have a tree's cells yet
+            # Before the update, because the table does not have the cells of a tree yet.
+            self._forget_unused()
         self._rows.update(zip(range(first, first + n), found, strict=True))
 
     def of(self, seq_id: int, start: int, end: int) -> list[Rows | None]:
-        """Return the rows of positions [start, end) of a sequence, or None where they were not kept."""
+        """Return the rows of positions [start, end) of a sequence; None for a row that was not kept."""
         index = self._cells.write_index
         return [self._rows.get(index(seq_id, position)) for position in range(start, end)]
 
@@ -94,20 +96,20 @@ class HiddenStates:
         return self.of(seq_id, 0, self._cells.next_position(seq_id))
 
     def set_all(self, seq_id: int, rows: Iterable[Rows | None]) -> None:
-        """Keep ``rows`` for the first positions of a sequence, where they are not None."""
+        """Keep ``rows`` for the first positions of a sequence; those that are None are skipped."""
         for position, row in enumerate(rows):
             if row is not None:
                 self._rows[self._cells.write_index(seq_id, position)] = row
 
     def packed(self, seq_id: int) -> PackedStates | None:
-        """Return the rows of all positions of a sequence, a copy; None where some are missing."""
+        """Return a copy of the rows of all positions of a sequence; None if some are missing."""
         rows = [row for row in self.all_of(seq_id) if row is not None]
         if not rows or len(rows) < self._cells.next_position(seq_id):
             return None
         return PackedStates(self.layers, np.stack(rows))
 
     def restore(self, seq_id: int, packed: PackedStates) -> None:
-        """Keep rows for the first positions of a sequence; those of other layers are of no use."""
+        """Keep rows for the first positions of a sequence; do nothing if they are of other layers."""
         if packed.layers == self.layers and packed.rows.shape[1] == self.width:
             self.set_all(seq_id, packed.rows)
 

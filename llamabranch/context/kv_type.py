@@ -1,9 +1,10 @@
-"""What attention costs: K/V type and flash attention decided together, and what exactness would cost.
+"""Decide K/V type and flash attention together, by what attention costs; and the cost of exactness.
 
 Which setting is faster depends on the processor, on the build, on the size of the model's heads, and on
-whether prompts are read or tokens generated. At a few hundred cells all are alike; at 2,048 attention
-takes half of the time and more. So it is timed there, alone and on one thread. What the rest of a model
-takes is timed on its empty context, where it matters: to tell what share of the whole exactness costs.
+whether prompts are read or tokens generated. With a few hundred cells all settings take the same time;
+with 2,048 attention takes half of the time or more. So attention is timed with 2,048 cells, alone and on
+one thread. The rest of the model is timed in an empty context. Both together tell what share of the
+speed exactness costs.
 """
 
 from __future__ import annotations
@@ -22,22 +23,24 @@ from .timing import decode_seconds
 __all__ = ["EXACT", "MOST_EXTRA", "Costs", "Setting", "fastest", "measured_costs"]
 
 _CELLS = 2048
-_ROWS = (1, 8, 64)  # of decodes that generate one text and eight, and that read a prompt
-_MOST_S = 0.06  # of each; together 0.1 to 0.4 s
-_MOST_HEADS = 4  # of those that share a K/V head
-# A session, in which settings are weighed: it reads so many tokens, and generates so many, half of them
-# in one text and half in eight at once.
+_ROWS = (1, 8, 64)  # rows of a decode that generates one text, eight texts, or reads a prompt
+_MOST_S = 0.06  # for each; all of them take 0.1 to 0.4 s
+_MOST_HEADS = 4  # at most this many of the heads that share a K/V head are timed
+# The session by which settings are compared: tokens of a prompt that it reads, and tokens that it
+# generates, half of them in one text and half in eight texts at once.
 _READ, _GENERATED = 2000, 300
-MOST_EXTRA = 1.1  # what exactness may cost by default, of reading and of generating
-_TEXTS = 4  # that lie in a cache which keeps prefixes, of equal length
+# Exactness is the default if reading and generating take at most this many times as long with it.
+MOST_EXTRA = 1.1
+_TEXTS = 4  # texts of equal length that are assumed to share a cache with prefixes
 _WORTH = 0.97  # a setting must take less than this share of the time of one that comes before it
 
 _ATTENTION = "attention"
 _WEIGHTS = "weights"
-# Parameters up to which weights are timed with a part of a prompt, too: it takes 0.2 s on one core.
-# Larger models read as they generate eight texts: attention is a small share of them anyway.
+# Models of up to so many parameters are timed with a part of a prompt too, which takes 0.2 s on one
+# core. For larger models a token of a prompt is assumed to take as long as a token of eight texts;
+# attention is a small share of their time anyway.
 _READS, _SMALL_PROMPT = 3e8, 32
-_LARGE = 4e9  # those of more parameters are not timed
+_LARGE = 4e9  # models with more parameters are not timed
 
 
 class Setting(NamedTuple):
@@ -59,33 +62,33 @@ class Costs(NamedTuple):
 
     @property
     def generated(self) -> float:
-        """Of a token of the session."""
+        """The mean time of a generated token of the session."""
         return (self.one + self.eight) / 2
 
     @property
     def session(self) -> float:
-        """Of a session."""
+        """The time of the session."""
         return _READ * self.read + _GENERATED * self.generated
 
     def plus(self, other: Costs, times: float = 1.0) -> Costs:
-        """Return these and so many times the others."""
+        """Return the sum of these costs and ``times`` the other costs."""
         return Costs(*(a + times * b for a, b in zip(self, other, strict=True)))
 
 
-EXACT = Setting("bf16", True)  # logits do not depend on the batch, where the weights allow that
-# In the order in which they are preferred where they take the same time.
+EXACT = Setting("bf16", True)  # logits do not depend on the batch, if the weights allow that
+# The earlier one is taken if two need the same time.
 _ALL = (Setting("f16", True), EXACT, Setting("f16", False), Setting("bf16", False))
 
 
 def fastest(model: Model, flash: bool | str, *, has_others: bool = False) -> Setting | None:
-    """Return the setting in which a session takes least.
+    """Return the setting in which a session takes the least time.
 
-    None where nothing is measured: with layers on a GPU, or ``LLAMABRANCH_PROFILE=0``.
+    None if nothing is measured: with layers on a GPU, or with ``LLAMABRANCH_PROFILE=0``.
 
     Args:
-        model: that the context will compute.
-        flash: whether flash attention is used; "auto" leaves it open with plain attention memory.
-        has_others: other texts lie in the cache, too. Flash attention skips their cells. Without it a
+        model: the model of the context.
+        flash: whether flash attention is used. "auto" = either, if the memory is plain attention.
+        has_others: other texts are in the cache too. Flash attention skips their cells; without it a
             token is computed against all of them.
     """
     shape = _shape(model)
@@ -110,10 +113,10 @@ def measured_costs(
     """Return what a token costs at 2,048 cells in each setting, stored or measured on one thread.
 
     Args:
-        model: whose layers and weights count.
+        model: the model; its layers and weights are measured.
         handle: an empty context of it; it is empty afterwards.
-        settings: those that are compared.
-        threads: those of the context, for one token and for many.
+        settings: the settings to compare.
+        threads: the numbers of threads of the context, for one token and for many.
     """
     shape = _shape(model)
     if shape is None:
@@ -147,7 +150,7 @@ def _key() -> str:
 
 @cache
 def _attention(key: str, shape: AttentionShape) -> dict[Setting, Costs]:
-    """Return what attention costs a token for one K/V head in every setting, stored or measured."""
+    """Return the time of attention for a token and one K/V head in every setting, stored or measured."""
     group = min(shape.n_heads, _MOST_HEADS)
     key += f", {group} heads of {shape.head_size}, one K/V head of {shape.n_kv_heads}"
     kept = read_entry(_ATTENTION, key) or {}
@@ -170,7 +173,7 @@ _found: weakref.WeakKeyDictionary[Model, dict[str, Costs]] = weakref.WeakKeyDict
 
 
 def _weights(model: Model, handle: ContextHandle, threads: tuple[int, int]) -> Costs | None:
-    """Return what a token costs without the attention to other tokens, stored or measured."""
+    """Return the time of a token without attention to other tokens, stored or measured."""
     try:
         kind = "repacked, " if model.extra_buffers else ""
         key = f"{_key()}, {kind}{model.quick_key[:32]}"
@@ -194,7 +197,7 @@ def _weights(model: Model, handle: ContextHandle, threads: tuple[int, int]) -> C
 
 
 def _stored(kept: object) -> Costs | None:
-    """Return the three numbers of an entry, if that is what it holds."""
+    """Return the three numbers of an entry; None if it holds anything else."""
     if not isinstance(kept, list) or len(kept) != len(_ROWS):
         return None
     if not all(isinstance(each, (int, float)) and 0 < each < math.inf for each in kept):

@@ -34,7 +34,7 @@ class Alternative(_Pair):
     Attributes:
         token: its id.
         logprob: its log-probability, nats.
-        text: that of the token alone; bytes that are no character by themselves are shown as U+FFFD.
+        text: the text of this token alone; bytes of an incomplete character are shown as U+FFFD.
     """
 
     text: str = ""
@@ -52,13 +52,13 @@ class Alternative(_Pair):
 
 
 class TokenScore(NamedTuple):
-    """How probable a model finds a given token.
+    """How probable a token is under a model.
 
     Attributes:
         token: its id.
         logprob: its log-probability, nats, under the model's own distribution.
         rank: 1 + how many tokens are more probable.
-        entropy: of that distribution, nats.
+        entropy: the entropy of that distribution, nats.
         alternatives: the requested number of most probable tokens, best first.
     """
 
@@ -77,7 +77,7 @@ class LogitsRow:
 
     Args:
         array: the logits.
-        address: where they lie in memory; 0 = to be asked of ``array``.
+        address: their address in memory; 0 = ``array`` knows it.
     """
 
     __slots__ = ("_address", "_best", "_drawn", "_entropy", "_logsumexp", "array", "users")
@@ -89,7 +89,7 @@ class LogitsRow:
         self._best = -1
         self._logsumexp: float = _UNKNOWN
         self._entropy: float = _UNKNOWN
-        self._drawn: tuple[object, int, int] | None = None  # by what, seed, token
+        self._drawn: tuple[object, int, int] | None = None  # by this sampler, seed: a token
 
     def detach(self) -> None:
         """Copy the row out of llama.cpp's buffer."""
@@ -162,13 +162,14 @@ class LogitsRow:
     def draw(self, sampler: Sampler, seed: int, position: int, *, measured: bool = True) -> int:
         """Return the token that ``sampler`` draws from this row, the next one at ``position``.
 
-        What the compiled core does not know or will not decide goes to llama.cpp's samplers and NumPy.
+        If the compiled core does not support a setting, or leaves the row undecided, llama.cpp's
+        samplers and NumPy draw.
 
         Args:
-            sampler: has accepted the tokens before this one.
-            seed: of the noise.
-            position: of the next token.
-            measured: compute log-sum-exp and entropy in the same call; for a caller that needs them.
+            sampler: a sampler that has accepted all tokens before this one.
+            seed: the seed of the noise.
+            position: the position of the next token.
+            measured: compute log-sum-exp and entropy in the same call, because the caller needs them.
 
         Raises:
             GrammarError, ConstraintError, ConfigError: no token can be drawn.
@@ -206,10 +207,10 @@ class LogitsRow:
         *,
         measured: bool = True,
     ) -> int:
-        """Draw with the compiled core, measuring the row in the same call unless that is done.
+        """Draw with the compiled core, and measure the row in the same call if it was not measured yet.
 
         Returns:
-            the token that ``Distribution.draw`` draws; -1: the core leaves it to NumPy.
+            The token that ``Distribution.draw`` draws; -1 = the core leaves the row to NumPy.
         """
         measured = measured and self._logsumexp is _UNKNOWN
         token = compiled.sample(self.address, seed, position, purpose, measured)
@@ -219,9 +220,9 @@ class LogitsRow:
         return token
 
     def note_step(self, compiled: core.RowSampler, seed: int, measured: bool) -> None:
-        """Take what the native step that decoded this row has found, its draw included.
+        """Keep the results of the native step that decoded this row, including the token that it drew.
 
-        The draw is for the position after the row's token: nobody draws from a row for another one.
+        The draw is for the position after the row's token, the only position that a row is used for.
         """
         found = compiled.choice
         if measured:
@@ -231,13 +232,13 @@ class LogitsRow:
 
     @property
     def address(self) -> int:
-        """Where the logits lie in memory."""
+        """The address of the logits in memory."""
         if self._address == 0:
             self._address, self.array = core.address_of(self.array)
         return self._address
 
     def note(self, best: int, logsumexp: float, entropy: float) -> None:
-        """Take what the compiled core has measured; ``best`` is -1 where it could not."""
+        """Keep what the compiled core has measured; ``best`` is -1 if it could not measure the row."""
         if best >= 0:
             self._best, self._logsumexp, self._entropy = best, logsumexp, entropy
 
@@ -251,7 +252,7 @@ class LogitsRow:
         shifted = row - top
         # A logit of -inf has weight 0, and 0 * -inf is NaN.
         np.maximum(shifted, _FLOOR, out=shifted)
-        # Sums in 64 bits, as the core's: how 32-bit sums round depends on the processor's BLAS.
+        # Sums have 64 bits, as in the core. How 32-bit sums are rounded depends on the processor's BLAS.
         weights = np.exp(shifted).astype(np.float64)
         total = float(weights.sum())
         mean = float(np.dot(weights, shifted.astype(np.float64)))

@@ -112,11 +112,12 @@ class Memory:
     Attributes:
         cells: which sequence holds which cells.
         hidden: the hidden states of its tokens, while a head reads them.
-        prefix_seq_ids: the sequences of the prefix cache.
+        prefix_seq_ids: the sequences that the prefix cache holds.
         spare_seq_ids: ids beyond those of the context. Cells can refer to them; they cannot decode.
-        evict: frees at least that many cells of the prefix cache; returns how many.
-        compact: writes all sequences again, in order, without holes; False if impossible.
-        order: keeps, or does not keep, the order of the cells.
+        evict: a function that frees at least n cells of the prefix cache, and returns how many it freed.
+        compact: a function that writes all sequences again, in order, without holes; False if
+            impossible.
+        order: the `CellOrder`, which keeps the cells in order if ``keeps_order``.
         can_draft: the end of a sequence can be dropped, so drafts are verified in place.
         forks_copy: a fork copies K/V; otherwise it costs nothing.
     """

@@ -1,6 +1,7 @@
-"""Opening the native context, of a model or of a head: parameters, trials of what it can do, threads.
+"""Open the native context of a model or of a head: resolve parameters, try it out, choose threads.
 
-`Capabilities` is the report; what callers do with a memory they ask of the `Memory` that fits it.
+`Capabilities` reports what was found. Callers use the `Memory` object that was chosen for this kind of
+memory.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from .threads import ThreadTuner
 __all__ = ["Capabilities", "open_native"]
 
 
-_MOST_OFF = 20  # times less than another token moves the logits: what rounding may be
-_ROLLBACKS, _ROLLBACK_PART = (8, 4), 8  # tokens to undo, while their states take less of the memory
+_MOST_OFF = 20  # rounding may change logits by at most 1/20 of what another token changes
+_ROLLBACKS, _ROLLBACK_PART = (8, 4), 8  # tokens to undo; their states may take 1/8 of the memory
 _BESIDE = "give the target's context: Context(head, target=ctx), or load(name, target=ctx)"
 
 
@@ -36,8 +37,9 @@ class Capabilities:
     """What this context's memory can do; determined when it is created.
 
     Args:
-        can_truncate: the tail of a sequence can be dropped, of any length. (A sequence restored from a
-            snapshot has only the end of a sliding window: a branch that drops more is decoded again.)
+        can_truncate: the end of a sequence can be dropped, however long it is. (If a sequence with a
+            sliding window was restored from a snapshot, only the end of the window is there; a branch
+            that drops more is decoded again.)
         can_share: sequences can share cells; otherwise (``kv_unified=False``) a fork copies them.
         sliding_window: size of the attention window in tokens, or 0 without a window.
         recurrent: some of the memory is a state instead of cells.
@@ -45,21 +47,23 @@ class Capabilities:
             cache. (One exception, reported by ``usage().in_order``: the cache ran full while raw
             sequences or an unfinished prompt prevented compaction, see ``compaction.py``.)
         batch_invariant_reason: why, or why not.
-        exact_rows: the most rows a decode can have so that each has, to the bit, its logits alone, as
-            measured; ``n_batch`` where no size was found that differs, 0 where it was not measured.
-            With a sliding window this is all that is known: cells that are used again may change order.
-        total_variation: the largest, as measured, between the distributions of the next token of a row
-            in a batch and alone: 0.0 where they are equal, None where it was not measured.
-        state_bytes: what the recurrent state of a sequence takes, 0 without one.
-        checkpoints: whether states are kept to return to, where a tail cannot be dropped.
+        exact_rows: the measured number of rows up to which a decode is exact: each row has, to the bit,
+            the logits that it has alone. ``n_batch`` = no size was found that differs; 0 = not measured.
+            With a sliding window nothing more is known, because cells that are used again may change
+            order.
+        total_variation: the largest measured total variation between the distributions of a row in a
+            batch and of the same row alone; 0.0 = they are equal, None = not measured.
+        state_bytes: the size of the recurrent state of a sequence; 0 without one.
+        checkpoints: whether earlier states are kept, if the end of a sequence cannot be dropped.
         checkpoints_reason: why, or why not.
-        rollback: how many drafted tokens are verified in place where the memory has a state: so many
-            states are kept of the last tokens of each sequence; 0: they are verified on a fork.
+        rollback: how many drafted tokens are verified in place, if the memory has recurrent states:
+            llama.cpp keeps this many states of the last tokens of each sequence. 0 = drafts are verified
+            on a fork.
         rollback_reason: why, or why not.
-        rollback_bytes: what these states of a sequence take beside its own.
-        exact_read_ratio, exact_write_ratio: how many times as long a batch-invariant context of this
-            model takes to read a prompt and to generate as the fastest one, at 2,048 cells on this
-            processor: 1.0 where it is the fastest, None where it was not measured.
+        rollback_bytes: the size of these states of a sequence, in addition to ``state_bytes``.
+        exact_read_ratio, exact_write_ratio: the time that a batch-invariant context of this model takes
+            to read a prompt, and to generate, divided by the time of the fastest context; with 2,048
+            cells on this processor. 1.0 = it is the fastest, None = not measured.
     """
 
     can_truncate: bool
@@ -81,7 +85,7 @@ class Capabilities:
 
     @property
     def cost_of_exact(self) -> str:
-        """What exactness costs on this processor, as measured, in words; "" where it was not measured."""
+        """A sentence about what exactness costs on this processor; "" if it was not measured."""
         if self.exact_read_ratio is None or self.exact_write_ratio is None:
             return ""
         read, write = map(_in_words, (self.exact_read_ratio, self.exact_write_ratio))
@@ -103,24 +107,25 @@ class Target(Protocol):
     decoder: Runner
 
     def usage(self) -> Usage:
-        """Return how full it is."""
+        """Return how full its cache is."""
 
 
 def open_native(
     model: Model, given: ContextParams, target: Target | None
 ) -> tuple[ContextParams, Capabilities, Runner]:
-    """Create the native context of ``model``, or of it as a head of ``target``, tried out and empty.
+    """Create the native context of ``model``, or of ``model`` as a head of ``target``, and try it out.
 
     Errors: see `Context`.
 
     Returns:
-        the parameters with every default resolved, what it can do, and what decodes in it.
+        The parameters with every default resolved, what the context can do, and the runner that decodes
+        in it; the context is empty.
     """
     if target is not None:
         given = _head_params(model, target, given)
     else:
         _check_generates(model)
-    resolved = given.resolve(model)  # its errors come before a warning
+    resolved = given.resolve(model)  # raises its errors before a warning
     if not model.shares_memory:
         check_room(model, resolved, is_head=target is not None)
     n_trained = _trained_length(model, given)
@@ -157,11 +162,12 @@ def _check_generates(model: Model) -> None:
 
 
 def _trained_length(model: Model, given: ContextParams) -> int | None:
-    """Return the length beyond which a text warns, None if none does; warn now of ``n_ctx`` itself."""
+    """Return the length beyond which a text gets a warning, or None; warn now of ``n_ctx`` itself."""
     if model.shares_memory:
         return None  # the target warns
     trained = given.trained_length(model)
-    # Many cells for several sequences are usually meant for many texts, otherwise for a long one.
+    # Many cells for several sequences are usually meant for many texts; for one sequence they are meant
+    # for a long text.
     n_ctx = given.n_ctx if given.n_seq_max in (None, 1) else None
     if trained is None or n_ctx is None or n_ctx <= trained:
         return trained
@@ -172,15 +178,15 @@ def _trained_length(model: Model, given: ContextParams) -> int | None:
 def _probed(
     model: Model, given: ContextParams, target: Target | None
 ) -> tuple[ThreadTuner, Capabilities, Memory]:
-    """Create the native context and try out what it can do; twice where that changes its parameters.
+    """Create the native context and try out what it can do; again if the trial changes its parameters.
 
-    Where batches are not exact, or that costs too much, attention is computed as is fastest. With
-    ``batch_invariant=True`` no more rows are computed at once than are exact.
+    If batches are not exact, or exactness costs too much, the fastest attention is used. With
+    ``batch_invariant=True`` a decode has at most as many rows as are exact.
     """
     first = resolved = given.resolve(model)
     if (
         given.n_rs_seq == "auto" and target is None
-    ):  # known before anything is opened, if the file tells
+    ):  # if the file has the size of the states, this is known before anything is opened
         n_rollback = _most_rollback(model.state_numbers * BYTES_OF_NUMBER, resolved)
         if n_rollback:
             given = replace(given, n_rs_seq=n_rollback)
@@ -242,7 +248,7 @@ def _probed(
 
 
 def _most_rollback(state_bytes: int, params: ContextParams) -> int:
-    """Return how many states of the last tokens there is room for; 0 where there is no state."""
+    """Return how many states of the last tokens fit into memory; 0 if the model has no states."""
     room = (memory_bytes() or 0) // _ROLLBACK_PART
     of_each, most = state_bytes * (params.n_seq_max or 1), params.most_rollback
     return next((n for n in _ROLLBACKS if n <= most and n * of_each <= room), 0) if of_each else 0
@@ -251,14 +257,14 @@ def _most_rollback(state_bytes: int, params: ContextParams) -> int:
 def _adapted(
     model: Model, resolved: ContextParams, given: ContextParams, found: Capabilities
 ) -> ContextParams | None:
-    """Return the parameters for a model whose batches are not exact as they are; None = these.
+    """Return the parameters for a model whose batches are not exact with ``resolved``; None = keep them.
 
     Raises:
         UnsupportedError: ``batch_invariant=True`` is not possible.
     """
     if resolved.batch_invariant is True:
         rows = found.exact_rows
-        # Without unified KV llama.cpp computes a token of every sequence at once.
+        # Without unified KV llama.cpp computes one token of every sequence together.
         least = 2 if resolved.kv_unified else max(2, resolved.n_seq_max or 0)
         if model.memory_type == "attention" and rows >= least:
             return replace(resolved, n_ubatch=rows)
@@ -279,12 +285,12 @@ def _adapted(
 def _weighed(
     model: Model, handle: ContextHandle, given: ContextParams, params: ContextParams
 ) -> tuple[tuple[float | None, float | None], ContextParams | None]:
-    """Return how much longer exactness reads and generates, and other parameters if that is too much.
+    """Return the two ratios of exactness; and other parameters if the ratios are too high.
 
     Args:
-        model, handle: of the exact context, which is empty before and after.
-        given: what was asked for. A K/V type that was named stays.
-        params: what the context was created with.
+        model, handle: the model and the handle of the exact context, which is empty before and after.
+        given: the parameters that the user passed. A K/V type among them is kept.
+        params: the parameters with which the context was created.
     """
     if given.kv_type != "auto":
         return (None, None), None
@@ -302,7 +308,7 @@ def _weighed(
 
 
 def _create(model: Model, native: NativeContextParams, target: Target | None) -> ContextHandle:
-    """Return the native context; ``target`` for that of a head."""
+    """Return the native context; ``target`` is set for the context of a head."""
     if target is None:
         handle = ContextHandle(model.handle, native)
         if not handle.has_memory:
@@ -325,7 +331,7 @@ def _create(model: Model, native: NativeContextParams, target: Target | None) ->
 
 
 def _open_head(handle: ContextHandle, model: Model, target: Target) -> int:
-    """Let the target keep its hidden states; return how many of each token an encoder reads, else 0."""
+    """Let the target keep its hidden states; return how many numbers per token an encoder reads."""
     layers = model.target_layers or (target.model.n_layer,)
     reader = weakref.ref(handle)
 
@@ -339,10 +345,10 @@ def _open_head(handle: ContextHandle, model: Model, target: Target) -> int:
 
 
 def _head_params(model: Model, target: Target, given: ContextParams) -> ContextParams:
-    """Return the parameters of a head's context, the target's where none are given.
+    """Return the parameters of a head's context; those that are missing are the target's.
 
     Raises:
-        UnsupportedError: ``model`` is no head for the target, with the reason.
+        UnsupportedError: ``model`` cannot draft for the target; the message says why.
     """
     target.decoder.check_open()
     theirs = target.params
@@ -382,24 +388,23 @@ def _head_params(model: Model, target: Target, given: ContextParams) -> ContextP
 def _probe(
     handle: ContextHandle, model: Model, params: ContextParams, *, is_head: bool = False
 ) -> tuple[Capabilities, Memory]:
-    """Find out what an empty context can do, by short trials; return that, and its memory, empty.
+    """Find out what an empty context can do, by short trials; return that and its empty memory.
 
     Args:
-        params: what the context was created with, resolved.
+        params: the resolved parameters with which the context was created.
         is_head: the context computes a head, not the model's trunk.
     """
-    # A head has attention only, whatever the trunk has whose file it is in.
+    # A head has attention only, even if the model in the same file has other memory.
     recurrent = model.memory_type in ("recurrent", "hybrid") and not is_head
-    # llama.cpp reports a removal as done although cells that the window needs are gone already, and
-    # later decodes would attend to an incomplete window. They stay where the cache has them
-    # (``swa_full``) and can hold them (``Windowed``).
+    # llama.cpp reports a removal as done even if cells that the window needs are already gone; later
+    # decodes would attend to an incomplete window. With ``swa_full`` and ``Windowed`` these cells stay.
     window = model.n_swa if model.memory_type == "sliding-window" else 0
     memory = Memory(handle) if handle.kv_unified else NonUnified(handle)
     runner = Runner(memory)
     decode_run(runner, [3 % model.n_vocab, 10 % model.n_vocab], 0, "none")
     layout = StateLayout.learn(handle.state(0), n_tokens=2)
     state_bytes = 0 if layout is None else layout.state_bytes
-    # With states of the last tokens a removal is done, but only once after each decode.
+    # If llama.cpp keeps states of the last tokens, a removal succeeds, but only once after each decode.
     can_truncate = not handle.n_rollback and memory.drop(0, 1)
     if layout is not None and layout.is_cells_only:
         window = 0  # no layer uses it
@@ -425,7 +430,8 @@ def _probe(
         if n_rollback:
             memory = RollingBack(handle, layout, max_bytes, n_rollback)
         if recurrent:
-            memory.spare_seq_ids = range(0)  # cells alone can belong to others than the context's
+            # Sequences beyond the context's can have cells, but no states.
+            memory.spare_seq_ids = range(0)
     elif window:
         memory = Windowed(handle, layout, window)
     else:
@@ -450,9 +456,9 @@ def _probe(
 
 
 def _can_undo(runner: Runner, model: Model, params: ContextParams) -> tuple[int, str]:
-    """Try out whether the end of a decode can be undone in an empty context; return how far, and why.
+    """Try out how many tokens of a decode can be undone in an empty context; return the number, and why.
 
-    The logits after it must be those of a text in which it never was.
+    The logits after an undo must be those of a text that never had these tokens.
     """
     memory, n_vocab = runner.memory, model.n_vocab
     n = memory.handle.n_rollback
@@ -487,9 +493,10 @@ def _can_undo(runner: Runner, model: Model, params: ContextParams) -> tuple[int,
 
 
 def _can_return(runner: Runner, n_vocab: int, max_bytes: int) -> tuple[bool, str]:
-    """Try out whether an empty context can return to a state; return that and why, or why not.
+    """Try out whether an empty context can return to a saved state; return the answer and the reason.
 
-    The logits after it must be those of before, and others than without it.
+    After the return the logits must be the same as before. Without it they must differ, so that the
+    trial shows something.
     """
     memory, token = runner.memory, 5 % n_vocab
     try:
@@ -515,7 +522,7 @@ def _can_return(runner: Runner, n_vocab: int, max_bytes: int) -> tuple[bool, str
 
 
 def _probe_sharing_head(handle: ContextHandle, target: Capabilities) -> tuple[Capabilities, Memory]:
-    """Return what a head can do that reads the memory of its target: it has none to try out."""
+    """Return what a head can do that reads its target's memory; it has no memory to try out."""
     if not handle.kv_unified:
         _check_copies(None)
     found = replace(
@@ -530,7 +537,7 @@ def _probe_sharing_head(handle: ContextHandle, target: Capabilities) -> tuple[Ca
 
 
 def _check_copies(layout: StateLayout | None) -> None:
-    """Raise UnsupportedError where the cells of a sequence of non-unified KV cannot be copied."""
+    """Raise UnsupportedError if the cells of a sequence cannot be copied with non-unified KV."""
     if layout is None or not layout.is_cells_only:
         raise UnsupportedError(
             "kv_unified=False: llama.cpp writes K/V in an unknown form, so forks cannot copy it"

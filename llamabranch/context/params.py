@@ -27,7 +27,7 @@ DEFAULT_N_CTX = 2048
 # nine sequences a branch can have eight forks.
 DEFAULT_N_SEQ_MAX = 16
 _SEQUENCES_WITH_MEMORY = 9
-# Sequences; some ids must be left for cached prefixes.
+# The most sequences; some ids must be left for cached prefixes.
 MOST_WITH_PREFIXES = max_sequences() - 16
 # Tokens computed at once without flash attention: the products of a larger piece of a prompt with 2,000
 # cells leave the processor's cache (SmolLM2: 260 tokens a second in pieces of 128, 246 of 512).
@@ -100,18 +100,18 @@ class ContextParams:
             cores. It is also all cores for one token if the number would change logits: with flash
             attention over more than 256 cells of f16 or f32 K/V.
         flash_attention: "auto", True or False. kv_type: "f16", "bf16", "q8_0", ..., or "q8_0/f16" (K in
-            q8_0, V in f16). "auto" for both is
-            bf16 with flash attention in a batch-invariant context. In other contexts it is the fastest of
-            f16 and bf16, with and without flash attention, as measured at 2,048 cells for a session with
-            a prompt of 2,000 tokens and 300 generated ones. With ``prefix_cache=True`` and one cache for
-            all sequences, four such texts are assumed to share the cache: without flash attention each
-            token is computed against the cells of all four. If you set the type, flash attention is on;
-            if you turn flash attention off, "auto" K/V is f16.
+            q8_0, V in f16). The default of both, "auto", is bf16 with flash attention in a
+            batch-invariant context. In other contexts it is the fastest of f16 and bf16, with and
+            without flash attention, as measured at 2,048 cells for a session with a prompt of 2,000
+            tokens and 300 generated ones. With ``prefix_cache=True`` and one cache for all sequences,
+            four such texts are assumed to share the cache: without flash attention each token is
+            computed against the cells of all four. If you set the type, flash attention is on; if you
+            turn flash attention off, "auto" K/V is f16.
         batch_invariant: True = batch-invariant, or UnsupportedError if that is impossible. "auto" turns
             it on if it is possible and costs at most a tenth of the speed of prompts and of generation on
-            this processor, by the same measurement; with ``LLAMABRANCH_PROFILE=0``, which measures
-            nothing, whenever it is possible. "auto" also turns it on if ``kv_type`` is "bf16", "q8_0"
-            or "q8_0/f16". False = the fastest setting; exactness is not measured.
+            this processor, by the same measurement; with ``LLAMABRANCH_PROFILE=0`` nothing is measured,
+            and it is on whenever it is possible. "auto" also turns it on if ``kv_type`` is "bf16",
+            "q8_0" or "q8_0/f16". False = the fastest setting; exactness is not measured.
         swa_full: keep the K/V of all positions in sliding-window layers, so that they can be rewound.
         offload_kqv: keep the cache on the GPU if the model is there.
         kv_unified: True = one cache for all sequences, in which forks share cells. False = each sequence
@@ -131,9 +131,9 @@ class ContextParams:
             position. Rewinds and the prefix cache return to the last checkpoint before the position they
             need, and decode the tokens after it. 0 = no checkpoints; the whole text is decoded again.
         n_rs_seq: how many states of the last tokens of each sequence llama.cpp keeps, if the memory is
-            recurrent or hybrid and the model's architecture supports it. So many drafted tokens are
-            verified in place; longer drafts are verified on a fork. "auto" = 8 or 4 if these states
-            together take at most an eighth of the machine's memory, else 0. 0 = none.
+            recurrent or hybrid and the model's architecture supports it. Drafts of up to this many
+            tokens are verified in place; longer drafts are verified on a fork. "auto" = 8 or 4 if these
+            states together take at most an eighth of the machine's memory, else 0. 0 = none.
         rope_scaling: None (the model's own), "none", "linear", "yarn" or "longrope";
             rope_freq_base, rope_freq_scale, yarn_*: as in llama.cpp, 0 (yarn: -1) = the model's own.
 
@@ -195,7 +195,7 @@ class ContextParams:
             choice("rope_scaling", self.rope_scaling, [name for name in ROPE_SCALING if name])
 
     def resolve(self, model: Model, *, tries_exact: bool = True) -> ContextParams:
-        """Return these with all defaults resolved for ``model``, except the threads, which are measured.
+        """Return a copy with all defaults but the threads (which are measured) resolved for ``model``.
 
         Args:
             model: the model of the context.
@@ -350,7 +350,7 @@ _REQUIRED = (
     "cache_ram",
     "checkpoint_ram",
     "yarn_orig_ctx",
-)  # for these, None is not a valid value
+)  # None is not a valid value for these
 _LEAST = {
     "rope_freq_base": 0.0,
     "rope_freq_scale": 0.0,

@@ -59,7 +59,7 @@ class CachedPrefixes:
     """Different texts, the least recently used first. A search compares log2(n) of them."""
 
     def __init__(self) -> None:
-        self._sorted: list[CachedPrefix] = []  # by tokens: equal beginnings are neighbours
+        self._sorted: list[CachedPrefix] = []  # by tokens: texts that begin alike are neighbours
         self._used: OrderedDict[CachedPrefix, None] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:
@@ -159,9 +159,9 @@ class PrefixCache:
     Args:
         runner: has the cells, frees some for K/V that is copied back, and measures how long reading
             takes.
-        sequences: those of the context. Cached texts use some of them if the memory has no other
+        sequences: the sequences of the context. Cached texts use some of them if the memory has no other
             ids.
-        cache_ram: bytes of host memory for the K/V of evicted texts; 0: that K/V is lost.
+        cache_ram: bytes of host memory for the K/V of evicted texts; 0 = evicted K/V is lost.
 
     Attributes:
         n_hits: how often the beginning of a text was found.
@@ -169,7 +169,7 @@ class PrefixCache:
         n_evicted: how many cells were freed because others needed them.
         n_restored: how many tokens were copied back from ``saved``.
         saved: the texts in host memory.
-        most_idle: how many cells only cached texts may use, or those of the last text if that is
+        most_idle: the most cells that only cached texts use, or the cells of the last text if these are
             more.
 
     If the memory cannot be cut (recurrent, hybrid, sliding window), a text helps only texts that
@@ -212,7 +212,7 @@ class PrefixCache:
         if saved is not None:
             if self._restore(seq_id, saved, n_saved):
                 return n_saved
-            n, text = self._find(tokens)  # others may have made room
+            n, text = self._find(tokens)  # restoring may have evicted other texts
         n = 0 if text is None else self._memory.fork(text.seq_id, seq_id, n)
         if text is None or not n:
             return 0
@@ -221,19 +221,19 @@ class PrefixCache:
         return n
 
     def transfer_text(self, tokens: Sequence[int], is_full: bool) -> int | None:
-        """Drop a cached prefix that begins like ``tokens``, but not its sequence, cut to what they share.
+        """Drop a cached prefix that begins like ``tokens``; return its sequence, cut to the common part.
 
-        So nothing is copied with non-unified KV. The text is dropped if ``tokens``
-        continue all of it, or, where another would have to be (``is_full``: no sequence is free), if more
-        of it is shared than lost.
+        So nothing is copied with non-unified KV. The text is dropped if ``tokens`` continue all of it.
+        If no sequence is free (``is_full``), some text must be dropped anyway; then this one is dropped
+        if more of it is shared than lost.
 
         Returns:
-            a sequence that is held; None if ``take`` is to copy, or there is nothing to take.
+            The sequence; None if ``take`` has to copy, or if there is nothing to take.
         """
         n, text = self._find(tokens)
         if text is None or self._worth_restoring(tokens, n)[0]:
             return None
-        self._kept.use(text)  # so that another text makes room
+        self._kept.use(text)  # so that another text is evicted
         n_lost = len(text.tokens) - n
         if n_lost and not (is_full and (n_lost < n or len(self._kept) == 1)):
             return None
@@ -264,10 +264,10 @@ class PrefixCache:
     def _worth_restoring(
         self, tokens: Sequence[int], n_kept: int
     ) -> tuple[int, CachedPrefix] | tuple[int, None]:
-        """Return the saved text that has more of ``tokens`` than is kept, if copying it back pays.
+        """Return how many tokens of which saved text to copy back; (0, None) if that does not pay.
 
-        And before it, how many; else 0. It pays where it takes less time than reading what is not kept,
-        as both were measured.
+        The text must have more of ``tokens`` than the cache keeps. Copying pays if it takes less time
+        than reading the tokens that are not kept; both times are measured.
         """
         n, text = self.saved.find(tokens)
         if text is None or n < n_kept + MIN_SHARED:
@@ -321,10 +321,10 @@ class PrefixCache:
         Args:
             seq_id: a sequence that is held.
             tokens: what it holds.
-            is_last: nobody else uses the sequence from now on, so that it may become that of the text.
+            is_last: nobody else uses the sequence from now on, so the cached text may take it over.
 
         Returns:
-            True if it has become that: it must not be freed.
+            True if the cached text has taken the sequence over; then it must not be freed.
         """
         if len(tokens) < MIN_SHARED:
             return False
@@ -333,9 +333,9 @@ class PrefixCache:
             self._kept.use(known)
             return False
         if known is not None and n == len(known.tokens) == self._memory.usable(seq_id, n):
-            self._drop(known)  # the new text continues it
+            self._drop(known)  # the new text continues the known one
         text = CachedPrefix(list(tokens))
-        transfers = is_last and self._memory.forks_copy  # which saves the copy
+        transfers = is_last and self._memory.forks_copy  # a transfer saves the copy
         allocated = seq_id if transfers else self._allocate(text)
         while allocated is None:
             if not self.evict_text():
@@ -360,10 +360,10 @@ class PrefixCache:
         return heapq.heappop(self._spare_seq_ids) if self._spare_seq_ids else None
 
     def evict(self, n_cells: int) -> int:
-        """Give up at least ``n_cells`` cells that nobody else uses, if there are as many.
+        """Free at least ``n_cells`` cells that only cached texts use, if there are so many.
 
         Returns:
-            how many.
+            The number of freed cells.
 
         Some may be quarantined afterwards, until the cache is compacted.
         """
@@ -386,7 +386,7 @@ class PrefixCache:
         return freed
 
     def evict_text(self) -> bool:
-        """Give up the text that was not used for the longest time; False if none is kept."""
+        """Drop the text that was not used for the longest time; False if there is none."""
         for text in self._kept:
             _, n_alone = self._memory.cells.exclusive(text.seq_id, 0, END)
             self.n_evicted += n_alone
@@ -396,7 +396,7 @@ class PrefixCache:
         return False
 
     def clear(self) -> None:
-        """Give up everything, what is saved in host memory too."""
+        """Drop everything, also the texts in host memory."""
         for text in self.saved:
             self.saved.remove(text)
         for text in self._kept:

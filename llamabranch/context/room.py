@@ -1,8 +1,8 @@
-"""Whether the cells of a context can be had at all, before llama.cpp fills the machine with them.
+"""Whether the machine has enough memory for a context, checked before llama.cpp allocates it.
 
-llama.cpp writes to all of a cache when it creates it: for one that is far too large that took a minute
-and a half, and the memory of all other programs. What is computed here is less than what it takes, and
-compared with all memory that there is, so nothing is refused that could work.
+llama.cpp writes to the whole cache when it creates it. For a cache that was far too large this took a
+minute and a half, and the memory of all other programs. The size that is computed here is a lower bound,
+and it is compared with all the memory that there is. So nothing is refused that could work.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from ..native.context import KV_TYPES
 from ..native.gguf_reader import type_bytes
 from .params import ContextParams
 
-# llama.cpp's own record of a cell: its position, a shift, 2-D positions, and a bit for each of 256
-# sequences. It has 48 bytes.
+# llama.cpp's record of a cell has 48 bytes: its position, a shift, 2-D positions, and a bit for each of
+# 256 sequences.
 BYTES_OF_CELL = 40
-BYTES_OF_NUMBER = 4  # of a state: llama.cpp keeps them as float32
+BYTES_OF_NUMBER = 4  # bytes of a number in a state: llama.cpp keeps states as float32
 _STEP = 256  # llama.cpp rounds a cache up to whole steps
 
 
 def check_room(model: Model, params: ContextParams, *, is_head: bool = False) -> None:
-    """Raise ConfigError where a context needs more memory than the machine, or the cgroup, has.
+    """Raise ConfigError if a context needs more memory than the machine, or the cgroup, has.
 
     Args:
         params: resolved for the model.
-        is_head: only layers of the model that draft for another context are computed.
+        is_head: the context computes only the model's layers that draft for another context.
     """
     limit = memory_bytes()
     of_cells, of_states = (
@@ -57,7 +57,7 @@ def check_room(model: Model, params: ContextParams, *, is_head: bool = False) ->
 
 
 def cell_bytes(model: Model, params: ContextParams, *, is_head: bool = False) -> int:
-    """Return what the cells of a context take at least, bytes; 0 where it is not known."""
+    """Return how many bytes the cells of a context take at least; 0 if that is not known."""
     if model.memory_type not in ("attention", "sliding-window", "hybrid"):
         return 0
     if model.memory_type == "sliding-window" and not params.swa_full:
@@ -70,7 +70,7 @@ def cell_bytes(model: Model, params: ContextParams, *, is_head: bool = False) ->
 
 
 def least_state_bytes(model: Model, params: ContextParams) -> int:
-    """Return what the states of all sequences take, those that can be undone too; 0 if not known."""
+    """Return the bytes of the states of all sequences, with those kept for undoing; 0 if not known."""
     if model.on_gpu and params.offload_kqv:
         return 0
     n_states = (params.n_seq_max or 1) * (1 + int(params.n_rs_seq))
@@ -78,7 +78,7 @@ def least_state_bytes(model: Model, params: ContextParams) -> int:
 
 
 def memory_bytes(root: Path = Path("/")) -> int | None:
-    """Return all memory that this process could ever get, with swap; None where Linux does not tell."""
+    """Return all memory, with swap, that this process could ever get; None if it is not known."""
     total, swap = (_kilobytes(root / "proc/meminfo", name) for name in ("MemTotal", "SwapTotal"))
     if total is None:
         return None
@@ -95,7 +95,7 @@ def memory_bytes(root: Path = Path("/")) -> int | None:
 def _groups(root: Path) -> Iterator[Path]:
     """Yield the folders of this process's control group and of all above it (version 2)."""
     base = root / "sys/fs/cgroup"
-    yield base  # in a container, its own
+    yield base  # in a container this is the container's group
     with contextlib.suppress(OSError, ValueError):
         for line in (root / "proc/self/cgroup").read_text("utf-8").split("\n"):
             if line.startswith("0::/"):

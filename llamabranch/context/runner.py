@@ -1,9 +1,9 @@
-"""Decoding: the one place where tokens go in and logits come out, and the one transaction for it.
+"""Decoding: the only place that passes tokens to llama.cpp and reads logits, in transactions.
 
-Whatever is decoded (a token, a batch, a tree, a head beside its target) is submitted, recorded and,
-where it fails, undone by ``Runner.transact``. A `Batch` packs tokens of any number of sequences into as
-few decodes as possible. Everything here expects valid arguments and a caller that holds the context's
-lock: :class:`~llamabranch.context.Context` checks the arguments of users, branches give checked ones.
+``Runner.transact`` submits every decode (a token, a batch, a tree, a head with its target), records it,
+and undoes it if it fails. A `Batch` packs tokens of any number of sequences into as few decodes as
+possible. The caller must hold the context's lock and pass valid arguments:
+:class:`~llamabranch.context.Context` checks the arguments of users, and branches pass checked ones.
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ __all__ = ["Batch", "DecodeHook", "Runner", "decode_run"]
 States = npt.NDArray[np.float32]
 Read = Callable[[int, list[LogitsRow]], None]
 OnRead = Callable[[int], None]  # called after each decode with how many tokens are decoded so far
-# One decode: its tokens; its rows of logits; what submits it and returns llama.cpp's code; what records
-# it in the memory, and returns False if nothing was decoded; and where each wanted row is among
-# llama.cpp's, None where these are in the wanted order.
+# One decode: the number of tokens; the number of rows of logits; a function that submits it and returns
+# llama.cpp's code; a function that records it in the memory, and returns False if nothing was decoded;
+# and the index of each wanted row among llama.cpp's rows, None if these have the wanted order.
 Piece = tuple[int, int, Callable[[], int], Callable[[], object], "list[int] | None"]
 
-# A token; its position, -1 = at the end of its sequence; this; whether its row is wanted; the members.
+# A token; its position, -1 = at the end of its sequence; the sequence; whether its row is wanted; the
+# members of a tree.
 Entry = tuple[int, int, int, bool, Sequence[int]]
 
 _FULL = 1  # llama_decode's return codes
 _REFUSED = -1
 _INTERRUPTED = 2
 _NO_MEMORY = -2
-_LONG = 32  # tokens from which a decode tells how long reading takes
+_LONG = 32  # decodes of at least this many tokens measure how long reading takes
 
 
 class Runner:
@@ -53,13 +54,16 @@ class Runner:
 
     Args:
         memory: where the tokens are written; its native context decodes them.
-        n_trained: positions the model was trained for, beyond which it warns; None to never warn.
-        encoded: of a head whose encoder reads the hidden states: their numbers for a token; else 0.
-        watch: changes the number of threads while other programs use the cores; None = nothing does.
+        n_trained: the number of positions the model was trained for; a longer sequence gets a warning.
+            None = never warn.
+        encoded: for a head with an encoder, how many numbers of hidden states it reads for a token; else
+            0.
+        watch: changes the number of threads while other programs use the cores; None = they never
+            change.
 
     Attributes:
-        n_trained: the position beyond which a sequence warns.
-        n_decodes: how many there were.
+        n_trained: the position beyond which a sequence gets a warning.
+        n_decodes: the number of decodes so far.
         n_chunk: the most tokens of a decode that can be interrupted.
         most_hidden: the most numbers that the hidden states of a token can have, of all layers together.
         read_s: seconds for each token of a long chunk, smoothed; NaN before the first.
@@ -78,16 +82,16 @@ class Runner:
         self.n_chunk = handle.n_chunk
         self.most_hidden = handle.n_layer * handle.n_embd + handle.n_embd_out
         self.read_s = math.nan
-        # No sequence can exceed it where the cells end before.
+        # If there are fewer cells than that, no sequence can exceed it.
         self.n_trained = END if n_trained is None or handle.n_ctx_seq <= n_trained else n_trained
         self._row_bytes = 4 * handle.n_vocab
         self._live: list[LogitsRow] = []
-        self._places: list[int] | None = None  # of the last rows in llama.cpp's order, if another
+        self._places: list[int] | None = None  # the last rows among llama.cpp's, if not in order
         self._encoded = encoded
         self.watch = watch
 
     def hook(self, around: DecodeHook | None) -> DecodeHook | None:
-        """Let ``around`` call each decode from now on (see ``ContextHandle``); return the one before."""
+        """Let ``around`` call each decode (see ``ContextHandle``); return the earlier hook."""
         before, self.handle.around = self.handle.around, around
         return before
 
@@ -118,12 +122,12 @@ class Runner:
         reclaims: bool = True,
         on_read: OnRead | None = None,
     ) -> list[LogitsRow]:
-        """Run several decodes so that memory holds all of them afterwards, or none. Return unread rows.
+        """Run several decodes, all or none of them; return the rows of logits that ``read`` did not get.
 
-        Each of ``pieces`` is made when those before it are recorded. If one fails, the sequences are cut
-        to ``starts``. ``expiring`` rows need not survive: none is given where a later decode may fail
-        after an earlier one. ``reclaims``: cells may be freed where all are taken. ``on_read`` is called
-        after each decode; an exception in it undoes all of them.
+        ``pieces`` yields each decode after the previous one was recorded. If one fails, the sequences
+        are cut to ``starts``. ``expiring`` rows are not needed any longer; the caller passes none if a
+        later decode could fail after an earlier one. ``reclaims``: cells may be freed if all are taken.
+        ``on_read`` is called after each decode; an exception in it undoes all of them.
         """
         handle, memory, watch = self.handle, self.memory, self.watch
         handle.ptr  # noqa: B018  (raises ClosedError)
@@ -147,7 +151,8 @@ class Runner:
                 self.n_decodes += 1
                 rows: list[LogitsRow] = []
                 self._live = rows
-                if n_rows:  # views into llama.cpp's buffer; no function: each token comes here
+                # These are views into llama.cpp's buffer. It is not a function: it runs for each token.
+                if n_rows:
                     arrays, at = handle.rows(n_rows), handle.rows_address or 0
                     for i in range(n_rows):
                         rows.append(LogitsRow(arrays[i], at + i * self._row_bytes))
@@ -167,7 +172,7 @@ class Runner:
             else:
                 return found
         except BaseException:  # Ctrl-C arrives when the call returns
-            handle.resume()  # it may have been interrupted too
+            handle.resume()  # the decode may have been interrupted too
             self.undo(starts, expiring)
             raise
         raise self._failure(code, starts, n, expiring)
@@ -197,8 +202,8 @@ class Runner:
     def _failure(
         self, code: int, starts: dict[int, int], n: int, expiring: Sequence[LogitsRow]
     ) -> DecodeError | CacheFullError:
-        """Put the memory back as it was before all decodes; return what llama.cpp's ``code`` means."""
-        if code in (_FULL, _REFUSED):  # this one has changed nothing
+        """Put the memory back as it was before all decodes; return the error for ``code``."""
+        if code in (_FULL, _REFUSED):  # this decode has changed nothing
             self._live = [row for row in expiring if row.users > 0]
             self.undo(starts, ())
             if code == _FULL:
@@ -241,8 +246,8 @@ class Runner:
     ) -> LogitsRow:
         """Decode one token at the end of ``seq_id``; return its row. The hot path.
 
-        ``sampler`` and ``seed``: the next token will be drawn with these. Where the compiled core has
-        the settings, it is drawn in the same native call, and the row remembers it.
+        The next token will be drawn with ``sampler`` and ``seed``. If the compiled core supports the
+        settings, it is drawn in the same native call, and the row keeps it.
         """
         handle, memory = self.handle, self.memory
         position = memory.next_position(seq_id)
@@ -274,15 +279,15 @@ class Runner:
 
         Args:
             entries: the tokens, at least one.
-            expiring: rows that need not survive, because these replace them.
-            states: what a head reads with each token, float32 (n, n_embd).
-            read: called after each decode with the number of rows before it and its own, which are
-                valid until it returns; no row is copied or returned then.
+            expiring: rows that are not needed any longer, because the new rows replace them.
+            states: the hidden states that a head reads with each token, float32 (n, n_embd).
+            read: called after each decode with the number of earlier rows and the new rows, which are
+                valid until it returns. With ``read`` no row is copied or returned.
             on_read: called after each decode with how many of the tokens are decoded so far.
 
         Raises:
-            CacheFullError, DecodeError: all sequences are as before; also after what ``read`` and
-                ``on_read`` raise.
+            CacheFullError, DecodeError: all sequences are as before, also if ``read`` or ``on_read``
+                raises an exception.
         """
         is_recorded = entries[0][1] < 0
         if is_recorded:
@@ -309,7 +314,7 @@ class Runner:
         return self.transact(pieces, starts, expiring, read, reclaims=is_recorded, on_read=on_read)
 
     def _parts(self, entries: Sequence[Entry]) -> Iterator[slice]:
-        """Yield which tokens each decode has: as many, and as many rows, as one can have."""
+        """Yield the tokens of each decode: as many tokens and rows as one decode can have."""
         most, most_rows = self.handle.n_chunk, self.handle.n_outputs_max
         low = n_rows = 0
         for i, (_, _, _, wants, _) in enumerate(entries):
@@ -336,7 +341,7 @@ class Runner:
         return len(entries), sum(wants_logits), submit, record, places
 
     def _submit(self, entries: Sequence[Entry], states: States | None) -> int:
-        """Decode tokens, each of its sequence, or of its members; return llama.cpp's code."""
+        """Decode tokens, each in its sequence or those of its members; return llama.cpp's code."""
         handle, n = self.handle, len(entries)
         tokens, positions, seqs, wants_logits, members = zip(*entries, strict=True)
         handle.tokens[:n] = tokens
@@ -365,10 +370,10 @@ class Runner:
     ) -> HiddenStates:
         """Keep the hidden states of all tokens from now on, until ``is_read`` is False.
 
-        None: until a head reads others.
+        ``is_read`` None = until a head reads other layers.
 
         Raises:
-            ConfigError: another head reads them. And as ``HiddenStates``, which raises UnsupportedError.
+            ConfigError: another head reads hidden states. It also raises the errors of ``HiddenStates``.
         """
         self._protect_rows(0, ())  # the buffer of the logits will move
         before = self.memory.hidden
@@ -388,7 +393,7 @@ class Runner:
         """Decode tokens at the end of a sequence; return the states after the output norm, (n, n_embd).
 
         Raises:
-            CacheFullError, DecodeError: those before are decoded; cut the sequence.
+            CacheFullError, DecodeError: some of the tokens may be decoded; cut the sequence.
         """
         handle, found = self.handle, []
         most = min(handle.n_chunk, handle.n_outputs_max)
@@ -409,7 +414,7 @@ class Runner:
     def output_states(self, n: int) -> States:
         """Return the states of the last decode's ``n`` rows of logits, float32 (n, n_embd_out), a copy.
 
-        For a head, which reads them with the next token of its draft.
+        A head reads them with the next token of its draft.
         """
         rows = heads.extracted_rows(self.handle, self.handle.n_layer, n)
         return rows.copy() if self._places is None else rows[self._places]
@@ -421,7 +426,7 @@ class Runner:
     def encode(self, features: States) -> States:
         """Return the states that a head's encoder makes of ``features``, float32 (n, n_embd), a copy.
 
-        MTP layers have none: they read the states as they are.
+        MTP layers have no encoder: they read the states as they are.
 
         Raises:
             DecodeError: llama.cpp cannot compute them; nothing has changed.
@@ -448,7 +453,7 @@ class Batch:
     """Runs of tokens, each at the end of a sequence, decoded in the order in which they were added.
 
     Attributes:
-        entries: for each token what the decode needs.
+        entries: an `Entry` for each token.
         n_rows: for each run how many rows it gets.
     """
 
@@ -470,11 +475,13 @@ class Batch:
         Args:
             seq_id: the sequence.
             tokens: ids, at least one.
-            logits: the rows wanted: "all", "last" or "none", or those from a token of this number on.
-            position: of the first token. If it is given, for all runs of the batch, the memory does not
-                record the tokens, and no cells are freed for them, since compaction would find texts with
-                an unknown end. A head that reads its target's memory writes none.
-            members: the sequences to which the tokens belong, ``seq_id`` first, if these are several.
+            logits: which rows to return: "all", "last", "none", or a number n = those from the n-th
+                token on.
+            position: the position of the first token, for all runs of the batch or for none. With it the
+                memory does not record the tokens, and no cells are freed for them, because compaction
+                would find texts with an unknown end. It is for a head that reads its target's memory and
+                writes no cells.
+            members: the sequences to which the tokens belong, ``seq_id`` first, if there are several.
         """
         n = len(tokens)
         if isinstance(logits, str):
@@ -509,7 +516,7 @@ def decode_run(
     expiring: Iterable[LogitsRow] = (),
     on_read: OnRead | None = None,
 ) -> list[LogitsRow]:
-    """Decode any number of tokens of one sequence, all of them or none; return the rows wanted."""
+    """Decode any number of tokens of one sequence, all of them or none; return the rows asked for."""
     batch = Batch()
     batch.add(seq_id, tokens, logits)
     return batch.decode(runner, expiring, on_read=on_read)[0]

@@ -18,31 +18,31 @@ _TRIES = 1000  # a millisecond each: as long as a collection in another thread m
 
 
 class Evictable(Protocol):
-    """Sequences that may be taken where none is free and somebody else needs one."""
+    """Sequences that may be taken if none is free and another text needs one."""
 
     def evictable(self) -> Sequence[int]:
         """Return their ids. Does not wait for a lock."""
 
     def evict(self, used: Collection[int]) -> bool:
-        """Free one of them, but none of ``used``; False if there is no other.
+        """Free one of them that is not in ``used``; False if there is no such sequence.
 
         The caller holds the context's lock, in any thread.
         """
 
 
 class SequenceIds:
-    """Sequence ids allocated to holders, referenced weakly: a sequence is freed with its holder.
+    """Sequence ids and their holders, which are referenced weakly: a sequence is freed with its holder.
 
-    Garbage collection can run at any time, also in the middle of a decode, so the finalizer only records
-    the sequence; ``collect`` empties the recorded ones when that is safe.
+    Garbage collection can run at any time, also in the middle of a decode. So the finalizer only records
+    the sequence, and ``collect`` empties the recorded sequences when that is safe.
 
     Args:
         memory: its sequences are allocated, and emptied when they are freed.
-        check: raises where nothing may be allocated, and calls ``collect``.
+        check: raises an error if nothing may be allocated, and calls ``collect``.
 
     Attributes:
         evict: frees a sequence that the prefix cache holds; returns whether it did.
-        transfer_text: evicts one that holds first tokens of those given, see ``PrefixCache``.
+        transfer_text: takes a sequence over from a cached text; see ``PrefixCache.transfer_text``.
     """
 
     def __init__(self, memory: Memory, check: Callable[[], object]) -> None:
@@ -54,7 +54,7 @@ class SequenceIds:
         self._check = check
         self._holders: dict[int, weakref.ref[object]] = {}
         self._collected: deque[int] = deque()
-        self._evictables: list[weakref.ref[Evictable]] = []  # the one to evict from last comes last
+        self._evictables: list[weakref.ref[Evictable]] = []  # the first one is asked first
         self._in_use: list[tuple[weakref.ref[object], int]] = []  # users and their sequences
 
     def __contains__(self, seq_id: int) -> bool:
@@ -62,18 +62,18 @@ class SequenceIds:
 
     @property
     def n_cached(self) -> int:
-        """How many of the allocated sequences are the prefix cache's, which frees them if asked."""
+        """How many allocated sequences belong to the prefix cache, which frees them on request."""
         return sum(1 for seq_id in tuple(self._memory.prefix_seq_ids) if seq_id < self.n_seq_max)
 
     @property
     def n_held(self) -> int:
-        """How many are allocated to others than the prefix cache."""
+        """How many sequences are allocated to other holders than the prefix cache."""
         return len(self._holders) - self.n_cached
 
     def count_free(self, *, used: Collection[int] = ()) -> int:
-        """Return how many could be allocated now, ``used`` as for `allocate`.
+        """Return how many sequences could be allocated now; ``used`` is as for `allocate`.
 
-        It does not wait for another thread's step, but counts amid it.
+        It does not wait until another thread has finished its step.
         """
         if self._lock.acquire(blocking=False):
             try:
@@ -88,11 +88,11 @@ class SequenceIds:
         return not any(map(self._is_free, reversed(range(self.n_seq_max))))
 
     def use(self, seq_id: int, user: object) -> None:
-        """Until `end_use`, or ``user`` is garbage, this sequence is not evicted. Hold the lock."""
+        """Do not evict this sequence until `end_use`, or until ``user`` is garbage. Hold the lock."""
         self._in_use = [*self._in_use, (weakref.ref(user), seq_id)]
 
     def end_use(self, user: object) -> None:
-        """End what `use` began; does nothing a second time."""
+        """End what `use` began. A second call does nothing."""
         with self._lock:
             self._in_use = [each for each in self._in_use if each[0]() not in (None, user)]
 
@@ -115,7 +115,7 @@ class SequenceIds:
             return [holder for holder in found if holder is not None]
 
     def evict_last(self, evictable: Evictable) -> None:
-        """Evict from ``evictable`` too from now on, after all others. Hold the lock."""
+        """Also take sequences from ``evictable`` from now on, after all others. Hold the lock."""
         others = [each for each in self._living_evictables() if each is not evictable]
         self._evictables = [weakref.ref(each) for each in (*others, evictable)]
 
@@ -128,12 +128,13 @@ class SequenceIds:
     ) -> int:
         """Allocate a sequence to ``holder`` until ``free`` or its garbage collection.
 
-        It is empty, or holds the first tokens of ``beginning``, if the prefix cache transfers that.
-        ``used``: sequences that the caller works with, so that none of them is evicted.
+        The sequence is empty; or it holds the first tokens of ``beginning``, if a cached text has them
+        and hands its sequence over. ``used``: sequences that the caller works with; none of them is
+        evicted.
 
         Raises:
             SequencesExhaustedError: all are taken; the message lists the holders.
-            UnsupportedError: the context of a head that reads the sequences of its target.
+            UnsupportedError: this is the context of a head, which reads the sequences of its target.
         """
         with self._lock:
             self._check()
@@ -162,7 +163,7 @@ class SequenceIds:
             )
 
     def allocate_if_free(self, holder: object) -> int | None:
-        """Allocate the highest sequence that is neither allocated nor in use; None if there is no such.
+        """Allocate the highest sequence that is neither allocated nor in use; None if there is none.
 
         Hold the lock, as for ``transfer`` and ``collect``.
         """
@@ -173,7 +174,7 @@ class SequenceIds:
         return None
 
     def transfer(self, seq_id: int, holder: object) -> None:
-        """Make ``holder`` the one to which this is allocated."""
+        """Allocate this sequence to another holder."""
         weakref.finalize(holder, self._collected.append, seq_id).atexit = False
         self._holders[seq_id] = weakref.ref(holder)
 
@@ -188,7 +189,7 @@ class SequenceIds:
     def collect(self, *, noted: bool = True) -> None:
         """Free the sequences whose holders were garbage collected.
 
-        With ``noted`` false also those whose finalizer has not run yet in another thread.
+        With ``noted=False`` also free those whose finalizer has not yet run in another thread.
         """
         n = len(self._collected)
         if noted and not n:

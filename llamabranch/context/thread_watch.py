@@ -1,12 +1,14 @@
 """Fewer threads while other programs use the cores.
 
-The threads of a decode wait for one another some hundred times a token. Where another program has one of
-the cores, every wait lasts until that program is descheduled: two threads can be a hundred times slower
-than one. The numbers chosen when a context is opened are right until then, so decodes are watched.
+The threads of a decode wait for one another some hundred times a token. If another program uses one of
+the cores, every wait lasts until that program is descheduled: two threads can then be a hundred times
+slower than one. The numbers were chosen when the context was opened and may be wrong by then, so decodes
+are watched.
 
 Threads that compute or wait for each other use their cores all the time. If they got less processor time
-than that, others have the cores: a few decodes are made with fewer threads, and the faster number stays.
-More are tried again later, at growing intervals. A trial costs no extra work: its decodes are needed.
+than that, other programs use the cores. Then a few decodes run with fewer threads, and the faster number
+is kept. More threads are tried again later, at growing intervals. A trial costs no extra work, because
+its decodes are needed anyway.
 """
 
 from __future__ import annotations
@@ -18,16 +20,16 @@ from ..errors import PerformanceWarning, warn
 
 __all__ = ["ThreadWatch"]
 
-_EVERY = 8  # one decode in so many is timed, a power of two ...
+_EVERY = 8  # one in this many decodes is timed (a power of two) ...
 _SLOW_S = 0.02  # ... but each one that takes longer than this
-_LAP = 4  # decodes are compared in laps of so many ...
-_LAP_S = 1.0  # ... or of so many seconds
+_LAP = 4  # decodes are compared in laps of this many ...
+_LAP_S = 1.0  # ... or of this many seconds
 _IDLE = 0.8  # threads that got less than this share of their cores shared them with other programs
 _WORTH = 0.9  # another number must take less than this share of the time
-_HOPELESS = 3.0  # a trial ends at once with a decode that takes so many times as long
-_PAUSE, _MOST_PAUSE = 16, 1024  # laps until the next trial; twice as many after each that failed
-_MOST_OTHER = 8  # decodes of other sizes, then a trial ends without a result
-_COLLAPSE = 5.0  # times the fastest lap, where the number must stay: that is reported
+_HOPELESS = 3.0  # a trial ends at once if a decode takes this many times as long
+_PAUSE, _MOST_PAUSE = 16, 1024  # laps until the next trial; doubled after each failed one
+_MOST_OTHER = 8  # after this many decodes of other sizes a trial ends without a result
+_COLLAPSE = 5.0  # a lap this many times as slow as the fastest is reported, if the number must stay
 
 Clock = Callable[[], tuple[float, float]]
 
@@ -40,22 +42,23 @@ class _Kind:
     """The decodes of one token, or those of several.
 
     Args:
-        numbers: those of threads that may be used, the most first.
-        at: which of them is used.
-        adapts: whether another may be used.
+        numbers: the numbers of threads that may be used, the largest first.
+        at: the index of the number in use.
+        adapts: whether another number may be used.
     """
 
     def __init__(self, numbers: Sequence[int], at: int, *, adapts: bool) -> None:
         self._numbers, self._at = numbers, at
         self._adapts = adapts
         self._trying: int | None = None
-        self._size = self._n = self._n_other = 0  # of a lap: tokens of its decodes, decodes, others
+        # Of a lap: the tokens of its decodes, how many there were, and how many of other sizes.
+        self._size = self._n = self._n_other = 0
         self._seconds = self._cpu_s = 0.0
-        self._known_s = self._fastest_s = 0.0  # of a decode, in the last lap and in the fastest
+        self._known_s = self._fastest_s = 0.0  # a decode's, in the last and in the fastest lap
         self._is_fresh = True  # the first decode with another number starts its threads
         self._n_laps = self._n_collapsed = 0
         self._pause = _PAUSE
-        self._falls = True  # fewer are tried at once: the cores were idle, or fewer were better
+        self._falls = True  # try fewer first: the cores were idle, or fewer were better
 
     @property
     def n_threads(self) -> int:
@@ -69,7 +72,7 @@ class _Kind:
 
     @property
     def is_watched(self) -> bool:
-        """Whether there is something to see."""
+        """Whether decodes are worth timing."""
         return len(self._numbers) > 1
 
     def note(self, size: int, seconds: float, cpu_s: float) -> None:
@@ -131,7 +134,7 @@ class _Kind:
         self._begin(self._size)
 
     def take_collapse(self) -> tuple[float, float] | None:
-        """Return the seconds of a decode now and at best, once, where the number must stay as it is."""
+        """Return a decode's seconds now and in the fastest lap, once, if the number cannot change."""
         if self._adapts or self._n_collapsed < 2:
             return None
         self._n_collapsed = 0
@@ -143,9 +146,9 @@ class ThreadWatch:
 
     Args:
         use: sets the numbers of threads for one token and for several.
-        single, several: for decodes of one token and of several: the numbers that may be used, the most
-            first; which of them is used; and whether another may be.
-        clock: returns seconds, and those of the processor time of all threads.
+        single, several: the ``numbers``, ``at`` and ``adapts`` of `_Kind`, for decodes of one token and
+            of several.
+        clock: returns seconds, and the processor time of all threads, also in seconds.
     """
 
     def __init__(
@@ -164,7 +167,7 @@ class ThreadWatch:
 
     @property
     def is_needed(self) -> bool:
-        """Whether there is something to see."""
+        """Whether decodes are worth timing."""
         return any(kind.is_watched for kind in self._kinds)
 
     @property
@@ -174,10 +177,10 @@ class ThreadWatch:
         return single.n_threads, several.n_threads
 
     def decode(self, n: int, submit: Callable[[], int]) -> int:
-        """Return what ``submit`` returns, which decodes ``n`` tokens; time it if it is its turn.
+        """Call ``submit``, which decodes ``n`` tokens, and return its result; time it if it is its turn.
 
         Raises:
-            PerformanceWarning: only where warnings are errors.
+            PerformanceWarning: only if warnings are errors.
         """
         self._n += 1
         kind = self._kinds[n > 1]

@@ -1,13 +1,14 @@
 """How many threads a context computes with: measured when it is created.
 
 The threads of a decode wait for one another some hundred times a token, and OpenMP threads spin while
-they wait. That is fast on idle cores. Where another program occupies one of the cores, each wait may
-last until that program is descheduled: two threads can then be a hundred times slower than one. No
-number of threads is best everywhere, so a few decodes are timed with each candidate.
+they wait. That is fast on idle cores. If another program occupies one of the cores, each wait may last
+until that program is descheduled: two threads can then be a hundred times slower than one. No number of
+threads is best everywhere, so a few decodes are timed with each candidate.
 
 The number changes no logits, with one exception: with flash attention over 512 or more cells of F16 or
 F32 K/V, llama.cpp splits the attention of a single token into one part for each thread and adds
-the parts. There the number for single tokens is not measured: the same seed must give the same text.
+the parts. In such contexts the number for single tokens is not measured, because the same seed must give
+the same text.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from .timing import trial_decode
 __all__ = ["ThreadTuner", "candidates", "stopped_after"]
 
 _SECTION = "threads"
-_LEAST_CELLS = 256  # of flash attention; more of them are split among the threads
+_LEAST_CELLS = 256  # flash attention splits more cells than this among the threads
 
 _BLOCK_S = 0.005  # seconds of decodes with each number of threads ...
 _BLOCK_DECODES = 24  # ... but at most this many decodes ...
@@ -49,21 +50,22 @@ def candidates(cores: int) -> list[int]:
 
 
 class _Timing(NamedTuple):
-    """Mean seconds of a decode, inf if none ended in time, and whether the cores were idle."""
+    """The mean seconds of a decode (inf if none ended in time), and whether the cores were idle."""
 
     seconds: float
     idle: bool
 
 
 class ThreadTuner:
-    """Finds the numbers of threads for one context, unless they are given.
+    """Finds the numbers of threads for one context, if the user has not set them.
 
     Measurements on idle cores are stored for this machine and model (see ``profile.py``); a later
     context decodes a few tokens to check that they still hold. Measurements made while other programs
     used the cores are used, but not stored.
 
     Args:
-        model, params: of the context; ``params`` are resolved, but for the threads that were not given.
+        model, params: the model and the parameters of the context. All defaults are resolved, except
+            threads that the user has not set.
 
     Attributes:
         params: with the numbers that were chosen.
@@ -78,11 +80,11 @@ class ThreadTuner:
         is_open = params.n_threads is None and not (self._changes_logits and self._given_batch)
         # CPU threads do not matter for layers on a GPU.
         self._measures = is_open and self._cores > 1 and not model.on_gpu and not is_off()
-        self._was_busy = False  # other programs used the cores while it was measured
+        self._was_busy = False  # other programs used the cores during the measurement
         self._kept = self._read() if self._measures else None
         n_threads = params.n_threads or self._cores
         if self._kept is not None and max(self._kept[:2]) == 1 and not self._changes_logits:
-            n_threads = 1  # the stored best is one thread: start no others to measure again
+            n_threads = 1  # if one thread was the best, no others are started to measure again
         n_batch = self._given_batch or n_threads
         self.params = replace(params, n_threads=n_threads, n_threads_batch=n_batch)
 
@@ -101,7 +103,7 @@ class ThreadTuner:
         handle.set_threads(n_threads, n_batch)
 
     def watch(self, handle: ContextHandle) -> ThreadWatch | None:
-        """Return what changes the numbers while other programs use the cores; None if nothing may."""
+        """Return what changes the numbers on busy cores; None if the numbers may not change."""
         if is_off() or self._model.on_gpu or self._cores == 1:
             return None
         adapts = self._measures, self._measures and self._given_batch is None
@@ -175,15 +177,15 @@ class ThreadTuner:
 
 
 def _best(timings: dict[int, _Timing]) -> int:
-    """Return the number of threads that is fastest; of nearly equal ones the smaller."""
+    """Return the fastest number of threads; the smaller one if two are nearly equal."""
     best, *others = timings
     for n in others:
         if timings[n].seconds < _WORTH * timings[best].seconds:
             best = n
     if timings[best].seconds < math.inf:
         return best
-    # No decode finished in time. On idle cores that is a large model, of whose time waiting is a small
-    # part; else some cores are left to the other programs.
+    # No decode finished in time. On idle cores the model is large, and waiting is a small part of its
+    # time. On busy cores some of them are left to the other programs.
     numbers = sorted(timings)
     return numbers[-1] if all(timing.idle for timing in timings.values()) else numbers[-2:][0]
 
@@ -194,7 +196,7 @@ def _in_ms(timings: dict[int, _Timing]) -> dict[str, float]:
 
 
 def _time(handle: ContextHandle, n_tokens: int, n_threads: int) -> _Timing:
-    """Time decodes of ``n_tokens`` of one sequence, from an empty cache; bounded in time."""
+    """Time decodes of ``n_tokens`` of one sequence, from an empty cache, for a limited time."""
     time.sleep(_PAUSE_S)
     handle.set_threads(n_threads, n_threads)
     handle.clear()
@@ -216,9 +218,9 @@ def _time(handle: ContextHandle, n_tokens: int, n_threads: int) -> _Timing:
 
 @contextmanager
 def stopped_after(handle: ContextHandle, seconds: float) -> Iterator[None]:
-    """Stop what the block decodes after ``seconds``, and nothing after the block.
+    """Stop a decode of this block after ``seconds``; decodes after the block are not stopped.
 
-    An interruption that somebody else has asked for is left to their decode.
+    If another thread asked for an interruption, that stays in effect.
     """
     passed = threading.Event()
 

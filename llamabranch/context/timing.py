@@ -9,16 +9,16 @@ from ..native import ContextHandle
 
 __all__ = ["decode_seconds", "trial_decode"]
 
-_PAUSE_S = 0.005  # the threads of decodes before still spin for a short time
+_PAUSE_S = 0.005  # the threads of the previous decodes still spin for a short time
 
 
 def trial_decode(
     handle: ContextHandle, n: int, position: int = 0, *, n_rows: int = 1
 ) -> float | None:
-    """Decode ``n`` arbitrary tokens of sequence 0; return the seconds, None if that was stopped.
+    """Decode ``n`` arbitrary tokens of sequence 0; return the seconds, None if the decode was stopped.
 
-    On a native context that is as it was created: the table of cells does not get these tokens. The last
-    ``n_rows`` tokens get logits.
+    Use it only on a native context that has just been created, because the table of cells does not get
+    these tokens. The last ``n_rows`` tokens get logits.
     """
     for i in range(n):
         handle.tokens[i] = (7 * i + 3) % handle.n_vocab
@@ -37,15 +37,16 @@ def trial_decode(
 def decode_seconds(
     handle: ContextHandle, sizes: Sequence[int], threads: tuple[int, int]
 ) -> list[float] | None:
-    """Return how long one thread takes for decodes of so many tokens, each on an empty cache.
+    """Return how many seconds one thread takes for a decode of each size, with an empty cache.
 
-    What other programs take from the core does not count, as far as the system tells. Up to eight tokens
-    all get logits, as those of texts do; of more the last does, as in a prompt. None if a decode failed.
+    The time that other programs take from the core does not count, if the system measures that. In
+    decodes of up to eight tokens each token gets logits, as for eight texts. In larger ones only the
+    last token does, as in a prompt. The result is None if a decode failed.
 
     Args:
-        handle: its cache is empty afterwards.
+        handle: the native context, whose cache is empty afterwards.
         sizes: how many tokens each decode has.
-        threads: with which it computes afterwards, for one token and for many.
+        threads: the numbers of threads to set afterwards, for one token and for many.
     """
     time.sleep(_PAUSE_S)
     handle.set_threads(1, 1)

@@ -1,4 +1,4 @@
-"""The hidden states of the tokens of a sequence, decoded once more where they were not kept."""
+"""The hidden states of a sequence's tokens; tokens without kept states are decoded once more."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class _Reading:
 def kept_states(ctx: Context, seq_id: int, tokens: list[int], start: int) -> States:
     """Return the hidden states of a sequence's tokens from ``start`` on, float32 (n, width), a copy.
 
-    Only while they are kept. Where some are missing, because the tokens were decoded before that, the
-    tokens are decoded once more, in another sequence. Without a sequence or cells for that only the
-    rows after the last one missing are returned.
+    The context must keep hidden states. If states are missing, because their tokens were decoded
+    earlier, these tokens are decoded once more in another sequence. If no sequence or no cells are free
+    for that, only the rows after the last missing one are returned.
 
     Raises:
-        CapacityError: that would be none.
+        CapacityError: no rows could be returned.
     """
     with ctx.lock:
         ctx.decoder.check_open()
@@ -59,8 +59,8 @@ def layer_states(ctx: Context, seq_id: int, tokens: list[int], layer: int, start
 
     Raises:
         ConfigError: no such layer.
-        UnsupportedError: llama.cpp does not give it, or a head reads others.
-        CapacityError: no sequence, or no cells, to decode the tokens once more.
+        UnsupportedError: llama.cpp does not provide this layer's states, or a head reads other layers.
+        CapacityError: no sequence or no cells are free to decode the tokens once more.
     """
     with ctx.lock:
         ctx.decoder.check_open()

@@ -54,7 +54,7 @@ class Comparison:
         models: name, file type, bytes and K/V type of A and B.
         divergence: llama-perplexity's numbers, with A as the base; None for different tokenizers.
         tokens: all tokens that were compared.
-        forks: for each place the number of tokens that greedy texts of both have in common.
+        forks: for each place the number of tokens that the greedy texts of both models have in common.
         n_forks: the number of places.
         spans: for different tokenizers: the stretches of all chunks that can be compared.
     """

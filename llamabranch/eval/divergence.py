@@ -35,7 +35,8 @@ class KLStatistics(NamedTuple):
     Attributes:
         mean: the mean KL divergence of the base's distribution from the model's, nats.
         perplexity, base_perplexity: the perplexities of the model and of the base.
-        log_ratio, ratio, difference: those of the two perplexities.
+        log_ratio, ratio, difference: the logarithm of the ratio, the ratio and the difference of the two
+            perplexities.
         p_change, p_change_rms: the mean change of the probability of the token in the text, and the root
             of its mean square.
         same_top: the share of tokens at which both have the same most probable token.

@@ -5,7 +5,8 @@ The format, with all numbers little-endian: the bytes ``_logits_``; int32 tokens
 vocabulary, number of chunks; int32 the tokens of all chunks, before BOS replaced any; then for each
 scored token a row of uint16. A row has the float32 scale and the float32 smallest log-probability
 (together four numbers of 16 bits), a code for each token of the vocabulary, and a zero if their number is
-odd. A log-probability is scale times code plus the smallest one, which is at most 16 below the largest.
+odd. A log-probability is code x scale + the smallest log-probability, which is at most 16 nats below the
+largest.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class PairScore(NamedTuple):
         kl, klr: KL(A, B) and KL(B, A), nats.
         other: B's score.
         same: whether both have the same most probable token.
-        draw: the token that B would draw there; None if that was not asked for.
+        draw: the token that B would draw at this place; None if nothing is drawn.
     """
 
     token: int
@@ -81,7 +81,7 @@ def compared(
     draw: int | None,
     top: int = _TOP,
 ) -> PairScore:
-    """Compare the distributions of two rows, before ``token``."""
+    """Compare two rows of logits, which are the two models' distributions of ``token``."""
     n = min(len(row.array) for row in rows)
     logs = [row.log_probs()[:n] for row in rows]
     if len(rows[0].array) != len(rows[1].array):

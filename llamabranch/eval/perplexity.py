@@ -129,7 +129,7 @@ class Perplexity(Chunked):
 
     @property
     def stderr(self) -> float:
-        """Its standard error as llama-perplexity computes it: the value times that of the mean loss."""
+        """The standard error of ``value``, as in llama-perplexity: ``value`` x that of the mean loss."""
         if self.n_tokens < 2:
             return math.nan
         losses = np.concatenate(self.losses)

@@ -48,8 +48,9 @@ def score(
 ) -> list[list[Score]]:
     """Score continuations after their contexts.
 
-    A text is tokenized with its context, and its tokens are those after the context's, as in
-    lm-evaluation-harness; spaces at the end of a context belong to the continuation.
+    A continuation is tokenized together with its context, and its tokens are those that follow the
+    tokens of the context, as in lm-evaluation-harness. Spaces at the end of a context belong to the
+    continuation.
 
     Args:
         ctx: a context that each context text with its continuation fits into; its other branches are not
@@ -61,7 +62,7 @@ def score(
             order. So these scores are not lost if something fails or is interrupted later.
 
     Returns:
-        for each request the scores of its continuations.
+        For each request the scores of its continuations.
 
     Raises:
         ConfigError: a request is not such a pair, or a continuation has no tokens.

@@ -1,8 +1,8 @@
 """Models that are on this machine: in the caches of Hugging Face and llama.cpp, in Python packages.
 
 Only file names and the file lists of Python packages are read; packages are not imported, and nothing is
-changed. Returned paths are those in a snapshot, never the blobs behind them, because a blob has no name
-and llama.cpp finds shards by their names.
+changed. Returned paths are those in a snapshot, never the blobs that they link to: a blob is named after
+its hash, and llama.cpp finds shards by their names.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LocalModel:
     Attributes:
         name: ``user/repo/file.gguf``.
         files: its file, or all its shards in order.
-        cache: whose cache: ``Hugging Face``, ``llama.cpp``, ``llamabranch``;
+        cache: the cache that has it: ``Hugging Face``, ``llama.cpp``, ``llamabranch``;
             ``package NAME`` for an installed Python package.
     """
 
@@ -72,7 +72,8 @@ def find(spec: HubSpec) -> LocalModel | None:
     """Return the model that ``spec`` names, if all its files are on this machine.
 
     It looks in this order: the Hugging Face cache (the commit of the main branch first), installed Python
-    packages, the cache that ``LLAMA_CACHE`` names. With a revision only its snapshots count.
+    packages, the cache that ``LLAMA_CACHE`` names. If ``spec`` names a revision, only the snapshots of
+    that revision count.
     """
     return next(_models(spec), None)
 
@@ -127,7 +128,7 @@ def _in_snapshots(root: Path, cache: str, spec: HubSpec | None) -> Iterator[Loca
 
 
 def _snapshots(folder: Path, revision: str | None) -> list[Path]:
-    """Return the folders of snapshots, the one of the main branch first."""
+    """Return the folders of snapshots; that of the main branch comes first."""
     snapshots = folder / "snapshots"
     commits = [revision] if revision else []
     reference = folder / "refs" / (revision or "main")

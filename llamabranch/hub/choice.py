@@ -106,8 +106,8 @@ def _stem_and_shard(path: str) -> tuple[str, tuple[int, int] | None]:
 
 
 def _bounded(tag: str) -> str:
-    # In tale-target_q8_0 the underscore separates the quantization. Before other tags an underscore may
-    # belong to a longer tag, as before the M of Q4_K_M.
+    # An underscore may stand before the name of a quantization, as in tale-target_q8_0. Before any other
+    # tag it may be inside a longer tag: the tag M must not match in Q4_K_M.
     before = r"[A-Za-z0-9]" if _QUANTIZATION.fullmatch(tag) else r"[A-Za-z0-9_]"
     return f"(?<!{before}){re.escape(tag)}"
 

@@ -172,7 +172,8 @@ def _requests(what: str) -> Iterator[None]:
         is_vague = isinstance(error, errors.LocalEntryNotFoundError)
         cause = (error.__cause__ or error) if is_vague else error
         status = getattr(getattr(cause, "response", None), "status_code", None)
-        told = " ".join(str(cause).split()).partition(" Please retry with")[0]  # with what we lack
+        # The rest of the message is about options that we do not have.
+        told = " ".join(str(cause).split()).partition(" Please retry with")[0]
         reason = told or type(cause).__name__
         raise DownloadError(
             f"cannot download {what}: {reason}",

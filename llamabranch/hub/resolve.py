@@ -44,7 +44,7 @@ def resolve(name_or_path: str | os.PathLike[str], *, download: bool | None = Fal
         ConfigError: there is no such name, or the file is missing and may not be downloaded; the hint
             tells how to get it.
         DownloadError, UnsupportedError: as for `fetch`.
-        ModelLoadError: another quantization of it cannot be made.
+        ModelLoadError: a quantization such as ``smollm2-135m:Q8_0`` cannot be made.
     """
     made_here = _made_here(name_or_path)
     if made_here is not None:

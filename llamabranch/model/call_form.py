@@ -32,7 +32,7 @@ class ToolCall(NamedTuple):
     """A call of a function that a model wrote.
 
     Attributes:
-        name: the function's.
+        name: the name of the function.
         arguments: a JSON value, for most functions a dict.
         id: identifies the call in the message that answers it, as ``tool_call_id``; "" = none yet.
     """
@@ -120,14 +120,14 @@ def is_text_schema(schema: object, root: object, depth: int = 8) -> bool | None:
 class Cursor:
     """A place in a text that may still grow.
 
-    White space is lenient: where a literal has some, the text may have none, or different white space.
+    White space need not match: if a literal has some, the text may have none, or other white space.
 
     Args:
         text: the text.
         at: the position.
         last: whether the text is complete.
-        ruled_out: what earlier readers of the same text found out before it grew; pass it to each reader.
-            For a value in tags: the position before which it does not end.
+        ruled_out: what earlier readers of the same text have found, when it was shorter: for each value
+            in tags a position before which it does not end. Pass the same dictionary to each reader.
     """
 
     def __init__(
@@ -249,8 +249,8 @@ class Values:
         item, pair: between items; between a key and its value.
         bare_keys: keys have no quotes.
         words: for True, False and None.
-        tags: (before the key, after it, before the second key, after that): objects are written as
-            nested tags; items of a list have the key "item".
+        tags: objects are written as nested tags, and items of a list have the key "item". These are the
+            texts before and after the key, and before and after the second key, which closes it.
     """
 
     quote: str = ""

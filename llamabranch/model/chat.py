@@ -34,8 +34,8 @@ def is_chat(prompt: object) -> TypeGuard[Sequence[Message]]:
 def chat_messages(messages: Iterable[Message]) -> list[dict[str, object]]:
     """Return messages as dictionaries with at least ``role`` and ``content``, checked.
 
-    A message is a mapping, or a pair of role and content. A content in parts of type "text", as OpenAI's
-    API has it, is joined.
+    A message is a mapping, or a pair of role and content. If a content is a list of parts of type
+    "text", as in OpenAI's API, the parts are joined.
 
     Raises:
         ConfigError: there are no messages, or one is invalid; the message names its index.

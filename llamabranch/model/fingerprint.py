@@ -13,7 +13,7 @@ from ..files import sha256
 from ..profile import read_entry, write_entries
 
 _SECTION = "sha256"
-# A file that was written so recently may be written again with the same time stamp.
+# A file that was written less than this long ago may be written again with the same time stamp.
 _SETTLED_NS = 2_000_000_000
 
 
@@ -23,7 +23,7 @@ def states_of(paths: Sequence[Path]) -> list[dict[str, object]]:
 
 
 def fingerprint(paths: Sequence[Path], loaded: Sequence[dict[str, object]]) -> str:
-    """Return the SHA-256 (hex) of a model's file; for several parts, the SHA-256 of theirs in order.
+    """Return the SHA-256 (hex) of a model's file; for several parts, that of their SHA-256s in order.
 
     Args:
         loaded: ``states_of`` when they were loaded.

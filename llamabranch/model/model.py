@@ -37,7 +37,7 @@ class Model:
         check_tensors: look for NaN and infinity in the weights (slower to load).
         vocab_only: load the vocabulary without the weights; no context can be created for such a model.
         extra_buffers: let llama.cpp repack the weights for this processor. "auto" = yes, except for
-            Intel's AMX, whose kernels crash where GCC 12 compiled them.
+            Intel's AMX, whose kernels crash if GCC 12 compiled them.
         load_mtp: load the MTP layers too, if the file has any; they draft for the model. They
             are always loaded from a file that has nothing else.
         chat_template: a chat template that replaces the file's: its Jinja source, or the name of one
@@ -46,15 +46,15 @@ class Model:
 
     Raises:
         ModelLoadError: the file does not exist, is not a GGUF, or llama.cpp cannot run it.
-        UnsupportedError: ``load_mtp``, and this llama.cpp cannot compute them; ``extra_buffers=True``,
-            and its AMX kernels crash.
+        UnsupportedError: ``load_mtp`` is set, and this llama.cpp cannot compute the MTP layers. Or
+            ``extra_buffers=True``, and llama.cpp's AMX kernels crash.
         ConfigError: an invalid ``extra_buffers`` or ``chat_template``, or ``n_gpu_layers`` is no 32-bit
             integer.
 
     Attributes:
         path, name: path of the file; its name without the suffix.
         files: the file, or all parts of a split model.
-        kv_numbers: the least numbers of K/V per token; 0 if it is not known.
+        kv_numbers: how many numbers of K/V a token has at least; 0 if that is not known.
         state_numbers: how many numbers the recurrent state of a sequence has; 0 if it is not known.
         n_params, size_bytes: number of parameters; size of all tensors, bytes.
         n_ctx_train: context length the model was trained for, tokens.
@@ -108,8 +108,8 @@ class Model:
             extra_buffers = not uses_amx()
         elif extra_buffers and uses_amx() and not amx_works():
             raise UnsupportedError(
-                "llama.cpp crashes here if weights are repacked for AMX: a trial in a process of "
-                "its own did",
+                "llama.cpp crashes here if weights are repacked for AMX: a trial in another process "
+                "crashed",
                 hint="extra_buffers='auto' does not repack them",
             )
         self.extra_buffers = bool(extra_buffers)
@@ -165,7 +165,7 @@ class Model:
         return self._handle.closed
 
     def close(self) -> None:
-        """Free the model and, before it, every context that uses it. Idempotent."""
+        """Free every context that uses the model, and then the model. A second call does nothing."""
         self._handle.close()
 
     def __enter__(self) -> Model:
@@ -223,7 +223,7 @@ class Model:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of the file; for a split model, the SHA-256 of those of its parts in order.
+        """SHA-256 (hex) of the file; for a split model, that of the SHA-256s of its parts in order.
 
         It is computed when it is first used, which takes about a second per GB, and kept in the profile
         until the file is written or replaced.
@@ -242,7 +242,7 @@ class Model:
         return quick_key(self.path)
 
     def is_of(self, saved: str) -> bool:
-        """Return whether a saved fingerprint is this model's; those saved before 0.4 work too.
+        """Return whether a saved fingerprint is this model's, also one that was saved before 0.4.
 
         Raises:
             UsageError: as ``fingerprint``.
@@ -299,8 +299,8 @@ class Model:
         Args:
             prompt: text, token ids or messages.
             parse_special: turn control tokens written in a text, such as ``<|im_start|>``, into their
-                ids, as llama.cpp's programs do. Use False for text from people who must not write any.
-                Those in the content of messages are never parsed.
+                ids, as llama.cpp's programs do. Use False for text from people who must not write
+                control tokens. Those in the content of messages are never parsed.
 
         Raises:
             ConfigError: the prompt is neither text nor ids nor messages, or it is empty and the model has
@@ -513,7 +513,8 @@ class Model:
 
         Only the template's own control tokens become control tokens. Their text in a message, a tool or a
         variable stays text, so nobody can end a turn, or take a role, by writing it. The template sees
-        such a text with another character in it, so it cannot search for it.
+        such a text with one character replaced, so it does not find a control token that it searches
+        for.
 
         Arguments and errors are those of ``apply_chat_template``.
 

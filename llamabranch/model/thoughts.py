@@ -32,7 +32,7 @@ class Thinking:
         is_open: the prompt ends inside the thought; False = a thought may follow, or the answer.
         budget: the most tokens of the thought; None = only the limit of the text.
         ending: text that is written before the tag when the budget ends a thought.
-        close: the tag with its white space, for that purpose.
+        close: the tag that is then written, with its white space.
         tail: the text between the tag and the answer if the model ends the thought itself: white space,
             and in some templates a header.
         head: the beginning of the answer if there is no thought.
@@ -105,7 +105,8 @@ def plan_thinking(
         has_calls: functions may be called, so the model writes a header before the answer itself.
 
     Raises:
-        ConfigError: a bad value. UnsupportedError: a thought is wanted, but the template has none.
+        ConfigError: a bad value. UnsupportedError: ``thinking`` asks for a thought, but the template
+            has none.
     """
     budget = thinking_budget(thinking)
     instance("thinking_end", ending, str)

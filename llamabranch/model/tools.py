@@ -45,7 +45,7 @@ class Tools:
 
     Attributes:
         given: OpenAI's tool objects.
-        names: those of all functions.
+        names: the names of all functions.
         schemas: the JSON schema of the arguments of each function, by name.
         forced: one of these functions must be called; empty if no call is required.
         is_named: whether the choice names one function.

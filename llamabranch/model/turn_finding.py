@@ -83,7 +83,7 @@ class TurnParts:
 
     @property
     def headers(self) -> list[str]:
-        """The texts that mark the beginning of a turn; a header may also have the end of the last one."""
+        """The texts that mark the beginning of a turn. A header may contain the end of a turn."""
         tails = (self.header[joint.end() :] for joint in _JOINT.finditer(self.header))
         return [h for h in (self.prompt_end, self.header, *tails) if len(h.strip()) > 4]
 
@@ -357,7 +357,7 @@ class _Finder:
             if tail is None or _THOUGHT not in tail:
                 continue
             if key.startswith("blocks") and re.search(rf"['\"]\s*:\s*['\"]{_THOUGHT}", tail):
-                continue  # it writes what it does not understand
+                continue  # the template writes a block of an unknown kind as Python text
             at = tail.index(_THOUGHT)
             if not tail.startswith(header):
                 continue
@@ -609,7 +609,7 @@ def _json_form(one: str, pair: str | None) -> CallForm | None:
             )
     if (
         pair is None and not in_list
-    ):  # nothing is known about two calls, so each has the text around one
+    ):  # two calls were not rendered, so each call gets the text around one
         section_start, call_start, call_end, section_end = "", head, tail, ""
     if numbered:
         parts = _with_index(parts, *numbered)

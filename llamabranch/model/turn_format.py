@@ -373,7 +373,7 @@ class TurnReader:
         self._in_thought = inside and bool(form.thought_end)
         self._buffer = ""
         self._ruled_out: dict[tuple[object, ...], int] = {}  # about a call that begins the buffer
-        self._at = 0  # the buffer before it has been read
+        self._at = 0  # the buffer up to here has been read
         self._n_cut = 0  # characters of the text before the buffer
         self.spans: list[TurnSpan] = []
         self._space = ""  # white space that is content only if content follows

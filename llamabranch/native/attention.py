@@ -17,13 +17,11 @@ from .context import KV_TYPES
 __all__ = ["AttentionShape", "attention_seconds"]
 
 _F32, _F16 = 0, 1  # ggml_type
-_MASK_ROWS = 64  # the mask has at least so many rows
+_MASK_ROWS = 64  # the mask has at least this many rows
 _BYTES = 1 << 20  # for the descriptions of tensors and graph
 _TURNS = 8  # the most turns of a setting
-_HOPELESS = 1.6  # a setting that takes so many times as long as the fastest gets only one turn
-_EVICTED = (
-    4 << 20
-)  # bytes of K/V that one measurement reads, so that few of them wait in a core's cache
+_HOPELESS = 1.6  # a setting that takes this many times as long as the fastest gets only one turn
+_EVICTED = 4 << 20  # bytes of K/V that one measurement reads: too many to stay in a core's cache
 _P, _I32, _I64, _SIZE, _FLOAT = (
     ctypes.c_void_p,
     ctypes.c_int32,
@@ -97,16 +95,16 @@ def attention_seconds(
 ) -> list[float]:
     """Return for each setting the shortest time, in seconds, of attention: ``n_rows`` to ``n_cells``.
 
-    It is the time of one K/V head with its heads. The settings take turns, two to eight each, so that
-    another program slows down all of them. A setting that is clearly slower than the fastest one in the
-    first turn is not timed again. The time is inf if this build of llama.cpp lacks a function, or if
-    memory is short.
+    It is the time of one K/V head and the heads that share it. The settings take turns, two to eight
+    each, so that another program slows down all of them. A setting that is clearly slower than the
+    fastest one in the first turn is not timed again. The time is inf if this build of llama.cpp lacks a
+    function, or if memory is short.
 
     Args:
         settings: pairs of K/V type ("f32", "f16", "bf16" or "q8_0") and whether flash attention is used.
         shape: of the model's attention.
         n_rows, n_cells: tokens that are decoded, and those in the cache.
-        most_s: no turn begins after so many seconds.
+        most_s: no turn begins after this many seconds.
     """
     least = [math.inf] * len(settings)
     with ExitStack() as stack:
@@ -153,7 +151,7 @@ def _graph(
         row = ggml["row_size"](kind, width)
         for _ in range(n):
             q = ggml["permute"](tensors, make(_F32, size, shape.n_heads, n_rows, 1), 0, 2, 1, 3)
-            # The cells of one head, as they lie in a cache of all.
+            # The cells of one head, with the strides that they have in a cache of all heads.
             k = ggml["view_2d"](tensors, make(kind, width, n_cells, 1, 1), size, n_cells, row, 0)
             if flash:
                 v = make(kind, width, n_cells, 1, 1)
@@ -161,7 +159,7 @@ def _graph(
                 found = ggml["flash_attn_ext"](tensors, q, k, v, mask, scale, 0.0, 0.0)
                 ggml["flash_attn_ext_set_prec"](found, _PREC_F32)
             else:
-                v = make(kind, n_cells, size, 1, 1)  # the cache has it transposed
+                v = make(kind, n_cells, size, 1, 1)  # in the cache V is transposed
                 weights = ggml["mul_mat"](tensors, k, q)
                 ggml["mul_mat_set_prec"](weights, _PREC_F32)
                 weights = ggml["soft_max_ext"](tensors, weights, mask, scale, 0.0)

@@ -60,9 +60,10 @@ _first_team: int | None = None  # generation() of the process that first used se
 _INTERRUPTED = 2  # llama_decode's return code
 
 # A thread that calls llama.cpp with n_threads > 1 gets a team of OpenMP threads, which wait for its next
-# call. libgomp counts the waiting ones of all threads: once there are more than cores, none of them spins
-# any longer, and every barrier of a graph takes system calls. A decode of 0.6 ms then takes 7 (two cores,
-# one waiting helper of another thread). So a thread that transfers work to another one releases its team.
+# call. libgomp counts the waiting threads of all teams. If there are more of them than cores, none of
+# them spins, and every barrier of a graph takes system calls. For example, a decode of 0.6 ms takes 7 ms
+# with two cores and one waiting helper of another team. So a thread that hands its work to another
+# thread releases its team.
 _pause_teams = getattr(C._lib, "omp_pause_resource_all", None)  # missing: llama.cpp without OpenMP
 _SOFT = 1
 
@@ -82,9 +83,9 @@ class ContextHandle(Handle):
         uses_mtp: compute the MTP layers of the model instead of its trunk.
         shares_memory: its decodes read the K/V of the target, so both have one lock.
 
-    Without ``kv_unified`` each sequence has a part of ``n_ctx_seq`` cells; ``copy``, and ids of
-    ``n_seq_max`` or more, then abort the process. Hold ``lock`` while using the handle; freeing acquires
-    it too.
+    Without ``kv_unified`` each sequence has a part of ``n_ctx_seq`` cells. Then ``copy``, or an id of
+    ``n_seq_max`` or more, aborts the process. Hold ``lock`` while using the handle; freeing acquires it
+    too.
 
     Attributes:
         n_rollback: how many tokens of a recurrent state can be undone.
@@ -152,7 +153,7 @@ class ContextHandle(Handle):
         self.n_embd_out = model.number("n_embd_out")
         self.n_ctx = int(C.llama_n_ctx(ptr))
         self.n_ctx_seq = int(C.llama_n_ctx_seq(ptr))
-        self.n_rollback = int(C.llama_n_rs_seq(ptr))  # 0 where the architecture cannot
+        self.n_rollback = int(C.llama_n_rs_seq(ptr))  # 0 if the architecture cannot undo tokens
         self.kv_unified = options["kv_unified"]
         self.n_batch = min(int(C.llama_n_batch(ptr)), options["n_batch"])
         self.n_outputs_max = options["n_outputs_max"]
@@ -244,7 +245,7 @@ class ContextHandle(Handle):
         except BaseException:
             self.resume()
             raise
-        if code == 0 and is_interrupted():  # it had ended before it could be stopped
+        if code == 0 and is_interrupted():  # the decode ended before it could be stopped
             self.resume()
         return code
 
@@ -309,7 +310,7 @@ class ContextHandle(Handle):
         C.llama_memory_seq_cp(self._memory, source, target, start, end)
 
     def clear(self) -> None:
-        """Empty the memory, unless it is another context's: llama.cpp would empty that one."""
+        """Empty the memory, unless it belongs to another context, whose memory llama.cpp would empty."""
         if self.architecture != staging.SHARING_HEAD:
             C.llama_memory_clear(self._memory, True)
 

@@ -168,7 +168,7 @@ def address_of(logits: Logits) -> tuple[int, Logits]:
     """Return the address of a row, and the array at it: a copy if ``logits`` is not contiguous."""
     if logits.dtype != np.float32 or not logits.flags.c_contiguous:
         logits = np.array(logits, dtype=np.float32)
-    return logits.ctypes.data, logits  # not a view, because a row is its own base once it is copied
+    return logits.ctypes.data, logits  # a copied row must be kept alive while its address is used
 
 
 class RowSampler:

@@ -49,7 +49,8 @@ def check_header(path: str | Path, *, vocab_only: bool = False) -> Header:
 def find_fatal(header: Header, *, vocab_only: bool = False) -> tuple[str, str] | None:
     """Return the name and the reason of the first fatal case of a header, or None.
 
-    A case may refuse more than is known to be fatal; a comment at its check then says what is not.
+    A check may refuse more values than are known to be fatal. A comment there then says which values did
+    no harm.
     """
     return next(_vocabulary(header) if vocab_only else _found(header), None)
 
@@ -114,8 +115,8 @@ def _heads(header: Header) -> Iterator[tuple[str, str]]:
     if isinstance(scaling, str) and scaling not in _ROPE_SCALINGS:
         known = ", ".join(_ROPE_SCALINGS)
         yield "rope_scaling", f"rope.scaling.type is {scaling!r}, not one of {known}"
-    # Seen with head_count_kv, whose product wraps at 32 bits. For the others llama.cpp refuses such
-    # values.
+    # This was seen with head_count_kv, whose product wraps at 32 bits. For the other keys llama.cpp
+    # itself refuses such values.
     for name in ("head_count", "head_count_kv", "key_length", "value_length"):
         if max(header.integers(f"attention.{name}"), default=0) > _MAX_HEADS:
             yield (
@@ -131,7 +132,7 @@ def _heads(header: Header) -> Iterator[tuple[str, str]]:
         yield "unequal_heads", f"attention.key_length is {d_key}, but value_length is {d_value}"
     # Seen with gemma3, lfm2, mistral3, qwen2 and qwen3. With 0 gemma3 and lfm2 never end the decode.
     rotated = d_key
-    kinds = ("", "_swa") if architecture in _ROTATING else ()  # layers with a window have their own
+    kinds = ("", "_swa") if architecture in _ROTATING else ()  # a window has its own sizes
     for kind in kinds:
         d_key = header.integer(f"attention.key_length{kind}", d_key)
         rotated = header.integer(f"rope.dimension_count{kind}", rotated)
@@ -147,7 +148,8 @@ def rotation_fault(rotated: int, d_key: int) -> str:
 
 
 def _kinds_of_layers(header: Header) -> Iterator[tuple[str, str]]:
-    # LFM2 has two kinds of memory, and one of them would have no layers. Seen with attention only.
+    # LFM2 has two kinds of memory, and one of them would have no layers. This was seen in a model with
+    # attention layers only.
     kinds = {heads == 0 for heads in header.integers("attention.head_count_kv")}
     if header.architecture in _LFM2 and len(kinds) == 1:
         reason = "it has no convolution layers or no attention layers, and needs both"

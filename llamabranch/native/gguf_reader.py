@@ -101,7 +101,7 @@ class Header:
         return next(iter(self.integers(key)), default)
 
     def kv_numbers(self) -> int:
-        """Return the least numbers of K/V of a cell in a full cache; 0 if it is not known."""
+        """Return how many numbers of K/V a cell of a full cache has at least; 0 if that is not known."""
         if self.integer("attention.kv_lora_rank"):
             return 0  # MLA stores K/V in another form
         heads = self.integers("attention.head_count_kv") or self.integers("attention.head_count")

@@ -129,7 +129,7 @@ class Handle:
         return self._generation != _generation or not self._alive
 
     def close(self) -> None:
-        """Free the pointer, children first. Idempotent."""
+        """Free the pointer, children first. A second call does nothing."""
         self.close_children()
         self._finalizer()
 

@@ -22,7 +22,7 @@ Rows = npt.NDArray[np.float32]
 
 
 def extract(handle: ContextHandle, layers: Sequence[int], on: bool) -> None:
-    """Turn the extraction of the inputs of these layers on or off, for each decode.
+    """Set whether each decode extracts the inputs of these layers.
 
     A layer equal to the number of layers means the state before the output norm.
 
@@ -54,8 +54,9 @@ def extract(handle: ContextHandle, layers: Sequence[int], on: bool) -> None:
 def extracted_rows(handle: ContextHandle, layer: int, n: int) -> Rows:
     """Return the first ``n`` rows of the last decode that ``extract`` provides for a layer.
 
-    float32 (n, n_embd), or (n, n_embd_out) for the number of layers; a view, valid until the next decode.
-    They are in the order of the batch. For a head's states there are only rows of tokens with logits.
+    float32 (n, n_embd), or (n, n_embd_out) if ``layer`` is the number of layers; a view, valid until the
+    next decode. They are in the order of the batch. For a head's states there are only rows of tokens
+    with logits.
     """
     if layer < handle.n_layer:
         return _view(functions["get_layer"](handle.ptr, layer), n, handle.n_embd)
@@ -63,7 +64,7 @@ def extracted_rows(handle: ContextHandle, layer: int, n: int) -> Rows:
 
 
 def extract_embeddings(handle: ContextHandle, on: bool) -> None:
-    """Turn the extraction of states after the output norm on or off; all rows need logits."""
+    """Set whether each decode extracts the states after the output norm; then all rows need logits."""
     C.llama_set_embeddings(handle.ptr, on)
 
 

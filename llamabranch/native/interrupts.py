@@ -29,7 +29,7 @@ T = TypeVar("T")
 _POLL_S = 0.1  # how often to look for a signal that did not wake the waiting thread
 
 _PATIENCE_S = (
-    1.0  # a Ctrl-C so long after the first one is not held, because something takes too long
+    1.0  # a Ctrl-C this long after the first one is raised at once: the block takes too long
 )
 
 
@@ -55,7 +55,7 @@ class HeldInterrupts:
             if outer is not None:
                 return outer
             previous = _signal.getsignal(signal.SIGINT)
-            if callable(previous):  # neither ignored nor the end of the process
+            if callable(previous):  # a Python function, not SIG_IGN or SIG_DFL
                 self._previous = previous
                 _signal.signal(signal.SIGINT, self._on_signal)
         return self

@@ -30,7 +30,7 @@ FILE_TYPES = {
 }  # fmt: skip
 _LOOKS_LIKE_CONTROL = re.compile(r"<[|\uff5c].*[|\uff5c]>", re.DOTALL)
 _TAG = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
-_PARSED = C.LLAMA_TOKEN_ATTR_CONTROL | C.LLAMA_TOKEN_ATTR_UNKNOWN  # by llama.cpp, in any text
+_PARSED = C.LLAMA_TOKEN_ATTR_CONTROL | C.LLAMA_TOKEN_ATTR_UNKNOWN  # parsed in any text
 _VOCAB_TYPES = {0: "none", 1: "spm", 2: "bpe", 3: "wpm", 4: "ugm", 5: "rwkv", 6: "plamo2"}
 
 
@@ -111,8 +111,8 @@ class ModelHandle(Handle):
     def file_type(self, value: str) -> str:
         """Return the name of a value of ``general.file_type`` in the metadata.
 
-        If it is missing, or newer than this table, it is llama.cpp's own name or guess, or else the
-        number.
+        If the value is missing, or newer than this table, the result is llama.cpp's own name or guess,
+        or else the number.
         """
         known = FILE_TYPES.get(int(value)) if value.isdigit() else None
         if known is not None:

@@ -112,8 +112,8 @@ class CandidateBuffer:
 def softmax_agrees() -> bool:
     """Return True if llama.cpp's 32-bit softmax equals the compiled core's to the bit.
 
-    Both call ``expf`` of the C library. If they got different ones, the core would leave top-p to
-    llama.cpp.
+    Both call ``expf`` of the C library. If they are linked to different C libraries, the core leaves
+    top-p to llama.cpp.
     """
     if not core.available:
         return False

@@ -35,7 +35,7 @@ MTP_LAYERS = frozenset({
     "bailingmoe3", "cohere2moe", "deepseek2", "deepseek32", "deepseek4", "glm-dsa", "glm4moe",
     "hy_v3", "mimo2", "nemotron_h_moe", "qwen35", "qwen35moe", "qwen3next", "step35",
 })  # fmt: skip
-# The architecture whose layers attend to the K/V of another model, and the one of that model.
+# The architecture whose layers attend to the K/V of another model, and the architecture of that model.
 SHARING_HEAD, SHARING_TARGET = "gemma4-assistant", "gemma4"
 MTP_CHAINS = frozenset({"hy_v3", "mimo2", "step35"})
 
@@ -54,7 +54,7 @@ STAGING: dict[str, tuple[str, Any, tuple[Any, ...]]] = {
 
 
 def look_up() -> tuple[dict[str, Any], str]:
-    """Return the functions, and why some are missing; "" if none is."""
+    """Return the functions, and why some are missing; "" if all are there."""
     found: dict[str, Any] = {}
     missing = []
     for name, (symbol, result, arguments) in STAGING.items():

@@ -126,7 +126,7 @@ class StateLayout:
         """Return a state in a form that llama.cpp restores: with an owner for each cell.
 
         llama.cpp writes no owner for sequences with ids of n_seq_max or more, but restores only cells
-        that have one; it does not matter which.
+        that have an owner. Any owner will do.
 
         Raises:
             SnapshotError: the state has another layout.
@@ -169,7 +169,7 @@ _BEFORE_CELLS = 12  # and the number of streams
 def without_streams(state: State, seq_id: int, n_streams: int) -> State:
     """Return a state of cells as a unified cache writes it, from one where each sequence has its own.
 
-    In the latter the streams of all other sequences have a cell count of 0, and nothing after it.
+    In such a state the streams of all other sequences have a cell count of 0 and nothing after it.
     """
     low, high = _BEFORE_CELLS + 4 * seq_id, len(state) - 4 * (n_streams - 1 - seq_id)
     return np.concatenate((state[:_BEFORE_STREAMS], _number(1), state[low:high]))

@@ -76,10 +76,10 @@ class ConstraintCalls:
         self._prefix, self._complete = methods
 
     def allows(self, text: str, *, is_end: bool) -> bool:
-        """Ask whether ``text`` is valid, ``is_end``, or may become so.
+        """Ask whether ``text`` is valid (``is_end``), or can be continued to a valid text.
 
         Raises:
-            ConfigError: it raises something, or returns neither True nor False.
+            ConfigError: the constraint raises an exception, or returns neither True nor False.
         """
         asked = self._complete if is_end else self._prefix
         if asked is _any:
@@ -146,7 +146,7 @@ class ConstraintState:
         self._model = model
         self._stop = stop
         self._stop_tokens = stop_tokens
-        self._pending = b""  # of an unfinished character
+        self._pending = b""  # the bytes of an unfinished character
         self._was_allowed = False
         self._n_refused = 0
         self._after: dict[int, ConstraintState | None] = {}
@@ -166,9 +166,9 @@ class ConstraintState:
         return found
 
     def after(self, token: int, *, is_last: bool = False) -> ConstraintState | None:
-        """Return the state after ``token``, or None if the constraint refuses it. It is called once.
+        """Return the state after ``token``, or None if the constraint refuses it. Answers are kept.
 
-        ``is_last``: the text ends there in any case.
+        ``is_last``: the text ends after this token in any case.
         """
         if token in self._after:
             return self._after[token]
@@ -185,7 +185,7 @@ class ConstraintState:
 
         Raises:
             ConstraintError: many tokens were refused, and the constraint refuses the text so far, too.
-            ConfigError: it had allowed that text before.
+            ConfigError: the constraint refuses a text that it allowed before.
         """
         if self._n_refused == self._CHECK_AFTER and token not in self._after:
             self._check()
@@ -226,7 +226,7 @@ class ConstraintState:
         return min(ends)[1] if ends else None
 
     def _check(self) -> None:
-        self._n_refused += 1  # once
+        self._n_refused += 1  # so that this is checked only once
         if self.calls.allows(self.text, is_end=False):
             return
         if self._was_allowed:

@@ -28,10 +28,10 @@ _LOG_BASES = {"nats": 1.0, "bits": math.log(2.0)}
 def candidates(logits: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.intp] | None:
     """Return ascending ids that include the ``k`` largest of ``logits`` (V,) and all ties with them.
 
-    They are only a few more than k, and found without sorting. The row is divided into 8 k blocks. The k
-    largest of their maxima are k logits, so all of the k largest logits are at least as large as the k-th
-    largest maximum. None if this is impossible or saves no time: NaN among the logits, a small
-    vocabulary, too many ties.
+    There are only a few more than k of them, and they are found without sorting. The row is divided into
+    8 k blocks, and the maximum of each block is computed. At least k logits are as large as the k-th
+    largest maximum, so the k largest logits are too. All logits that large are returned. The result is
+    None if this is impossible or saves no time: NaN among the logits, a small vocabulary, too many ties.
     """
     n_blocks = max(512, 8 * k)
     n_rows = len(logits) // n_blocks

@@ -107,7 +107,7 @@ class SamplingSettings(TypedDict, total=False):
 
 
 def _names_unknown_settings(cls: type[SamplingParams]) -> type[SamplingParams]:
-    """Make the constructor raise ConfigError for an unknown setting, with a hint where it belongs."""
+    """Make the constructor raise ConfigError for an unknown setting; the hint says where it belongs."""
     init: Callable[..., None] = cls.__init__
 
     @functools.wraps(init)

@@ -39,8 +39,7 @@ _LEAST_NORMAL = 1e-300
 class Sampler:
     """Turns a row of logits into the distribution of the next token; keeps the state of the samplers.
 
-    State: penalties and DRY keep the last tokens, a logits processor keeps all tokens, a grammar keeps
-        its
+    Penalties and DRY keep the last tokens, a logits processor keeps all tokens, a grammar keeps its
     position, and a constraint keeps the text. Without these the sampler has no state, and ``clone``
     returns the sampler itself.
 
@@ -292,7 +291,7 @@ class Sampler:
         first.
 
         Raises:
-            ConstraintError: it allows no token.
+            ConstraintError: the constraint allows no token.
         """
         state = self.constraint
         if state is None:

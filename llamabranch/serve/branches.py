@@ -77,7 +77,7 @@ class ContinueFields(NodeFields, kw_only=True):
 
 
 class Append(Struct, kw_only=True):
-    """The text that a fork appends: one of these."""
+    """The text that a fork appends; one of these fields is set."""
 
     text: str | None = None
     tokens: list[int] | None = None
@@ -186,7 +186,7 @@ class _Writer(Writer[TextFields]):
         return {"object": "branch.children", "children": children, **usage(texts)}
 
     def events(self, update: Update) -> list[dict[str, object]]:
-        """Return the new text of a child that is not yet one."""
+        """Return the new text of a child that has not ended."""
         return [{"object": "branch.chunk", **self.part(update)}]
 
     def last_events(self, texts: Sequence[Update]) -> list[dict[str, object]]:

@@ -238,7 +238,7 @@ class _NativeWriter(Writer[CompletionFields]):
 
 
 def _chosen(body: dict[str, object], paths: Iterable[str]) -> dict[str, object]:
-    """Return the fields of ``paths`` that the body has; ``a/b`` is a field of a field."""
+    """Return the fields of ``paths`` that the body has; ``a/b`` is a field ``b`` inside ``a``."""
     found: dict[str, object] = {}
     for path in paths:
         *above, last = path.split("/")
@@ -283,7 +283,7 @@ class ChatFields(TextFields, kw_only=True):
 
     @property
     def thinking(self) -> ThinkingChoice:
-        """The limit of the thought: none, some tokens, or as the template does."""
+        """Whether to think: None = as the template does, False = no, a number = the most tokens."""
         budgets = self.thinking_token_budget, self.thinking_budget_tokens, self.reasoning_budget
         variables = self.chat_template_kwargs or {}
         if self.reasoning_effort == "none" or variables.get("enable_thinking") is False:
@@ -420,7 +420,8 @@ class _ChatWriter(Writer[ChatFields]):
         if update.ended is not None:
             events += reader.finish()
             calls = reader.turn.calls or self._turn(update).calls
-            if len(calls) > len(reader.turn.calls):  # a thought has ended with them
+            # Calls at the end of an unfinished thought count once the text is complete.
+            if len(calls) > len(reader.turn.calls):
                 for i, each in enumerate(calls):
                     text = json.dumps(each.arguments, ensure_ascii=False)
                     events.append(TurnEvent("name", each.name, i, each.id))

@@ -55,7 +55,7 @@ _REFUSED = (
     "guided_choice", "guided_grammar", "include_stop_str_in_output", "truncate_prompt_tokens",
     "suffix",
 )  # fmt: skip
-# Settings that have the same names in requests as in SamplingParams, and the others by both names.
+# Settings with the same name in requests and in SamplingParams, then the others with both names.
 _SAME = {
     name: kind
     for name, kind in get_type_hints(SamplingSettings).items()
@@ -121,7 +121,7 @@ class SamplingFields(_Named, kw_only=True):
         given = self.logit_bias or {}
         found: dict[int, float] = {}
         for key, value in given.items() if isinstance(given, dict) else given:
-            added = -math.inf if value is False else float(value)  # false: never
+            added = -math.inf if value is False else float(value)  # false = never this token
             if isinstance(key, int) or _ID.fullmatch(key):
                 tokens = [int(key)]
             else:
@@ -162,7 +162,7 @@ class ResponseFormat(Struct, kw_only=True):
 
 
 class StructuredOutputs(Struct, kw_only=True):
-    """vLLM's: one of these."""
+    """vLLM's ``structured_outputs``: one of these fields is set."""
 
     json: dict[str, object] | str | None = None
     regex: str | None = None

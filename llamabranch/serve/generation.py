@@ -102,7 +102,7 @@ class Writer(ABC, Generic[F]):
         return [self.part(update)]
 
     def reading(self, update: Update) -> dict[str, object]:
-        """Return a stream's event for the progress of a prompt, without the numbers."""
+        """Return the event for the progress of a prompt, to which the caller adds the numbers."""
         return {**self.head, "choices": [completion_choice(update.index, "", update.end, None)]}
 
     def events(self, update: Update) -> list[dict[str, object]]:
@@ -179,7 +179,7 @@ async def updates(
 ) -> AsyncGenerator[list[Update], None]:
     """Yield the updates of each step, one for each text; count the texts.
 
-    ``reports_tokens=False``: only the ends. Requests without an id get one.
+    With ``reports_tokens=False`` only the ends of texts are yielded. Requests without an id get one.
 
     Raises:
         HttpError, LlamaBranchError: a request is refused.

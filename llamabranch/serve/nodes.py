@@ -1,7 +1,7 @@
 """Branches as immutable nodes.
 
 A node is a list of token ids with the settings to continue it. If its K/V is not in the cache, it is
-decoded again when it is needed, which only takes time: batches are exact, so no result depends on it. So
+decoded again when it is needed. That takes time, and changes no result if batches are exact. So
 there are no locks, and sequences cannot run out. A tree that is not used is deleted after a while.
 """
 
@@ -76,7 +76,7 @@ class Branches:
 
     Args:
         most: the most nodes.
-        ttl_s: a tree that was not used for so many seconds is deleted.
+        ttl_s: a tree that was not used for this many seconds is deleted.
     """
 
     def __init__(self, most: int, ttl_s: float) -> None:

@@ -62,7 +62,7 @@ class Server:
                 f"cannot listen on {settings.host}:{settings.port}: {error}",
                 hint="--port sets another port; 0 takes any free one",
             ) from None
-        # Per connection: limits the memory that a client which does not read can take.
+        # Per connection. It limits the memory for a client that does not read.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
         self.port = int(self._socket.getsockname()[1])
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
@@ -125,7 +125,7 @@ class Server:
                 await engine.close()
 
     async def _drain(self, service: Service) -> None:
-        """Wait until the running requests have ended, or the time is over."""
+        """Wait until the running requests have ended, or until ``shutdown_timeout_s`` is over."""
         service.is_draining = True
         if self.front is not None:
             await self.front.close()

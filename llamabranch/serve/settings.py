@@ -29,10 +29,10 @@ class ServeSettings:
         max_body: the most bytes of a request's body.
         max_choices: the most texts of one request: prompts times ``n``.
         request_timeout_s: a request that takes longer is cancelled.
-        send_timeout_s: a request whose client reads no data for so long is cancelled.
+        send_timeout_s: a request is cancelled if its client reads no data for this long.
         shutdown_timeout_s: how long running requests may continue when the server shuts down.
         max_branches: the most nodes of branches.
-        branch_ttl_s: a tree of branches that was not used for so long is deleted.
+        branch_ttl_s: a tree of branches is deleted if it was not used for this long.
         metrics, slots: whether /metrics and /slots answer.
         log_requests: print one line for each request.
         max_tokens: the limit for requests that set none; None = until the context is full.

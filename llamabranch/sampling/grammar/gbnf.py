@@ -28,7 +28,7 @@ _HEX = re.compile(r"[0-9a-fA-F]*")
 _INT = re.compile(r"[0-9]*")
 _SPACE = re.compile(r"(?:[ \t]|#[^\r\n]*)*")
 _LINES = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
-# May follow a name or a blank in a sequence, but not the beginning of a rule.
+# What may follow a name or a blank inside a sequence. The beginning of a rule does not match.
 _CONTINUES = re.compile(r"""[|"\[(<!.)*+?{\r\na-zA-Z0-9]|\Z""")
 _LINES_OF_RULES = (
     "a rule continues on the next line only after '::=' or '|', or inside parentheses; "
@@ -346,8 +346,8 @@ class Gbnf:
     # -- the rules ---------------------------------------------------------------------------------
 
     def _check_left_recursion(self) -> None:
-        """Reject left recursion, also the kinds that llama.cpp overlooks and then loops for ever."""
-        direct = {n for n, ways in self.rules.items() if [] in ways}  # all that llama.cpp considers
+        """Reject left recursion, also of kinds that llama.cpp overlooks (it then loops for ever)."""
+        direct = {n for n, ways in self.rules.items() if [] in ways}  # as in llama.cpp
         nullable = _nullable(self.rules)
         for empty, forbids_last in ((direct, True), (nullable, False)):
             firsts = {n: list(_leftmost(ways, empty)) for n, ways in self.rules.items()}

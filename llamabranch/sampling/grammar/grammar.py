@@ -95,7 +95,7 @@ class Grammar:
 
     def _compile_schema(self) -> str:
         schema = json_schemas.parse(self.source)
-        for given in (json_schemas.closed(schema), schema):  # closed, a schema may be contradictory
+        for given in (json_schemas.closed(schema), schema):  # a closed schema may be contradictory
             found, reason = _of_schema(given, self.whitespace)
             if found:
                 return found
@@ -200,8 +200,8 @@ class Grammar:
 
         Args:
             model: the model whose tokens it matches.
-            forcing: True = where the text is certain, a GBNF grammar also allows only the tokenizer's
-                tokens.
+            forcing: True = if the next text is certain, allow only the tokens that the tokenizer makes
+                of it. Without it a GBNF grammar allows any tokens with that text.
 
         Raises:
             GrammarError: the model has no text, the grammar names a token that the vocabulary lacks, or

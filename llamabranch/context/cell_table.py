@@ -124,7 +124,7 @@ class CellTable:
         return sum(s.high - s.low for s in self._sequences[seq_id].slices)
 
     def append(self, seq_id: int, n: int, write_indices: Sequence[int] | None = None) -> None:
-        """Record ``n`` new tokens at the end of ``seq_id``, with the next write indices or these."""
+        """Record ``n`` new tokens at the end of ``seq_id``; ``write_indices`` None = the next ones."""
         if write_indices is None:
             write_indices = range(self.clock, self.clock + n)
             self.clock += n
@@ -161,7 +161,7 @@ class CellTable:
         self._newest[seq_id] = -1 if last is None else last.run.write_indices[last.high - 1]
 
     def exclusive(self, seq_id: int, start: int, end: int) -> tuple[int | None, int]:
-        """Return the first position in [start, end) that no other sequence shares, and how many."""
+        """Return the first position in [start, end) that no other sequence shares, and their number."""
         end = min(end, self.next_position(seq_id))
         if self._with_holes:
             others = self.write_indices(but=seq_id)
@@ -177,8 +177,7 @@ class CellTable:
         return (start, end - start) if start < end else (None, 0)
 
     def _n_shared(self, seq_id: int, start: int) -> int:
-        """Return how many first tokens of a sequence others share; 0 if there are no more than
-        ``start``.
+        """Return how many tokens at the beginning of a sequence are shared; 0 if at most ``start``.
 
         No sequence may have holes. Two sequences that share a cell then share all cells before it,
         because a sequence gets another one's cells only as a whole prefix, and appends only at its

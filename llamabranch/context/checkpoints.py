@@ -23,7 +23,7 @@ class Checkpoint:
 
     Attributes:
         n_tokens: the position at which the sequence continues from it.
-        state: as llama.cpp writes it, without cells of attention, uint8 (n,).
+        state: the state as llama.cpp writes it, without cells of attention, uint8 (n,).
         row: the logits after the last of these tokens, float32 (V,); None if they were not kept.
         n_users: how many sequences use it.
     """
@@ -71,7 +71,7 @@ class Checkpoints:
         return points[at - 1] if at else None
 
     def add(self, seq_id: int, point: Checkpoint) -> None:
-        """Add a checkpoint after all others of the sequence. Others, or it, may be dropped for room."""
+        """Add a sequence's newest checkpoint. If there is no room, this or another one is dropped."""
         self._of.setdefault(seq_id, []).append(point)
         point.n_users = 1
         self.n_bytes += point.n_bytes
@@ -85,7 +85,7 @@ class Checkpoints:
         self.thin()
 
     def share(self, source: int, target: int) -> None:
-        """Give a sequence without checkpoints those of another sequence."""
+        """Share the checkpoints of ``source`` with ``target``, which has none."""
         points = self._of.get(source)
         if points:
             self._of[target] = [*points]

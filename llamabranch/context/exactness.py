@@ -26,8 +26,9 @@ __all__ = ["Exactness", "exactness_of"]
 
 _SIZES = (2, 3, 4, 5, 8, 9, 17, 64)  # where kernels change: blocks of 4, 8, 16 rows, tiles of 64
 _ALONE = 9  # rows that are decoded one by one
-# Models of up to so many parameters measure all sizes in about 2 s, or a part of them in that time. The
-# model's size decides, not the clock, because the result must not depend on what else the machine does.
+# Models of up to _ALL parameters try all sizes, larger ones of up to _SOME parameters try a few: about 2
+# s. The model's size decides, not the clock, because the result must not depend on what else the machine
+# does.
 _ALL, _SOME = 1e9, 4e9
 _FEW = (2, 5, 17)
 _FEW_ALONE = 3

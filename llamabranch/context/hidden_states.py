@@ -70,7 +70,7 @@ class HiddenStates:
         self._rows: dict[int, Rows] = {}
 
     def columns(self, layer: int) -> slice:
-        """Return which numbers of a row are those of one of its layers."""
+        """Return which numbers of a row belong to ``layer``."""
         return dict(self._columns)[layer]
 
     def record(self, first: int, n: int) -> None:

@@ -36,9 +36,9 @@ _WORTH = 0.97  # a setting must take less than this share of the time of one tha
 
 _ATTENTION = "attention"
 _WEIGHTS = "weights"
-# Models of up to so many parameters are timed with a part of a prompt too, which takes 0.2 s on one
-# core. For larger models a token of a prompt is assumed to take as long as a token of eight texts;
-# attention is a small share of their time anyway.
+# Models of up to _READS parameters are timed with a part of a prompt too, which takes 0.2 s on one core.
+# For larger models a token of a prompt is assumed to take as long as a token of eight texts; attention
+# is a small share of their time anyway.
 _READS, _SMALL_PROMPT = 3e8, 32
 _LARGE = 4e9  # models with more parameters are not timed
 

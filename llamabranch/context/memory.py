@@ -49,7 +49,7 @@ class CellOrder:
     (``compaction.py``). If that is impossible, the cells are freed and the order is lost.
 
     Args:
-        handle, cells: those of the memory.
+        handle, cells: the handle and the cells of the memory.
         seq_id: the sequence id of the tag; if it is negative, no cells are quarantined.
     """
 
@@ -521,7 +521,7 @@ class NonUnified(Memory):
         self._with_holes: set[int] = set()  # sequences that were cut in their middle
 
     def arranged(self, seqs: Sequence[int]) -> list[int] | None:
-        """Return the order by sequence: llama.cpp computes several at once only in that of their ids."""
+        """Return the order of the sequence ids: llama.cpp computes several only in that order."""
         order = sorted(range(len(seqs)), key=seqs.__getitem__)
         return None if order == list(range(len(seqs))) else order
 

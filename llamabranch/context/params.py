@@ -200,7 +200,7 @@ class ContextParams:
         Args:
             model: the model of the context.
             tries_exact: True = "auto" K/V is bf16 with flash attention if batches can be exact with
-                these. False = it is whatever is fastest.
+                these. False = it is the fastest type.
 
         Raises:
             ConfigError: values that do not fit together.

@@ -72,7 +72,7 @@ class CachedPrefixes:
         return text in self._used
 
     def find(self, tokens: Sequence[int]) -> tuple[int, CachedPrefix | None]:
-        """Return the longest common prefix of ``tokens`` and a text, in tokens, and such a text."""
+        """Return the length of the longest common prefix of ``tokens`` and a text, and that text."""
         tokens, n, found = list(tokens), 0, None
         at = bisect_left(self._sorted, tokens, key=_tokens)
         for text in self._sorted[max(0, at - 1) : at + 1]:
@@ -320,7 +320,7 @@ class PrefixCache:
 
         Args:
             seq_id: a sequence that is held.
-            tokens: what it holds.
+            tokens: the tokens that it holds.
             is_last: nobody else uses the sequence from now on, so the cached text may take it over.
 
         Returns:
@@ -360,7 +360,7 @@ class PrefixCache:
         return heapq.heappop(self._spare_seq_ids) if self._spare_seq_ids else None
 
     def evict(self, n_cells: int) -> int:
-        """Free at least ``n_cells`` cells that only cached texts use, if there are so many.
+        """Free at least ``n_cells`` cells that only cached texts use, or all of them if there are fewer.
 
         Returns:
             The number of freed cells.

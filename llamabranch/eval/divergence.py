@@ -57,11 +57,11 @@ class KLStatistics(NamedTuple):
 
 @dataclass(frozen=True)
 class KLDivergence(Chunked):
-    """How a model's next-token distributions differ from saved ones; possibly of a part of the text.
+    """How a model's next-token distributions differ from saved ones, in the text or in a part of it.
 
     ``rows`` has five numbers for each token: the loss -log p of the token in the text under the model and
-    under the base, KL(base || model), all nats; the change of that token's probability; and 1 where both
-    have the same most probable token.
+    under the base, KL(base || model), all nats; the change of that token's probability; and 1 if both
+    have the same most probable token, else 0.
     """
 
     _KEY = "rows"

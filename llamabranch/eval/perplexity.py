@@ -248,7 +248,7 @@ def check_room(ctx: Context, window: int) -> None:
 
 
 def exp(value: float) -> float:
-    """Return e to the power ``value``; infinite where it overflows."""
+    """Return e to the power ``value``; infinite if it overflows."""
     try:
         return math.exp(value)
     except OverflowError:

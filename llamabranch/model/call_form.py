@@ -434,7 +434,7 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 def _closing(text: str, at: int, opening: str, closing: str) -> int:
-    """Return the position of the tag that closes the one opened before ``at``."""
+    """Return the position of the tag that closes the tag opened before ``at``."""
     depth = 1
     while True:
         end, inner = text.find(closing, at), text.find(opening, at)

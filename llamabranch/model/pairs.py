@@ -225,7 +225,8 @@ def why_no_mtp(head: _Model, target: _Model) -> str:
 def _sharing_fault(head: _Model, target: _Model) -> str:
     """Return why a head cannot attend to the K/V of the target's last two layers; "" if it can.
 
-    llama.cpp uses them unchecked: the last layer for full attention, the one before for a window.
+    llama.cpp does not check these layers. It uses the last one for full attention, and the one before it
+    for a window.
     """
     if target.architecture != staging.SHARING_TARGET:
         return (

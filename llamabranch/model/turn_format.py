@@ -99,7 +99,7 @@ class TurnSpan(NamedTuple):
     Attributes:
         kind: "thought" or "call", tags included.
         start, end: its place in the text, in characters.
-        calls: what is called there.
+        calls: the calls in it.
     """
 
     kind: str
@@ -262,7 +262,7 @@ class TurnFormat:
             is_on = self.starts_in_thought or self.parts.thought_off is not None
             state = always or (", on by default" if is_on else ", off by default")
             if always and not self.starts_in_thought:
-                state = ", where it likes"
+                state = ", when the model chooses to"
             words.append(f"thinks {begins}{state}")
         form = self.form
         opening = " ".join(form.opening.split())

@@ -63,7 +63,7 @@ def _plain(value: object) -> object:
 
 
 def _object(plain: object) -> object:
-    """Return the value that ``_plain`` was given."""
+    """Undo ``_plain``: return the value of its result."""
     if isinstance(plain, list):
         return tuple(map(_object, plain))
     if not isinstance(plain, dict):

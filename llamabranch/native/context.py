@@ -164,7 +164,7 @@ class ContextHandle(Handle):
         self._allow_stops(model, options["n_ubatch"])
 
     def _allow_stops(self, model: ModelHandle, n_ubatch: int) -> None:
-        """Make decodes stoppable: inside a graph or, where that is impossible, between micro-batches."""
+        """Make decodes stoppable: inside a graph, or else between micro-batches."""
         # A graph over recurrent memory also moves the states of sequences that are not in the batch; if
         # it stopped half way, these would be wrong. GPU backends do not call the abort callback.
         moves_states = C.llama_model_is_recurrent(model.ptr) or C.llama_model_is_hybrid(model.ptr)
@@ -293,7 +293,7 @@ class ContextHandle(Handle):
         self.row_capacity = self.n_seq_max
 
     def set_threads(self, n_threads: int, n_threads_batch: int) -> None:
-        """Set the threads for single tokens and for batches: at most as many as at creation."""
+        """Set the numbers of threads for single tokens and for batches, at most those at creation."""
         C.llama_set_n_threads(self.ptr, n_threads, n_threads_batch)
 
     def synchronize(self) -> None:
@@ -387,7 +387,7 @@ def release_threads() -> None:
 
 
 def _check_threads(n: int) -> None:
-    """Raise an error where OpenMP would wait forever: in a child of a process that used it."""
+    """Raise an error if OpenMP would wait forever, as in a child of a process that used it."""
     global _first_team
     if n == 1:
         return

@@ -272,7 +272,8 @@ class Stepper:
         decode, get_logits: the addresses of llama_decode and llama_get_logits.
         ctx: the address of the llama_context.
         stop: the address of the byte that forbids starting a decode.
-        batch: the llama_batch to use, a ctypes structure; what it refers to must outlive this object.
+        batch: the llama_batch to use, a ctypes structure; the memory that it points to must outlive this
+            object.
     """
 
     def __init__(

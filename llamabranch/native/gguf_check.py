@@ -141,7 +141,7 @@ def _heads(header: Header) -> Iterator[tuple[str, str]]:
 
 
 def rotation_fault(rotated: int, d_key: int) -> str:
-    """Return why RoPE cannot rotate so many numbers of a key; "" if it can."""
+    """Return why RoPE cannot rotate ``rotated`` numbers of a key; "" if it can."""
     if 0 < rotated <= d_key and not rotated % 2:
         return ""
     return f"rope.dimension_count is {rotated}, not an even part of the head size {d_key}"

@@ -217,7 +217,7 @@ class ConstraintState:
         return after._was_allowed
 
     def _stop_end(self, text: str) -> int | None:
-        """Return where a stop string begins that the last token completes, or None."""
+        """Return where the stop string begins that the last token completes; None without one."""
         ends = []
         for stop in self._stop:
             at = text.find(stop, max(0, len(self.text) - len(stop) + 1))

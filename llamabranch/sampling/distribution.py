@@ -134,7 +134,7 @@ class Distribution:
         return np.exp(self.logprobs)
 
     def dense(self, n_vocab: int) -> Floats:
-        """Return all probabilities, float64 (n_vocab,), zero where a token is not listed."""
+        """Return all probabilities, float64 (n_vocab,), 0 for tokens that are not listed."""
         p = np.zeros(whole("n_vocab", n_vocab, int(self.ids.max()) + 1))
         p[self.ids] = np.exp(self.logprobs)
         return p

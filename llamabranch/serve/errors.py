@@ -22,7 +22,7 @@ class HttpError(Exception):
         status: the HTTP status.
         message: what is wrong, and what to do about it.
         param: the field of the request that is wrong.
-        kind: the type of the error, if it differs from the one that the status implies.
+        kind: the type of the error; None = the usual type for the status.
         more: further fields of the error object.
     """
 

@@ -550,7 +550,8 @@ def test_what_was_found_is_kept_in_the_profile(tmp_path: Path) -> None:
 def test_words() -> None:
     words = FORMATS["tags around JSON"].describe()
     assert words == (
-        "thinks between <mull> and </mull>, where it likes; calls: <do> + JSON; several at once: yes"
+        "thinks between <mull> and </mull>, when the model chooses to; "
+        "calls: <do> + JSON; several at once: yes"
     )
     assert "bare JSON" in TurnFormat().describe()
 

@@ -122,7 +122,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def repetition(source: str, value: object) -> str:
-    """Return where an array in ``value`` violates ``uniqueItems``; "" if none does.
+    """Return the place of an array in ``value`` that violates ``uniqueItems``; "" if there is none.
 
     An ``anyOf`` or ``oneOf`` is violated if every part for the value's type is.
     """

@@ -26,7 +26,7 @@ _SEPARATORS = {"single": (", ", ": "), "none": (",", ":"), "any": (",", ":")}
 def lark_of(document: Schema, whitespace: str) -> str:
     """Return a Lark grammar for a schema; "" if llguidance can follow the schema itself.
 
-    Where a rule cannot be written, unsupported bounds are replaced by the next stricter ones, and
+    If a rule cannot be written, unsupported bounds are replaced by the next stricter ones, and
     repetitions are allowed.
 
     Raises:
@@ -339,7 +339,7 @@ class _Rules:
         if most is not None and most < least:
             raise GrammarError(f"minItems ({least}) is greater than maxItems ({most})")
         if max(least, most or 0) > 1000:
-            raise _NoRule("an array of so many items")
+            raise _NoRule("an array of more than 1,000 items")
         n = max(len(prefix), least, most or 0)
         wanted = [self._rule(prefix[i] if i < len(prefix) else items) for i in range(n)]
         wanted = wanted if most is None else wanted[:most]

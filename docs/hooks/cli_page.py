@@ -1,7 +1,7 @@
 """Writes docs/cli.md from the commands; with ``--print`` to standard output.
 
-The tables are made from the options themselves. What is said beside them stands in cli_page.txt: a part
-for each command, and one that begins the page.
+The tables are made from the options themselves. The text around them is in cli_page.txt, with a part for
+each command and a part that begins the page.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from llamabranch.cli.app import COMMANDS, MOVED, load_command
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "cli.md"
-Option = tuple[str, str]  # its names, and what it is
+Option = tuple[str, str]  # the names of an option, and its help
 
 
 def options_of(command: Any) -> dict[str, list[Option]]:

@@ -1,6 +1,6 @@
-"""What the reference asks of docstrings: every public name, method and property has one.
+"""Checks that every public name, method and property has a docstring.
 
-A Griffe extension, named in ``mkdocs.yml``. What it warns of ends a strict build.
+This is a Griffe extension, named in ``mkdocs.yml``. With a strict build a warning ends the build.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PublicDocstrings(griffe.Extension):
 def _public(
     path: str, member: griffe.Object | griffe.Alias
 ) -> Iterator[tuple[str, griffe.Object | griffe.Alias]]:
-    """Yield a public name and what is public in it, except plain attributes: their class tells them."""
+    """Yield a public name and the public names in it, except plain attributes (their class has these)."""
     obj = member.final_target if isinstance(member, griffe.Alias) else member
     if isinstance(obj, griffe.Attribute) and "property" not in obj.labels:
         return

@@ -1,8 +1,8 @@
-"""Pages of the site whose sources lie outside ``docs/``, and links to files that are no page.
+"""Pages of the site whose sources are outside ``docs/``, and links to files that are not pages.
 
-The documents link to each other by their places in the repository, where a reader of the sources follows
-them. In the site the files listed here become pages; a link to any other file that exists becomes plain
-text; a link to nothing is left as it is, so that the strict build fails on it.
+The documents link to each other by their paths in the repository, so that links also work for a reader
+of the sources. In the site the files listed here become pages; a link to any other file that exists
+becomes plain text; a link to nothing is left as it is, so that the strict build fails on it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
 
-# A file of the repository: the page it becomes.
+# Maps a file of the repository to the page that it becomes.
 PAGES = {
     "MODEL_CARD.md": "model-card.md",
     "training/README.md": "training.md",

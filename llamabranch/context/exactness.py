@@ -1,7 +1,7 @@
 """Measure exactness: the batch sizes at which a row has, to the bit, the logits that it has alone.
 
 llama.cpp uses other kernels for the weights if a batch has more rows, and not all kernels add in the same
-order. Which kernels do depends on the type and shape of the weights, on the processor, and on the build
+order. Whether they do depends on the type and shape of the weights, on the processor, and on the build
 of llama.cpp. So rows are decoded alone and in batches, together with another sequence, and compared. The
 result is kept in the profile, for each file, build, processor, number of threads and K/V type.
 """

@@ -1,4 +1,4 @@
-"""Decide K/V type and flash attention together, by what attention costs; and the cost of exactness.
+"""Decide K/V type and flash attention by the cost of attention; tell what exactness costs.
 
 Which setting is faster depends on the processor, on the build, on the size of the model's heads, and on
 whether prompts are read or tokens generated. With a few hundred cells all settings take the same time;
@@ -76,7 +76,7 @@ class Costs(NamedTuple):
 
 
 EXACT = Setting("bf16", True)  # logits do not depend on the batch, if the weights allow that
-# The earlier one is taken if two need the same time.
+# If two settings take the same time, the earlier one is used.
 _ALL = (Setting("f16", True), EXACT, Setting("f16", False), Setting("bf16", False))
 
 

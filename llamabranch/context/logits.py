@@ -89,7 +89,7 @@ class LogitsRow:
         self._best = -1
         self._logsumexp: float = _UNKNOWN
         self._entropy: float = _UNKNOWN
-        self._drawn: tuple[object, int, int] | None = None  # by this sampler, seed: a token
+        self._drawn: tuple[object, int, int] | None = None  # the sampler, the seed, the token
 
     def detach(self) -> None:
         """Copy the row out of llama.cpp's buffer."""

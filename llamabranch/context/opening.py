@@ -149,14 +149,14 @@ def _check_generates(model: Model) -> None:
     """Raise UnsupportedError, with the reason, unless ``model`` generates text by itself."""
     if model.architecture == "eagle3" and not model.vocab_only:
         raise UnsupportedError(
-            f"{model.name} is an EAGLE-3 head: it computes only beside its target",
+            f"{model.name} is an EAGLE-3 head: it works only together with its target",
             hint=_BESIDE,
         )
     if model.vocab_only or not model.can_generate:
         kind = "only its vocabulary is loaded" if model.vocab_only else "it predicts no tokens"
         hint = None
         if model.n_mtp_layers and not model.vocab_only:
-            kind += ", its MTP layers compute only beside their target"
+            kind += ", its MTP layers work only together with their target"
             hint = _BESIDE
         raise UnsupportedError(f"cannot create a context for {model.name}: {kind}", hint=hint)
 
@@ -269,7 +269,7 @@ def _adapted(
         if model.memory_type == "attention" and rows >= least:
             return replace(resolved, n_ubatch=rows)
         hint = (
-            "it takes weights on the CPU of a type that llama.cpp computes alike in all batches, "
+            "it needs weights on the CPU that llama.cpp computes the same way in all batches, "
             f"such as Q8_0 or Q4_0, kv_type {' or '.join(INVARIANT_KV_TYPES)}, and flash attention"
         )
         raise UnsupportedError(
@@ -318,7 +318,7 @@ def _create(model: Model, native: NativeContextParams, target: Target | None) ->
     with target.decoder.handle.lock:
         if model.shares_memory and target.usage().cells_used:
             raise BranchStateError(
-                f"{model.name} shares the memory of its target, and opening it would empty that",
+                f"{model.name} shares the memory of its target, and opening it would empty that memory",
                 hint="open it before anything is decoded, or prune all branches first",
             )
         return ContextHandle(

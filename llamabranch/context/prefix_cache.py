@@ -89,7 +89,7 @@ class CachedPrefixes:
             n = n_common(text.tokens, beginning)
             if n == len(text.tokens):
                 return n, text
-            del beginning[n:]  # the longest is no longer: it would be between the two
+            del beginning[n:]  # a longer one would be sorted between the two
         return 0, None
 
     def add(self, text: CachedPrefix) -> None:
@@ -103,7 +103,7 @@ class CachedPrefixes:
             self._used.move_to_end(text)
 
     def cut(self, text: CachedPrefix, n: int) -> bool:
-        """Cut a text to its first ``n`` tokens. If another begins with them, return False, no change."""
+        """Cut a text to its first ``n`` tokens; if another text begins with these, only return False."""
         del self._sorted[bisect_left(self._sorted, text.tokens, key=_tokens)]
         is_new = self.find(text.tokens[:n])[0] < n
         if is_new:
@@ -166,7 +166,7 @@ class PrefixCache:
     Attributes:
         n_hits: how often the beginning of a text was found.
         n_hit_tokens: the total number of tokens found.
-        n_evicted: how many cells were freed because others needed them.
+        n_evicted: how many cells were freed because other texts needed them.
         n_restored: how many tokens were copied back from ``saved``.
         saved: the texts in host memory.
         most_idle: the most cells that only cached texts use, or the cells of the last text if these are

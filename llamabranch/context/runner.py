@@ -58,8 +58,8 @@ class Runner:
             None = never warn.
         encoded: for a head with an encoder, how many numbers of hidden states it reads for a token; else
             0.
-        watch: changes the number of threads while other programs use the cores; None = they never
-            change.
+        watch: changes the number of threads while other programs use the cores; None = the number never
+            changes.
 
     Attributes:
         n_trained: the position beyond which a sequence gets a warning.
@@ -151,7 +151,8 @@ class Runner:
                 self.n_decodes += 1
                 rows: list[LogitsRow] = []
                 self._live = rows
-                # These are views into llama.cpp's buffer. It is not a function: it runs for each token.
+                # Views into llama.cpp's buffer. This is no function of its own, because it runs for each
+                # token.
                 if n_rows:
                     arrays, at = handle.rows(n_rows), handle.rows_address or 0
                     for i in range(n_rows):
@@ -218,7 +219,7 @@ class Runner:
         emptied = self.undo(starts, expiring)
         state = "the sequences of the batch are as before"
         if emptied:
-            state = f"this memory cannot drop a tail: sequences {emptied} are now shorter, or empty"
+            state = f"this memory cannot be cut: sequences {emptied} are now shorter, or empty"
         if code == _INTERRUPTED:
             return DecodeInterruptedError(
                 f"the decode was interrupted; {state}", code=code, memory_changed=True

@@ -14,7 +14,7 @@ from .memory import Memory
 
 __all__ = ["Evictable", "SequenceIds"]
 
-_TRIES = 1000  # a millisecond each: as long as a collection in another thread may take
+_TRIES = 1000  # tries, a millisecond apart: a collection in another thread may take that long
 
 
 class Evictable(Protocol):

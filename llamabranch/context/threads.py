@@ -211,7 +211,7 @@ def _time(handle: ContextHandle, n_tokens: int, n_threads: int) -> _Timing:
         while seconds is not None and n < most and (n < _BLOCK_LEAST or spent < _BLOCK_S):
             seconds = trial_decode(handle, n_tokens, (n + 1) * n_tokens)
             n, spent = (n, spent) if seconds is None else (n + 1, spent + seconds)
-    # Whether the cores were idle is known even if none finished in time.
+    # These times tell whether the cores were idle, even if no decode finished.
     cpu, waited = time.process_time() - cpu, time.perf_counter() - start
     return _Timing(spent / n if n else math.inf, idle=cpu >= _IDLE * waited * n_threads)
 

@@ -183,9 +183,9 @@ def _made_here(name_or_path: str | os.PathLike[str]) -> tuple[CatalogueEntry, st
         return None
     if tag.upper() in entry.made_here:
         return entry, tag.upper()
-    hint = f"{name} alone is {entry.file}"
+    hint = f"{name} is {entry.file}"
     if entry.made_here:
-        hint += "; made from it are " + ", ".join(f"{name}:{each}" for each in entry.made_here)
+        hint += "; you can also use " + ", ".join(f"{name}:{each}" for each in entry.made_here)
     elif not entry.bundled:
         hint += f"; {entry.repository}:{tag} looks for that quantization on the hub"
     raise ConfigError(f"no model is called {text!r}", hint=hint)

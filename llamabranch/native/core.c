@@ -1,11 +1,11 @@
-/* The compiled core: from a row of logits to what is known of it, and to the next token.
+/* The compiled core: it measures a row of logits and draws the next token.
  *
- * NumPy and llama.cpp's samplers are the truth, and this file never disagrees with them about a token:
- * where rounding could decide (two tokens nearly tied in the race, a cut between equal logits, a sum
- * within rounding of top-p), or where a row holds NaN, it returns LB_UNDECIDED, and the caller asks them.
+ * NumPy and llama.cpp's samplers are right by definition, and this file never draws another token than they.
+ * If rounding could change the token (two tokens nearly tied in the race, a cut between equal logits, a sum
+ * within rounding of top-p), or if a row has NaN, it returns LB_UNDECIDED, and the caller uses them.
  *
  * Plain C11 and libm. It is compiled without contraction and without -ffast-math, and sums run in a fixed
- * number of lanes, so results do not depend on which instructions the compiler picks.
+ * number of lanes, so results do not depend on the instructions that the compiler chooses.
  */
 
 #include <float.h>
@@ -21,7 +21,7 @@
 #define LB_API
 #endif
 
-/* The build defines LB_CLONES where compiler and linker choose among variants of a function at run time. */
+/* The build defines LB_CLONES if a function can have variants, one of which is chosen at run time. */
 #if defined(LB_CLONES)
 #define LB_SIMD __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
@@ -39,14 +39,14 @@
 enum { LB_OK = 0, LB_UNDECIDED = 1 };
 enum { LANES = 16 };
 
-/* GCC unrolls so short a loop before it looks for vectors, and then finds none. */
+/* GCC would unroll such a short loop before it vectorises, and then it could not vectorise. */
 #if defined(__GNUC__) && !defined(__clang__)
 #define EACH_LANE(l) _Pragma("GCC unroll 1") for (int l = 0; l < LANES; l++)
 #else
 #define EACH_LANE(l) for (int l = 0; l < LANES; l++)
 #endif
 
-/* A row before any sampling setting; nats. */
+/* The measures of a row before any sampling setting, in nats. */
 typedef struct {
     double logsumexp;
     double entropy;
@@ -54,7 +54,7 @@ typedef struct {
     int32_t best; /* its token, the smallest id among equals; -1: NaN, or no finite maximum */
 } lb_row;
 
-/* Settings, and memory for the work: for one call at a time. */
+/* Settings, and working memory, which one call at a time may use. */
 typedef struct {
     int32_t n_vocab;
     int32_t greedy;
@@ -67,14 +67,14 @@ typedef struct {
     const float *bias;
     const uint32_t *mask; /* (n_vocab) bits, 1 = the token is allowed; NULL: all are */
     float *biased;    /* (n_vocab): the row with its mask and its bias; unused without them */
-    float *maxima;    /* (n_vocab): of blocks, then a copy to select from */
+    float *maxima;    /* (n_vocab): the maxima of blocks, then a copy to select from */
     uint64_t *keys;   /* (2 n_vocab): candidates to sort */
     int32_t *ids;     /* (n_vocab): the candidates */
-    float *logits;    /* (n_vocab): theirs, divided by the temperature; before, space to select in */
+    float *logits;    /* (n_vocab): the candidates' logits / temperature; before that, working space */
     double *weights;  /* (n_vocab): their log-weights, the largest 0 */
 } lb_sampler;
 
-/* What a call on a row returns. */
+/* The result of a call on a row. */
 typedef struct {
     lb_row row;
     double logprob;  /* of the token under the row, nats */
@@ -84,7 +84,7 @@ typedef struct {
 
 /* -- measuring ------------------------------------------------------------------------------------- */
 
-/* exp(x) of LANES numbers in [-87, 0], to 1e-7 relative: 2^n times a polynomial in the rest. */
+/* exp(x) of LANES numbers in [-87, 0], with an error of 1e-7: 2^n times a polynomial in the rest. */
 LB_INLINE void exp_lanes(const float *x, float *out) {
     EACH_LANE(l) {
         const float shift = 12582912.0f; /* 1.5 2^23: adding it rounds to the nearest integer */
@@ -152,7 +152,7 @@ LB_SIMD static int32_t first_equal(const float *x, int32_t n, float value) {
     return i < n ? i : -1;
 }
 
-/* Sum exp(x - top), and the same times (x - top): the log-sum-exp and the entropy follow. */
+/* Sum exp(x - top) and exp(x - top) * (x - top), from which log-sum-exp and entropy are computed. */
 LB_SIMD static void exp_sums(const float *x, int32_t n, float top, double *total, double *mean) {
     double sums[LANES], means[LANES];
     EACH_LANE(l) { sums[l] = means[l] = 0.0; }
@@ -201,7 +201,7 @@ static int find_top(const float *x, int32_t n, float top, lb_row *out) {
     return out->best < 0 ? LB_UNDECIDED : LB_OK;
 }
 
-/* -- candidates: the same as llama.cpp's samplers keep, in the same order ------------------------------- */
+/* -- candidates: those that llama.cpp's samplers keep, in the same order ------------------------------- */
 
 /* A key that is ordered like (logit, smaller id): for finite logits and -inf. */
 LB_INLINE uint64_t key_of(float logit, int32_t id) {
@@ -272,7 +272,7 @@ static int32_t block_size(int32_t n, int32_t k) {
     return size < LANES ? LANES : (size > 1024 ? 1024 : size);
 }
 
-/* Collect the keys of all logits >= least; ``maxima`` holds those of blocks of ``size``, or is NULL. */
+/* Collect the keys of all logits >= least; ``maxima`` has the maxima of blocks of ``size``, or is NULL. */
 static int32_t collect(
     const float *x, int32_t n, float least, const float *maxima, int32_t size, uint64_t *keys
 ) {
@@ -290,8 +290,8 @@ static int32_t collect(
 
 /* Put the keys of the k largest logits first, in descending order; -inf is left out.
  *
- * ``maxima`` holds those of blocks of ``size`` and is overwritten. Returns how many, 0 where the cut is
- * between equal logits: llama.cpp's choice among these is not specified. */
+ * ``maxima`` has the maxima of blocks of ``size`` and is overwritten. Returns the number of keys; 0 if the
+ * cut is between equal logits, because llama.cpp's choice among these is not specified. */
 static int32_t largest(lb_sampler *s, const float *x, float *maxima, int32_t size, int32_t k) {
     int32_t n = s->n_vocab, n_blocks = (n + size - 1) / size, found;
     if (k > n) k = n;
@@ -314,15 +314,15 @@ static int32_t largest(lb_sampler *s, const float *x, float *maxima, int32_t siz
     return s->keys[k - 1] >> 32 == s->keys[k] >> 32 ? 0 : k;
 }
 
-/* Sum e^(logit - top) in llama.cpp's own order and 32-bit arithmetic. Python has compared the two expf. */
+/* Sum e^(logit - top) in llama.cpp's order and 32-bit arithmetic. Python checks that both expf agree. */
 static float softmax_total(const float *x, int32_t n, float top) {
     float total = 0.0f;
     for (int32_t i = 0; i < n; i++) total += expf(x[i] - top);
     return total;
 }
 
-/* top-p over the sorted candidates, whose weights sum to ``total``: llama.cpp's arithmetic, step by step.
- * Returns how many it keeps, 0: undecided, -1: the n candidates do not reach p. */
+/* Apply top-p to the sorted candidates, whose weights sum to ``total``, with llama.cpp's arithmetic.
+ * Returns the number of kept candidates; 0: undecided; -1: the n candidates do not reach p. */
 static int32_t cut_top_p(const uint64_t *keys, const float *x, int32_t n, float top, float total, float p) {
     float sum = 0.0f;
     for (int32_t i = 0; i < n; i++) {
@@ -335,15 +335,15 @@ static int32_t cut_top_p(const uint64_t *keys, const float *x, int32_t n, float 
     return -1;
 }
 
-/* The logit below which min-p drops a token; ``*slack``: how far a logf that rounds differently moves it. */
+/* The logit below which min-p drops a token; ``*slack``: how much another rounding of logf changes it. */
 static float min_p_logit(float top, float min_p, float *slack) {
     float log_p = logf(min_p), least = top + log_p;
     *slack = FLT_EPSILON * (fabsf(log_p) + fabsf(least)) + FLT_MIN;
     return least;
 }
 
-/* Keep what top-k, top-p and min-p leave, in descending order: ids to s->ids. Returns how many, 0:
- * undecided. */
+/* Keep what top-k, top-p and min-p leave, in descending order, with ids in s->ids. Returns their number;
+ * 0: undecided. */
 static int32_t keep_sorted(lb_sampler *s, const float *x, float top, float *maxima, int32_t size) {
     int32_t n = s->n_vocab, kept = 0, cut = -1;
     if (s->top_k > 0) {
@@ -355,7 +355,7 @@ static int32_t keep_sorted(lb_sampler *s, const float *x, float top, float *maxi
         }
     } else {
         float total = softmax_total(x, n, top);
-        /* Mostly a few tokens hold p: try the 256 largest, then all. */
+        /* Usually a few tokens have the probability p: try the 256 largest, then all. */
         if (n > 1024) {
             kept = largest(s, x, maxima, size, 256);
             if (kept) cut = cut_top_p(s->keys, x, kept, top, total, s->top_p);
@@ -382,7 +382,7 @@ static int32_t keep_sorted(lb_sampler *s, const float *x, float top, float *maxi
     return kept;
 }
 
-/* Keep what min-p alone leaves, in the order of ids; else as ``keep_sorted``. */
+/* Keep what min-p leaves, in the order of ids; returns as ``keep_sorted``. */
 static int32_t keep_min_p(lb_sampler *s, const float *x, float top, const float *maxima, int32_t size) {
     int32_t n = s->n_vocab, kept = 0;
     float slack, least = min_p_logit(top, s->min_p, &slack);
@@ -422,7 +422,7 @@ LB_SIMD static int scale(const float *x, const int32_t *ids, int32_t n, float te
 }
 
 /* Find the candidates that are left of ``x`` (with its bias): ids and logits after the temperature.
- * ``top`` is the largest logit, ``maxima`` those of blocks. Returns how many, 0: undecided. */
+ * ``top`` is the largest logit, ``maxima`` has the maxima of blocks. Returns the number; 0: undecided. */
 static int32_t find_candidates(lb_sampler *s, const float *x, float top, float *maxima, int32_t size) {
     int32_t n;
     if (s->top_k > 0 || s->top_p < 1.0f) n = keep_sorted(s, x, top, maxima, size);
@@ -455,11 +455,11 @@ LB_INLINE uint64_t noise_bits(uint64_t key, int32_t id) {
     return mix(((uint64_t)id + 1) * GOLDEN ^ key);
 }
 
-/* The race -log(u) / w, in which the least number wins; the same as the largest log(u) / w. */
+/* The race: the candidate with the smallest -log(u) / w, that is the largest log(u) / w, wins. */
 typedef struct {
     double least;
     int32_t winner; /* the candidate's number */
-    int is_close;   /* another one is so near that rounding could decide */
+    int is_close;   /* another candidate is so near that rounding could change the winner */
 } race;
 
 /* Enter a candidate whose logit is ``x`` below the largest. */
@@ -479,8 +479,8 @@ LB_INLINE void enter(race *r, uint64_t key, int32_t id, double x, int32_t number
     }
 }
 
-/* Return the first of the blocks of LANES candidates from number i on in which one could beat ``least``,
- * by bounds of -log(u) and of w; past the last full block, the number after it. */
+/* Skip blocks of LANES candidates that cannot beat ``least``, by bounds of -log(u) and of w, from number i
+ * on. Returns where the first other block begins, or the number after the last full block. */
 LB_SIMD static int32_t next_contest(
     const float *x, const int32_t *ids, int32_t i, int32_t n, uint64_t key, float top, float least
 ) {
@@ -503,7 +503,7 @@ LB_SIMD static int32_t next_contest(
     return i;
 }
 
-/* Draw one of the n candidates; return its number, -1: undecided. */
+/* Draw one of the n candidates; return its number, or -1: undecided. */
 static int32_t draw(const lb_sampler *s, int32_t n, uint64_t key) {
     if (n == 1) return 0;
     const float *x = s->logits;
@@ -538,7 +538,7 @@ LB_SIMD static void masked_copy(const float *x, int32_t n, const uint32_t *mask,
     }
 }
 
-/* Find the candidates of a row; measure it too if asked. Returns how many, 0: undecided. */
+/* Find the candidates of a row; measure it too if asked. Returns the number of candidates; 0: undecided. */
 static int32_t prepare(lb_sampler *s, const float *logits, int measured, lb_row *row) {
     int32_t n = s->n_vocab, size = block_size(n, s->top_k > 0 ? s->top_k : 256);
     if (s->greedy) size = 1024;
@@ -582,7 +582,7 @@ static int sample_row(
 
 /* -- decoding ------------------------------------------------------------------------------------------ */
 
-/* llama.cpp's llama_batch; Python has compared the fields. */
+/* llama.cpp's llama_batch; Python has checked that the fields agree. */
 typedef struct {
     int32_t n_tokens;
     int32_t *token;
@@ -620,7 +620,7 @@ static int decode_one(lb_decoder *d, int32_t token, int32_t position, int32_t se
 
 /* -- what Python calls ------------------------------------------------------------------------------- */
 
-/* The layout of the structures, to compare with Python's; 0 where 32-bit arithmetic is not exact here. */
+/* The layout of the structures, which Python compares with its own; 0 if 32-bit arithmetic is not exact. */
 LB_API int32_t lb_layout(void) {
     if (FLT_EVAL_METHOD != 0) return 0;
     return (int32_t)(
@@ -646,8 +646,8 @@ LB_API void lb_softmax(const float *logits, int32_t n, float *probs) {
 
 /* Write the pieces of all tokens one after the other, and the size of each, 0 for control tokens.
  *
- * ``to_piece`` is llama_token_to_piece. Returns the bytes needed; with too little room nothing more is
- * written. */
+ * ``to_piece`` is llama_token_to_piece. Returns the number of bytes needed. If there is too little room, the
+ * rest is not written. */
 LB_API int64_t lb_pieces(
     int32_t (*to_piece)(const void *, int32_t, char *, int32_t, int32_t, int8_t), const void *vocab,
     int32_t n, char *out, int64_t room, int32_t *sizes

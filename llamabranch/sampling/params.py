@@ -310,7 +310,7 @@ def _ranges() -> list[tuple[str, bool, _Range]]:
 
 
 def settings_of(sampling: SamplingParams | None, **changes: object) -> SamplingParams:
-    """Return these settings, or the defaults, with some changed.
+    """Return ``sampling``, or the defaults if it is None, with some settings changed.
 
     Raises:
         ConfigError: ``sampling`` is something else, or a name or a value is bad.

@@ -142,7 +142,7 @@ def test_smollm2_counts() -> None:
             "no model is called",
             "Qwen/Qwen3-4B-GGUF:Q8_0 looks for that quantization on the hub",
         ),
-        ("tale-target:F16", "no model is called", "tale-target alone is tale-target-q8_0.gguf"),
+        ("tale-target:F16", "no model is called", "tale-target is tale-target-q8_0.gguf"),
     ],
 )
 def test_names_of_nothing_are_refused_with_what_may_be_meant(

@@ -20,7 +20,7 @@ NO_FORCING = '{"no_forcing": true}'  # text that is certain may be split into an
 
 _MAX_DEPTH = 200
 _MAX_REPEAT = 2000
-_MAX_PATH = 1000  # parentheses, rule in rule: llguidance overflows a stack of 8 MB at some 2,500
+_MAX_PATH = 1000  # nested groups and rules: with about 2,500 llguidance overflows a stack of 8 MB
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 _ESCAPED = {"t": "\t", "n": "\n", "r": "\r", **{c: c for c in '\\"[]-'}}
 _WORD = re.compile(r"[a-zA-Z0-9-]*")
@@ -62,7 +62,7 @@ class Gbnf:
         self.rules: dict[int, list[Sequence]] = {}
         self.token_texts: list[str] = []
         self.names_tokens = False
-        self._translations: dict[int, str] = {}  # of the rules that have names
+        self._translations: dict[int, str] = {}  # the translations of named rules
         self._skip(_LINES)
         while self._next():
             self._rule()

@@ -312,7 +312,7 @@ class _Rules:
         """Return a rule for the pairs in their order; those that are not required are optional."""
         first = rest = self._add(
             '""'
-        )  # what follows the last pair, if no pair was written before and if one was
+        )  # the pairs that are left, if none was written yet (first), and if one was (rest)
         for pair, is_required in reversed(pairs):
             written = f"{pair} {rest}"
             others = ("", "") if is_required else (f" | {first}", f" | {rest}")

@@ -1,4 +1,4 @@
-"""Benchmarks: what they measure and how to run them is described in ``docs/benchmarks.md``.
+"""Benchmarks. ``docs/benchmarks.md`` says what they measure and how to run them.
 
 prompts.py      the prompts
 report.py       settings, tables, the JSON line: hardware, versions, models

@@ -1,7 +1,8 @@
-"""Twenty tasks of two steps for agents: each needs two functions, the second with what the first tells.
+"""Twenty tasks of two steps for agents: each needs two functions, the second with the first one's result.
 
-The tasks, the functions and what is checked do not change; ``DIGEST`` of this file's tasks says so in
-every log. A task is done if the answer holds what was asked for and both functions were called.
+The tasks, the functions and the checks stay the same. Every log shows ``DIGEST``, a hash of the tasks, so
+that one sees which logs can be compared. A task is done if the answer contains what the question asks for
+and both functions were called.
 
     python -m benchmarks.agent_tasks --model a.gguf [--log FILE]
 """
@@ -133,7 +134,7 @@ def platform_of(train: str) -> int:
 
 
 def _known(table: Mapping[K, V], key: object) -> V:
-    """Return what a table has for a key; names may be written in another case."""
+    """Return the value of a key in a table, in upper or lower case."""
     for name, value in table.items():
         if str(name).lower() == str(key).strip().lower():
             return value
@@ -146,7 +147,7 @@ class Task(NamedTuple):
     Attributes:
         question: what is asked.
         tools: the two functions.
-        answer: a regular expression that the answer has to match somewhere.
+        answer: a regular expression that must match somewhere in the answer.
     """
 
     question: str
@@ -191,17 +192,17 @@ def is_done(task: Task, report: lb.agents.Report) -> bool:
 
 
 def transcript(ctx: lb.Context, report: lb.agents.Report) -> str:
-    """Return all that was read and written."""
+    """Return the whole text that the agent read and wrote."""
     return ctx.detokenize(report.tokens, special=True)
 
 
 async def run_all(
     ctx: lb.Context, tasks: Sequence[Task], parallel: int, log: Path | None
 ) -> list[lb.agents.Report]:
-    """Run tasks, some at a time, and print a line for each as it ends."""
+    """Run the tasks, ``parallel`` at a time, and print a line when each ends."""
     free = asyncio.Semaphore(parallel)
 
-    async def one(engine: lb.AsyncEngine, number: int, task: Task) -> lb.agents.Report:
+    async def run_task(engine: lb.AsyncEngine, number: int, task: Task) -> lb.agents.Report:
         agent = lb.Agent(
             engine, SYSTEM, task.tools, parallel_calls=False, max_turns=4, max_tokens=250,
             temperature=0, seed=1,
@@ -220,7 +221,7 @@ async def run_all(
         return report
 
     async with lb.AsyncEngine(ctx) as engine:
-        return await asyncio.gather(*(one(engine, i, task) for i, task in enumerate(tasks, 1)))
+        return await asyncio.gather(*(run_task(engine, i, task) for i, task in enumerate(tasks, 1)))
 
 
 def _values(arguments: object) -> str:
@@ -234,11 +235,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--parallel", type=int, default=4, help="tasks at a time")
     parser.add_argument("--log", type=Path, help="a file for the transcripts")
-    given = parser.parse_args()
-    with lb.load(given.model, n_ctx=8192, n_threads=given.threads) as ctx:
-        print(f"{ctx.model.name}, tasks {DIGEST}, temperature 0, {given.parallel} at a time")
+    args = parser.parse_args()
+    with lb.load(args.model, n_ctx=8192, n_threads=args.threads) as ctx:
+        print(f"{ctx.model.name}, tasks {DIGEST}, temperature 0, {args.parallel} at a time")
         begun = time.perf_counter()
-        reports = asyncio.run(run_all(ctx, TASKS, given.parallel, given.log))
+        reports = asyncio.run(run_all(ctx, TASKS, args.parallel, args.log))
         seconds = time.perf_counter() - begun
         done = [is_done(task, report) for task, report in zip(TASKS, reports, strict=True)]
         n_tokens = sum(report.stats.generated for report in reports)

@@ -240,22 +240,28 @@ def main() -> None:
     distinct = 0
     with lb.Model(lb.hub.resolve(settings.target)) as model:
         text, path = document(model, n_document), Path(model.path)
+
+        def note(name: str, figures: Figures) -> None:
+            found.setdefault(name, []).append(figures)
+            print(f"{name}: {figures.seconds:.1f} s", file=sys.stderr)
+
         for _ in range(settings.runs):
             if "agent" in args.only:
                 with lb.Context(
                     model, n_ctx=cells + 1500, n_seq_max=8, n_threads=settings.threads
                 ) as ctx:
                     figures, distinct = agent(ctx, text, settings.tokens)
-                    found.setdefault("agent", []).append(figures)
-            for name, start, n_ctx in (
-                ("serve", start_ours, cells + 1500), ("llama-server", start_theirs, 3 * cells),
-            ):  # fmt: skip
+                    note("agent", figures)
+            for name, start, options in (
+                ("serve", start_ours, ("-c", cells + 1500)),  # without -np they share one cache
+                ("llama-server", start_theirs, ("-np", 3, "-c", 3 * cells)),
+            ):
                 if name not in args.only:
                     continue
                 try:
-                    with closing(start(settings, path, "-np", 3, "-c", n_ctx)) as side:
+                    with closing(start(settings, path, *options)) as side:
                         figures = asyncio.run(over_http(side, text, settings.tokens))
-                        found.setdefault(name, []).append(figures)
+                        note(name, figures)
                 except ToolError as error:
                     print(f"without {name}: {error}", file=sys.stderr)
             if "re-prompting" in args.only:
@@ -263,7 +269,7 @@ def main() -> None:
                     model, n_ctx=cells, n_seq_max=2, prefix_cache=False, n_threads=settings.threads
                 ) as ctx:
                     figures = asyncio.run(reprompting(ctx, text, settings.tokens))
-                    found.setdefault("re-prompting", []).append(figures)
+                    note("re-prompting", figures)
         if "overhead" in args.only:
             short = document(model, 300)
             pairs = [

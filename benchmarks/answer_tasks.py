@@ -1,8 +1,9 @@
-"""Five tasks for small models, each a generator of items: ``item(seed, level)``.
+"""Five tasks for small models. ``item(task, seed, level)`` makes their problems.
 
-An item is a prompt with examples and functions that read the answer in a text. ``is_valid`` and
-``constraint`` know the prompt and never the right answer, which is compared with what ``read`` finds. A
-level is how hard a task is: `benchmarks.answers` chooses it on items of other seeds.
+An item is a prompt with examples, and functions that read the answer from a text. ``is_valid`` and
+``constraint`` depend on the prompt, but never on the right answer. The answer that ``read`` returns is
+compared with the right one. The level says how hard a task is. `benchmarks.answers` chooses it with items
+of other seeds.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ __all__ = ["LEVELS", "TASKS", "Item", "Order", "item"]
 
 
 class Order:
-    """The constraint of an order in JSON: its total is the sum of its own lines."""
+    """The constraint of an order in JSON: the total is the sum of the order's lines."""
 
     _TOTAL = re.compile(r'"total":\s*(\d*)')
 
     def prefix(self, text: str) -> bool:
-        """Return whether the digits of the total, as far as they go, begin the sum."""
-        found = self._TOTAL.search(text)
-        if found is None:
+        """Return whether the sum begins with the digits of the total so far."""
+        match = self._TOTAL.search(text)
+        if match is None:
             return True
-        total = str(_total(text[: found.start()]))
-        digits = found[1]
-        is_over = found.end() < len(text)
+        total = str(_total(text[: match.start()]))
+        digits = match[1]
+        is_over = match.end() < len(text)
         return digits == total if is_over else total.startswith(digits)
 
     def complete(self, text: str) -> bool:
@@ -43,18 +44,18 @@ def _total(text: str) -> int:
 
 @dataclass(frozen=True)
 class Words:
-    """The constraint of a list of words: how many, how each begins, and a letter that none has."""
+    """The constraint of a list of words: their number, their first letters, a letter that no word has."""
 
     n: int
     initials: str = ""  # one for each word, or one for all
     without: str = ""
 
     def prefix(self, text: str) -> bool:
-        """Return whether the finished words are right and the last one may become so."""
+        """Return whether the finished words are right and the last one can still become right."""
         return self._allows(text, is_end=False)
 
     def complete(self, text: str) -> bool:
-        """Return whether these are the words."""
+        """Return whether the text is a complete, right list."""
         return self._allows(text, is_end=True)
 
     def _allows(self, text: str, *, is_end: bool) -> bool:
@@ -77,17 +78,17 @@ class Words:
 
 @dataclass(frozen=True)
 class Copied:
-    """The constraint of an answer that stands in a text, word by word."""
+    """The constraint of an answer that is copied from a text in whole words."""
 
     source: str
 
     def prefix(self, text: str) -> bool:
-        """Return whether the source goes on like this somewhere, at the beginning of a word."""
+        """Return whether the source contains this text, beginning at a word."""
         text = text.lstrip(" ")
         return not text or re.search(rf"\b{re.escape(text)}", self.source) is not None
 
     def complete(self, text: str) -> bool:
-        """Return whether these are whole words of the source."""
+        """Return whether the source contains this text as whole words."""
         text = text.strip()
         return bool(text) and re.search(rf"\b{re.escape(text)}(?!\w)", self.source) is not None
 
@@ -97,12 +98,12 @@ class Item:
     """A problem.
 
     Attributes:
-        prompt: with examples.
-        answer: the right one; "" where there is none: then what is valid is right.
-        read: finds the answer in a text; None = there is none.
-        constraint: which texts are valid.
-        max_tokens: of a text, which "\\n" ends.
-        schema: of a text in JSON.
+        prompt: the examples and the question.
+        answer: the right answer; "" = every valid text is right.
+        read: returns the answer in a text, None if the text has no answer.
+        constraint: says which texts are valid.
+        max_tokens: the most tokens of a text; "\\n" ends it, too.
+        schema: the JSON schema of a text; None = the text is not JSON.
     """
 
     prompt: str
@@ -113,7 +114,7 @@ class Item:
     schema: Mapping[str, object] | None = None
 
     def is_valid(self, text: str) -> bool:
-        """Return whether a text keeps to the rule of its task, right or not."""
+        """Return whether a text follows the rule of its task, even if its answer is wrong."""
         if self.constraint is None:
             return self.read(text) is not None
         return self.constraint.complete(text)
@@ -133,14 +134,14 @@ DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sun
 
 
 def _asked(shots: Sequence[tuple[str, str]], question: str) -> str:
-    examples = "".join(f"Question: {each}\nAnswer: {worked}\n\n" for each, worked in shots)
+    examples = "".join(f"Question: {example}\nAnswer: {worked}\n\n" for example, worked in shots)
     return f"{examples}Question: {question}\nAnswer:"
 
 
 def _number(text: str) -> str | None:
     """Return the number after the equals sign."""
-    found = re.search(r"=\s*(\d+)", text)
-    return found[1] if found else None
+    match = re.search(r"=\s*(\d+)", text)
+    return match[1] if match else None
 
 
 def _first_line(text: str) -> str | None:
@@ -224,13 +225,13 @@ def _dated(rng: random.Random, most: int) -> Item:
     return Item(_asked(_DATE_SHOTS[kind], question), right, _after_equals, max_tokens=24)
 
 
-def _many(n: int, what: str) -> str:
-    return f"{n} {what}{'s' * (n > 1)}"
+def _many(n: int, noun: str) -> str:
+    return f"{n} {noun}{'s' * (n > 1)}"
 
 
 def _after_equals(text: str) -> str | None:
-    found = re.search(r"=\s*(\w+)\s*\.?\s*$", text)
-    return found[1] if found else None
+    match = re.search(r"=\s*(\w+)\s*\.?\s*$", text)
+    return match[1] if match else None
 
 
 # -- rules of letters ----------------------------------------------------------------------------------
@@ -260,9 +261,9 @@ def _letters(rng: random.Random, n: int) -> Item:
     rule = f"{_NUMERALS[n].capitalize()} {noun} that {_RULES[kind]}"
     shots = ""
     for shot in _WORDS[kind]:
-        asked, given = shot.split(": ")
+        asked, example_words = shot.split(": ")
         asked = asked if kind != "spell" else ", ".join(asked.split(", ")[:n])
-        shots += f"{rule} {asked}: {' '.join(given.split()[:n])}\n"
+        shots += f"{rule} {asked}: {' '.join(example_words.split()[:n])}\n"
     prompt = f"{shots}{rule} {letters}:"
     return Item(prompt, "", _first_line, words, max_tokens=8 * n)
 
@@ -349,7 +350,7 @@ def _record(rng: random.Random, n: int) -> Item:
 
 
 def _one_record(rng: random.Random, n: int) -> tuple[str, str, str]:
-    """Return a text about a person, a question, and the answer; ``n``: more facts of the same kind."""
+    """Return a text about a person, a question and the answer. ``n``: how many other facts it has."""
     first, *others = rng.sample(NAMES, 4)
     last, *families = rng.sample(_FAMILIES, 4)
     people = [f"{a} {b}" for a, b in zip(others, families, strict=True)]
@@ -380,5 +381,5 @@ LEVELS: Mapping[str, Sequence[int]] = {  # the easiest first
 
 
 def item(task: str, seed: int, level: int) -> Item:
-    """Return the item of a task that a seed gives."""
+    """Return the item of a task for this seed and level."""
     return TASKS[task](random.Random(f"{task} {seed}"), level)

@@ -2,14 +2,18 @@
 
     python -m benchmarks.answers --target smollm2-135m:Q8_0 --threads 1 --out FILE [--minutes 60]
 
-Five tasks of generated items (`answer_tasks`). A pilot of other items chooses the level of each task,
-so that one sample is right in 30 to 60 %, and for each method the number of texts that decodes as many
-tokens as the reference: a vote of eight, or, where a rule is asked for, eight samples and the rule as a
-filter. What it chooses comes first in FILE and does not change. Then all methods answer the same items
-with the same seeds, in turn; a later call goes on where the time ended, with the plan of the file. Files
-of several tasks (``--only``) may be joined; with ``--minutes 0`` only the tables are shown. Each
-item is asked once. Tokens are those decoded after the prompt; intervals are bootstrapped over items;
-paired tests are exact (McNemar), and those that were planned are adjusted together (Holm).
+The five tasks are in `answer_tasks`. First a pilot makes a plan, with items that are not used later:
+
+- the level of each task: one sample should be right in 30 to 60 % of the items;
+- the number of texts of each method: together they should decode as many tokens as the reference. The
+  reference is a vote of eight. In tasks with a rule it is eight samples, filtered by the rule.
+
+The plan is the first thing in FILE and does not change. Then all methods answer the same items with the
+same seeds, in turn. If the time was too short, a later call continues with the plan in FILE. Files of
+different tasks (``--only``) can be joined. ``--minutes 0`` only shows the tables.
+
+Each item is asked once. The tokens are those decoded after the prompt. Intervals are bootstrapped over
+items. Paired tests are exact (McNemar), and the planned ones are adjusted together (Holm).
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ from .paired import holm, interval, mcnemar
 from .report import Settings, emit, number, parser, table, title
 
 ANSWERS, RULES = ("problems", "dates", "records"), ("letters", "orders")
-N, MOST = 8, 32  # texts of the reference, and of any method
+N, MOST = 8, 32  # texts of the reference, and the most of any method
 PILOT_SEED = 1_000_000
 POWER = 4.0
 GOAL = (0.30, 0.60)
@@ -45,17 +49,17 @@ WHOLE = lb.SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 JSON = dict[str, Any]
 
 
-class Found(NamedTuple):
-    """What a method gives for an item."""
+class Outcome(NamedTuple):
+    """The result of a method for an item."""
 
     text: str
     answer: object
-    logprob: float  # the mean of a token, nats
+    logprob: float  # the mean of its tokens, nats
     tokens: int  # decoded
-    also: Mapping[str, JSON] = {}  # of other methods that use the same texts
+    also: Mapping[str, JSON] = {}  # results of other methods that use the same texts
 
 
-Run = Callable[[lb.Branch, Item, int, int], Found]
+Run = Callable[[lb.Branch, Item, int, int], Outcome]
 
 
 @contextmanager
@@ -69,109 +73,117 @@ def _stop(task: Item) -> Sequence[str]:
     return () if task.schema else ("\n",)
 
 
-def _mean(found: search.Hypothesis) -> float:
-    return found.logprob / max(1, len(found.node.path_tokens))
+def _mean(text: search.Hypothesis) -> float:
+    return text.logprob / max(1, len(text.node.path_tokens))
 
 
-def _of(task: Item, found: search.Hypothesis) -> JSON:
+def _of(task: Item, text: search.Hypothesis) -> JSON:
     return {
-        "right": task.is_right(found.text),
-        "valid": task.is_valid(found.text),
-        "logprob": _mean(found),
-        "text": found.text,
+        "right": task.is_right(text.text),
+        "valid": task.is_valid(text.text),
+        "logprob": _mean(text),
+        "text": text.text,
     }
 
 
-def _greedy(root: lb.Branch, task: Item, seed: int, n: int) -> Found:
+def _greedy(root: lb.Branch, task: Item, seed: int, n: int) -> Outcome:
     with _as(root, COLD, seed) as branch:
-        found = search.best_of_n(branch, 1, task.max_tokens, stop=_stop(task))
-    return Found(found.text, task.read(found.text), _mean(found.best), found.stats.tokens_decoded)
+        result = search.best_of_n(branch, 1, task.max_tokens, stop=_stop(task))
+    return Outcome(
+        result.text, task.read(result.text), _mean(result.best), result.stats.tokens_decoded
+    )
 
 
 def _vote(sampling: lb.SamplingParams, **options: Any) -> Run:
-    def run(root: lb.Branch, task: Item, seed: int, n: int) -> Found:
+    def run(root: lb.Branch, task: Item, seed: int, n: int) -> Outcome:
         with _as(root, sampling, seed) as branch:
-            found = search.vote(branch, task.read, n, task.max_tokens, stop=_stop(task), **options)
+            result = search.vote(branch, task.read, n, task.max_tokens, stop=_stop(task), **options)
         also = {}
         if sampling is WARM and not options and n == N:  # the reference
-            best = max(found.hypotheses, key=_mean)
-            also = {"best_of_n": _of(task, best), "one sample": _one(task, found.hypotheses)}
-        return Found(found.text, found.answer, _mean(found.best), found.stats.tokens_decoded, also)
+            best = max(result.hypotheses, key=_mean)
+            also = {"best_of_n": _of(task, best), "one sample": _one(task, result.hypotheses)}
+        return Outcome(
+            result.text, result.answer, _mean(result.best), result.stats.tokens_decoded, also
+        )
 
     return run
 
 
 def _one(task: Item, texts: Sequence[search.Hypothesis]) -> JSON:
-    """Return what one of the samples is worth on average."""
-    each = [_of(task, text) for text in texts]
-    return {name: fmean(one[name] for one in each) for name in ("right", "valid", "logprob")}
+    """Return the average result of a single sample."""
+    samples = [_of(task, text) for text in texts]
+    return {
+        name: fmean(sample[name] for sample in samples) for name in ("right", "valid", "logprob")
+    }
 
 
 def _weighted(power: float = 1.0) -> Run:
-    """Particles whose answers are weighted, under the constraint where there is no power."""
+    """Draw particles and weigh their answers. With a power of 1 the constraint is used."""
 
-    def run(root: lb.Branch, task: Item, seed: int, n: int) -> Found:
+    def run(root: lb.Branch, task: Item, seed: int, n: int) -> Outcome:
         with _as(root, WHOLE, seed) as branch:
-            found = search.smc(
+            result = search.smc(
                 branch, n, task.max_tokens, stop=_stop(task), power=power,
                 ramp=0 if power == 1.0 else task.max_tokens // 4,
                 constraint=task.constraint if power == 1.0 else None,
             )  # fmt: skip
-        if not found.hypotheses:
-            return Found("", None, math.nan, found.stats.tokens_decoded)
+        if not result.hypotheses:
+            return Outcome("", None, math.nan, result.stats.tokens_decoded)
         shares: defaultdict[str, float] = defaultdict(float)
-        for text in found.hypotheses:
+        for text in result.hypotheses:
             answer = task.read(text.text)
             if answer is not None:
                 shares[answer] += math.exp(text.score)
-        best = max(shares, key=lambda each: shares[each], default=None)
-        return Found(found.text, best, _mean(found.best), found.stats.tokens_decoded)
+        best = max(shares, key=lambda answer: shares[answer], default=None)
+        return Outcome(result.text, best, _mean(result.best), result.stats.tokens_decoded)
 
     return run
 
 
-def _filtered(root: lb.Branch, task: Item, seed: int, n: int) -> Found:
-    """The most probable of several samples that keep the rule, or else of all."""
+def _filtered(root: lb.Branch, task: Item, seed: int, n: int) -> Outcome:
+    """Return the most probable of the samples that follow the rule, or of all if none does."""
     with _as(root, WARM, seed) as branch:
-        found = search.best_of_n(branch, n, task.max_tokens, stop=_stop(task))
-    texts = found.hypotheses
+        result = search.best_of_n(branch, n, task.max_tokens, stop=_stop(task))
+    texts = result.hypotheses
     best = next((text for text in texts if task.is_valid(text.text)), texts[0])
     also = {"one sample": _one(task, texts)}
-    return Found(best.text, task.read(best.text), _mean(best), found.stats.tokens_decoded, also)
+    return Outcome(best.text, task.read(best.text), _mean(best), result.stats.tokens_decoded, also)
 
 
 def _drawn(sampling: lb.SamplingParams) -> Run:
-    """Texts under the constraint, token by token: of several the most probable one that keeps it."""
+    """Sample texts under the constraint and take the most probable one that follows it."""
 
-    def run(root: lb.Branch, task: Item, seed: int, n: int) -> Found:
+    def run(root: lb.Branch, task: Item, seed: int, n: int) -> Outcome:
         texts, tokens = [], 0
         for i in range(n):
             with _as(root, sampling, seed + i) as branch:
-                made = branch.generate(task.max_tokens, _stop(task), constraint=task.constraint)
-                made.finish()
-                tokens += made.stats.target_forward_passes
-                mean = branch.log_likelihood() / max(1, len(made.tokens))
-                texts.append((task.is_valid(made.text), mean, made.text))
+                generation = branch.generate(
+                    task.max_tokens, _stop(task), constraint=task.constraint
+                )
+                generation.finish()
+                tokens += generation.stats.target_forward_passes
+                mean = branch.log_likelihood() / max(1, len(generation.tokens))
+                texts.append((task.is_valid(generation.text), mean, generation.text))
         _, mean, text = max(texts)
-        return Found(text, task.read(text), mean, tokens)
+        return Outcome(text, task.read(text), mean, tokens)
 
     return run
 
 
-def _rejected(root: lb.Branch, task: Item, seed: int, n: int) -> Found:
+def _rejected(root: lb.Branch, task: Item, seed: int, n: int) -> Outcome:
     if task.constraint is None or task.schema is not None:  # it has no grammar
-        return Found("", None, math.nan, 0)
+        return Outcome("", None, math.nan, 0)
     with _as(root, WARM, seed) as branch:
-        found = search.rejection(
+        result = search.rejection(
             branch, task.constraint, 1, task.max_tokens, stop=_stop(task), max_draws=256
         )
-    mean = _mean(found.best) if found.hypotheses else math.nan
-    return Found(found.text, task.read(found.text), mean, found.stats.tokens_decoded)
+    mean = _mean(result.best) if result.hypotheses else math.nan
+    return Outcome(result.text, task.read(result.text), mean, result.stats.tokens_decoded)
 
 
 @dataclass(frozen=True)
 class Method:
-    """A method, the tasks that it is for, and its number of texts: 0 = that of equal compute."""
+    """A method, its tasks, and its number of texts; 0 = the number of equal compute."""
 
     run: Run
     tasks: Sequence[str]
@@ -204,7 +216,7 @@ PLANNED: Sequence[tuple[str, str, Sequence[str]]] = (
 
 
 def reference(task: str) -> str:
-    """Return the method whose tokens are the compute of a task."""
+    """Return the method whose number of tokens is the compute that all methods of a task get."""
     return VOTE if task in ANSWERS else FILTER
 
 
@@ -212,10 +224,10 @@ def main() -> None:
     """Make or read the plan, answer items while there is time, show the tables."""
     described = parser("answers", runs=1, prompts=1, tokens=1)
     described.add_argument("--out", type=Path, help="the file of the plan and all answers")
-    described.add_argument("--minutes", type=float, default=60.0, help="after which it stops")
-    described.add_argument("--items", type=int, default=600, help="of each task, at most")
+    described.add_argument("--minutes", type=float, default=60.0, help="stop after this time")
+    described.add_argument("--items", type=int, default=600, help="the most items of each task")
     described.add_argument("--only", nargs="+", choices=TASKS, default=list(TASKS))
-    described.add_argument("--pilot", type=int, default=60, help="items to choose a level by")
+    described.add_argument("--pilot", type=int, default=60, help="items of the pilot")
     args = described.parse_args()
     settings = Settings.of(args)
     end = monotonic() + 60.0 * args.minutes
@@ -236,11 +248,11 @@ def main() -> None:
 
 @dataclass
 class Records:
-    """The lines of a file: the plan of each task, then an item each.
+    """The lines of a file: first the plan of each task, then one line for each item.
 
     Attributes:
-        plan: of each task level, pilot and the numbers of texts.
-        items: of each task, by their numbers: the methods' results.
+        plan: for each task its level, the pilot's result and the numbers of texts.
+        items: the methods' results, by task and number of the item.
     """
 
     path: Path | None
@@ -267,8 +279,8 @@ class Records:
 
     @property
     def done(self) -> set[tuple[str, int]]:
-        """The items that were answered."""
-        return {(task, i) for task, its in self.items.items() for i in its}
+        """The tasks and numbers of the items that have been answered."""
+        return {(task, i) for task, answered in self.items.items() for i in answered}
 
 
 # -- the pilot -----------------------------------------------------------------------------------------
@@ -281,22 +293,22 @@ def _calibrated(ctx: lb.Context, task: str, levels: Sequence[int], n: int) -> JS
         tried[level] = _piloted(ctx, task, level, n)
         if tried[level]["share"] <= GOAL[1]:
             break
-    level = min(tried, key=lambda each: abs(tried[each]["share"] - sum(GOAL) / 2))
+    level = min(tried, key=lambda tried_level: abs(tried[tried_level]["share"] - sum(GOAL) / 2))
     counts = _matched(ctx, task, level, max(1, n // 4))
     return {"level": level, "pilot": tried, "n": counts}
 
 
 def _piloted(ctx: lb.Context, task: str, level: int, n: int) -> JSON:
-    """Sample eight texts of each item; return how many are right."""
+    """Sample eight texts for each item; return the share that is right."""
     right: list[list[bool]] = []
     for i in range(n):
         asked = item(task, PILOT_SEED + i, level)
-        found = ctx.complete(
+        result = ctx.complete(
             asked.prompt, n=N, max_tokens=asked.max_tokens, stop=_stop(asked), drafter=None,
             json_schema=asked.schema, sampling=WARM, seed=1000 * i + 7,
         )  # fmt: skip
-        right.append([asked.is_right(each.text) for each in found.choices])
-    share = fmean(each for its in right for each in its)
+        right.append([asked.is_right(choice.text) for choice in result.choices])
+    share = fmean(verdict for verdicts in right for verdict in verdicts)
     return {"share": share, "items": n}
 
 
@@ -311,17 +323,17 @@ def _matched(ctx: lb.Context, task: str, level: int, n_items: int) -> dict[str, 
             n = counts[name]
             seen[n] = _mean_tokens(ctx, task, level, n_items, name, n)
             counts[name] = max(1, min(MOST, round(n * goal / max(1.0, seen[n]))))
-        counts[name] = min(seen, key=lambda each: abs(seen[each] - goal))
+        counts[name] = min(seen, key=lambda tried: abs(seen[tried] - goal))
     return counts
 
 
 def _mean_tokens(ctx: lb.Context, task: str, level: int, n_items: int, name: str, n: int) -> float:
-    found = []
+    counts = []
     for i in range(n_items):
         asked = item(task, PILOT_SEED + i, level)
         with _root(ctx, asked) as root:
-            found.append(METHODS[name].run(root, asked, 1000 * i + 7, n).tokens)
-    return fmean(found)
+            counts.append(METHODS[name].run(root, asked, 1000 * i + 7, n).tokens)
+    return fmean(counts)
 
 
 def _root(ctx: lb.Context, asked: Item) -> lb.Branch:
@@ -335,45 +347,45 @@ def _root(ctx: lb.Context, asked: Item) -> lb.Branch:
 def _answered(ctx: lb.Context, task: str, i: int, plan: JSON) -> JSON:
     """Answer an item by all methods of its task."""
     asked = item(task, i, plan["level"])
-    found: dict[str, JSON] = {}
+    results: dict[str, JSON] = {}
     names = [name for name, method in METHODS.items() if task in method.tasks]
     with _root(ctx, asked) as root:
         for name in names[:: 1 if i % 2 else -1]:
             method = METHODS[name]
             start, cpu = perf_counter(), process_time()
-            its = method.run(root, asked, 1000 * i + 1, method.n or plan["n"][name])
+            outcome = method.run(root, asked, 1000 * i + 1, method.n or plan["n"][name])
             used = {"cpu_s": process_time() - cpu, "s": perf_counter() - start}
-            right = asked.judge(its.answer) if asked.answer else asked.is_valid(its.text)
-            found[name] = {
+            right = asked.judge(outcome.answer) if asked.answer else asked.is_valid(outcome.text)
+            results[name] = {
                 "right": right,
-                "valid": asked.is_valid(its.text),
-                "logprob": its.logprob,
-                "text": its.text,
-                "answer": its.answer,
-                "tokens": its.tokens,
+                "valid": asked.is_valid(outcome.text),
+                "logprob": outcome.logprob,
+                "text": outcome.text,
+                "answer": outcome.answer,
+                "tokens": outcome.tokens,
                 **used,
             }
-            for other, its_own in its.also.items():
+            for other, other_result in outcome.also.items():
                 n_texts = N if other == "one sample" else 1
-                found[other] = {**its_own, "tokens": its.tokens / n_texts}
-    return {"task": task, "item": i, "methods": found}
+                results[other] = {**other_result, "tokens": outcome.tokens / n_texts}
+    return {"task": task, "item": i, "methods": results}
 
 
 def _shown(ctx: lb.Context, settings: Settings, records: Records) -> JSON:
-    """Show the tables; return what they say."""
+    """Show the tables; return their figures."""
     results: JSON = {}
     columns = ("", "right, % (95 %)", "valid, %", "log p a token", "tokens", "CPU s", "texts")
     for task, items in records.items.items():
         plan = records.plan[task]
         counts = {name: method.n or plan["n"].get(name) for name, method in METHODS.items()}
         counts |= {"one sample": 1, "best_of_n": N}
-        known = {name for its in items.values() for name in its}
-        found = {
-            name: _summary([its[name] for its in items.values()], n_texts)
+        known = {name for by_method in items.values() for name in by_method}
+        summaries = {
+            name: _summary([by_method[name] for by_method in items.values()], n_texts)
             for name, n_texts in counts.items()
             if name in known
         }
-        results[task] = {"level": plan["level"], "pilot": plan["pilot"], "methods": found}
+        results[task] = {"level": plan["level"], "pilot": plan["pilot"], "methods": summaries}
         level = f"{task}, level {plan['level']}, {len(items)} items"
         table(
             f"{level}. {title(ctx.model)}, {settings.threads} threads",
@@ -384,22 +396,22 @@ def _shown(ctx: lb.Context, settings: Settings, records: Records) -> JSON:
                     number(x["logprob"]), number(x["tokens"], 1), number(x["cpu_s"]),
                     str(x["texts"]),
                 )
-                for name, x in found.items()
+                for name, x in summaries.items()
             ],
         )  # fmt: skip
     results["planned"] = _compared(records)
     return results
 
 
-def _summary(each: Sequence[JSON], n_texts: int) -> JSON:
+def _summary(results: Sequence[JSON], n_texts: int) -> JSON:
     """Return the means of a method's results."""
-    right = [float(one["right"]) for one in each]
+    right = [float(r["right"]) for r in results]
     low, high = interval(right)
     means = {
-        key: _known_mean(one.get(key, math.nan) for one in each)
+        key: _known_mean(r.get(key, math.nan) for r in results)
         for key in ("right", "valid", "logprob", "tokens", "cpu_s", "s")
     }
-    return {**means, "low": low, "high": high, "n": len(each), "texts": n_texts}
+    return {**means, "low": low, "high": high, "n": len(results), "texts": n_texts}
 
 
 def _known_mean(values: Iterable[float]) -> float:
@@ -413,37 +425,40 @@ def _range(value: float, low: float, high: float) -> str:
 
 def _compared(records: Records) -> list[JSON]:
     """Compare the methods as planned, over all items of their tasks."""
-    found: list[JSON] = []
+    comparisons: list[JSON] = []
     for name, other, tasks in PLANNED:
         pairs = [
-            (its[name]["right"], its[other]["right"])
+            (by_method[name]["right"], by_method[other]["right"])
             for task in tasks
-            for its in records.items.get(task, {}).values()
+            for by_method in records.items.get(task, {}).values()
         ]
         gained = sum(a and not b for a, b in pairs)
         lost = sum(b and not a for a, b in pairs)
         low, high = interval([a - b for a, b in pairs])
-        found.append(
+        comparisons.append(
             {
                 "method": name, "over": other, "n": len(pairs), "gained": gained, "lost": lost,
                 "low": low, "high": high, "p": mcnemar(gained, lost),
             }
         )  # fmt: skip
-    for each, p in zip(found, holm([each["p"] for each in found]), strict=True):
-        each["p_holm"] = p
+    for c, p in zip(comparisons, holm([c["p"] for c in comparisons]), strict=True):
+        c["p_holm"] = p
     table(
         "Planned comparisons, items of all their tasks together",
-        ("", "over", "items", "only it right", "only the other", "difference, % (95 %)", "p, Holm"),
+        (
+            "", "over", "items", "only the first right", "only the second",
+            "difference, % (95 %)", "p, Holm",
+        ),
         [
             (
                 x["method"], x["over"], str(x["n"]), str(x["gained"]), str(x["lost"]),
                 _range((x["gained"] - x["lost"]) / max(1, x["n"]), x["low"], x["high"]),
                 number(x["p_holm"], 3),
             )
-            for x in found
+            for x in comparisons
         ],
     )  # fmt: skip
-    return found
+    return comparisons
 
 
 if __name__ == "__main__":

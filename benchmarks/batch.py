@@ -1,4 +1,4 @@
-"""Many branches in one decode: compared with one after another, and with llama-batched-bench.
+"""Many branches in one decode, compared with one branch after another and with llama-batched-bench.
 
 python -m benchmarks.batch
 """
@@ -84,7 +84,7 @@ class Batch:
 
     def measure(self, streams: Sequence[int], v: Mapping[int, float]) -> dict[str, object]:
         """Measure and print every number of streams."""
-        found = {}
+        by_streams = {}
         for n in streams:
             makers: dict[str, Maker] = {
                 TOGETHER: self._branches(n, together=True),
@@ -95,9 +95,11 @@ class Batch:
             if self._tools is not None:
                 makers[BATCHED] = self._batched(n, self._tools, unified=False)
                 makers[BATCHED_UNIFIED] = self._batched(n, self._tools, unified=True)
-            found[n] = interleave(makers, n_runs=self._settings.runs, n_items=len(self._prompts))
-        self._show(found, v)
-        return {str(n): self._json(n, each, v) for n, each in found.items()}
+            by_streams[n] = interleave(
+                makers, n_runs=self._settings.runs, n_items=len(self._prompts)
+            )
+        self._show(by_streams, v)
+        return {str(n): self._json(n, series, v) for n, series in by_streams.items()}
 
     def _sampling(self, run: int, item: int) -> lb.SamplingParams:
         return lb.SamplingParams(temperature=self._temperature, seed=seed_of(run, item))
@@ -149,7 +151,7 @@ class Batch:
                 failed = [result.error for result in results if result.error is not None]
                 if failed:
                     raise failed[0]
-                # From the first token on: the prompt is then evaluated, and that token needed no decode.
+                # The time begins with the first token, which needs no decode after the prompt.
                 return Timing(tokens - len(first), end - min(first.values()))
 
             return work
@@ -161,33 +163,33 @@ class Batch:
 
         def work(item: int) -> Timing:
             n_prompt = len(self._prompts[item])
-            found = tools.batched(path, [n], n_prompt=n_prompt, n=n_tokens, unified=unified)
-            return found[n]
+            timings = tools.batched(path, [n], n_prompt=n_prompt, n=n_tokens, unified=unified)
+            return timings[n]
 
         return lambda run: work
 
     # -- tables ------------------------------------------------------------------------------------
 
-    def _show(self, found: Mapping[int, Mapping[str, Series]], v: Mapping[int, float]) -> None:
+    def _show(self, by_streams: Mapping[int, Mapping[str, Series]], v: Mapping[int, float]) -> None:
         settings = self._settings
         rows = []
-        for n, each in found.items():
-            batched = _best(each)
-            gain = each[TOGETHER].ratio(each[IN_TURN])
+        for n, series in by_streams.items():
+            batched = _best(series)
+            gain = series[TOGETHER].ratio(series[IN_TURN])
             rows.append(
                 (
                     str(n),
-                    pm(each[IN_TURN].rate, 0),
-                    pm(each[TOGETHER].rate, 0),
+                    pm(series[IN_TURN].rate, 0),
+                    pm(series[TOGETHER].rate, 0),
                     pm(gain),
                     number(n / v[n]),
                     number(gain.median / (n / v[n])),
-                    pm(each[ENGINE].rate, 0),
-                    pm(each[ENGINE_DRAFTS].rate, 0),
-                    pm(each[BATCHED].rate, 0) if BATCHED in each else "-",
-                    pm(each[BATCHED_UNIFIED].rate, 0) if BATCHED in each else "-",
-                    pm(each[ENGINE].ratio(batched)) if batched else "-",
-                    pm(each[ENGINE_DRAFTS].ratio(each[ENGINE])),
+                    pm(series[ENGINE].rate, 0),
+                    pm(series[ENGINE_DRAFTS].rate, 0),
+                    pm(series[BATCHED].rate, 0) if BATCHED in series else "-",
+                    pm(series[BATCHED_UNIFIED].rate, 0) if BATCHED in series else "-",
+                    pm(series[ENGINE].ratio(batched)) if batched else "-",
+                    pm(series[ENGINE_DRAFTS].ratio(series[ENGINE])),
                 )
             )
         columns = (
@@ -203,23 +205,26 @@ class Batch:
         table(caption, columns, rows)
 
     def _json(
-        self, n: int, found: Mapping[str, Series], v: Mapping[int, float]
+        self, n: int, series: Mapping[str, Series], v: Mapping[int, float]
     ) -> dict[str, object]:
-        gain: Spread = found[TOGETHER].ratio(found[IN_TURN])
-        best = _best(found)
+        gain: Spread = series[TOGETHER].ratio(series[IN_TURN])
+        best = _best(series)
         return {
-            "compared": {name: series_json(each, found[IN_TURN]) for name, each in found.items()},
+            "compared": {
+                name: series_json(one_series, series[IN_TURN])
+                for name, one_series in series.items()
+            },
             "together_over_in_turn": gain.as_dict(),
             "share_of_n_over_v": gain.median / (n / v[n]),
-            "engine_over_batched_bench": found[ENGINE].ratio(best).as_dict() if best else None,
+            "engine_over_batched_bench": series[ENGINE].ratio(best).as_dict() if best else None,
         }
 
 
-def _best(found: Mapping[str, Series]) -> Series | None:
+def _best(series: Mapping[str, Series]) -> Series | None:
     """Return the faster layout of llama-batched-bench."""
-    if BATCHED not in found:
+    if BATCHED not in series:
         return None
-    return max((found[BATCHED], found[BATCHED_UNIFIED]), key=lambda each: each.rate.median)
+    return max((series[BATCHED], series[BATCHED_UNIFIED]), key=lambda layout: layout.rate.median)
 
 
 def _step_all(ctx: lb.Context, branches: Sequence[lb.Branch], n: int) -> int:

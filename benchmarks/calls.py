@@ -1,11 +1,11 @@
-"""Calls of functions by a model that has tools in its template: 50 questions for one of six, 20 for none.
+"""Function calls by a model that has tools in its template: 50 questions need a call, 20 need none.
 
     python -m benchmarks.calls MODEL [--json FILE]
 
-Each question is one turn at temperature 0 under ``tool_choice="auto"``. A call counts where it is the
-only one, names the function that the question is about, and has arguments of its schema. Arguments that
-the question leaves no choice about are compared too, and counted apart. The questions were written before
-the first run, and stay as they are.
+Each question is one turn at temperature 0 with six functions and ``tool_choice="auto"``. A call is right
+if it is the only one, names the function that the question asks for, and has arguments that its schema
+allows. Some arguments follow from the question. These are compared too, and counted separately. The
+questions were written before the first run and have not changed since.
 """
 
 from __future__ import annotations
@@ -167,16 +167,16 @@ NONE = [
 
 
 class Answer(NamedTuple):
-    """What a model answered.
+    """The answer of a model.
 
     Attributes:
         question: the user's message.
-        expected: the function that it asks for; None = none.
-        text: all that the model wrote.
+        expected: the function that it asks for; None = it needs no call.
+        text: the whole text that the model wrote.
         calls: names and arguments.
-        is_right: one valid call of the expected function; or none, where none is expected.
-        is_exact: and the arguments are those that the question names.
-        seconds: for the turn.
+        is_right: there is one valid call, of the expected function, or no call if none is expected.
+        is_exact: the answer is right, and the arguments are those that the question names.
+        seconds: the time of the turn.
     """
 
     question: str
@@ -189,7 +189,7 @@ class Answer(NamedTuple):
 
 
 def is_valid(name: str, arguments: object) -> bool:
-    """Return whether there is such a function, and its schema takes the arguments."""
+    """Return whether the function exists and its schema allows the arguments."""
     schema = _PARAMETERS.get(name)
     if schema is None or not isinstance(arguments, Mapping):
         return False
@@ -218,13 +218,15 @@ def asked(
     is_exact = is_right
     if expected is not None:
         is_right = len(calls) == 1 and calls[0][0] == expected and is_valid(*calls[0])
-        given: Any = calls[0][1] if is_right else {}
-        is_exact = is_right and all(given.get(key) == value for key, value in arguments.items())
+        call_arguments: Any = calls[0][1] if is_right else {}
+        is_exact = is_right and all(
+            call_arguments.get(key) == value for key, value in arguments.items()
+        )
     return Answer(question, expected, result.text, calls, is_right, is_exact, seconds)
 
 
 def main() -> None:
-    """Ask all questions and print what was right."""
+    """Ask all questions and print how many answers are right."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("model", help="a GGUF file of an instruct model with tools in its template")
     parser.add_argument("--json", type=Path, help="write all answers to this file")
@@ -243,7 +245,7 @@ def main() -> None:
     print(
         f"valid calls of the right function: {sum(a.is_right for a in with_call)} of {len(with_call)}, "
         f"{sum(a.is_exact for a in with_call)} with the arguments that the question names\n"
-        f"no call where none is asked for: {sum(a.is_right for a in without)} of {len(without)}\n"
+        f"no call where none is needed: {sum(a.is_right for a in without)} of {len(without)}\n"
         f"{sum(a.seconds for a in answers):.0f} s"
     )
     if args.json:

@@ -2,8 +2,8 @@
 
 python -m benchmarks.chat --target FILE
 
-Both sides render the same chat template and answer greedily; each keeps its own conversation. Runs
-alternate, and each begins with a system message of its own: nothing of an earlier run is found again.
+Both sides render the same chat template and answer greedily, and each keeps its own conversation. Runs
+alternate. Each run has a system message of its own, so nothing from an earlier run is cached.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TURNS = (
 )  # fmt: skip
 N_BEFORE_RETRY, N_BEFORE_EDIT, EDITED = 3, 7, 5
 EDIT = "Name three animals, please."
-# A model without a template, as the bundled target, is given one.
+# For models without a template of their own, such as the bundled target.
 TEMPLATE = "chatml"
 
 Times = list[float]
@@ -58,21 +58,21 @@ def main() -> None:
             makers["llama-server"] = lambda run: by_server(
                 server, f"Session {run}.", settings.tokens
             )
-        found: dict[str, list[Outcome]] = {name: [] for name in makers}
+        outcomes_of: dict[str, list[Outcome]] = {name: [] for name in makers}
         try:
             for run in range(settings.runs + 1):  # the first one warms up
                 for name, make in makers.items():
                     outcome = make(run)
                     if run:
-                        found[name].append(outcome)
+                        outcomes_of[name].append(outcome)
         finally:
             if server is not None:
                 server.close()
         rows, results = [], {}
-        for name, outcomes in found.items():
+        for name, outcomes in outcomes_of.items():
             turns = [
-                1e3 * statistics.median(each)
-                for each in zip(*(o[0] for o in outcomes), strict=True)
+                1e3 * statistics.median(times)
+                for times in zip(*(o[0] for o in outcomes), strict=True)
             ]
             evaluated, distinct = outcomes[-1][1:]
             results[name] = {
@@ -102,7 +102,7 @@ def _template(name: str) -> str | None:
 
 
 def by_chat(ctx: lb.Context, system: str, n_tokens: int) -> Outcome:
-    """Hold the conversation with `Chat`; a second answer draws the same at temperature 0."""
+    """Hold the conversation with `Chat`. At temperature 0 a retry draws the same answer again."""
     times: Times = []
     texts: list[list[int]] = []
     with lb.Chat(ctx, system=system, temperature=0.0, max_tokens=n_tokens, seed=1) as chat:

@@ -1,4 +1,4 @@
-"""The seconds of calls: inside methods, of one that is repeated, of decodes, of methods in turns."""
+"""Clocks: for calls of methods, for repeated work, for decodes, and for methods that take turns."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""What a constraint in Python costs that takes no time itself and refuses one token in five.
+"""The cost of a constraint in Python that takes no time itself and refuses one token in five.
 
     python -m benchmarks.constraints --target smollm2-135m:Q8_0
 
-The same prompt is continued freely and under the constraint, in turn, by one text with the default
-settings and with the whole vocabulary, and by eight particles; ratios are taken within a run. Token for
-token the decodes are equally many, so what differs is drawing.
+The same prompts are continued freely and under the constraint, in turn: by one text with the default
+settings, by one text with the whole vocabulary, and by eight particles. Ratios are taken within a run.
+Each token takes one decode with or without the constraint, so only the time of drawing differs.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class FourOfFive:
     """Refuses a fifth of all texts, by their hash."""
 
     def prefix(self, text: str) -> bool:
-        """Return whether a text may go on."""
+        """Return whether a valid text can begin like this."""
         return crc32(text.encode()) % 5 != 0
 
     def complete(self, text: str) -> bool:
-        """Return True: what was allowed so far is valid."""
+        """Return True: every text that was allowed is valid."""
         return True
 
 
@@ -64,10 +64,10 @@ def main() -> None:
             ("", "free, tokens/s", "constraint, tokens/s", "seconds over free"),
             [
                 (
-                    name, pm(found["free"].rate, 1), pm(found["constraint"].rate, 1),
-                    pm(found["free"].ratio(found["constraint"])),
+                    name, pm(series["free"].rate, 1), pm(series["constraint"].rate, 1),
+                    pm(series["free"].ratio(series["constraint"])),
                 )
-                for name, found in results.items()
+                for name, series in results.items()
             ],
         )  # fmt: skip
         calls = counts["calls"] / max(1, counts["tokens"])
@@ -76,8 +76,8 @@ def main() -> None:
         emit(
             "constraints", settings, {"target": ctx.model},
             {
-                name: {key: series_json(series) for key, series in found.items()}
-                for name, found in results.items()
+                name: {key: series_json(series) for key, series in of_setting.items()}
+                for name, of_setting in results.items()
             },
             counts=counts,
         )  # fmt: skip
@@ -99,13 +99,13 @@ def _maker(
                     branch, particles, settings.tokens, constraint=constraint, force_end=False
                 )
                 return Timing(particles * settings.tokens, perf_counter() - start)
-            made = branch.generate(settings.tokens, constraint=constraint).finish()
+            generation = branch.generate(settings.tokens, constraint=constraint).finish()
             seconds = perf_counter() - start
         if constraint is not None:
-            counts["calls"] += made.stats.constraint_calls
-            counts["rejections"] += made.stats.constraint_rejections
-            counts["tokens"] += len(made.tokens)
-        return Timing(len(made.tokens), seconds)
+            counts["calls"] += generation.stats.constraint_calls
+            counts["rejections"] += generation.stats.constraint_rejections
+            counts["tokens"] += len(generation.tokens)
+        return Timing(len(generation.tokens), seconds)
 
     def make(run: int) -> Work:
         return work

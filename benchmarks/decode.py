@@ -2,8 +2,8 @@
 
     python -m benchmarks.decode
 
-``llama-bench`` is the upper bound: it only decodes, without sampling and text. The last table shows the
-parts of a step of this library.
+``llama-bench`` is the upper bound: it only decodes, without sampling or text. The last table
+shows the parts of a step of this library.
 """
 
 from __future__ import annotations
@@ -70,11 +70,13 @@ def _measure(ctx: lb.Context, settings: Settings, tools: LlamaTools | None) -> d
         "kv_type": ctx.kv_type,
         "temperatures": {
             f"{temperature:g}": {
-                "compared": {name: series_json(s, found.get(CEILING)) for name, s in found.items()},
-                "ours_over_completion": found[OURS].ratio(found[COMPLETION]).as_dict(),
+                "compared": {
+                    name: series_json(s, compared.get(CEILING)) for name, s in compared.items()
+                },
+                "ours_over_completion": compared[OURS].ratio(compared[COMPLETION]).as_dict(),
                 "step": steps[temperature].as_dict(),
             }
-            for temperature, found in series.items()
+            for temperature, compared in series.items()
         },
     }
 
@@ -110,12 +112,12 @@ def _each(work: Callable[[int, int], Timing]) -> Maker:
 
 def _show(ctx: lb.Context, settings: Settings, series: dict[float, dict[str, Series]]) -> None:
     rows = []
-    for temperature, found in series.items():
-        ours = found[OURS]
-        for name, each in found.items():
-            of_ceiling = pm(each.ratio(found[CEILING])) if CEILING in found else "-"
-            ours_over = "-" if name == OURS else pm(ours.ratio(each))
-            rows.append((f"{temperature:g}", name, pm(each.rate, 0), of_ceiling, ours_over))
+    for temperature, compared in series.items():
+        ours = compared[OURS]
+        for name, other in compared.items():
+            of_ceiling = pm(other.ratio(compared[CEILING])) if CEILING in compared else "-"
+            ours_over = "-" if name == OURS else pm(ours.ratio(other))
+            rows.append((f"{temperature:g}", name, pm(other.rate, 0), of_ceiling, ours_over))
     caption = (
         f"Plain decoding of {title(ctx.model)}: {settings.threads} threads, {settings.prompts} prompts "
         f"x {settings.tokens} tokens, medians of {settings.runs} runs (lowest to highest); "

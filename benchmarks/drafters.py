@@ -1,4 +1,4 @@
-"""An adversarial drafter: what speculation costs where no drafted token is accepted."""
+"""An adversarial drafter. It shows what speculation costs if no drafted token is accepted."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""Decodes of n tokens, and what is decided by their cost: lengths of drafts, texts at a time.
+"""The cost of decodes of n tokens, and what it decides: draft lengths, and how many texts run at a time.
 
     python -m benchmarks.edges --target MODEL.gguf [--only curve plain opening tasks engine]
 
-curve: v(n) of every n up to 33, one kind of decode after another.
-plain: ``Branch.generate`` over a loop of nothing but ``llama_decode`` of the same tokens.
-opening: what measuring exactness adds to opening a context, where nothing is kept of it.
-tasks: prompts of a chat, at temperature 0, without a draft model: copied drafts of fixed lengths and
-"auto" over plain decoding. Each generation has a context of its own, so "auto" begins as in a new
-program.
-engine: 8 and 16 requests, an engine on its defaults and one over one cache, over ``llama-server -np 8``;
-  and a bare loop of eight rows.
+curve: v(n) for every n up to 33.
+plain: the speed of ``Branch.generate`` over that of a bare loop of ``llama_decode`` with the same tokens.
+opening: how much longer a context takes to open when its exactness has to be measured.
+tasks: chat prompts at temperature 0 without a draft model. Copied drafts, of fixed lengths and "auto",
+  are compared with plain decoding. Each generation has a new context, so "auto" begins as in a new
+  program.
+engine: 8 and 16 requests. An engine with its defaults, and one with a single cache, are compared with
+  ``llama-server -np 8`` and with a bare loop of eight rows.
 """
 
 from __future__ import annotations
@@ -114,11 +114,13 @@ def _curve(
     sizes = range(1, 10 if settings.quick else 34)
     with _open(settings, model) as ctx:
         times = verify_times(ctx, sizes, n_prefix=128, repeats=2 * settings.runs)
-    spreads = {n: Spread.of([1e3 * seconds for seconds in its]) for n, its in times.items()}
-    one = spreads[1].median
-    rows = [(str(n), pm(each), number(each.median / one)) for n, each in spreads.items()]
+    spreads = {n: Spread.of([1e3 * seconds for seconds in samples]) for n, samples in times.items()}
+    single_ms = spreads[1].median
+    rows = [
+        (str(n), pm(spread), number(spread.median / single_ms)) for n, spread in spreads.items()
+    ]
     table(f"One decode of n tokens, {caption}", ("n", "ms", "v(n)"), rows)
-    return {str(n): each.as_dict() for n, each in spreads.items()}
+    return {str(n): spread.as_dict() for n, spread in spreads.items()}
 
 
 def _plain(
@@ -126,7 +128,7 @@ def _plain(
 ) -> dict[str, object]:
     ratios: dict[float, list[float]] = {0.0: [], 0.8: []}
     for _ in range(settings.runs):
-        for temperature, its in ratios.items():
+        for temperature, samples in ratios.items():
             with _open(settings, model) as ctx:
                 no_end = dict.fromkeys(model.eog_tokens, float("-inf"))
                 sampling = lb.SamplingParams(
@@ -134,19 +136,21 @@ def _plain(
                 )
                 with lb.Branch.start(ctx, PROMPTS[0], sampling=sampling) as branch:
                     n, start = branch.position, perf_counter()
-                    tokens = [each.token for each in branch.generate(settings.tokens)]
+                    tokens = [token.token for token in branch.generate(settings.tokens)]
                     ours = perf_counter() - start
             with _open(settings, model) as ctx:
                 prompt = model.tokenize(PROMPTS[0])
-                its.append(_bare_s(ctx, prompt[:n], tokens) / ours)
-    spreads = {f"T = {temperature:g}": Spread.of(its) for temperature, its in ratios.items()}
-    rows = [(name, pm(each)) for name, each in spreads.items()]
+                samples.append(_bare_s(ctx, prompt[:n], tokens) / ours)
+    spreads = {
+        f"T = {temperature:g}": Spread.of(samples) for temperature, samples in ratios.items()
+    }
+    rows = [(name, pm(spread)) for name, spread in spreads.items()]
     table(f"Plain over a bare decode loop, {caption}", ("", "speed"), rows)
-    return {name: each.as_dict() for name, each in spreads.items()}
+    return {name: spread.as_dict() for name, spread in spreads.items()}
 
 
 def _bare_s(ctx: lb.Context, prompt: list[int], tokens: list[int]) -> float:
-    """Return the seconds of decoding ``tokens`` one by one after a prompt, and nothing else."""
+    """Return the seconds that ``llama_decode`` takes for ``tokens``, one by one after a prompt."""
     ctx.decode(prompt, 0)
     handle, start = ctx.decoder.handle, perf_counter()
     for position, token in enumerate(tokens, len(prompt)):
@@ -165,15 +169,15 @@ def _opening(
     try:
         seconds: dict[bool, list[float]] = {False: [], True: []}
         for _ in range(settings.runs):
-            for measures, its in seconds.items():
-                with lb.Model(model.path) as fresh:  # what was measured is kept with the model
+            for measures, samples in seconds.items():
+                with lb.Model(model.path) as fresh:  # measurements are stored with the model
                     lb.Context(fresh, n_ctx=64, n_threads=1, batch_invariant=False).close()
                     start = perf_counter()
                     exact: bool | str = "auto" if measures else False
                     lb.Context(
                         fresh, n_ctx=1024, n_threads=settings.threads, batch_invariant=exact
                     ).close()
-                    its.append(perf_counter() - start)
+                    samples.append(perf_counter() - start)
     finally:
         os.environ["LLAMABRANCH_PROFILE"] = kept
     added = Spread.of([b - a for a, b in zip(*seconds.values(), strict=True)])
@@ -185,32 +189,32 @@ def _tasks(
     settings: Settings, model: lb.Model, caption: str, args: argparse.Namespace
 ) -> dict[str, object]:
     lengths: tuple[int | str, ...] = (*(FIXED[:1] if settings.quick else FIXED), "auto")
-    found: dict[str, object] = {}
+    results: dict[str, object] = {}
     rows = []
     for task in args.tasks:
         prompt = model.prompt_tokens([{"role": "user", "content": TASKS[task]}])
         speeds: dict[int | str, list[float]] = {k: [] for k in lengths}
         for _ in range(settings.runs):
             plain_s, text = _generate(settings, model, prompt, None)
-            for k, its in speeds.items():
+            for k, samples in speeds.items():
                 seconds, drafted = _generate(settings, model, prompt, k)
-                its.append(plain_s / seconds * len(drafted) / len(text))
-        spreads = {str(k): Spread.of(its) for k, its in speeds.items()}
+                samples.append(plain_s / seconds * len(drafted) / len(text))
+        spreads = {str(k): Spread.of(samples) for k, samples in speeds.items()}
         best = max(FIXED[: len(lengths) - 1], key=lambda k: spreads[str(k)].median)
         auto, fixed = spreads["auto"], spreads[str(best)]
         share = auto.median / max(1.0, fixed.median)
         first = number(speeds["auto"][0])
         rows.append((task, pm(auto), first, f"{best}: {pm(fixed)}", number(share)))
-        found[task] = {k: each.as_dict() for k, each in spreads.items()}
+        results[task] = {k: spread.as_dict() for k, spread in spreads.items()}
     columns = (
         "",
         "auto over plain",
-        "its first run",
+        "auto, first run",
         "best fixed length",
-        "auto over it, or over plain",
+        "auto over the better of fixed and plain",
     )
     table(f"Tasks, at most {settings.tokens} tokens, {caption}", columns, rows)
-    return found
+    return results
 
 
 def _generate(
@@ -238,37 +242,37 @@ def _engine(
         for run in range(settings.runs):
             for n in REQUESTS:
                 if server is not None:
-                    its = rates.setdefault((n, SERVER), [])
-                    its.append(asyncio.run(_of_server(server, n, settings.tokens, run)))
+                    samples = rates.setdefault((n, SERVER), [])
+                    samples.append(asyncio.run(_of_server(server, n, settings.tokens, run)))
                 with lb.Engine(model, parallel=8, max_tokens=settings.tokens) as engine:
                     rates.setdefault((n, DEFAULTS), []).append(_of_engine(engine, n, run))
                 with _open(settings, model, 8) as ctx:
                     engine = lb.Engine(ctx, max_tokens=settings.tokens)
                     rates.setdefault((n, ONE_CACHE), []).append(_of_engine(engine, n, run))
             for kv_type in ("f16", "bf16") if settings.peers else ():
-                its = rates.setdefault((8, f"{BARE}, {kv_type}"), [])
-                its.append(_of_bare(settings, model, kv_type))
-    rows, found = [], {}
-    for (n, name), its in rates.items():
-        theirs = rates.get((n, SERVER), its)
-        ratio = Spread.of([ours / other for ours, other in zip(its, theirs, strict=True)])
-        rows.append((f"{n} requests, {name}", pm(Spread.of(its), 1), pm(ratio)))
-        found[f"{n}, {name}"] = {"rate": Spread.of(its).as_dict(), "over": ratio.as_dict()}
+                samples = rates.setdefault((8, f"{BARE}, {kv_type}"), [])
+                samples.append(_of_bare(settings, model, kv_type))
+    rows, results = [], {}
+    for (n, name), samples in rates.items():
+        theirs = rates.get((n, SERVER), samples)
+        ratio = Spread.of([ours / other for ours, other in zip(samples, theirs, strict=True)])
+        rows.append((f"{n} requests, {name}", pm(Spread.of(samples), 1), pm(ratio)))
+        results[f"{n}, {name}"] = {"rate": Spread.of(samples).as_dict(), "over": ratio.as_dict()}
     columns = ("", "tokens/s", "over llama-server")
     table(f"Texts of {settings.tokens} tokens, prompts included, {caption}", columns, rows)
-    return dict(found)
+    return dict(results)
 
 
 def _of_bare(settings: Settings, model: lb.Model, kv_type: str) -> float:
-    """Return the tokens a second of a bare loop over eight rows, each in a part of its own."""
+    """Return the tokens per second of a bare loop over eight rows, each in its own part of the cache."""
     bin_ = settings.peers_bin or llama_tools.build(settings.cache)
     tools = LlamaTools(bin_, threads=settings.threads, n_ctx=settings.n_ctx)
     n_prompt = round(sum(len(model.tokenize(_prompt(i, 0))) for i in range(8)) / 8)
-    found = tools.batched(
+    timings = tools.batched(
         Path(model.path), [8], n_prompt=n_prompt, n=settings.tokens, unified=False,
         kv_type=kv_type, with_prompts=True,
     )  # fmt: skip
-    return found[8].rate
+    return timings[8].rate
 
 
 def _server(settings: Settings, model: lb.Model) -> Served | None:

@@ -2,12 +2,16 @@
 
     python -m benchmarks.evaluation --target MODEL.gguf --threads 2 --text BOOK.txt
 
-Multiple choice: items of about 100 tokens with four choices of about 10, scored with everything shared,
-one choice at a time, and by ``llama-perplexity --multiple-choice`` (with as many sequences as fit into
-its batch). Perplexity: the same text in chunks of 512, by ``eval.perplexity`` and llama-perplexity, K/V
-f16 on both sides; the values must agree. Memory: the peak of a process that reads two chunks with a
-vocabulary of 262,144. What is compared takes turns; the programs' times are those between their own log
-lines, without loading.
+Multiple choice: items of about 100 tokens with four choices of about 10 tokens. They are scored with all
+common prefixes shared, one choice at a time, and by ``llama-perplexity --multiple-choice`` with as many
+sequences as fit into its batch.
+
+Perplexity: the same text in chunks of 512 tokens, by ``eval.perplexity`` and by llama-perplexity, both
+with f16 K/V. The values must agree.
+
+Memory: the peak memory of a process that reads two chunks with a vocabulary of 262,144 tokens.
+
+The sides take turns. llama-perplexity is timed between two lines of its log, so loading does not count.
 """
 
 from __future__ import annotations
@@ -43,10 +47,12 @@ def main() -> None:
     """Measure all three."""
     described = parser("evaluation", runs=3, prompts=1, tokens=50_000)
     described.add_argument(
-        "--items", type=int, default=200, help="of multiple choice; default: 200"
+        "--items", type=int, default=200, help="multiple-choice items; default: 200"
     )
     described.add_argument("--text", type=Path, help="a book; default: the shipped tasks' passages")
-    described.add_argument("--kv-type", default="auto", help="of multiple choice; default: auto")
+    described.add_argument(
+        "--kv-type", default="auto", help="K/V type for multiple choice; default: auto"
+    )
     args = described.parse_args()
     settings = Settings.of(args, tokens=2 * WINDOW)
     text = read_text(args.text)
@@ -80,13 +86,13 @@ def make_items(text: str, n: int) -> list[Item]:
     """Return contexts with four choices, all of them from the text."""
     words, rng = text.split(), random.Random(1)
     last = len(words) - _CONTEXT_WORDS
-    found = []
+    items = []
     for i in range(n):
         at = i * _CONTEXT_WORDS % last
         starts = [at + _CONTEXT_WORDS, *(rng.randrange(last) for _ in range(3))]
         choices = [" ".join(words[start : start + _CHOICE_WORDS]) for start in starts]
-        found.append((" ".join(words[at : at + _CONTEXT_WORDS]), choices))
-    return found
+        items.append((" ".join(words[at : at + _CONTEXT_WORDS]), choices))
+    return items
 
 
 # -- multiple choice ---------------------------------------------------------------------------------
@@ -114,7 +120,7 @@ def _choices(
             rates["unshared"].append(len(items) / (perf_counter() - start))
             if ctx.capabilities.batch_invariant and shared != alone:
                 raise SystemExit("shared scores are not the unshared ones")
-            right["shared"] = sum(best_choice(its) == 0 for its in shared) / len(items)
+            right["shared"] = sum(best_choice(scores) == 0 for scores in shared) / len(items)
             if tool is not None:
                 seconds, log = _run(
                     tool, "-m", model_path(settings), "-bf", path, "--multiple-choice",
@@ -122,8 +128,8 @@ def _choices(
                     "-b", 2048, begin="calculating TruthfulQA", end="Final result",
                 )  # fmt: skip
                 rates["llama-perplexity"].append(len(items) / seconds)
-                found = re.search(r"Final result: ([\d.]+)", log)
-                right["llama-perplexity"] = float(found[1]) / 100 if found else float("nan")
+                match = re.search(r"Final result: ([\d.]+)", log)
+                right["llama-perplexity"] = float(match[1]) / 100 if match else float("nan")
         exact, kv_type = ctx.capabilities.batch_invariant, ctx.kv_type
     spreads = {name: Spread.of(values) for name, values in rates.items()}
     base = spreads["shared"].median
@@ -146,13 +152,13 @@ def _choices(
 
 
 def best_choice(scores: Sequence[evaluation.Score]) -> int:
-    """Return the choice of the largest mean log-probability a token, llama-perplexity's."""
-    means = [each.logprob / len(each.tokens) for each in scores]
+    """Return the choice with the largest mean log-probability per token, as llama-perplexity does."""
+    means = [score.logprob / len(score.tokens) for score in scores]
     return max(range(len(means)), key=means.__getitem__)
 
 
 def choice_file(items: Sequence[Item]) -> bytes:
-    """Return the items as ``llama-perplexity --multiple-choice`` reads them, the first choice right."""
+    """Return the items as ``llama-perplexity --multiple-choice`` reads them, the right choice first."""
 
     def as_bytes(value: str) -> bytes:
         data = value.encode()
@@ -187,17 +193,17 @@ def _perplexity(
     with _context(settings, model, n_ctx=WINDOW, n_seq_max=1, kv_type="f16") as ctx:
         for _ in range(settings.runs):
             start = perf_counter()
-            found = evaluation.perplexity(ctx, text, WINDOW, chunks=n_chunks)
+            result = evaluation.perplexity(ctx, text, WINDOW, chunks=n_chunks)
             rates["llamabranch"].append(n_chunks * WINDOW / (perf_counter() - start))
-            values["llamabranch"] = found.value
+            values["llamabranch"] = result.value
             if tool is not None:
                 seconds, log = _run(
                     tool, "-m", model_path(settings), "-f", path, "--chunks", n_chunks,
                     "-t", settings.threads, begin="calculating perplexity", end="Final estimate",
                 )  # fmt: skip
                 rates["llama-perplexity"].append(n_chunks * WINDOW / seconds)
-                given = re.search(r"PPL = ([\d.]+)", log)
-                values["llama-perplexity"] = float(given[1]) if given else float("nan")
+                match = re.search(r"PPL = ([\d.]+)", log)
+                values["llama-perplexity"] = float(match[1]) if match else float("nan")
     spreads = {name: Spread.of(values) for name, values in rates.items() if values}
     base = spreads["llamabranch"].median
     table(
@@ -277,7 +283,7 @@ def model_path(settings: Settings) -> Path:
 def _run(tool: Path, *arguments: object, begin: str, end: str) -> tuple[float, str]:
     """Run the program; return the seconds between two lines of its log, and the log.
 
-    It is run again if the last lines of its log are missing, as they may be on a busy machine.
+    On a busy machine the last lines of its log can be missing. Then it is run again.
     """
     command = [str(tool), *map(str, arguments)]
     for _ in range(_TRIES):
@@ -289,10 +295,10 @@ def _run(tool: Path, *arguments: object, begin: str, end: str) -> tuple[float, s
         for mark in (
             begin,
             end,
-        ):  # a line may follow another one without its end: the last time counts
-            found = _TIME.findall(log.partition(mark)[0]) if mark in log else []
-            if found:
-                minutes, seconds, ms, us = map(int, found[-1])
+        ):  # lines may lack their line break: the last time counts
+            matches = _TIME.findall(log.partition(mark)[0]) if mark in log else []
+            if matches:
+                minutes, seconds, ms, us = map(int, matches[-1])
                 times[mark] = 60 * minutes + seconds + ms / 1e3 + us / 1e6
         if done.returncode:
             break

@@ -2,8 +2,9 @@
 
     python -m benchmarks.fork
 
-A fork tags the cells of its prefix with another sequence id. No K/V is copied; with the prefix grow
-llama.cpp's scan of the cells and the branch's list of tokens. The cost of a step is shown for comparison.
+A fork tags the cells of its prefix with another sequence id. No K/V is copied. Two things grow with the
+prefix: llama.cpp's scan of the cells, and the branch's list of tokens. The cost of a step is shown for
+comparison.
 """
 
 from __future__ import annotations
@@ -29,9 +30,13 @@ GROWTH = 256  # cells for the tokens generated after the prefix
 def main() -> None:
     """Measure one model."""
     described = parser("forking", runs=1, prompts=1, tokens=32)
-    described.add_argument("--forks", type=int, help="timed at each size; default: 200")
-    described.add_argument("--cells", type=int, nargs="+", help="prefixes; default: 256 to 32768")
-    described.add_argument("--branches", type=int, nargs="+", help="siblings; default: 1 to 64")
+    described.add_argument("--forks", type=int, help="forks timed at each size; default: 200")
+    described.add_argument(
+        "--cells", type=int, nargs="+", help="lengths of the prefix; default: 256 to 32768"
+    )
+    described.add_argument(
+        "--branches", type=int, nargs="+", help="numbers of siblings; default: 1 to 64"
+    )
     args = described.parse_args()
     settings = Settings.of(args)
     n_forks = args.forks or (3 if settings.quick else 200)
@@ -51,7 +56,7 @@ def main() -> None:
 def _by_cells(
     ctx: lb.Context, cells: Sequence[int], settings: Settings, n_forks: int
 ) -> list[dict[str, object]]:
-    found = []
+    forks = []
     tokens = long_prompt(ctx, max(cells))
     with lb.Branch.start(ctx, tokens[: cells[0]], temperature=0.0, seed=1) as root:
         prefill_s = 0.0
@@ -60,23 +65,23 @@ def _by_cells(
             if n > root.position:
                 root.prefill(tokens[root.position : n])
             prefill_s += perf_counter() - start
-            found.append(_at(ctx, root, settings, n_forks, prefill_s))
-    first = found[0]
+            forks.append(_at(ctx, root, settings, n_forks, prefill_s))
+    first = forks[0]
     rows = []
-    for each in found:
-        step = each.step
+    for fork in forks:
+        step = fork.step
         rows.append(
             (
-                f"{each.cells:,}",
-                number(1e6 * each.fork.median, 1),
-                number(1e6 * each.prune.median, 1),
-                number(each.total / first.total),
-                str(each.weight.new_cells),
-                str(each.weight.new_cells * each.cell_bytes),
-                f"{each.cells * each.cell_bytes / 1e6:,.1f}",
-                f"{each.weight.python_bytes / 1024:,.1f}",
-                f"{each.weight.rss_bytes / 1024:,.0f}",
-                number(1e3 * each.prefill_s, 0),
+                f"{fork.cells:,}",
+                number(1e6 * fork.fork.median, 1),
+                number(1e6 * fork.prune.median, 1),
+                number(fork.total / first.total),
+                str(fork.weight.new_cells),
+                str(fork.weight.new_cells * fork.cell_bytes),
+                f"{fork.cells * fork.cell_bytes / 1e6:,.1f}",
+                f"{fork.weight.python_bytes / 1024:,.1f}",
+                f"{fork.weight.rss_bytes / 1024:,.0f}",
+                number(1e3 * fork.prefill_s, 0),
                 number(1e6 * step.decode.median, 0),
                 number(1e6 * step.ours, 0),
                 percent(step.share),
@@ -92,12 +97,12 @@ def _by_cells(
         f"{settings.tokens} steps after each prefix, K/V type {ctx.kv_type}"
     )
     table(caption, columns, rows)
-    return [each.as_dict() for each in found]
+    return [fork.as_dict() for fork in forks]
 
 
 @dataclass(frozen=True)
 class _Weight:
-    """What a fork takes up: the mean over several forks."""
+    """The memory that a fork takes: the mean over several forks."""
 
     new_cells: int  # of all forks together
     python_bytes: int
@@ -164,14 +169,14 @@ def _at(
 
 
 def _weigh(ctx: lb.Context, root: lb.Branch) -> _Weight:
-    """Count what forks take up: cells, Python's heap, the process."""
+    """Measure the memory that forks take: cells, Python's heap, the process."""
     n = ctx.n_seq_free
     gc.collect()
     before, resident = ctx.usage().cells_used, _resident_bytes()
     tracemalloc.start()
-    held = tracemalloc.get_traced_memory()[0]
+    traced = tracemalloc.get_traced_memory()[0]
     children = [root.fork() for _ in range(n)]
-    python_bytes = (tracemalloc.get_traced_memory()[0] - held) // n
+    python_bytes = (tracemalloc.get_traced_memory()[0] - traced) // n
     tracemalloc.stop()
     rss_bytes = max(0, _resident_bytes() - resident) // n
     new_cells = ctx.usage().cells_used - before
@@ -182,7 +187,7 @@ def _weigh(ctx: lb.Context, root: lb.Branch) -> _Weight:
 
 
 def _cell_bytes(ctx: lb.Context) -> int:
-    """Return the bytes of K and V in one cell, from the model's metadata; 0 if they are not there."""
+    """Return the bytes of K and V in one cell, from the model's metadata; 0 if it does not say."""
     metadata, arch = ctx.model.metadata, ctx.model.architecture
     try:
         heads = int(metadata[f"{arch}.attention.head_count"])
@@ -195,7 +200,7 @@ def _cell_bytes(ctx: lb.Context) -> int:
 
 
 def _resident_bytes() -> int:
-    """Return the resident memory of this process, 0 where the system does not report it."""
+    """Return the bytes of resident memory of this process; 0 if the system does not report them."""
     try:
         pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
     except (OSError, ValueError, IndexError):
@@ -212,7 +217,7 @@ def _by_branches(
     ctx: lb.Context, branches: Sequence[int], settings: Settings, n_forks: int
 ) -> list[dict[str, object]]:
     """Fork beside n siblings, and step all of them in one decode."""
-    found: list[dict[str, object]] = []
+    results: list[dict[str, object]] = []
     rows = []
     sampling = lb.SamplingParams(temperature=0.8, seed=1)
     store = lb.BranchStore(ctx)
@@ -237,7 +242,7 @@ def _by_branches(
                 percent(ours.median / (ours.median + inside.median)),
             )
         )
-        found.append(
+        results.append(
             {
                 "branches": n,
                 "fork_and_prune_s": fork.as_dict(),
@@ -251,7 +256,7 @@ def _by_branches(
     )  # fmt: skip
     caption = f"Many branches of 128 tokens, {title(ctx.model)}: BranchStore.step, T = 0.8"
     table(caption, columns, rows)
-    return found
+    return results
 
 
 def _steps(

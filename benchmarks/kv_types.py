@@ -1,7 +1,7 @@
 """K/V types: how long a prompt takes to read and a token to decode, and whether batches are exact.
 
-Speed and exactness pull apart where the processor computes bf16 slowly (no AVX512-BF16). The contexts
-take turns; ratios are to f16 in the same run.
+On a processor that computes bf16 slowly (without AVX512-BF16) the exact type is not the fastest one. The
+contexts take turns. Ratios are to f16 in the same run.
 
 python -m benchmarks.kv_types --models model-q8_0.gguf other.gguf --lengths 512 2048
 """
@@ -31,7 +31,7 @@ def main() -> None:
     args = described.parse_args()
     settings = Settings.of(args)
     lengths = args.lengths or ([64] if settings.quick else [512, 2048])
-    found: dict[str, object] = {}
+    results: dict[str, object] = {}
     with ExitStack() as stack:
         models = {
             name: stack.enter_context(lb.Model(lb.hub.resolve(name)))
@@ -43,8 +43,8 @@ def main() -> None:
                 for _ in range(settings.runs):
                     for kv_type, times in measured.items():
                         _measure(model, kv_type, length, settings.threads, times)
-                found[f"{name}, {length} tokens"] = _report(model, length, measured)
-        emit("kv_types", settings, models, found)
+                results[f"{name}, {length} tokens"] = _report(model, length, measured)
+        emit("kv_types", settings, models, results)
 
 
 class _Times:

@@ -1,6 +1,6 @@
-"""Many texts of different lengths: a unified cache, cells of their own, and one after another.
+"""Many texts at a time: in a unified cache, each in cells of its own, and one after another.
 
-All times include the prompts, of a few tokens each.
+The texts are timed with several lengths. All times include the prompts, which have a few tokens each.
 
 python -m benchmarks.layouts --lengths 50 400
 """
@@ -19,7 +19,8 @@ from .report import Settings, emit, parser, pm, series_json, table, title
 
 OWN, UNIFIED, IN_TURN = "Engine, own cells", "Engine, unified cache", "one after another"
 BATCHED, BATCHED_UNIFIED = "llama-batched-bench", "llama-batched-bench, unified cache"
-BATCHED_KV = "llama-batched-bench, K/V as the Engine's"  # whose type makes texts exact in any batch
+# With the Engine's K/V type texts are exact in any batch.
+BATCHED_KV = "llama-batched-bench, K/V as the Engine's"
 _PROMPT = 8
 
 
@@ -36,7 +37,7 @@ def main() -> None:
     if settings.peers:
         folder = settings.peers_bin or llama_tools.build(settings.cache)
         tools = LlamaTools(folder, threads=settings.threads, n_ctx=settings.n_ctx)
-    found: dict[str, object] = {}
+    results: dict[str, object] = {}
     rows = []
     with lb.Model(lb.hub.resolve(settings.target)) as model:
         for length in lengths:
@@ -73,7 +74,7 @@ def main() -> None:
                 others = [k for k in series if k not in (UNIFIED, OWN, BATCHED_KV)]
                 best = max(others, key=lambda k: series[k].rate.median)
                 ratio = series[ours].ratio(series[best])
-                found[f"{n} x {length}"] = {
+                results[f"{n} x {length}"] = {
                     "compared": {k: series_json(s, series[IN_TURN]) for k, s in series.items()},
                     "best_engine": ours,
                     "best_other": best,
@@ -90,7 +91,7 @@ def main() -> None:
         )  # fmt: skip
         caption = f"Tokens a second, {title(model)}, {settings.threads} threads, T = 0"
         table(caption, columns, rows)
-        emit("layouts", settings, {"target": model}, found)
+        emit("layouts", settings, {"target": model}, results)
 
 
 def _engine(ctx: lb.Context, n: int, length: int, parallel: int | None = None) -> Maker:

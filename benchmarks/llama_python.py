@@ -78,7 +78,7 @@ class LlamaPython:
             return params
 
         with mock.patch("llama_cpp.llama_cpp.llama_model_default_params", defaults):
-            made = llama_cpp.Llama(
+            llama = llama_cpp.Llama(
                 os.fspath(path),
                 n_ctx=n_ctx,
                 n_threads=threads,
@@ -87,7 +87,7 @@ class LlamaPython:
                 draft_model=LlamaPromptLookupDecoding(num_pred_tokens=lookup) if lookup else None,
                 verbose=False,
             )
-        self._llama = cast(_Llama, made)
+        self._llama = cast(_Llama, llama)
 
     def close(self) -> None:
         """Free it."""
@@ -105,7 +105,7 @@ class LlamaPython:
         return Timing(len(tokens) - 1, seconds, tuple(tokens[:n]))
 
     def complete(self, prompt: Sequence[int], n: int, temperature: float, seed: int) -> Timing:
-        """Time ``Llama.create_completion``: text. Its prompt cache is warm: n tokens are n decodes."""
+        """Time ``Llama.create_completion``. Its prompt cache is warm, so n tokens take n decodes."""
         ids = list(prompt)
         # Two tokens, so that the timed call must decode the last prompt token, as this library does.
         for warm_up, most in ((True, 2), (False, n)):
@@ -121,45 +121,46 @@ class LlamaPython:
     def complete_many(
         self, prompt: Sequence[int], n: int, tokens: int, temperature: float
     ) -> Timing:
-        """Time ``n`` completions of a prompt that is not in the cache before the first."""
+        """Time ``n`` completions of a prompt that is not cached when the first one begins."""
         ids = list(prompt)
         self._llama.reset()
-        made = 0
+        n_generated = 0
         start = perf_counter()
         for seed in range(n):
             answer = self._llama.create_completion(
                 ids, max_tokens=tokens, temperature=temperature, top_k=40, seed=seed
             )
-            made += answer["usage"]["completion_tokens"]
-        return Timing(made, perf_counter() - start)
+            n_generated += answer["usage"]["completion_tokens"]
+        return Timing(n_generated, perf_counter() - start)
 
     def beam(self, prompt: Sequence[int], beams: int, tokens: int) -> float:
-        """Return the seconds of a beam search without an end, one text after the other.
+        """Return the seconds of a beam search in which no text ends, one text after the other.
 
-        The class has one sequence; what a beam has in common with the one before it is not decoded again.
+        The class has one sequence. The tokens that a beam shares with the one before it are not decoded
+        again.
         """
         llama = self._llama
         llama.reset()
         start = perf_counter()
         llama.eval(prompt)
-        held: list[int] = []  # after the prompt
+        cached: list[int] = []  # after the prompt
         running: list[tuple[float, list[int]]] = [(0.0, [])]
         for step in range(tokens):
-            found: list[tuple[float, list[int]]] = []
+            candidates: list[tuple[float, list[int]]] = []
             for score, text in running:
                 if step:
                     n = 0
-                    while n < min(len(held), len(text) - 1) and held[n] == text[n]:
+                    while n < min(len(cached), len(text) - 1) and cached[n] == text[n]:
                         n += 1
                     llama.n_tokens = len(prompt) + n
                     llama.eval(text[n:])
-                    held = text
-                logits = llama._ctx.get_logits()  # its ``scores`` are filled with logits_all only
+                    cached = text
+                logits = llama._ctx.get_logits()  # its ``scores`` are filled only with logits_all
                 row = np.ctypeslib.as_array(logits, shape=(llama.n_vocab(),)).astype(float)
                 row -= row.max()
                 row -= np.log(np.exp(row).sum())
                 for token in np.argpartition(row, -2 * beams)[-2 * beams :]:
-                    found.append((score + float(row[token]), [*text, int(token)]))
-            found.sort(key=lambda pair: -pair[0])
-            running = found[:beams]
+                    candidates.append((score + float(row[token]), [*text, int(token)]))
+            candidates.sort(key=lambda pair: -pair[0])
+            running = candidates[:beams]
         return perf_counter() - start

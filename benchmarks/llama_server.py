@@ -19,9 +19,9 @@ _START_S = 60.0
 
 
 class Answer(NamedTuple):
-    """A completion: its tokens, the prompt tokens that were evaluated, seconds to the first token.
+    """A completion: its tokens, the evaluated prompt tokens, and the seconds to the first token.
 
-    ``generating_s``: seconds of the tokens alone, as the server counts them.
+    ``generating_s``: the seconds of the completion without the prompt, as the server counts them.
     """
 
     n_tokens: int
@@ -34,7 +34,7 @@ class LlamaServer:
     """A server on a free port of this machine; ``close`` ends it.
 
     Raises:
-        ToolError: it does not start.
+        ToolError: the server does not start.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class LlamaServer:
         command = [
             program, "-m", model, "-c", n_ctx, "-t", threads, "-tb", threads, "-np", 1,
             "--host", "127.0.0.1", "--port", self._port, "--no-ui", "-ctk", kv_type, "-ctv", kv_type,
-            "-cram", 0,  # what an earlier run has read is not found again
+            "-cram", 0,  # nothing from an earlier run is cached
             *more,
         ]  # fmt: skip
         quiet = subprocess.DEVNULL
@@ -77,7 +77,7 @@ class LlamaServer:
         """Continue token ids, greedily unless ``more`` fields of the request say otherwise.
 
         Raises:
-            ToolError: another answer than a stream of tokens.
+            ToolError: the answer is not a stream of tokens.
         """
         body = {
             "prompt": list(prompt), "n_predict": n_tokens, "temperature": 0.0, "stream": True,
@@ -90,9 +90,9 @@ class LlamaServer:
             if not line.startswith(b"data: "):
                 continue
             first_s = first_s or perf_counter() - start
-            found = json.loads(line[6:])
-            if found.get("stop"):
-                timings = found["timings"]
+            event = json.loads(line[6:])
+            if event.get("stop"):
+                timings = event["timings"]
                 generating_s = float(timings["predicted_ms"]) / 1000
                 n, n_prompt = int(timings["predicted_n"]), int(timings["prompt_n"])
                 return Answer(n, n_prompt, first_s, generating_s)
@@ -101,7 +101,7 @@ class LlamaServer:
     def chat(
         self, messages: Sequence[Mapping[str, str]], n_tokens: int
     ) -> tuple[str, int, int, float]:
-        """Answer messages greedily: the text, tokens read and generated, seconds to the first token."""
+        """Answer greedily; return the text, tokens read and generated, and seconds to the first token."""
         body = {
             "messages": list(messages), "max_tokens": n_tokens, "temperature": 0.0, "stream": True,
             "cache_prompt": True,
@@ -112,13 +112,13 @@ class LlamaServer:
         for line in connection.getresponse():
             if not line.startswith(b"data: {"):
                 continue
-            found = json.loads(line[6:])
-            delta = found["choices"][0]["delta"] if found["choices"] else {}
+            event = json.loads(line[6:])
+            delta = event["choices"][0]["delta"] if event["choices"] else {}
             if delta.get("content"):
                 first_s = first_s or perf_counter() - start
                 text += delta["content"]
-            if "timings" in found:
-                timings = found["timings"]
+            if "timings" in event:
+                timings = event["timings"]
                 n_read, n = int(timings["prompt_n"]), int(timings["predicted_n"])
                 return text, n_read, n, first_s or perf_counter() - start
         raise ToolError("llama-server gives no answer")

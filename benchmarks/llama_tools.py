@@ -1,7 +1,7 @@
 """llama.cpp's own programs, built from the sources of the installed llama-cpp-python.
 
-So both sides run the same llama.cpp, built by the same compiler with the same options (``CMAKE_ARGS`` is
-passed on as pip does), and only the program around it differs.
+Both sides then run the same llama.cpp, built by the same compiler with the same options (``CMAKE_ARGS``
+is passed on, as pip does). Only the program around it differs.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class LlamaTools:
     """A folder with llama.cpp's programs.
 
     Raises:
-        ToolError: one of them is not there.
+        ToolError: a program is missing.
     """
 
     def __init__(self, folder: Path, *, threads: int, n_ctx: int) -> None:
@@ -72,9 +72,9 @@ class LlamaTools:
             "-ctk", kv_type, "-ctv", kv_type, "-o", "json",
         )  # fmt: skip
         try:
-            found = json.loads(done.stdout)[0]
-            self.build_commit = str(found["build_commit"])
-            return Timing(int(found["n_gen"]), float(found["samples_ns"][0]) / 1e9)
+            report = json.loads(done.stdout)[0]
+            self.build_commit = str(report["build_commit"])
+            return Timing(int(report["n_gen"]), float(report["samples_ns"][0]) / 1e9)
         except (ValueError, LookupError, TypeError) as error:
             raise ToolError(
                 f"cannot parse the output of llama-bench: {done.stdout[-500:]!r}"
@@ -136,13 +136,13 @@ class LlamaTools:
         for _ in range(_TRIES):
             output = self._run(*command).stdout
             lines = [json.loads(x) for x in output.splitlines() if x.startswith("{")]
-            found = {int(x["pl"]): Timing(int(x["pl"]) * int(x["tg"]), x[time]) for x in lines}
-            if set(found) == set(streams):
-                return found
+            timings = {int(x["pl"]): Timing(int(x["pl"]) * int(x["tg"]), x[time]) for x in lines}
+            if set(timings) == set(streams):
+                return timings
         raise ToolError(f"cannot parse the output of llama-batched-bench: {output[-500:]!r}")
 
     def _report(self, *command: object) -> Timing:
-        """Run a program until its output has the report: a busy machine may lose the last lines."""
+        """Run a program until its output has the report, which a busy machine may cut off."""
         for _ in range(_TRIES - 1):
             done = self._run(*command)
             try:
@@ -196,8 +196,8 @@ def parse_report(text: str) -> Timing:
 
 
 def _program(folder: Path, name: str) -> Path | None:
-    found = shutil.which(name, path=os.fspath(folder))
-    return None if found is None else Path(found)
+    path = shutil.which(name, path=os.fspath(folder))
+    return None if path is None else Path(path)
 
 
 # -- building --------------------------------------------------------------------------------------
@@ -209,41 +209,41 @@ def has_amx() -> bool:
 
 
 def build_server(cache: Path, folder: Path | None = None) -> Path:
-    """Return ``llama-server``; build it if it is not there, about five minutes on two cores.
+    """Return the path of ``llama-server``. If it is missing, build it: five minutes on two cores.
 
     Args:
-        cache: where it is built.
-        folder: a folder that has it, instead.
+        cache: the folder in which it is built.
+        folder: use the program in this folder, and build nothing.
 
     Raises:
-        ToolError: a step failed, or the folder does not have it.
+        ToolError: a step failed, or the program is not in ``folder``.
     """
     if folder is not None:
-        given = _program(folder, SERVER)
-        if given is None:
+        existing = _program(folder, SERVER)
+        if existing is None:
             raise ToolError(f"{folder} has no {SERVER}")
-        return given
-    made = build(cache)
-    program = _program(made, SERVER)
+        return existing
+    bin_folder = build(cache)
+    program = _program(bin_folder, SERVER)
     if program is None:
         _report_progress(f"building {SERVER}")
-        _compile(made.parent.parent, "-DLLAMA_BUILD_SERVER=ON", targets=[SERVER])
-        program = _program(made, SERVER)
+        _compile(bin_folder.parent.parent, "-DLLAMA_BUILD_SERVER=ON", targets=[SERVER])
+        program = _program(bin_folder, SERVER)
     if program is None:
         raise ToolError(f"the build made no {SERVER}")
     return program
 
 
 def build_perplexity(cache: Path, folder: Path | None = None) -> Path:
-    """Return ``llama-perplexity``; build it if it is not there, about five minutes on two cores.
+    """Return the path of ``llama-perplexity``. If it is missing, build it: five minutes on two cores.
 
     Arguments and errors are those of `build_server`.
     """
     if folder is not None:
-        given = _program(folder, PERPLEXITY)
-        if given is None:
+        existing = _program(folder, PERPLEXITY)
+        if existing is None:
             raise ToolError(f"{folder} has no {PERPLEXITY}")
-        return given
+        return existing
     home = cache / f"llama-cpp-python-{metadata.version('llama-cpp-python')}"
     program = _program(home / "build" / "bin", PERPLEXITY)
     if program is None:
@@ -257,34 +257,34 @@ def build_perplexity(cache: Path, folder: Path | None = None) -> Path:
 
 
 def build(cache: Path) -> Path:
-    """Return the folder with the programs in ``cache``; build them if they are not there.
+    """Return the folder of the programs in ``cache``; build them if they are missing.
 
-    Needs the network (the source distribution, and CMake if there is none) and about five minutes.
+    Building takes about five minutes. It downloads the source distribution, and CMake if that is missing.
 
     Raises:
         ToolError: a step failed.
     """
     version = metadata.version("llama-cpp-python")
     home = cache / f"llama-cpp-python-{version}"
-    made = home / "build" / "bin"
-    if all(_program(made, name) for name in PROGRAMS):
-        return made
+    bin_folder = home / "build" / "bin"
+    if all(_program(bin_folder, name) for name in PROGRAMS):
+        return bin_folder
     home.mkdir(parents=True, exist_ok=True)
     _report_progress(f"building llama.cpp's programs in {home}: about five minutes on two cores")
     _compile(home, *_CMAKE, targets=PROGRAMS)
-    missing = [name for name in PROGRAMS if _program(made, name) is None]
+    missing = [name for name in PROGRAMS if _program(bin_folder, name) is None]
     if missing:
         raise ToolError(f"the build made no {', '.join(missing)}")
-    return made
+    return bin_folder
 
 
-def _compile(home: Path, *given: str, targets: Sequence[str]) -> None:
+def _compile(home: Path, *flags: str, targets: Sequence[str]) -> None:
     source = _source(home, metadata.version("llama-cpp-python"))
     cmake, generator = _cmake(home)
-    options = [*given, *shlex.split(os.environ.get("CMAKE_ARGS", ""))]
+    options = [*flags, *shlex.split(os.environ.get("CMAKE_ARGS", ""))]
     if has_amx():
-        flags = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
-        options += [f"-DCMAKE_C_FLAGS={flags}", f"-DCMAKE_CXX_FLAGS={flags}"]
+        amx_flags = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
+        options += [f"-DCMAKE_C_FLAGS={amx_flags}", f"-DCMAKE_CXX_FLAGS={amx_flags}"]
     _call(cmake, "-S", source, "-B", home / "build", *generator, *options)
     jobs = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     _call(cmake, "--build", home / "build", "--parallel", jobs or 1, "--target", *targets)

@@ -2,11 +2,11 @@
 
     python -m benchmarks.padded OUT.gguf --parameters 150M --type f16
 
-A *padded model* is a copy of a model of the ``llama`` architecture with a wider feed-forward part, whose
-new columns of ``ffn_down`` are zero, and with more layers, whose ``attn_output`` and ``ffn_down`` are
-zero: they add nothing to the residual stream. So it computes the logits of its source, and a decode costs
-what a decode of a model of that size costs. It serves to measure speed where no large weights are at
-hand; its text is no better than that of its source.
+A *padded model* is a copy of a model of the ``llama`` architecture with added weights that change
+nothing. Its feed-forward part is wider, and the new columns of ``ffn_down`` are zero. It has more layers,
+and their ``attn_output`` and ``ffn_down`` are zero, so they add nothing to the residual stream. It
+computes the same logits as its source, but a decode costs as much as with a real model of its size. It
+serves to measure speed without large weights. Its text is no better than that of its source.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 FILE_TYPES = {"f16": 1, "q8_0": 7}
-WIDEST = 8192  # feed-forward; few real models are wider: the rest goes into layers
+WIDEST = 8192  # feed-forward width; few real models are wider, so more parameters become layers
 _STEP = 256  # widths are multiples of it
 _ZERO = ("attn_output", "ffn_down")
 
@@ -79,10 +79,11 @@ def plan_shape(n_params: int, source: Shape, n_fixed: int, n_attention: int, n_e
     """Return the shape with about ``n_params`` parameters: wide first, then deep.
 
     Args:
-        n_fixed: parameters outside the layers; n_attention: of a layer without its feed-forward part.
+        n_fixed: parameters outside the layers.
+        n_attention: parameters of a layer without its feed-forward part.
 
     Raises:
-        ValueError: the source has more parameters than that.
+        ValueError: the source has more than ``n_params`` parameters.
     """
 
     def count(n_layer: int, n_ff: int) -> int:
@@ -108,11 +109,11 @@ def make_padded(
 
     Args:
         source: a GGUF of the ``llama`` architecture with F32, F16 or Q8_0 weights.
-        file_type: of the matrices, "f16" or "q8_0". Weights that have this type already are copied
-            bit for bit; others are converted.
+        file_type: the type of the matrices, "f16" or "q8_0". Weights that already have this type are
+            copied bit for bit; others are converted.
 
     Raises:
-        ValueError: another architecture, an unknown type, or a source that is larger than that.
+        ValueError: another architecture, an unknown type, or a source with more parameters.
     """
     if file_type not in FILE_TYPES:
         raise ValueError(f"file type {file_type!r}: use one of {', '.join(FILE_TYPES)}")
@@ -161,21 +162,21 @@ def make_useless(
 
 
 def cached_padded(source: Path, folder: Path, n_params: int, file_type: str) -> Path:
-    """Return the path of the padded model in ``folder``, which is written if it is not there."""
+    """Return the path of the padded model in ``folder``; write it if it is missing."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{source.stem}-{_digest(source)}-padded-{_size(n_params)}-{file_type}.gguf"
     return path if path.exists() else make_padded(source, path, n_params, file_type)
 
 
 def cached_useless(source: Path, folder: Path) -> Path:
-    """Return the path of the useless model in ``folder``, which is written if it is not there."""
+    """Return the path of the useless model in ``folder``; write it if it is missing."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{source.stem}-{_digest(source)}-useless.gguf"
     return path if path.exists() else make_useless(source, path)
 
 
 def _digest(path: Path) -> str:
-    """Return eight hex digits of a hash over the file's size, its first and its last MiB."""
+    """Return eight hex digits of a hash of the file's size, its first MiB and its last MiB."""
     size = path.stat().st_size
     with path.open("rb") as file:
         digest = hashlib.sha256(str(size).encode() + file.read(1 << 20))
@@ -237,7 +238,7 @@ def _noise(generator: np.random.Generator, shape: Sequence[int]) -> Array:
 
 
 class _Source(Protocol):
-    """Gives the values of the tensors to be written."""
+    """The source of the values of tensors to be written."""
 
     def type_of(self, tensor: _Tensor) -> gguf.GGMLQuantizationType:
         """Return the type that the tensor is written in."""
@@ -356,7 +357,7 @@ def parse_size(text: str) -> int:
     """Return the number of parameters that a text like "150M" or "12345" means.
 
     Raises:
-        ValueError: it is no number.
+        ValueError: the text is not a number.
     """
     factor = {"K": 1e3, "M": 1e6, "B": 1e9}.get(text[-1:].upper())
     return round(float(text) if factor is None else float(text[:-1]) * factor)
@@ -375,8 +376,8 @@ def main() -> None:
     )
     args = parser.parse_args()
     source = resolve(args.source or BUNDLED_TARGET)
-    made = make_padded(source, args.out, args.parameters, args.type)
-    print(f"{made}: {made.stat().st_size / 1e6:,.0f} MB")
+    path = make_padded(source, args.out, args.parameters, args.type)
+    print(f"{path}: {path.stat().st_size / 1e6:,.0f} MB")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Comparisons of methods on the same items: intervals, exact paired tests, several at once."""
+"""Comparisons of methods on the same items: intervals, exact paired tests, adjusted p-values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def mcnemar(gained: int, lost: int) -> float:
     """Return the p-value of the exact two-sided McNemar test.
 
     Args:
-        gained, lost: items that only the one method has right, and only the other one.
+        gained: the number of items that only the first method has right.
+        lost: the number of items that only the second method has right.
     """
     n = gained + lost
     tail = sum(math.comb(n, k) for k in range(min(gained, lost) + 1))

@@ -1,4 +1,4 @@
-"""Compared with llama.cpp's speculative programs and with ``Llama``, on the same pair.
+"""Comparison with llama.cpp's speculative programs and with ``Llama``, on the same pair.
 
     python -m benchmarks.peers [--target T --draft D]
 
@@ -48,7 +48,7 @@ def main() -> None:
     """Measure one pair."""
     described = parser("peers", runs=5, prompts=10, tokens=200, temperatures=(0.0, 0.8))
     described.add_argument(
-        "--k", type=int, default=4, help="tokens drafted a round, by every program"
+        "--k", type=int, default=4, help="tokens that every program drafts per round"
     )
     described.add_argument(
         "--llama-lookup-tokens", type=int, default=2,
@@ -103,17 +103,17 @@ def _measure(
     prompts = [target.tokenize(text) for text in texts]
     for name, llama in llamas.items():
         makers[name] = _completion(llama, prompts, n, temperature)
-    found = interleave(makers, n_runs=settings.runs, n_items=len(texts))
+    compared = interleave(makers, n_runs=settings.runs, n_items=len(texts))
     where = (
         f"T = {temperature:g}. {title(target.model, draft.model)}: {settings.threads} threads, "
         f"{len(texts)} prompts x {n} tokens, {k} drafted, medians of {settings.runs} runs "
         f"(lowest to highest)"
     )
-    _show(where, found)
-    ratios = _show_ratios(where, found)
-    base = found[PLAIN]
+    _show(where, compared)
+    ratios = _show_ratios(where, compared)
+    base = compared[PLAIN]
     return {
-        "compared": {name: series_json(each, base) for name, each in found.items()},
+        "compared": {name: series_json(series, base) for name, series in compared.items()},
         "ratios": ratios,
     }
 
@@ -182,16 +182,16 @@ def _completion(
     )
 
 
-def _show(where: str, found: Mapping[str, Series]) -> None:
-    base = found[PLAIN]
+def _show(where: str, compared: Mapping[str, Series]) -> None:
+    base = compared[PLAIN]
     rows = []
-    for name, each in found.items():
-        stats = each.stats
+    for name, series in compared.items():
+        stats = series.stats
         rows.append(
             (
                 name,
-                pm(each.rate, 0),
-                "1" if name == PLAIN else pm(each.ratio(base)),
+                pm(series.rate, 0),
+                "1" if name == PLAIN else pm(series.ratio(base)),
                 percent(stats.draft_acceptance_rate),
                 number(stats.mean_acceptance_length if stats.num_draft_tokens else float("nan")),
             )
@@ -200,11 +200,11 @@ def _show(where: str, found: Mapping[str, Series]) -> None:
     table(f"Peers, {where}", columns, rows)
 
 
-def _show_ratios(where: str, found: Mapping[str, Series]) -> dict[str, object]:
+def _show_ratios(where: str, compared: Mapping[str, Series]) -> dict[str, object]:
     ratios = {
-        f"{ours} / {theirs}": found[ours].ratio(found[theirs])
+        f"{ours} / {theirs}": compared[ours].ratio(compared[theirs])
         for ours, theirs in COMPARED
-        if ours in found and theirs in found
+        if ours in compared and theirs in compared
     }
     table(f"Ours over theirs, {where}", ("", "ratio"), [(n, pm(r)) for n, r in ratios.items()])
     return {name: ratio.as_dict() for name, ratio in ratios.items()}

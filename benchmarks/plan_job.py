@@ -1,4 +1,4 @@
-"""What a job on a cluster will take: a formula, which docs/scale.md explains, and a worker's rates.
+"""How long a job on a cluster will take: the formula of docs/scale.md with a worker's measured rates.
 
 python -m benchmarks.plan_job 1000000 --prompt 400 --output 150 --workers 64 --price 0.085 --mtbf 12
 """
@@ -18,12 +18,24 @@ from llamabranch import ConfigError, Context, Engine, Request, SamplingParams
 __all__ = ["JobNumbers", "JobPlan", "measure"]
 
 ROW_S, BLOCK_S, START_S = 0.0002, 0.1, 10.0  # what Ray Data adds to a row, a block and a job
-_MOST_ROWS = 65536  # of a block; each worker should have eight, so that few wait at the end
+_MOST_ROWS = 65536  # of a block; each worker should have eight blocks, so that few wait at the end
 
 
 @dataclass(frozen=True)
 class JobPlan:
-    """What a job will take: seconds in all, of a row, of a block; blocks; deaths; useful time; cost."""
+    """The plan of a job.
+
+    Attributes:
+        seconds: of the whole job.
+        row_s: seconds of a row.
+        block_s: seconds of a block.
+        block_rows: rows of a block.
+        n_blocks: the number of blocks.
+        deaths: how many times a worker will die.
+        efficiency: the share of the workers' time that computes rows, once each.
+        tokens_per_s: tokens generated per second by all workers.
+        cost: in the unit of the price; None without a price.
+    """
 
     seconds: float
     row_s: float
@@ -41,13 +53,14 @@ class JobNumbers:
     """The numbers of a job.
 
     Args:
-        rows, workers: how many prompts, and how many worker processes.
-        prompt_tokens, output_tokens: of a row, on average.
+        rows, workers: the number of prompts, and of worker processes.
+        prompt_tokens, output_tokens: the mean length of a prompt, and of an output.
         decode_per_s, prefill_per_s: tokens a worker generates, and reads, per second: see `measure`.
-        shared_tokens: how many tokens a prompt begins with that ``rows_per_prefix`` rows begin with.
+        shared_tokens: the length of the prefix that ``rows_per_prefix`` prompts share.
         mtbf_h: mean hours between two deaths of one worker; infinite = never.
         load_s: seconds from the start of a worker to its first decode.
-        block_rows: rows of a block; None = those that lose least. price: of one worker for one hour.
+        block_rows: rows of a block; None = the number that loses the least time.
+        price: the price of one worker for one hour.
     """
 
     rows: int
@@ -64,7 +77,7 @@ class JobNumbers:
     price: float | None = None
 
     def plan(self) -> JobPlan:
-        """Return what the job will take.
+        """Return the plan of the job.
 
         Raises:
             ConfigError: workers die faster than they can finish a block.
@@ -94,9 +107,10 @@ class JobNumbers:
 
 
 def measure(context: Context) -> tuple[float, float, int]:
-    """Measure tokens generated and read per second, and with how many texts at a time (1, 2, 4, ...).
+    """Return the tokens generated and read per second, and the best number of texts at a time.
 
-    A prefix cache is filled first, as a worker's is most of the time: attention then reads more cells.
+    The numbers 1, 2, 4, ... are tried. A prefix cache is filled first. A worker's cache is full most of
+    the time, and then attention reads more cells.
     """
     endless = dict.fromkeys(context.model.eog_tokens, -math.inf)
     sampling = SamplingParams(seed=1, logprobs=False, logit_bias=endless)
@@ -124,7 +138,7 @@ def measure(context: Context) -> tuple[float, float, int]:
 
 
 def main() -> None:
-    """Measure a worker of this machine, and print what the job takes."""
+    """Measure a worker on this machine, and print how long the job will take."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("rows", type=int)
     parser.add_argument("--model", default="tale-target")
@@ -132,17 +146,17 @@ def main() -> None:
     parser.add_argument("--output", type=float, default=100.0, help="tokens of a text")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--mtbf", type=float, default=math.inf, help="hours between two deaths")
-    parser.add_argument("--price", type=float, default=0.0, help="of a worker for an hour")
-    given = parser.parse_args()
-    with lb.load(given.model, prefix_cache=True) as context:
+    parser.add_argument("--price", type=float, default=0.0, help="price of a worker for an hour")
+    args = parser.parse_args()
+    with lb.load(args.model, prefix_cache=True) as context:
         decode, prefill, streams = measure(context)
     job = JobNumbers(
-        given.rows, given.prompt, given.output, decode, prefill,
-        workers=given.workers, mtbf_h=given.mtbf, price=given.price,
+        args.rows, args.prompt, args.output, decode, prefill,
+        workers=args.workers, mtbf_h=args.mtbf, price=args.price,
     )  # fmt: skip
-    found = job.plan()
+    plan = job.plan()
     print(f"{decode:.0f} tokens/s written, {streams} texts at a time; {prefill:.0f} read")
-    print(f"{found.seconds / 3600:.2f} h, blocks of {found.block_rows} rows, cost {found.cost:.2f}")
+    print(f"{plan.seconds / 3600:.2f} h, blocks of {plan.block_rows} rows, cost {plan.cost:.2f}")
 
 
 if __name__ == "__main__":

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Curve", "save_plot"]
 
-# Curves can be told apart without their colours: by the marks of points, the dashes of computed lines.
+# Marks of points, and dashes of computed lines, tell curves apart without colours.
 _MARKERS = "os^DvP*Xp<"
 _DASHES = ("--", ":", "-.")
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Points joined by a line: measured ones with a bar from lowest to highest; computed ones dashed."""
+    """Points joined by a line: with bars from lowest to highest if measured, dashed if computed."""
 
     label: str
     x: Sequence[float]
@@ -46,7 +46,7 @@ def save_plot(
     """Draw ``curves`` into a PNG file.
 
     Args:
-        path: the file, or one that is open.
+        path: its path, or an open file.
         axes: the labels of x and y.
         log: make both axes logarithmic, x with base 2; otherwise y starts at 0.
         level: the height of a horizontal line.
@@ -99,7 +99,7 @@ def _draw(plot: Axes, curve: Curve, number: int, n_later: int) -> None:
         ys,
         yerr=[[y.median - y.low for _, y in known], [y.high - y.median for _, y in known]],
         fmt=_MARKERS[number % len(_MARKERS)] + "-",
-        # Each is drawn over those before it, and thinner: equal ones stay visible.
+        # Each curve is thinner than those drawn before it, so equal curves stay visible.
         markersize=5.0 + 0.9 * n_later,
         linewidth=1.3 + 0.4 * n_later,
         capsize=3,

@@ -36,7 +36,7 @@ def long_prompt(ctx: lb.Context, n: int) -> list[int]:
     return (tokens * (n // len(tokens) + 1))[:n]
 
 
-# Texts that a model of 135M parameters continues sensibly. What is asked for begins at the end of each.
+# Texts that a model of 135M parameters continues sensibly. The answer begins at the end of each.
 _CODE = """\
 def report(orders, customer):
     total = 0.0

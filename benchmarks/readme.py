@@ -1,11 +1,12 @@
-"""The four results that README states, on SmolLM2-135M, with the machine they were measured on.
+"""The four results in the README, with SmolLM2-135M.
 
     python -m benchmarks.readme [--only edit json vote chat] [--q8-0 FILE] [--bf16 FILE]
 
-The edit and the JSON text are decoded by ``ctx.complete`` as it is and with ``drafter=None``, in turn,
-with the prompt in the cache; ratios are taken within a run. The questions of ``arithmetic.txt`` are
-answered greedily, by one sample, and by a vote of eight. Its time is that of forks in shared decodes
-against eight calls of ``complete``, which find the prompt in the cache too. Some minutes on two cores.
+``ctx.complete`` decodes the edit and the JSON text with its defaults and with ``drafter=None``, in turn.
+The prompt is cached, and ratios are taken within a run. The questions in ``arithmetic.txt`` are answered
+greedily, by one sample, and by a vote of eight. The time of the vote, whose forks share decodes, is
+compared with eight calls of ``complete``, which find the prompt in the cache too. All of it takes some
+minutes on two cores.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ TURNS = (
 
 def main() -> None:
     """Measure all of them, or some."""
-    described = parser("what README states", runs=5, prompts=1, tokens=160)
+    described = parser("the results in the README", runs=5, prompts=1, tokens=160)
     described.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     described.add_argument("--q8-0", default="smollm2-135m:Q8_0", help="the model in Q8_0")
     described.add_argument("--bf16", default="smollm2-135m:BF16", help="the model in BF16")
@@ -86,39 +87,39 @@ def _drafted(
     drafters: dict[str, DrafterChoice] = {"auto": "auto", "plain": None}
     seconds: dict[str, list[float]] = {name: [] for name in drafters}
     decodes: dict[str, list[float]] = {name: [] for name in drafters}
-    found: dict[str, lb.Result] = {}
+    results: dict[str, lb.Result] = {}
     n_same = 0
     for run in range(settings.runs + 2):  # two to warm up: `auto` learns
         for name in list(drafters)[:: 1 if run % 2 else -1]:
             start = perf_counter()
-            found[name] = ctx.complete(
+            results[name] = ctx.complete(
                 prompt, drafter=drafters[name], max_tokens=settings.tokens, stop=stop,
                 temperature=0.0, json_schema=schema,
             )  # fmt: skip
             if run > 1:
                 seconds[name].append(perf_counter() - start)
-                decodes[name].append(found[name].stats.target_forward_passes)
-        n_same += run > 1 and found["auto"].text == found["plain"].text
+                decodes[name].append(results[name].stats.target_forward_passes)
+        n_same += run > 1 and results["auto"].text == results["plain"].text
     faster = Spread.of([b / a for a, b in zip(seconds["auto"], seconds["plain"], strict=True)])
     rows = [
         (
             name, pm(Spread.of(seconds[name])), pm(faster) if name == "auto" else "1",
             str(len(result.tokens)), pm(Spread.of(decodes[name]), 0),
         )
-        for name, result in found.items()
+        for name, result in results.items()
     ]  # fmt: skip
     exact = ctx.capabilities.batch_invariant
     table(
         f"{caption}, {title(ctx.model)}, {settings.threads} threads; the same text in {n_same} of "
-        f"{settings.runs} runs, promised: {exact}",
+        f"{settings.runs} runs, guaranteed: {exact}",
         ("", "seconds", "over plain", "tokens", "target decodes"), rows,
     )  # fmt: skip
     return {
-        "seconds": {name: Spread.of(each).as_dict() for name, each in seconds.items()},
-        "decodes": {name: Spread.of(each).as_dict() for name, each in decodes.items()},
+        "seconds": {name: Spread.of(samples).as_dict() for name, samples in seconds.items()},
+        "decodes": {name: Spread.of(samples).as_dict() for name, samples in decodes.items()},
         "faster": faster.as_dict(), "same_texts": n_same, "batch_invariant": exact,
-        "tokens": len(found["auto"].tokens), "text": found["auto"].text,
-        "parsed": found["auto"].parsed_or(None) if schema else None,
+        "tokens": len(results["auto"].tokens), "text": results["auto"].text,
+        "parsed": results["auto"].parsed_or(None) if schema else None,
     }  # fmt: skip
 
 
@@ -133,20 +134,20 @@ def questions() -> list[tuple[str, str]]:
 
 def prompt_of(question: str) -> str:
     """Return a question after the four examples."""
-    shots = "".join(f"Question: {each}\nAnswer: {worked}\n\n" for each, worked in SHOTS)
+    shots = "".join(f"Question: {example}\nAnswer: {worked}\n\n" for example, worked in SHOTS)
     return f"{shots}Question: {question}\nAnswer:"
 
 
 def answer_in(text: str) -> str | None:
     """Return the number after the equals sign; None without one."""
-    found = re.search(r"=\s*(\d+)", text)
-    return found[1] if found else None
+    match = re.search(r"=\s*(\d+)", text)
+    return match[1] if match else None
 
 
 def _voted(ctx: lb.Context, settings: Settings) -> Mapping[str, object]:
     """Answer all questions in three ways."""
     asked = questions()[: 3 if settings.quick else None]
-    greedy = one = voted = 0.0
+    greedy = right_samples = voted = 0.0
     shared_s: list[float] = []
     single_s: list[float] = []
     for number_, (question, answer) in enumerate(asked):
@@ -157,10 +158,12 @@ def _voted(ctx: lb.Context, settings: Settings) -> Mapping[str, object]:
         with lb.Branch.start(ctx, prompt, temperature=TEMPERATURE, seed=seed) as root:
             read_s = perf_counter() - start
             start = perf_counter()
-            found = lb.search.vote(root, answer_in, N_VOTES, 16, stop="\n")
+            result = lb.search.vote(root, answer_in, N_VOTES, 16, stop="\n")
             shared_s.append(perf_counter() - start)
-        voted += found.answer == answer
-        one += sum(answer_in(each.text) == answer for each in found.hypotheses) / N_VOTES
+        voted += result.answer == answer
+        right_samples += (
+            sum(answer_in(sample.text) == answer for sample in result.hypotheses) / N_VOTES
+        )
         start = perf_counter()
         for i in range(N_VOTES):
             ctx.complete(prompt, max_tokens=16, stop="\n", temperature=TEMPERATURE, seed=seed + i)
@@ -172,7 +175,11 @@ def _voted(ctx: lb.Context, settings: Settings) -> Mapping[str, object]:
         ("", "right", "share"),
         [
             ("one answer, T = 0", f"{greedy:.0f}", percent(greedy / n)),
-            (f"one answer, T = {TEMPERATURE:g} (mean of 8)", f"{one:.1f}", percent(one / n)),
+            (
+                f"one answer, T = {TEMPERATURE:g} (mean of 8)",
+                f"{right_samples:.1f}",
+                percent(right_samples / n),
+            ),
             (f"vote of {N_VOTES}, T = {TEMPERATURE:g}", f"{voted:.0f}", percent(voted / n)),
         ],
     )
@@ -185,7 +192,7 @@ def _voted(ctx: lb.Context, settings: Settings) -> Mapping[str, object]:
         ],
     )
     return {
-        "n": n, "greedy": greedy, "one_sample": one, "vote": voted, "faster": faster.as_dict(),
+        "n": n, "greedy": greedy, "one_sample": right_samples, "vote": voted, "faster": faster.as_dict(),
         "shared_s": Spread.of(shared_s).as_dict(), "single_s": Spread.of(single_s).as_dict(),
         "last_prompt_s": read_s,
     }  # fmt: skip
@@ -195,7 +202,7 @@ def _voted(ctx: lb.Context, settings: Settings) -> Mapping[str, object]:
 
 
 def _talked(ctx: lb.Context, settings: Settings) -> Mapping[str, object]:
-    """Talk, answer once more, edit an early message, go back; count the tokens that are evaluated."""
+    """Hold a chat with a retry, an edit and a switch back; count the tokens that are evaluated."""
     evaluated = anew = n_answers = 0
     turns = TURNS[:2] if settings.quick else TURNS
     with lb.Chat(ctx, seed=1, temperature=0.5, max_tokens=48) as chat:

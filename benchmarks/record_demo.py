@@ -2,8 +2,8 @@
 
     python -m benchmarks.record_demo
 
-Its figures are those of the machine that records it; the first line of the picture names the processor
-and the model: smollm2-135m if it is here.
+The figures are those of the machine that records it. The first line of the picture names the processor
+and the model, which is smollm2-135m if that is on this machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rich.text import Text
 
 COLUMNS = 80
 PICTURE = Path(__file__).parents[1] / "docs" / "demo.svg"
-# Rich's frame without the web font that it loads: a picture fetches nothing.
+# Rich's frame without its web font: a picture must not load anything.
 FRAME = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL).replace(
     "Fira Code, monospace", "Menlo, Consolas, 'DejaVu Sans Mono', monospace"
 )

@@ -1,4 +1,4 @@
-"""Make docs/page.png, with which the README opens, and docs/draft.png, a draft being judged.
+"""Make docs/page.png, the first picture of the README, and docs/draft.png, a draft being judged.
 
 python -m benchmarks.record_page [MODEL]
 """
@@ -20,7 +20,7 @@ def main() -> None:
     """Take both pictures."""
     with open_page(sys.argv[1] if len(sys.argv) > 1 else "smollm2-135m:Q8_0", scale=1.5) as page:
         _fork(page)
-    with open_page("tale-target", scale=1.25) as page:
+    with open_page("tale-target") as page:
         _draft(page)
 
 
@@ -32,7 +32,7 @@ def _fork(page: Any) -> None:
     page.locator("#text").press("End")
     for _ in range(6):
         page.locator("#text").press("ArrowLeft")
-    page.locator("[data-alternative]").nth(1).click()
+    page.locator("[data-alternative]:not([aria-current])").first.click()
     _take(page, "page.png")
 
 
@@ -41,7 +41,7 @@ def _draft(page: Any) -> None:
     page.locator("[data-card=draft]").click()
     page.locator(".round").nth(4).wait_for()
     ready(page)
-    page.locator("#text").press("x")  # with what was rejected
+    page.locator("#text").press("x")  # shows rejected tokens, too
     _take(page, "draft.png")
 
 
@@ -52,7 +52,7 @@ def _take(page: Any, name: str) -> None:
     page.screenshot(path=path)
     size = path.stat().st_size
     if size > MOST_BYTES:
-        raise SystemExit(f"{name} has {size:,} bytes; at most {MOST_BYTES:,} are wanted")
+        raise SystemExit(f"{name} has {size:,} bytes; the limit is {MOST_BYTES:,}")
     print(f"{name}: {size:,} bytes")
 
 

@@ -1,4 +1,4 @@
-"""Settings of a benchmark, its tables, and the JSON line it ends with."""
+"""The settings of a benchmark, its tables, and the JSON line at its end."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = [
 
 JSON = Mapping[str, object]
 PADDED_KEY = "llamabranch.padded.parameters"  # GGUF metadata of every padded model
-OLD_PADDED_KEY = "llamabranch.ballast.parameters"  # of those that version 0.1 wrote
+OLD_PADDED_KEY = "llamabranch.ballast.parameters"  # the same, of models that version 0.1 wrote
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,10 @@ class Settings:
 
     @classmethod
     def of(cls, args: argparse.Namespace, **quick: int) -> Settings:
-        """Return the settings of a parsed command line; with --quick the small values of ``quick``.
+        """Return the settings of a parsed command line; --quick uses small values.
 
-        Unless the environment names a profile, this process uses one of its own, which begins empty.
+        ``quick`` changes the small values. Without a profile in the environment, this process uses a
+        new one.
         """
         profile = args.cache / f"benchmark-profile-{os.getpid()}.json"
         if os.environ.setdefault("LLAMABRANCH_PROFILE", str(profile)) == str(profile):
@@ -73,12 +74,12 @@ class Settings:
         small = {"runs": 1, "prompts": 1, "tokens": 8, "threads": 1} | quick
 
         def pick(name: str) -> int:
-            given = getattr(args, name)
-            if given is None:
-                given = small[name] if args.quick else args.defaults[name]
-            if given < 1:
+            value = getattr(args, name)
+            if value is None:
+                value = small[name] if args.quick else args.defaults[name]
+            if value < 1:
                 raise SystemExit(f"--{name} must be at least 1")
-            return int(given)
+            return int(value)
 
         temperatures = args.temperatures or (
             (0.8,) if args.quick else args.defaults["temperatures"]
@@ -131,10 +132,10 @@ def parser(
     temperatures: Sequence[float] | None = (0.0,),
 ) -> argparse.ArgumentParser:
     """Return a parser with the options all benchmarks share; None = each benchmark's own default."""
-    found = argparse.ArgumentParser(description=description)
+    described = argparse.ArgumentParser(description=description)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     home = Path(os.environ.get("LLAMABRANCH_CACHE") or "~/.cache/llamabranch").expanduser()
-    add = found.add_argument
+    add = described.add_argument
     add("--target", default="tale-target", help="GGUF file, or a name from `llamabranch models`")
     add("--draft", default="tale-draft", help="the same, for the draft model")
     add(
@@ -143,7 +144,7 @@ def parser(
         help=f"for each program that is compared; default: {cores}, the available cores",
     )
     add("--runs", type=int, help=_default(runs))
-    add("--prompts", type=int, help=f"how many of the {len(PROMPTS)}; {_default(prompts)}")
+    add("--prompts", type=int, help=f"how many of the {len(PROMPTS)} prompts; {_default(prompts)}")
     add("--tokens", type=int, help=f"generated for each prompt; {_default(tokens)}")
     add("--temperatures", type=float, nargs="+", help=_default(temperatures))
     add("--n-ctx", type=int, default=1024, help="cells of each K/V cache; default: 1024")
@@ -160,8 +161,8 @@ def parser(
         "threads": cores or 1, "runs": runs, "prompts": prompts, "tokens": tokens,
         "temperatures": temperatures,
     }  # fmt: skip
-    found.set_defaults(defaults=defaults)
-    return found
+    described.set_defaults(defaults=defaults)
+    return described
 
 
 def _default(value: int | Sequence[float] | None) -> str:
@@ -190,7 +191,7 @@ def is_padded(model: lb.Model) -> bool:
 
 
 def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table, in Markdown where it does not go to a terminal."""
+    """Print a table; in Markdown if standard output is not a terminal."""
     shown = Table(*columns, title=caption, box=box.SIMPLE_HEAD, title_justify="left")
     for i, column in enumerate(shown.columns):
         if i and all(row[i][:1].isdigit() or row[i] == "-" for row in rows):
@@ -231,18 +232,18 @@ def pm(spread: Spread, digits: int = 2) -> str:
 
 def series_json(series: Series, base: Series | None = None) -> JSON:
     """Return a contestant's speed, its ratio to ``base``, and its statistics."""
-    found: dict[str, object] = {
+    entry: dict[str, object] = {
         "tokens_per_s": series.rate.as_dict(),
         "runs": series.rates,
         "n_tokens": series.total.n_tokens,
         "seconds": series.total.seconds,
     }
     if base is not None:
-        found["ratio"] = series.ratio(base).as_dict()
+        entry["ratio"] = series.ratio(base).as_dict()
     stats = series.stats
     if stats.num_drafts or stats.target_forward_passes:
-        found["stats"] = stats.as_dict()
-    return found
+        entry["stats"] = stats.as_dict()
+    return entry
 
 
 def emit(
@@ -310,7 +311,7 @@ def versions() -> JSON:
 
 
 def _clean(value: object) -> object:
-    """Return ``value`` with None in place of nan and infinity, which JSON does not have."""
+    """Return ``value`` with None for nan and infinity, which JSON does not have."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""The engine that lives: prefix cache, chat, compaction, event loop, long queues.
+"""An engine that runs for a long time: prefix cache, chat, compaction, event loop, long queues.
 
 python -m benchmarks.resident
 """
@@ -75,7 +75,7 @@ def _loads(settings: Settings, cached: lb.Context, plain: lb.Context) -> dict[st
     shared = words[:n_shared]
     requests = [[*shared, *words[i : i + 12]] for i in range(n_requests)]
     turns = [words[: 40 + 40 * (i + 1)] for i in range(n_turns)]
-    found: dict[str, object] = {}
+    results: dict[str, object] = {}
     rows = []
     for name, load in (("shared prefix", requests), ("chat", turns)):
         evaluated: dict[str, int] = {}
@@ -99,27 +99,27 @@ def _loads(settings: Settings, cached: lb.Context, plain: lb.Context) -> dict[st
         if server is not None:
             server.close()
         distinct = _n_distinct(load)
-        found[name] = {
+        results[name] = {
             "distinct_tokens": distinct,
             "evaluated_tokens": evaluated,
             "first_token_ms": {k: 1e3 * statistics.median(v) for k, v in first.items()},
             "compared": {k: series_json(s, series[WITHOUT]) for k, s in series.items()},
         }
-        for who, its in series.items():
-            ratio = its.ratio(series[WITHOUT])
+        for who, one_series in series.items():
+            ratio = one_series.ratio(series[WITHOUT])
             ms = number(1e3 * statistics.median(first[who]), 1) if who in first else "-"
             n_read = str(evaluated[who]) if who in evaluated else "-"
-            rows.append((name, who, str(distinct), n_read, ms, pm(its.rate, 0), pm(ratio)))
+            rows.append((name, who, str(distinct), n_read, ms, pm(one_series.rate, 0), pm(ratio)))
     columns = (
         "load", "", "distinct tokens", "evaluated", "first token, ms", "tokens/s", f"over {WITHOUT}"
     )  # fmt: skip
     caption = f"Requests one after another, {title(cached.model)}, {settings.threads} threads"
     table(caption, columns, rows)
-    return found
+    return results
 
 
 def _n_distinct(load: Load) -> int:
-    """Return how many tokens must be read at least: the size of a trie of the prompts."""
+    """Return the least number of tokens that must be read: the size of a trie of the prompts."""
     return len({tuple(prompt[: i + 1]) for prompt in load for i in range(len(prompt))})
 
 
@@ -169,7 +169,7 @@ def _by_server(
     first: dict[str, list[float]],
 ) -> Maker:
     def work(item: int) -> Timing:
-        server.generate([3, 5, 7], 1)  # the cache of its slot begins with another text
+        server.generate([3, 5, 7], 1)  # so that its slot has cached another text
         start, n, n_read = perf_counter(), 0, 0
         for prompt in load:
             answer = server.generate(prompt, n_tokens)
@@ -188,14 +188,14 @@ def _by_server(
 def _hits(
     settings: Settings, cached: lb.Context, saving: lb.Context
 ) -> dict[str, dict[str, float]]:
-    """Measure a hit and an eviction with growing numbers of kept texts.
+    """Measure a hit and an eviction with growing numbers of cached texts.
 
-    llama.cpp has 256 sequences at most, so a thousand texts are kept only with a second tier in host
-    memory; there an eviction copies the K/V of the text.
+    llama.cpp has at most 256 sequences, so a thousand texts need a second tier in host memory. There
+    an eviction copies the K/V of the text.
     """
     sizes = [(1, cached), (10, cached), *([] if settings.quick else [(100, cached), (230, cached)])]
     sizes.append((20 if settings.quick else 1000, saving))
-    found: dict[str, dict[str, float]] = {}
+    medians: dict[str, dict[str, float]] = {}
     rows = []
     for n, ctx in sizes:
         prefixes = ctx.prefix_cache
@@ -212,30 +212,30 @@ def _hits(
                 hits.append(_us(partial(branch.sequence.take_cached, probe)))
         evictions = [_us(partial(prefixes.evict, 1)) for _ in range(min(n, 20))]
         name = f"{n}, host memory too" if ctx is saving else str(n)
-        found[name] = {"hit": statistics.median(hits), "eviction": statistics.median(evictions)}
-        rows.append((name, *(number(us, 1) for us in found[name].values())))
+        medians[name] = {"hit": statistics.median(hits), "eviction": statistics.median(evictions)}
+        rows.append((name, *(number(us, 1) for us in medians[name].values())))
         prefixes.clear()
-    table("Prefix cache, microseconds", ("kept texts", "hit", "eviction"), rows)
-    return found
+    table("Prefix cache, microseconds", ("cached texts", "hit", "eviction"), rows)
+    return medians
 
 
 def _compaction(settings: Settings, ctx: lb.Context) -> dict[str, float]:
     """Measure a compaction by copying K/V and by decoding again."""
     n = 100 if settings.quick else 400
     branches = [lb.Branch.start(ctx, [2 + i, *range(3, n)]) for i in range(8)]
-    found = {}
+    medians = {}
     for name, by_state in (("copying K/V", True), ("decoding again", False)):
 
         def compact(by_state: bool = by_state) -> None:
             rewrite_in_order(ctx.decoder, ctx.sequences.holders(), by_state=by_state)
 
         with ctx.lock:
-            found[name] = statistics.median(_us(compact) / 1e3 for _ in range(5))
+            medians[name] = statistics.median(_us(compact) / 1e3 for _ in range(5))
     for branch in branches:
         branch.prune()
     caption = f"Compaction of 8 branches x {n} tokens"
-    table(caption, ("", "ms"), [(name, number(ms, 2)) for name, ms in found.items()])
-    return found
+    table(caption, ("", "ms"), [(name, number(ms, 2)) for name, ms in medians.items()])
+    return medians
 
 
 def _us(call: Callable[[], object]) -> float:
@@ -248,9 +248,9 @@ def _us(call: Callable[[], object]) -> float:
 
 
 def _async(settings: Settings, ctx: lb.Context) -> dict[str, object]:
-    """Measure the same requests by an ``Engine`` and by an ``AsyncEngine``."""
+    """Measure the same requests with an ``Engine`` and with an ``AsyncEngine``."""
     streams = (1, 2) if settings.quick else (1, 8, 16)
-    found: dict[str, object] = {}
+    results: dict[str, object] = {}
     rows = []
     for n in streams:
         requests = [
@@ -263,13 +263,13 @@ def _async(settings: Settings, ctx: lb.Context) -> dict[str, object]:
         }
         series = interleave(makers, n_runs=settings.runs, n_items=1)
         ratio: Spread = series[ASYNC].ratio(series[ENGINE])
-        found[str(n)] = {
+        results[str(n)] = {
             "compared": {k: series_json(s, series[ENGINE]) for k, s in series.items()},
             "async_over_engine": ratio.as_dict(),
         }
         rows.append((str(n), *(pm(s.rate, 0) for s in series.values()), pm(ratio)))
     table("Tokens a second", ("streams", ENGINE, ASYNC, "ratio"), rows)
-    return found
+    return results
 
 
 def _each(work: Work) -> Maker:
@@ -293,8 +293,8 @@ def _by_async(ctx: lb.Context, requests: Sequence[lb.Request]) -> Work:
     async def main() -> Timing:
         async with lb.AsyncEngine(ctx, sampling=GREEDY) as engine:
             start = perf_counter()
-            found = await asyncio.gather(*(read(engine, request) for request in requests))
-            return Timing(sum(found), perf_counter() - start)
+            counts = await asyncio.gather(*(read(engine, request) for request in requests))
+            return Timing(sum(counts), perf_counter() - start)
 
     return lambda item: asyncio.run(main())
 
@@ -303,8 +303,8 @@ def _by_async(ctx: lb.Context, requests: Sequence[lb.Request]) -> Work:
 
 
 def _admission(settings: Settings, ctx: lb.Context) -> dict[str, float]:
-    """Measure a look at the queue while every sequence is taken, and the admission of one request."""
-    found: dict[str, float] = {}
+    """Measure a look at the queue while no sequence is free, and the admission of one request."""
+    medians: dict[str, float] = {}
     for n in (10, 1000) if settings.quick else (10, 1000, 1_000_000):
         scheduler = Scheduler(ctx, None, EngineStats())
         request = lb.Request([5, 6, 7], max_tokens=2)
@@ -317,11 +317,11 @@ def _admission(settings: Settings, ctx: lb.Context) -> dict[str, float]:
         for _ in range(5):
             scheduler.finish(scheduler.active[0])
             admitted.append(_us(scheduler.admit))
-        found[f"{n} blocked"], found[f"{n} admitted"] = blocked, statistics.median(admitted)
+        medians[f"{n} blocked"], medians[f"{n} admitted"] = blocked, statistics.median(admitted)
         scheduler.close()
-    rows = [(name, number(us, 1)) for name, us in found.items()]
+    rows = [(name, number(us, 1)) for name, us in medians.items()]
     table("Admission, microseconds a step", ("waiting", "us"), rows)
-    return found
+    return medians
 
 
 def _numbered(first: Submission, i: int) -> Submission:

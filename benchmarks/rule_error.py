@@ -1,7 +1,7 @@
 """Proof by enumeration that an acceptance rule is lossless, with small random models.
 
-Everything random is taken from an object that walks through every outcome of every coin and draw with its
-exact probability, so what is integrated is the code that runs, not a copy of it.
+The rule takes its random numbers from an object that walks through every outcome of every coin and draw,
+with exact probabilities. So the proof is about the code that runs, not about a copy of it.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ Outcome = TypeVar("Outcome", bound=Hashable)
 
 
 class Outcomes:
-    """A `RandomSource` that repeats a given start of outcomes and notes what else could have happened.
+    """A `RandomSource` that repeats the first outcomes of an earlier run and notes the alternatives.
 
     Attributes:
-        weight: the probability of what happened.
-        others: the starts of what could have happened instead.
+        weight: the probability of all outcomes so far.
+        others: for each alternative the outcomes up to it, with which another run can begin.
     """
 
     def __init__(self, start: tuple[int, ...]) -> None:
@@ -61,7 +61,7 @@ class Outcomes:
         """Return True with ``probability``.
 
         Raises:
-            ConfigError: the coin of this index was tossed before, or no probability.
+            ConfigError: the coin of this index was tossed before, or ``probability`` is not in 0 to 1.
         """
         if index in self._tossed:
             raise ConfigError(f"coin {index} was tossed twice in a round")
@@ -90,16 +90,16 @@ class Outcomes:
 def enumerate_outcomes(program: Callable[[Outcomes], Outcome]) -> dict[Outcome, float]:
     """Return the exact probability of every outcome of ``program``.
 
-    It gets its randomness as its argument, and must take all of it from there.
+    Its argument is the only source of random numbers that it may use.
     """
-    found: dict[Outcome, float] = {}
+    law: dict[Outcome, float] = {}
     starts: list[tuple[int, ...]] = [()]
     while starts:
         random = Outcomes(starts.pop())
         outcome = program(random)
-        found[outcome] = found.get(outcome, 0.0) + random.weight
+        law[outcome] = law.get(outcome, 0.0) + random.weight
         starts += random.others
-    return found
+    return law
 
 
 # -- pairs of models -------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ class ModelPair:
         return target
 
     def completed(self, emitted: Law) -> Law:
-        """Return the law of the first gamma + 1 tokens, ``emitted`` completed with the target."""
+        """Return the law of the first gamma + 1 tokens: that of ``emitted``, completed by the target."""
         total: Law = {}
         for start, weight in emitted.items():
             for rest in itertools.product(range(V), repeat=self.gamma + 1 - len(start)):
@@ -150,7 +150,7 @@ def _dirichlet(rng: np.random.Generator, alpha: float = 1.0) -> Distribution:
 
 
 def _truncated(rng: np.random.Generator) -> Distribution:
-    """One or two of three tokens left, in any order of ids, as top-k leaves them."""
+    """Return a distribution over one or two of the three tokens, in any order, as top-k does."""
     ids = rng.permutation(V)[: rng.integers(1, V)].astype(np.int32)
     return Distribution.from_probs(rng.dirichlet(np.ones(len(ids))) + 1e-9, ids)
 
@@ -191,17 +191,17 @@ def random_pair(kind: str, gamma: int, seed: int) -> ModelPair:
     """Return a random pair for drafts of ``gamma`` tokens.
 
     Args:
-        kind: one of ``KINDS``, or "mixed": another one after each text.
+        kind: one of ``KINDS``, or "mixed": a random one after each text.
         gamma: how many tokens are drafted.
-        seed: a pure function of all three arguments.
+        seed: a pair depends on these three arguments only.
     """
     rng = np.random.default_rng([seed, gamma, sorted([*KINDS, "mixed"]).index(kind)])
-    made = {}
+    distributions = {}
     for text in texts_up_to(gamma):
         name = list(KINDS)[rng.integers(len(KINDS))] if kind == "mixed" else kind
-        made[text] = KINDS[name](rng)
-    target = {text: p for text, (p, _) in made.items()}
-    return ModelPair(target, {text: q for text, (_, q) in made.items()}, gamma)
+        distributions[text] = KINDS[name](rng)
+    target = {text: p for text, (p, _) in distributions.items()}
+    return ModelPair(target, {text: q for text, (_, q) in distributions.items()}, gamma)
 
 
 def drafted_text(models: ModelPair, random: RandomSource) -> tuple[list[int], list[Distribution]]:
@@ -226,10 +226,10 @@ def rule_error(
 ) -> float:
     """Return how far a rule's text is from the target's, by enumeration: 0 (to 1e-12) if it is lossless.
 
-    For random pairs of every kind, dense, truncated, disjoint and deterministic distributions among
-    them, the probability of each text of gamma + 1 tokens is computed through the rule, and compared
-    with the target's own. A rule that is wrong for these distributions shows a difference far above
-    rounding; a few pairs suffice, since the difference is not estimated but exact.
+    This computes the probability that the rule gives to each text of gamma + 1 tokens, and compares it
+    with the target's own. The random pairs are of every kind: dense, truncated, disjoint and
+    deterministic distributions. A wrong rule differs by far more than rounding. The difference is exact,
+    not estimated, so a few pairs are enough.
 
     Args:
         rule: as ``SpeculativeConfig(rule=...)`` takes it.

@@ -2,8 +2,8 @@
 
     python -m benchmarks.run [--quick] [--output FILE.jsonl]
 
-Each runs in a process of its own, so that memory and threads of one do not affect the next. Tables go to
-standard output as they come; the last line is one JSON object with the results of all.
+Each benchmark runs in a process of its own, so that its memory and threads do not affect the next. Tables
+are printed as they come. The last line is a JSON object with all results.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .report import parser
 
 @dataclass(frozen=True)
 class Padded:
-    """A padded target: fewer and shorter texts, since each takes a minute or more."""
+    """A padded target. It gets fewer and shorter texts, since each takes a minute or more."""
 
     n_params: int
     file_type: str
@@ -134,7 +134,7 @@ def _run(step: Step, args: argparse.Namespace) -> dict[str, object] | None:
         "runs",
         "prompts",
         "tokens",
-    ):  # of an option given twice the last counts
+    ):  # if an option is repeated, the last one counts
         if getattr(args, name) is not None:
             arguments += [f"--{name}", str(getattr(args, name))]
     if args.temperatures is not None:
@@ -159,7 +159,7 @@ def _run(step: Step, args: argparse.Namespace) -> dict[str, object] | None:
 
 
 def _made(argument: str, cache: Path) -> str:
-    """Return the argument; one that names a padded model becomes its path, and the file is written."""
+    """Return the argument. ``padded:N:TYPE`` becomes the path of that model, written if missing."""
     word, *rest = argument.split(":")
     if word != "padded":
         return argument

@@ -1,9 +1,9 @@
-"""Search over branches: beams, best of n, particles, compared with others' and with plain batches.
+"""Search over branches: beams, best of n, particles, compared with other programs and plain batches.
 
     python -m benchmarks.search [--hf-python PYTHON] [--only beam|best|smc]
 
-``PYTHON`` is an interpreter that has torch, transformers and gguf; without one the comparison with
-Hugging Face is left out, which the tables show.
+``PYTHON`` is an interpreter that has torch, transformers and gguf. Without it there is no comparison with
+Hugging Face, and the tables say so.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _endless(ctx: lb.Context, sampling: lb.SamplingParams) -> lb.SamplingParams:
 
 
 class _HuggingFace:
-    """``benchmarks/search_hf.py``, running; ``reason`` tells why not."""
+    """A process of ``benchmarks/search_hf.py``; ``reason`` says why it does not run."""
 
     def __init__(self, python: str | None, model: Path, settings: Settings) -> None:
         self.versions: dict[str, str] = {}
@@ -113,8 +113,8 @@ class _HuggingFace:
     def _read(self) -> dict[str, str]:
         if self._process is None or self._process.stdout is None:
             raise ValueError("not running")
-        found: dict[str, str] = json.loads(self._process.stdout.readline())
-        return found
+        reply: dict[str, str] = json.loads(self._process.stdout.readline())
+        return reply
 
     def beam(self, dtype: str, prompt: Sequence[int], beams: int, tokens: int) -> float:
         """Return the seconds of ``generate`` with ``beams`` beams."""
@@ -129,7 +129,7 @@ class _HuggingFace:
 def _beams(
     settings: Settings, ctx: lb.Context, llama: LlamaPython | None, hf: _HuggingFace, beams: int
 ) -> dict[str, object]:
-    """Compare searches with ``beams`` beams; the time of the prompt is part of all of them."""
+    """Compare searches with ``beams`` beams; all times include the prompt."""
     prompts = [ctx.tokenize(prompt) for prompt in PROMPTS[: settings.prompts]]
     sampling = _endless(ctx, lb.SamplingParams(temperature=0.0))
     n_tokens = settings.tokens
@@ -167,7 +167,7 @@ def _beams(
         works[LLAMA] = peer
     if hf.versions:
         works |= {f"transformers, {dtype}": face(dtype) for dtype in DTYPES}
-    found = interleave(_makers(works), n_runs=settings.runs, n_items=len(prompts))
+    compared = interleave(_makers(works), n_runs=settings.runs, n_items=len(prompts))
 
     def note(_: search.SearchStats) -> None:
         cells.append(ctx.usage().cells_used)
@@ -177,16 +177,16 @@ def _beams(
     caption = (
         f"{beams} beams, {n_tokens} tokens, with the prompt of {len(prompts[0])}. {title(ctx.model)}: "
         f"{settings.threads} threads, medians of {settings.runs} runs (lowest to highest). At most "
-        f"{max(cells)} cells; {beams} texts of their own would take "
+        f"{max(cells)} cells; {beams} separate texts would take "
         f"{beams * (len(prompts[0]) + n_tokens)}"
     )
     if hf.reason:
         caption += f". transformers: {hf.reason}"
-    _show(caption, found, BEAM)
+    _show(caption, compared, BEAM)
     return {
         "peak_cells": max(cells),
         "unshared_cells": beams * (len(prompts[0]) + n_tokens),
-        **{name: series_json(series, found[BEAM]) for name, series in found.items()},
+        **{name: series_json(series, compared[BEAM]) for name, series in compared.items()},
     }
 
 
@@ -196,7 +196,7 @@ def _beams(
 def _best_of_n(
     settings: Settings, ctx: lb.Context, llama: LlamaPython | None, n_prompt: int
 ) -> dict[str, object]:
-    """Compare eight samples of a long prompt with eight completions; the prompt is part of both."""
+    """Compare eight samples of a long prompt with eight completions; both times include the prompt."""
     words = ctx.tokenize(" ".join(PROMPTS) * (1 + n_prompt // 400))
     prompt = words[:n_prompt]
     sampling = _endless(ctx, lb.SamplingParams(temperature=0.8, seed=1))
@@ -216,22 +216,22 @@ def _best_of_n(
     works: dict[str, Work] = {BEST: ours}
     if llama is not None:
         works[COMPLETIONS] = peer
-    found = interleave(_makers(works), n_runs=settings.runs, n_items=1)
+    compared = interleave(_makers(works), n_runs=settings.runs, n_items=1)
     _show(
         f"8 texts of {n_tokens} tokens after a prompt of {n_prompt}, with the prompt, T = 0.8",
-        found,
+        compared,
         BEST,
     )
-    return {name: series_json(series, found[BEST]) for name, series in found.items()}
+    return {name: series_json(series, compared[BEST]) for name, series in compared.items()}
 
 
 # -- particles -------------------------------------------------------------------------------------
 
 
 def _smc(settings: Settings, ctx: lb.Context, particles: Sequence[int]) -> dict[str, object]:
-    """Measure particles a second, and the share of the time that is not llama_decode's."""
+    """Measure particles per second, and the share of the time outside llama_decode."""
     prompt = ctx.tokenize(PROMPTS[0])
-    found: dict[str, object] = {}
+    results: dict[str, object] = {}
     rows = []
 
     def smc(branch: lb.Branch, n: int) -> None:
@@ -246,8 +246,8 @@ def _smc(settings: Settings, ctx: lb.Context, particles: Sequence[int]) -> dict[
         rates, shares, stores = [], [], []
         for _ in range(settings.runs + 1):
             with lb.Branch.start(ctx, prompt, sampling=_endless(ctx, WHOLE)) as branch:
-                made, seconds, inside = _timed(ctx, partial(smc, branch, n))
-                rates.append(made / seconds)
+                n_decoded, seconds, inside = _timed(ctx, partial(smc, branch, n))
+                rates.append(n_decoded / seconds)
                 shares.append(1.0 - inside / seconds)
             with lb.Branch.start(ctx, prompt, sampling=_endless(ctx, WHOLE)) as branch:
                 _, seconds, inside = _timed(ctx, partial(store, branch.fork_many(n)))
@@ -255,18 +255,18 @@ def _smc(settings: Settings, ctx: lb.Context, particles: Sequence[int]) -> dict[
         # The first is warm-up.
         rate, share, stored = (median(x[1:]) for x in (rates, shares, stores))
         rows.append((str(n), number(rate, 0), percent(share), percent(stored)))
-        found[str(n)] = {"particles_a_second": rate, "share_outside": share, "store": stored}
+        results[str(n)] = {"particles_a_second": rate, "share_outside": share, "store": stored}
     columns = ("particles", "tokens/s", "not in llama_decode", "BranchStore.step")
     table(
         f"smc without a potential, {settings.tokens} tokens, medians of {settings.runs}",
         columns,
         rows,
     )
-    return found
+    return results
 
 
 def _timed(ctx: lb.Context, work: Callable[[], object]) -> tuple[int, float, float]:
-    """Return the tokens decoded while ``work`` runs, its seconds, and those inside llama_decode."""
+    """Return the tokens decoded while ``work`` runs, its seconds, and the seconds inside llama_decode."""
     inside, tokens = 0.0, 0
 
     def watched(decode: Callable[[int], int], n: int) -> int:
@@ -293,10 +293,10 @@ def _makers(works: Mapping[str, Work]) -> dict[str, Maker]:
     return {name: maker(work) for name, work in works.items()}
 
 
-def _show(caption: str, found: Mapping[str, Series], ours: str) -> None:
+def _show(caption: str, compared: Mapping[str, Series], ours: str) -> None:
     rows = [
-        (name, pm(series.rate, 0), pm(found[ours].ratio(series)) if name != ours else "-")
-        for name, series in found.items()
+        (name, pm(series.rate, 0), pm(compared[ours].ratio(series)) if name != ours else "-")
+        for name, series in compared.items()
     ]
     table(caption, ("", "tokens/s", f"{ours} over it"), rows)
 

@@ -2,9 +2,9 @@
 
     python benchmarks/search_hf.py FILE.gguf THREADS DTYPE...
 
-A program of its own, which needs torch, transformers and gguf and nothing of this project. It prints a
-JSON line when it is ready. Then it answers each line {"dtype", "prompt", "beams", "tokens"} with
-{"seconds", "tokens"}: the time of ``generate`` with the prompt, and the ids that it generated.
+This program needs torch, transformers and gguf, and nothing of this project. It prints a JSON line when
+it is ready. Then it answers each line {"dtype", "prompt", "beams", "tokens"} with {"seconds", "tokens"}:
+the time of ``generate`` with the prompt, and the ids that it generated.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main() -> None:
         prompt = torch.tensor([asked["prompt"]])
         begun = time.perf_counter()
         with torch.inference_mode():
-            found = models[asked["dtype"]].generate(
+            texts = models[asked["dtype"]].generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
                 num_beams=asked["beams"],
@@ -45,7 +45,7 @@ def main() -> None:
                 pad_token_id=0,
             )
         seconds = time.perf_counter() - begun
-        print(json.dumps({"seconds": seconds, "tokens": found[0, prompt.shape[1] :].tolist()}))
+        print(json.dumps({"seconds": seconds, "tokens": texts[0, prompt.shape[1] :].tolist()}))
         sys.stdout.flush()
 
 

@@ -1,14 +1,19 @@
-"""The server against llama-server of the same source, each with ``-np 8`` and its other defaults.
+"""The server compared with llama-server of the same source, each with ``-np 8`` and its other defaults.
 
     python -m benchmarks.serve --target MODEL.gguf --threads 2 [--only load chat] [--clients 1 8]
     python -m benchmarks.serve --target MODEL.gguf --threads 2 --only fanout --runs 1
 
-Clients of one event loop stream completions of a fixed length over plain sockets, the same for all sides:
-tokens a second and time to the first token at 1, 4, 8, 16 clients; then a chat of ten turns, 64 requests
-with a shared system prompt, JSON under a schema, and how long a client that leaves holds its sequence.
-``engine`` is the first of these with the engine in this process, without HTTP. ``fanout``: four requests
-that begin with the prompt of a running one, 7,400 tokens long, join it (the case of llama.cpp's pull
-request 26204). Sides are timed in turn, and ratios are taken within a run.
+load: 1, 4, 8 and 16 clients stream completions of fixed lengths: tokens per second and time to the first
+  token. All clients run in one event loop and use plain sockets, the same ones for all sides.
+chat: a chat of ten turns.
+shared: 64 requests with the same system prompt.
+json: JSON under a schema.
+cancel: how long the sequence of a client that has left stays in use.
+fanout: while a request with a prompt of 7,400 tokens runs, four requests that begin with this prompt join
+  it (the case of llama.cpp's pull request 26204).
+engine: the same as load with the engine in this process, without HTTP.
+
+The sides are timed in turn, and ratios are taken within a run.
 """
 
 from __future__ import annotations
@@ -49,9 +54,9 @@ _START_S = 120.0
 
 
 class Answer(NamedTuple):
-    """What came: the text, its tokens, seconds to the first part and to the end.
+    """An answer: the text, its number of tokens, and the seconds to the first part and to the end.
 
-    ``n_read``: the prompt tokens that were not in the cache, where the server was asked for its usage.
+    ``n_read``: the prompt tokens that were not cached; 0 if the request did not ask for the usage.
     """
 
     text: str
@@ -87,14 +92,14 @@ class Served:
             return False
 
     async def ask(self, body: Mapping[str, object], begun: asyncio.Event | None = None) -> Answer:
-        """Return the answer to a request, as a stream where it asks for one; that sets ``begun``."""
+        """Return the answer to a request. The first part of a stream sets ``begun``."""
         path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
         start = perf_counter()
         if not body.get("stream"):
-            _, found = await request(self.port, "POST", path, body)
-            (choice,) = json.loads(found)["choices"]
+            _, reply = await request(self.port, "POST", path, body)
+            (choice,) = json.loads(reply)["choices"]
             text = choice["text"] if "text" in choice else choice["message"]["content"]
-            n = int(json.loads(found)["usage"]["completion_tokens"])
+            n = int(json.loads(reply)["usage"]["completion_tokens"])
             return Answer(text, n, perf_counter() - start, perf_counter() - start)
         reader, writer = await send(self.port, "POST", path, body)
         first_s, parts = 0.0, []
@@ -110,7 +115,7 @@ class Served:
         total_s = perf_counter() - start
         events = [json.loads(line[6:]) for line in parts]
         text = "".join(
-            each.get("text") or "" for event in events for each in event.get("choices", ())
+            choice.get("text") or "" for event in events for choice in event.get("choices", ())
         )
         limit = body["max_tokens"]
         n = limit if isinstance(limit, int) else 0
@@ -121,15 +126,15 @@ class Served:
         return Answer(text, n, first_s, total_s, n_read)
 
     async def leave(self, body: Mapping[str, object]) -> float:
-        """Begin a stream, leave it, and return the seconds until no slot is in use."""
+        """Begin a stream, disconnect, and return the seconds until no slot is in use."""
         reader, writer = await send(self.port, "POST", "/v1/completions", body)
         while not (await reader.readline()).startswith(b"data: {"):
             pass
         start = perf_counter()
         writer.transport.abort()
         while True:
-            _, found = await request(self.port, "GET", "/slots", None)
-            if not any(slot["is_processing"] for slot in json.loads(found)):
+            _, slots = await request(self.port, "GET", "/slots", None)
+            if not any(slot["is_processing"] for slot in json.loads(slots)):
                 return perf_counter() - start
 
     def send_signal(self, number: int) -> None:
@@ -145,7 +150,7 @@ class Served:
 async def send(
     port: int, method: str, path: str, body: Mapping[str, object] | None
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Send a request and read the status and the headers of its answer."""
+    """Send a request; return the reader and the writer of the connection."""
     data = b"" if body is None else json.dumps(body).encode()
     head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
     head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
@@ -169,11 +174,11 @@ async def request(
             chunked |= line.lower().startswith(b"transfer-encoding: chunked")
         if not chunked:
             return status, await reader.read()
-        found = b""
+        content = b""
         while n := int(await reader.readline(), 16):
-            found += await reader.readexactly(n)
+            content += await reader.readexactly(n)
             await reader.readline()
-        return status, found
+        return status, content
 
 
 def main() -> None:
@@ -249,7 +254,7 @@ def start_ours(settings: Settings, path: Path, *more: object) -> Served:
 
 
 def start_theirs(settings: Settings, path: Path, *more: object) -> Served:
-    """Start llama-server; without repacked weights where it dies of them, as on processors with AMX."""
+    """Start llama-server; without repacked weights if these make it crash, as on processors with AMX."""
     program = build_server(settings.cache, settings.peers_bin)
     for repacks in ((), ("--no-repack",)):
         port = _free_port()
@@ -268,8 +273,8 @@ def start_theirs(settings: Settings, path: Path, *more: object) -> Served:
                 return side
             except OSError:
                 side.close()
-        print("llama-server dies with repacked weights: --no-repack", file=sys.stderr)
-    raise ToolError("llama-server dies at its first answer")
+        print("llama-server crashes with repacked weights: --no-repack is used", file=sys.stderr)
+    raise ToolError("llama-server crashes at its first answer")
 
 
 def _body(i: int, tokens: int, **more: object) -> dict[str, object]:
@@ -281,16 +286,18 @@ def _body(i: int, tokens: int, **more: object) -> dict[str, object]:
 
 
 async def _clients(ask: Ask, n: int, longest: int, offset: int) -> list[Answer]:
-    """Let ``n`` clients ask two requests each."""
+    """Let ``n`` clients send two requests each."""
 
     async def client(i: int) -> list[Answer]:
-        found = []
+        answers = []
         for k in range(2):
             tokens = LENGTHS[(i + k) % len(LENGTHS)] * longest // max(LENGTHS)
-            found.append(await ask(_body(offset + 2 * i + k, max(2, tokens))))
-        return found
+            answers.append(await ask(_body(offset + 2 * i + k, max(2, tokens))))
+        return answers
 
-    return [answer for its in await asyncio.gather(*map(client, range(n))) for answer in its]
+    return [
+        answer for answers in await asyncio.gather(*map(client, range(n))) for answer in answers
+    ]
 
 
 Load = Callable[[int, int], Coroutine[object, object, list[Answer]]]
@@ -334,15 +341,15 @@ class _Rates(NamedTuple):
 
 async def _timed(work: Callable[[], Awaitable[list[Answer]]]) -> list[Answer]:
     start = perf_counter()
-    found = await work()
+    answers = await work()
     wall = perf_counter() - start
-    return [*found, Answer("", 0, wall, wall)]
+    return [*answers, Answer("", 0, wall, wall)]
 
 
-def _summary(found: Sequence[Answer]) -> _Rates:
-    *answers, whole = found
-    rate = sum(each.n_tokens for each in answers) / whole.total_s
-    return _Rates(rate, median(each.first_s for each in answers))
+def _summary(timed: Sequence[Answer]) -> _Rates:
+    *answers, whole = timed
+    rate = sum(answer.n_tokens for answer in answers) / whole.total_s
+    return _Rates(rate, median(answer.first_s for answer in answers))
 
 
 def _load(
@@ -353,35 +360,35 @@ def _load(
     caption: str,
 ) -> dict[str, object]:
     rows: list[tuple[str, ...]] = []
-    found: dict[str, object] = {}
+    results: dict[str, object] = {}
     over = ""
     for n in clients:
         rates: dict[str, list[_Rates]] = {name: [] for name in loads}
         for run in range(settings.runs):
             for name, load in loads.items():
                 rates[name].append(_summary(_alone(name, sides, load(n, 100 * run))))
-                told = f"{n} clients, {name}: {rates[name][-1].rate:.1f} tokens/s"
-                print(told, file=sys.stderr, flush=True)
-        over, ratios = _over({name: [each.rate for each in its] for name, its in rates.items()})
-        for name, its in rates.items():
-            rate = Spread.of([each.rate for each in its])
-            first = Spread.of([1e3 * each.first_s for each in its])
+                line = f"{n} clients, {name}: {rates[name][-1].rate:.1f} tokens/s"
+                print(line, file=sys.stderr, flush=True)
+        over, ratios = _over({name: [r.rate for r in of_side] for name, of_side in rates.items()})
+        for name, of_side in rates.items():
+            rate = Spread.of([r.rate for r in of_side])
+            first = Spread.of([1e3 * r.first_s for r in of_side])
             rows.append((f"{n} clients, {name}", pm(rate, 1), pm(first, 1), pm(ratios[name])))
-            found[f"{n}, {name}"] = {
+            results[f"{n}, {name}"] = {
                 "tokens_per_s": rate.as_dict(), "first_ms": first.as_dict(),
                 over: ratios[name].as_dict(),
             }  # fmt: skip
     columns, longest = ("", "tokens/s", "first token, ms", over), settings.tokens
     table(f"Streams of {longest // 4} to {longest} tokens; {caption}", columns, rows)
-    return found
+    return results
 
 
 def _over(rates: Mapping[str, Sequence[float]]) -> tuple[str, dict[str, Spread]]:
-    """Return how much faster each side is than llama-server, or the last one, run by run."""
+    """Return each side's speed over that of llama-server (without it, of the last side), run by run."""
     other = THEIRS if THEIRS in rates else list(rates)[-1]
     return f"over {other}", {
-        name: Spread.of([a / b for a, b in zip(its, rates[other], strict=True)])
-        for name, its in rates.items()
+        name: Spread.of([a / b for a, b in zip(of_side, rates[other], strict=True)])
+        for name, of_side in rates.items()
     }
 
 
@@ -392,24 +399,24 @@ def _compare(
     work: Callable[[Settings, Ask, int], Coroutine[object, object, float]],
     caption: str,
 ) -> dict[str, object]:
-    """Time the same work on each side; a figure is a rate, the more the better."""
+    """Time the same work on each side. The figures are rates: higher is better."""
     rates: dict[str, list[float]] = {side: [] for side in sides}
     for run in range(settings.runs):
         for side, served in sides.items():
             rates[side].append(_alone(side, sides, work(settings, served.ask, run)))
-    rows, found = [], {}
+    rows, results = [], {}
     over, ratios = _over(rates)
     for side, ratio in ratios.items():
         rate = Spread.of(rates[side])
         rows.append((side, pm(rate, 2), pm(ratio)))
-        found[side] = {"rate": rate.as_dict(), over: ratio.as_dict()}
+        results[side] = {"rate": rate.as_dict(), over: ratio.as_dict()}
     table(f"{name}; {caption}", ("", "a second", over), rows)
-    return dict(found)
+    return dict(results)
 
 
 def _alone(name: str, sides: Mapping[str, Served], work: Coroutine[object, object, T]) -> T:
-    """Run the work of a side; the others are stopped, for a server times decodes while it is idle."""
-    others = [side for each, side in sides.items() if each != name]
+    """Run the work of a side while the others are stopped: an idle server also uses the processor."""
+    others = [side for other, side in sides.items() if other != name]
     for side in others:
         side.send_signal(signal.SIGSTOP)
     try:
@@ -439,7 +446,7 @@ async def _shared(settings: Settings, ask: Ask, run: int) -> float:
     n = 8 if settings.quick else 64
     gate = asyncio.Semaphore(16)
 
-    async def one(i: int) -> None:
+    async def ask_one(i: int) -> None:
         async with gate:
             messages = [
                 {"role": "system", "content": f"{run}. {SYSTEM}"},
@@ -451,7 +458,7 @@ async def _shared(settings: Settings, ask: Ask, run: int) -> float:
             })  # fmt: skip
 
     start = perf_counter()
-    await asyncio.gather(*map(one, range(n)))
+    await asyncio.gather(*map(ask_one, range(n)))
     return n / (perf_counter() - start)
 
 
@@ -472,21 +479,27 @@ async def _json(settings: Settings, ask: Ask, run: int) -> float:
 def _cancel(settings: Settings, sides: Mapping[str, Served], caption: str) -> dict[str, object]:
     """Time how long the sequence of a client that has left is in use."""
     n = 2 if settings.quick else 20
-    rows, found = [], {}
+    rows, results = [], {}
     for name, side in sides.items():
         seconds = [asyncio.run(side.leave(_body(i, 500))) for i in range(n)]
-        spread = Spread.of([1e3 * each for each in seconds])
+        spread = Spread.of([1e3 * s for s in seconds])
         rows.append((name, pm(spread, 1), number(min(1e3 * s for s in seconds), 1)))
-        found[name] = spread.as_dict()
-    table(f"From leaving to a free slot, as /slots tells it; {caption}", ("", "ms", "least"), rows)
-    return dict(found)
+        results[name] = spread.as_dict()
+    table(f"From leaving to a free slot, according to /slots; {caption}", ("", "ms", "least"), rows)
+    return dict(results)
 
 
 # -- requests that join a running one ------------------------------------------------------------------
 
 
 class _FanOut(NamedTuple):
-    """Seconds from the joining to the last token of those that join, and of all; prompt tokens read."""
+    """The result of a fan-out.
+
+    Attributes:
+        joined_s: seconds from joining to the last token of the requests that join.
+        all_s: seconds from the start to the last token of all requests.
+        n_read: prompt tokens that were read.
+    """
 
     joined_s: float
     all_s: float
@@ -496,7 +509,7 @@ class _FanOut(NamedTuple):
 def _fan_outs(
     settings: Settings, starts: Mapping[str, Start], ctx: lb.Context, caption: str
 ) -> dict[str, object]:
-    """Time the fan-out on each side: a server that has just started, so that nothing is cached."""
+    """Time the fan-out on each side. The server has just started, so nothing is cached."""
     n_trunk = TRUNK // (10 if settings.quick else 1)
     docs = Path(__file__).parents[1] / "docs"
     pages = ("batching.md", "branches.md", "speculation.md")
@@ -509,17 +522,22 @@ def _fan_outs(
         if name != THEIRS:
             shared = ("-np", BRANCHES + 1, "-c", cells, "-S", "kv_unified=true")
             sides[f"{name}, one cache"] = partial(start, *shared)
-    found: dict[str, list[_FanOut]] = {name: [] for name in sides}
+    fan_outs: dict[str, list[_FanOut]] = {name: [] for name in sides}
     for _ in range(settings.runs):
         for name, open_server in sides.items():
             with closing(open_server()) as server:
-                found[name].append(asyncio.run(_fan_out(server, trunk, ctx)))
-            print(f"{name}: {found[name][-1].joined_s:.1f} s", file=sys.stderr, flush=True)
-    over, ratios = _over({name: [1 / each.joined_s for each in its] for name, its in found.items()})
+                fan_outs[name].append(asyncio.run(_fan_out(server, trunk, ctx)))
+            print(f"{name}: {fan_outs[name][-1].joined_s:.1f} s", file=sys.stderr, flush=True)
+    over, ratios = _over(
+        {name: [1 / x.joined_s for x in of_side] for name, of_side in fan_outs.items()}
+    )
     rows, results = [], {}
-    for name, its in found.items():
-        joined, whole = Spread.of([x.joined_s for x in its]), Spread.of([x.all_s for x in its])
-        n_read = [x.n_read for x in its]
+    for name, of_side in fan_outs.items():
+        joined, whole = (
+            Spread.of([x.joined_s for x in of_side]),
+            Spread.of([x.all_s for x in of_side]),
+        )
+        n_read = [x.n_read for x in of_side]
         rows.append((name, pm(joined, 1), pm(ratios[name]), pm(whole, 1), f"{max(n_read):,}"))
         results[name] = {
             "joined_s": joined.as_dict(), over: ratios[name].as_dict(), "all_s": whole.as_dict(),
@@ -528,13 +546,13 @@ def _fan_outs(
     table(
         f"{BRANCHES} requests of {BRANCH_TOKENS} tokens that join one of {len(trunk):,} + {TRUNK_TOKENS}"
         f" tokens and begin with its prompt; {caption}",
-        ("", "they end after, s", over, "all end after, s", "prompt tokens read"), rows,
+        ("", "those that join end after, s", over, "all end after, s", "prompt tokens read"), rows,
     )  # fmt: skip
     return dict(results)
 
 
 async def _fan_out(side: Served, trunk: Sequence[int], ctx: lb.Context) -> _FanOut:
-    """Let requests that begin with the prompt of another join it when that has its first token."""
+    """Begin a request; at its first token, other requests that begin with its prompt join it."""
     begun, usage = asyncio.Event(), {"stream_options": {"include_usage": True}}
 
     async def branch(i: int) -> Answer:
@@ -550,7 +568,7 @@ async def _fan_out(side: Served, trunk: Sequence[int], ctx: lb.Context) -> _FanO
     answers = await asyncio.gather(*map(branch, range(BRANCHES)))
     joined_s = perf_counter() - joined
     answers.append(await running)
-    return _FanOut(joined_s, perf_counter() - start, sum(each.n_read for each in answers))
+    return _FanOut(joined_s, perf_counter() - start, sum(answer.n_read for answer in answers))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Suffix drafts of texts that are sampled together: none, from each text alone, from all of them.
+"""Suffix drafts for texts that are sampled together: no drafts, from each text alone, from all texts.
 
     python -m benchmarks.siblings --target smollm2-135m:Q8_0 --threads 1
 
-The same texts in each case. "together" = all at a time, "in fours" = four at a time, so that later ones
-find what earlier ones have said. Plain texts that are equal so far are decoded once.
+The texts are the same in each case. "together" = all at a time. "in fours" = four at a time, so that
+later texts can copy from earlier ones. Plain texts that are equal so far are decoded once.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ def main() -> None:
                             name: _maker(ctx, task, temperature, n, width, settings.tokens, make)
                             for name, make in DRAFTERS.items()
                         }
-                        found = interleave(makers, n_runs=settings.runs, n_items=1)
-                        plain = found["plain"]
+                        compared = interleave(makers, n_runs=settings.runs, n_items=1)
+                        plain = compared["plain"]
                         rows.append(
                             (
-                                str(n), order, pm(plain.rate, 1), pm(found["own"].ratio(plain)),
-                                pm(found["shared"].ratio(plain)),
+                                str(n), order, pm(plain.rate, 1), pm(compared["own"].ratio(plain)),
+                                pm(compared["shared"].ratio(plain)),
                             )
                         )  # fmt: skip
                         results[f"{task}, T = {temperature:g}, {n} {order}"] = {
-                            name: series_json(series, plain) for name, series in found.items()
+                            name: series_json(series, plain) for name, series in compared.items()
                         }
                 table(
                     f"{task}, T = {temperature:g}. {title(ctx.model)}: {settings.threads} threads, at "
@@ -82,12 +82,12 @@ def _maker(
         def work(item: int) -> Timing:
             with lb.Branch.start(ctx, TASKS[task], temperature=temperature, seed=1 + run) as root:
                 start = perf_counter()
-                found = search.vote(
+                result = search.vote(
                     root, len, n, n_tokens, width=width, drafter=drafter(), stop=STOP.get(task, ())
                 )
                 seconds = perf_counter() - start
-            made = tuple(token for text in found.hypotheses for token in text.tokens)
-            return Timing(len(made), seconds, tuple(sorted(made)))
+            tokens = tuple(token for text in result.hypotheses for token in text.tokens)
+            return Timing(len(tokens), seconds, tuple(sorted(tokens)))
 
         return work
 

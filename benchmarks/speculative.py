@@ -1,4 +1,4 @@
-"""Speculative against plain decoding: drafters, draft lengths, rules; and its cost where it is slower.
+"""Speculative and plain decoding: drafters, draft lengths, rules, and the cost where drafts do not pay.
 
     python -m benchmarks.speculative [--target T --draft D]
 
@@ -97,20 +97,20 @@ class Cells:
     def measure(self, temperature: float, v: Mapping[int, float]) -> dict[str, object]:
         """Measure and print one temperature."""
         makers = self._makers(temperature)
-        found = interleave(makers, n_runs=self._settings.runs, n_items=len(self._prompts))
-        base = found[PLAIN]
+        cells = interleave(makers, n_runs=self._settings.runs, n_items=len(self._prompts))
+        base = cells[PLAIN]
         step_s = base.step_s
-        self._show_drafters(temperature, found, step_s)
-        best = self._show_sweep(temperature, found, step_s, v)
+        self._show_drafters(temperature, cells, step_s)
+        best = self._show_sweep(temperature, cells, step_s, v)
         if temperature > 0:
-            self._show_rules(temperature, found)
-        self._show_positions(temperature, found)
+            self._show_rules(temperature, cells)
+        self._show_positions(temperature, cells)
         return {
-            "cells": {name: self._json(each, base) for name, each in found.items()},
+            "cells": {name: self._json(series, base) for name, series in cells.items()},
             "best_fixed": best,
-            "auto_over_plain": found[self._named(MODEL, AUTO)].ratio(base).as_dict(),
-            "auto_over_best_fixed": found[self._named(MODEL, AUTO)]
-            .ratio(found[self._named(MODEL, best)])
+            "auto_over_plain": cells[self._named(MODEL, AUTO)].ratio(base).as_dict(),
+            "auto_over_best_fixed": cells[self._named(MODEL, AUTO)]
+            .ratio(cells[self._named(MODEL, best)])
             .as_dict(),
         }
 
@@ -139,7 +139,7 @@ class Cells:
             makers[self._named(name, AUTO)] = cell(drafter, AUTO)
         makers[NEW] = _new_for_each_prompt(cell(self._drafters[MODEL], AUTO))
         makers[COLD] = _without_profile(makers[NEW])
-        if temperature > 0:  # at temperature 0 all rules give the same
+        if temperature > 0:  # at temperature 0 all rules give the same text
             for rule in ("token", "block"):
                 makers[self._ruled(rule)] = cell(self._drafters[MODEL], self._k, rule)
         return makers
@@ -150,32 +150,32 @@ class Cells:
 
     # -- tables ------------------------------------------------------------------------------------
 
-    def _caption(self, what: str, temperature: float) -> str:
+    def _caption(self, subject: str, temperature: float) -> str:
         settings = self._settings
         return (
-            f"{what}, T = {temperature:g}. {self._title}: {settings.threads} threads, "
+            f"{subject}, T = {temperature:g}. {self._title}: {settings.threads} threads, "
             f"{len(self._prompts)} prompts x {settings.tokens} tokens, medians of {settings.runs} runs "
             f"(lowest to highest)"
         )
 
     def _show_drafters(
-        self, temperature: float, found: Mapping[str, Series], step_s: float
+        self, temperature: float, cells: Mapping[str, Series], step_s: float
     ) -> None:
-        base = found[PLAIN]
+        base = cells[PLAIN]
         names = [PLAIN]
         for drafter in self._drafters:
             names += [self._named(drafter, self._k), self._named(drafter, AUTO)]
         names += [NEW, COLD]
         rows = []
         for name in names:
-            each, stats = found[name], found[name].stats
-            seconds = each.total.seconds
-            same, compared = each.same_texts(base)
+            series, stats = cells[name], cells[name].stats
+            seconds = series.total.seconds
+            same, compared = series.same_texts(base)
             rows.append(
                 (
                     name,
-                    pm(each.rate, 0),
-                    "1" if name == PLAIN else pm(each.ratio(base)),
+                    pm(series.rate, 0),
+                    "1" if name == PLAIN else pm(series.ratio(base)),
                     percent(stats.draft_acceptance_rate),
                     number(stats.mean_acceptance_length),
                     number(stats.draft_step_s / step_s),
@@ -195,32 +195,32 @@ class Cells:
     def _show_sweep(
         self,
         temperature: float,
-        found: Mapping[str, Series],
+        cells: Mapping[str, Series],
         step_s: float,
         v: Mapping[int, float],
     ) -> int:
-        base = found[PLAIN]
+        base = cells[PLAIN]
         lengths = range(1, self._longest + 1)
-        best = max(lengths, key=lambda k: found[self._named(MODEL, k)].ratio(base).median)
-        auto = found[self._named(MODEL, AUTO)]
+        best = max(lengths, key=lambda k: cells[self._named(MODEL, k)].ratio(base).median)
+        auto = cells[self._named(MODEL, AUTO)]
         rows = []
         for k in lengths:
-            each = found[self._named(MODEL, k)]
-            stats = each.stats
+            series = cells[self._named(MODEL, k)]
+            stats = series.stats
             a, c = stats.alpha_hat, stats.draft_step_s / step_s
             known = not math.isnan(a + c)
             rows.append(
                 (
                     f"{k}{' (best)' if k == best else ''}",
-                    pm(each.rate, 0),
-                    pm(each.ratio(base)),
+                    pm(series.rate, 0),
+                    pm(series.ratio(base)),
                     number(theory.speedup(a, k, c, v[k + 1]) if known else math.nan),
                     percent(stats.draft_acceptance_rate),
                     number(stats.mean_acceptance_length),
                     number(a),
                     number(c),
                     number(v[k + 1]),
-                    pm(auto.ratio(each)),
+                    pm(auto.ratio(series)),
                 )
             )
         mean = auto.stats.num_draft_tokens / max(1, auto.stats.num_drafts)
@@ -239,38 +239,38 @@ class Cells:
         table(self._caption("Draft lengths, draft model", temperature), columns, rows)
         return best
 
-    def _show_rules(self, temperature: float, found: Mapping[str, Series]) -> None:
-        base = found[PLAIN]
+    def _show_rules(self, temperature: float, cells: Mapping[str, Series]) -> None:
+        base = cells[PLAIN]
         rows = []
         for rule in ("seeded", "token", "block"):
-            each = found[self._ruled(rule)]
+            series = cells[self._ruled(rule)]
             rows.append(
                 (
                     rule,
-                    pm(each.rate, 0),
-                    pm(each.ratio(base)),
-                    percent(each.stats.draft_acceptance_rate),
-                    number(each.stats.mean_acceptance_length),
+                    pm(series.rate, 0),
+                    pm(series.ratio(base)),
+                    percent(series.stats.draft_acceptance_rate),
+                    number(series.stats.mean_acceptance_length),
                 )
             )
         columns = ("rule", "tokens/s", "x plain", "accepted / drafted", "tokens a round")
         table(self._caption(f"Rules, draft model, {self._k} drafted", temperature), columns, rows)
 
-    def _show_positions(self, temperature: float, found: Mapping[str, Series]) -> None:
+    def _show_positions(self, temperature: float, cells: Mapping[str, Series]) -> None:
         names = [self._named(MODEL, self._longest)]
         names += [self._named(drafter, self._k) for drafter in self._drafters if drafter != MODEL]
         rows = []
         for name in names:
-            rates = [number(rate) for rate in found[name].stats.conditional_rates_per_pos]
+            rates = [number(rate) for rate in cells[name].stats.conditional_rates_per_pos]
             rates += ["-"] * self._longest
             rows.append((name, *rates[: self._longest]))
         columns = ("drafter, length", *map(str, range(1, self._longest + 1)))
-        caption = "Acceptance rate of the token at a position, when it was tested"
+        caption = "Acceptance rate of the tokens that were tested at each position"
         table(self._caption(caption, temperature), columns, rows)
 
-    def _json(self, each: Series, base: Series) -> dict[str, object]:
-        same, compared = each.same_texts(base)
-        return {**series_json(each, base), "same_text": same, "compared_text": compared}
+    def _json(self, series: Series, base: Series) -> dict[str, object]:
+        same, compared = series.same_texts(base)
+        return {**series_json(series, base), "same_text": same, "compared_text": compared}
 
 
 def _new_for_each_prompt(maker: Maker) -> Maker:

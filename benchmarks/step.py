@@ -1,15 +1,16 @@
-"""What a step costs besides llama.cpp's own calls: part by part, by folder, and as a context grows.
+"""The cost of a step besides llama.cpp's own calls: by part, by folder, and as a context grows.
 
     python -m benchmarks.step [--only plain drafted folders growth]
 
-plain, drafted: the same texts in loops that do more and more of a step: from ``llama_decode`` alone, the
-floor, to ``Branch.generate``, or to a drafter whose drafts of four tokens follow one another through a
-text, as if one or two of each were accepted. The loops take turns, and each part is the difference of two
-of them within a run; the parts of a plain step are also timed alone, again and again on the same row.
-folders: in which folder (``--modules``: file) of the package the time outside ``llama_decode`` is spent,
-by a profiler. It slows Python down, so it only divides what a timed run has spent there.
-growth: steps and forks with 256 to 32,768 cells and 1 to 64 branches. No part of this library should grow
-faster than that of llama.cpp: the last column is the growth of ours over the growth of theirs.
+plain, drafted: loops that do more and more of a step, with the same texts. The first one only calls
+``llama_decode``. The last one is ``Branch.generate``, or a drafter whose drafts of four tokens move
+through a text as if one or two tokens of each were accepted. The loops take turns. The time of a part is
+the difference of two loops within a run. The parts of a plain step are also timed alone, again and again
+on the same row.
+folders: the time outside ``llama_decode`` by folder of the package (``--modules``: by file). A profiler
+slows Python down, so it only gives the shares. The total is that of a timed run.
+growth: steps and forks with 256 to 32,768 cells and 1 to 64 branches. The time of this library
+should not grow faster than llama.cpp's. The last column is the growth of ours over the growth of theirs.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def main() -> None:
     args = described.parse_args()
     results: dict[str, object] = {}
     programs = {"plain": plain, "drafted": drafted, "folders": folders, "growth": growth}
-    # What each generates of a prompt, unless it is given; a draft needs room for some.
+    # The default numbers of tokens; drafts need a text that is long enough.
     tokens = {"plain": 150, "drafted": 100, "folders": 400, "growth": 64}
     for name in args.only:
         args.defaults["tokens"] = tokens[name]
@@ -79,7 +80,7 @@ DECODE = "llama_decode"
 def ladder(
     caption: str, loops: Mapping[str, Callable[[int], Timing]], runs: int, n_items: int
 ) -> dict[str, object]:
-    """Time the loops in turn, print what each takes more than the one before, return it for JSON."""
+    """Time the loops in turn, print how much more each takes than the one before, return the figures."""
 
     def maker(loop: Callable[[int], Timing]) -> Callable[[int], Callable[[int], Timing]]:
         return lambda run: loop
@@ -91,20 +92,20 @@ def ladder(
     )
     rungs = list(series.values())
     rows = []
-    for i, (name, found) in enumerate(series.items()):
-        seconds = Spread.of([1.0 / rate for rate in found.rates])
-        pairs = zip(found.rates, rungs[i - 1].rates, strict=True) if i else ()
+    for i, (name, rung) in enumerate(series.items()):
+        seconds = Spread.of([1.0 / rate for rate in rung.rates])
+        pairs = zip(rung.rates, rungs[i - 1].rates, strict=True) if i else ()
         added = Spread.of([1e6 * (1.0 / after - 1.0 / before) for after, before in pairs])
-        speed = percent(rungs[0].rate.median and found.ratio(rungs[0]).median)
+        speed = percent(rungs[0].rate.median and rung.ratio(rungs[0]).median)
         rows.append((name, number(1e6 * seconds.median, 1), pm(added, 1), speed))
     caption += f", {n_items} prompts, medians of {runs} runs"
     table(caption, ("what is done", "µs a token", "more than before", "speed"), rows)
-    return {name: series_json(found, rungs[0]) for name, found in series.items()}
+    return {name: series_json(rung, rungs[0]) for name, rung in series.items()}
 
 
 # -- a plain step ----------------------------------------------------------------------------------
 
-Loop = Callable[[lb.Branch, int], int]  # decodes that many tokens, returns how many it did
+Loop = Callable[[lb.Branch, int], int]  # decodes at most that many tokens, returns how many
 
 
 def plain(settings: Settings, args: argparse.Namespace) -> dict[str, object]:
@@ -139,7 +140,7 @@ def _plain(ctx: lb.Context, temperature: float, settings: Settings) -> dict[str,
             lambda branch, n: sum(1 for _ in branch.generate(n))
         ),
     }
-    found = ladder(
+    rungs = ladder(
         f"A step of {title(ctx.model)}, T = {temperature:g}: {settings.threads} threads, "
         f"{settings.tokens} tokens",
         {name: timed(loop) for name, loop in loops.items()},
@@ -152,7 +153,7 @@ def _plain(ctx: lb.Context, temperature: float, settings: Settings) -> dict[str,
         ("part", "µs"),
         [(name, number(1e6 * spread.median, 1)) for name, spread in alone.items()],
     )
-    return {"ladder": found, "alone_s": {name: spread.as_dict() for name, spread in alone.items()}}
+    return {"ladder": rungs, "alone_s": {name: spread.as_dict() for name, spread in alone.items()}}
 
 
 def _decode(branch: lb.Branch, n: int) -> int:
@@ -164,7 +165,7 @@ def _decode(branch: lb.Branch, n: int) -> int:
         handle.seqs[0], handle.wants_logits[0] = seq_id, 1
         if handle.decode(1):
             raise SystemExit("llama_decode failed")
-    handle.remove(seq_id, start, -1)  # the branch's books know nothing of them
+    handle.remove(seq_id, start, -1)  # the branch has not recorded these tokens
     return n
 
 
@@ -178,7 +179,7 @@ def _fused(branch: lb.Branch, n: int, *, measured: bool) -> int:
     for position in range(start, start + n):
         if stepper.step(token, position, seq_id, sampler, branch.seed, DRAW, measured):
             raise SystemExit("llama_decode failed")
-        token = max(0, sampler.choice.token)  # -1: Python would have decided; the time is the same
+        token = max(0, sampler.choice.token)  # -1: NumPy would decide; the time is the same
     handle.remove(seq_id, start, -1)
     return n
 
@@ -232,7 +233,7 @@ Drafter = lb.ModelDrafter | lb.EagleDrafter
 
 
 class Text(NamedTuple):
-    """A text, from the target, and what a head reads of it."""
+    """A text that the target generated, with the hidden states that a head reads."""
 
     branch: lb.Branch
     tokens: list[int]
@@ -240,7 +241,7 @@ class Text(NamedTuple):
     features: States
 
     def ends(self) -> Iterator[tuple[int, int]]:
-        """Yield how many tokens were read before each draft, and how many of the text it follows."""
+        """Yield two lengths for each draft: of the text read before, and of the text to continue."""
         at = self.n_prompt
         for n in cycle(NEW):
             if at + n > len(self.tokens):
@@ -281,7 +282,7 @@ def _drafted(
             return lambda item: _drafts(drafter, texts[item])
         return lambda item: _bare(drafter, texts[item], rung)
 
-    found = ladder(
+    results = ladder(
         f"A token drafted by {title(drafter.ctx.model)}, T = {t:g}: {settings.threads} threads, "
         f"{settings.tokens} tokens, drafts of {K}",
         {rung: timed(rung) for rung in rungs},
@@ -290,7 +291,7 @@ def _drafted(
     )
     for text in texts:
         text.branch.prune()
-    return found
+    return results
 
 
 def _text(ctx: lb.Context, prompt: str, params: lb.SamplingParams, n: int) -> Text:
@@ -301,11 +302,11 @@ def _text(ctx: lb.Context, prompt: str, params: lb.SamplingParams, n: int) -> Te
 
 
 def _bare(drafter: Drafter, text: Text, rung: str) -> Timing:
-    """Make llama.cpp's calls of the drafts and nothing else."""
+    """Make only those calls of llama.cpp that drafting needs."""
     ctx, ahead = drafter.ctx, int(isinstance(drafter, lb.EagleDrafter))
     handle: Any = ctx.decoder.handle
     tokens, n_embd = text.tokens, handle.n_embd
-    if ahead:  # any states do
+    if ahead:  # any states will do
         n = min(len(handle.states), len(text.features))
         handle.states[:n] = text.features[:n, :n_embd]
 
@@ -341,7 +342,7 @@ def _bare(drafter: Drafter, text: Text, rung: str) -> Timing:
 
 
 def _drafts(drafter: Drafter, text: Text) -> Timing:
-    """Draft."""
+    """Draft with the drafter itself."""
     state = drafter.start(text.branch.sequence, "seeded")
     state.propose(text.tokens[: text.n_prompt], FixedLength(1), 1)
     state.observe(text.n_prompt)
@@ -361,7 +362,7 @@ OTHER = "NumPy, standard library"
 CLOCK = "bench/"  # the clock's own time, no part of a generation
 
 Work = Callable[[], int]  # generates, and returns the number of tokens
-Start = Callable[[ExitStack], Work]  # reads the prompt; what is open is closed by the stack
+Start = Callable[[ExitStack], Work]  # reads the prompt; the stack closes what it opens
 
 
 @dataclass(frozen=True)
@@ -374,7 +375,7 @@ class Times:
 
     @property
     def ours(self) -> float:
-        """Seconds a token outside ``llama_decode``."""
+        """Seconds per token outside ``llama_decode``."""
         return self.total - self.parts[DECODE]
 
     def as_dict(self) -> dict[str, object]:
@@ -447,11 +448,11 @@ def measure(
         with profile:
             work()
         profiled_decode = decode_s() - before
-    found = seconds_by_part(profile, by_module=by_module)
+    seconds = seconds_by_part(profile, by_module=by_module)
     inside = "native/context.py" if by_module else "native/"  # the caller of llama_decode
-    found[inside] = max(0.0, found[inside] - profiled_decode)
-    scale = (total - decode) / sum(found.values())
-    parts = {part: seconds * scale / n_tokens for part, seconds in found.items()}
+    seconds[inside] = max(0.0, seconds[inside] - profiled_decode)
+    scale = (total - decode) / sum(seconds.values())
+    parts = {part: seconds * scale / n_tokens for part, seconds in seconds.items()}
     return Times({DECODE: decode / n_tokens, **parts}, total / n_tokens, n_tokens)
 
 
@@ -461,21 +462,21 @@ def seconds_by_part(profile: cProfile.Profile, *, by_module: bool = False) -> di
     A function outside the package counts for the part that called it; one that was called by another
     function outside the package counts as ``OTHER``.
     """
-    found: dict[str, float] = {}
+    by_part: dict[str, float] = {}
     for entry in profile.getstats():
         caller = _part(entry.code, by_module)
         if caller is not None:
-            found[caller] = found.get(caller, 0.0) + entry.inlinetime
+            by_part[caller] = by_part.get(caller, 0.0) + entry.inlinetime
         for call in entry.calls or ():
             if _part(call.code, by_module) is None:
                 part = caller or OTHER
-                found[part] = found.get(part, 0.0) + call.inlinetime
-    return {part: seconds for part, seconds in found.items() if not part.startswith(CLOCK)}
+                by_part[part] = by_part.get(part, 0.0) + call.inlinetime
+    return {part: seconds for part, seconds in by_part.items() if not part.startswith(CLOCK)}
 
 
 def _part(code: CodeType | str, by_module: bool) -> str | None:
-    """Return the folder or module of the package that ``code`` is of, None for other code."""
-    if isinstance(code, str):  # of a builtin function: its name
+    """Return the folder or module of the package that ``code`` belongs to; None for other code."""
+    if isinstance(code, str):  # the name of a builtin function
         return None
     try:
         path = Path(code.co_filename).relative_to(PACKAGE)
@@ -486,7 +487,7 @@ def _part(code: CodeType | str, by_module: bool) -> str | None:
 
 @contextmanager
 def _clock(contexts: Sequence[lb.Context]) -> Iterator[Callable[[], float]]:
-    """Give a function that returns the seconds spent inside ``llama_decode`` so far."""
+    """Yield a function that returns the seconds spent inside ``llama_decode`` so far."""
     with ExitStack() as stack:
         clocks = [stack.enter_context(DecodeClock(ctx)) for ctx in contexts]
         yield lambda: sum(clock.seconds for clock in clocks)
@@ -524,11 +525,11 @@ class Part:
         return {"llama_cpp_s": self.theirs.as_dict(), "ours_s": self.ours.as_dict()}
 
 
-Found = Mapping[int, Mapping[str, Part]]  # at each size, each kind of work
+BySize = Mapping[int, Mapping[str, Part]]  # at each size, each kind of work
 
 
 def growth(settings: Settings, args: argparse.Namespace) -> dict[str, object]:
-    """Measure the draft model, where 32,768 cells are filled soonest and our share is largest."""
+    """Measure the draft model: it fills 32,768 cells soonest, and our share is largest."""
     quick, n = settings.quick, settings.tokens
     cells = sorted(args.cells or ([64, 128] if quick else [256 << i for i in range(8)]))
     branches = sorted(args.branches or ([1, 2] if quick else [1 << i for i in range(7)]))
@@ -538,22 +539,24 @@ def growth(settings: Settings, args: argparse.Namespace) -> dict[str, object]:
     results: dict[str, object] = {}
     with settings.context(settings.draft, n_ctx=max(cells) + SPARE, n_seq_max=n_seq_max) as ctx:
         about = f"{title(ctx.model)}: {settings.threads} threads, medians of {n}"
-        for what, found in (
+        for dimension, measured in (
             ("cells", _by_cells(ctx, cells, n)),
             ("branches", _by_branches(ctx, branches, n)),
         ):
-            caption = f"As the {'context grows' if what == 'cells' else 'branches grow'}, {about}"
-            _show_growth(caption, what, found)
-            _plot(folder / f"growth-{what}.png", caption, what, found)
-            results[what] = {
+            caption = (
+                f"As the {'context grows' if dimension == 'cells' else 'branches grow'}, {about}"
+            )
+            _show_growth(caption, dimension, measured)
+            _plot(folder / f"growth-{dimension}.png", caption, dimension, measured)
+            results[dimension] = {
                 str(size): {kind: part.as_dict() for kind, part in parts.items()}
-                for size, parts in found.items()
+                for size, parts in measured.items()
             }
     return results
 
 
-def _by_cells(ctx: lb.Context, cells: Sequence[int], n: int) -> Found:
-    found = {}
+def _by_cells(ctx: lb.Context, cells: Sequence[int], n: int) -> BySize:
+    measured = {}
     text = long_prompt(ctx, max(cells))
     sampling = lb.SamplingParams(temperature=0.8, seed=1)
     with lb.Branch.start(ctx, text[: cells[0]], sampling=sampling) as root:
@@ -567,22 +570,22 @@ def _by_cells(ctx: lb.Context, cells: Sequence[int], n: int) -> Found:
             parts[JOINT] = _clocked_steps(ctx, _joint(ctx, children), max(1, n // 2))
             for child in children:
                 child.prune()
-            found[size] = parts
-    return found
+            measured[size] = parts
+    return measured
 
 
-def _by_branches(ctx: lb.Context, branches: Sequence[int], n: int) -> Found:
-    found = {}
+def _by_branches(ctx: lb.Context, branches: Sequence[int], n: int) -> BySize:
+    measured = {}
     sampling = lb.SamplingParams(temperature=0.8, seed=1)
     for size in branches:
         with lb.Branch.start(ctx, long_prompt(ctx, BRANCH_CELLS), sampling=sampling) as root:
             children = root.fork_many(size)
-            found[size] = {
+            measured[size] = {
                 FORK_OF: _forks(ctx, root, n),
                 # As many rounds as the spare cells allow.
                 JOINT_OF: _clocked_steps(ctx, _joint(ctx, children), min(n, SPARE // size // 2)),
             }
-    return found
+    return measured
 
 
 def _alone(branch: lb.Branch) -> Callable[[], object]:
@@ -620,21 +623,21 @@ def _timed(
     return Part(Spread.of(theirs), Spread.of(ours))
 
 
-def _growth(found: Found, kind: str, size: int) -> tuple[float, float]:
-    """Return the times of theirs and ours, divided by those of the first size."""
-    first, now = found[min(found)][kind], found[size][kind]
+def _growth(measured: BySize, kind: str, size: int) -> tuple[float, float]:
+    """Return llama.cpp's time and ours, each divided by that of the first size."""
+    first, now = measured[min(measured)][kind], measured[size][kind]
     return now.theirs.median / first.theirs.median, now.ours.median / first.ours.median
 
 
-def _kinds(found: Found) -> list[str]:
-    return list(found[min(found)])
+def _kinds(measured: BySize) -> list[str]:
+    return list(measured[min(measured)])
 
 
-def _show_growth(caption: str, what: str, found: Found) -> None:
+def _show_growth(caption: str, dimension: str, measured: BySize) -> None:
     rows = []
-    for kind in _kinds(found):
-        for size, parts in found.items():
-            theirs, ours = _growth(found, kind, size)
+    for kind in _kinds(measured):
+        for size, parts in measured.items():
+            theirs, ours = _growth(measured, kind, size)
             rows.append(
                 (
                     kind,
@@ -647,23 +650,23 @@ def _show_growth(caption: str, what: str, found: Found) -> None:
                 )
             )
     columns = (
-        "", what, "llama.cpp, µs", "ours, µs", "llama.cpp, times the first", "ours, times the first",
+        "", dimension, "llama.cpp, µs", "ours, µs", "llama.cpp, times the first", "ours, times the first",
         "ours over theirs",
     )  # fmt: skip
     table(caption, columns, rows)
 
 
-def _plot(path: Path, caption: str, what: str, found: Found) -> None:
+def _plot(path: Path, caption: str, dimension: str, measured: BySize) -> None:
     curves = []
-    sizes = list(found)
-    for colour, kind in enumerate(_kinds(found)):
+    sizes = list(measured)
+    for colour, kind in enumerate(_kinds(measured)):
         for whose in ("llama.cpp", "ours"):
-            parts = [found[size][kind] for size in sizes]
+            parts = [measured[size][kind] for size in sizes]
             spreads = [part.theirs if whose == "llama.cpp" else part.ours for part in parts]
             y = [1e6 * spread.median for spread in spreads]
             label, dashed = f"{kind}, {whose}", whose == "llama.cpp"
             curves.append(Curve(label, sizes, y, computed=dashed, colour=colour))
-    save_plot(path, caption, (what, "µs"), curves, log=True)
+    save_plot(path, caption, (dimension, "µs"), curves, log=True)
 
 
 # -- one number, for other programs ----------------------------------------------------------------

@@ -1,10 +1,10 @@
-"""Structured output: what a mask costs, extraction plain and drafted, what of real schemas is accepted.
+"""Structured output: the cost of a mask, extraction with and without drafts, accepted real schemas.
 
     python -m benchmarks.structured --target MODEL.gguf --threads 1
 
-The text is JSON under one schema of eight fields, from ten short documents. Compared in turns: free text,
-JSON plain, drafted by the grammar, by grammar and copies, under "auto" and with a fixed length, and
-llama-server with the same schema. Drafted JSON must be the plain one wherever drafts are exact.
+The text is JSON under one schema of eight fields, from ten short documents. These take turns: free
+text, plain JSON, JSON drafted by the grammar, JSON drafted by the grammar and copies (length "auto" and
+fixed), and llama-server with the same schema. Where drafts are exact, drafted JSON must be the plain one.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def main() -> None:
 def _draws(settings: Settings) -> dict[str, object]:
     """Compare the draw of a token with and without a grammar, for vocabularies of three sizes."""
     rows: list[tuple[str, ...]] = []
-    found: dict[str, object] = {}
+    results: dict[str, object] = {}
     grammar = lb.Grammar.from_json_schema(SCHEMA)
     for n_vocab in VOCABULARIES[: 1 if settings.quick else None]:
         path = cached_wide(settings.cache, n_vocab)
@@ -109,17 +109,17 @@ def _draws(settings: Settings) -> dict[str, object]:
             first_s = perf_counter() - start
             for temperature in settings.temperatures:
                 params = lb.SamplingParams(temperature=temperature, seed=1)
-                free, masked = (_draw_s(model, params, given) for given in (None, grammar))
+                free, masked = (_draw_s(model, params, g) for g in (None, grammar))
                 more = 1e3 * (masked.median - free.median)
                 name = f"{n_vocab:,} tokens, T = {temperature:g}"
-                medians = (number(1e3 * each.median, 3) for each in (free, masked))
+                medians = (number(1e3 * spread.median, 3) for spread in (free, masked))
                 rows.append((name, *medians, number(more, 3), number(first_s, 2)))
-                found[name] = {
+                results[name] = {
                     "free_s": free.as_dict(), "masked_s": masked.as_dict(), "tokenizer_s": first_s,
                 }  # fmt: skip
     columns = ("", "free, ms", "masked, ms", "difference, ms", "first use of a model, s")
     table("A draw from a row of logits, and the token accepted", columns, rows)
-    return found
+    return results
 
 
 def _draw_s(model: lb.Model, params: lb.SamplingParams, grammar: lb.Grammar | None) -> Spread:
@@ -154,14 +154,19 @@ def _extraction(settings: Settings, ctx: lb.Context, temperature: float) -> dict
         def generate(i: int) -> Timing:
             params = lb.SamplingParams(temperature=temperature, seed=i)
             under = None if name == "free text" else grammar
-            found = speculator.generate(
+            generation = speculator.generate(
                 prompts[i], sampling=params, grammar=under, max_tokens=settings.tokens
             ).finish()
-            if run == settings.runs - 1:  # when its times and acceptance are known
-                decodes.setdefault(name, []).append(found.stats.target_forward_passes)
-                if under is not None and found.finish_reason == "stop":
-                    parsed.setdefault(name, []).append(grammar.parse(found.text))
-            return Timing(len(found.tokens), found.elapsed_s, tuple(found.tokens), found.stats)
+            if run == settings.runs - 1:  # by then its times and acceptance are known
+                decodes.setdefault(name, []).append(generation.stats.target_forward_passes)
+                if under is not None and generation.finish_reason == "stop":
+                    parsed.setdefault(name, []).append(grammar.parse(generation.text))
+            return Timing(
+                len(generation.tokens),
+                generation.elapsed_s,
+                tuple(generation.tokens),
+                generation.stats,
+            )
 
         return generate
 
@@ -187,23 +192,24 @@ def _extraction(settings: Settings, ctx: lb.Context, temperature: float) -> dict
             server.close()
     plain = series["plain"]
     rows: list[tuple[str, ...]] = []
-    found: dict[str, object] = {}
-    for name, each in series.items():
-        same, n = each.same_texts(plain) if name in DRAFTERS else (0, 0)
-        its = sum(decodes.get(name, []))
-        ratio = each.ratio(plain)
+    results: dict[str, object] = {}
+    for name, one_series in series.items():
+        same, n = one_series.same_texts(plain) if name in DRAFTERS else (0, 0)
+        n_decodes = sum(decodes.get(name, []))
+        ratio = one_series.ratio(plain)
         rows.append((
-            name, pm(each.rate, 1), pm(ratio), str(its) if its else "-", f"{same}/{n}" if n else "-",
+            name, pm(one_series.rate, 1), pm(ratio), str(n_decodes) if n_decodes else "-",
+            f"{same}/{n}" if n else "-",
             f"{len(parsed.get(name, []))}/{len(prompts)}" if name in DRAFTERS else "-",
         ))  # fmt: skip
-        found[name] = _json_of(each, plain) | {"decodes": its, "same": same, "of": n}
+        results[name] = _json_of(one_series, plain) | {"decodes": n_decodes, "same": same, "of": n}
     columns = ("", "tokens/s", "over plain JSON", "decodes", "same text", "complete")
     caption = (
         f"JSON of eight fields from {len(prompts)} texts, T = {temperature:g}, {title(ctx.model)}, "
         f"{settings.threads} threads; exact drafts: {ctx.capabilities.batch_invariant}"
     )
     table(caption, columns, rows)
-    return found
+    return results
 
 
 def _json_of(series: Series, base: Series) -> dict[str, object]:
@@ -227,7 +233,7 @@ def _server(settings: Settings, ctx: lb.Context) -> LlamaServer | None:
 
 
 def _compile_all(schemas: list[object]) -> dict[str, object]:
-    """Compile every schema of a list; count what is refused, by reason."""
+    """Compile every schema of a list; count the refused ones by reason."""
     seconds: list[float] = []
     refused: dict[str, int] = {}
     for schema in schemas:

@@ -1,10 +1,11 @@
-"""Five tasks on a real model: drafts that are copied, with no draft model, against plain decoding.
+"""Five tasks on a real model: copied drafts, without a draft model, compared with plain decoding.
 
     python -m benchmarks.tasks --target smollm2-135m:BF16 [--peers-bin FOLDER]
 
-For each task the same text is decoded plainly, with suffix drafts under "auto" and of each fixed length,
+For each task the same text is decoded plainly, with suffix drafts (length "auto" and each fixed length),
 and by llama-lookup. A text ends where the model ends it, or after --tokens. The targets smollm2-135m,
-:Q8_0, :BF16 and :Q4_0 are one model. `benchmarks.serve --only load` takes them too, for 1 to 16 clients.
+smollm2-135m:Q8_0, :BF16 and :Q4_0 are one model in several types. `benchmarks.serve --only load` takes
+them too, for 1 to 16 clients.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def _measure(
 
     def drafting(k: int | str) -> Maker:
         def suffix() -> lb.Drafter:
-            return lb.SuffixDrafter(shared_tokens=0)  # a later run copies nothing of an earlier one
+            return lb.SuffixDrafter(shared_tokens=0)  # a run copies nothing from an earlier one
 
         return speculative(ctx, prompts, n, sampling, suffix, lb.SpeculativeConfig(draft_k=k))
 
@@ -71,15 +72,19 @@ def _measure(
     makers |= {f"fixed {k}": drafting(k) for k in lengths}
     if tools is not None:
         makers[LOOKUP] = _lookup(tools, ctx, name, n, max(lengths), temperature)
-    found = interleave(makers, n_runs=settings.runs, n_items=1)
-    _show(name, ctx, settings, temperature, found)
-    best = max((f"fixed {k}" for k in lengths), key=lambda each: found[each].rate.median)
+    compared = interleave(makers, n_runs=settings.runs, n_items=1)
+    _show(name, ctx, settings, temperature, compared)
+    best = max((f"fixed {k}" for k in lengths), key=lambda name: compared[name].rate.median)
     over = {
-        other: found[AUTO].ratio(found[other]) for other in (PLAIN, best, LOOKUP) if other in found
+        other: compared[AUTO].ratio(compared[other])
+        for other in (PLAIN, best, LOOKUP)
+        if other in compared
     }
     table(f"{name}: auto over", tuple(over), [tuple(pm(ratio) for ratio in over.values())])
     return {
-        "compared": {key: series_json(each, found[PLAIN]) for key, each in found.items()},
+        "compared": {
+            key: series_json(one_series, compared[PLAIN]) for key, one_series in compared.items()
+        },
         "best_fixed": best,
         "auto_over": {key: ratio.as_dict() for key, ratio in over.items()},
     }
@@ -104,17 +109,17 @@ def _show(
     ctx: lb.Context,
     settings: Settings,
     temperature: float,
-    found: Mapping[str, Series],
+    compared: Mapping[str, Series],
 ) -> None:
     rows = []
-    for key, each in found.items():
-        stats = each.stats
-        same, of = each.same_texts(found[PLAIN])
+    for key, one_series in compared.items():
+        stats = one_series.stats
+        same, of = one_series.same_texts(compared[PLAIN])
         rows.append(
             (
                 key,
-                pm(each.rate, 1),
-                pm(each.ratio(found[PLAIN])),
+                pm(one_series.rate, 1),
+                pm(one_series.ratio(compared[PLAIN])),
                 percent(stats.draft_acceptance_rate),
                 number(stats.mean_acceptance_length),
                 f"{same} of {of}" if of else "-",

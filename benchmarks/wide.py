@@ -1,4 +1,4 @@
-"""A model with a large vocabulary and almost no layers: what a token costs besides the layers."""
+"""A model with a large vocabulary and almost no layers, to measure a token's cost besides the layers."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def make_wide(path: Path, n_vocab: int, seed: int = 1) -> Path:
 
 
 def cached_wide(folder: Path, n_vocab: int) -> Path:
-    """Return the model with that many tokens in ``folder``, which is written if it is not there."""
+    """Return the path of the model with ``n_vocab`` tokens in ``folder``; write it if it is missing."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"wide-{n_vocab}.gguf"
     return path if path.exists() else make_wide(path, n_vocab)

@@ -27,6 +27,11 @@ def find(word: str) -> str:
     return "\n".join(lines) or "no line holds it"
 
 
+def answer(report: lb.agents.Report[Finding]) -> object:
+    """Return the answer, or why there is none: a small model may write until its tokens are used up."""
+    return report.parsed_or(f"no answer: it ended with {report.finish_reason!r}")
+
+
 def main() -> None:
     name = sys.argv[1] if sys.argv[1:] else lb.hub.default_model()
     template = "chatml" if name == lb.hub.BUNDLED_TARGET else None  # the bundled model has none
@@ -39,10 +44,10 @@ def main() -> None:
         reports = reader.run(questions)
         for question, report in zip(questions, reports, strict=True):
             calls = " ".join(f"{call.name}({call.arguments})" for call in report.calls)
-            print(f"{question} {calls}\n  {report.parsed_or(report.finish_reason)}")
+            print(f"{question} {calls}\n  {answer(report)}")
         notes = "\n".join(report.text for report in reports)
         summary = reader.run(f"Summarise these notes:\n{notes}")  # the contract is not read again
-        print(f"\n{summary.parsed_or(summary.finish_reason)}")
+        print(f"\nSummary\n  {answer(summary)}\n")
         stats = [report.stats for report in (*reports, summary)]
         print(f"Tokens of all prompts: {sum(s.evaluated + s.cached for s in stats)}")
         print(f"Read: {sum(s.evaluated for s in stats)}")

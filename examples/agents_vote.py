@@ -37,13 +37,15 @@ async def solve(ctx: lb.Context) -> None:
         )  # fmt: skip
         question = "A train goes 2 km in a minute. How many minutes does it take for 90 km?"
         report = await solver.arun(question, n=5)  # five forks with different seeds
-        votes = Counter(each.parsed_or(None) for each in report.choices)
+        votes = Counter(choice.parsed_or(None) for choice in report.choices)
         for answer, n in votes.most_common():
-            print(f"{n} of 5: {answer}")
-        print(f"Tokens read: {sum(each.stats.evaluated for each in report.choices)}")
+            print(f"{n} of 5: {answer or 'no answer'}")
+        print(f"Tokens read: {sum(choice.stats.evaluated for choice in report.choices)}")
         async for step in solver.astream("And back?", after=report):  # continues the first sample
-            if step.kind in ("call", "result", "end"):
-                print(step.agent, step.kind, step.name, step.text)
+            if step.kind in ("call", "result"):
+                print(step.kind, step.name, step.text)
+            elif step.report is not None:
+                print(step.report.parsed_or(f"no answer: it ended with {step.text!r}"))
 
 
 def main() -> None:

@@ -23,11 +23,11 @@ def main() -> None:
         grammar = lb.Grammar.from_json_schema(SCHEMA)
         with lb.Branch.start(ctx, PROMPT, grammar=grammar, temperature=0.0) as branch:
             for beams in (1, 8):
-                found = search.beam_search(branch, beams, 60, n=beams, length_penalty=0.0)
-                print(f"{beams} beams, {found.stats.decodes} decodes:")
-                for hypothesis in found.hypotheses[:3]:
+                result = search.beam_search(branch, beams, 60, n=beams, length_penalty=0.0)
+                print(f"{beams} beams, {result.stats.decodes} decodes:")
+                for hypothesis in result.hypotheses[:3]:
                     print(f"  {hypothesis.logprob:8.2f} nats  {json.loads(hypothesis.text)}")
-        best = math.exp(found.best.logprob - found.hypotheses[-1].logprob)
+        best = math.exp(result.best.logprob - result.hypotheses[-1].logprob)
         print(f"The best of the last search is {best:.0f} times as probable as its worst.")
 
 

@@ -16,10 +16,10 @@ def examples(ctx: lb.Context, prompts: list[str]) -> tuple[np.ndarray, np.ndarra
     """Return the hidden states of generated tokens, and whether the next one ends a sentence."""
     states, ends = [], []
     for result in ctx.complete(prompts, n=3, max_tokens=150, seed=1):
-        for each in result.choices:
-            with lb.Branch.start(ctx, each.tokens) as branch:
+        for choice in result.choices:
+            with lb.Branch.start(ctx, choice.tokens) as branch:
                 states.append(branch.hidden_states(LAYER)[:-1])
-                ends += [ctx.detokenize([t]).endswith((".", "!", "?")) for t in each.tokens[1:]]
+                ends += [ctx.detokenize([t]).endswith((".", "!", "?")) for t in choice.tokens[1:]]
     return np.concatenate(states), np.array(ends)
 
 
@@ -38,8 +38,8 @@ def main() -> None:
     with lb.load() as ctx:
         probe = train(*examples(ctx, PROMPTS))
         states, ends = examples(ctx, HELD_OUT)
-        told = probe(states)
-        better = (told[ends][:, None] > told[~ends]).mean()
+        scores = probe(states)
+        better = (scores[ends][:, None] > scores[~ends]).mean()
         print(f"{len(ends)} tokens the probe has not seen, {ends.sum()} of them before an end")
         print(f"An end is ranked above another token: {100 * better:.1f} % of the time")
 
@@ -51,8 +51,8 @@ def main() -> None:
                 reader.append(text)
                 return float(probe(reader.hidden_state(LAYER)))
 
-            found = search.tree_search(branch, about_to_end, 24, step=2, max_tokens=10)
-            print(f"The princess{found.text} (an end comes next: {found.best.score:.2f})")
+            result = search.tree_search(branch, about_to_end, 24, step=2, max_tokens=10)
+            print(f"The princess{result.text} (an end comes next: {result.best.score:.2f})")
 
 
 if __name__ == "__main__":

@@ -20,12 +20,12 @@ def reward(text: str) -> float:
 
 def main() -> None:
     with lb.load(n_seq_max=33) as ctx, lb.Branch.start(ctx, PROMPT, seed=1) as branch:
-        found = search.tree_search(
+        result = search.tree_search(
             branch, reward, 1000, expand=moves, prior="uniform", enough=1.0, n=3
         )
-        print(f"{PROMPT}{found.text}\n")
-        print(f"Texts evaluated: {found.tree.n_visits}, of 10000 numbers")
-        print(f"Decodes: {found.stats.decodes}, each of all moves in a text")
+        print(f"{PROMPT}{result.text}\n")
+        print(f"Texts evaluated: {result.tree.n_visits}, of 10000 numbers")
+        print(f"Decodes: {result.stats.decodes}, each of all moves in a text")
 
         # The same tree, step by step: ask for texts, and tell their values.
         with search.TreeSearch(branch, moves, prior="uniform") as tree:

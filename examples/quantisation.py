@@ -31,13 +31,13 @@ def main() -> None:
                     base = perplexity(ctx, text, WINDOW, chunks=CHUNKS, save_to=logits)
                     print(f"{name}: {megabytes:.1f} MB, perplexity {base.value:.2f}, the base")
                     continue
-                found = divergence(ctx, logits).statistics
+                stats = divergence(ctx, logits).statistics
             print(
-                f"{name}: {megabytes:.1f} MB, perplexity {found.perplexity.value:.2f}, KL divergence "
-                f"{found.mean.value:.4f} ± {found.mean.stderr:.4f} nats, "
-                f"{found.same_top.value:.1%} the same most probable token"
+                f"{name}: {megabytes:.1f} MB, perplexity {stats.perplexity.value:.2f}, KL divergence "
+                f"{stats.mean.value:.4f} ± {stats.mean.stderr:.4f} nats, "
+                f"{stats.same_top.value:.1%} the same most probable token"
             )
-            if found.mean.value <= MOST_KL:
+            if stats.mean.value <= MOST_KL:
                 chosen = name
     print(f"Use {chosen}: the smallest with a mean KL divergence of at most {MOST_KL} nats.")
 

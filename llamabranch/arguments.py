@@ -104,10 +104,10 @@ def bounded(name: str, value: object, low: float, high: float) -> float:
     return number
 
 
-def nearest(text: str, names: Collection[str], what: str) -> str:
+def nearest(text: str, names: Collection[str], label: str) -> str:
     """Return a hint: the name that ``text`` is similar to, or all names."""
     close = difflib.get_close_matches(text, names, n=1)
-    return f"did you mean {close[0]}?" if close else f"{what}: {', '.join(names)}"
+    return f"did you mean {close[0]}?" if close else f"{label}: {', '.join(names)}"
 
 
 @contextmanager

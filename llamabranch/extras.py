@@ -10,12 +10,12 @@ from .errors import UnsupportedError
 __all__ = ["install_command", "require"]
 
 
-def require(extra: str, what: str, *modules: str) -> None:
+def require(extra: str, feature: str, *modules: str) -> None:
     """Check that the packages of an extra are installed, without importing them.
 
     Args:
         extra: its name, for example "serve".
-        what: the feature that needs it, as the subject of a sentence: "the server".
+        feature: what needs it, as the subject of a sentence: "the server".
         modules: the modules to look for, for example "starlette".
 
     Raises:
@@ -24,7 +24,7 @@ def require(extra: str, what: str, *modules: str) -> None:
     missing = [name for name in modules if not _is_installed(name)]
     if missing:
         raise UnsupportedError(
-            f"{what} needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} "
+            f"{feature} needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} "
             "not installed",
             hint=install_command(extra),
         )

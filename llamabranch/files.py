@@ -101,14 +101,14 @@ def sync(file: IO[bytes] | IO[str]) -> None:
 def _status(path: str | PathLike[str]) -> os.stat_result | None:
     """Return the status of a regular file, None if nothing is there."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except FileNotFoundError:
         return None
-    if stat.S_ISDIR(found.st_mode):
+    if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return found
+    return status
 
 
 def _sync_folder(folder: Path) -> None:

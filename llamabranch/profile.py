@@ -39,12 +39,12 @@ def is_off() -> bool:
 
 def profile_path() -> Path | None:
     """Return the path of the file, which need not exist; None if turned off, or if there is no home."""
-    given = os.environ.get(_VARIABLE)
-    if given in ("0", os.devnull):
+    value = os.environ.get(_VARIABLE)
+    if value in ("0", os.devnull):
         return None
     try:
-        if given:
-            return Path(given).expanduser()
+        if value:
+            return Path(value).expanduser()
         if sys.platform == "win32":
             base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
         else:
@@ -120,7 +120,7 @@ def _read(path: Path) -> dict[str, dict[str, object]]:
         stored = json.loads(read_small(path))
         if stored["version"] > _VERSION:
             raise OSError("a later version wrote it")
-        return {name: each for name, each in stored.items() if isinstance(each, dict)}
+        return {name: section for name, section in stored.items() if isinstance(section, dict)}
     except (FileNotFoundError, ValueError, RecursionError, TypeError, LookupError):
         return {}
 

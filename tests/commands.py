@@ -26,13 +26,13 @@ _THREADS = {"generate", "speculate", "chat", "search", "score", "eval", "bench",
 
 def run(*arguments: object, stdin: str | None = None, **environment: str) -> Result:
     """Run a command; ``environment`` is added to that of the process."""
-    given = list(map(str, arguments))
-    if given[:1] and given[0] in _THREADS and "-t" not in given:
-        given += ["-t", "1"]  # fastest for models this small
+    words = list(map(str, arguments))
+    if words[:1] and words[0] in _THREADS and "-t" not in words:
+        words += ["-t", "1"]  # fastest for models this small
     try:
-        return CliRunner().invoke(app, given, input=stdin, env=environment)
+        return CliRunner().invoke(app, words, input=stdin, env=environment)
     finally:
-        if "-v" in given:  # which shows llama.cpp's log for the rest of the process
+        if "-v" in words:  # -v shows llama.cpp's log for the rest of the process
             lb.set_log_level("none")
 
 
@@ -40,23 +40,23 @@ def answer(*arguments: object, stdin: str | None = None, **environment: str) -> 
     """Run a command that succeeds with ``--json``; return what it prints."""
     result = run(*arguments, "--json", stdin=stdin, **environment)
     assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
-    assert isinstance(found, dict)
-    return found
+    report = json.loads(result.stdout)
+    assert isinstance(report, dict)
+    return report
 
 
 def said_by(*arguments: object, **environment: str) -> str:
-    """Run a command; return what it said on standard error as one line."""
+    """Run a command; return its standard error as one line."""
     return " ".join(run(*arguments, **environment).stderr.replace("│", " ").split())
 
 
-def texts(found: dict[str, Any]) -> dict[str, str]:
+def texts(report: dict[str, Any]) -> dict[str, str]:
     """Return the texts in the answer of ``generate`` by their ids and samples."""
-    return {f"{record['id']}.{record['sample']}": record["text"] for record in found["results"]}
+    return {f"{record['id']}.{record['sample']}": record["text"] for record in report["results"]}
 
 
 def on_terminal(command: list[str], columns: int, **streams: int) -> tuple[str, bytes]:
-    """Run a program in a terminal, but for ``streams``; return what that shows, and the output."""
+    """Run a program in a terminal, except for ``streams``; return the terminal's text and the output."""
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     environment = {**os.environ, "TERM": "xterm-256color"}

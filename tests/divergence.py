@@ -1,8 +1,8 @@
 """Where two texts that should be equal first differ, and how near the draw was.
 
 In a context that is not batch-invariant, a token's logits depend slightly on the other tokens of its
-decode, which can change a token where the decision is close. How close it was is found by experiment: the
-real sampler is given logits that are moved further and further until it draws the other token.
+decode. That can change a token if the decision is close. An experiment shows how close it was: the real
+sampler gets logits that are moved further and further until it draws the other token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from llamabranch.sampling import Sampler
 __all__ = ["Divergence", "first_divergence"]
 
 Logits = npt.NDArray[np.float32]
-_MOVES = [2.0 ** (i / 4) for i in range(-80, 21)]  # that are tried, in logits
+_MOVES = [2.0 ** (i / 4) for i in range(-80, 21)]  # the moves that are tried, in logits
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Divergence:
 
     Attributes:
         position: the index of that token, from 0 = the first generated one.
-        tokens: what the two texts have there; None where one had ended.
-        gap: how far logits must move relative to each other for the other token to be drawn, a fifth too
-            much at most; infinite if no such move was found.
+        tokens: the tokens of the two texts there; None if a text had ended.
+        gap: how far logits must move relative to each other for the other token to be drawn; at most a
+            fifth too large, infinite if no such move was found.
     """
 
     position: int
@@ -52,14 +52,14 @@ def first_divergence(
 ) -> Divergence | None:
     """Return where ``left`` and ``right``, both generated after ``prompt``, differ; None if nowhere.
 
-    ``sampling`` and ``seed`` are those that both were drawn with, under the rule "seeded" (at
-    temperature 0 under any).
+    Both were drawn with ``sampling`` and ``seed``, under the rule "seeded" (at temperature 0 under any
+    rule).
     """
     pairs = enumerate(zip_longest(left, right))
-    found = next(((i, pair) for i, pair in pairs if pair[0] != pair[1]), None)
-    if found is None:
+    difference = next(((i, pair) for i, pair in pairs if pair[0] != pair[1]), None)
+    if difference is None:
         return None
-    same, tokens = found
+    same, tokens = difference
     sampler = Sampler(ctx.model, sampling).replay(list(prompt), list(left[:same]))
     with Branch.start(ctx, list(prompt), temperature=0.0) as branch:
         for token in left[:same]:  # one at a time, as plain decoding does
@@ -70,7 +70,7 @@ def first_divergence(
 
 
 def least_gap(sampler: Sampler, row: Logits, position: int, seed: int, token: int | None) -> float:
-    """Return how far logits must move for a token to be drawn; None: one that ends the text."""
+    """Return how far logits must move for a token to be drawn; None = a token that ends the text."""
     wanted = list(sampler.model.eog_tokens) if token is None else [token]
 
     def drawn(logits: Logits) -> int | None:
@@ -82,7 +82,7 @@ def least_gap(sampler: Sampler, row: Logits, position: int, seed: int, token: in
     before = drawn(row)
     if before in wanted or not wanted:
         return 0.0 if wanted else math.inf
-    raised = max(wanted, key=lambda each: float(row[each]))
+    raised = max(wanted, key=lambda t: float(row[t]))
     noise = gumbel_noise(seed, position, np.arange(len(row), dtype=np.int32))
     keys: Logits = (row / max(sampler.params.temperature, 1e-9) + noise).astype(np.float32)
     least = math.inf
@@ -96,8 +96,8 @@ def least_gap(sampler: Sampler, row: Logits, position: int, seed: int, token: in
 def _directions(row: Logits, keys: Logits, token: int, drawn: int | None) -> Iterator[Logits]:
     """Yield directions to move logits in, each by at most 1, that change a draw with the smallest moves.
 
-    ``token`` rises, or ``drawn`` sinks, relative to the other, to all others, or to the larger ones,
-    whose mass top-p counts, and whose places top-k.
+    ``token`` rises or ``drawn`` sinks, relative to the other one, to all others, or to the larger ones:
+    top-p counts their mass, and top-k their number.
     """
     is_token = np.arange(len(row)) == token
     rising = [is_token, is_token | (row < row[token]), keys <= keys[token]]

@@ -41,7 +41,7 @@ class Eager(SuffixDrafter):
 
 
 class Knowing(Drafter):
-    """A drafter that calls a function for what may follow a text, and has no state.
+    """A drafter without state. It calls a function for tokens that may follow a text.
 
     ``drafted(tokens, limit)`` returns at most ``limit`` tokens.
     """
@@ -55,7 +55,7 @@ class Knowing(Drafter):
         """Draft for any model."""
 
     def start(self, target: Any, rule: str) -> Any:
-        """Return itself: it is its own state."""
+        """Return itself, because it is its own state."""
         return self
 
     def fork(self, target: Any) -> Any:
@@ -63,13 +63,13 @@ class Knowing(Drafter):
         return self
 
     def observe(self, n_tokens: int) -> None:
-        """Forget nothing."""
+        """Do nothing: there is nothing to forget."""
 
     def close(self) -> None:
-        """Hold nothing."""
+        """Do nothing: there is nothing to close."""
 
     def propose(self, tokens: Sequence[int], length: Any, limit: int) -> Draft:
-        """Return what the function says."""
+        """Return the tokens of the function."""
         return Draft(self._drafted(tokens, min(limit, length.limit)))
 
 
@@ -90,6 +90,6 @@ def counting(ctx: Context) -> Iterator[list[int]]:
 
 
 def plain(ctx: Context, prompt: str | list[int], params: SamplingParams, n: int) -> list[Produced]:
-    """Return what plain decoding says, one decode a token, at most ``n`` tokens."""
+    """Return at most ``n`` tokens of plain decoding, with one decode per token."""
     with Branch.start(ctx, prompt, sampling=params) as branch:
         return list(branch.generate(n))

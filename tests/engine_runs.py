@@ -1,4 +1,4 @@
-"""What tests of the engine share: the text of a request alone, all events, and a small random model."""
+"""Shared by tests of the engine: the text of a request that runs alone, all events, a random model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROMPTS = ["Once upon a time", "The wolf", "In the forest there stood", "A king 
 
 
 def alone(ctx: Context, request: Request, result: Result) -> list[int]:
-    """Return the tokens of the request when nobody else is there."""
+    """Return the tokens of the request when it runs alone."""
     params = (request.sampling or SamplingParams()).replace(seed=result.seed)
     with Branch.start(ctx, request.prompt, sampling=params, grammar=request.grammar) as branch:
         return [t.token for t in branch.generate(request.max_tokens, request.stop)]
@@ -35,7 +35,7 @@ def results_of(events: list[Event]) -> dict[str, Result]:
 
 
 def assert_clean(ctx: Context) -> None:
-    """Nothing is left but what the prefix cache holds, which is cleared."""
+    """Assert that only the prefix cache has something left, and clear it."""
     usage = ctx.usage()
     assert (usage.cells_used, ctx.n_seq_free, usage.in_order) == (0, ctx.n_seq_max, True)
     if ctx.prefix_cache is not None:

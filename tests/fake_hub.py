@@ -24,7 +24,7 @@ TOKEN = "hf_" + "a" * 34
 
 
 def empty_caches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Have empty caches below ``folder`` and no packages, no token and no settings of downloads."""
+    """Set empty caches below ``folder``; remove packages, the token and settings of downloads."""
     for name in (
         *("HF_TOKEN", "HF_HUB_OFFLINE", "HUGGINGFACE_HUB_CACHE", "LLAMABRANCH_DOWNLOAD"),
         *("LLAMA_CACHE", "MODEL_ENDPOINT", "XDG_CACHE_HOME"),
@@ -47,8 +47,9 @@ def empty_caches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 class Fault:
     """A wrong answer: to ``api``, ``head`` or ``get`` requests, ``times`` times.
 
-    A ``status`` with an ``X-Error-Code``, an answer that is ``cut`` after so many bytes, one that is
-    whole but ``short``: half of the file, or one with ``wrong`` bytes: as many, one of them changed.
+    A ``status`` with an ``X-Error-Code``; an answer that is ``cut`` after so many bytes; a complete
+    answer that is ``short`` and has only half of the file; or one with ``wrong`` bytes, of which one is
+    changed.
     """
 
     where: str
@@ -69,7 +70,7 @@ class Repository:
     commit: str
     gated: bool = False
     private: bool = False
-    names: list[str] | None = None  # the listing, if it lies
+    names: list[str] | None = None  # a false listing, if there is one
 
 
 @dataclass
@@ -81,8 +82,8 @@ class FakeHub:
     repositories: dict[str, Repository] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
     requests: list[tuple[str, str, Mapping[str, str]]] = field(default_factory=list)
-    sent: int = 0  # bytes of files
-    gate: threading.Event | None = None  # a file's second half waits for it
+    sent: int = 0  # requests for bytes of files
+    gate: threading.Event | None = None  # the second half of a file waits for this
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, repository: str, files: dict[str, bytes], **more: Any) -> Repository:
@@ -106,7 +107,7 @@ class FakeHub:
         return [h for _, h in self.of("GET", "/resolve/") if h["Host"].startswith("localhost")]
 
     def of(self, method: str, part: str = "") -> list[tuple[str, Mapping[str, str]]]:
-        """Return (path, headers) of the requests of a method whose path has this part."""
+        """Return (path, headers) of a method's requests whose path contains this text."""
         return [(path, h) for m, path, h in self.requests if m == method and part in path]
 
 
@@ -139,23 +140,23 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _error(self, status: int, code: str = "", message: str = "") -> None:
         headers = {"X-Error-Code": code, "X-Error-Message": message}
-        given = {name: value for name, value in headers.items() if value}
-        self._send(status, given, json.dumps({"error": message or code}).encode())
+        set_headers = {name: value for name, value in headers.items() if value}
+        self._send(status, set_headers, json.dumps({"error": message or code}).encode())
 
     def _repository(self, name: str, revision: str) -> Repository | None:
-        """Return what is asked for, or send the error."""
-        found = self.hub.repositories.get(name)
+        """Return the requested repository, or send the error."""
+        repository = self.hub.repositories.get(name)
         may_see = self.is_cdn or self.headers.get("Authorization") == f"Bearer {TOKEN}"
-        if found is None or (found.private and not may_see):
-            self._error(401 if found is None else 404, "RepoNotFound", "Repository not found")
-        elif found.gated and not may_see and "/resolve/" in self.path:
+        if repository is None or (repository.private and not may_see):
+            self._error(401 if repository is None else 404, "RepoNotFound", "Repository not found")
+        elif repository.gated and not may_see and "/resolve/" in self.path:
             self._error(
                 401, "GatedRepo", "Access to model is restricted. You must be authenticated"
             )
-        elif revision not in ("main", found.commit):
+        elif revision not in ("main", repository.commit):
             self._error(404, "RevisionNotFound", "Invalid rev id")
         else:
-            return found
+            return repository
         return None
 
     def _api(self, path: str) -> None:
@@ -164,30 +165,36 @@ class _Handler(BaseHTTPRequestHandler):
             self._error(404)
             return
         name = "/".join(parts[3:5])
-        found = self._repository(name, parts[6] if parts[5:6] == ["revision"] else "main")
-        if found is None:
+        repository = self._repository(name, parts[6] if parts[5:6] == ["revision"] else "main")
+        if repository is None:
             return
         siblings = []
-        for each in found.names or list(found.files):
-            data = found.files.get(each, b"hostile")
+        for file in repository.names or list(repository.files):
+            data = repository.files.get(file, b"hostile")
             lfs = {"sha256": _sha(data), "size": len(data), "pointerSize": 134}
-            siblings.append({"rfilename": each, "size": len(data), "lfs": lfs})
-        body = {"id": name, "modelId": name, "sha": found.commit, "siblings": siblings, "tags": []}
+            siblings.append({"rfilename": file, "size": len(data), "lfs": lfs})
+        body = {
+            "id": name,
+            "modelId": name,
+            "sha": repository.commit,
+            "siblings": siblings,
+            "tags": [],
+        }
         self._send(200, {"Content-Type": "application/json"}, json.dumps(body).encode())
 
     def _file(self, path: str, fault: Fault | None) -> None:
         owner, name, _, revision, *rest = path.strip("/").split("/")
-        found = self._repository(f"{owner}/{name}", revision)
-        if found is None:
+        repository = self._repository(f"{owner}/{name}", revision)
+        if repository is None:
             return
-        data = found.files.get("/".join(rest))
+        data = repository.files.get("/".join(rest))
         if data is None:
             self._error(404, "EntryNotFound", "Entry not found")
         elif self.is_cdn:
             self._bytes(data, fault or Fault("get"))
         else:
             headers = {
-                "X-Repo-Commit": found.commit,
+                "X-Repo-Commit": repository.commit,
                 "ETag": f'"{_sha(data)[:32]}"',
                 "X-Linked-Etag": f'"{_sha(data)}"',
                 "X-Linked-Size": str(len(data)),
@@ -202,9 +209,9 @@ class _Handler(BaseHTTPRequestHandler):
         if fault.wrong:
             at = len(data) // 2
             data = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
-        given = self.headers.get("Range")
-        if given:
-            status, begin = 206, int(given.removeprefix("bytes=").partition("-")[0])
+        byte_range = self.headers.get("Range")
+        if byte_range:
+            status, begin = 206, int(byte_range.removeprefix("bytes=").partition("-")[0])
             headers["Content-Range"] = f"bytes {begin}-{len(data) - 1}/{len(data)}"
         self._send(status, headers, data[begin:], only=fault.cut)
 

@@ -11,7 +11,7 @@ from subprocess import CompletedProcess
 
 __all__ = ["run_code", "run_python"]
 
-# Crashes are told in one line; what lies beside tests can be imported.
+# Crashes are reported in one line, and modules next to the tests can be imported.
 TESTS = Path(__file__).parent
 IMPORTED = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
 
@@ -19,7 +19,7 @@ IMPORTED = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHO
 def run_python(
     *arguments: object, code: int | None = 0, stdin: str | None = None, **environment: str
 ) -> CompletedProcess[str]:
-    """Run the interpreter with these arguments; fail unless it ends with ``code`` (None: as it may)."""
+    """Run the interpreter with these arguments; fail unless it ends with ``code`` (None = with any)."""
     shared = {"GGML_NO_BACKTRACE": "1", "PYTHONPATH": IMPORTED.rstrip(os.pathsep)}
     done = subprocess.run(
         [sys.executable, *map(str, arguments)],
@@ -36,6 +36,6 @@ def run_python(
 
 
 def run_code(source: str, *arguments: object, code: int | None = 0, **environment: str) -> str:
-    """Run a program that is given as text; return what it printed."""
+    """Run a program from its text; return its output."""
     program = textwrap.dedent(source)
     return run_python("-c", program, *arguments, code=code, **environment).stdout

@@ -1,13 +1,13 @@
 """Do the same in a context and in a reference in plain Python, and compare them.
 
-After each step usage, tokens, parents and children must equal the reference's, and the ledger llama.cpp's
-positions. A branch must equal its replay in a clean context: to the bit where the context is
-batch-invariant and its cells are in order, up to rounding elsewhere.
+After each step the usage, tokens, parents and children must equal the reference's, and the table of cells
+must equal llama.cpp's positions. A branch must equal its replay in a clean context: to the bit if the
+context is batch-invariant and its cells are in order, otherwise up to rounding.
 
-In the reference a cell is a number that is never used twice, a sequence maps positions to cells, a fork
-copies the map. `Full` and `Exhausted` are raised where the library must raise ``CacheFullError`` and
-``SequencesExhaustedError``; a call that raises them has changed nothing, except that a branch whose last
-token had to be decoded again may be left without it (see `need_row`).
+In the reference a cell is a number that is never used twice. A sequence maps positions to cells, and a
+fork copies the map. The reference raises `Full` and `Exhausted` where the library must raise
+``CacheFullError`` and ``SequencesExhaustedError``. A call that raises them has changed nothing, with one
+exception: a branch whose last token had to be decoded again may be left without it (see `need_row`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from llamabranch.errors import BranchStateError, CacheFullError, SequencesExhaus
 N_CELLS = 256
 N_SEQ = 6
 N_BATCH = 32  # a longer prompt takes several decodes
-CLOSE = 1.0  # logits: rounding differences are far smaller, a wrong token's are larger
+CLOSE = 1.0  # in logits: rounding differences are far smaller, those of a wrong token are larger
 END = 1 << 31
 
 SAMPLINGS = (
@@ -66,7 +66,7 @@ class ReferenceBranch:
 
 
 class ReferenceWorld:
-    """Branches, and cells by position for each sequence. Nothing in it is of the library."""
+    """Branches, and for each sequence its cells by position. It uses nothing of the library."""
 
     def __init__(self, n_cells: int, n_seq: int) -> None:
         self.n_cells = n_cells
@@ -89,8 +89,8 @@ class ReferenceWorld:
         return Counter(cell for cells in self.held for cell in cells.values())
 
     def remove(self, seq: int, start: int = 0, end: int = END) -> None:
-        held = self.held[seq]
-        self.held[seq] = {p: cell for p, cell in held.items() if not start <= p < end}
+        cells = self.held[seq]
+        self.held[seq] = {p: cell for p, cell in cells.items() if not start <= p < end}
 
     def share(self, source: int, target: int) -> None:
         self.held[target] = dict(self.held[source])
@@ -107,7 +107,7 @@ class ReferenceWorld:
             self.held[seq].update((start + i, next(self._names)) for i in range(n))
 
     def _compact(self) -> None:
-        """Hold every common prefix once: the result is a trie of the texts."""
+        """Store every common prefix once: the result is a trie of the texts."""
         texts = {branch.seq: branch.tokens for branch in self.branches}
         nodes: dict[tuple[int, int], int] = {}  # (cell before, token) -> cell
         for seq, length in self.lengths().items():
@@ -158,7 +158,7 @@ class ReferenceWorld:
         return child
 
     def settle(self, branch: ReferenceBranch) -> None:
-        """Decode again what an error has dropped, if there is room."""
+        """Decode tokens again that an error has dropped, if there is room."""
         if self.end(branch.seq) < len(branch.tokens):
             with suppress(Full):
                 self.need_row(branch)
@@ -173,7 +173,7 @@ class ReferenceWorld:
     def grow(
         self, appended: Mapping[ReferenceBranch, Sequence[int]], is_prompt: bool = False
     ) -> None:
-        """Append tokens; before those of a prompt only what an error has dropped is decoded again."""
+        """Append tokens. Before tokens of a prompt, only tokens dropped by an error are decoded again."""
         for branch in appended:
             if not is_prompt or self.end(branch.seq) < len(branch.tokens):
                 self.need_row(branch)
@@ -295,7 +295,7 @@ class ReferenceComparison(RuleBasedStateMachine):
 
     def some(self, mask: int) -> list[ReferenceBranch]:
         """Return the branches of a mask; an empty one is created if there is none."""
-        if not self.world.branches:  # raw calls leave a sequence for it
+        if not self.world.branches:  # raw calls leave one sequence free for it
             self.add_branch(
                 lambda: Branch.create(self.ctx, self.settings(1, 5)),
                 lambda: self.world.create(1, 5),
@@ -303,13 +303,13 @@ class ReferenceComparison(RuleBasedStateMachine):
         return [b for i, b in enumerate(self.world.branches) if (mask >> i) & 1]
 
     def pick(self, who: int) -> tuple[ReferenceBranch, Branch]:
-        """Return a branch as it should be, and as it is."""
+        """Return a branch as the reference has it, and as the context has it."""
         everyone = self.some(-1)
         expected = everyone[who % len(everyone)]
         return expected, self.real[expected]
 
     def raw_seqs(self) -> list[int]:
-        """Return the sequences that raw rules may use: the lower half, where no branch is."""
+        """Return the sequences that raw rules may use: those of the lower half without a branch."""
         return [seq for seq in self.world.raw_seqs() if seq < N_SEQ // 2]
 
     def raw(self, which: int) -> int:
@@ -332,7 +332,7 @@ class ReferenceComparison(RuleBasedStateMachine):
             self.real[expected[0]] = new[0]
 
     def drop_pruned(self) -> None:
-        """Drop the branches that the reference has removed; they must be pruned."""
+        """Drop the branches that the reference has removed; the library must have pruned them."""
         for expected in [expected for expected in self.real if expected not in self.world.branches]:
             self.pruned = self.real.pop(expected)
             assert self.pruned.state == "pruned"
@@ -340,7 +340,7 @@ class ReferenceComparison(RuleBasedStateMachine):
     # -- what must hold ----------------------------------------------------------------------------
 
     def compare(self, expected: ReferenceBranch) -> None:
-        """A branch equals a fresh one after the same tokens."""
+        """Assert that a branch equals a new one after the same tokens."""
         branch = self.real[expected]
         if not expected.tokens:
             with pytest.raises(BranchStateError, match="empty"):

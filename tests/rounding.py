@@ -1,7 +1,7 @@
 """How far rounding moves logits on the machine at hand.
 
-Where a context is not batch-invariant, logits depend on how tokens are batched. By how much depends on
-llama.cpp's build and the processor: tests that allow for it measure it, instead of naming a number.
+If a context is not batch-invariant, logits depend on how tokens are batched. How much depends on
+llama.cpp's build and the processor. So tests with a tolerance measure it instead of using a fixed number.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LEAST = (
 
 
 def rounding(ctx: Context, least: float = LEAST) -> float:
-    """Return how far apart right logits of contexts like ``ctx`` may be.
+    """Return the largest difference between right logits of contexts like ``ctx``.
 
     Measured in a fresh context, as the largest difference between the rows of one text decoded in
     batches of several sizes; at least ``least``.

@@ -1,4 +1,4 @@
-"""The command line as a program that signals itself at a given decode or output line, not by a clock."""
+"""The command line as a program that signals itself at a given decode or output line."""
 
 from __future__ import annotations
 

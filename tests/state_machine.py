@@ -1,7 +1,8 @@
 """The state machine over Context and Branch.
 
-Its rules make any call a program may make, in any order, in a cache so small that it runs full and
-sequences run out (crash/ has wrong calls). `reference_comparison` checks what must hold after each step.
+Its rules make every call that a program may make, in any order, in a cache so small that it becomes full
+and sequences run out. (Wrong calls are in crash/.) `reference_comparison` checks the state after each
+step.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import llamabranch as lb
 from llamabranch import Branch, Context
 from llamabranch.errors import BranchStateError, SequencesExhaustedError
 
-WHO = st.integers(0, N_SEQ - 1)  # a branch or a sequence: its index modulo their number
+WHO = st.integers(0, N_SEQ - 1)  # picks a branch or a sequence: the index modulo their number
 ANY = st.integers(0, 999)
 MANY = st.integers(1, 120)
 MASK = st.integers(1, 63)
@@ -80,7 +81,7 @@ class Machine(ReferenceComparison):
 
     @rule(mask=MASK)
     def step(self, mask: int) -> None:
-        """One branch by itself, or several in one decode."""
+        """Step one branch alone, or several in one decode."""
         self.count("step")
         several = {self.real[b]: b for b in self.some(mask) if b.tokens}
         produced: dict[Branch, lb.Produced] = {}
@@ -91,12 +92,14 @@ class Machine(ReferenceComparison):
             else:
                 produced.update(self.store.step(iter(several)))
 
-        def reference() -> None:  # a refused step produced nothing: every branch would have grown
+        def reference() -> (
+            None
+        ):  # a refused step produces nothing, because every branch would have grown
             for expected in several.values():
                 self.world.need_row(expected)
-            told = [(expected, produced.get(branch)) for branch, expected in several.items()]
-            self.world.grow({b: [p.token if p else 0] for b, p in told if not (p and p.is_stop)})
-            for expected, p in told:
+            pairs = [(expected, produced.get(branch)) for branch, expected in several.items()]
+            self.world.grow({b: [p.token if p else 0] for b, p in pairs if not (p and p.is_stop)})
+            for expected, p in pairs:
                 expected.is_finished |= bool(p and p.is_stop)
 
         self.both(real, reference)
@@ -203,7 +206,7 @@ class Machine(ReferenceComparison):
     def snapshot(self, who: int) -> None:
         expected, branch = self.pick(who)
         if len(expected.tokens) > self.ctx.capabilities.sliding_window > 0:
-            return  # a rewind would decode it again: its cells are others then
+            return  # a rewind would decode it again, into other cells
         self.count("snapshot")
         saved: list[lb.Snapshot] = []
         references: list[ReferenceBranch] = []
@@ -283,17 +286,17 @@ def machine(
 ) -> type[Machine]:
     """Return the machine for a model; ``clean`` is a context of it for replays.
 
-    ``close``: by how much logits may differ where they are not exact.
+    ``close``: how much logits may differ where they are not exact.
     """
     members = {"model": model, "clean": clean, "exact": exact, "close": close}
     return type(name, (Machine,), {**members, "tally": Tally(Counter())})
 
 
 def long_settings(n_runs: int, n_steps: int) -> settings:
-    """Return settings for ``n_runs`` runs of ``n_steps`` steps: the same every time.
+    """Return settings for ``n_runs`` runs of ``n_steps`` steps; the steps are the same every time.
 
-    With SOAK=20 in the environment there are twenty times as many, of other steps each time, or of those
-    of pytest's option --hypothesis-seed; a failure is reported at once.
+    SOAK=20 in the environment makes twenty times as many runs, with other steps each time, or with those
+    of pytest's option --hypothesis-seed. A failure is reported at once.
     """
     soak = int(os.environ.get("SOAK", "0"))
     return settings(

@@ -1,13 +1,11 @@
 """Write small random-weight GGUF files, one function per architecture.
 
 The same arguments give the same file, byte for byte. Weights are scaled so that the next-token
-distributions are neither flat nor one-hot: a test that compares distributions has something to
-compare. The files need no tokenizer library: a vocabulary is 14 letters and two control tokens
-(`"small"`, every distribution can be enumerated) or all 256 bytes and the same two control tokens
-(`"bytes"`, any text can be tokenized).
+distributions are neither flat nor one-hot, so that tests can compare distributions. The files need no
+tokenizer library. A vocabulary has 14 letters and two control tokens (`"small"`, every distribution can
+be enumerated), or all 256 bytes and the same two control tokens (`"bytes"`, any text can be tokenized).
 
-`BROKEN` names files that llama.cpp refuses, or that would end the process; `write_broken` writes
-them.
+`BROKEN` names files that llama.cpp refuses, or that would end the process. `write_broken` writes them.
 """
 
 from __future__ import annotations
@@ -146,7 +144,9 @@ def _scaled(noise: Array, name: str, architecture: str) -> Array:
         return noise / math.sqrt(shape[-1]) if architecture.startswith("gemma") else noise
     spread = _LOGIT_SPREAD if role == "output" else 1.0
     scaled: Array = noise * np.float32(spread / math.sqrt(shape[-1]))
-    if role == "nextn.eh_proj":  # mostly the token, as in the trunk: some drafts are accepted
+    if (
+        role == "nextn.eh_proj"
+    ):  # mostly the token, as in the trunk, so that some drafts are accepted
         scaled[:, : shape[0]] += np.eye(shape[0], dtype=np.float32)
     return scaled
 
@@ -168,7 +168,7 @@ def _with_bias(name: str, size: int) -> Shapes:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes shared by the architectures; each uses what it has."""
+    """Sizes for all architectures; each uses those that it has."""
 
     n_layer: int = 2
     n_embd: int = 64
@@ -188,7 +188,7 @@ class Sizes:
         return self.d_head * self.n_head_kv
 
     def metadata(self, **more: Value) -> Metadata:
-        """Return the keys that all architectures have, and ``more`` of names without dots."""
+        """Return the keys of all architectures, and ``more`` keys whose names have no dots."""
         return {
             "context_length": self.n_ctx_train, "embedding_length": self.n_embd,
             "block_count": self.n_layer, **more,
@@ -385,7 +385,7 @@ def _mimo2(s: Sizes) -> tuple[Metadata, Blocks]:
 
 
 def _hy_v3(s: Sizes) -> tuple[Metadata, Blocks]:
-    """Attention only, dense layers, then MTP layers, whose states come after their norm."""
+    """Attention only, dense layers, then MTP layers whose states are taken after their norm."""
     block = s.attention_block() | _head_norms(s)
     head = block | s.nextn() | _norms(s, "nextn.shared_head_norm")
     metadata = s.mtp_metadata(s.n_mtp) | {"expert_feed_forward_length": 0}
@@ -399,7 +399,7 @@ def _gemma4(s: Sizes) -> tuple[Metadata, Blocks]:
 
 
 def _gemma4_assistant(s: Sizes) -> tuple[Metadata, Blocks]:
-    """MTP layers that read the K/V of a gemma4 of `s`; half as wide, without keys and values."""
+    """MTP layers that read the K/V of a gemma4 with sizes `s`; half as wide, without keys and values."""
     half = replace(s, n_embd=s.n_embd // 2, n_ff=s.n_ff // 2)
     d, rows = half.n_embd, s.d_head * s.n_head
     block = _norms(half, "attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")
@@ -567,7 +567,7 @@ BROKEN: dict[str, dict[str, Any]] = {
 
 
 def write_broken(path: str | Path, kind: str) -> Path:
-    """Write a file that must not be loaded, one of `BROKEN`; return its path."""
+    """Write one of the files of `BROKEN`, which must not be loaded; return its path."""
     written = write_toy(path, **BROKEN[kind])
     if kind == "truncated":
         written.write_bytes(written.read_bytes()[: written.stat().st_size * 2 // 3])
@@ -581,31 +581,31 @@ def write_permuted(source: str | Path, path: str | Path, order: Sequence[int]) -
     """
     new_ids = {old: new for new, old in enumerate(order)}
 
-    def value(name: str, given: Any) -> Any:
+    def value(name: str, old: Any) -> Any:
         if name in ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.ggml.scores"):
-            return [given[i] for i in order]
+            return [old[i] for i in order]
         if name.startswith("tokenizer.ggml.") and name.endswith("_token_id"):
-            return new_ids[given]
-        return given
+            return new_ids[old]
+        return old
 
-    def data(name: str, given: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        return given[list(order)] if name in ("token_embd.weight", "output.weight") else given
+    def data(name: str, old: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return old[list(order)] if name in ("token_embd.weight", "output.weight") else old
 
     return _rewrite(source, path, value, data)
 
 
 def write_chat(source: str | Path, path: str | Path, template: str, *control: str) -> Path:
-    """Write the model of `source` with a chat template, its last tokens being these control tokens."""
+    """Write the model of `source` with a chat template; its last tokens become these control tokens."""
     n = len(control)
 
-    def value(name: str, given: Any) -> Any:
+    def value(name: str, old: Any) -> Any:
         if name == "tokenizer.ggml.tokens":
-            return [*given[:-n], *control]
+            return [*old[:-n], *control]
         if name == "tokenizer.ggml.token_type":
-            return [*given[:-n], *[int(gguf.TokenType.CONTROL)] * n]
-        return given[:-n] if name == "tokenizer.ggml.merges" else given
+            return [*old[:-n], *[int(gguf.TokenType.CONTROL)] * n]
+        return old[:-n] if name == "tokenizer.ggml.merges" else old
 
-    return _rewrite(source, path, value, lambda _, given: given, template=template)
+    return _rewrite(source, path, value, lambda _, old: old, template=template)
 
 
 def write_parts(source: str | Path, trunk: str | Path, layers: str | Path) -> None:
@@ -617,14 +617,14 @@ def write_parts(source: str | Path, trunk: str | Path, layers: str | Path) -> No
     changed = {f"{architecture}.block_count": first, f"{architecture}.nextn_predict_layers": 0}
 
     def blocks(wanted: range) -> Callable[[str, npt.NDArray[Any]], npt.NDArray[Any] | None]:
-        def data(name: str, given: npt.NDArray[Any]) -> npt.NDArray[Any] | None:
+        def data(name: str, old: npt.NDArray[Any]) -> npt.NDArray[Any] | None:
             is_other = name.startswith("blk.") and int(name.split(".")[1]) not in wanted
-            return None if is_other else given
+            return None if is_other else old
 
         return data
 
-    _rewrite(source, trunk, lambda name, given: changed.get(name, given), blocks(range(first)))
-    _rewrite(source, layers, lambda _, given: given, blocks(range(first, n)))
+    _rewrite(source, trunk, lambda name, old: changed.get(name, old), blocks(range(first)))
+    _rewrite(source, layers, lambda _, old: old, blocks(range(first, n)))
 
 
 def write_split(
@@ -640,7 +640,7 @@ def write_split(
         "small_first_shard": empty_first,
     }
     stem = Path(folder, Path(source).stem)
-    _rewrite(source, f"{stem}.gguf", lambda _, given: given, lambda _, given: given, options)
+    _rewrite(source, f"{stem}.gguf", lambda _, old: old, lambda _, old: old, options)
     return [Path(f"{stem}-{i + 1:05d}-of-{n_parts:05d}.gguf") for i in range(n_parts)]
 
 
@@ -652,7 +652,7 @@ def _rewrite(
     options: Mapping[str, Any] | None = None,
     template: str | None = None,
 ) -> Path:
-    """Write a file with what these return for the values and tensors of `source`.
+    """Write a file with the values and tensors that these functions return for those of `source`.
 
     `options` are those of `gguf.GGUFWriter`; `template` is a chat template to add.
     """

@@ -1,4 +1,4 @@
-"""Chat templates of every shape in which calls of functions are written; our own text."""
+"""Chat templates for all forms of function calls, written for these tests."""
 
 # ruff: noqa: E501  (a template is read more easily in its own lines)
 
@@ -89,7 +89,7 @@ SHAPES = {
 }  # fmt: skip
 
 _TAGS = SHAPES["tags around JSON"]
-# Templates that write a part of a conversation in another way when more follows.
+# Templates that write a part of a conversation differently when more follows.
 CHANGING = {
     "an empty thought in a last answer": _TAGS.replace(
         "{{ m.content or '' }}{% if m.tool_calls",

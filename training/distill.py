@@ -64,9 +64,9 @@ def divergence(target: Network, draft: Network, tokens: Tensor) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         with torch.no_grad():
             wanted = target(tokens)
-        given = draft(tokens)
+        drafted = draft(tokens)
     p = F.log_softmax(wanted.float(), -1)
-    q = F.log_softmax(given.float(), -1)
+    q = F.log_softmax(drafted.float(), -1)
     return (p.exp() * (p - q)).sum(-1).mean()
 
 

@@ -36,19 +36,19 @@ def unroll(
     n = windows.shape[1] - n_steps
     states = head.fc(features[:, :n])
     earlier: list[tuple[Tensor, Tensor]] = []
-    given = []
+    unrolled = []
     for k in range(n_steps):
         logits, states = head.step(windows[:, k + 1 : k + 1 + n], states, earlier)
-        given.append(logits)
-    return wanted, given
+        unrolled.append(logits)
+    return wanted, unrolled
 
 
 def draft_loss(target: Network, head: Head, windows: Tensor, n_steps: int, decay: float) -> Tensor:
     """Return the mean cross-entropy over the steps in nats, step k weighted by decay^k."""
-    wanted, given = unroll(target, head, windows, n_steps)
+    wanted, unrolled = unroll(target, head, windows, n_steps)
     p = wanted.softmax(-1)
     total = torch.zeros(())
-    for k, logits in enumerate(given):
+    for k, logits in enumerate(unrolled):
         n = logits.shape[1]
         part = -(p[:, k + 1 : k + 1 + n] * F.log_softmax(logits, -1)).sum(-1).mean()
         total = total + decay**k * part
@@ -61,8 +61,8 @@ def agreement(target: Network, head: Head, windows: Tensor, n_steps: int = 4) ->
     sums: dict[str, float] = {}
     parts = torch.split(windows, 8)
     for part in parts:
-        wanted, given = unroll(target, head, part, n_steps)
-        for k, logits in enumerate(given):
+        wanted, unrolled = unroll(target, head, part, n_steps)
+        for k, logits in enumerate(unrolled):
             theirs = wanted[:, k + 1 : k + 1 + logits.shape[1]]
             same = (theirs.argmax(-1) == logits.argmax(-1)).float().mean()
             overlap = torch.minimum(theirs.softmax(-1), logits.softmax(-1)).sum(-1).mean()

@@ -57,7 +57,7 @@ def paragraphs(document: str) -> list[str]:
     wrapped = sorted(n for n in filled if n <= 110) or [0]
     wrap = wrapped[int(len(wrapped) * 0.95)]
     spaced = 1 - len(filled) / len(lines) >= 0.1  # blank lines separate the paragraphs
-    found, current = [], ""
+    complete, current = [], ""
     for line, following in zip(lines, [*lines[1:], ""], strict=True):
         current = f"{current} {line}".strip()
         if spaced and not HEADING.match(line):
@@ -68,9 +68,9 @@ def paragraphs(document: str) -> list[str]:
                 not following or bool(HEADING.match(line)) or (room and bool(CLOSED.search(line)))
             )
         if ends and current:
-            found.append(current)
+            complete.append(current)
             current = ""
-    return [p for p in found if not (p.startswith('"') and p.isupper())]  # captions of pictures
+    return [p for p in complete if not (p.startswith('"') and p.isupper())]  # captions of pictures
 
 
 def tales(document: list[str]) -> list[list[str]]:
@@ -172,9 +172,9 @@ def main() -> None:
             if group == "fairy":
                 collected += tales(text)
                 continue
-            kept, held = split(sections(text, args.section), args.heldout_every, joined=True)
+            kept, held_out = split(sections(text, args.section), args.heldout_every, joined=True)
             train[group] += kept
-            heldout[group] += held
+            heldout[group] += held_out
         if collected:
             train[group], heldout[group] = split(collected, args.heldout_every, joined=False)
 

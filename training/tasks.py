@@ -68,13 +68,13 @@ def _passage(paragraph: str) -> Passage:
     joined = " ".join(paragraph.split())
     if not _PLAIN.fullmatch(joined):
         return []
-    found: Passage = []
+    passage: Passage = []
     for sentence in _SENTENCE.split(joined):
-        if found and _ABBREVIATION.search(found[-1]):
-            found[-1] += " " + sentence
+        if passage and _ABBREVIATION.search(passage[-1]):
+            passage[-1] += " " + sentence
         else:
-            found.append(sentence)
-    return found
+            passage.append(sentence)
+    return passage
 
 
 def _n_words(text: str) -> int:
@@ -145,11 +145,11 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     args = parser.parse_args()
     with lzma.open(args.novels, "rt", encoding="utf-8") as file:
-        found = list(books(file.read()))
+        all_books = list(books(file.read()))
     for name, (make, n_each) in TASKS.items():
         rng = random.Random(name)
         items = []
-        for title, passages in found:
+        for title, passages in all_books:
             for number, item in zip(range(n_each), make(passages, rng), strict=False):
                 items.append({"id": f"{title}, {number + 1}", **item})
         lines = "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in items)

@@ -52,7 +52,7 @@ def page() -> str:
     for (panel, row), n in counts.items():
         if n > 1:
             shared.setdefault(panel, []).append(row)
-    found = [prose["page"]]
+    sections = [prose["page"]]
     for name, line in COMMANDS.items():
         own, also = [], []
         for panel, rows in commands[name].items():
@@ -62,15 +62,15 @@ def page() -> str:
                 also.append(f"[{panel.lower()}](#{panel.lower()})")
             else:
                 also += [row[0].split(", ")[-1] for row in common]
-        found += [f"## `llamabranch {name}`", line, *filter(None, [prose.get(name)])]
-        found += [table(own)] if own else []
-        found += [f"Also: {', '.join(also)}."] if also else []
-    found += ["## Options of several commands", prose["shared"]]
+        sections += [f"## `llamabranch {name}`", line, *filter(None, [prose.get(name)])]
+        sections += [table(own)] if own else []
+        sections += [f"Also: {', '.join(also)}."] if also else []
+    sections += ["## Options of several commands", prose["shared"]]
     for panel, rows in shared.items():
-        found += [f"### {panel}", table(rows)]
+        sections += [f"### {panel}", table(rows)]
     moved = ", ".join(f"`{name}`: `{meant}`" for name, meant in MOVED.items())
-    found += [f"Other names, and the commands that they mean: {moved}."]
-    return "\n\n".join(found) + "\n"
+    sections += [f"Other names, and the commands that they mean: {moved}."]
+    return "\n\n".join(sections) + "\n"
 
 
 if __name__ == "__main__":

@@ -48,13 +48,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     here = page.file.src_uri
     source = SOURCES.get(here, f"docs/{here}")
 
-    def replace(found: re.Match[str]) -> str:
-        text, link, anchor = found[1], found[2], found[3] or ""
+    def replace(match: re.Match[str]) -> str:
+        text, link, anchor = match[1], match[2], match[3] or ""
         target = posixpath.normpath(posixpath.join(posixpath.dirname(source), link))
         uri = PAGES.get(target) or target.removeprefix("docs/")
         if target in PAGES or target.startswith("docs/"):
             return f"[{text}]({posixpath.relpath(uri, posixpath.dirname(here))}{anchor})"
-        return text if (ROOT / target).exists() else found[0]
+        return text if (ROOT / target).exists() else match[0]
 
     return LINK.sub(replace, markdown)
 

@@ -1,13 +1,13 @@
 """Agents: a loop of turns over the engine; functions, forks and other agents as tools.
 
-agent.py     what is given, and the four ways to run it
-run.py       one call: its paths, their turns, calls, results and limits
+agent.py     an agent's settings, and the four ways to run it
+run.py       one run: its paths, their turns, calls, results and limits
 tools.py     a function, an agent or the fork as a tool: its schema, its arguments, its result
 turns.py     prompts: what follows an agent's own tokens; the grammars of its turns
 report.py    steps and reports
 journal.py   the file of a run
-replay.py    a run again, from its journal
-threads.py   functions and event loops in threads of their own
+replay.py    repeats a run from its journal
+threads.py   runs functions and event loops in threads of their own
 """
 
 from .agent import Agent

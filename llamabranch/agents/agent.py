@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, closing, suppress
-from pathlib import Path
+from functools import partial
 from secrets import token_hex
-from typing import Generic, NoReturn, cast, overload
+from typing import Generic, cast, overload
 
 from typing_extensions import TypeVar, Unpack
 
@@ -26,6 +26,7 @@ from ..errors import (
     UnsupportedError,
     warn,
 )
+from ..files import path_of
 from ..model import Message, chat_messages
 from ..model.thoughts import ThinkingChoice, plan_thinking, thinking_budget
 from ..model.tools import Tools
@@ -35,10 +36,10 @@ from ..sampling.noise import random_seed
 from ..sampling.params import check_names, settings_of
 from .journal import Journal, head
 from .report import Report, Step
-from .run import Session, asked, starts
-from .threads import iterated, on_a_loop, threaded
-from .tools import Tool, agent, fork, function
-from .turns import Plan
+from .run import Session, asked, paths
+from .threads import event_loop, threaded
+from .tools import Settings, Tool, agent_tool, fork_tool, tool_of
+from .turns import Turns
 
 __all__ = ["Agent", "conduct"]
 
@@ -48,7 +49,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
 _MOST_SAMPLES = 1000
 
 
-class Agent(Generic[T]):
+class Agent(Settings, Generic[T]):
     """A model that does tasks in turns: it may call functions, read their results, and answers.
 
     Several tasks, samples, sub-agents and forks run together on one context; the common beginning of
@@ -134,44 +135,39 @@ class Agent(Generic[T]):
             )
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise ConfigError(f"a name has letters, digits, _ and -, at most 64, not {name!r:.70}")
-        instance("about", about, str)
         check_names(settings, _PARAMETERS)
+        flag("forks", forks)
+        flag("parallel_calls", parallel_calls)
+        thinking_budget(think)  # a bad value is refused now
+        self.target, self.context = target, context
         if isinstance(messages, str):
             messages = [("system", messages)] if messages else ()
-        known = _known(tools, context, forks=forks)
-        choice, described = _choice(tool_choice, known), [tool.described for tool in known.values()]
-        flag("parallel_calls", parallel_calls)
-        thinking_budget(think)
-        of_tools = Tools(described, choice, context.model.turn_format, parallel=parallel_calls)
-        plan = Plan(
-            context=context,
-            messages=[] if messages == () or messages == [] else chat_messages(messages),
-            tools=known,
-            known=of_tools,
-            choice=choice,
-            grammar=_output(output),
-            name=name,
-            about=about,
-            forks=forks,
-            max_turns=whole("max_turns", max_turns, 1),
-            max_tokens=whole("max_tokens", max_tokens, 1),
-            max_seconds=None if max_seconds is None else _seconds("max_seconds", max_seconds),
-            tool_seconds=_seconds("tool_seconds", tool_seconds),
-            result_tokens=whole("result_tokens", result_tokens, 16),
-            think=think,
-            tell=_told(tell),
-            repeats=whole("repeats", repeats, 0),
-            journal=None if journal is None else Path(_path(journal)),
-            sampling=settings_of(sampling, **settings),
-        )
+        self.messages = [] if messages in ((), []) else chat_messages(messages)
+        self.tools = _known(tools, context, forks=forks)
+        self.grammar = _output(output)
+        self.name, self.about = name, instance("about", about, str)
+        self.tool_choice, self.parallel_calls = tool_choice, parallel_calls
+        self.max_turns = whole("max_turns", max_turns, 1)
+        self.max_tokens = whole("max_tokens", max_tokens, 1)
+        self.max_seconds = None if max_seconds is None else _seconds("max_seconds", max_seconds)
+        self.tool_seconds = _seconds("tool_seconds", tool_seconds)
+        self.result_tokens = whole("result_tokens", result_tokens, 16)
+        self.think, self.forks, self.tell = think, forks, _told(tell)
+        self.repeats = whole("repeats", repeats, 0)
+        self.journal = None if journal is None else path_of(journal)
+        self.sampling = settings_of(sampling, **settings)
+        described, choice = [tool.described for tool in self.tools.values()], self._choice()
+        model = context.model
+        known = Tools(described, choice, model.turn_format, parallel=parallel_calls)
+        turns = Turns(model, known, think)
         try:
-            _ = plan.turns.free, plan.turns.forced, plan.turns.last
+            _ = turns.free, turns.forced, turns.last
         except GrammarError as error:
             raise ConfigError(f"tools: {error.message}", hint=error.hint) from None
-        prompt = plan.turns.prompt(asked(plan.messages, "x"))  # what is refused is refused now
-        plan_thinking(context.model, prompt, think, has_calls=bool(known))
-        if plan.journal is not None:
-            head(plan, ["x"], 1, None, 0)  # what cannot be written is refused now
+        prompt = turns.prompt(asked(self.messages, "x"))  # what is refused is refused now
+        plan_thinking(model, prompt, think, has_calls=bool(self.tools))
+        if self.journal is not None:
+            head(self, ["x"], 1, None, 0)  # what cannot be written is refused now
         context.keep_prefixes()
         if context.prefix_cache is None:
             warn(
@@ -179,23 +175,26 @@ class Agent(Generic[T]):
                 "They need memory that can be cut, kv_unified=True and prefix_cache not False",
                 PerformanceWarning,
             )
-        self.__dict__.update(target=target, plan=plan, output=output)
+        self.turns = turns
 
-    target: Context | AsyncEngine
-    plan: Plan
-    output: type[T] | None
-
-    def __setattr__(self, name: str, _: object) -> NoReturn:
-        raise AttributeError(f"an Agent does not change: make another one with another {name}")
-
-    @property
-    def name(self) -> str:
-        """Its name."""
-        return self.plan.name
+    def __setattr__(self, name: str, value: object) -> None:
+        if "turns" in self.__dict__:
+            raise AttributeError(f"an Agent does not change: make another one with another {name}")
+        super().__setattr__(name, value)
 
     def __repr__(self) -> str:
-        names = ", ".join(self.plan.tools) or "no tools"
-        return f"<Agent {self.name!r} with {self.plan.context.model.name!r}: {names}>"
+        names = ", ".join(self.tools) or "no tools"
+        return f"<Agent {self.name!r} with {self.context.model.name!r}: {names}>"
+
+    def _choice(self) -> object:
+        """Return OpenAI's ``tool_choice``."""
+        given, tools = self.tool_choice, self.tools
+        if given in ("auto", "none") or (given == "required" and tools):
+            return given
+        if isinstance(given, str) and given in tools:
+            return {"type": "function", "function": {"name": given}}
+        names = ", ".join(("auto", "none", *(("required", *tools) if tools else ())))
+        raise ConfigError(f"unknown tool_choice {given!r:.60}", hint=f"tool_choice: {names}")
 
     # -- four ways to run it -----------------------------------------------------------------------
 
@@ -222,7 +221,9 @@ class Agent(Generic[T]):
             ClosedError: the context or the engine is closed.
             DecodeError: see `AsyncEngine.generate`.
         """
-        return on_a_loop(lambda: self._answer(task, n, after))
+        with event_loop() as call:
+            answer: Coroutine[None, None, Report[T] | list[Report[T]]] = self.arun(task, n, after)
+            return call(answer)
 
     @overload
     async def arun(self, task: str, n: int = 1, after: Report | None = None) -> Report[T]: ...
@@ -240,14 +241,10 @@ class Agent(Generic[T]):
         Raises:
             LlamaBranchError: as ``run``.
         """
-        return await self._answer(task, n, after)
-
-    async def _answer(
-        self, task: str | Tasks, n: int, after: Report | None
-    ) -> Report[T] | list[Report[T]]:
-        tasks = _tasks(task)
-        reports = await self._run(tasks, n, after, None)
-        return reports[0] if isinstance(task, str) else reports
+        reports = cast("list[Report[T]]", (await conduct(self, task, n, after))[::n])
+        if isinstance(task, str):
+            return reports[0]
+        return reports
 
     def stream(self, task: str | Tasks, n: int = 1, after: Report | None = None) -> Iterator[Step]:
         """Do the same as ``run``, and yield steps as they happen; closing the iterator cancels it.
@@ -258,7 +255,14 @@ class Agent(Generic[T]):
         Raises:
             LlamaBranchError: as ``run``.
         """
-        return iterated(lambda: self.astream(task, n, after))
+        steps = self.astream(task, n, after)
+
+        async def following() -> Step | None:
+            return await anext(steps, None)
+
+        with event_loop() as call:
+            while (step := call(following())) is not None:
+                yield step
 
     async def astream(
         self, task: str | Tasks, n: int = 1, after: Report | None = None
@@ -269,7 +273,7 @@ class Agent(Generic[T]):
             LlamaBranchError: as ``run``.
         """
         ready: asyncio.Queue[Step | None] = asyncio.Queue()
-        running = asyncio.ensure_future(self._run(_tasks(task), n, after, ready.put_nowait))
+        running = asyncio.ensure_future(conduct(self, task, n, after, ready.put_nowait))
         running.add_done_callback(lambda _: ready.put_nowait(None))
         try:
             while (step := await ready.get()) is not None:
@@ -280,65 +284,50 @@ class Agent(Generic[T]):
             with suppress(asyncio.CancelledError, Exception):
                 await running
 
-    async def _run(
-        self,
-        tasks: Sequence[str],
-        n: int,
-        after: Report | None,
-        listen: Callable[[Step], None] | None,
-    ) -> list[Report[T]]:
-        """Run all samples of all tasks; return the first report of each task."""
-        plan = self.plan
-        n = whole("n", n, 1, _MOST_SAMPLES)
-        if after is not None and instance("after", after, Report).plan is not plan:
-            raise ConfigError("after is a report of another agent")
-        seed = random_seed() if plan.sampling.seed is None else plan.sampling.seed
-        reports = await conduct(self.target, plan, tasks, n, after, seed, listen)
-        groups = [reports[at : at + n] for at in range(0, len(reports), n)]
-        for group in groups:
-            for report in group:
-                report.choices = group
-        return cast("list[Report[T]]", [group[0] for group in groups])
-
 
 async def conduct(
-    target: Context | AsyncEngine,
-    plan: Plan,
-    tasks: Sequence[str],
+    agent: Agent[T],
+    task: str | Tasks,
     n: int,
     after: Report | None,
-    seed: int,
-    listen: Callable[[Step], None] | None,
+    listen: Callable[[Step], None] | None = None,
+    *,
+    seed: int | None = None,
     recorded: Mapping[str, Sequence[Step]] | None = None,
 ) -> list[Report]:
     """Run all samples of all tasks, with a journal, and return their reports.
 
     Args:
-        target, plan, tasks, n, after, seed: as for `Agent`.
+        agent, task, n, after: as for `Agent.run`.
         listen: gets all steps, texts in pieces; None = nobody.
+        seed: that of the run; None = the agent's.
         recorded: see `Session`; then texts come whole.
 
     Raises:
         LlamaBranchError: see `Agent.run`.
     """
-    context = plan.context
+    context, target, tasks = agent.context, agent.target, _tasks(task)
+    n = whole("n", n, 1, _MOST_SAMPLES)
+    if after is not None and instance("after", after, Report).agent is not agent:
+        raise ConfigError("after is a report of another agent")
     if context.closed:
         raise ClosedError("the context is closed")
-    begun = await threaded(lambda: starts(plan, tasks, n, after, seed))
+    if seed is None:
+        seed = random_seed() if agent.sampling.seed is None else agent.sampling.seed
+    begun = await threaded(partial(paths, agent, tasks, n, after, seed))
     async with AsyncExitStack() as opened:
-        keep = None
-        if plan.journal is not None and recorded is None:
-            journal = Journal(plan.journal, token_hex(4), context.model)
-            keep = opened.enter_context(closing(journal)).add
-            keep(head(plan, tasks, n, after, seed))
+        journal = None
+        if agent.journal is not None and recorded is None:
+            journal = Journal(agent.journal, token_hex(4), context.model)
+            opened.enter_context(closing(journal))
+            journal.add(head(agent, tasks, n, after, seed))
         engine = target
         if isinstance(engine, Context):
             engine = await opened.enter_async_context(AsyncEngine(engine, max_tokens=None))
-        streams = listen is not None and recorded is None
-        session = Session(
-            engine, seed, listen=listen, keep=keep, streams=streams, recorded=recorded
-        )
-        return await session.run(begun)
+        reports = await Session(engine, seed, listen, journal, recorded).run(begun)
+    for at, report in enumerate(reports):
+        report.choices = reports[at - at % n : at - at % n + n]
+    return reports
 
 
 # -- what is given -----------------------------------------------------------------------------------
@@ -356,44 +345,29 @@ def _known(tools: object, context: Context, *, forks: bool) -> dict[str, Tool]:
             hint="tools=[weather]",
         )
     found: dict[str, Tool] = {}
-    flag("forks", forks)
-    for index, given in enumerate(tools):
+    for index, given in enumerate([*tools, fork_tool()] if forks else tools):
         with placed(f"tools[{index}]"):
-            if isinstance(given, Agent):
-                if given.plan.context is not context:
+            if isinstance(given, Tool):  # the fork, or from a journal
+                tool = given
+            elif isinstance(given, Agent):
+                if given.context is not context:
                     raise ConfigError(
                         f"the agent {given.name!r} has another context",
                         hint="an agent among the tools runs where its caller runs: give it that target",
                     )
-                tool = agent(given.plan, given.name, given.plan.about)
+                tool = agent_tool(given)
             elif callable(given):
-                tool = function(given)
+                tool = tool_of(given)
             else:
                 raise ConfigError(
                     f"a tool must be a function or an Agent, not {given!r:.60}",
                     hint="give the function itself: tools=[weather]",
                 )
             if tool.name in found:
-                raise ConfigError(f"two tools have the name {tool.name!r}")
-        found[tool.name] = tool
-    if forks:
-        tool = fork()
-        if tool.name in found:
-            raise ConfigError(f"with forks=True no other tool may have the name {tool.name!r}")
+                hint = "forks=True adds the tool fork" if forks else None
+                raise ConfigError(f"two tools have the name {tool.name!r}", hint=hint)
         found[tool.name] = tool
     return found
-
-
-def _choice(given: object, tools: Mapping[str, Tool]) -> object:
-    """Return OpenAI's ``tool_choice``."""
-    if given in ("auto", "none"):
-        return given
-    if given == "required" and tools:
-        return given
-    if isinstance(given, str) and given in tools:
-        return {"type": "function", "function": {"name": given}}
-    names = ", ".join(("auto", "none", *(("required", *tools) if tools else ())))
-    raise ConfigError(f"unknown tool_choice {given!r:.60}", hint=f"tool_choice: {names}")
 
 
 def _output(output: object) -> Grammar | None:
@@ -420,12 +394,6 @@ def _seconds(name: str, value: object) -> float:
     if not seconds > 0:
         raise ConfigError(f"{name} must be a positive number of seconds, not {value!r}")
     return seconds
-
-
-def _path(given: object) -> str:
-    if isinstance(given, (str, os.PathLike)):
-        return str(os.fspath(given))
-    raise ConfigError(f"journal must be the path of a file, not {given!r:.60}")
 
 
 def _tasks(task: object) -> list[str]:

@@ -8,20 +8,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
-from ..context import Context
-from ..errors import ConfigError, LlamaBranchError, LlamaBranchWarning, ParseError, warn
-from ..model import Model, chat_messages
-from ..model.tools import Tools
+from ..errors import ConfigError, LlamaBranchWarning, ParseError, warn
+from ..model import Model
+from ..model.model import token_piece
 from ..native import forkable_lock
-from ..sampling import SamplingParams
-from ..sampling.grammar import Grammar
 from .report import Report, Step
-from .tools import FORK, Tool, agent, fork
-from .turns import Plan
+from .tools import Settings, fork
 
-__all__ = ["Journal", "Recorded", "begins_a_run", "head", "planned", "read"]
+__all__ = ["Journal", "Recorded", "begins_a_run", "head", "read"]
 
 _FORMAT = "llamabranch-agent"
+# The arguments of an agent that are JSON as they are.
+_SETTINGS = (
+    "messages", "name", "about", "tool_choice", "parallel_calls", "max_turns", "max_tokens",
+    "max_seconds", "tool_seconds", "result_tokens", "think", "forks", "repeats",
+)  # fmt: skip
 
 
 class Journal:
@@ -31,8 +32,8 @@ class Journal:
 
     Args:
         path: the file.
-        run: what tells the lines of this run from those of others.
-        model: has the texts of tokens, which are written with the first step that has them.
+        run: the name of this run, which each of its lines has.
+        model: the texts of its tokens are written with the first step that has them.
 
     Raises:
         ConfigError: it cannot be written.
@@ -50,7 +51,7 @@ class Journal:
             raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None
 
     def _end_line(self, path: Path) -> None:
-        """End a line that the end of its process has cut."""
+        """End the last line, if a process ended while it wrote it."""
         with path.open("rb") as file:
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":
@@ -63,7 +64,7 @@ class Journal:
         before = None if isinstance(record, Step) else record.get("after")
         tokens = before["tokens"] if isinstance(before, dict) else line.get("tokens", ())
         if new := sorted(set(cast("Sequence[int]", tokens)) - self._known):
-            line["pieces"] = {token: _piece(self._model, token) for token in new}
+            line["pieces"] = {token: token_piece(self._model, token) for token in new}
         data = json.dumps(line, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
         with self._lock:
             if self._file < 0:
@@ -84,17 +85,6 @@ class Journal:
             if self._file >= 0:
                 os.close(self._file)
             self._file = -1
-
-
-def _piece(model: Model, token: int) -> str | list[int] | dict[str, str]:
-    """Return a token's text, its bytes where they are no text, or the name of a control token."""
-    piece = model.piece(token)
-    if not piece:
-        return {"c": model.detokenize([token], special=True) or f"[{token}]"}
-    try:
-        return piece.decode()
-    except UnicodeDecodeError:
-        return list(piece)
 
 
 class Recorded:
@@ -154,24 +144,15 @@ def begins_a_run(data: bytes) -> bool:
     return data.startswith(f'{{"format": "{_FORMAT}"'.encode())
 
 
-# -- the head --------------------------------------------------------------------------------------
-
-_LIMITS = (
-    "max_turns", "max_tokens", "max_seconds", "tool_seconds", "result_tokens", "think", "repeats", "name",
-    "about", "forks",
-)  # fmt: skip
-
-
 def head(
-    plan: Plan, tasks: Sequence[str], n: int, after: Report | None, seed: int
+    agent: Settings, tasks: Sequence[str], n: int, after: Report | None, seed: int
 ) -> dict[str, object]:
-    """Return the first line of a run: the model, all that the agent was given, and its tasks.
+    """Return the first line of a run: the model, the arguments of the agent, and its tasks.
 
     Raises:
         UnsupportedError: a setting is a function, which cannot be written.
     """
-    context = plan.context
-    before = None
+    context, before = agent.context, None
     if after is not None:
         before = {
             "messages": after.messages, "tokens": after.tokens,
@@ -181,70 +162,16 @@ def head(
         "format": _FORMAT, "version": 1, "model": context.model.name,
         "fingerprint": context.model.fingerprint, "kv_type": context.kv_type,
         "exact": context.capabilities.batch_invariant, "seed": seed, "tasks": list(tasks), "n": n,
-        "after": before, "agent": _described(plan),
+        "after": before, "agent": _arguments(agent),
     }  # fmt: skip
 
 
-def _described(plan: Plan) -> dict[str, object]:
-    tools: list[dict[str, object]] = []
-    for tool in plan.tools.values():
-        if tool.agent is not None:
-            tools.append({"agent": _described(cast(Plan, tool.agent))})
-        else:
-            tools.append({"function": tool.described})
-    return {
-        **{name: getattr(plan, name) for name in _LIMITS},
-        "messages": list(plan.messages),
-        "tools": tools,
-        "tool_choice": plan.choice,
-        "parallel_calls": plan.known.parallel,
-        "grammar": None if plan.grammar is None else plan.grammar.as_dict(),
-        "sampling": plan.sampling.as_dict(),
-    }
-
-
-def planned(context: Context, given: object) -> Plan:
-    """Return the plan of an agent as a head describes it: its functions are known, but not there.
-
-    Raises:
-        ParseError: it describes none.
-    """
-    try:
-        return _planned(context, cast("dict[str, object]", given))
-    except (KeyError, TypeError, ValueError, AttributeError, LlamaBranchError) as error:
-        raise ParseError(f"the head of the journal is damaged: {error}") from None
-
-
-def _planned(context: Context, given: Mapping[str, object]) -> Plan:
-    tools: dict[str, Tool] = {}
-    for one in cast("list[dict[str, object]]", given["tools"]):
-        if "agent" in one:
-            inner = _planned(context, cast("dict[str, object]", one["agent"]))
-            tool = agent(inner, inner.name, inner.about)
-        else:
-            tool = Tool(cast("dict[str, object]", one["function"]))
-            if tool.name == FORK and given["forks"]:
-                tool = fork()
-        tools[tool.name] = tool
-    described = [tool.described for tool in tools.values()]
-    written = cast("str | dict[str, object] | None", given["grammar"])
-    grammar = None if written is None else Grammar.from_dict(written)
-    messages = cast("list[dict[str, object]]", given["messages"])
-    return Plan(
-        context=context,
-        messages=chat_messages(messages) if messages else [],
-        tools=tools,
-        known=Tools(
-            described,
-            given["tool_choice"],
-            context.model.turn_format,
-            parallel=bool(given["parallel_calls"]),
-        ),
-        choice=given["tool_choice"],
-        grammar=grammar,
-        tell=(),
-        journal=None,
-        sampling=SamplingParams.from_dict(cast("dict[str, object]", given["sampling"])),
-        **{name: given[name] for name in _LIMITS if name != "max_seconds"},  # type: ignore[arg-type]
-        max_seconds=None,  # a path that a clock has ended ends where it did
-    )
+def _arguments(agent: Settings) -> dict[str, object]:
+    tools = [
+        {"function": tool.described} if tool.agent is None else {"agent": _arguments(tool.agent)}
+        for tool in agent.tools.values()
+        if tool.function is not fork
+    ]
+    grammar, settings = agent.grammar, {name: getattr(agent, name) for name in _SETTINGS}
+    output = None if grammar is None else grammar.source
+    return {**settings, "tools": tools, "output": output, "sampling": agent.sampling.as_dict()}

@@ -1,23 +1,27 @@
-"""A run again, from its journal: the recorded results take the place of the functions."""
+"""Repeat a run from its journal, with the recorded results in place of the functions."""
 
 from __future__ import annotations
 
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import cast
+
+from msgspec.structs import replace
 
 from ..arguments import whole
 from ..context import Context
 from ..context.context import text_context
 from ..context.prefix_cache import n_common
 from ..engine import AsyncEngine
-from ..errors import ConfigError, ParseError
-from .agent import conduct
-from .journal import Recorded, planned, read
+from ..errors import ConfigError, LlamaBranchError, ParseError
+from ..files import path_of
+from ..sampling import SamplingParams
+from .agent import Agent, conduct
+from .journal import Recorded, read
 from .report import AgentStats, Report, Step
-from .threads import on_a_loop
+from .threads import event_loop
+from .tools import Tool
 
 __all__ = ["replay"]
 
@@ -25,9 +29,9 @@ __all__ = ["replay"]
 def replay(
     path: str | os.PathLike[str], target: Context | AsyncEngine, *, run: int = -1
 ) -> Iterator[Step]:
-    """Run what a journal has again, with the recorded results, and yield its steps.
+    """Repeat a run from its journal, with the recorded results, and yield its steps.
 
-    The steps are those of the journal. Of one that was cut they are those up to there.
+    A journal that was cut gives the steps up to the cut.
 
     Args:
         path: the journal.
@@ -35,8 +39,8 @@ def replay(
         run: which of the runs in the file, counted from 0; -1 is the last.
 
     Yields:
-        Steps, once the run has ended. In a context that is not batch-invariant a step "differs" tells
-        where a path has become another one; that path ends there.
+        The steps of the journal, once the run has ended. In a context that is not batch-invariant, a
+        path whose tokens differ ends there, with a step "differs".
 
     Raises:
         ConfigError: the file cannot be read, or is of another model.
@@ -45,7 +49,7 @@ def replay(
     context = target.engine.target if isinstance(target, AsyncEngine) else target
     text_context("target", context)
     try:
-        data = Path(path).read_bytes()
+        data = path_of(path).read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
     runs = read(data, path)
@@ -60,11 +64,31 @@ def replay(
 
 
 class _Differs(Exception):
-    """A step is another one, and its text."""
+    """A step differs from the recorded one."""
+
+
+def _agent(target: Context | AsyncEngine, given: object) -> Agent:
+    """Return an agent as a head describes it: its functions are known, but not there."""
+    arguments = dict(cast("dict[str, object]", given))
+    tools: list[object] = []
+    for tool in cast("list[dict[str, dict[str, object]]]", arguments.pop("tools")):
+        is_agent = "agent" in tool
+        tools.append(_agent(target, tool["agent"]) if is_agent else Tool(tool["function"]))
+    sampling = SamplingParams.from_dict(cast("dict[str, object]", arguments["sampling"]))
+    # A path that a clock has ended ends where it did, so that no clock is needed.
+    arguments |= {"tools": tools, "sampling": sampling, "max_seconds": None}
+    return Agent(target, **arguments)  # type: ignore[arg-type]
 
 
 def _again(found: Recorded, target: Context | AsyncEngine, context: Context) -> list[Step]:
-    head, plan = found.head, planned(context, found.head.get("agent"))
+    head = found.head
+    try:
+        agent = _agent(target, head["agent"])
+        after = _report(head.get("after"), agent)
+        tasks, n = cast("list[str]", head["tasks"]), cast(int, head["n"])
+        seed = whole("seed", head["seed"])
+    except (KeyError, TypeError, ValueError, AttributeError, LlamaBranchError) as error:
+        raise ParseError(f"the head of the journal is damaged: {error}") from None
     is_same = head.get("kv_type") == context.kv_type and head.get("exact") is True
     is_exact = is_same and context.capabilities.batch_invariant
     told: list[Step] = []
@@ -94,11 +118,9 @@ def _again(found: Recorded, target: Context | AsyncEngine, context: Context) -> 
         differs.add(step.path)
         told.append(Step("differs", text, step.agent, step.path, step.turn))
 
-    after = _report(head.get("after"), plan)
-    tasks, n = cast("list[str]", head.get("tasks")), cast(int, head.get("n"))
-    seed = cast(int, head.get("seed"))
     try:
-        on_a_loop(lambda: conduct(target, plan, tasks, n, after, seed, listen, found.steps))
+        with event_loop() as call:
+            call(conduct(agent, tasks, n, after, listen, seed=seed, recorded=found.steps))
     except _Differs as error:
         raise ParseError(error.args[0], text=error.args[1]) from None
     return told
@@ -107,17 +129,14 @@ def _again(found: Recorded, target: Context | AsyncEngine, context: Context) -> 
 def _same(step: Step, known: Step) -> bool:
     if known.kind == "end" and known.text in ("time", "cancelled"):
         return step.kind == "end"
-    same = ("kind", "text", "turn", "name", "call", "n", "seed")
-    return all(getattr(step, one) == getattr(known, one) for one in same) and (
-        list(step.tokens) == list(known.tokens)
-    )
+    return replace(step, error="") == replace(known, error="")
 
 
-def _report(given: object, plan: object) -> Report | None:
+def _report(given: object, agent: Agent) -> Report | None:
     """Return the parts of a report that a run needs to continue after it."""
     if not isinstance(given, Mapping):
         return None
     messages = cast("list[dict[str, object]]", given.get("messages"))
     tokens = cast("Sequence[int]", given.get("tokens"))
     reason = str(given.get("finish_reason"))
-    return Report("", reason, messages, list(tokens), 0, AgentStats(), plan=plan)
+    return Report("", reason, messages, list(tokens), 0, AgentStats(), agent=agent)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Generic, cast
 
+import msgspec
+from msgspec.structs import astuple, replace
 from typing_extensions import TypeVar
 
 from ..errors import LlamaBranchError, ParseError
@@ -16,14 +18,9 @@ __all__ = ["AgentStats", "Report", "Step"]
 
 T = TypeVar("T", default=object, covariant=True)
 S = TypeVar("S")
-# Of the fields of a step that are no texts.
-_KINDS: dict[str, type | tuple[type, ...]] = {
-    "turn": int, "n": int, "seed": int, "seconds": (int, float), "tokens": list,
-}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(msgspec.Struct, frozen=True, omit_defaults=True, eq=False):
     """A step of an agent: a line of its journal.
 
     Attributes:
@@ -60,35 +57,28 @@ class Step:
     tokens: Sequence[int] = ()
     n: int = 0
     seed: int | None = None
-    seconds: float = field(default=0.0, compare=False)
-    report: Report | None = field(default=None, compare=False, repr=False)
+    seconds: float = 0.0
+    report: Report | None = None
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether all fields are equal, except for ``seconds`` and ``report``."""
+        if not isinstance(other, Step):
+            return NotImplemented
+        mine, others = (replace(step, seconds=0.0, report=None) for step in (self, other))
+        return astuple(mine) == astuple(others)
 
     def as_dict(self) -> dict[str, object]:
-        """Return JSON types: kind, agent, path, turn, and all fields that are not at their defaults."""
-        kept = ("kind", "agent", "path", "turn")
-        found: dict[str, object] = {}
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if each.name != "report" and (each.name in kept or value != each.default):
-                found[each.name] = value
-        return found
+        """Return JSON types: all fields that are not at their defaults, without the report."""
+        return cast("dict[str, object]", msgspec.to_builtins(replace(self, report=None)))
 
     @classmethod
     def from_dict(cls, given: Mapping[str, object]) -> Step:
         """Return the step that ``as_dict`` describes.
 
         Raises:
-            TypeError, ValueError: it does not describe a step.
+            ValueError: it does not describe a step.
         """
-        names = {each.name for each in fields(cls)} - {"report"}
-        found = {name: value for name, value in given.items() if name in names}
-        for name, value in found.items():
-            is_valid = isinstance(value, _KINDS.get(name, str))
-            if is_valid and name == "tokens":
-                is_valid = all(type(token) is int for token in cast(list[object], value))
-            if not is_valid:
-                raise ValueError(f"{name} of a step is {value!r:.40}")
-        return cls(**found)  # type: ignore[arg-type]
+        return msgspec.convert(given, cls)
 
 
 @dataclass
@@ -128,8 +118,9 @@ class Report(Generic[T]):
         text: the answer; with ``output`` its JSON.
         finish_reason: "stop"; "length": ``max_tokens``; "turns": ``max_turns``; "time": ``max_seconds``;
             "capacity": the context is full; "cancelled"; "error".
-        limit: "turns", "length" or "capacity" if that limit made it the last turn: the model was told to
-            answer without another call. None if the agent ended by itself.
+        limit: what made its last turn the last, in which it was told to answer without another call:
+            "turns", "length", "capacity", or "repeats" if it had only repeated calls for three turns.
+            None if the agent ended by itself.
         error: the error that ended it, if any. If a tool raised an exception, it is a `ToolError` whose
             ``__cause__`` is that exception.
         calls: all calls of functions, in order.
@@ -157,7 +148,7 @@ class Report(Generic[T]):
     choices: list[Report[T]] = field(default_factory=list, repr=False)
     grammar: Grammar | None = field(default=None, repr=False)
     exact: bool = False
-    plan: object = field(default=None, repr=False)  # the agent's, to continue from here
+    agent: object = field(default=None, repr=False)  # that made it, and may continue from here
 
     @property
     def parsed(self) -> T:

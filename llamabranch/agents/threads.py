@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import aclosing, suppress
-from queue import Empty, SimpleQueue
-from typing import Generic, TypeVar, cast
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
+from typing import TypeVar
 
-from ..native import call_in_thread
+from ..errors import ClosedError
 
-__all__ = ["all_done", "iterated", "on_a_loop", "threaded"]
+__all__ = ["all_done", "event_loop", "threaded"]
 
 T = TypeVar("T")
 _POLL_S = 0.1
@@ -22,11 +21,11 @@ _POLL_S = 0.1
 async def threaded(call: Callable[[], T]) -> T:
     """Run a function in a thread of its own, with the caller's context variables, and await it.
 
-    Unlike `asyncio.to_thread` nothing waits for the thread where the caller stops waiting: a function
-    that hangs takes no thread from others, and does not keep the event loop from closing.
+    Unlike with `asyncio.to_thread`, nothing waits for the thread once the caller has stopped waiting. So
+    a function that hangs takes no thread from others, and the event loop can close.
     """
     future: Future[T] = Future()
-    future.set_running_or_notify_cancel()  # the thread runs on where the caller stops waiting
+    future.set_running_or_notify_cancel()  # the caller can stop waiting; the thread runs on
 
     def run() -> None:
         try:
@@ -55,72 +54,46 @@ async def all_done(calls: Sequence[Coroutine[None, None, T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class _Running(Generic[T]):
-    """A coroutine that ``run`` runs on an event loop of its own, with the maker's context variables."""
+@contextmanager
+def event_loop() -> Iterator[Callable[[Coroutine[None, None, T]], T]]:
+    """Run an event loop in a thread of its own; yield a function that awaits a coroutine there.
 
-    def __init__(self, call: Callable[[], Coroutine[None, None, T]]) -> None:
-        self._call, self._context = call, contextvars.copy_context()
-        self._cancel: Callable[[], object] | None = None
+    At the end, and on Ctrl-C, all that still runs on the loop is cancelled.
 
-    def run(self) -> T:
-        """Run it, and return what it returns."""
-        return self._context.run(asyncio.run, self._main())
-
-    async def _main(self) -> T:
-        task = cast("asyncio.Task[T]", asyncio.current_task())
-        loop = asyncio.get_running_loop()
-        self._cancel = lambda: loop.call_soon_threadsafe(task.cancel)
-        return await self._call()
-
-    def stop(self) -> None:
-        """Cancel it, from any thread. Before it has begun, and a second time, this does nothing."""
-        cancel, self._cancel = self._cancel, None
-        if cancel is not None:
-            with suppress(RuntimeError):  # it has ended
-                cancel()
-
-
-def on_a_loop(call: Callable[[], Coroutine[None, None, T]]) -> T:
-    """Run a coroutine on an event loop in a thread of its own; Ctrl-C cancels it."""
-    running = _Running(call)
-    return call_in_thread(running.run, stop=running.stop)
-
-
-def iterated(make: Callable[[], AsyncGenerator[T, None]]) -> Iterator[T]:
-    """Yield what an asynchronous generator yields on an event loop in a thread of its own.
-
-    Closing the iterator closes the generator.
+    Raises:
+        ClosedError: by the function: the coroutine was cancelled from inside.
     """
-    ready: SimpleQueue[T | None] = SimpleQueue()
-    errors: list[BaseException] = []
+    started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 
-    async def pump() -> None:
-        async with aclosing(make()) as items:
-            async for item in items:
-                ready.put(item)
+    async def main() -> None:
+        ended = asyncio.Event()
+        started.set_result((asyncio.get_running_loop(), ended))
+        await ended.wait()
 
-    def run() -> None:
+    def call(coroutine: Coroutine[None, None, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+        while not future.done():  # short waits, so that Ctrl-C is heard on all systems
+            wait([future], timeout=_POLL_S)
+        if future.cancelled():
+            raise ClosedError("a function has cancelled the tasks of its event loop")
+        return future.result()
+
+    def serve() -> None:
         try:
-            running.run()
-        except BaseException as error:
-            errors.append(error)
-        ready.put(None)
+            asyncio.run(main())
+        except (
+            BaseException
+        ) as error:  # for example, a function has cancelled all tasks of its loop
+            if not started.done():
+                started.set_exception(error)
 
-    running = _Running(pump)
-    thread = threading.Thread(target=run, name="agent", daemon=True)
+    thread = threading.Thread(target=serve, name="agent", daemon=True)
     thread.start()
+    loop, ended = started.result()
     try:
-        while True:
-            try:
-                item = ready.get(timeout=_POLL_S)
-            except Empty:
-                continue
-            if item is None:
-                break
-            yield item
-        if errors:
-            raise errors[0]
+        yield call
     finally:
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(ended.set)
         while thread.is_alive():
-            running.stop()
             thread.join(_POLL_S)

@@ -6,22 +6,40 @@ import inspect
 import json
 import typing
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from pathlib import Path
 from typing import cast
 
+from ..context import Context
 from ..model import Model
 from ..model.functions import function_tool
+from ..model.thoughts import ThinkingChoice
+from ..sampling import SamplingParams
+from ..sampling.grammar import Grammar
+from .turns import Turns
 
-__all__ = ["FORK", "Refused", "Tool", "agent", "fork", "function", "shortened", "text_of"]
+__all__ = [
+    "MOST_FORKS",
+    "Refused",
+    "Settings",
+    "Tool",
+    "agent_tool",
+    "fork",
+    "fork_tool",
+    "shortened",
+    "text_of",
+    "tool_of",
+]
 
-FORK = "fork"
-_MOST_FORKS = 16
+MOST_FORKS = 16
 _TOLD = 300  # characters of why arguments were refused
 
 
 class Refused(Exception):
-    """The arguments of a call do not fit the function."""
+    """A call has failed, and the model is told why."""
 
 
 @dataclass(frozen=True)
@@ -30,106 +48,116 @@ class Tool:
 
     Attributes:
         described: OpenAI's tool object.
-        function: what is called; None for an agent, for the fork, and in a replay.
-        agent: the plan of the agent that runs; else None.
+        function: what is called; None in a replay.
+        agent: the agent that runs instead; else None.
         check: takes a call's arguments and returns those of the function; raises `Refused`.
     """
 
     described: Mapping[str, object]
     function: Callable[..., object] | None = None
-    agent: object = None
-    check: Callable[[object], dict[str, object]] = lambda given: _named(given)
+    agent: Settings | None = None
+    check: Callable[[object], dict[str, object]] = lambda given: cast("dict[str, object]", given)
 
     @property
     def name(self) -> str:
         """The name that the model calls it by."""
         return str(cast(Mapping[str, object], self.described["function"])["name"])
 
+    @property
+    def parameters(self) -> object:
+        """The JSON schema of its arguments."""
+        return cast(Mapping[str, object], self.described["function"])["parameters"]
 
-def function(given: Callable[..., object]) -> Tool:
+
+class Settings:
+    """The arguments of an agent, checked; see `Agent`."""
+
+    context: Context
+    messages: list[dict[str, object]]
+    tools: Mapping[str, Tool]
+    grammar: Grammar | None  # of answers in JSON
+    name: str
+    about: str
+    tool_choice: str
+    parallel_calls: bool
+    max_turns: int
+    max_tokens: int
+    max_seconds: float | None
+    tool_seconds: float
+    result_tokens: int
+    think: ThinkingChoice
+    forks: bool
+    tell: tuple[type[BaseException], ...]
+    repeats: int
+    journal: Path | None
+    sampling: SamplingParams
+    turns: Turns
+
+
+def tool_of(function: Callable[..., object]) -> Tool:
     """Return a function, or a bound method, as a tool.
 
     Raises:
         ConfigError: its parameters cannot be described.
     """
-    return Tool(function_tool(given), given, check=_checker(given))
+    return Tool(function_tool(function), function, check=_checker(function))
 
 
-def agent(plan: object, name: str, about: str) -> Tool:
-    """Return another agent, by its plan, as a tool that takes a task."""
-    about = about or f"Give a task to {name}, which does it and reports."
-    described = _described(name, about, "task", {"type": "string"})
-    return Tool(described, agent=plan, check=_with_task)
+def agent_tool(agent: Settings) -> Tool:
+    """Return another agent as a tool that takes a task."""
+
+    def run(task: str) -> None:
+        """Stand for the agent."""
+
+    run.__name__ = agent.name
+    tool = replace(tool_of(run), agent=agent)
+    about = agent.about or f"Give a task to {agent.name}, which does it and reports."
+    cast("dict[str, object]", tool.described["function"])["description"] = about
+    return tool
 
 
-def fork() -> Tool:
+def fork(tasks: list[str]) -> None:
+    """Do several tasks at once: each is done by a copy of you that knows all that you know.
+
+    You get their answers.
+    """
+
+
+def fork_tool() -> Tool:
     """Return the tool that forks the agent that calls it."""
-    about = (
-        "Do several tasks at once: each is done by a copy of you that knows all that you know. "
-        "You get their answers."
-    )
-    tasks = {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": _MOST_FORKS}
-    return Tool(_described(FORK, about, "tasks", tasks), check=_with_tasks)
+    tool = tool_of(fork)
+    schema = cast("dict[str, dict[str, dict[str, object]]]", tool.parameters)
+    schema["properties"]["tasks"].update(minItems=1, maxItems=MOST_FORKS)
+    return tool
 
 
-def _described(name: str, about: str, parameter: str, schema: object) -> dict[str, object]:
-    parameters = {"type": "object", "properties": {parameter: schema}, "required": [parameter]}
-    function = {"name": name, "description": about, "parameters": parameters}
-    return {"type": "function", "function": function}
-
-
-# -- arguments -------------------------------------------------------------------------------------
-
-
-def _named(
-    given: object, known: Collection[str] | None = None, needed: Iterable[str] = ()
-) -> dict[str, object]:
-    """Return arguments by name: all that are needed, and no unknown ones (None = no arguments)."""
-    if not isinstance(given, Mapping):
-        raise Refused("the arguments must be a JSON object")
-    for name in given:
-        if known is not None and name not in known:
-            raise Refused(f"{name}: there is no such parameter")
-    for name in sorted(needed):
-        if name not in given:
-            raise Refused(f"{name}: it is missing")
-    return dict(given)
-
-
-def _with_task(given: object) -> dict[str, object]:
-    arguments = _named(given, {"task"}, {"task"})
-    if not isinstance(arguments["task"], str):
-        raise Refused("task must be a text")
-    return arguments
-
-
-def _with_tasks(given: object) -> dict[str, object]:
-    arguments = _named(given, {"tasks"}, {"tasks"})
-    tasks = arguments["tasks"]
-    if not isinstance(tasks, list) or not all(isinstance(task, str) for task in tasks):
-        raise Refused("tasks must be a list of texts")
-    if not 1 <= len(tasks) <= _MOST_FORKS:
-        raise Refused(f"tasks must be from 1 to {_MOST_FORKS}, not {len(tasks)}")
-    return arguments
-
-
-def _checker(called: Callable[..., object]) -> Callable[[object], dict[str, object]]:
+def _checker(function: Callable[..., object]) -> Callable[[object], dict[str, object]]:
     """Return what takes a call's arguments for a function: by pydantic where it is installed."""
-    parameters = inspect.signature(called).parameters
-    hints = typing.get_type_hints(called, include_extras=True)
-    needed = {key for key, one in parameters.items() if one.default is one.empty}
+    parameters = inspect.signature(function).parameters
+    hints = typing.get_type_hints(function, include_extras=True)
+
+    def named(given: object) -> dict[str, object]:
+        if not isinstance(given, Mapping):
+            raise Refused("the arguments must be a JSON object")
+        for key in given:
+            if key not in parameters:
+                raise Refused(f"{key}: there is no such parameter")
+        for key, one in parameters.items():
+            if one.default is one.empty and key not in given:
+                raise Refused(f"{key}: it is missing")
+        return dict(given)
 
     try:
         from pydantic import TypeAdapter, ValidationError
     except ImportError:
-        return lambda given: _named(given, parameters, needed)
+        return named
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of annotations that pydantic would rather have otherwise
         adapters = {key: TypeAdapter(hints[key]) for key in parameters}
 
     def check(given: object) -> dict[str, object]:
         found: dict[str, object] = {}
-        for key, value in _named(given, parameters, needed).items():
+        for key, value in named(given).items():
             try:
                 found[key] = adapters[key].validate_json(json.dumps(value))
             except ValidationError as error:
@@ -144,25 +172,40 @@ def _checker(called: Callable[..., object]) -> Callable[[object], dict[str, obje
 # -- results ---------------------------------------------------------------------------------------
 
 
-def text_of(value: object) -> str:
+def text_of(value: object, *, is_heard: Callable[[], bool] = lambda: True) -> str:
     """Return what a function has returned as text: a text as it is, everything else as JSON.
+
+    Half a surrogate pair, which is no text, becomes a question mark. A generator is a list; it is left
+    once nobody ``is_heard`` any more.
 
     Raises:
         TypeError: it has no JSON.
+        BaseException: what a generator raises.
     """
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()  # half a surrogate pair is no text
+    if inspect.isgenerator(value):
+        with closing(value) as items:
+            value = [*takewhile(lambda _: is_heard(), items)]
     try:
-        try:
-            from pydantic_core import to_json
-        except ImportError:
-            return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-        return to_json(value).decode()
+        return (
+            (value if isinstance(value, str) else _json(value)).encode("utf-8", "replace").decode()
+        )
     except Exception as error:  # whatever an object's own methods raise
         raise TypeError(
             f"a result of type {type(value).__name__} cannot be written as JSON ({error}): return text, "
             "numbers, lists, dictionaries, dataclasses or pydantic models"
         ) from error
+
+
+def _json(value: object) -> str:
+    try:
+        from pydantic_core import PydanticSerializationError, to_json, to_jsonable_python
+    except ImportError:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    try:
+        return to_json(value).decode()
+    except PydanticSerializationError:  # half a surrogate pair, for instance
+        default = to_jsonable_python
+        return json.dumps(value, default=default, ensure_ascii=False, separators=(",", ":"))
 
 
 def shortened(model: Model, text: str, most: int) -> str:

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
-from ..context import Context
 from ..context.prefix_cache import n_common
 from ..errors import LlamaBranchError, UnsupportedError
 from ..model import Model
 from ..model.thoughts import ThinkingChoice, thinking_variables
 from ..model.tools import Tools, conversation
-from ..sampling import SamplingParams
 from ..sampling.grammar import Grammar, turn_grammar
-from .tools import Tool
 
-__all__ = ["Messages", "Plan", "Turns"]
+__all__ = ["Messages", "Turns"]
 
 _LONG = 1000  # characters of a message that is rendered again after each turn
 _REMEMBERED = 20_000  # characters of a conversation whose tokens are remembered
@@ -26,54 +21,20 @@ _MOST_RECENT = 64  # of those
 Messages = Sequence[Mapping[str, object]]
 
 
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """All that was given to an agent, checked; see `Agent`."""
-
-    context: Context
-    messages: Sequence[dict[str, object]]
-    tools: Mapping[str, Tool]
-    known: Tools  # the same, as the first turn's template and grammar take them
-    choice: object  # of the first turn, in OpenAI's form
-    grammar: Grammar | None  # of answers in JSON
-    name: str
-    about: str
-    forks: bool
-    max_turns: int
-    max_tokens: int
-    max_seconds: float | None
-    tool_seconds: float
-    result_tokens: int
-    think: ThinkingChoice
-    tell: tuple[type[BaseException], ...]
-    repeats: int
-    journal: Path | None
-    sampling: SamplingParams
-
-    @cached_property
-    def turns(self) -> Turns:
-        """Its prompts and grammars."""
-        return Turns(self)
-
-
 class Turns:
-    """The turns of an agent: its template, its tools and its grammars.
+    """The prompts and grammars of an agent's turns.
 
     Args:
-        plan: the agent's.
+        model: its model.
+        tools: the tools as the first turn has them; in later ones the model decides.
+        think: see `Agent`.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        self.model: Model = plan.context.model
-        self.form = self.model.turn_format
-        self.first = plan.known
-        self.others = Tools(
-            self.first.given,
-            "auto" if self.first.is_used else "none",
-            self.form,
-            parallel=self.first.parallel,
-        )
-        self._variables = thinking_variables(self.form, plan.think)
+    def __init__(self, model: Model, tools: Tools, think: ThinkingChoice) -> None:
+        self.model, self.form, self.first = model, model.turn_format, tools
+        choice = "auto" if tools.is_used else "none"
+        self.others = Tools(tools.given, choice, self.form, parallel=tools.parallel)
+        self._variables = thinking_variables(self.form, think)
         self._recent: dict[str, list[int]] = {}  # the tokens of short conversations
 
     # -- grammars ----------------------------------------------------------------------------------

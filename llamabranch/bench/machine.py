@@ -79,8 +79,8 @@ def _count(n: int, noun: str) -> str:
 
 def processor_name() -> str:
     """Return the system's name for the processor, or "unknown"."""
-    found = _values("/proc/cpuinfo", "model name")
-    return found or platform.processor() or platform.machine() or "unknown"
+    name = _values("/proc/cpuinfo", "model name")
+    return name or platform.processor() or platform.machine() or "unknown"
 
 
 def processor_flags() -> frozenset[str]:
@@ -90,8 +90,8 @@ def processor_flags() -> frozenset[str]:
 
 def free_memory_bytes() -> int | None:
     """Return how much memory is available; None if the system does not tell."""
-    found = _values("/proc/meminfo", "MemAvailable")
-    return int(found.split()[0]) * 1024 if found else None
+    text = _values("/proc/meminfo", "MemAvailable")
+    return int(text.split()[0]) * 1024 if text else None
 
 
 def _values(path: str, *names: str) -> str:

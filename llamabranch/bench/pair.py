@@ -103,10 +103,10 @@ class PairReport:
             return "nothing compared"
         if self.candidate is None:
             return "nothing drafted"
-        found = self.confirmed
-        if found is None or not found.drafts:
+        confirmed = self.confirmed
+        if confirmed is None or not confirmed.drafts:
             return "inconclusive"
-        return found.series.interval(found.base).verdict
+        return confirmed.series.interval(confirmed.base).verdict
 
     @property
     def best(self) -> Cell | None:
@@ -172,19 +172,24 @@ class PairBench:
         return report
 
     def _measure(
-        self, what: str, lengths: Sequence[int | str], n_runs: int, n_items: int, first_run: int = 0
+        self,
+        label: str,
+        lengths: Sequence[int | str],
+        n_runs: int,
+        n_items: int,
+        first_run: int = 0,
     ) -> tuple[Series, list[Cell]]:
         """Return the runs of plain decoding and those of each length."""
-        given = self.target, self.prompts, self.n_tokens, self.sampling
+        arguments = self.target, self.prompts, self.n_tokens, self.sampling
         drafter: Callable[[], Drafter | None] = self.drafter or (lambda: None)
-        makers = {_PLAIN: speculative(*given, stop=self.stop)}
+        makers = {_PLAIN: speculative(*arguments, stop=self.stop)}
         for length in lengths:
             config = replace(self.config, draft_k=length)
-            makers[str(length)] = speculative(*given, drafter, config, stop=self.stop)
-        found = interleave(
+            makers[str(length)] = speculative(*arguments, drafter, config, stop=self.stop)
+        series_by_name = interleave(
             makers, n_runs=n_runs, n_items=n_items, first_run=first_run,
-            progress=lambda text: self.progress(text and f"{what}: {text}"),
+            progress=lambda text: self.progress(text and f"{label}: {text}"),
         )  # fmt: skip
-        base = found.pop(_PLAIN)
-        pairs = zip(lengths, found.values(), strict=True)
+        base = series_by_name.pop(_PLAIN)
+        pairs = zip(lengths, series_by_name.values(), strict=True)
         return base, [Cell(k, series, base) for k, series in pairs] if base.runs else []

@@ -117,12 +117,12 @@ class Series:
     def ratio(self, base: Series) -> Spread:
         """Return the speedup over ``base``: the median of the ratios within each run."""
         pairs = zip(self.rates, base.rates, strict=True)
-        return Spread.of([mine / theirs for mine, theirs in pairs])
+        return Spread.of([own / other for own, other in pairs])
 
     def interval(self, base: Series) -> Interval:
         """Return the speedup over ``base`` from the ratios of single items, which were timed in turns."""
         pairs = zip(self.timings, base.timings, strict=True)
-        return Interval.of([mine.rate / theirs.rate for mine, theirs in pairs])
+        return Interval.of([own.rate / other.rate for own, other in pairs])
 
     @property
     def stats(self) -> SpeculativeStats:
@@ -136,8 +136,10 @@ class Series:
     @property
     def total(self) -> Timing:
         """Tokens and seconds of all runs."""
-        its = self.timings
-        return Timing(sum(each.n_tokens for each in its), sum(each.seconds for each in its))
+        timings = self.timings
+        return Timing(
+            sum(timing.n_tokens for timing in timings), sum(timing.seconds for timing in timings)
+        )
 
     @property
     def step_s(self) -> float:
@@ -170,7 +172,7 @@ def interleave(
     series = {name: Series() for name in makers}
     try:
         for run in range(n_runs):
-            if sum(each.total.seconds for each in series.values()) >= budget_s:
+            if sum(s.total.seconds for s in series.values()) >= budget_s:
                 break
             works = {name: maker(first_run + run) for name, maker in makers.items()}
             for item in range(n_items):
@@ -180,10 +182,10 @@ def interleave(
                 for name in order:
                     time.sleep(PAUSE_S)
                     timings[name] = works[name](item)
-                for name, each in series.items():
+                for name, one_series in series.items():
                     if item == 0:
-                        each.runs.append([])
-                    each.runs[-1].append(timings[name])
+                        one_series.runs.append([])
+                    one_series.runs[-1].append(timings[name])
     except (Stopped, DecodeInterruptedError):
         pass
     progress("")

@@ -351,9 +351,9 @@ class Chat:
                 f"the last answer calls {len(calls)} functions, and there are {len(results)} results"
             )
         texts = []
-        for index, each in enumerate(results):
+        for index, result in enumerate(results):
             try:
-                text = each if isinstance(each, str) else json.dumps(each, ensure_ascii=False)
+                text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
             except (TypeError, ValueError, RecursionError) as error:
                 raise ConfigError(f"results[{index}] is not JSON: {error}") from None
             texts.append(text)
@@ -382,17 +382,17 @@ class Chat:
             raise ConfigError(f"a message must be text, not {text!r:.40}")
         return self._instead(n, Exchange(None, text))
 
-    def _instead(self, n: int, asked: Exchange) -> Answer:
-        """Answer the message or results of ``asked`` instead of the ``n``-th message."""
+    def _instead(self, n: int, question: Exchange) -> Answer:
+        """Answer the message or results of ``question`` instead of the ``n``-th message."""
         self._end_answer()
         parent, seed = self._exchange(n).parent, self.sampling.seed or 0
         n_before = sum(
-            e.parent is parent and (e.user, e.results) == (asked.user, asked.results)
+            e.parent is parent and (e.user, e.results) == (question.user, question.results)
             for e in exchanges_of(self._lines.values())
         )
         params = self.sampling.replace(seed=derive_seed(seed, n_before) if n_before else seed)
         line = replace(self._line, number=max(self._lines) + 1)
-        return self._begin(line, Exchange(parent, asked.user, results=asked.results), params)
+        return self._begin(line, Exchange(parent, question.user, results=question.results), params)
 
     def _exchange(self, n: int) -> Exchange:
         exchanges = self.exchanges
@@ -406,16 +406,16 @@ class Chat:
             )
         return exchanges[n - 1]
 
-    def _begin(self, line: Line, asked: Exchange, params: SamplingParams) -> Answer:
+    def _begin(self, line: Line, question: Exchange, params: SamplingParams) -> Answer:
         """Process the prompt of an answer, and then change the conversation."""
-        parent, model = asked.parent, self.ctx.model
-        tokens, n_cut = self._fitting(line, asked)
+        parent, model = question.parent, self.ctx.model
+        tokens, n_cut = self._fitting(line, question)
         tokens, thinking = plan_thinking(
             model, tokens, self.thinking, ending=self.thinking_end, has_calls=self.tools.is_used
         )
         grammar = tool_grammar(model, self.tools, None) if self.tools.is_used else None
         before = [] if parent is None else parent.path[n_cut:]
-        n_next = self._n_next(line.system, before, asked, tokens)
+        n_next = self._n_next(line.system, before, question, tokens)
         prompt, n_new = self._turns.read(tokens, params, self.on_prompt_progress, n_next=n_next)
         branch = self._turns.fork(prompt)
         if not self.ctx.fits(branch.seq_id, 1):
@@ -425,47 +425,49 @@ class Chat:
         self._stats.num_cached_tokens += len(tokens) - n_new
         self._stats.num_answers += 1
         self._stats.num_cut_exchanges += max(0, n_cut - self.n_cut)
-        exchange = replace(asked, seed=branch.seed, n_cut=n_cut, branch=branch)
+        exchange = replace(question, seed=branch.seed, n_cut=n_cut, branch=branch)
         self._undo = self._lines, self.current
         line = replace(line, head=exchange)
         self._lines, self.current = {**self._lines, line.number: line}, line.number
         self._answer = Answer(self, exchange, branch, thinking, grammar)
         return self._answer
 
-    def _fitting(self, line: Line, asked: Exchange) -> tuple[list[int], int]:
+    def _fitting(self, line: Line, question: Exchange) -> tuple[list[int], int]:
         """Return the tokens of a prompt, and how many exchanges are left out because it is too long.
 
         At least the exchanges that the last answer did not see are left out, because the K/V of the rest
         exists.
         """
-        parent = asked.parent
+        parent = question.parent
         before, n_cut = ([], 0) if parent is None else (parent.path, parent.n_cut)
         size = self.ctx.n_ctx_seq
         least = size // _LEAST_ROOM
         least = least if self.max_tokens is None else min(least, self.max_tokens)
-        tokens = self._tokens(line.system, before[n_cut:], asked)
+        tokens = self._tokens(line.system, before[n_cut:], question)
         if size - len(tokens) < least:
             while size - len(tokens) < max(least, size // _MORE_ROOM) and n_cut < len(before):
                 n_cut += 1
                 while n_cut < len(before) and before[n_cut].results:  # their calls are left out
                     n_cut += 1
-                tokens = self._tokens(line.system, before[n_cut:], asked)
+                tokens = self._tokens(line.system, before[n_cut:], question)
             if len(tokens) >= size:
                 raise CacheFullError.of_prompt(len(tokens), size)
         return tokens, n_cut
 
-    def _tokens(self, system: str | None, before: Sequence[Exchange], asked: Exchange) -> list[int]:
+    def _tokens(
+        self, system: str | None, before: Sequence[Exchange], question: Exchange
+    ) -> list[int]:
         """Return the tokens of a prompt, written by the template."""
         model = self.ctx.model
         variables = thinking_variables(model.turn_format, self.thinking)
-        messages = messages_of(system, before, asked)
+        messages = messages_of(system, before, question)
         return conversation(model, messages, self.tools, variables).tokens(model)
 
     def _n_next(
         self,
         system: str | None,
         before: Sequence[Exchange],
-        asked: Exchange,
+        question: Exchange,
         tokens: Sequence[int],
     ) -> int:
         """Return how many tokens this prompt and that of the next turn will probably have in common.
@@ -475,7 +477,7 @@ class Chat:
         """
         n = len(tokens)
         if not self.ctx.kv_cache.can_draft:
-            answered = replace(asked, answer="x", n_tokens=1)
+            answered = replace(question, answer="x", n_tokens=1)
             with suppress(LlamaBranchError):  # the template may refuse another turn
                 later = self._tokens(system, [*before, answered], Exchange(answered, "x"))
                 n = n_common(tokens, later)
@@ -556,8 +558,8 @@ class Chat:
         lines = list(self._lines.values())
         saved = SavedChat(self._id, lines, self.current, self.sampling, self.max_tokens, self.stop)
         ends = {line.head.branch: line.head for line in lines if line.head is not None}
-        kept = [ends[branch] for branch in self._turns.living() if branch in ends]
-        write_chat(folder, self.ctx.model, saved, kept)
+        kept_branches = [ends[branch] for branch in self._turns.living() if branch in ends]
+        write_chat(folder, self.ctx.model, saved, kept_branches)
 
     @classmethod
     def load(
@@ -706,7 +708,7 @@ class Answer:
     def _note(self) -> None:
         """Write the answer so far into the conversation."""
         if not self.exchange.calls:
-            self.exchange.answer = "".join(each.text for each in self._generations)
+            self.exchange.answer = "".join(generation.text for generation in self._generations)
         self.exchange.n_tokens = len(self.tokens)
 
     def _run(self) -> Generator[Produced, None, None]:
@@ -744,16 +746,16 @@ class Answer:
         self._thought = buffer.tokens
         while True:
             generation = Generation(chat.speculator.drafting, text, buffer, owner=self.branch)
-            for one in self._segment(generation):
-                self.exchange.thought += one.text
-                yield one
+            for token in self._segment(generation):
+                self.exchange.thought += token.text
+                yield token
             if self.finish_reason is not None or buffer.finish_reason is None:
                 break
             buffer.resume()
-        found, self.exchange.thought = buffer.ended, buffer.thought
-        if found is None or self.finish_reason == "capacity":
+        ended, self.exchange.thought = buffer.ended, buffer.thought
+        if ended is None or self.finish_reason == "capacity":
             return
-        self.exchange.thought, n_kept, forced = found
+        self.exchange.thought, n_kept, forced = ended
         self._thought = buffer.tokens[:n_kept] + forced
         self.exchange.finish_reason = None
         self.branch.rewind(start + n_kept)

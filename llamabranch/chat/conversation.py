@@ -54,12 +54,12 @@ class Exchange:
     @property
     def path(self) -> list[Exchange]:
         """All exchanges from the first to this one."""
-        found: list[Exchange] = []
+        exchanges: list[Exchange] = []
         at: Exchange | None = self
         while at is not None:
-            found.append(at)
+            exchanges.append(at)
             at = at.parent
-        return found[::-1]
+        return exchanges[::-1]
 
 
 @dataclass
@@ -86,19 +86,19 @@ def messages_of(
     system: str | None, exchanges: Iterable[Exchange], *more: Exchange
 ) -> list[dict[str, object]]:
     """Return messages for a chat template; ``more`` are exchanges without their answers."""
-    found: list[dict[str, object]] = []
+    messages: list[dict[str, object]] = []
     if system is not None:
-        found.append({"role": "system", "content": system})
+        messages.append({"role": "system", "content": system})
     for exchange in exchanges:
-        found += _asked(exchange)
+        messages += _asked(exchange)
         if exchange.is_answered:
             answer: dict[str, object] = {"role": "assistant", "content": exchange.answer}
             if exchange.thought:
                 answer["reasoning_content"] = exchange.thought
             if exchange.calls:
                 answer["tool_calls"] = exchange.calls
-            found.append(answer)
-    return found + [message for exchange in more for message in _asked(exchange)]
+            messages.append(answer)
+    return messages + [message for exchange in more for message in _asked(exchange)]
 
 
 def _asked(exchange: Exchange) -> list[dict[str, object]]:

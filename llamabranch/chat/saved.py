@@ -65,7 +65,7 @@ def write_chat(
         SnapshotError: it cannot be written, or the folder has another chat or other files.
     """
     place, exchanges = path_of(folder), exchanges_of(chat.lines)
-    number = {each: i if each else None for i, each in enumerate([*exchanges, None])}
+    number = {exchange: i if exchange else None for i, exchange in enumerate([*exchanges, None])}
     try:
         place.mkdir(parents=True, exist_ok=True)
         old = [path for path in place.iterdir() if _BRANCH.fullmatch(path.name)]
@@ -95,11 +95,11 @@ def write_chat(
             "stop": list(chat.stop),
             "exchanges": [
                 {
-                    "parent": number[each.parent],
-                    **{name: vars(each)[name] for name in _EXCHANGE},
-                    **{name: value for name in _LATER if (value := vars(each)[name])},
+                    "parent": number[exchange.parent],
+                    **{name: vars(exchange)[name] for name in _EXCHANGE},
+                    **{name: value for name in _LATER if (value := vars(exchange)[name])},
                 }
-                for each in exchanges
+                for exchange in exchanges
             ],
             "lines": [{**vars(line), "head": number[line.head]} for line in chat.lines],
             "current": chat.current,
@@ -141,17 +141,17 @@ def read_chat(folder: str | os.PathLike[str], ours: Model | None = None) -> Save
         if about["version"] != _VERSION:
             raise ValueError(f"it has format {about['version']!r:.40}, not {_VERSION}")
         exchanges: list[Exchange] = []
-        for each in about["exchanges"]:
-            fields = {name: each[name] for name in _EXCHANGE}
-            fields |= {name: each[name] for name in _LATER if name in each}
+        for entry in about["exchanges"]:
+            fields = {name: entry[name] for name in _EXCHANGE}
+            fields |= {name: entry[name] for name in _LATER if name in entry}
             if not all(isinstance(result, str) for result in fields.get("results", ())):
                 raise ValueError("a result of a function is not text")
             if not all(map(_is_call, fields.get("calls", ()))):
                 raise ValueError("a call of a function does not have OpenAI's format")
-            exchanges.append(Exchange(_at(exchanges, each["parent"]), **fields))
+            exchanges.append(Exchange(_at(exchanges, entry["parent"]), **fields))
         lines = [
-            Line(each["number"], _at(exchanges, each["head"]), each["system"])
-            for each in about["lines"]
+            Line(line["number"], _at(exchanges, line["head"]), line["system"])
+            for line in about["lines"]
         ]
         model = about.get("model", {})
         chat = SavedChat(
@@ -162,13 +162,16 @@ def read_chat(folder: str | os.PathLike[str], ours: Model | None = None) -> Save
             about["max_tokens"],
             tuple(about["stop"]),
             model and {name: model[name] for name in ("name", "path", "fingerprint")},
-            [(place / each["file"], exchanges[each["exchange"]]) for each in about["branches"]],
+            [
+                (place / branch["file"], exchanges[branch["exchange"]])
+                for branch in about["branches"]
+            ],
         )
         if chat.current not in {line.number for line in lines}:
             raise ValueError("there is no current branch")
-        if not all(_BRANCH.fullmatch(each["file"]) for each in about["branches"]):
+        if not all(_BRANCH.fullmatch(branch["file"]) for branch in about["branches"]):
             raise ValueError("the name of a branch is invalid")
-        if not all(isinstance(each, str) for each in chat.stop):
+        if not all(isinstance(text, str) for text in chat.stop):
             raise ValueError("a stop string is not text")
     except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise SnapshotError(f"{place} has no chat that can be read: {error}") from error
@@ -180,17 +183,17 @@ def read_chat(folder: str | os.PathLike[str], ours: Model | None = None) -> Save
     return chat
 
 
-def _checked(found: dict[str, object]) -> dict[str, object]:
+def _checked(entry: dict[str, object]) -> dict[str, object]:
     """Return an object of the file after checking the types of its values."""
-    for name in found.keys() & _KINDS.keys():
-        if not isinstance(found[name], _KINDS[name]) or isinstance(found[name], bool):
-            raise ValueError(f"{name} is {found[name]!r:.40}")
-    return found
+    for name in entry.keys() & _KINDS.keys():
+        if not isinstance(entry[name], _KINDS[name]) or isinstance(entry[name], bool):
+            raise ValueError(f"{name} is {entry[name]!r:.40}")
+    return entry
 
 
-def _is_call(found: object) -> bool:
+def _is_call(value: object) -> bool:
     """Return whether this is a call of a function in the format of messages."""
-    call = found if isinstance(found, dict) else {}
+    call = value if isinstance(value, dict) else {}
     function = call.get("function")
     named = function if isinstance(function, dict) else {}
     texts = call.get("id"), named.get("name"), named.get("arguments")

@@ -109,7 +109,7 @@ class TurnBranches:
     def keep(self, branch: Branch) -> None:
         """Keep a branch as the most recently used one."""
         with self._ctx.lock:
-            self._branches = [each for each in self.living() if each is not branch] + [branch]
+            self._branches = [kept for kept in self.living() if kept is not branch] + [branch]
             self._ctx.sequences.evict_last(self)
 
     def fork(self, branch: Branch) -> Branch:
@@ -135,10 +135,10 @@ class TurnBranches:
             return self._prune_of(self.living(), () if used is None else (used.seq_id,))
 
     def _prune_of(self, branches: list[Branch], used: Collection[int]) -> bool:
-        found = next((branch for branch in branches if branch.seq_id not in used), None)
-        if found is not None:
-            self._drop(found)
-        return found is not None
+        least_recent = next((branch for branch in branches if branch.seq_id not in used), None)
+        if least_recent is not None:
+            self._drop(least_recent)
+        return least_recent is not None
 
     def _drop(self, branch: Branch) -> None:
         with self._ctx.lock:

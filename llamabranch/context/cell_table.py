@@ -112,12 +112,12 @@ class CellTable:
 
     def first_position(self, seq_id: int, start: int = 0) -> int:
         """Return the smallest position of ``seq_id`` from ``start`` on, or -1 if it has none there."""
-        found = -1
+        smallest = -1
         for s in reversed(self._sequences[seq_id].slices):
             if s.end <= start:
                 break
-            found = max(s.position, start)
-        return found
+            smallest = max(s.position, start)
+        return smallest
 
     def length(self, seq_id: int) -> int:
         """Return how many cells ``seq_id`` refers to."""
@@ -149,9 +149,9 @@ class CellTable:
         if but < 0:
             return max(self._newest)
         ends = self._newest
-        kept, ends[but] = ends[but], -1
+        own_end, ends[but] = ends[but], -1
         newest = max(ends)
-        ends[but] = kept
+        ends[but] = own_end
         return newest
 
     def _note_end(self, seq_id: int) -> None:
@@ -165,10 +165,10 @@ class CellTable:
         end = min(end, self.next_position(seq_id))
         if self._with_holes:
             others = self.write_indices(but=seq_id)
-            mine = self._sequences[seq_id].slices
+            slices = self._sequences[seq_id].slices
             alone = [
                 s.position + i - s.low
-                for s in mine
+                for s in slices
                 for i in range(s.low, s.high)
                 if start <= s.position + i - s.low < end and s.run.write_indices[i] not in others
             ]
@@ -206,51 +206,53 @@ class CellTable:
 
     def write_indices(self, *, but: int = -1) -> set[int]:
         """Return the write indices of all cells that sequences other than ``but`` hold."""
-        found: set[int] = set()
+        indices: set[int] = set()
         for i, sequence in enumerate(self._sequences):
             for s in sequence.slices if i != but else ():
-                found.update(s.run.write_indices[s.low : s.high])
-        return found
+                indices.update(s.run.write_indices[s.low : s.high])
+        return indices
 
     def copy(self, source: int, target: int, start: int, end: int) -> None:
         """Let the empty ``target`` refer to the cells of ``source`` in positions [start, end)."""
-        kept = []
+        slices = []
         for s in self._sequences[source].slices:
             low, high = max(s.position, start), min(s.end, end)
             if low < high:
-                kept.append(_Slice(s.run, s.low + low - s.position, s.low + high - s.position, low))
+                slices.append(
+                    _Slice(s.run, s.low + low - s.position, s.low + high - s.position, low)
+                )
                 s.run.users.add(target)
-        self._sequences[target] = _Sequence(kept[-1].end if kept else 0, kept)
-        if kept and (source in self._with_holes or kept[0].position > 0):
+        self._sequences[target] = _Sequence(slices[-1].end if slices else 0, slices)
+        if slices and (source in self._with_holes or slices[0].position > 0):
             self._with_holes.add(target)
         self._note_end(target)
 
     def remove(self, seq_id: int, start: int, end: int) -> None:
         """Record that ``seq_id`` no longer holds positions in [start, end)."""
         sequence = self._sequences[seq_id]
-        kept = []
+        slices = []
         for s in sequence.slices:
             if s.end <= start or s.position >= end:
-                kept.append(s)
+                slices.append(s)
                 continue
             if s.position < start:
-                kept.append(_Slice(s.run, s.low, s.low + start - s.position, s.position))
+                slices.append(_Slice(s.run, s.low, s.low + start - s.position, s.position))
             if s.end > end:
-                kept.append(_Slice(s.run, s.low + end - s.position, s.high, end))
-        still = {s.run for s in kept}
+                slices.append(_Slice(s.run, s.low + end - s.position, s.high, end))
+        still = {s.run for s in slices}
         for s in sequence.slices:
             if s.run not in still:
                 s.run.users.discard(seq_id)
-        if not kept:
+        if not slices:
             self._with_holes.discard(seq_id)
         elif end < sequence.next_position:
             self._with_holes.add(seq_id)
-        sequence.slices = kept
-        sequence.next_position = kept[-1].end if kept else 0
+        sequence.slices = slices
+        sequence.next_position = slices[-1].end if slices else 0
         self._note_end(seq_id)
-        if kept and kept[-1].run.owner == seq_id:
+        if slices and slices[-1].run.owner == seq_id:
             # Cells that no sequence refers to are deleted, so that appends continue the same run.
-            run, high = kept[-1].run, kept[-1].high
+            run, high = slices[-1].run, slices[-1].high
             for user in run.users:
                 for s in self._sequences[user].slices:
                     if s.run is run and s.high > high:

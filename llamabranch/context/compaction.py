@@ -65,15 +65,15 @@ def rewrite_in_order(
     """
     memory = runner.memory
     owners = [holder for holder in holders if isinstance(holder, Replayable)]
-    held = {owner.seq_id: memory.next_position(owner.seq_id) for owner in owners}
-    if any(seq_id not in held for seq_id in memory.usage().sequences):
+    ends = {owner.seq_id: memory.next_position(owner.seq_id) for owner in owners}
+    if any(seq_id not in ends for seq_id in memory.usage().sequences):
         return False
-    if any(held[owner.seq_id] > owner.position for owner in owners):
+    if any(ends[owner.seq_id] > owner.position for owner in owners):
         return False
-    texts = [CachedPrefix(owner.tokens[: held[owner.seq_id]], owner.seq_id) for owner in owners]
+    texts = [CachedPrefix(owner.tokens[: ends[owner.seq_id]], owner.seq_id) for owner in owners]
     if by_state and memory.can_move:
-        kept = [] if prefixes is None else prefixes.texts()
-        if _copy(memory, _plan([*texts, *kept]), kept):
+        cached = [] if prefixes is None else prefixes.texts()
+        if _copy(memory, _plan([*texts, *cached]), cached):
             return True
     if prefixes is not None:
         prefixes.clear()
@@ -94,7 +94,7 @@ def _plan(texts: Iterable[CachedPrefix]) -> list[_Step]:
     return plan
 
 
-def _copy(memory: Memory, plan: list[_Step], kept: list[CachedPrefix]) -> bool:
+def _copy(memory: Memory, plan: list[_Step], cached: list[CachedPrefix]) -> bool:
     """Copy the K/V of all sequences out of the cache and back; False if llama.cpp refuses.
 
     It runs in its own thread, so that Ctrl-C waits until it is complete.
@@ -108,7 +108,7 @@ def _copy(memory: Memory, plan: list[_Step], kept: list[CachedPrefix]) -> bool:
             hidden = memory.hidden
             rows = {} if hidden is None else {t.seq_id: hidden.all_of(t.seq_id) for t, _, _ in plan}
             memory.clear()
-            for text in kept:
+            for text in cached:
                 memory.keep(text.seq_id)
             for text, source, n in plan:
                 if n:
@@ -116,8 +116,8 @@ def _copy(memory: Memory, plan: list[_Step], kept: list[CachedPrefix]) -> bool:
                 if text in pieces:
                     memory.place(text.seq_id, pieces.pop(text), n, len(text.tokens) - n)
             if hidden is not None:
-                for seq_id, found in rows.items():
-                    hidden.set_all(seq_id, found)
+                for seq_id, states in rows.items():
+                    hidden.set_all(seq_id, states)
             return True
         except (SnapshotError, MemoryError):
             return False

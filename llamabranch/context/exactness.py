@@ -117,19 +117,19 @@ def _measured(
     known = _found.setdefault(model, {})
     if setting not in known:
         key = _key(model, setting)
-        kept = _read(key)
-        if kept is None:
+        exactness = _read(key)
+        if exactness is None:
             of_all = _FEW if is_part else _SIZES
             most = min(most, of_all[-1])
             sizes = [*(n for n in of_all if n < most), most]
-            kept = _measure(runner, model, sizes, _FEW_ALONE if is_part else _ALONE)
+            exactness = _measure(runner, model, sizes, _FEW_ALONE if is_part else _ALONE)
             if key is not None:
-                entry: dict[str, object] = kept._asdict()
+                entry: dict[str, object] = exactness._asdict()
                 del entry["reason"]
                 write_entries([(_SECTION, key, entry)])
-        known[setting] = kept
-    found = known[setting]
-    return found._replace(rows=found.rows or runner.handle.n_batch)
+        known[setting] = exactness
+    result = known[setting]
+    return result._replace(rows=result.rows or runner.handle.n_batch)
 
 
 def _key(model: Model, setting: str) -> str | None:
@@ -193,20 +193,20 @@ def _variation(
     ]
     if runner.memory.cells.n_seq_max < 2:  # the other rows follow in the same sequence
         is_own.sort(reverse=True)
-    mine, other = iter(own), iter(others)
+    own_tokens, other_tokens = iter(own), iter(others)
     # llama.cpp aborts if a decode has more rows than its buffer.
     compared = [i for i in range(n) if is_own[i]][-runner.handle.n_outputs_max :]
     batch = Batch()
     for i, is_mine in enumerate(is_own):
         seq_id = 0 if is_mine or runner.memory.cells.n_seq_max < 2 else 1
-        token = next(mine) if is_mine else next(other)
+        token = next(own_tokens) if is_mine else next(other_tokens)
         batch.add(seq_id, [token], "last" if i in compared else "none")
     rows = [row for run in batch.decode(runner) for row in run]
     expected = alone[n_own - len(compared) : n_own]
-    found = 0.0
-    for row, there in zip(rows, expected, strict=True):
-        if not np.array_equal(row.array, there):
-            p, q = (np.exp(x - x.max(), dtype=np.float64) for x in (row.array, there))
+    largest = 0.0
+    for row, expected_row in zip(rows, expected, strict=True):
+        if not np.array_equal(row.array, expected_row):
+            p, q = (np.exp(x - x.max(), dtype=np.float64) for x in (row.array, expected_row))
             apart = float(np.abs(p / p.sum() - q / q.sum()).sum()) / 2
-            found = max(found, apart if math.isfinite(apart) else 1.0, 1e-12)
-    return min(found, 1.0)
+            largest = max(largest, apart if math.isfinite(apart) else 1.0, 1e-12)
+    return min(largest, 1.0)

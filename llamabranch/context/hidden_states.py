@@ -78,13 +78,13 @@ class HiddenStates:
 
         ``first`` is the write index of its first token; the others follow in the order of the batch.
         """
-        found = np.empty((n, self.width), dtype=np.float32)
+        states = np.empty((n, self.width), dtype=np.float32)
         for layer, columns in self._columns:
-            found[:, columns] = heads.extracted_rows(self._handle, layer, n)
+            states[:, columns] = heads.extracted_rows(self._handle, layer, n)
         if len(self._rows) > 2 * self._cells.n_cells:
             # Before the update, because the table does not have the cells of a tree yet.
             self._forget_unused()
-        self._rows.update(zip(range(first, first + n), found, strict=True))
+        self._rows.update(zip(range(first, first + n), states, strict=True))
 
     def of(self, seq_id: int, start: int, end: int) -> list[Rows | None]:
         """Return the rows of positions [start, end) of a sequence; None for a row that was not kept."""

@@ -96,14 +96,16 @@ def fastest(model: Model, flash: bool | str, *, has_others: bool = False) -> Set
         return None
     if flash == "auto" and model.memory_type != "attention":
         flash = True
-    possible = [each for each in _ALL if flash in ("auto", each.flash)]
+    possible = [setting for setting in _ALL if flash in ("auto", setting.flash)]
     costs = _attention(_key(), shape)
     times = _TEXTS if has_others else 1
-    seconds = {each: costs[each].session * (1 if each.flash else times) for each in possible}
+    seconds = {
+        setting: costs[setting].session * (1 if setting.flash else times) for setting in possible
+    }
     best, *others = possible
-    for each in others:
-        if seconds[each] < _WORTH * seconds[best]:
-            best = each
+    for setting in others:
+        if seconds[setting] < _WORTH * seconds[best]:
+            best = setting
     return best
 
 
@@ -126,8 +128,8 @@ def measured_costs(
         return None
     attention = _attention(_key(), shape)
     times = model.n_layer * shape.n_kv_heads
-    found = [weights.plus(attention[each], times) for each in settings]
-    return found if all(each.session < math.inf for each in found) else None
+    costs = [weights.plus(attention[setting], times) for setting in settings]
+    return costs if all(c.session < math.inf for c in costs) else None
 
 
 def _shape(model: Model) -> AttentionShape | None:
@@ -153,9 +155,9 @@ def _attention(key: str, shape: AttentionShape) -> dict[Setting, Costs]:
     """Return the time of attention for a token and one K/V head in every setting, stored or measured."""
     group = min(shape.n_heads, _MOST_HEADS)
     key += f", {group} heads of {shape.head_size}, one K/V head of {shape.n_kv_heads}"
-    kept = read_entry(_ATTENTION, key) or {}
-    found = {each: _stored(kept.get(str(each))) for each in _ALL}
-    known = {setting: costs for setting, costs in found.items() if costs is not None}
+    entry = read_entry(_ATTENTION, key) or {}
+    stored = {setting: _stored(entry.get(str(setting))) for setting in _ALL}
+    known = {setting: costs for setting, costs in stored.items() if costs is not None}
     if len(known) < len(_ALL):
         part = shape._replace(n_heads=group)
         columns = [
@@ -164,9 +166,11 @@ def _attention(key: str, shape: AttentionShape) -> dict[Setting, Costs]:
         ]
         known = dict(zip(_ALL, map(Costs, *columns), strict=True))
         if all(costs.session < math.inf for costs in known.values()):
-            write_entries([(_ATTENTION, key, {str(each): [*known[each]] for each in _ALL})])
+            write_entries(
+                [(_ATTENTION, key, {str(setting): [*known[setting]] for setting in _ALL})]
+            )
     scale = shape.n_heads / group
-    return {each: Costs(*(scale * seconds for seconds in known[each])) for each in _ALL}
+    return {setting: Costs(*(scale * seconds for seconds in known[setting])) for setting in _ALL}
 
 
 _found: weakref.WeakKeyDictionary[Model, dict[str, Costs]] = weakref.WeakKeyDictionary()
@@ -196,10 +200,10 @@ def _weights(model: Model, handle: ContextHandle, threads: tuple[int, int]) -> C
     return costs
 
 
-def _stored(kept: object) -> Costs | None:
+def _stored(numbers: object) -> Costs | None:
     """Return the three numbers of an entry; None if it holds anything else."""
-    if not isinstance(kept, list) or len(kept) != len(_ROWS):
+    if not isinstance(numbers, list) or len(numbers) != len(_ROWS):
         return None
-    if not all(isinstance(each, (int, float)) and 0 < each < math.inf for each in kept):
+    if not all(isinstance(number, (int, float)) and 0 < number < math.inf for number in numbers):
         return None
-    return Costs(*map(float, kept))
+    return Costs(*map(float, numbers))

@@ -118,8 +118,8 @@ class LogitsRow:
         """Return the model's log-probabilities of all tokens, nats, float64 (V,), a copy."""
         if self._logsumexp is _UNKNOWN:
             self._measure()
-        found: npt.NDArray[np.float64] = self.array.astype(np.float64) - self._logsumexp
-        return found
+        log_probs: npt.NDArray[np.float64] = self.array.astype(np.float64) - self._logsumexp
+        return log_probs
 
     def rank(self, token: int) -> int:
         """Return 1 + how many tokens have a larger logit than ``token``."""
@@ -215,8 +215,8 @@ class LogitsRow:
         measured = measured and self._logsumexp is _UNKNOWN
         token = compiled.sample(self.address, seed, position, purpose, measured)
         if measured:
-            found = compiled.choice
-            self.note(found.best, found.logsumexp, found.entropy)
+            choice = compiled.choice
+            self.note(choice.best, choice.logsumexp, choice.entropy)
         return token
 
     def note_step(self, compiled: core.RowSampler, seed: int, measured: bool) -> None:
@@ -224,11 +224,11 @@ class LogitsRow:
 
         The draw is for the position after the row's token, the only position that a row is used for.
         """
-        found = compiled.choice
+        choice = compiled.choice
         if measured:
-            self.note(found.best, found.logsumexp, found.entropy)
-        if found.token >= 0:
-            self._drawn = (compiled, seed, found.token)
+            self.note(choice.best, choice.logsumexp, choice.entropy)
+        if choice.token >= 0:
+            self._drawn = (compiled, seed, choice.token)
 
     @property
     def address(self) -> int:

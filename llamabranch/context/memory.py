@@ -295,8 +295,8 @@ class Memory:
         freed = 0
         if self.prefix_seq_ids:
             # Free more than is needed now, so that compactions are rare.
-            wanted = max(n - self.n_vacant, self.cells.n_cells // _RECLAIMED_PART)
-            freed = self.evict(wanted - self.order.n_cells)
+            n_wanted = max(n - self.n_vacant, self.cells.n_cells // _RECLAIMED_PART)
+            freed = self.evict(n_wanted - self.order.n_cells)
         if not self.order.n_cells or (freed and self.n_vacant >= n):
             return freed > 0
         if not self.compact():
@@ -410,8 +410,8 @@ class Memory:
             DecodeError: they differ; the message names the sequence. That is a bug in this library.
         """
         for seq_id in range(self.cells.n_sequences):
-            held = self.first_position(seq_id), self.next_position(seq_id) - 1
-            ours, theirs = self._compared(seq_id, held, self.handle.position_range(seq_id))
+            own_range = self.first_position(seq_id), self.next_position(seq_id) - 1
+            ours, theirs = self._compared(seq_id, own_range, self.handle.position_range(seq_id))
             if ours != theirs:
                 raise DecodeError(
                     f"sequence {seq_id} should hold positions {ours}, in llama.cpp it holds {theirs}"
@@ -455,14 +455,14 @@ class Windowed(Memory):
         end = self.next_position(seq_id)
         # The window moves with each token, or (chunked attention) by its size at once.
         outside = (end + n) // self._window * self._window
-        held = self._shadowed.get(seq_id, 0)
-        if held < outside and held < end:
+        n_shadowed = self._shadowed.get(seq_id, 0)
+        if n_shadowed < outside and n_shadowed < end:
             try:
-                self.handle.copy(seq_id, _shadow(seq_id), held, end)
+                self.handle.copy(seq_id, _shadow(seq_id), n_shadowed, end)
                 self._shadowed[seq_id] = end
             except BaseException:
-                self.handle.remove(_shadow(seq_id), held, -1)
-                self._shadowed[seq_id] = held
+                self.handle.remove(_shadow(seq_id), n_shadowed, -1)
+                self._shadowed[seq_id] = n_shadowed
                 raise
 
     def can_cut(self, seq_id: int, n: int) -> bool:
@@ -483,12 +483,12 @@ class Windowed(Memory):
 
     def _remove(self, seq_id: int, start: int, end: int) -> bool:
         """Remove positions, also from the shadow."""
-        held = self._shadowed.get(seq_id, 0)
-        if start < held:
+        n_shadowed = self._shadowed.get(seq_id, 0)
+        if start < n_shadowed:
             self.handle.remove(_shadow(seq_id), start, -1 if end == END else end)
         is_done = super()._remove(seq_id, start, end)
-        if start < held:
-            self._shadowed[seq_id] = min(held, self.next_position(seq_id))
+        if start < n_shadowed:
+            self._shadowed[seq_id] = min(n_shadowed, self.next_position(seq_id))
         return is_done
 
     def clear(self) -> None:
@@ -651,9 +651,9 @@ class States(Memory):
 
     def usable(self, seq_id: int, n: int) -> int:
         """Return ``n`` if it has ``n`` tokens, otherwise the position of its last checkpoint before."""
-        held = self.next_position(seq_id)
-        if held <= n:
-            return held
+        end = self.next_position(seq_id)
+        if end <= n:
+            return end
         point = self.checkpoints.find(seq_id, n)
         return 0 if point is None else point.n_tokens
 
@@ -676,10 +676,10 @@ class States(Memory):
 
         Do nothing if it holds no more than ``n`` tokens, in llama.cpp too.
         """
-        held = self.next_position(seq_id)
-        if held <= n and self.handle.position_range(seq_id)[1] == held - 1:
-            return held
-        point = self.checkpoints.find(seq_id, min(n, held))
+        end = self.next_position(seq_id)
+        if end <= n and self.handle.position_range(seq_id)[1] == end - 1:
+            return end
+        point = self.checkpoints.find(seq_id, min(n, end))
         try:
             if point is not None and self._return_to(seq_id, point):
                 return point.n_tokens
@@ -819,13 +819,13 @@ class RollingBack(States):
 
     def cut(self, seq_id: int, n: int) -> int:
         """Undo the end of the last decode; otherwise cut as `States` does."""
-        n_undoable, held = self._undoable.pop(seq_id, 0), self.next_position(seq_id)
-        if n < held <= n + n_undoable:
+        n_undoable, end = self._undoable.pop(seq_id, 0), self.next_position(seq_id)
+        if n < end <= n + n_undoable:
             self._undone.add(seq_id)
             if self._remove(seq_id, n, END):
                 return n
         if seq_id in self._broken:  # llama.cpp has undone it, to states that it had not computed
-            n = min(n, held - 1)
+            n = min(n, end - 1)
         return super().cut(seq_id, n)
 
     def _remove(self, seq_id: int, start: int, end: int) -> bool:

@@ -111,7 +111,7 @@ class Target(Protocol):
 
 
 def open_native(
-    model: Model, given: ContextParams, target: Target | None
+    model: Model, requested: ContextParams, target: Target | None
 ) -> tuple[ContextParams, Capabilities, Runner]:
     """Create the native context of ``model``, or of ``model`` as a head of ``target``, and try it out.
 
@@ -122,14 +122,14 @@ def open_native(
         in it; the context is empty.
     """
     if target is not None:
-        given = _head_params(model, target, given)
+        requested = _head_params(model, target, requested)
     else:
         _check_generates(model)
-    resolved = given.resolve(model)  # raises its errors before a warning
+    resolved = requested.resolve(model)  # raises its errors before a warning
     if not model.shares_memory:
         check_room(model, resolved, is_head=target is not None)
-    n_trained = _trained_length(model, given)
-    tuner, found, memory = _probed(model, given, target)
+    n_trained = _trained_length(model, requested)
+    tuner, capabilities, memory = _probed(model, requested, target)
     params = tuner.params
     try:
         if params.cache_ram and not memory.can_copy:
@@ -142,7 +142,7 @@ def open_native(
         memory.handle.close()
         raise
     watch = None if target is not None else tuner.watch(memory.handle)
-    return params, found, Runner(memory, n_trained, encoded, watch)
+    return params, capabilities, Runner(memory, n_trained, encoded, watch)
 
 
 def _check_generates(model: Model) -> None:
@@ -161,14 +161,14 @@ def _check_generates(model: Model) -> None:
         raise UnsupportedError(f"cannot create a context for {model.name}: {kind}", hint=hint)
 
 
-def _trained_length(model: Model, given: ContextParams) -> int | None:
+def _trained_length(model: Model, requested: ContextParams) -> int | None:
     """Return the length beyond which a text gets a warning, or None; warn now of ``n_ctx`` itself."""
     if model.shares_memory:
         return None  # the target warns
-    trained = given.trained_length(model)
+    trained = requested.trained_length(model)
     # Many cells for several sequences are usually meant for many texts; for one sequence they are meant
     # for a long text.
-    n_ctx = given.n_ctx if given.n_seq_max in (None, 1) else None
+    n_ctx = requested.n_ctx if requested.n_seq_max in (None, 1) else None
     if trained is None or n_ctx is None or n_ctx <= trained:
         return trained
     warn_of_length(f"n_ctx={n_ctx} is", trained, n_ctx)
@@ -176,20 +176,20 @@ def _trained_length(model: Model, given: ContextParams) -> int | None:
 
 
 def _probed(
-    model: Model, given: ContextParams, target: Target | None
+    model: Model, requested: ContextParams, target: Target | None
 ) -> tuple[ThreadTuner, Capabilities, Memory]:
     """Create the native context and try out what it can do; again if the trial changes its parameters.
 
     If batches are not exact, or exactness costs too much, the fastest attention is used. With
     ``batch_invariant=True`` a decode has at most as many rows as are exact.
     """
-    first = resolved = given.resolve(model)
+    first = resolved = requested.resolve(model)
     if (
-        given.n_rs_seq == "auto" and target is None
+        requested.n_rs_seq == "auto" and target is None
     ):  # if the file has the size of the states, this is known before anything is opened
         n_rollback = _most_rollback(model.state_numbers * BYTES_OF_NUMBER, resolved)
         if n_rollback:
-            given = replace(given, n_rs_seq=n_rollback)
+            requested = replace(requested, n_rs_seq=n_rollback)
             first = resolved = replace(resolved, n_rs_seq=n_rollback)
     reason = ""
     variation: float | None = None
@@ -201,25 +201,26 @@ def _probed(
         try:
             if target is not None and model.shares_memory:  # trials need memory
                 return tuner, *_probe_sharing_head(handle, target.capabilities)
-            found, memory = _probe(handle, model, params, is_head=target is not None)
-            if given.n_rs_seq == "auto" and target is None and not params.n_rs_seq:
-                n_rollback = _most_rollback(found.state_bytes, params)
+            capabilities, memory = _probe(handle, model, params, is_head=target is not None)
+            if requested.n_rs_seq == "auto" and target is None and not params.n_rs_seq:
+                n_rollback = _most_rollback(capabilities.state_bytes, params)
                 if n_rollback:
                     handle.close()
-                    given = replace(given, n_rs_seq=n_rollback)
+                    requested = replace(requested, n_rs_seq=n_rollback)
                     first = resolved = replace(resolved, n_rs_seq=n_rollback)
                     continue
             if resolved is first and target is None:
-                if found.batch_invariant:
-                    ratios, again = _weighed(model, handle, given, params)
+                if capabilities.batch_invariant:
+                    ratios, again = _weighed(model, handle, requested, params)
                 else:
-                    again = _adapted(model, resolved, given, found)
+                    again = _adapted(model, resolved, requested, capabilities)
                 if again is not None:
                     handle.close()
-                    reason, variation = found.batch_invariant_reason, found.total_variation
-                    if found.batch_invariant:
+                    reason = capabilities.batch_invariant_reason
+                    variation = capabilities.total_variation
+                    if capabilities.batch_invariant:
                         reason, variation = "", None
-                    elif found.exact_rows and again.kv_type != resolved.kv_type:
+                    elif capabilities.exact_rows and again.kv_type != resolved.kv_type:
                         reason += f" (with {resolved.kv_type} K/V)"
                     resolved = again
                     continue
@@ -230,21 +231,25 @@ def _probed(
             tuner.tune(handle)
         except BaseException as error:
             handle.close()
-            if given.kv_unified == "auto" and isinstance(error, UnsupportedError):
-                return _probed(model, replace(given, kv_unified=True), target)
+            if requested.kv_unified == "auto" and isinstance(error, UnsupportedError):
+                return _probed(model, replace(requested, kv_unified=True), target)
             raise
         if reason:
-            if found.batch_invariant:
+            if capabilities.batch_invariant:
                 at_once = f"decodes, and prompts, of {resolved.n_ubatch} tokens at a time"
                 more = "; extra_buffers=False may allow more" if model.extra_buffers else ""
                 reason = f"by {at_once}{more}: {reason}"
                 variation = 0.0
-            found = replace(found, batch_invariant_reason=reason, total_variation=variation)
-        found = replace(found, exact_read_ratio=ratios[0], exact_write_ratio=ratios[1])
-        if found.cost_of_exact and not found.batch_invariant:
-            reason = f"{found.cost_of_exact} (batch_invariant=True asks for it)"
-            found = replace(found, batch_invariant_reason=reason)
-        return tuner, found, memory
+            capabilities = replace(
+                capabilities, batch_invariant_reason=reason, total_variation=variation
+            )
+        capabilities = replace(
+            capabilities, exact_read_ratio=ratios[0], exact_write_ratio=ratios[1]
+        )
+        if capabilities.cost_of_exact and not capabilities.batch_invariant:
+            reason = f"{capabilities.cost_of_exact} (batch_invariant=True asks for it)"
+            capabilities = replace(capabilities, batch_invariant_reason=reason)
+        return tuner, capabilities, memory
 
 
 def _most_rollback(state_bytes: int, params: ContextParams) -> int:
@@ -255,7 +260,7 @@ def _most_rollback(state_bytes: int, params: ContextParams) -> int:
 
 
 def _adapted(
-    model: Model, resolved: ContextParams, given: ContextParams, found: Capabilities
+    model: Model, resolved: ContextParams, requested: ContextParams, capabilities: Capabilities
 ) -> ContextParams | None:
     """Return the parameters for a model whose batches are not exact with ``resolved``; None = keep them.
 
@@ -263,7 +268,7 @@ def _adapted(
         UnsupportedError: ``batch_invariant=True`` is not possible.
     """
     if resolved.batch_invariant is True:
-        rows = found.exact_rows
+        rows = capabilities.exact_rows
         # Without unified KV llama.cpp computes one token of every sequence together.
         least = 2 if resolved.kv_unified else max(2, resolved.n_seq_max or 0)
         if model.memory_type == "attention" and rows >= least:
@@ -273,28 +278,28 @@ def _adapted(
             f"such as Q8_0 or Q4_0, kv_type {' or '.join(INVARIANT_KV_TYPES)}, and flash attention"
         )
         raise UnsupportedError(
-            f"this context cannot be batch-invariant: {found.batch_invariant_reason}",
+            f"this context cannot be batch-invariant: {capabilities.batch_invariant_reason}",
             hint=hint + ("; extra_buffers=False may allow some" if model.extra_buffers else ""),
         )
     if model.memory_type != "attention":
         return None
-    faster = given.resolve(model, tries_exact=False)
+    faster = requested.resolve(model, tries_exact=False)
     return None if faster == resolved else faster
 
 
 def _weighed(
-    model: Model, handle: ContextHandle, given: ContextParams, params: ContextParams
+    model: Model, handle: ContextHandle, requested: ContextParams, params: ContextParams
 ) -> tuple[tuple[float | None, float | None], ContextParams | None]:
     """Return the two ratios of exactness; and other parameters if the ratios are too high.
 
     Args:
         model, handle: the model and the handle of the exact context, which is empty before and after.
-        given: the parameters that the user passed. A K/V type among them is kept.
+        requested: the parameters that the user passed. A K/V type among them is kept.
         params: the parameters with which the context was created.
     """
-    if given.kv_type != "auto":
+    if requested.kv_type != "auto":
         return (None, None), None
-    faster = given.resolve(model, tries_exact=False)
+    faster = requested.resolve(model, tries_exact=False)
     fast = Setting(faster.kv_type, faster.flash_attention is not False)
     native = params.native()
     threads = native["n_threads"], native["n_threads_batch"]
@@ -303,7 +308,7 @@ def _weighed(
         return (None, None), None
     exact, least = costs
     ratios = round(exact.read / least.read, 2), round(exact.generated / least.generated, 2)
-    is_dear = max(ratios) > MOST_EXTRA and given.batch_invariant == "auto"
+    is_dear = max(ratios) > MOST_EXTRA and requested.batch_invariant == "auto"
     return ratios, faster if is_dear else None
 
 
@@ -336,15 +341,15 @@ def _open_head(handle: ContextHandle, model: Model, target: Target) -> int:
     reader = weakref.ref(handle)
 
     def is_read() -> bool:
-        found = reader()
-        return found is not None and not found.closed
+        head = reader()
+        return head is not None and not head.closed
 
     with target.decoder.handle.lock:
         width = target.decoder.watch_hidden(layers, is_read).width
     return width if model.target_layers else 0
 
 
-def _head_params(model: Model, target: Target, given: ContextParams) -> ContextParams:
+def _head_params(model: Model, target: Target, requested: ContextParams) -> ContextParams:
     """Return the parameters of a head's context; those that are missing are the target's.
 
     Raises:
@@ -358,16 +363,16 @@ def _head_params(model: Model, target: Target, given: ContextParams) -> ContextP
             f"{model.name} cannot draft for {target.model.name} as a head: {reason}",
             hint="`llamabranch models show TARGET HEAD` shows whether one can draft for the other",
         )
-    given = replace(
-        given,
-        n_threads=given.n_threads or theirs.n_threads,
-        n_threads_batch=given.n_threads_batch or theirs.n_threads_batch,
+    requested = replace(
+        requested,
+        n_threads=requested.n_threads or theirs.n_threads,
+        n_threads_batch=requested.n_threads_batch or theirs.n_threads_batch,
     )
     if model.shares_memory:
-        if given.prefix_cache:
+        if requested.prefix_cache:
             raise UnsupportedError("a head that reads the memory of its target caches no prefixes")
         return replace(
-            given,
+            requested,
             kv_unified=theirs.kv_unified,
             swa_full=theirs.swa_full,
             n_ctx=target.decoder.handle.n_ctx,
@@ -379,9 +384,9 @@ def _head_params(model: Model, target: Target, given: ContextParams) -> ContextP
     # Each of several MTP layers has sequences of its own, with the K/V of the same texts.
     n_layers = max(1, model.n_mtp_layers)
     return replace(
-        given,
-        n_ctx=given.n_ctx or target.decoder.handle.n_ctx * n_layers,
-        n_seq_max=given.n_seq_max or min((theirs.n_seq_max or 1) * n_layers, max_sequences()),
+        requested,
+        n_ctx=requested.n_ctx or target.decoder.handle.n_ctx * n_layers,
+        n_seq_max=requested.n_seq_max or min((theirs.n_seq_max or 1) * n_layers, max_sequences()),
     )
 
 
@@ -436,7 +441,7 @@ def _probe(
         memory = Windowed(handle, layout, window)
     else:
         memory = Memory(handle, layout, keeps_order=invariant and not is_head)
-    found = Capabilities(
+    capabilities = Capabilities(
         can_truncate=can_truncate,
         can_share=handle.kv_unified,
         sliding_window=window,
@@ -452,7 +457,7 @@ def _probe(
         rollback_reason=rollback_reason,
         rollback_bytes=handle.n_rollback * state_bytes,
     )
-    return found, memory
+    return capabilities, memory
 
 
 def _can_undo(runner: Runner, model: Model, params: ContextParams) -> tuple[int, str]:
@@ -470,17 +475,17 @@ def _can_undo(runner: Runner, model: Model, params: ContextParams) -> tuple[int,
     try:
         for k in {1, n}:
             memory.clear()
-            kept, after = tokens[: len(tokens) - k], 5 % n_vocab
+            prefix, after = tokens[: len(tokens) - k], 5 % n_vocab
             decode_run(runner, tokens[:1], 0, "none")
             decode_run(runner, tokens[1:], 0, "none")
-            if not memory.drop(0, len(kept)):
+            if not memory.drop(0, len(prefix)):
                 return 0, "llama.cpp does not undo the end of a decode"
             undone = decode_run(runner, [after], 0, "last")[0].array.copy()
             memory.clear()
             decode_run(runner, tokens, 0, "none")
             whole = decode_run(runner, [after], 0, "last")[0].array.copy()
             memory.clear()
-            decode_run(runner, kept, 0, "none")
+            decode_run(runner, prefix, 0, "none")
             plain = decode_run(runner, [after], 0, "last")[0].array
             off, moved = (float(np.abs(row - plain).max()) for row in (undone, whole))
             if not off <= moved / _MOST_OFF:
@@ -525,7 +530,7 @@ def _probe_sharing_head(handle: ContextHandle, target: Capabilities) -> tuple[Ca
     """Return what a head can do that reads its target's memory; it has no memory to try out."""
     if not handle.kv_unified:
         _check_copies(None)
-    found = replace(
+    capabilities = replace(
         target,
         can_truncate=False,
         batch_invariant=False,
@@ -533,7 +538,7 @@ def _probe_sharing_head(handle: ContextHandle, target: Capabilities) -> tuple[Ca
         total_variation=None,
         batch_invariant_reason="not established for a head that reads the K/V of its target",
     )
-    return found, States(handle)
+    return capabilities, States(handle)
 
 
 def _check_copies(layout: StateLayout | None) -> None:

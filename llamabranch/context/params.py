@@ -39,11 +39,11 @@ _STEP = 256  # llama.cpp rounds the cells of a cache up to a multiple of this
 INVARIANT_KV_TYPES = ("bf16", "q8_0", "q8_0/f16")
 
 
-def warn_of_length(what: str, trained: int, n_ctx: int) -> None:
-    """Warn that a text can exceed the model's trained length; ``what`` is the subject and verb."""
+def warn_of_length(subject: str, trained: int, n_ctx: int) -> None:
+    """Warn that a text can exceed the model's trained length; ``subject`` is the subject and verb."""
     warn(
-        f"{what} more than the {trained} tokens this model was trained for: beyond them, text is often "
-        f"gibberish. Lower n_ctx, or stretch the positions with RoPE scaling, such as "
+        f"{subject} more than the {trained} tokens this model was trained for: beyond them, text is "
+        f"often gibberish. Lower n_ctx, or stretch the positions with RoPE scaling, such as "
         f"rope_scaling='yarn', rope_freq_scale={trained / n_ctx:.3g}",
         ContextLengthWarning,
     )
@@ -257,7 +257,7 @@ class ContextParams:
         n_rs_seq = self.n_rs_seq
         if n_rs_seq == "auto" or model.memory_type not in ("recurrent", "hybrid"):
             n_rs_seq = 0
-        found = replace(
+        resolved = replace(
             self,
             n_rs_seq=n_rs_seq,
             n_ctx=n_ctx,
@@ -269,12 +269,12 @@ class ContextParams:
             kv_type=kv_type,
             flash_attention=flash_attention,
         )
-        if int(n_rs_seq) > max(0, found.most_rollback):
+        if int(n_rs_seq) > max(0, resolved.most_rollback):
             raise ConfigError(
                 f"n_rs_seq ({n_rs_seq}) must be below n_ubatch - 1, which is {n_ubatch - 1}",
                 hint="llama.cpp computes all tokens that can be undone, and more, in one micro-batch",
             )
-        return found
+        return resolved
 
     @property
     def most_rollback(self) -> int:
@@ -299,10 +299,10 @@ class ContextParams:
             return self.kv_type if self.kv_type != "auto" else EXACT.kv_type, self.flash_attention
         if self.kv_type != "auto":
             return self.kv_type, self.flash_attention
-        found = fastest(model, self.flash_attention, has_others=has_others)
-        if found is None or self.flash_attention is False:
+        setting = fastest(model, self.flash_attention, has_others=has_others)
+        if setting is None or self.flash_attention is False:
             return "f16", self.flash_attention
-        return found.kv_type, self.flash_attention if found.flash else False
+        return setting.kv_type, self.flash_attention if setting.flash else False
 
     def trained_length(self, model: Model) -> int | None:
         """Return the number of tokens the model was trained for.
@@ -320,10 +320,10 @@ class ContextParams:
         """Return llama.cpp's parameters. All defaults, including the threads, must be resolved."""
         type_k, type_v = KV_TYPES[self.kv_type]
         n_threads = self.n_threads or available_cores()
-        same = {f.name: getattr(self, f.name) for f in fields(self) if f.name in NATIVE_NAMES}
+        own_values = {f.name: getattr(self, f.name) for f in fields(self) if f.name in NATIVE_NAMES}
         return {
             "rope_scaling_type": ROPE_SCALING[self.rope_scaling],
-            **same,
+            **own_values,
             "n_threads": n_threads,
             "n_threads_batch": self.n_threads_batch or n_threads,
             "flash_attn_type": FLASH_ATTENTION[self.flash_attention],

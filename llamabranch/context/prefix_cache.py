@@ -73,13 +73,13 @@ class CachedPrefixes:
 
     def find(self, tokens: Sequence[int]) -> tuple[int, CachedPrefix | None]:
         """Return the length of the longest common prefix of ``tokens`` and a text, and that text."""
-        tokens, n, found = list(tokens), 0, None
+        tokens, n, best = list(tokens), 0, None
         at = bisect_left(self._sorted, tokens, key=_tokens)
         for text in self._sorted[max(0, at - 1) : at + 1]:
             common = n_common(text.tokens, tokens)
             if common > n:
-                n, found = common, text
-        return n, found
+                n, best = common, text
+        return n, best
 
     def find_whole(self, tokens: Sequence[int]) -> tuple[int, CachedPrefix | None]:
         """Return the length of the longest text that is a prefix of ``tokens``, and that text."""

@@ -39,19 +39,19 @@ def check_room(model: Model, params: ContextParams, *, is_head: bool = False) ->
     least = of_cells + of_states
     if limit is None or least <= limit:
         return
-    said = f"and this machine has {limit / 1e9:,.1f} GB of memory, with swap"
+    memory_text = f"and this machine has {limit / 1e9:,.1f} GB of memory, with swap"
     if of_states > of_cells:
         n_seq_max, n_rs_seq = params.n_seq_max or 1, int(params.n_rs_seq)
         raise ConfigError(
             f"n_seq_max={n_seq_max} with n_rs_seq={n_rs_seq} needs at least {least / 1e9:,.1f} GB "
-            f"({of_states / n_seq_max / 1e6:,.1f} MB for the states of each sequence), {said}",
+            f"({of_states / n_seq_max / 1e6:,.1f} MB for the states of each sequence), {memory_text}",
             hint=f"at most n_seq_max={max(0, limit - of_cells) * n_seq_max // of_states} could fit, "
             "if nothing else used memory"
             + ("; n_rs_seq=0 keeps one state of each" if n_rs_seq else ""),
         )
     n_ctx = params.n_ctx or 0
     raise ConfigError(
-        f"n_ctx={n_ctx:,} needs at least {least / 1e9:,.1f} GB for its cells, {said}",
+        f"n_ctx={n_ctx:,} needs at least {least / 1e9:,.1f} GB for its cells, {memory_text}",
         hint=f"at most n_ctx={int(n_ctx * limit / least) // _STEP * _STEP:,} could fit, if nothing "
         "else used memory; kv_type='q8_0' takes half as much as f16",
     )
@@ -101,7 +101,7 @@ def _groups(root: Path) -> Iterator[Path]:
         for line in (root / "proc/self/cgroup").read_text("utf-8").split("\n"):
             if line.startswith("0::/"):
                 own = base / line[4:]
-                yield from (own, *(each for each in own.parents if base in each.parents))
+                yield from (own, *(folder for folder in own.parents if base in folder.parents))
 
 
 def _number(path: Path) -> int | None:

@@ -131,11 +131,11 @@ class Runner:
         """
         handle, memory, watch = self.handle, self.memory, self.watch
         handle.ptr  # noqa: B018  (raises ClosedError)
-        found: list[LogitsRow] = []
+        all_rows: list[LogitsRow] = []
         code = n = n_rows_before = n_decoded = 0
         try:
             for n, n_rows, submit, record, places in pieces:
-                for row in found:
+                for row in all_rows:
                     row.detach()
                 self._protect_rows(n_rows, expiring)
                 code = submit() if watch is None else watch.decode(n, submit)
@@ -163,7 +163,7 @@ class Runner:
                 if places is not None:
                     rows = [rows[place] for place in places]
                 if read is None:
-                    found = found + rows if found else rows
+                    all_rows = all_rows + rows if all_rows else rows
                 else:
                     read(n_rows_before, rows)
                     n_rows_before += n_rows
@@ -171,7 +171,7 @@ class Runner:
                     n_decoded += n
                     on_read(n_decoded)
             else:
-                return found
+                return all_rows
         except BaseException:  # Ctrl-C arrives when the call returns
             handle.resume()  # the decode may have been interrupted too
             self.undo(starts, expiring)
@@ -332,8 +332,8 @@ class Runner:
         wants_logits = [wants for _, _, _, wants, _ in entries]
         order = self.memory.arranged(seqs)
         if order is not None:
-            wanted = [i for i in order if wants_logits[i]]
-            places = sorted(range(len(wanted)), key=wanted.__getitem__)
+            indices = [i for i in order if wants_logits[i]]
+            places = sorted(range(len(indices)), key=indices.__getitem__)
             entries = [entries[i] for i in order]
             seqs = [seqs[i] for i in order]
             states = None if states is None else states[order]
@@ -353,10 +353,10 @@ class Runner:
             handle.states[:n] = states
         if members[0]:
             return handle.decode_tree(n, members)
-        begun = perf_counter()
+        start = perf_counter()
         code = handle.decode(n)
         if code == 0 and n >= _LONG:
-            took, known = (perf_counter() - begun) / n, self.read_s
+            took, known = (perf_counter() - start) / n, self.read_s
             self.read_s = took if known != known else 0.9 * known + 0.1 * took
         return code
 
@@ -385,8 +385,8 @@ class Runner:
         self.handle.forget_rows()
         hidden = HiddenStates(self.handle, self.memory.cells, layers, is_read)
         if before is not None:
-            gone = [layer for layer in before.layers if layer not in layers]
-            heads.extract(self.handle, gone, False)
+            dropped = [layer for layer in before.layers if layer not in layers]
+            heads.extract(self.handle, dropped, False)
         self.memory.hidden = hidden
         return hidden
 
@@ -396,7 +396,7 @@ class Runner:
         Raises:
             CacheFullError, DecodeError: some of the tokens may be decoded; cut the sequence.
         """
-        handle, found = self.handle, []
+        handle, states = self.handle, []
         most = min(handle.n_chunk, handle.n_outputs_max)
         self._protect_rows(0, ())  # the buffer of the logits will move
         handle.forget_rows()
@@ -405,12 +405,12 @@ class Runner:
             for low in range(0, len(tokens), most):
                 part = tokens[low : low + most]
                 decode_run(self, part, seq_id, "all")
-                found.append(heads.embedding_rows(handle, len(part)))
+                states.append(heads.embedding_rows(handle, len(part)))
         finally:
             self._live = []
             handle.forget_rows()
             heads.extract_embeddings(handle, False)
-        return np.concatenate(found)
+        return np.concatenate(states)
 
     def output_states(self, n: int) -> States:
         """Return the states of the last decode's ``n`` rows of logits, float32 (n, n_embd_out), a copy.
@@ -505,8 +505,8 @@ class Batch:
         rows: list[LogitsRow] = []
         if self.entries:
             rows = runner.decode(self.entries, list(expiring), states, read, on_read)
-        given = iter(rows)
-        return [list(islice(given, n)) for n in self.n_rows]
+        remaining = iter(rows)
+        return [list(islice(remaining, n)) for n in self.n_rows]
 
 
 def decode_run(

@@ -81,7 +81,9 @@ class SequenceIds:
             finally:
                 self._lock.release()
         used = self._with_those_in_use(used)
-        evictable = {each for its in self._living_evictables() for each in its.evictable()} - used
+        evictable = {
+            seq_id for owner in self._living_evictables() for seq_id in owner.evictable()
+        } - used
         return sum(map(self._is_free, range(self.n_seq_max))) + self.n_cached + len(evictable)
 
     def _is_full(self) -> bool:
@@ -94,7 +96,7 @@ class SequenceIds:
     def end_use(self, user: object) -> None:
         """End what `use` began. A second call does nothing."""
         with self._lock:
-            self._in_use = [each for each in self._in_use if each[0]() not in (None, user)]
+            self._in_use = [use for use in self._in_use if use[0]() not in (None, user)]
 
     def _with_those_in_use(self, used: Collection[int]) -> set[int]:
         return {*used, *(seq_id for user, seq_id in self._in_use if user() is not None)}
@@ -111,17 +113,17 @@ class SequenceIds:
         """Return the holders of allocated sequences, ordered by sequence id."""
         with self._lock:
             self.collect()
-            found = map(self.holder, range(self.n_seq_max))
-            return [holder for holder in found if holder is not None]
+            all_holders = map(self.holder, range(self.n_seq_max))
+            return [holder for holder in all_holders if holder is not None]
 
     def evict_last(self, evictable: Evictable) -> None:
         """Also take sequences from ``evictable`` from now on, after all others. Hold the lock."""
-        others = [each for each in self._living_evictables() if each is not evictable]
-        self._evictables = [weakref.ref(each) for each in (*others, evictable)]
+        others = [other for other in self._living_evictables() if other is not evictable]
+        self._evictables = [weakref.ref(owner) for owner in (*others, evictable)]
 
     def _living_evictables(self) -> list[Evictable]:
-        found = (ref() for ref in self._evictables)
-        return [each for each in found if each is not None]
+        owners = (ref() for ref in self._evictables)
+        return [owner for owner in owners if owner is not None]
 
     def allocate(
         self, holder: object, beginning: Sequence[int] = (), *, used: Collection[int] = ()
@@ -138,14 +140,14 @@ class SequenceIds:
         """
         with self._lock:
             self._check()
-            begun = self.transfer_text(beginning, self._is_full()) if beginning else None
-            if begun is not None:
-                self.transfer(begun, holder)
-                return begun
+            reused = self.transfer_text(beginning, self._is_full()) if beginning else None
+            if reused is not None:
+                self.transfer(reused, holder)
+                return reused
             while self._is_full() and self.n_cached and self.evict():
                 pass
             while self._is_full() and any(
-                each.evict(self._with_those_in_use(used)) for each in self._living_evictables()
+                owner.evict(self._with_those_in_use(used)) for owner in self._living_evictables()
             ):
                 pass
             if self._is_full():

@@ -205,9 +205,9 @@ class ThreadWatch:
             return
         self._has_warned = True
         now, best = collapse
-        what = "a token" if n == 1 else f"{n} tokens"
+        batch = "a token" if n == 1 else f"{n} tokens"
         warn(
-            f"decoding {what} with {kind.n_threads} threads takes {1e3 * now:.3g} ms now, it took "
+            f"decoding {batch} with {kind.n_threads} threads takes {1e3 * now:.3g} ms now, it took "
             f"{1e3 * best:.3g} ms: other programs use the cores, and the threads wait for each other. "
             "n_threads=1 is faster until they have ended",
             PerformanceWarning,

@@ -113,7 +113,9 @@ class ThreadTuner:
         ):
             n = n or self._cores
             most = self._cores if may and self._was_busy else n
-            numbers = sorted({n, *(each for each in candidates(self._cores) if each <= most)})[::-1]
+            numbers = sorted(
+                {n, *(number for number in candidates(self._cores) if number <= most)}
+            )[::-1]
             kinds.append((numbers, numbers.index(n), may))
         if self._changes_logits:
             kinds[0] = (*kinds[0][:2], False)
@@ -132,23 +134,23 @@ class ThreadTuner:
     def _read(self) -> tuple[int, int, float] | None:
         """Return the stored numbers of threads, and the seconds of the decode that is timed again."""
         entry = read_entry(_SECTION, self._key()) or {}
-        one, many = entry.get("n_threads"), entry.get("n_threads_batch")
-        times = entry.get("step_ms" if one != 1 else "batch_ms")
-        if not (type(one) is int and type(many) is int and isinstance(times, dict)):
+        single, many = entry.get("n_threads"), entry.get("n_threads_batch")
+        times = entry.get("step_ms" if single != 1 else "batch_ms")
+        if not (type(single) is int and type(many) is int and isinstance(times, dict)):
             return None
-        ms = times.get(str(one if one != 1 else many))
-        if not (isinstance(ms, (int, float)) and ms > 0 and min(one, many) >= 1):
+        ms = times.get(str(single if single != 1 else many))
+        if not (isinstance(ms, (int, float)) and ms > 0 and min(single, many) >= 1):
             return None
-        return None if max(one, many) > self._cores else (one, many, ms / 1000)
+        return None if max(single, many) > self._cores else (single, many, ms / 1000)
 
     def _still_good(self, handle: ContextHandle) -> tuple[int, int] | None:
         if self._kept is None:
             return None
-        one, many, seconds = self._kept
-        n_tokens, n_threads = (1, one) if one != 1 else (min(_BATCH, handle.n_batch), many)
+        single, many, seconds = self._kept
+        n_tokens, n_threads = (1, single) if single != 1 else (min(_BATCH, handle.n_batch), many)
         if _time(handle, n_tokens, n_threads).seconds > _STALE * seconds:
             return None
-        return one, many
+        return single, many
 
     # -- measuring ---------------------------------------------------------------------------------
 
@@ -156,10 +158,10 @@ class ThreadTuner:
         self._model.measuring("how many threads are fast")
         numbers = candidates(self._cores)
         singles = {n: _time(handle, 1, n) for n in numbers}
-        one = _best(singles)
+        single = _best(singles)
         n_tokens = min(_BATCH, handle.n_batch)
         if self._given_batch is not None or n_tokens == 1:
-            return one, one
+            return single, single
         batches = {n: _time(handle, n_tokens, n) for n in numbers}
         many = _best(batches)
         timings = [*singles.values(), *batches.values()]
@@ -167,13 +169,13 @@ class ThreadTuner:
         key = self._key()
         if key is not None and not self._was_busy:
             entry: dict[str, object] = {
-                "n_threads": one,
+                "n_threads": single,
                 "n_threads_batch": many,
                 "step_ms": _in_ms(singles),
                 "batch_ms": _in_ms(batches),
             }
             write_entries([(_SECTION, key, entry)])
-        return one, many
+        return single, many
 
 
 def _best(timings: dict[int, _Timing]) -> int:

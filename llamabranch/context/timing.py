@@ -50,7 +50,7 @@ def decode_seconds(
     """
     time.sleep(_PAUSE_S)
     handle.set_threads(1, 1)
-    found = []
+    times = []
     try:
         for n in sizes:
             handle.clear()
@@ -60,8 +60,8 @@ def decode_seconds(
             if seconds is None:
                 return None
             cpu = time.process_time() - cpu
-            found.append(min(seconds, cpu) if cpu > 0 else seconds)
+            times.append(min(seconds, cpu) if cpu > 0 else seconds)
     finally:
         handle.clear()
         handle.set_threads(*threads)
-    return found
+    return times

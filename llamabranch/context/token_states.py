@@ -34,8 +34,8 @@ def kept_states(ctx: Context, seq_id: int, tokens: list[int], start: int) -> Sta
         hidden = ctx.kv_cache.hidden
         if hidden is None:
             raise UnsupportedError("the context keeps no hidden states: no head reads them")
-        found = hidden.of(seq_id, start, len(tokens))
-        if any(row is None for row in found):
+        states = hidden.of(seq_id, start, len(tokens))
+        if any(row is None for row in states):
             holder = _Reading()
             try:
                 other = ctx.sequences.allocate(holder, used=(seq_id,))
@@ -44,13 +44,13 @@ def kept_states(ctx: Context, seq_id: int, tokens: list[int], start: int) -> Sta
                     hidden.set_all(seq_id, hidden.all_of(other))
                 finally:
                     ctx.sequences.free(other)
-                found = hidden.of(seq_id, start, len(tokens))
+                states = hidden.of(seq_id, start, len(tokens))
             except CapacityError:
-                missing = [i for i, row in enumerate(found) if row is None]
-                found = found[missing[-1] + 1 :]
-                if not found:
+                missing = [i for i, row in enumerate(states) if row is None]
+                states = states[missing[-1] + 1 :]
+                if not states:
                     raise
-        rows = [row for row in found if row is not None]
+        rows = [row for row in states if row is not None]
         return np.stack(rows) if rows else np.empty((0, hidden.width), dtype=np.float32)
 
 

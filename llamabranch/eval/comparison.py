@@ -70,7 +70,7 @@ class Comparison:
     @property
     def worst(self) -> list[Token]:
         """The tokens with the largest divergence."""
-        return sorted(self.tokens, key=lambda each: -each.kl)[:_N_WORST]
+        return sorted(self.tokens, key=lambda token: -token.kl)[:_N_WORST]
 
     @property
     def median_fork(self) -> float | None:
@@ -80,13 +80,13 @@ class Comparison:
     @property
     def reverse(self) -> float:
         """The mean of KL(B, A), nats."""
-        return _mean([each.klr for each in self.tokens])
+        return _mean([token.klr for token in self.tokens])
 
     def by(self, key: Callable[[Token], object]) -> dict[str, tuple[int, float]]:
         """Return the number of tokens and their mean divergence, by ``key``."""
         groups: dict[str, list[float]] = {}
-        for each in self.tokens:
-            groups.setdefault(str(key(each)), []).append(each.kl)
+        for token in self.tokens:
+            groups.setdefault(str(key(token)), []).append(token.kl)
         return {name: (len(kls), _mean(kls)) for name, kls in sorted(groups.items())}
 
     @property
@@ -102,17 +102,17 @@ class Comparison:
                 "the models have different tokenizers: the model with fewer bits per byte "
                 "predicts this text better"
             )
-        its = self.divergence.statistics
-        mean, same = its.mean.value, its.same_top.value
+        stats = self.divergence.statistics
+        mean, share_same = stats.mean.value, stats.same_top.value
         if mean == 0:
             return "both give the same distributions"
-        if mean < 0.01 and same >= 0.9:
+        if mean < 0.01 and share_same >= 0.9:
             if self.median_fork is not None and self.median_fork < _EARLY:
                 return (
                     "the probabilities are close, but greedy texts part early: compare some answers"
                 )
             return "the difference is hard to notice"
-        if same < 0.9:
+        if share_same < 0.9:
             return "greedy texts part after about a sentence: use B only if nothing larger fits"
         if mean < 0.1:
             return "the difference shows in some long texts"
@@ -120,12 +120,12 @@ class Comparison:
 
     def as_dict(self) -> dict[str, object]:
         """Return JSON types."""
-        found: dict[str, object] = {"models": self.models, "chunks": self.n_chunks}
+        report: dict[str, object] = {"models": self.models, "chunks": self.n_chunks}
         if self.divergence is None:
-            return found | {"totals": self.totals, "advice": self.advice}
+            return report | {"totals": self.totals, "advice": self.advice}
         numbers = {k: v for k, v in self.divergence.as_dict().items() if k != "rows"}
-        return found | numbers | {
-            "reverse_kl": self.reverse, "worst": [each._asdict() for each in self.worst],
+        return report | numbers | {
+            "reverse_kl": self.reverse, "worst": [token._asdict() for token in self.worst],
             "by_quarter": self.by(lambda t: t.quarter), "by_kind": self.by(lambda t: t.kind),
             "forks": self.forks, "median_fork": self.median_fork,
             "advice": self.advice,
@@ -139,7 +139,7 @@ def compare_models(
     window: int = 512,
     chunks: int | None = 8,
     *,
-    progress: Callable[[Comparison], None] = lambda found: None,
+    progress: Callable[[Comparison], None] = lambda _: None,
 ) -> Comparison:
     """Compare B with A on a text.
 
@@ -153,36 +153,36 @@ def compare_models(
         ConfigError: the text is too short. CacheFullError, DecodeError.
     """
     tokens, parts = text_chunks(a, text, window, chunks)
-    found = Comparison([_about(ctx) for ctx in (a, b)])
+    comparison = Comparison([_about(ctx) for ctx in (a, b)])
     if not same_vocabulary(a.model, b.model):
         for part in parts:
-            found.spans += spans((a, b), part)
-            found.n_chunks += 1
-            progress(found)
-        return found
-    found.divergence = KLDivergence.begun(a, tokens, window, len(parts))
+            comparison.spans += spans((a, b), part)
+            comparison.n_chunks += 1
+            progress(comparison)
+        return comparison
+    comparison.divergence = KLDivergence.begun(a, tokens, window, len(parts))
     for number, part in enumerate(with_bos(a.model, parts)):
-        _read(found, (a, b), part, parts[number])
-        progress(found)
+        _read(comparison, (a, b), part, parts[number])
+        progress(comparison)
     prompts = _places(parts)
-    found.n_forks = len(prompts)
+    comparison.n_forks = len(prompts)
     room = min(a.n_ctx_seq, b.n_ctx_seq) - max(map(len, prompts))
     for prompt in prompts:
-        progress(found)
-        found.forks.append(_until_they_part((a, b), prompt, min(_FORK_TOKENS, room)))
-    return found
+        progress(comparison)
+        comparison.forks.append(_until_they_part((a, b), prompt, min(_FORK_TOKENS, room)))
+    return comparison
 
 
 def _places(parts: Sequence[Sequence[int]]) -> list[Sequence[int]]:
     """Return prompts from the text, as far apart as possible; no two end at the same token."""
     chosen = [i * len(parts) // _N_FORKS for i in range(_N_FORKS)]
-    found = []
+    prompts = []
     for chunk in dict.fromkeys(chosen):
         part, n = parts[chunk], chosen.count(chunk)
         longest = min(_FORK_PROMPT, len(part) // 2)
         ends = sorted({max(1, len(part) * (i + 1) // (n + 1)) for i in range(n)})
-        found += [part[max(0, end - longest) : end] for end in ends]
-    return found
+        prompts += [part[max(0, end - longest) : end] for end in ends]
+    return prompts
 
 
 def _about(ctx: Context) -> dict[str, object]:
@@ -194,10 +194,10 @@ def _about(ctx: Context) -> dict[str, object]:
 
 
 def _read(
-    found: Comparison,
+    comparison: Comparison,
     pair: tuple[Context, Context],
     part: list[int],
-    shown: list[int],
+    tokens: list[int],
 ) -> None:
     """Let both models read a chunk, and record the figures of its second half."""
     a, b = pair
@@ -214,21 +214,21 @@ def _read(
         place = compared((a.model, b.model), (LogitsRow(base[i - first]), row), token, None, top=1)
         score, other = place.score, place.other
         change = math.exp(other.logprob) - math.exp(score.logprob)
-        its = -other.logprob, -score.logprob, place.kl, change, float(place.same)
-        around = shown[max(0, i + 1 - _AROUND) : i + 1], shown[i + 2 : i + 2 + _AROUND]
+        numbers = -other.logprob, -score.logprob, place.kl, change, float(place.same)
+        around = tokens[max(0, i + 1 - _AROUND) : i + 1], tokens[i + 2 : i + 2 + _AROUND]
         before, after = (_text(a.model, ids) for ids in around)
-        tops = [_text(a.model, [each.alternatives[0].token]) for each in (score, other)]
+        tops = [_text(a.model, [s.alternatives[0].token]) for s in (score, other)]
         quarter = 1 + 4 * (i - first) // (len(part) - 1 - first)
         text = _text(a.model, [token])
-        found.tokens.append(
-            Token(its[2], place.klr, quarter, _kind(text), before, text, after, *tops)
+        comparison.tokens.append(
+            Token(numbers[2], place.klr, quarter, _kind(text), before, text, after, *tops)
         )
-        return its
+        return numbers
 
     numbers = KLDivergence(len(part), 1, "", "").read(b, [part], compare)
-    if found.divergence is not None:
-        found.divergence.rows.extend(numbers.rows)
-    found.n_chunks += 1
+    if comparison.divergence is not None:
+        comparison.divergence.rows.extend(numbers.rows)
+    comparison.n_chunks += 1
 
 
 def _until_they_part(pair: tuple[Context, Context], prompt: Sequence[int], n: int) -> int:

@@ -73,12 +73,12 @@ class KLDivergence(Chunked):
     @property
     def statistics(self) -> KLStatistics:
         """The statistics so far, computed at each call; NaN without a token."""
-        loss, base, kl, change, same = self._columns()
+        loss, base, kl, change, same_top = self._columns()
         n, a, b, covariance = len(loss), _mean(loss), _mean(base), 0.0
         if n >= 10:
             covariance = float(np.mean(loss * base) - loss.mean() * base.mean()) / (n - 1)
         p, p_base, log_ratio = _exp(a), _exp(b), _difference(a, b, covariance)
-        square, share, product = _mean(change**2), _mean(same).value, a.stderr * b.stderr
+        square, share, product = _mean(change**2), _mean(same_top).value, a.stderr * b.stderr
         root = math.sqrt(square.value)
         share_stderr = math.sqrt(share * (1 - share) / (n - 1)) if n > 1 else math.nan
         return KLStatistics(
@@ -116,15 +116,15 @@ class KLDivergence(Chunked):
 
     def as_dict(self) -> dict[str, object]:
         """Return JSON types, with every statistic."""
-        found: dict[str, object] = {
+        report: dict[str, object] = {
             name: value._asdict() if isinstance(value, Uncertain) else value
             for name, value in self.statistics._asdict().items()
         }
-        found["kl_percentiles"] = {f"{100 * f:g}": self.percentile(f) for f in KL_FRACTIONS}
-        found["p_change_percentiles"] = {
+        report["kl_percentiles"] = {f"{100 * f:g}": self.percentile(f) for f in KL_FRACTIONS}
+        report["p_change_percentiles"] = {
             f"{100 * f:g}": self.p_change_percentile(f) for f in P_FRACTIONS
         }
-        return {**found, **super().as_dict()}
+        return {**report, **super().as_dict()}
 
 
 def divergence(
@@ -157,12 +157,12 @@ def divergence(
         check_room(ctx, file.window)
         flat = [token for chunk in file.chunks for token in chunk]
         ctx.model.check_tokens(flat)
-        found = KLDivergence.begun(ctx, flat, file.window, len(file.chunks))
+        result = KLDivergence.begun(ctx, flat, file.window, len(file.chunks))
 
         def compare(chunk: int, i: int, token: int, row: LogitsRow) -> tuple[float, ...]:
             return _compared(row, file.read(chunk, i), token)
 
-        return found.read(ctx, with_bos(ctx.model, file.chunks), compare, progress)
+        return result.read(ctx, with_bos(ctx.model, file.chunks), compare, progress)
 
 
 def _compared(row: LogitsRow, base: Coded, token: int) -> tuple[float, ...]:
@@ -175,8 +175,8 @@ def _compared(row: LogitsRow, base: Coded, token: int) -> tuple[float, ...]:
     terms = np.exp(logs) * (logs - logits + np.float32(largest + log_total))
     kl = float(terms.sum(dtype=np.float64, where=logs > _FLOOR))
     change = np.exp(-loss) - np.exp(logs[token])
-    same = int(logits.argmax()) == int(codes.argmax())
-    return float(loss), float(-logs[token]), kl, float(change), float(same)
+    same_top = int(logits.argmax()) == int(codes.argmax())
+    return float(loss), float(-logs[token]), kl, float(change), float(same_top)
 
 
 def _mean(values: Floats) -> Uncertain:

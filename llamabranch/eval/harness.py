@@ -112,8 +112,10 @@ class LlamaBranchLM(TemplateLM):  # type: ignore[misc]
                 raise ConfigError(f"an open context takes no {', '.join(more)}")
             self.ctx = model
         else:
-            given: dict[str, object] = {"n_ctx": 4096, "n_seq_max": 64, **more}
-            self.ctx = load(model if pretrained is None else pretrained, **cast(LoadOptions, given))
+            load_options: dict[str, object] = {"n_ctx": 4096, "n_seq_max": 64, **more}
+            self.ctx = load(
+                model if pretrained is None else pretrained, **cast(LoadOptions, load_options)
+            )
         room = self.ctx.n_ctx_seq
         usual = min(room, self.ctx.model.n_ctx_train or room)
         self.max_length = usual if max_length is None else whole("max_length", max_length, 2, room)
@@ -149,7 +151,10 @@ class LlamaBranchLM(TemplateLM):  # type: ignore[misc]
         self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
     ) -> str:
         """Return a conversation as text; without a generation prompt the last message is left open."""
-        messages, render = [dict(each) for each in chat_history], self.ctx.model.apply_chat_template
+        messages, render = (
+            [dict(message) for message in chat_history],
+            self.ctx.model.apply_chat_template,
+        )
         try:
             text = render(messages, add_generation_prompt=add_generation_prompt)
         except (
@@ -200,18 +205,18 @@ class LlamaBranchLM(TemplateLM):  # type: ignore[misc]
                 raise ConfigError(message, hint="raise max_length and n_ctx")
             window = (context + after)[-(self.max_length + 1) :]  # the last token is not an input
             pairs.append((window[: -len(after)], [after]))
-        found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+        results: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         with tqdm(total=len(requests), desc="loglikelihood", disable=disable_tqdm) as bar:
 
             def note(number: int, scores: list[Score]) -> None:
-                found[number] = scores[0].logprob, scores[0].is_greedy
-                asked = requests[number][0]
-                if asked is not None:
-                    self.cache_hook.add_partial("loglikelihood", asked, found[number])
+                results[number] = scores[0].logprob, scores[0].is_greedy
+                arguments = requests[number][0]
+                if arguments is not None:
+                    self.cache_hook.add_partial("loglikelihood", arguments, results[number])
                 bar.update()
 
             score(self.ctx, pairs, on_done=note)
-        return found
+        return results
 
     def loglikelihood_rolling(
         self, requests: Sequence[Instance], disable_tqdm: bool = False
@@ -220,11 +225,13 @@ class LlamaBranchLM(TemplateLM):  # type: ignore[misc]
         windows = []
         for request in requests:
             tokens = self.tok_encode(request.args[0], add_special_tokens=False)
-            its = utils.get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, 1)
-            windows.append(list(map(utils.make_disjoint_window, its)))
-        flat = [(None, before, after) for its in windows for before, after in its]
-        found = iter(self._loglikelihood_tokens(flat, disable_tqdm=disable_tqdm))
-        totals = [sum((next(found)[0] for _ in its), 0.0) for its in windows]
+            rolling = utils.get_rolling_token_windows(
+                tokens, self.prefix_token_id, self.max_length, 1
+            )
+            windows.append(list(map(utils.make_disjoint_window, rolling)))
+        flat = [(None, before, after) for pairs in windows for before, after in pairs]
+        scores = iter(self._loglikelihood_tokens(flat, disable_tqdm=disable_tqdm))
+        totals = [sum((next(scores)[0] for _ in pairs), 0.0) for pairs in windows]
         for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
@@ -257,10 +264,10 @@ class LlamaBranchLM(TemplateLM):  # type: ignore[misc]
         """Return a request of the engine, and the strings that end its text."""
         if not isinstance(settings, dict):
             raise ConfigError(f"the settings of a generation must be a dict, not {settings!r:.60}")
-        given = model_utils.normalize_gen_kwargs(settings, self.max_gen_toks)
+        kwargs = model_utils.normalize_gen_kwargs(settings, self.max_gen_toks)
         eos = self.ctx.detokenize([self.eot_token_id], special=True)
-        until = model_utils.handle_stop_sequences(given.pop("until", None), eos=eos)
-        n_new = given.pop("max_gen_toks")
+        until = model_utils.handle_stop_sequences(kwargs.pop("until", None), eos=eos)
+        n_new = kwargs.pop("max_gen_toks")
         room = self.max_length - n_new
         if room < 1:
             message = f"{n_new} tokens to generate do not fit: max_length is {self.max_length}"
@@ -268,19 +275,19 @@ class LlamaBranchLM(TemplateLM):  # type: ignore[misc]
         tokens = self.tok_encode(str(context))[-room:] or [self.prefix_token_id]
         # A stop string inside the model's thinking does not end the text.
         stop = () if self._think_end_token else tuple(text for text in until if text)
-        request = Request(tokens, id=name, max_tokens=n_new, stop=stop, sampling=_sampling(given))
+        request = Request(tokens, id=name, max_tokens=n_new, stop=stop, sampling=_sampling(kwargs))
         return request, until
 
 
-def _sampling(given: Mapping[str, object]) -> SamplingParams:
+def _sampling(kwargs: Mapping[str, object]) -> SamplingParams:
     """Return the settings of a generation: greedy, or the model's distribution with the task's settings.
 
     Raises:
         ConfigError: a setting has no counterpart.
     """
     settings: dict[str, object] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    known = {each.name for each in fields(SamplingParams)}
-    for name, value in given.items():
+    known = {f.name for f in fields(SamplingParams)}
+    for name, value in kwargs.items():
         own = "repeat_penalty" if name == "repetition_penalty" else name
         if own in known:
             settings[own] = value

@@ -48,8 +48,8 @@ def same_vocabulary(a: Model, b: Model) -> bool:
 
 def mean_kl(data: Raw) -> tuple[float, float] | None:
     """Return the mean and the largest KL divergence of a comparison; None if nothing was compared."""
-    found = msgspec.json.decode(data, type=dict[str, object]).get("kl")
-    known = [float(x) for x in found if x is not None] if isinstance(found, list) else []
+    kls = msgspec.json.decode(data, type=dict[str, object]).get("kl")
+    known = [float(x) for x in kls if x is not None] if isinstance(kls, list) else []
     return (round(sum(known) / len(known), 5), round(max(known), 5)) if known else None
 
 
@@ -129,14 +129,14 @@ def read_pair(
                 [row, *map(LogitsRow, branch.extend(part, logits="all"))]
                 for row, branch in zip(last, (a, b), strict=True)
             ]
-            found = []
+            scores = []
             for i, token in enumerate(part):
                 draw = None
                 if draws is not None and params is not None:
                     draw = rows[1][i].draw(draws, params.seed or 0, at + i)
                     draws.accept(token)
-                found.append(compared(models, (rows[0][i], rows[1][i]), token, draw))
-            if report(at, found):
+                scores.append(compared(models, (rows[0][i], rows[1][i]), token, draw))
+            if report(at, scores):
                 return
             last = [rows[0][-1], rows[1][-1]]
 
@@ -210,15 +210,15 @@ class Span(NamedTuple):
     agree: bool | None
 
 
-def totals(found: Sequence[Span]) -> dict[str, Number]:
+def totals(parts: Sequence[Span]) -> dict[str, Number]:
     """Return the bytes and bits that both models score, bits per byte, and the share that agrees."""
-    known = [span for span in found if None not in span.bits]
+    known = [span for span in parts if None not in span.bits]
     n = sum(span.end - span.at for span in known)
     sums: dict[str, Number] = {"bytes": n}
     for name, i in (("A", 0), ("B", 1)):
         bits = math.fsum(span.bits[i] or 0.0 for span in known)
         sums |= {f"bits{name}": short(bits), f"bpb{name}": short(bits / n) if n else None}
-    agree = [span.agree for span in found if span.agree is not None]
+    agree = [span.agree for span in parts if span.agree is not None]
     return sums | {"agreement": short(sum(agree) / len(agree)) if agree else None}
 
 
@@ -226,7 +226,7 @@ def spans(pair: tuple[Context, Context], tokens: Sequence[int]) -> list[Span]:
     """Compare two models with different tokenizers on a text, which is passed as tokens of A."""
     text = b"".join(map(pair[0].model.piece, tokens)).decode("utf-8", "replace")
     sides = [_Side(pair[0], tokens), _Side(pair[1], pair[1].model.prompt_tokens(text))]
-    found: list[Span] = []
+    stretches: list[Span] = []
     start, before = 0, [0, 0]
     for end in sorted({*sides[0].ends} & {*sides[1].ends}):
         after = [bisect_right(side.ends, end) for side in sides]
@@ -235,9 +235,9 @@ def spans(pair: tuple[Context, Context], tokens: Sequence[int]) -> list[Span]:
             tops = [side.next(j) for side, j in zip(sides, after, strict=True)]
             agree = tops[0].startswith(tops[1]) or tops[1].startswith(tops[0])
             whole = (before[0], after[0])
-            found.append(Span(whole, start, end, (a, b), agree if all(tops) else None))
+            stretches.append(Span(whole, start, end, (a, b), agree if all(tops) else None))
         start, before = end, after
-    return found
+    return stretches
 
 
 class _Side:
@@ -252,9 +252,9 @@ class _Side:
         self._scores: list[TokenScore | None] = [None, *scores]
 
     def bits(self, i: int, j: int) -> Number:
-        known = [one.logprob for one in self._scores[i:j] if one is not None]
+        known = [score.logprob for score in self._scores[i:j] if score is not None]
         return short(-math.fsum(known) / math.log(2)) if len(known) == j - i else None
 
     def next(self, at: int) -> bytes:
-        one = self._scores[at] if at < len(self._scores) else None
-        return b"" if one is None else self._model.piece(one.alternatives[0].token)
+        score = self._scores[at] if at < len(self._scores) else None
+        return b"" if score is None else self._model.piece(score.alternatives[0].token)

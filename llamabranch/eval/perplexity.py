@@ -186,16 +186,16 @@ def perplexity(
     """
     tokens, parts = text_chunks(ctx, text, window, chunks)
     result = Perplexity.begun(ctx, tokens, len(parts[0]), len(parts))
-    given = with_bos(ctx.model, parts)
+    chunks_with_bos = with_bos(ctx.model, parts)
     if save_to is None:
-        return result.read(ctx, given, _loss, progress)
+        return result.read(ctx, chunks_with_bos, _loss, progress)
     with LogitsFile.create(save_to, ctx.n_vocab, parts) as file:
 
         def write(chunk: int, i: int, token: int, row: LogitsRow) -> float:
             file.write(chunk, i, row.array)
             return _loss(chunk, i, token, row)
 
-        return result.read(ctx, given, write, progress)
+        return result.read(ctx, chunks_with_bos, write, progress)
 
 
 def _loss(_chunk: int, _i: int, token: int, row: LogitsRow) -> float:

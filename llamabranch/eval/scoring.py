@@ -126,7 +126,7 @@ def _wanted(ctx: Context, name: str, request: ScoreRequest, parse_special: bool)
     if not (_is_list(request) and len(request) == 2 and _is_list(request[1])):
         raise ConfigError(f"{_MEANT}; {name} is {request!r:.60}")
     context, continuations = request
-    model, most, found = ctx.model, ctx.n_ctx_seq + 1, []  # the last token is not decoded
+    model, most, wanted = ctx.model, ctx.n_ctx_seq + 1, []  # the last token is not decoded
     for continuation in continuations:
         if isinstance(context, str) and isinstance(continuation, str):
             before, after = encode_pair(model, context, continuation, parse_special=parse_special)
@@ -143,8 +143,8 @@ def _wanted(ctx: Context, name: str, request: ScoreRequest, parse_special: bool)
         if (n := len(before) + len(after)) > most:
             message = f"{name} has {n} tokens, the context has room for {most}"
             raise CacheFullError(message, hint="open the context with a larger n_ctx")
-        found.append(Wanted(None, [*before, *after], len(before)))
-    return found
+        wanted.append(Wanted(None, [*before, *after], len(before)))
+    return wanted
 
 
 def _is_list(value: object) -> bool:

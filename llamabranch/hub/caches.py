@@ -87,15 +87,15 @@ def local_models() -> list[LocalModel]:
 def parts(path: Path) -> tuple[Path, ...]:
     """Return all files of a model, from one of them: that file, or all shards."""
     try:
-        names = choose((each.name for each in path.parent.iterdir()), file=path.name)
+        names = choose((sibling.name for sibling in path.parent.iterdir()), file=path.name)
     except (ConfigError, OSError):
         return (path,)
     return tuple(path.with_name(name) for name in names)
 
 
 def _variable(name: str) -> Path | None:
-    given = os.environ.get(name)
-    return Path(given).expanduser() if given else None
+    value = os.environ.get(name)
+    return Path(value).expanduser() if value else None
 
 
 # -- the models of each cache that a spec names; without a spec all complete ones ----------------------
@@ -135,7 +135,7 @@ def _snapshots(folder: Path, revision: str | None) -> list[Path]:
     with contextlib.suppress(OSError, UnicodeDecodeError):
         commits.append(reference.read_text(encoding="utf-8").strip())
     if revision is None:
-        commits += [each.name for each in _folders(snapshots)]
+        commits += [child.name for child in _folders(snapshots)]
     names = dict.fromkeys(name for name in commits if re.fullmatch(r"\w+", name, re.ASCII))
     return [snapshots / name for name in names if (snapshots / name).is_dir()]
 
@@ -147,16 +147,16 @@ def _in_folder(
     if spec is not None and spec.repository != repository:
         return
     try:  # skips dangling links
-        found = [path for path in folder.rglob("*.gguf") if path.is_file()]
+        gguf_files = [path for path in folder.rglob("*.gguf") if path.is_file()]
     except OSError:
         return
-    paths = sorted(path.relative_to(folder).as_posix() for path in found)
-    asked = [(spec.tag, spec.file)] if spec else [(None, each[0]) for each in model_sets(paths)]
-    for tag, file in asked:
+    paths = sorted(path.relative_to(folder).as_posix() for path in gguf_files)
+    choices = [(spec.tag, spec.file)] if spec else [(None, model[0]) for model in model_sets(paths)]
+    for tag, file in choices:
         with contextlib.suppress(ConfigError):  # the model or a shard is missing
             files = choose(paths, tag, file=file)
-            its = tuple(folder / each for each in files)
-            yield LocalModel(f"{repository}/{files[0]}", its, cache)
+            model_paths = tuple(folder / name for name in files)
+            yield LocalModel(f"{repository}/{files[0]}", model_paths, cache)
 
 
 def _folders(parent: Path) -> list[Path]:

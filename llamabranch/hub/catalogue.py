@@ -45,8 +45,8 @@ class CatalogueEntry:
         for place in places:
             if place.is_file():
                 return place
-        found = None if self.bundled else find(HubSpec(self.repository, file=self.file))
-        return None if found is None else found.path
+        model = None if self.bundled else find(HubSpec(self.repository, file=self.file))
+        return None if model is None else model.path
 
     @property
     def package(self) -> str | None:
@@ -110,10 +110,10 @@ def made_from(name: str) -> str | None:
 
     ``name``: a name such as ``smollm2-135m:Q8_0``, or the path of the quantized file.
     """
-    asked = name.lower(), Path(name).stem.lower()
+    spellings = name.lower(), Path(name).stem.lower()
     for entry in catalogue():
-        for made in map(str.lower, entry.made_here):
-            if f"{entry.name}:{made}" == asked[0] or f"{entry.name}-{made}" == asked[1]:
+        for tag in map(str.lower, entry.made_here):
+            if f"{entry.name}:{tag}" == spellings[0] or f"{entry.name}-{tag}" == spellings[1]:
                 return entry.name
     return None
 

@@ -49,19 +49,19 @@ def choose(
         if file not in safe:
             raise ConfigError(f"{where} has no file {file}", hint=_offer(safe))
         stem, shard = _stem_and_shard(file)
-        found = (file,) if shard is None else _sets(safe)[stem, shard[1]]
-        return _complete(found, where)
+        shards = (file,) if shard is None else _sets(safe)[stem, shard[1]]
+        return _complete(shards, where)
     models = model_sets(safe)
     if not models:
         raise ConfigError(f"{where} has no GGUF model", hint=_offer(safe))
-    for wanted in DEFAULT_TAGS if tag is None else (tag,):
+    for quantization in DEFAULT_TAGS if tag is None else (tag,):
         # The end of a name is the quantization; the same letters in the middle may belong to the model's
         # name.
         for after in ("$", r"(?![A-Za-z0-9_])"):
-            pattern = re.compile(_bounded(wanted) + after, re.ASCII | re.IGNORECASE)
-            for each in models:
-                if pattern.search(_stem_and_shard(each[0])[0]):
-                    return _complete(each, where)
+            pattern = re.compile(_bounded(quantization) + after, re.ASCII | re.IGNORECASE)
+            for files in models:
+                if pattern.search(_stem_and_shard(files[0])[0]):
+                    return _complete(files, where)
     if tag is None:
         return _complete(models[0], where)
     raise ConfigError(f"{where} has no model with the tag {tag}", hint=_offer(safe))
@@ -99,10 +99,10 @@ def _complete(files: tuple[str, ...], where: str) -> tuple[str, ...]:
 def _stem_and_shard(path: str) -> tuple[str, tuple[int, int] | None]:
     """Return a path without suffix and shard number, and (index, count) of a shard."""
     stem = path.removesuffix(".gguf")
-    found = _SHARD.fullmatch(stem)
-    if found is None:
+    match = _SHARD.fullmatch(stem)
+    if match is None:
         return stem, None
-    return found["stem"], (int(found["index"]), int(found["count"]))
+    return match["stem"], (int(match["index"]), int(match["count"]))
 
 
 def _bounded(tag: str) -> str:

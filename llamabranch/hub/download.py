@@ -50,8 +50,8 @@ def download(spec: HubSpec) -> Path:
         info = HfApi(endpoint=endpoint).model_info(
             where, revision=spec.revision, files_metadata=True
         )
-    siblings = {each.rfilename: each for each in info.siblings or ()}
-    commit, sizes = str(info.sha), {name: each.size or 0 for name, each in siblings.items()}
+    siblings = {sibling.rfilename: sibling for sibling in info.siblings or ()}
+    commit, sizes = str(info.sha), {name: sibling.size or 0 for name, sibling in siblings.items()}
     if not re.fullmatch(r"[0-9a-f]{40}", commit):
         raise DownloadError(f"the hub names no commit of {where}")
     names = choose(sizes, spec.tag, file=spec.file, where=where)
@@ -84,7 +84,7 @@ def download(spec: HubSpec) -> Path:
     return snapshot / names[0]
 
 
-def _check_content(path: Path, expected: str, what: str) -> None:
+def _check_content(path: Path, expected: str, address: str) -> None:
     """Raise DownloadError, and delete the file, if its SHA-256 differs from the hub's.
 
     If the program ends before the check, the file has no final name. It is then checked the next time it
@@ -98,7 +98,7 @@ def _check_content(path: Path, expected: str, what: str) -> None:
         if not is_right:
             blob.unlink()
             raise DownloadError(
-                f"{what} is not the file that the hub describes (its SHA-256 differs); "
+                f"{address} is not the file that the hub describes (its SHA-256 differs); "
                 "it was deleted",
                 hint="download it again; if that does not help, a proxy or a mirror (HF_ENDPOINT) "
                 "alters it",
@@ -118,20 +118,20 @@ def _size(n_bytes: int) -> str:
     return f"{n_bytes / 1e9:.2f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.1f} MB"
 
 
-def _check_space(root: Path, n_bytes: int, what: str) -> None:
-    folder = next(each for each in (root, *root.parents) if each.exists())
+def _check_space(root: Path, n_bytes: int, name: str) -> None:
+    folder = next(parent for parent in (root, *root.parents) if parent.exists())
     free = shutil.disk_usage(folder).free
     if n_bytes + _SPARE_BYTES > free:
         raise DownloadError(
-            f"{what} needs {_size(n_bytes)}, and {folder} has {_size(free)} left",
+            f"{name} needs {_size(n_bytes)}, and {folder} has {_size(free)} left",
             hint="free some space, choose a smaller quantization, or set HF_HUB_CACHE to another disk",
         )
 
 
 def _endpoint() -> str | None:
     """Return the hub's address as llama.cpp finds it; huggingface_hub reads its own only at import."""
-    given = os.environ.get("MODEL_ENDPOINT") or os.environ.get("HF_ENDPOINT")
-    return given.rstrip("/") if given else None
+    address = os.environ.get("MODEL_ENDPOINT") or os.environ.get("HF_ENDPOINT")
+    return address.rstrip("/") if address else None
 
 
 _HINTS = {
@@ -145,7 +145,7 @@ _HINTS = {
 
 
 @contextlib.contextmanager
-def _requests(what: str) -> Iterator[None]:
+def _requests(address: str) -> Iterator[None]:
     """Import huggingface_hub, and raise its errors as ours, with a hint."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     try:
@@ -160,7 +160,7 @@ def _requests(what: str) -> Iterator[None]:
     except LlamaBranchError:
         raise
     except errors.HFValidationError as error:
-        raise ConfigError(f"{what}: {error}") from error
+        raise ConfigError(f"{address}: {error}") from error
     except (errors.HTTPError, errors.XetDownloadError, OSError, RuntimeError, ValueError) as error:
         is_network = isinstance(error, (ConnectionError, TimeoutError))
         if isinstance(error, OSError) and error.errno is not None and not is_network:
@@ -173,10 +173,11 @@ def _requests(what: str) -> Iterator[None]:
         cause = (error.__cause__ or error) if is_vague else error
         status = getattr(getattr(cause, "response", None), "status_code", None)
         # The rest of the message is about options that we do not have.
-        told = " ".join(str(cause).split()).partition(" Please retry with")[0]
-        reason = told or type(cause).__name__
+        words = " ".join(str(cause).split())
+        message = words.partition(" Please retry with")[0]
+        reason = message or type(cause).__name__
         raise DownloadError(
-            f"cannot download {what}: {reason}",
+            f"cannot download {address}: {reason}",
             status=status,
             hint=_HINTS.get(status, "try again later"),
         ) from error

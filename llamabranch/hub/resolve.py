@@ -102,12 +102,12 @@ def fetch(name: str | os.PathLike[str]) -> Path:
 
 
 def _flag(name: str) -> bool | None:
-    given = os.environ.get(name, "").strip().lower()
-    if not given:
+    value = os.environ.get(name, "").strip().lower()
+    if not value:
         return None
-    if given in (*_TRUE, *_FALSE):
-        return given in _TRUE
-    raise ConfigError(f"{name} must be 1 or 0, not {given!r}")
+    if value in (*_TRUE, *_FALSE):
+        return value in _TRUE
+    raise ConfigError(f"{name} must be 1 or 0, not {value!r}")
 
 
 def _missing(name: str, *, is_offline: bool) -> ConfigError:
@@ -185,7 +185,7 @@ def _made_here(name_or_path: str | os.PathLike[str]) -> tuple[CatalogueEntry, st
         return entry, tag.upper()
     hint = f"{name} is {entry.file}"
     if entry.made_here:
-        hint += "; you can also use " + ", ".join(f"{name}:{each}" for each in entry.made_here)
+        hint += "; you can also use " + ", ".join(f"{name}:{made}" for made in entry.made_here)
     elif not entry.bundled:
         hint += f"; {entry.repository}:{tag} looks for that quantization on the hub"
     raise ConfigError(f"no model is called {text!r}", hint=hint)
@@ -220,7 +220,7 @@ def _hub_spec(name_or_path: str | os.PathLike[str]) -> HubSpec | None:
 
 def _near_file(path: Path) -> Path | None:
     """Return the GGUF file of the same folder whose name is nearest, if one is near."""
-    names = [each.name for each in path.parent.glob("*.gguf")] if path.parent.is_dir() else []
+    names = [sibling.name for sibling in path.parent.glob("*.gguf")] if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.75)
     return path.with_name(close[0]) if close else None
 

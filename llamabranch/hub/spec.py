@@ -43,28 +43,28 @@ class HubSpec:
         Raises:
             ConfigError: something else follows ``hf:``; two tags, two revisions, or a tag and a file.
         """
-        found = _SPEC.fullmatch(text)
-        if found is None:
+        match = _SPEC.fullmatch(text)
+        if match is None:
             if text.startswith("hf:"):
                 raise ConfigError(
                     f"{text!r} does not name a repository",
                     hint="write hf:user/repo, hf:user/repo:Q8_0 or hf:user/repo/file.gguf",
                 )
             return None
-        repository, file = found["repository"], found["file"]
-        if file is None and found["prefix"] is None and repository.lower().endswith(".gguf"):
+        repository, file = match["repository"], match["file"]
+        if file is None and match["prefix"] is None and repository.lower().endswith(".gguf"):
             return None  # models/tale.gguf
-        marks = _MARK.findall(found["marks"])
-        given = dict(marks)
-        if len(given) < len(marks):
+        marks = _MARK.findall(match["marks"])
+        by_mark = dict(marks)
+        if len(by_mark) < len(marks):
             raise ConfigError(f"{text!r} has two tags or two revisions", hint="use one of each")
-        if file is not None and ":" in given:
+        if file is not None and ":" in by_mark:
             raise ConfigError(f"{text!r} has a tag and a file", hint="use one of them")
         if file is not None and not is_safe_path(file):
             raise ConfigError(f"{text!r}: {file!r} is not the path of a file in a repository")
         if len(repository) > _LONGEST_NAME:
             return None
-        return cls(repository, given.get("@"), given.get(":"), file)
+        return cls(repository, by_mark.get("@"), by_mark.get(":"), file)
 
     def __str__(self) -> str:
         revision = "" if self.revision is None else f"@{self.revision}"

@@ -80,8 +80,8 @@ class Known:
     def properties(self, name: str) -> Mapping[str, object] | None:
         """Return the schemas of a function's arguments by name; None if they are not known."""
         schema = (self.schemas or {}).get(name)
-        found = schema.get("properties") if isinstance(schema, Mapping) else None
-        return found if isinstance(found, Mapping) else None
+        properties = schema.get("properties") if isinstance(schema, Mapping) else None
+        return properties if isinstance(properties, Mapping) else None
 
     def is_text(self, name: str, key: str) -> bool | None:
         """Return whether an argument is a string; None if its schema does not say."""
@@ -96,10 +96,10 @@ def is_text_schema(schema: object, root: object, depth: int = 8) -> bool | None:
         return None
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#/"):
-        found = root
+        target = root
         for step in reference[2:].split("/"):
-            found = found.get(step) if isinstance(found, Mapping) else None
-        return is_text_schema(found, root, depth - 1)
+            target = target.get(step) if isinstance(target, Mapping) else None
+        return is_text_schema(target, root, depth - 1)
     kinds = schema.get("type")
     if isinstance(kinds, str):
         return kinds == "string"
@@ -147,8 +147,8 @@ class Cursor:
 
     def space(self) -> None:
         """Skip white space."""
-        found = _SPACE.match(self.text, self.at)
-        self.at = found.end() if found else self.at
+        match = _SPACE.match(self.text, self.at)
+        self.at = match.end() if match else self.at
         if self.at == len(self.text) and not self.last:
             raise Incomplete
 
@@ -193,9 +193,9 @@ class Cursor:
         end = self.text.find(core, self.at)
         if end < 0:
             raise self.need()
-        found = self.text[self.at : end]
+        text = self.text[self.at : end]
         self.at = end + len(core)
-        return found
+        return text
 
     def json(self) -> object:
         """Read a JSON value."""
@@ -277,8 +277,8 @@ class Values:
             return self._text(value)
         if isinstance(value, Mapping):
             pairs = (
-                f"{key if self.bare_keys else self._text(str(key))}{self.pair}{self.write(one)}"
-                for key, one in value.items()
+                f"{key if self.bare_keys else self._text(str(key))}{self.pair}{self.write(inner)}"
+                for key, inner in value.items()
             )
             return "{" + self.item.join(pairs) + "}"
         if isinstance(value, (list, tuple)):
@@ -292,15 +292,15 @@ class Values:
 
     def _tagged(self, value: object, tags: tuple[str, str, str, str]) -> str:
         if isinstance(value, Mapping):
-            pairs = [(str(key), one) for key, one in value.items() if one is not None]
+            pairs = [(str(key), inner) for key, inner in value.items() if inner is not None]
         elif isinstance(value, (list, tuple)):
-            pairs = [("item", one) for one in value]
+            pairs = [("item", item) for item in value]
         elif isinstance(value, bool):
             return self.words[not value]
         else:
             return value if isinstance(value, str) else json.dumps(value)
         a, b, c, d = tags
-        return "".join(f"{a}{k}{b}{self._tagged(one, tags)}{c}{k}{d}" for k, one in pairs)
+        return "".join(f"{a}{k}{b}{self._tagged(inner, tags)}{c}{k}{d}" for k, inner in pairs)
 
     def read(self, cursor: Cursor, depth: int = 0) -> object:
         """Return the value at a cursor: JSON, Python or these values.
@@ -323,20 +323,20 @@ class Values:
         if text[at] in "{[":
             return self._read_many(cursor, depth)
         word, number = _WORD.match(text, at), _NUMBER.match(text, at)
-        found = word or number
-        if found is None or (word and word[0] not in _LITERALS):
+        match = word or number
+        if match is None or (word and word[0] not in _LITERALS):
             if not cursor.last and (
                 text[at:] == "-" or (word and word.end() == len(text) and len(word[0]) < 6)
             ):
                 raise Incomplete
             raise Mismatch
-        if not cursor.last and (found.end() == len(text) or _CUT.fullmatch(text, at)):
+        if not cursor.last and (match.end() == len(text) or _CUT.fullmatch(text, at)):
             raise Incomplete
-        cursor.at = found.end()
+        cursor.at = match.end()
         if word:
             return _LITERALS[word[0]]
         try:
-            value: object = json.loads(found[0])
+            value: object = json.loads(match[0])
         except ValueError:  # more digits than Python converts
             raise Mismatch from None
         return value
@@ -345,11 +345,11 @@ class Values:
         if len(quote) > 1:
             cursor.at += len(quote)
             return cursor.until(quote)
-        found = _quoted(quote).match(cursor.text, cursor.at)
-        if found is None:
+        match = _quoted(quote).match(cursor.text, cursor.at)
+        if match is None:
             raise cursor.need()
-        cursor.at = found.end()
-        text = _ESCAPE.sub(_escaped, found[1])
+        cursor.at = match.end()
+        text = _ESCAPE.sub(_escaped, match[1])
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
     def _read_many(self, cursor: Cursor, depth: int) -> object:
@@ -422,9 +422,9 @@ def _quoted(quote: str) -> re.Pattern[str]:
     return re.compile(rf"{q}([^{q}\\]*(?:\\.[^{q}\\]*)*){q}", re.DOTALL)
 
 
-def _escaped(found: re.Match[str]) -> str:
+def _escaped(match: re.Match[str]) -> str:
     """Return the character of an escape in a quoted text; an unknown escape is kept."""
-    code = found[1]
+    code = match[1]
     if len(code) == 1:
         return _ESCAPES.get(code, code if code in "\"'\\/" else "\\" + code)
     number = int(code[1:], 16)
@@ -524,7 +524,7 @@ class ArgumentTags:
     def arounds(self) -> tuple[Around, ...]:
         """All texts that may surround an argument, the longest between name and value first."""
         every = dict.fromkeys([*([self.text] if self.text else []), *self.others.values()])
-        return tuple(sorted(every, key=lambda one: -len(one.between)))
+        return tuple(sorted(every, key=lambda around: -len(around.between)))
 
     def around(self, value: object) -> Around:
         """Return the texts around a value."""
@@ -597,7 +597,7 @@ class ArgumentTags:
                 return cursor.at == len(cursor.text)
             if not cursor.tries(rest.literal.lstrip(), skip=True):
                 return False
-            return not rest.then or any(cursor.tries(one, skip=True) for one in rest.then)
+            return not rest.then or any(cursor.tries(literal, skip=True) for literal in rest.then)
         finally:
             cursor.at = at
 
@@ -867,7 +867,7 @@ class CallForm:
             cursor.literal(self.call_start)
         value = cursor.json()
         calls = [
-            self.of_object(one, known) for one in (value if isinstance(value, list) else [value])
+            self.of_object(item, known) for item in (value if isinstance(value, list) else [value])
         ]
         if not calls:
             raise Mismatch
@@ -902,7 +902,7 @@ class CallForm:
     def _rest(self, i: int) -> Rest:
         """Return the text after the arguments, which are a part of a unit."""
         literal = self._literal_after(i)
-        then = tuple(one.strip() for one in (self.separator, self.section_end) if one.strip())
+        then = tuple(text.strip() for text in (self.separator, self.section_end) if text.strip())
         is_short = len(literal.strip()) < 3 and i + 2 == len(self.unit) and len(then) == 2
         return Rest(literal, then if is_short else ())
 
@@ -993,8 +993,8 @@ class CallForm:
     def _name_of_id(self, text: str, known: Known) -> str:
         before, after = self.name_in_id or ("", "")
         name = text.strip().removeprefix(before)
-        found = re.fullmatch(rf"(.*?)(?:{re.escape(after)}\d+)?", name, re.DOTALL)
-        name = found[1] if found else name
+        match = re.fullmatch(rf"(.*?)(?:{re.escape(after)}\d+)?", name, re.DOTALL)
+        name = match[1] if match else name
         if not known.takes(name):
             raise Mismatch
         return name
@@ -1004,10 +1004,10 @@ class CallForm:
         names: Collection[str] = known.schemas if known.schemas is not None else ()
         fits, is_cut = [], False
         for name in names:
-            held = cursor.text[cursor.at : cursor.at + len(name)]
-            if held == name:
+            piece = cursor.text[cursor.at : cursor.at + len(name)]
+            if piece == name:
                 fits.append(name)
-            is_cut = is_cut or (name.startswith(held) and len(held) < len(name))
+            is_cut = is_cut or (name.startswith(piece) and len(piece) < len(name))
         if is_cut and not cursor.last and cursor.at + max(map(len, names)) > len(cursor.text):
             raise Incomplete
         start = cursor.at
@@ -1027,10 +1027,10 @@ class CallForm:
                 raise cursor.need()
             name = cursor.text[start:end].strip()
         else:
-            found = _NAME.match(cursor.text, start)
-            if found is None or (found.end() == len(cursor.text) and not cursor.last):
+            match = _NAME.match(cursor.text, start)
+            if match is None or (match.end() == len(cursor.text) and not cursor.last):
                 raise cursor.need()
-            name, end = found[0], found.end()
+            name, end = match[0], match.end()
         if not name or len(name) > 256 or "\n" in name:
             raise Mismatch
         cursor.at = start + len(cursor.text[start:end].rstrip())
@@ -1051,19 +1051,19 @@ def _at(value: object, path: Sequence[str], default: object = None) -> object:
 def _until(cursor: Cursor, literal: str) -> str:
     core = literal.split()[0] if literal.strip() else ""
     if not core:
-        found = _NAME.match(cursor.text, cursor.at)
-        if found is None or (found.end() == len(cursor.text) and not cursor.last):
+        match = _NAME.match(cursor.text, cursor.at)
+        if match is None or (match.end() == len(cursor.text) and not cursor.last):
             raise cursor.need()
-        cursor.at = found.end()
-        return found[0]
+        cursor.at = match.end()
+        return match[0]
     end = cursor.text.find(core, cursor.at)
     if end < 0:
         raise cursor.need()
-    found_text = cursor.text[cursor.at : end]
-    if len(found_text) > 256:
+    text = cursor.text[cursor.at : end]
+    if len(text) > 256:
         raise Mismatch
     cursor.at = end
-    return found_text.rstrip() if literal[:1].isspace() else found_text
+    return text.rstrip() if literal[:1].isspace() else text
 
 
 def arguments_of(value: object, known: Known, name: str) -> object:

@@ -45,13 +45,13 @@ def chat_messages(messages: Iterable[Message]) -> list[dict[str, object]]:
             f"messages must be a list of role and content, not {messages!r:.40}",
             hint='for example [{"role": "user", "content": "Hello"}]',
         )
-    found = []
+    checked = []
     for index, message in enumerate(messages):
         with placed(f"messages[{index}]"):
-            found.append(_message(message))
-    if not found:
+            checked.append(_message(message))
+    if not checked:
         raise ConfigError("messages must hold at least one message")
-    return found
+    return checked
 
 
 def check_roles(messages: Iterable[Mapping[str, object]], template: str) -> None:
@@ -110,7 +110,7 @@ def plain_messages(messages: Iterable[Mapping[str, object]]) -> list[tuple[str, 
     Raises:
         UnsupportedError: a message has other keys, which the built-in templates would leave out.
     """
-    found = []
+    pairs = []
     for message in messages:
         role, content = message["role"], message["content"]
         more = sorted(set(message) - _LEFT_OUT)
@@ -120,5 +120,5 @@ def plain_messages(messages: Iterable[Mapping[str, object]]) -> list[tuple[str, 
             )
         if "\0" in role + content:
             raise UnsupportedError("llama.cpp's built-in chat templates end at a NUL character")
-        found.append((role, content))
-    return found
+        pairs.append((role, content))
+    return pairs

@@ -82,9 +82,11 @@ class ControlText:
                     characters[i] = stand_in(characters[i])
                 return "".join(characters)
             if isinstance(value, Mapping):
-                return {guarded(name, ""): guarded(one, str(name)) for name, one in value.items()}
+                return {
+                    guarded(name, ""): guarded(member, str(name)) for name, member in value.items()
+                }
             if isinstance(value, (list, tuple)):
-                return type(value)(guarded(one, key) for one in value)
+                return type(value)(guarded(item, key) for item in value)
             return value
 
         def stand_in(character: str) -> str:
@@ -96,10 +98,10 @@ class ControlText:
             return chosen[character]
 
         try:
-            found = cast(Given, guarded(value, ""))
+            copy = cast(Given, guarded(value, ""))
         except RecursionError:
             raise ConfigError("messages, tools and variables are nested too deep") from None
-        return found, {ord(mark): character for character, mark in chosen.items()}
+        return copy, {ord(mark): character for character, mark in chosen.items()}
 
     def _places(self, text: str, removed: re.Pattern[str]) -> set[int]:
         """Return which characters to replace so that ``text`` is not a control token, nor part of one."""
@@ -150,11 +152,13 @@ class ControlText:
             control = self._tokens[match.group()] if match else None
             piece = piece.lstrip(_SPACE) if strips else piece
             piece = piece.rstrip(_SPACE) if control and control.strips_before else piece
-            found = tokenize(piece.translate(stand_ins), False) if piece else []
-            if not self._ids.isdisjoint(found):  # user-defined: parsed in any text
+            piece_tokens = tokenize(piece.translate(stand_ins), False) if piece else []
+            if not self._ids.isdisjoint(piece_tokens):  # user-defined: parsed in any text
                 parts = re.split(f"(?<=[{''.join(map(chr, stand_ins))}])", piece)
-                found = [t for part in parts for t in tokenize(part.translate(stand_ins), False)]
-            tokens += found
+                piece_tokens = [
+                    t for part in parts for t in tokenize(part.translate(stand_ins), False)
+                ]
+            tokens += piece_tokens
             if match and control:
                 tokens.append(control.token)
                 at, strips = match.end(), control.strips_after
@@ -183,8 +187,8 @@ def _one_of(texts: Sequence[str]) -> str:
     for text in texts:
         if text != start:
             by_next.setdefault(text[len(start)], []).append(text[len(start) :])
-    found = re.escape(start)
+    pattern = re.escape(start)
     if by_next:
         choice = "|".join(_one_of(rest) for rest in by_next.values())
-        found += f"(?:{choice}){'?' if start in texts else ''}"
-    return found
+        pattern += f"(?:{choice}){'?' if start in texts else ''}"
+    return pattern

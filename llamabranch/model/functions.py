@@ -95,20 +95,20 @@ def _by_pydantic(name: str, fields: Mapping[str, _Field]) -> _Schema | None:
         from pydantic.json_schema import PydanticJsonSchemaWarning
     except ImportError:
         return None
-    given = {  # pydantic keeps names such as "_x" and "schema" for itself, so they are aliases
+    definitions = {  # pydantic keeps names such as "_x" and "schema" for itself, so they are aliases
         f"p{i}": (hint, Field(... if default is inspect.Parameter.empty else default, alias=key))
         for i, (key, (hint, default)) in enumerate(fields.items())
     }
     try:
-        model = create_model(name, **cast(dict[str, "tuple[type, object]"], given))  # type: ignore[call-overload]
+        model = create_model(name, **cast(dict[str, "tuple[type, object]"], definitions))  # type: ignore[call-overload]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PydanticJsonSchemaWarning)  # of defaults without JSON
             schema = cast(_Schema, model.model_json_schema())
     except (PydanticUserError, TypeError, NameError, ValueError) as error:
         raise ConfigError(f"{name}: no JSON schema: {str(error).splitlines()[0]}") from None
     properties = schema.get("properties")
-    for one in [schema, *(properties.values() if isinstance(properties, dict) else ())]:
-        one.pop("title", None)
+    for part in [schema, *(properties.values() if isinstance(properties, dict) else ())]:
+        part.pop("title", None)
     return schema
 
 
@@ -140,12 +140,12 @@ def _schema(hint: object) -> _Schema:
     if hint is typing.Any or hint is object:
         return {}
     if origin is Annotated:
-        texts = [one for one in inner[1:] if isinstance(one, str)]
+        texts = [extra for extra in inner[1:] if isinstance(extra, str)]
         return {**_schema(inner[0]), **({"description": texts[0]} if texts else {})}
     if origin is Literal:
         return {"enum": list(inner)}
     if origin in (Union, types.UnionType):
-        return {"anyOf": [_schema(one) for one in inner]}
+        return {"anyOf": [_schema(option) for option in inner]}
     if origin in (list, tuple, set, frozenset) or hint in (list, tuple, set):
         item = inner[0] if inner else typing.Any
         return {"type": "array", "items": _schema(item)}
@@ -153,5 +153,5 @@ def _schema(hint: object) -> _Schema:
         values = _schema(inner[1]) if len(inner) == 2 else {}
         return {"type": "object", "additionalProperties": values or True}
     if isinstance(hint, type) and issubclass(hint, Enum):
-        return {"enum": [one.value for one in hint]}
+        return {"enum": [member.value for member in hint]}
     raise TypeError

@@ -28,7 +28,7 @@ def written_history(
         ConfigError: a call has no name, or its arguments are not a JSON object.
     """
     roles, parts = turns.parts.roles, turns.parts
-    found: list[dict[str, object]] = []
+    written: list[dict[str, object]] = []
     ids: dict[str, str] = {}
     names: dict[str, str] = {}
     for index, message in enumerate(messages):
@@ -40,20 +40,20 @@ def written_history(
             with placed(f"messages[{index}]"):
                 changed = _with_calls(changed, calls, turns, ids, names)
         elif role in ("tool", "function"):
-            given = str(message.get("tool_call_id") or "")
+            answered_id = str(message.get("tool_call_id") or "")
             if "tool" in roles:
-                changed["tool_call_id"] = ids.get(given, given)
-                changed.setdefault("name", names.get(given, ""))
+                changed["tool_call_id"] = ids.get(answered_id, answered_id)
+                changed.setdefault("name", names.get(answered_id, ""))
             else:
-                name = message.get("name") or names.get(given) or "the function"
+                name = message.get("name") or names.get(answered_id) or "the function"
                 changed = {"role": "user", "content": f"Result of {name}:\n{message['content']}"}
                 if (
-                    found
-                    and found[-1].get("role") == "user"
+                    written
+                    and written[-1].get("role") == "user"
                     and "role" in messages[index - 1]
                     and (messages[index - 1]["role"] in ("tool", "function"))
                 ):
-                    before = found.pop()
+                    before = written.pop()
                     changed["content"] = f"{before['content']}\n\n{changed['content']}"
         elif (
             role == "user"
@@ -61,12 +61,12 @@ def written_history(
             and messages[index - 1]["role"] in ("tool", "function")
             and "tool" not in roles
         ):
-            before = found.pop()  # templates refuse two messages of the user in a row
+            before = written.pop()  # templates refuse two messages of the user in a row
             changed["content"] = f"{before['content']}\n\n{message['content']}"
         if role == "assistant" and parts.thought_end and "reasoning_content" not in changed:
             changed = _with_thought(changed, turns)
-        found.append(changed)
-    return found
+        written.append(changed)
+    return written
 
 
 def _with_thought(message: dict[str, object], turns: TurnFormat) -> dict[str, object]:
@@ -93,10 +93,10 @@ def _with_calls(
     """Return an answer with its calls in the form that the template expects."""
     if not isinstance(calls, Sequence) or isinstance(calls, (str, bytes)):
         raise ConfigError(f"tool_calls must be a list, not {shown(calls)}")
-    parts, made = turns.parts, []
-    for index, given in enumerate(calls):
+    parts, own_calls = turns.parts, []
+    for index, item in enumerate(calls):
         with placed(f"tool_calls[{index}]"):
-            call = _call_of(given)
+            call = _call_of(item)
         own = call.id or call_id(str(len(ids)), index, call.name)
         if parts.calls is not None and parts.calls.name_in_id:
             before, after = parts.calls.name_in_id
@@ -104,13 +104,13 @@ def _with_calls(
         elif parts.short_ids and not _SHORT_ID.fullmatch(own):
             own = call_id(own, index, call.name)
         ids[call.id], names[call.id] = own, call.name
-        made.append(call._replace(id=own))
+        own_calls.append(call._replace(id=own))
     if parts.calls is None:
         plain = {key: value for key, value in message.items() if key != "tool_calls"}
-        texts = [str(plain.get("content") or ""), turns.write(made)]
+        texts = [str(plain.get("content") or ""), turns.write(own_calls)]
         return {**plain, "content": "\n".join(filter(None, texts))}
     written = []
-    for call in made:
+    for call in own_calls:
         arguments: object = call.arguments
         if parts.arguments_as_text:
             arguments = json.dumps(arguments, ensure_ascii=False)
@@ -120,12 +120,12 @@ def _with_calls(
     return {**message, "content": "" if content is None else content, "tool_calls": written}
 
 
-def _call_of(given: object) -> ToolCall:
+def _call_of(call: object) -> ToolCall:
     """Return a call of a message, its arguments as an object."""
-    function = given.get("function", given) if isinstance(given, Mapping) else None
+    function = call.get("function", call) if isinstance(call, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(given, Mapping) or not isinstance(function, Mapping) or not name:
-        raise ConfigError(f"a call must have a function with a name, not {shown(given)}")
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not name:
+        raise ConfigError(f"a call must have a function with a name, not {shown(call)}")
     arguments = function.get("arguments")
     if isinstance(arguments, str) and arguments.strip():
         try:
@@ -136,4 +136,4 @@ def _call_of(given: object) -> ToolCall:
         arguments = {}
     if not isinstance(arguments, Mapping):
         raise ConfigError(f"the arguments of {name} must be a JSON object, not {shown(arguments)}")
-    return ToolCall(str(name), dict(arguments), str(given.get("id") or ""))
+    return ToolCall(str(name), dict(arguments), str(call.get("id") or ""))

@@ -23,7 +23,7 @@ from .templates import ChatTemplate
 from .text import TEXT_TYPES, TextDecoder, TokenIds, decode_utf8, token_list
 from .turn_format import TurnFormat
 
-__all__ = ["Model"]
+__all__ = ["Model", "token_piece"]
 
 
 class Model:
@@ -263,10 +263,10 @@ class Model:
         """
         if type(token) is int and 0 <= token < self.n_vocab:
             return token
-        found = plain_int(token)
-        if found is None or not 0 <= found < self.n_vocab:
+        token_id = plain_int(token)
+        if token_id is None or not 0 <= token_id < self.n_vocab:
             raise self._no_token(token)
-        return found
+        return token_id
 
     def _no_token(self, token: object) -> TokenizeError:
         hint = (
@@ -525,10 +525,10 @@ class Model:
         if tools is not None:
             variables["tools"] = items("tools", tools)
         control = self._control_text
-        (given, variables), stand_ins = control.guard(
+        (guarded, variables), stand_ins = control.guard(
             (self._checked(messages), variables), self._template.strings
         )
-        text = self._rendered(given, add_generation_prompt, variables)
+        text = self._rendered(guarded, add_generation_prompt, variables)
         tokens = control.tokenize(
             text,
             stand_ins,
@@ -539,14 +539,14 @@ class Model:
         return tokens
 
     def _checked(self, messages: Sequence[Message]) -> list[dict[str, object]]:
-        found = chat_messages(messages)
+        checked = chat_messages(messages)
         if self.chat_template is None:
-            return found
-        check_roles(found, self.chat_template)
-        roles = {message["role"] for message in found}
+            return checked
+        check_roles(checked, self.chat_template)
+        roles = {message["role"] for message in checked}
         if roles & {"developer", "tool", "function", "assistant"}:
-            return written_history(found, self.turn_format)
-        return found
+            return written_history(checked, self.turn_format)
+        return checked
 
     @cached_property
     def turn_format(self) -> TurnFormat:
@@ -614,8 +614,8 @@ class Model:
 
     @cached_property
     def _control_text(self) -> ControlText:
-        found = self.handle.control_tokens(self.chat_template or "")
-        return ControlText({text: ControlToken(*known) for text, known in found.items()})
+        control = self.handle.control_tokens(self.chat_template or "")
+        return ControlText({text: ControlToken(*known) for text, known in control.items()})
 
     # -- pairs -------------------------------------------------------------------------------------
 
@@ -633,3 +633,14 @@ class Model:
             return str(token).encode(), False
         token = self.token_id(token)
         return self._handle.token_text(token), self._handle.is_control(token)
+
+
+def token_piece(model: Model, token: int) -> str | list[int] | dict[str, str]:
+    """Return a token's text, its bytes if they are no text, or ``{"c": name}`` of a control token."""
+    piece = model.piece(token)
+    if not piece:
+        return {"c": model.detokenize([token], special=True) or f"[{token}]"}
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return list(piece)

@@ -241,16 +241,16 @@ def _sharing_fault(head: _Model, target: _Model) -> str:
     if [_of_layer(theirs, "attention.sliding_window_pattern", i) for i in (n - 2, n - 1)] != [1, 0]:
         return f"the last two layers of {target.name} are not one with a window and one without"
     for key in ("key_length", "value_length", "key_length_swa", "value_length_swa"):
-        size, there = (header.integer(f"attention.{key}") for header in (ours, theirs))
-        if size != there:
-            return f"its {key} is {size}, that of {target.name} is {there}"
+        size, other = (header.integer(f"attention.{key}") for header in (ours, theirs))
+        if size != other:
+            return f"its {key} is {size}, that of {target.name} is {other}"
     for i in range(ours.integer("block_count")):
         read = n - 1 - _of_layer(ours, "attention.sliding_window_pattern", i)
         count = _of_layer(ours, "attention.head_count_kv", i)
-        there = _of_layer(theirs, "attention.head_count_kv", read)
-        if count != there:
+        other = _of_layer(theirs, "attention.head_count_kv", read)
+        if count != other:
             return (
-                f"its layer {i} reads {count} K/V heads, layer {read} of {target.name} has {there}"
+                f"its layer {i} reads {count} K/V heads, layer {read} of {target.name} has {other}"
             )
     return ""
 

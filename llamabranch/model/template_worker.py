@@ -116,8 +116,8 @@ def _containers(value: object) -> Iterator[int]:
     """Yield the ids of a JSON value's lists and dictionaries."""
     if isinstance(value, (list, dict)):
         yield id(value)
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from _containers(one)
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _containers(inner)
 
 
 def _variables(source: str) -> list[str]:
@@ -141,10 +141,10 @@ def _limits(memory_bytes: int, cpu_s: int) -> Callable[[], None]:
     except ImportError:  # Windows
         return lambda: None
 
-    def limit(what: int, value: int) -> None:
-        _, most = resource.getrlimit(what)
+    def limit(resource_id: int, value: int) -> None:
+        _, most = resource.getrlimit(resource_id)
         with suppress(ValueError, OSError):
-            resource.setrlimit(what, (value if most < 0 else min(value, most), most))
+            resource.setrlimit(resource_id, (value if most < 0 else min(value, most), most))
 
     limit(resource.RLIMIT_AS, memory_bytes)
     return lambda: limit(resource.RLIMIT_CPU, int(time.process_time()) + cpu_s)
@@ -161,7 +161,10 @@ def main(lines: Iterable[str], memory_bytes: int, cpu_s: int) -> None:
         reply: dict[str, object] = (
             {**_reply(source, request["variables"])}
             if batch is None
-            else {"names": _variables(source), "replies": [_reply(source, one) for one in batch]}
+            else {
+                "names": _variables(source),
+                "replies": [_reply(source, variables) for variables in batch],
+            }
         )
         sys.stdout.write(json.dumps(reply) + "\n")
         sys.stdout.flush()

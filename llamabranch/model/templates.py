@@ -74,13 +74,13 @@ class ChatTemplate:
     @cached_property
     def strings(self) -> frozenset[str]:
         """The string literals in its source, at which it can cut or join texts."""
-        found = set()
+        strings = set()
         for literal in _STRING.findall(self._source):
             try:
-                found.add(str(literal_eval(literal)))
+                strings.add(str(literal_eval(literal)))
             except (ValueError, SyntaxError):
-                found.add(literal[1:-1])
-        return frozenset(found - {""})
+                strings.add(literal[1:-1])
+        return frozenset(strings - {""})
 
     def render(
         self,
@@ -97,13 +97,13 @@ class ChatTemplate:
             UnsupportedError: Jinja is not installed, or the template is invalid, failed, did something
                 that the sandbox forbids, or took too much time or memory.
         """
-        given = {
+        arguments = {
             **self._special,
             "messages": messages,
             "add_generation_prompt": add_generation_prompt,
             **variables,
         }
-        reply = cast(dict[str, str], self._ask({"variables": given}))
+        reply = cast(dict[str, str], self._ask({"variables": arguments}))
         if "refused" in reply:
             raise ConfigError(f"the model's chat template refuses the messages: {reply['refused']}")
         if "missing" in reply:
@@ -128,8 +128,10 @@ class ChatTemplate:
         Raises:
             UnsupportedError: the template took too much time or memory.
         """
-        given = [{"add_generation_prompt": False, **self._special, **one} for one in batch]
-        reply = self._ask({"batch": given})
+        arguments = [
+            {"add_generation_prompt": False, **self._special, **variables} for variables in batch
+        ]
+        reply = self._ask({"batch": arguments})
         return cast(list[str], reply["names"]), cast(list[dict[str, str]], reply["replies"])
 
     def _ask(self, request: Mapping[str, object]) -> dict[str, object]:
@@ -156,10 +158,10 @@ class _Worker:
     """A running worker process; it is stopped when it is no longer used, and at exit."""
 
     def __init__(self) -> None:
-        found = [find_spec(name) for name in ("jinja2", "markupsafe")]
-        origins = [spec.origin for spec in found if spec is not None and spec.origin is not None]
+        specs = [find_spec(name) for name in ("jinja2", "markupsafe")]
+        origins = [spec.origin for spec in specs if spec is not None and spec.origin is not None]
         # Jinja needs MarkupSafe.
-        folders = [str(Path(each).parents[1]) for each in origins] if len(origins) == 2 else []
+        folders = [str(Path(origin).parents[1]) for origin in origins] if len(origins) == 2 else []
         program = Path(__file__).with_name("template_worker.py")
         self.pid = os.getpid()
         self._process = subprocess.Popen(
@@ -227,8 +229,8 @@ def _resident_bytes(pid: int) -> int:
     """Return the memory of a process on systems that do not limit it, such as macOS; else 0."""
     if platform.system() in ("Linux", "Windows"):
         return 0
-    shown = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, check=False)
-    return 1024 * int(shown.stdout or 0)
+    done = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, check=False)
+    return 1024 * int(done.stdout or 0)
 
 
 _lock = forkable_lock()

@@ -47,10 +47,10 @@ def token_list(tokens: TokenIds) -> list[int]:
             f"token ids must be a list of integers, not {tokens!r:.40}",
             hint="turn text into tokens with tokenize(text), bytes into text with decode()",
         )
-    found = list(tokens)
-    if all(type(token) is int for token in found):
-        return found  # type: ignore[return-value]
-    return [token if (n := plain_int(token)) is None else n for token in found]  # type: ignore[misc]
+    items = list(tokens)
+    if all(type(token) is int for token in items):
+        return items  # type: ignore[return-value]
+    return [token if (n := plain_int(token)) is None else n for token in items]  # type: ignore[misc]
 
 
 class TextSource(Protocol):
@@ -100,7 +100,7 @@ def stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else stop
     if not isinstance(stops, Sequence):
         raise ConfigError(f"stop must be a string or a list of strings, not {stop!r:.40}")
-    if any(not isinstance(one, str) or not one for one in stops):
+    if any(not isinstance(text, str) or not text for text in stops):
         raise ConfigError("stop strings must be strings that are not empty")
     return tuple(stops)
 
@@ -128,17 +128,17 @@ class StopStrings:
         ]
         if places:
             _, at, self.found = min(places)
-            shown, self.held = self.held[:at], ""
-            return shown
+            emitted, self.held = self.held[:at], ""
+            return emitted
         keep = max(self._overlap(stop) for stop in self._stops)
         cut = len(self.held) - keep
-        shown, self.held = self.held[:cut], self.held[cut:]
-        return shown
+        emitted, self.held = self.held[:cut], self.held[cut:]
+        return emitted
 
     def show(self, text: str, *, last: bool) -> str:
         """Return the text to emit for the next piece; after the ``last`` piece nothing is held back."""
-        shown = self.feed(text)
-        return shown + self.flush() if last else shown
+        emitted = self.feed(text)
+        return emitted + self.flush() if last else emitted
 
     def _overlap(self, stop: str) -> int:
         """Return how many characters at the end of the held text could be the start of ``stop``."""

@@ -78,8 +78,8 @@ def thinking_variables(form: TurnFormat, thinking: ThinkingChoice) -> dict[str, 
 
 def closing(model: Model) -> list[int]:
     """Return the tokens that end a thought early; last words may come before them."""
-    _, found = plan_thinking(model, [], True)
-    return [] if found is None else _tokens(model, found.close)
+    _, thinking = plan_thinking(model, [], True)
+    return [] if thinking is None else _tokens(model, thinking.close)
 
 
 def plan_thinking(
@@ -130,7 +130,7 @@ def plan_thinking(
     follows_tag = parts.header.startswith(end) and not has_calls
     header_rest = parts.header[len(end) :] if follows_tag else ""
     head = "" if has_calls else parts.content_start
-    found = Thinking(
+    thought = Thinking(
         start=start.strip(),
         end=end.strip(),
         is_open=True,
@@ -145,7 +145,7 @@ def plan_thinking(
     if thinking is None:
         if is_over or (begun and not is_open) or not (is_open or start):
             return prompt, None
-        return prompt, replace(found, is_open=is_open)
+        return prompt, replace(thought, is_open=is_open)
     if budget == 0:
         if is_open:
             return prompt + _tokens(model, close.lstrip() + header_rest + head), None
@@ -160,7 +160,7 @@ def plan_thinking(
         )
     if not is_open:
         prompt = prompt + _tokens(model, opening)
-    return prompt, found
+    return prompt, thought
 
 
 def _tokens(model: Model, text: str) -> list[int]:

@@ -71,15 +71,15 @@ class Tools:
         self.schemas: dict[str, object] = {}
         for index, tool in enumerate(given):
             with placed(f"tools[{index}]"):
-                made = function_tool(tool) if callable(tool) else tool
-                function = made.get("function") if isinstance(made, Mapping) else None
+                described = function_tool(tool) if callable(tool) else tool
+                function = described.get("function") if isinstance(described, Mapping) else None
                 name = function.get("name") if isinstance(function, Mapping) else None
                 if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
                     raise ConfigError(
                         "tools must be a list of functions with names",
                         hint='{"type": "function", "function": {"name": ..., "parameters": SCHEMA}}',
                     )
-            self.given.append(made)
+            self.given.append(described)
             self.schemas[name] = _parameters(function.get("parameters"))
         self.names = frozenset(self.schemas)
         self.is_used = bool(given) and choice != "none"
@@ -117,9 +117,9 @@ class Tools:
         return self.read(text).calls
 
 
-def _parameters(given: object) -> object:
+def _parameters(parameters: object) -> object:
     """Return the schema of a function's arguments; without properties it has no arguments."""
-    schema = given or {"type": "object"}
+    schema = parameters or {"type": "object"}
     if not isinstance(schema, Mapping) or schema.get("type") != "object":
         return schema
     is_plain = not any(name in schema for name in _SAYS_MORE)
@@ -217,19 +217,19 @@ def conversation(
         raise ConfigError("add_generation_prompt and continue_final_message exclude each other")
     if set(variables or {}) & _RESERVED:
         raise ConfigError(f"chat_template_kwargs must not hold {', '.join(sorted(_RESERVED))}")
-    chat, begun, options = chat_messages(messages), "", dict(variables or {})
+    chat, beginning, options = chat_messages(messages), "", dict(variables or {})
     if continues or (continues is None and generates is not False):
         ends = [message["role"] == "assistant" for message in chat[-2:]]
         if ends == [True, True]:
             raise ConfigError("the conversation ends with two answers")
         if ends[-1] and not chat[-1].get("tool_calls"):
-            begun, generates = str(chat.pop()["content"]), True
+            beginning, generates = str(chat.pop()["content"]), True
     options["add_generation_prompt"] = generates is not False
     if tools.is_used and model.turn_format.parts.takes_tools:
         options["tools"] = tools.given
     elif tools.is_used:
         chat = _described(chat, tools.given, model.turn_format)
-    return Conversation(chat, options, begun)
+    return Conversation(chat, options, beginning)
 
 
 def _described(

@@ -135,12 +135,12 @@ def _answers(as_text: bool) -> dict[str, list[dict[str, object]]]:
         ]
         return [*_ASKED, {"role": "assistant", "content": content, "tool_calls": written, **more}]
 
-    found = {kind: called((_NAME, arguments)) for kind, arguments in _SINGLE.items()}
-    found["pair"] = called((_NAME, _SINGLE["one"]), (_OTHER, _SINGLE["one"]))
-    found["said"] = called((_NAME, _SINGLE["one"]), content=_CONTENT)
-    found["thought"] = called((_NAME, _SINGLE["one"]), **_THOUGHTS)
-    found["no content"] = called((_NAME, _SINGLE["one"]), content=None)
-    return found
+    answers = {kind: called((_NAME, arguments)) for kind, arguments in _SINGLE.items()}
+    answers["pair"] = called((_NAME, _SINGLE["one"]), (_OTHER, _SINGLE["one"]))
+    answers["said"] = called((_NAME, _SINGLE["one"]), content=_CONTENT)
+    answers["thought"] = called((_NAME, _SINGLE["one"]), **_THOUGHTS)
+    answers["no content"] = called((_NAME, _SINGLE["one"]), content=None)
+    return answers
 
 
 class _Renderings:
@@ -152,11 +152,11 @@ class _Renderings:
         self.faults: dict[str, str] = {}
         self.names: list[str] = []
 
-    def add(self, asked: Mapping[str, Mapping[str, object]]) -> None:
+    def add(self, probes: Mapping[str, Mapping[str, object]]) -> None:
         """Render these variables and keep the results."""
-        names, replies = self._template.render_many(list(asked.values()))
+        names, replies = self._template.render_many(list(probes.values()))
         self.names = names
-        for key, reply in zip(asked, replies, strict=True):
+        for key, reply in zip(probes, replies, strict=True):
             if "text" in reply:
                 self.texts[key] = reply["text"]
             else:
@@ -180,7 +180,7 @@ def find_parts(template: ChatTemplate) -> TurnParts:
     tools = {"tools": _TOOLS, "functions": json.dumps([t["function"] for t in _TOOLS])}
     answer = {"role": "assistant", "content": _CONTENT}
     prompt = {"messages": _ASKED, "add_generation_prompt": True}
-    asked: dict[str, Mapping[str, object]] = {
+    probes: dict[str, Mapping[str, object]] = {
         "prompt": prompt,
         "tools prompt": {**prompt, **tools},
         "answer": {"messages": [*_ASKED, answer]},
@@ -191,8 +191,8 @@ def find_parts(template: ChatTemplate) -> TurnParts:
             "messages": [{"role": "developer", "content": "Dez zrole"}, *_ASKED],
         },
     }
-    asked |= {f"{kind} False": {"messages": m, **tools} for kind, m in _answers(False).items()}
-    seen.add(asked)
+    probes |= {f"{kind} False": {"messages": m, **tools} for kind, m in _answers(False).items()}
+    seen.add(probes)
     for _ in range(4):  # it may need variables that other templates do not have
         lacks = re.search(r"'(\w+)' is undefined", next(iter(seen.faults.values()), ""))
         if seen.texts or lacks is None:
@@ -200,11 +200,11 @@ def find_parts(template: ChatTemplate) -> TurnParts:
         value = tools["functions"] if re.search("function|tool", lacks[1]) else ""
         template = template.with_variables({lacks[1]: str(value)})
         seen = _Renderings(template)
-        seen.add(asked)
+        seen.add(probes)
     if not seen.texts:
         raise UnsupportedError(f"the template renders nothing: {seen.faults['prompt']}")
-    one = seen.texts.get("one False", "")
-    if "{'" in one or not (_NAME in one or _IDS[0] in one):  # it may need OpenAI's strings
+    single = seen.texts.get("one False", "")
+    if "{'" in single or not (_NAME in single or _IDS[0] in single):  # it may need OpenAI's strings
         seen.add({f"{kind} True": {"messages": m, **tools} for kind, m in _answers(True).items()})
     switches = tuple(n for n in seen.names if re.search(r"think|reason", n) and "effort" not in n)
     more: dict[str, Mapping[str, object]] = {
@@ -269,7 +269,9 @@ class _Finder:
             for role, needle in (("system", "Syz zrole"), ("developer", "Dez zrole"))
             if needle in seen.texts.get(role, "")
         }
-        if any("Rez zresult" in seen.texts.get(f"result {one}", "") for one in (False, True)):
+        if any(
+            "Rez zresult" in seen.texts.get(f"result {is_text}", "") for is_text in (False, True)
+        ):
             roles.add("tool")
         with_tools = seen.texts.get("tools prompt", "")
         return replace(
@@ -284,10 +286,10 @@ class _Finder:
 
     def _as_text(self) -> bool:
         """Return whether to pass arguments as text, because objects fail or are not written as JSON."""
-        one, text = self._seen.tail("one False"), self._seen.tail("one True")
-        if one is None or (_NAME not in one and _IDS[0] not in one):
+        single, text = self._seen.tail("one False"), self._seen.tail("one True")
+        if single is None or (_NAME not in single and _IDS[0] not in single):
             return text is not None and (_NAME in text or _IDS[0] in text)
-        return "{'" in one and text is not None and "{'" not in text  # Python's text of a dict
+        return "{'" in single and text is not None and "{'" not in text  # Python's text of a dict
 
     def _takes_thoughts(self, parts: TurnParts) -> bool:
         """Return whether the template moves, or leaves out, a thought in an answer's content."""
@@ -333,9 +335,9 @@ class _Finder:
         prompt = self._seen.tail("prompt") or ""
         while True:
             before = text
-            for one in (prompt, end, end.strip(), self._header, self._header.strip()):
-                if one.strip() and text.rstrip().endswith(one.strip()):
-                    text = text.rstrip()[: -len(one.strip())]
+            for ending in (prompt, end, end.strip(), self._header, self._header.strip()):
+                if ending.strip() and text.rstrip().endswith(ending.strip()):
+                    text = text.rstrip()[: -len(ending.strip())]
             if text == before:
                 return text
 
@@ -480,20 +482,20 @@ class _Finder:
         bodies = {
             key: self._body(f"{key} {as_text}", parts) for key in (*_SINGLE, "pair", "no content")
         }
-        one = bodies["one"] or bodies["no content"]
-        if one is None:
+        single = bodies["one"] or bodies["no content"]
+        if single is None:
             why = self._seen.faults.get(f"one {as_text}")
             self._reasons.append(
                 f"the template refuses calls: {why}" if why else "the template writes no calls"
             )
             return parts
         lead = ""
-        if one.startswith(_NAME):
+        if single.startswith(_NAME):
             lead = re.split(r"\s", self._header)[-1]
             bodies = {key: body and lead + body for key, body in bodies.items()}
-            one = lead + one
+            single = lead + single
         try:
-            form = _form({**bodies, "one": one})
+            form = _form({**bodies, "one": single})
         except Mismatch:
             self._reasons.append("the form in which the template writes calls is not understood")
             return parts
@@ -526,23 +528,23 @@ class _Finder:
         body = body.lstrip() if skip else body
         prompt = (self._seen.tail("prompt") or "").rstrip()
         tags = [match.end() for match in _JOINT.finditer(prompt)]
-        held = next((prompt[at:] for at in tags if body.startswith(prompt[at:])), "")
-        self._prompt_end = held or self._prompt_end
-        return body[len(held) :]
+        lead = next((prompt[at:] for at in tags if body.startswith(prompt[at:])), "")
+        self._prompt_end = lead or self._prompt_end
+        return body[len(lead) :]
 
 
 def _form(bodies: Mapping[str, str | None]) -> CallForm:
     """Return the form of calls in the renderings."""
-    one = bodies["one"] or ""
+    single = bodies["one"] or ""
     pair = bodies.get("pair")
     if pair is not None and not (_OTHER in pair and pair.count(_VALUE) >= 2):
         pair = None  # the second was left out
     name_in_id = None
-    if _NAME not in one:  # Only the id is written; such a template expects the name in it.
+    if _NAME not in single:  # Only the id is written; such a template expects the name in it.
         name_in_id = ("functions.", ":")
-    form = _json_form(one, pair)
+    form = _json_form(single, pair)
     if form is None:
-        form = _tag_form(one, pair, bodies, name_in_id)
+        form = _tag_form(single, pair, bodies, name_in_id)
         if not form.opening.strip():
             raise Mismatch  # a call cannot be distinguished from text
     is_apart = form.opening.strip() or pair is not None
@@ -560,21 +562,21 @@ def _named_later(form: CallForm) -> CallForm | None:
     if form.kind != "tag" or len(form.unit) < 4 or form.unit[1] is not Slot.NAME:
         return None
     before, _, header, *rest = form.unit
-    found = re.fullmatch(r"(<[^<>]+>\w+)[\s\w]*(<[^<>]+>)", str(header))
-    if found is None or not re.fullmatch(r"\s*\w+=[\w.]*", str(before)):
+    match = re.fullmatch(r"(<[^<>]+>\w+)[\s\w]*(<[^<>]+>)", str(header))
+    if match is None or not re.fullmatch(r"\s*\w+=[\w.]*", str(before)):
         return None
-    unit = (f"{found[1]} {str(before).strip()}", Slot.NAME, Slot.WORDS, found[2], *rest)
+    unit = (f"{match[1]} {str(before).strip()}", Slot.NAME, Slot.WORDS, match[2], *rest)
     return replace(form, unit=unit)
 
 
 # -- JSON objects with name and arguments ----------------------------------------------------------
 
 
-def _json_form(one: str, pair: str | None) -> CallForm | None:
-    found = _object_of(one, _NAME)
-    if found is None:
+def _json_form(single: str, pair: str | None) -> CallForm | None:
+    call_object = _object_of(single, _NAME)
+    if call_object is None:
         return None
-    start, end, value, in_list = found
+    start, end, value, in_list = call_object
     name_path = _path_to(value, lambda v: v == _NAME)
     arguments_path = _path_to(value, lambda v: v == {_KEY: _VALUE})
     is_text = arguments_path is None
@@ -587,7 +589,7 @@ def _json_form(one: str, pair: str | None) -> CallForm | None:
     if name_path is None:
         name_path, arguments_path = (), ()
     id_path = _path_to(value, lambda v: v == _IDS[0])
-    text = one[start:end]
+    text = single[start:end]
     written = _arguments_in(text, as_text=is_text)
     if written is None:
         return None
@@ -596,7 +598,7 @@ def _json_form(one: str, pair: str | None) -> CallForm | None:
     if id_path is None and pair is not None:
         numbered = _index_in(text, pair)
     parts = _split(text, inner, {_NAME: Slot.NAME, _IDS[0]: Slot.ID})
-    head, tail = one[:start], one[end:]
+    head, tail = single[:start], single[end:]
     section_start, call_start, call_end, separator, section_end = head, "", "", "", tail
     if pair is not None:
         first, second = _object_of(pair, _NAME), _object_of(pair, _OTHER)
@@ -656,8 +658,8 @@ def _path_to(value: object, fits: object, depth: int = 0) -> tuple[str, ...] | N
     if depth and fits(value):  # type: ignore[operator]
         return ()
     if isinstance(value, Mapping) and depth < 4:
-        for key, one in value.items():
-            path = _path_to(one, fits, depth + 1)
+        for key, inner in value.items():
+            path = _path_to(inner, fits, depth + 1)
             if path is not None:
                 return (key, *path)
     return None
@@ -684,14 +686,14 @@ def _arguments_in(text: str, *, as_text: bool) -> tuple[str, Values] | None:
 
 def _split(text: str, inner: str, needles: Mapping[str, Slot]) -> tuple[Part, ...]:
     """Return the parts of a call: literals, and slots for the texts that were put in."""
-    wanted = {inner: Slot.ARGUMENTS, **needles} if inner else dict(needles)
-    pattern = "|".join(map(re.escape, sorted(wanted, key=len, reverse=True)))
+    slots = {inner: Slot.ARGUMENTS, **needles} if inner else dict(needles)
+    pattern = "|".join(map(re.escape, sorted(slots, key=len, reverse=True)))
     parts: list[Part] = []
     at = 0
     for match in re.finditer(pattern, text):
         if match.start() > at:
             parts.append(text[at : match.start()])
-        parts.append(wanted[match[0]])
+        parts.append(slots[match[0]])
         at = match.end()
     if at < len(text):
         parts.append(text[at:])
@@ -714,7 +716,7 @@ def _index_in(text: str, pair: str) -> tuple[str, int] | None:
 
 def _with_index(parts: Sequence[Part], before: str, first: int) -> tuple[Part, ...]:
     number = str(first)
-    found: list[Part] = []
+    parts_made: list[Part] = []
     is_done = False
     for part in parts:
         tail = before if isinstance(part, str) else ""
@@ -724,11 +726,11 @@ def _with_index(parts: Sequence[Part], before: str, first: int) -> tuple[Part, .
         at = part.find(tail + number) if isinstance(part, str) and not is_done else -1
         if at >= 0 and isinstance(part, str) and (tail or part.startswith(number)):
             cut = at + len(tail)
-            found += [p for p in (part[:cut], Slot.INDEX, part[cut + len(number) :]) if p]
+            parts_made += [p for p in (part[:cut], Slot.INDEX, part[cut + len(number) :]) if p]
             is_done = True
         else:
-            found.append(part)
-    return tuple(found)
+            parts_made.append(part)
+    return tuple(parts_made)
 
 
 def _shared(head: str, middle: str, tail: str, in_list: bool) -> tuple[str, str, str, str, str]:
@@ -758,26 +760,26 @@ def _n_common(a: Iterable[str], b: Iterable[str]) -> int:
 
 
 def _tag_form(
-    one: str,
+    single: str,
     pair: str | None,
     bodies: Mapping[str, str | None],
     name_in_id: tuple[str, str] | None,
 ) -> CallForm:
     needle = _IDS[0] if name_in_id else _NAME
     other = _IDS[1] if name_in_id else _OTHER
-    written = _arguments_in(one, as_text=False)
+    written = _arguments_in(single, as_text=False)
     tags = None
     if written is not None:
         inner, values = written
     else:
-        tags, inner = _tags_of(bodies, one)
+        tags, inner = _tags_of(bodies, single)
         values = Values()
-    start, end = one.find(needle), one.rfind(inner) + len(inner)
+    start, end = single.find(needle), single.rfind(inner) + len(inner)
     if start < 0 or end < start:
         raise Mismatch
-    start = min(i for word in (needle, _IDS[0]) if (i := one.find(word)) >= 0)
-    head, tail = one[:start], one[end:]
-    core = one[start:end]
+    start = min(i for word in (needle, _IDS[0]) if (i := single.find(word)) >= 0)
+    head, tail = single[:start], single[end:]
+    core = single[start:end]
     section_start, call_start, call_end, separator, section_end = "", head, tail, "", ""
     index = None
     if pair is not None:
@@ -816,15 +818,15 @@ def _past_id(core: str, tail: str, middle: str) -> tuple[str, str, str]:
     return core + tail[:cut], tail[cut:], middle[in_middle:]
 
 
-def _tags_of(bodies: Mapping[str, str | None], one: str) -> tuple[ArgumentTags, str]:
+def _tags_of(bodies: Mapping[str, str | None], single: str) -> tuple[ArgumentTags, str]:
     """Return the form of arguments that are not a JSON object, and the text of the probe's."""
-    at_key, at_value = one.find(_KEY), one.find(_VALUE)
+    at_key, at_value = single.find(_KEY), single.find(_VALUE)
     if at_key < 0 or at_value < at_key:
         raise Mismatch
     none, two = bodies.get("none"), bodies.get("two")
     if none is not None and two is not None:
-        n = len(_whole_tags(one[: _n_common(one, none)]))
-        rest_one, rest_none = one[n:], none[n:]
+        n = len(_whole_tags(single[: _n_common(single, none)]))
+        rest_one, rest_none = single[n:], none[n:]
         m = min(_n_common(reversed(rest_one), reversed(rest_none)), len(rest_none))
         inner = rest_one[: len(rest_one) - m]
     else:
@@ -855,7 +857,10 @@ def _tags_of(bodies: Mapping[str, str | None], one: str) -> tuple[ArgumentTags, 
     is_raw = f"{between}{_RAW}" in raw
     others = {}
     values = Values()
-    prefix, suffix = one[: one.find(inner)] + start, end + one[one.find(inner) + len(inner) :]
+    prefix, suffix = (
+        single[: single.find(inner)] + start,
+        end + single[single.find(inner) + len(inner) :],
+    )
     texts: dict[str, str] = {}
     for kind, _value in _OTHERS.items():
         body = bodies.get(kind)
@@ -899,9 +904,9 @@ def _values_of(texts: Mapping[str, str], between: str) -> Values:
     """Return the form of values other than text."""
     lists, objects = texts.get("list", ""), texts.get("object", "")
     quotes = ["", "'"]
-    found = re.search(r"7(,\s*)(\S*?)Vzs", lists)
-    if found:
-        quotes.append(found[2])
+    match = re.search(r"7(,\s*)(\S*?)Vzs", lists)
+    if match:
+        quotes.append(match[2])
     words = ("true", "false", "null")
     if "True" in texts.get("bool", ""):
         words = ("True", "False", "None")
@@ -943,8 +948,8 @@ def _whole_tags(text: str, *, brackets: bool = False) -> str:
 
 def _last_tag(text: str) -> str:
     """Return the tag that a text ends with, without white space."""
-    found = re.search(r"[<\[][^<\[\s]*[>\]]$", text.rstrip())
-    return found[0] if found else ""
+    match = re.search(r"[<\[][^<\[\s]*[>\]]$", text.rstrip())
+    return match[0] if match else ""
 
 
 def _words(tag: str) -> set[str]:

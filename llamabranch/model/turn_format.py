@@ -111,11 +111,11 @@ class TurnSpan(NamedTuple):
 def call_id(salt: str, index: int, name: str) -> str:
     """Return an id for a call: nine letters and digits, as Mistral's templates require."""
     digest = hashlib.sha256(json.dumps([salt, index, name]).encode()).digest()
-    number, found = int.from_bytes(digest, "big"), ""
+    number, letters = int.from_bytes(digest, "big"), ""
     for _ in range(9):
         number, rest = divmod(number, len(_ALPHABET))
-        found += _ALPHABET[rest]
-    return found
+        letters += _ALPHABET[rest]
+    return letters
 
 
 def known_functions(tools: Iterable[object]) -> Known:
@@ -125,8 +125,8 @@ def known_functions(tools: Iterable[object]) -> Known:
         ConfigError: a tool is not a function with a name.
     """
     schemas: dict[str, object] = {}
-    given = list(tools)
-    for tool in given:
+    all_tools = list(tools)
+    for tool in all_tools:
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
@@ -135,7 +135,7 @@ def known_functions(tools: Iterable[object]) -> Known:
                 hint='{"type": "function", "function": {"name": ..., "parameters": SCHEMA}}',
             )
         schemas[name] = function.get("parameters")
-    return Known(schemas if given else None)
+    return Known(schemas if all_tools else None)
 
 
 @dataclass(frozen=True)
@@ -232,8 +232,8 @@ class TurnFormat:
         start, end = self.thought_start, self.thought_end
         if not start or not end:
             return False
-        begun = self.begun_turn(prompt)
-        return begun.rfind(start) > begun.rfind(end)
+        turn_text = self.begun_turn(prompt)
+        return turn_text.rfind(start) > turn_text.rfind(end)
 
     @cached_property
     def tags(self) -> frozenset[str]:
@@ -245,7 +245,8 @@ class TurnFormat:
         texts = [
             parts.thought_start, parts.thought_end, parts.content_start, parts.content_end,
             parts.header, form.section_start, form.section_end, form.separator,
-            *(part for one in (form, form.other or form) for part in one.unit if isinstance(part, str)),
+            *(part for shape in (form, form.other or form) for part in shape.unit
+              if isinstance(part, str)),
         ]  # fmt: skip
         return frozenset(text.strip() for text in texts if text and text.strip())
 
@@ -547,7 +548,7 @@ class TurnReader:
         """Return the texts to look for in content, and what each of them may be."""
         parts = self._parts
         keys: dict[str, list[str]] = {}
-        given = [
+        marks = [
             ("call", self._form.opening),
             ("other call", self._form.other.opening if self._form.other else None),
             ("thought", parts.thought_start if parts.thought_end else None),
@@ -561,12 +562,12 @@ class TurnReader:
             ("bare", "{" if self._known.schemas is not None or not self._form.opening.strip() else None),
         ]  # fmt: skip
         if not self._reads_calls:
-            given = [each for each in given if each[0] not in _OF_CALLS]
+            marks = [mark for mark in marks if mark[0] not in _OF_CALLS]
         elif self._known.schemas is not None:
-            given += [("fence", "```"), ("tagged", "<tool_call>"), ("python", "[")]
+            marks += [("fence", "```"), ("tagged", "<tool_call>"), ("python", "[")]
         for i, piece in enumerate(self._headers):
-            given.append((f"header {i}", piece))
-        for kind, text in given:
+            marks.append((f"header {i}", piece))
+        for kind, text in marks:
             key = (text or "").split()[0] if (text or "").strip() else ""
             if key:
                 keys.setdefault(key, []).append(kind)
@@ -676,8 +677,8 @@ class TurnReader:
                         return True
                 except Mismatch:
                     pass
-        found = buffer.find(end, self._at)
-        at_call = self._call_in(self._at, last) if found < 0 else -1
+        end_at = buffer.find(end, self._at)
+        at_call = self._call_in(self._at, last) if end_at < 0 else -1
         if at_call >= 0:
             # Held back, because a call at the end of the text counts even if the thought never ended.
             self._think(buffer[self._at : at_call].rstrip())
@@ -687,13 +688,13 @@ class TurnReader:
                 return True
             if not last:
                 raise Incomplete
-        if found >= 0:
-            self._think(buffer[self._at : found].rstrip())
-            self._at, self._in_thought, self._space = found + len(end), False, ""
+        if end_at >= 0:
+            self._think(buffer[self._at : end_at].rstrip())
+            self._at, self._in_thought, self._space = end_at + len(end), False, ""
             self._trims, self._is_first = True, not self._thought and self._is_first
             return True
-        held = 0 if last else self._n_begun(self._begun_in_thought)
-        piece = buffer[self._at : len(buffer) - held]
+        n_held = 0 if last else self._n_begun(self._begun_in_thought)
+        piece = buffer[self._at : len(buffer) - n_held]
         core = piece.rstrip()
         self._think(core)
         self._at += len(core) if not last else len(piece)
@@ -702,15 +703,15 @@ class TurnReader:
     def _call_in(self, at: int, last: bool) -> int:
         """Return where a call begins, or may begin, inside a thought; -1 = nowhere."""
         key = (self._form.opening.split() or [""])[0] if self._reads_calls else ""
-        found = self._buffer.find(key, at) if key else -1
-        while found >= 0:
+        begin = self._buffer.find(key, at) if key else -1
+        while begin >= 0:
             try:
-                Cursor(self._buffer, found, last=last).literal(self._form.opening.lstrip())
-                return found
+                Cursor(self._buffer, begin, last=last).literal(self._form.opening.lstrip())
+                return begin
             except Incomplete:
-                return found
+                return begin
             except Mismatch:
-                found = self._buffer.find(key, found + 1)
+                begin = self._buffer.find(key, begin + 1)
         return -1
 
     def _ends_in_call(self, at: int) -> bool:
@@ -767,7 +768,7 @@ class TurnReader:
     def _tell_early(self, at: int, form: CallForm) -> None:
         """Report the name and arguments of an unfinished call, as far as they are certain."""
         try:
-            name, given, begin = self._arguments_at(at, form)
+            name, own_id, begin = self._arguments_at(at, form)
         except (Mismatch, Incomplete):
             return
         if not self._known.takes(name):
@@ -782,14 +783,14 @@ class TurnReader:
             except Mismatch:
                 pass
         else:
-            found: dict[str, object] = {}
+            arguments: dict[str, object] = {}
             cursor = self._cursor(begin)
             with contextlib.suppress(Mismatch, Incomplete):
-                form.read_arguments(cursor, self._known, name, found)
-            sure = json.dumps(found, ensure_ascii=False)[:-1]
+                form.read_arguments(cursor, self._known, name, arguments)
+            sure = json.dumps(arguments, ensure_ascii=False)[:-1]
         index = len(self._calls)
         if self._n_sent is None:
-            own = given or call_id(self._salt, index, name)
+            own = own_id or call_id(self._salt, index, name)
             self._events.append(TurnEvent("name", name, index, own))
             self._n_sent = 0
         if sure[self._n_sent :]:
@@ -894,8 +895,8 @@ class TurnReader:
             elif not text[at + 1 :].strip() and not cursor.last:
                 raise Incomplete
             value = cursor.json()
-            for each in value if isinstance(value, list) else [value]:
-                calls.append(self._of(each, forms))
+            for item in value if isinstance(value, list) else [value]:
+                calls.append(self._of(item, forms))
             end = cursor.at
             if doubled:
                 cursor.space()

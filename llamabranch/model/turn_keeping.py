@@ -23,10 +23,10 @@ _FILES = ("turn_finding.py", "call_form.py", "turn_keeping.py")
 @cache
 def code_digest() -> str:
     """Return a digest of the code that finds forms; results of another version are not used."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name in _FILES:
-        found.update(Path(__file__).with_name(name).read_bytes())
-    return found.hexdigest()
+        digest.update(Path(__file__).with_name(name).read_bytes())
+    return digest.hexdigest()
 
 
 def kept(parts: TurnParts) -> dict[str, object]:
@@ -54,7 +54,7 @@ def _plain(value: object) -> object:
     if isinstance(value, frozenset):
         return {"set": sorted(value)}
     if isinstance(value, Mapping):
-        return {"map": {key: _plain(one) for key, one in value.items()}}
+        return {"map": {key: _plain(item) for key, item in value.items()}}
     if is_dataclass(value):
         return {type(value).__name__: [_plain(getattr(value, f.name)) for f in fields(value)]}
     if isinstance(value, Around):
@@ -70,7 +70,7 @@ def _object(plain: object) -> object:
         return plain
     ((kind, inner),) = plain.items()
     if kind == "map":
-        return {key: _object(one) for key, one in inner.items()}
+        return {key: _object(item) for key, item in inner.items()}
     if kind == "Slot":
         return Slot(inner)
     return frozenset(inner) if kind == "set" else _TYPES[kind](*map(_object, inner))

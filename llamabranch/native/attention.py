@@ -109,7 +109,7 @@ def attention_seconds(
     least = [math.inf] * len(settings)
     with ExitStack() as stack:
         try:
-            made = [
+            graphs = [
                 stack.enter_context(_graph(kv_type, flash, shape, n_rows, n_cells))
                 for kv_type, flash in settings
             ]
@@ -120,7 +120,7 @@ def attention_seconds(
             if turn >= 2 and spent > most_s:
                 break
             most = _HOPELESS * min(least) if turn else math.inf
-            for i, (compute, n_computed) in enumerate(made):
+            for i, (compute, n_computed) in enumerate(graphs):
                 if least[i] > most < math.inf:
                     continue
                 start = _clock()
@@ -156,16 +156,16 @@ def _graph(
             if flash:
                 v = make(kind, width, n_cells, 1, 1)
                 v = ggml["view_2d"](tensors, v, size, n_cells, row, 0)
-                found = ggml["flash_attn_ext"](tensors, q, k, v, mask, scale, 0.0, 0.0)
-                ggml["flash_attn_ext_set_prec"](found, _PREC_F32)
+                result = ggml["flash_attn_ext"](tensors, q, k, v, mask, scale, 0.0, 0.0)
+                ggml["flash_attn_ext_set_prec"](result, _PREC_F32)
             else:
                 v = make(kind, n_cells, size, 1, 1)  # in the cache V is transposed
                 weights = ggml["mul_mat"](tensors, k, q)
                 ggml["mul_mat_set_prec"](weights, _PREC_F32)
                 weights = ggml["soft_max_ext"](tensors, weights, mask, scale, 0.0)
-                found = ggml["mul_mat"](tensors, v, weights)
-                found = ggml["cont"](tensors, ggml["permute"](tensors, found, 0, 2, 1, 3))
-            ggml["build_forward_expand"](graph, found)
+                result = ggml["mul_mat"](tensors, v, weights)
+                result = ggml["cont"](tensors, ggml["permute"](tensors, result, 0, 2, 1, 3))
+            ggml["build_forward_expand"](graph, result)
         buffer = ggml["backend_alloc_ctx_tensors"](tensors, backend)
         if not buffer:
             raise MemoryError

@@ -130,13 +130,13 @@ class ContextHandle(Handle):
                 C.llama_free(ptr)
 
         with recorded_log():
-            made = self.make(
+            is_created = self.make(
                 lambda: C.llama_init_from_model(model.ptr, params),
                 free,
                 name="context",
                 parents=(model,) if target is None else (model, target),
             )
-        if not made:
+        if not is_created:
             raise ConfigError(
                 f"llama.cpp cannot create the context: {logged_reason()}",
                 hint="lower n_ctx, or use another kv_type or flash_attention",
@@ -262,13 +262,13 @@ class ContextHandle(Handle):
         flat = np.fromiter((s for group in members for s in group), dtype=np.int32)
         counts = np.fromiter((len(group) for group in members), dtype=np.int32, count=n)
         offsets = np.concatenate(([0], np.cumsum(counts[:-1]))).astype(np.uint64)
-        kept = self._seq_pointers[:n].copy()
+        pointers = self._seq_pointers[:n].copy()
         self._seq_pointers[:n] = np.uint64(flat.ctypes.data) + np.uint64(4) * offsets
         self.n_seqs[:n] = counts
         try:
             return self.decode(n)
         finally:
-            self._seq_pointers[:n] = kept
+            self._seq_pointers[:n] = pointers
             self.n_seqs[:n] = 1
 
     def rows(self, n: int) -> Rows:

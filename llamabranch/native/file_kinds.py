@@ -44,9 +44,9 @@ def what_it_is(start: bytes) -> tuple[str, str | None]:
             "it is a web page (HTML), not a model",
             f"use the download link, with /resolve/ instead of /blob/; {_GET}",
         )
-    for magic, what, hint in _MAGIC:
+    for magic, kind, hint in _MAGIC:
         if start.startswith(magic):
-            return f"it is not a GGUF file: it is {what}", hint
+            return f"it is not a GGUF file: it is {kind}", hint
     if start[8:10] in (b'{"', b"{ ") and int.from_bytes(start[:8], "little") < 1 << 32:
         return "it is a safetensors file, not a GGUF file", _CONVERT
     text = _as_text(start)

@@ -36,13 +36,13 @@ def check_header(path: str | Path, *, vocab_only: bool = False) -> Header:
     """
     header = read_header(path, tensors=not vocab_only)
     if not vocab_only and not header.tensors:
-        what = "only a vocabulary, no weights" if header.tokens else "no weights"
+        contents = "only a vocabulary, no weights" if header.tokens else "no weights"
         hint = "Model(path, vocab_only=True) opens a vocabulary" if header.tokens else None
-        raise ModelLoadError(f"cannot load {path}: it has {what}", hint=hint)
-    found = find_fatal(header, vocab_only=vocab_only)
-    if found is not None:
-        hint = "convert the model again" if found[0] == "duplicate_tokens" else None
-        raise ModelLoadError(f"cannot load {path}: {found[1]}", hint=hint)
+        raise ModelLoadError(f"cannot load {path}: it has {contents}", hint=hint)
+    fault = find_fatal(header, vocab_only=vocab_only)
+    if fault is not None:
+        hint = "convert the model again" if fault[0] == "duplicate_tokens" else None
+        raise ModelLoadError(f"cannot load {path}: {fault[1]}", hint=hint)
     return header
 
 

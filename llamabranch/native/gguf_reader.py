@@ -184,8 +184,8 @@ class _Reader:
         length = count * struct.calcsize(_SCALARS[kind])
         if length > self.size - self.at:
             raise struct.error(_CUT_OFF)
-        kept = min(count, _KEPT_ARRAY)
-        values = struct.unpack_from(f"<{kept}{_SCALARS[kind]}", self.data, self.at)
+        n_kept = min(count, _KEPT_ARRAY)
+        values = struct.unpack_from(f"<{n_kept}{_SCALARS[kind]}", self.data, self.at)
         self.at += length
         return list(values)
 
@@ -248,18 +248,18 @@ def read_header(path: str | Path, *, tensors: bool = True) -> Header:
                     f"it is not part {i + 1} of {count} of a model: {_place(header)}",
                     "part of another file has this name; get the parts again",
                 )
-    found = [tensor for _, header in parts for tensor in header.tensors]
+    all_tensors = [tensor for _, header in parts for tensor in header.tensors]
     with _about(path):
         expected = first.split("tensors.count")
-        names = {tensor.name for tensor in found}
-        if tensors and (len(names) < len(found) or expected not in (-1, len(found))):
-            doubled = len(found) - len(names)
+        names = {tensor.name for tensor in all_tensors}
+        if tensors and (len(names) < len(all_tensors) or expected not in (-1, len(all_tensors))):
+            doubled = len(all_tensors) - len(names)
             _reject(
-                f"its parts have {len(found)} tensors, {doubled} of them twice; it was split from a "
-                f"model of {expected}",
+                f"its parts have {len(all_tensors)} tensors, {doubled} of them twice; it was split "
+                f"from a model of {expected}",
                 "the parts are of different models; get them again",
             )
-    return replace(first, tensors=found, parts=tuple(part for part, _ in parts))
+    return replace(first, tensors=all_tensors, parts=tuple(part for part, _ in parts))
 
 
 def _part_path(path: Path, stem: str, index: int, count: int) -> Path:
@@ -349,20 +349,20 @@ def _header(reader: _Reader, tensors: bool) -> Header:
             _reject(f"its header contains the key {key!r} twice")
         metadata[key] = reader.value(key)
     architecture = metadata.get("general.architecture")
-    found = []
+    infos = []
     for _ in range(n_tensors if tensors else 0):
         name, n_dimensions = reader.blob().decode("utf-8", "replace"), reader.number("I")
         if n_dimensions > _MAX_DIMENSIONS:
             _reject(f"the tensor {name!r} has {n_dimensions} dimensions", _DOWNLOAD_HINT)
         shape = tuple(reader.number("Q") for _ in range(n_dimensions))
-        found.append(TensorInfo(name, shape, reader.number("I"), reader.number("Q")))
-    if found:
+        infos.append(TensorInfo(name, shape, reader.number("I"), reader.number("Q")))
+    if infos:
         alignment = metadata.get("general.alignment", 32)
         step = alignment if isinstance(alignment, int) else 32
         start = -(-reader.at // step) * step if step > 0 else reader.at
-        missing = start + max(tensor.end for tensor in found) - reader.size
+        missing = start + max(tensor.end for tensor in infos) - reader.size
         if missing > 0:
             reason = f"the file is truncated: its last {missing} bytes are missing"
             _reject(reason, _DOWNLOAD_HINT)
     name = architecture if isinstance(architecture, str) else ""
-    return Header(name, metadata, reader.tokens, found)
+    return Header(name, metadata, reader.tokens, infos)

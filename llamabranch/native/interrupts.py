@@ -89,8 +89,8 @@ class HeldInterrupts:
 
 def is_interrupted() -> bool:
     """Return whether a ``HeldInterrupts`` of this thread holds an exception."""
-    held = _active() if in_main_thread() else None
-    return held is not None and held.caught is not None
+    block = _active() if in_main_thread() else None
+    return block is not None and block.caught is not None
 
 
 def in_main_thread() -> bool:
@@ -101,8 +101,8 @@ def in_main_thread() -> bool:
 
 def _active() -> HeldInterrupts | None:
     """Return the outermost block that the main thread is in."""
-    held = getattr(_signal.getsignal(signal.SIGINT), "__self__", None)
-    return held if isinstance(held, HeldInterrupts) and not held.is_over else None
+    block = getattr(_signal.getsignal(signal.SIGINT), "__self__", None)
+    return block if isinstance(block, HeldInterrupts) and not block.is_over else None
 
 
 def call_in_thread(

@@ -101,9 +101,9 @@ class ModelHandle(Handle):
 
     # -- facts -------------------------------------------------------------------------------------
 
-    def number(self, what: str) -> int:
+    def number(self, name: str) -> int:
         """Return llama_model_<what>() as an integer: n_params, size, n_layer, n_swa, ..."""
-        return int(getattr(C, f"llama_model_{what}")(self.ptr))
+        return int(getattr(C, f"llama_model_{name}")(self.ptr))
 
     def description(self) -> str:
         return _text(partial(C.llama_model_desc, self.ptr))
@@ -117,9 +117,9 @@ class ModelHandle(Handle):
         known = FILE_TYPES.get(int(value)) if value.isdigit() else None
         if known is not None:
             return known
-        found = self.description().split(maxsplit=2)[2:]  # after architecture and size
-        if found and not found[0].startswith("unknown"):
-            return found[0]
+        words = self.description().split(maxsplit=2)[2:]  # after architecture and size
+        if words and not words[0].startswith("unknown"):
+            return words[0]
         return f"type {value}" if value else "unknown"
 
     def metadata(self) -> dict[str, str]:
@@ -154,13 +154,13 @@ class ModelHandle(Handle):
         tokens that look like ``<|im_start|>`` count as control tokens, as in llama.cpp's converter, and
         so do those that look like tags and occur in the chat template, such as ``<tool_call>``.
         """
-        found = {}
+        tokens = {}
         for token, attributes, text in self._marked_tokens:
             is_own = _TAG.fullmatch(text) is not None and text in template
             if text and (attributes & _PARSED or _LOOKS_LIKE_CONTROL.fullmatch(text) or is_own):
                 before = bool(attributes & C.LLAMA_TOKEN_ATTR_LSTRIP)
-                found[text] = token, before, bool(attributes & C.LLAMA_TOKEN_ATTR_RSTRIP)
-        return found
+                tokens[text] = token, before, bool(attributes & C.LLAMA_TOKEN_ATTR_RSTRIP)
+        return tokens
 
     @cached_property
     def _marked_tokens(self) -> list[tuple[int, int, str]]:
@@ -188,13 +188,13 @@ class ModelHandle(Handle):
     def pieces(self) -> list[bytes]:
         """Return all pieces; a control token's is marked for llguidance: 0xFF and its text."""
         to_piece = address_of(C._lib.llama_token_to_piece)
-        found = core.pieces(to_piece, self.vocab_address, self.n_vocab)
-        if found is None:
-            found = [self.piece(token, special=False) for token in range(self.n_vocab)]
-        for token, piece in enumerate(found):
+        pieces = core.pieces(to_piece, self.vocab_address, self.n_vocab)
+        if pieces is None:
+            pieces = [self.piece(token, special=False) for token in range(self.n_vocab)]
+        for token, piece in enumerate(pieces):
             if not piece and self.is_control(token):
-                found[token] = b"\xff" + self.piece(token, special=True)
-        return found
+                pieces[token] = b"\xff" + self.piece(token, special=True)
+        return pieces
 
     @property
     def vocab_address(self) -> int:

@@ -55,11 +55,11 @@ STAGING: dict[str, tuple[str, Any, tuple[Any, ...]]] = {
 
 def look_up() -> tuple[dict[str, Any], str]:
     """Return the functions, and why some are missing; "" if all are there."""
-    found: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     missing = []
     for name, (symbol, result, arguments) in STAGING.items():
         try:
-            found[name] = ctypes.CFUNCTYPE(result, *arguments)((symbol, C._lib))
+            by_name[name] = ctypes.CFUNCTYPE(result, *arguments)((symbol, C._lib))
         except AttributeError:
             missing.append(symbol)
     missing += [
@@ -68,8 +68,8 @@ def look_up() -> tuple[dict[str, Any], str]:
         if not hasattr(C.llama_context_params, name)
     ]
     if not missing:
-        return found, ""
-    return found, (
+        return by_name, ""
+    return by_name, (
         f"this llama.cpp lacks {missing[0]}"
         + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
         + f"; {KNOWN_RELEASE} is known to work"

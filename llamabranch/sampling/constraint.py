@@ -81,13 +81,13 @@ class ConstraintCalls:
         Raises:
             ConfigError: the constraint raises an exception, or returns neither True nor False.
         """
-        asked = self._complete if is_end else self._prefix
-        if asked is _any:
+        method = self._complete if is_end else self._prefix
+        if method is _any:
             return True
         self.calls += 1
         start = perf_counter()
         try:
-            found = asked(text) if asked is not None else None
+            answer = method(text) if method is not None else None
         except Exception as error:
             raise ConfigError(
                 f"the constraint raised {error!r} for the text {text[-60:]!r}",
@@ -96,12 +96,12 @@ class ConstraintCalls:
             ) from error
         finally:
             self.seconds += perf_counter() - start
-        if not isinstance(found, (bool, np.bool_)):
+        if not isinstance(answer, (bool, np.bool_)):
             raise ConfigError(
-                f"the constraint must return True or False, not {found!r:.40}",
+                f"the constraint must return True or False, not {answer!r:.40}",
                 hint="return bool(...)",
             )
-        return bool(found)
+        return bool(answer)
 
 
 @dataclass
@@ -157,13 +157,13 @@ class ConstraintState:
 
     def accept(self, token: int) -> ConstraintState:
         """Return the state after ``token``, without calling the constraint."""
-        found = self._after.get(token)
-        if found is None:
-            found = self.start()
+        state = self._after.get(token)
+        if state is None:
+            state = self.start()
             if not self._model.is_eog(token):
-                piece, found._pending = self._model.text_after(token, self._pending)
-                found.text = self.text + piece
-        return found
+                piece, state._pending = self._model.text_after(token, self._pending)
+                state.text = self.text + piece
+        return state
 
     def after(self, token: int, *, is_last: bool = False) -> ConstraintState | None:
         """Return the state after ``token``, or None if the constraint refuses it. Answers are kept.
@@ -172,9 +172,9 @@ class ConstraintState:
         """
         if token in self._after:
             return self._after[token]
-        found = self.accept(token)
-        is_allowed = self._allows(token, found, is_last)
-        self._after[token] = found if is_allowed else None
+        state = self.accept(token)
+        is_allowed = self._allows(token, state, is_last)
+        self._after[token] = state if is_allowed else None
         if not is_allowed:
             self._n_refused += 1
             self.calls.rejections += 1

@@ -42,8 +42,8 @@ def candidates(logits: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.intp] 
     least = maxima[n_blocks - k]
     if not (maxima[n_blocks - k :] < math.inf).all():  # NaN is sorted to the end
         return None
-    found = np.flatnonzero(logits >= least)
-    return found if len(found) < len(logits) // 4 else None
+    ids = np.flatnonzero(logits >= least)
+    return ids if len(ids) < len(logits) // 4 else None
 
 
 class Distribution:
@@ -94,27 +94,27 @@ class Distribution:
         if x.min() == -math.inf:
             keep = x > -math.inf
             x, ids = x[keep], ids[keep]
-        found = cls(ids, x)
-        found._logprobs = None
-        return found
+        distribution = cls(ids, x)
+        distribution._logprobs = None
+        return distribution
 
     @classmethod
     def from_logweights(cls, ids: Ids, logweights: Floats) -> Distribution:
         """Return the distribution proportional to exp(logweights), both (K,): finite, the largest 0."""
-        found = cls(ids, logweights)
-        found._logprobs = None
-        return found
+        distribution = cls(ids, logweights)
+        distribution._logprobs = None
+        return distribution
 
     @classmethod
     def from_probs(cls, probs: Floats, ids: Ids | None = None) -> Distribution:
         """Return the distribution proportional to ``probs`` >= 0, (V,) or with ``ids`` (K,)."""
         probs = number_array("probabilities", probs, np.float64)
-        given = number_array("ids", np.arange(len(probs)) if ids is None else ids, np.int32)
+        all_ids = number_array("ids", np.arange(len(probs)) if ids is None else ids, np.int32)
         keep = probs > 0.0
         total = float(probs[keep].sum())
         if not keep.any() or not math.isfinite(total):
             raise ConfigError("no distribution: all weights are zero, or one is not finite")
-        return cls(given[keep], np.log(probs[keep] / total))
+        return cls(all_ids[keep], np.log(probs[keep] / total))
 
     @classmethod
     def point(cls, token: int) -> Distribution:
@@ -195,8 +195,8 @@ class Distribution:
     def at(self, ids: Ids) -> Floats:
         """Return the probabilities of ``ids``, float64 (len(ids),)."""
         order = np.argsort(self.ids, kind="stable")
-        found = np.searchsorted(self.ids, ids, sorter=order)
-        where = order[np.minimum(found, len(order) - 1)]
+        ranks = np.searchsorted(self.ids, ids, sorter=order)
+        where = order[np.minimum(ranks, len(order) - 1)]
         return np.where(self.ids[where] == ids, np.exp(self.logprobs[where]), 0.0)
 
     def residual(self, other: Distribution) -> Distribution:
@@ -252,12 +252,12 @@ def falling(values: Floats) -> Iterator[int]:
 def number_array(name: str, values: object, kind: type[T], *, copy: bool = False) -> npt.NDArray[T]:
     """Return ``values`` as an array; raise ConfigError unless they are numbers."""
     try:
-        found = np.array(values, dtype=kind) if copy else np.asarray(values, dtype=kind)
+        array = np.array(values, dtype=kind) if copy else np.asarray(values, dtype=kind)
     except (TypeError, ValueError, OverflowError):
-        found = np.zeros((), dtype=kind)
-    if found.ndim != 1:
+        array = np.zeros((), dtype=kind)
+    if array.ndim != 1:
         raise ConfigError(f"{name} must be a list of numbers, not {values!r:.60}")
-    return found
+    return array
 
 
 def log_base(base: str) -> float:

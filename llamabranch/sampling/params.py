@@ -184,14 +184,14 @@ class SamplingParams:
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
         for name, is_int, (low, high, is_open) in _ranges():
-            given = getattr(self, name)
-            value = whole(name, given) if is_int else real(name, given)
+            setting = getattr(self, name)
+            value = whole(name, setting) if is_int else real(name, setting)
             if not (low <= value <= high) or (is_open and value == low):
                 bracket = "(" if is_open else "["
                 raise ConfigError(
                     f"{name} must be in {bracket}{low:g}, {high:g}], not {shown(value)}"
                 )
-            if value is not given:
+            if value is not setting:
                 object.__setattr__(self, name, value)
         if self.seed is not None:
             object.__setattr__(self, "seed", whole("seed", self.seed))
@@ -305,8 +305,8 @@ class SamplingParams:
 @functools.cache
 def _ranges() -> list[tuple[str, bool, _Range]]:
     """Return the numeric settings: whether they are integers, and their ranges."""
-    numbers = [each for each in fields(SamplingParams) if "range" in each.metadata]
-    return [(each.name, type(each.default) is int, each.metadata["range"]) for each in numbers]
+    numbers = [f for f in fields(SamplingParams) if "range" in f.metadata]
+    return [(f.name, type(f.default) is int, f.metadata["range"]) for f in numbers]
 
 
 def settings_of(sampling: SamplingParams | None, **changes: object) -> SamplingParams:
@@ -336,8 +336,8 @@ def check_names(settings: Mapping[str, object], arguments: Collection[str] = ())
     means = [] if here == name else [f"{here} here"]
     if here in _ARGUMENTS:
         means.append(f"an argument of {_ARGUMENTS[here]}")
-    what = "argument" if arguments else "sampling setting"
+    kind = "argument" if arguments else "sampling setting"
     hint = f"{name} is {', '.join(means)}" if means else _HINTS.get(name)
-    names = [*(each for each in arguments if each not in known), *known]
+    names = [*(argument for argument in arguments if argument not in known), *known]
     listed = "arguments" if arguments else "settings"
-    raise ConfigError(f"unknown {what} {name!r}", hint=hint or nearest(name, names, listed))
+    raise ConfigError(f"unknown {kind} {name!r}", hint=hint or nearest(name, names, listed))

@@ -250,9 +250,9 @@ class Sampler:
         compiled = self.current_row_sampler
         if compiled is not None:
             address, logits = core.address_of(logits)
-            found = compiled.candidates(address)
-            if found is not None:
-                return Distribution.from_logweights(*found)
+            top = compiled.candidates(address)
+            if top is not None:
+                return Distribution.from_logweights(*top)
         if self._bias is not None:
             tokens, values = self._bias
             logits = logits.copy()
@@ -302,22 +302,22 @@ class Sampler:
         raise state.dead_end()
 
     def _in_order(self, logits: LogitsArray, position: int, seed: int) -> Iterator[int]:
-        found = self.distribution(logits, position, seed)
-        for i in found.order(seed, position):
-            yield int(found.ids[i])
+        distribution = self.distribution(logits, position, seed)
+        for i in distribution.order(seed, position):
+            yield int(distribution.ids[i])
         ids, scores = self.processed(logits)
-        if len(found) < len(ids):
-            left = ~np.isin(ids, found.ids)
+        if len(distribution) < len(ids):
+            left = ~np.isin(ids, distribution.ids)
             ids, scores = ids[left], scores[left]
             for i in falling(scores):
                 yield int(ids[i])
 
     def constrained(self, state: ConstraintState | None) -> Sampler:
         """Return a copy after the same tokens, with another constraint or none."""
-        found = object.__new__(Sampler)
-        found.__dict__.update(self.__dict__)
-        found.constraint = state
-        return found.clone()
+        sampler = object.__new__(Sampler)
+        sampler.__dict__.update(self.__dict__)
+        sampler.constraint = state
+        return sampler.clone()
 
     def processed(
         self, scores: npt.NDArray[np.floating], *, masked: bool = True
@@ -339,49 +339,51 @@ class Sampler:
             raise ConfigError(f"scores must have shape ({self.model.n_vocab},), not {scores.shape}")
         if self._tokens is not None:
             scores = self._process(scores, self._tokens)
-        found = scores.astype(np.float64)
+        biased = scores.astype(np.float64)
         if self._bias is not None:
             tokens, values = self._bias
-            found[tokens] += values
-        ids = np.flatnonzero(found > -np.inf).astype(np.int32)
+            biased[tokens] += values
+        ids = np.flatnonzero(biased > -np.inf).astype(np.int32)
         if masked and self._grammar_state is not None:
             mask = self._grammar_state.mask()
             ids = ids[(mask[ids >> 5] >> (ids & 31).astype(np.uint32) & 1).astype(bool)]
         if self._history is not None and len(ids):
-            self._buffer.fill(found[ids].astype(np.float32), ids)
+            self._buffer.fill(biased[ids].astype(np.float32), ids)
             self._history.apply(self._buffer)
             ids, penalised = self._buffer.read()
             return ids, penalised.astype(np.float64)
-        return ids, found[ids]
+        return ids, biased[ids]
 
     def _process(self, logits: npt.NDArray[np.floating], tokens: list[int]) -> LogitsArray:
         """Return the result of the logits processor for ``logits`` after ``tokens``."""
         function = self.params.logits_processor
         try:
-            given = np.array(tokens, dtype=np.intc), logits.astype(np.float32)
-            found = np.asarray(function and function(*given))
+            arguments = np.array(tokens, dtype=np.intc), logits.astype(np.float32)
+            processed = np.asarray(function and function(*arguments))
         except Exception as error:
             raise ConfigError(f"logits_processor raised {error!r}") from error
-        if found.shape != logits.shape or found.dtype.kind not in "fiu":
+        if processed.shape != logits.shape or processed.dtype.kind not in "fiu":
             raise ConfigError(
-                f"logits_processor must return logits of shape {logits.shape}, not {found!r:.60}"
+                f"logits_processor must return logits of shape {logits.shape}, not {processed!r:.60}"
             )
         with np.errstate(over="ignore"):
-            found = found.astype(np.float32)
-        if not math.isfinite(found.max()):
-            raise ConfigError(f"logits_processor returned logits whose largest is {found.max()}")
-        return found
+            processed = processed.astype(np.float32)
+        if not math.isfinite(processed.max()):
+            raise ConfigError(
+                f"logits_processor returned logits whose largest is {processed.max()}"
+            )
+        return processed
 
     def _allowed(self, state: GrammarState, logits: LogitsArray) -> npt.NDArray[np.intp]:
         """Return the tokens that the grammar allows, ascending, without those whose logit is -inf."""
         # Truncation must not get an array without candidates.
-        found = np.flatnonzero(np.unpackbits(state.mask().view(np.uint8), bitorder="little"))
-        found = found[logits[found] > -np.inf]
-        if not len(found):
+        allowed = np.flatnonzero(np.unpackbits(state.mask().view(np.uint8), bitorder="little"))
+        allowed = allowed[logits[allowed] > -np.inf]
+        if not len(allowed):
             if not state.mask().any():
                 raise GrammarError("the grammar is complete: no token may follow")
             raise GrammarError("the grammar allows only tokens here whose logit is -inf")
-        return found
+        return allowed
 
     def _drop_masked(self) -> None:
         """Remove masked tokens: XTC and dynamic temperature would count them as candidates."""
@@ -408,9 +410,9 @@ class Sampler:
         self._drop_masked()
         ids, before = self._buffer.read()
         step.apply(self._buffer)
-        found, left = self._buffer.read()
-        if not len(left) or math.isfinite(left.max()) or not math.isfinite(before.max()):
-            return Distribution.from_logits(left, found)
+        kept_ids, scaled = self._buffer.read()
+        if not len(scaled) or math.isfinite(scaled.max()) or not math.isfinite(before.max()):
+            return Distribution.from_logits(scaled, kept_ids)
         return Distribution.from_logits(np.where(before == before.max(), 0.0, -np.inf), ids)
 
     def allows(self, token: SupportsIndex) -> bool:

@@ -71,6 +71,9 @@ def translated(output: Folder) -> Iterator[None]:
         last = str(error).strip().rpartition("\n")[2]
         text = f"the job failed: {last or type(error).__name__}"
         hint = "what was written is kept; resume the job"
+        if isinstance(error, ray.exceptions.RayActorError):
+            text = "the job failed: its workers died again and again"
+            hint = f"Ray's logs of the workers say why; is there enough memory for each? {hint}"
         if isinstance(cause, OSError):
             text = f"cannot write to {output.path}: {cause.strerror or cause}"
             hint = (

@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 __all__ = ["ServeSettings", "require_server", "serve"]
 
 
-def require_server(extra: str = "serve", what: str = "the server") -> None:
+def require_server(extra: str = "serve", feature: str = "the server") -> None:
     """Check that the server's packages are installed, without importing them.
 
     Raises:
         UnsupportedError: a package is missing; the hint names ``extra``.
     """
-    require(extra, what, "httptools", "starlette", "uvicorn")
+    require(extra, feature, "httptools", "starlette", "uvicorn")
 
 
 def serve(

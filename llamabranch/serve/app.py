@@ -87,11 +87,13 @@ class App:
         self._front = front
         self._guard = Guard(settings)
         routes = [] if front is None else [*front.routes.items()]
-        routes += [(asked, partial(self._serve, handler)) for asked, handler in _ROUTES.items()]
+        routes += [
+            (route_text, partial(self._serve, handler)) for route_text, handler in _ROUTES.items()
+        ]
         self._routes = [
-            (Route(path, self._answer, methods=[asked.split()[0]]), handler)
-            for asked, handler in routes
-            for path in asked.split()[1:]
+            (Route(path, self._answer, methods=[route_text.split()[0]]), handler)
+            for route_text, handler in routes
+            for path in route_text.split()[1:]
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -118,9 +120,9 @@ class App:
             return
         status, message = 404, "there is nothing at this path"
         for route, handler in self._routes:
-            match, found = route.matches(scope)
+            match, child_scope = route.matches(scope)
             if match is Match.FULL:
-                scope.update(found)
+                scope.update(child_scope)
                 await handler(call)
                 return
             if match is Match.PARTIAL:

@@ -45,11 +45,11 @@ class NodeFields(Struct, kw_only=True):
 
     def params(self, service: Service, default: SamplingParams) -> SamplingParams:
         """Return settings with a seed, so that continuing a node again gives the same text."""
-        asked = self.sampling or SamplingFields()
-        found = asked.sampling(service.model, service.settings, default)
+        fields = self.sampling or SamplingFields()
+        params = fields.sampling(service.model, service.settings, default)
         if self.seed is not None and self.seed != -1:
-            return found.replace(seed=self.seed)
-        return found if found.seed is not None else found.replace(seed=secrets.randbits(31))
+            return params.replace(seed=self.seed)
+        return params if params.seed is not None else params.replace(seed=secrets.randbits(31))
 
 
 class CreateFields(NodeFields, kw_only=True):
@@ -102,8 +102,8 @@ class ScoreFields(Struct, kw_only=True):
 async def create(call: HttpCall, service: Service) -> None:
     """Make a root."""
     fields, model = await call.json(CreateFields), service.model
-    given = [fields.prompt, fields.tokens, fields.messages]
-    if sum(each is not None for each in given) != 1:
+    beginnings = [fields.prompt, fields.tokens, fields.messages]
+    if sum(beginning is not None for beginning in beginnings) != 1:
         raise HttpError(400, "send one of prompt, tokens and messages", param="prompt")
     if fields.messages is not None:
         tokens = await to_thread(model.chat_tokens, fields.messages)
@@ -148,8 +148,8 @@ async def _add(call: HttpCall, service: Service, node: BranchNode, top: int) -> 
     with service.branches.room_for(1):
         text = await _look(service, node, top)
         service.branches.add(node)
-    shown = {**_shown(service, node), "resident": await service.n_cached(node.tokens)}
-    await call.reply({**shown, "next": node.next, **usage([text])}, 201)
+    reply = {**_shown(service, node), "resident": await service.n_cached(node.tokens)}
+    await call.reply({**reply, "next": node.next, **usage([text])}, 201)
 
 
 async def continue_(call: HttpCall, service: Service) -> None:
@@ -206,10 +206,10 @@ class _Writer(Writer[TextFields]):
     def part(self, update: Update) -> dict[str, object]:
         """Return the new part of a child's text."""
         ids = [token.token for token in update.tokens]
-        found = {"index": update.index, "text": update.text, "tokens": ids, **update.end}
+        part = {"index": update.index, "text": update.text, "tokens": ids, **update.end}
         if update.request.top_logprobs is not None:
-            found["logprobs"] = self.words.chat_logprobs(update.tokens, more=True)
-        return found
+            part["logprobs"] = self.words.chat_logprobs(update.tokens, more=True)
+        return part
 
 
 async def score(call: HttpCall, service: Service) -> None:
@@ -217,8 +217,8 @@ async def score(call: HttpCall, service: Service) -> None:
     fields = await call.json(ScoreFields)
     tokens, parse = _node(call, service).tokens, fields.parse_special
     requests = []
-    for given in fields.continuations:
-        prompt: Prompt = [given] if isinstance(given, str) else [[*given]]
+    for continuation in fields.continuations:
+        prompt: Prompt = [continuation] if isinstance(continuation, str) else [[*continuation]]
         (more,) = await prompt_tokens(service, prompt, add_special=False, parse_special=parse)
         if not more:
             raise HttpError(400, "a continuation has no tokens", param="continuations")
@@ -233,26 +233,26 @@ async def score(call: HttpCall, service: Service) -> None:
     texts = await all_texts(service, requests)
     scores = []
     for text in texts:
-        scored = [one for one in text.result.prompt_logprobs or () if one is not None]
-        words = [service.vocabulary.scored(one) for one in scored]
-        scores.append({"logprob": sum(one.logprob for one in scored), "tokens": words})
+        scored = [entry for entry in text.result.prompt_logprobs or () if entry is not None]
+        words = [service.vocabulary.scored(entry) for entry in scored]
+        scores.append({"logprob": sum(entry.logprob for entry in scored), "tokens": words})
     await call.reply({"object": "branch.scores", "scores": scores, **usage(texts)})
 
 
 async def get(call: HttpCall, service: Service) -> None:
     """Show a node; ``?include=tokens,next`` shows more of it."""
-    node, wanted = _node(call, service), call.query.get("include", "").split(",")
-    if {*wanted} - {"", "tokens", "next"}:
+    node, included = _node(call, service), call.query.get("include", "").split(",")
+    if {*included} - {"", "tokens", "next"}:
         raise HttpError(400, "include takes tokens and next", param="include")
-    shown = {**_shown(service, node), "resident": await service.n_cached(node.tokens)}
-    if "tokens" in wanted:
+    reply = {**_shown(service, node), "resident": await service.n_cached(node.tokens)}
+    if "tokens" in included:
         raw = b"".join(map(service.model.piece, node.tokens))  # control tokens have no text
-        shown |= {"tokens": node.tokens, "text": raw.decode("utf-8", "replace")}
-    if "next" in wanted:
+        reply |= {"tokens": node.tokens, "text": raw.decode("utf-8", "replace")}
+    if "next" in included:
         if node.next is None:
             await _look(service, node, _N_NEXT)
-        shown["next"] = node.next
-    await call.reply(shown)
+        reply["next"] = node.next
+    await call.reply(reply)
 
 
 async def listing(call: HttpCall, service: Service) -> None:

@@ -100,11 +100,11 @@ class _Offsets:
 
     def of(self, pieces: Iterable[bytes]) -> list[int]:
         """Return the offsets of the next tokens, whose bytes are ``pieces``."""
-        found = []
+        offsets = []
         for piece in pieces:
-            found.append(self._end)
+            offsets.append(self._end)
             self._end += len(self._decoder.decode(piece))
-        return found
+        return offsets
 
 
 class _CompletionWriter(Writer[CompletionFields]):
@@ -132,7 +132,7 @@ class _CompletionWriter(Writer[CompletionFields]):
         echo = b"".join(echoed).decode("utf-8", "replace")
         if update.is_first:
             self._offsets[index] = _Offsets(len(echo))
-        found = completion_choice(index, echo + update.text, update.end, None)
+        choice = completion_choice(index, echo + update.text, update.end, None)
         scores = None if update.ended is None else update.ended.prompt_logprobs
         if fields.n_scored is not None:
             scored: list[tuple[int, Produced | TokenScore | None]]
@@ -141,15 +141,18 @@ class _CompletionWriter(Writer[CompletionFields]):
             if fields.echo and scores is not None:
                 scored = [*zip(prompt, scores, strict=True), *scored]
                 offsets = [*_Offsets().of(echoed), *offsets]
-            found["logprobs"] = self.words.completion_logprobs(
+            choice["logprobs"] = self.words.completion_logprobs(
                 scored, offsets, fields.n_scored, as_ids=bool(fields.return_tokens_as_token_ids),
                 more=bool(fields.token_details),
             )  # fmt: skip
         if fields.return_token_ids:
-            found |= {"token_ids": ids, **({"prompt_token_ids": prompt} if update.is_first else {})}
+            choice |= {
+                "token_ids": ids,
+                **({"prompt_token_ids": prompt} if update.is_first else {}),
+            }
         if fields.prompt_logprobs is not None and scores is not None:
-            found["prompt_logprobs"] = self.words.prompt_logprobs(scores)
-        return found
+            choice["prompt_logprobs"] = self.words.prompt_logprobs(scores)
+        return choice
 
 
 # -- llama-server's own ----------------------------------------------------------------------------
@@ -173,10 +176,10 @@ class _NativeWriter(Writer[CompletionFields]):
 
     def body(self, texts: Sequence[Update]) -> object:
         """Return one text, or all of several."""
-        found, wanted = [self._end(text) for text in texts], self.fields.response_fields
-        if wanted:
-            found = [_chosen(each, wanted) for each in found]
-        return found[0] if len(found) == 1 else found
+        bodies, paths = [self._end(text) for text in texts], self.fields.response_fields
+        if paths:
+            bodies = [_chosen(body, paths) for body in bodies]
+        return bodies[0] if len(bodies) == 1 else bodies
 
     def reading(self, update: Update) -> dict[str, object]:
         """Return an event without text."""
@@ -184,17 +187,19 @@ class _NativeWriter(Writer[CompletionFields]):
 
     def events(self, update: Update) -> list[dict[str, object]]:
         """Return the events for new text: with ``n_probs`` one per token, and one for the end."""
-        found, rest = [], update.text
+        events, rest = [], update.text
         for token in update.tokens[:-1] if self.fields.n_probs else ():
             n = len(token.text)
-            found.append(self.part(replace(update, text=rest[:n], tokens=[token])))
+            events.append(self.part(replace(update, text=rest[:n], tokens=[token])))
             rest = rest[n:]
         if update.tokens:
-            found.append(self.part(replace(update, text=rest, tokens=update.tokens[len(found) :])))
+            events.append(
+                self.part(replace(update, text=rest, tokens=update.tokens[len(events) :]))
+            )
         if update.ended is not None:
             text = "" if update.tokens else update.text
-            found.append(self._end(replace(update, text=text, tokens=[])))
-        return found
+            events.append(self._end(replace(update, text=text, tokens=[])))
+        return events
 
     def last_events(self, texts: Sequence[Update]) -> list[dict[str, object]]:
         """Return nothing more."""
@@ -202,7 +207,7 @@ class _NativeWriter(Writer[CompletionFields]):
 
     def part(self, update: Update) -> dict[str, object]:
         """Return the new part of a text."""
-        found: dict[str, object] = {
+        part: dict[str, object] = {
             "index": update.index,
             "content": update.text,
             "tokens": [token.token for token in update.tokens],
@@ -210,8 +215,8 @@ class _NativeWriter(Writer[CompletionFields]):
             "id_slot": -1,
         }
         if self.fields.n_probs:
-            found["completion_probabilities"] = self.words.chat_logprobs(update.tokens)
-        return found
+            part["completion_probabilities"] = self.words.chat_logprobs(update.tokens)
+        return part
 
     def _end(self, update: Update) -> dict[str, object]:
         result, params = update.result, update.request.sampling
@@ -239,24 +244,24 @@ class _NativeWriter(Writer[CompletionFields]):
 
 def _chosen(body: dict[str, object], paths: Iterable[str]) -> dict[str, object]:
     """Return the fields of ``paths`` that the body has; ``a/b`` is a field ``b`` inside ``a``."""
-    found: dict[str, object] = {}
+    chosen: dict[str, object] = {}
     for path in paths:
         *above, last = path.split("/")
         inner: object = body
         for name in above:
             inner = inner.get(name) if isinstance(inner, dict) else None
         if isinstance(inner, dict) and last in inner:
-            found[path] = inner[last]
-    return found
+            chosen[path] = inner[last]
+    return chosen
 
 
 def sampling_of(params: SamplingParams) -> dict[str, object]:
     """Return sampling settings by llama-server's names."""
-    found = asdict(params)
-    found["repeat_last_n"] = found.pop("penalty_last_n")
+    settings = asdict(params)
+    settings["repeat_last_n"] = settings.pop("penalty_last_n")
     bias = params.logit_bias.items()
-    found["logit_bias"] = [{"id": token, "bias": max(added, -1e9)} for token, added in bias]
-    return found
+    settings["logit_bias"] = [{"id": token, "bias": max(added, -1e9)} for token, added in bias]
+    return settings
 
 
 # -- conversations ---------------------------------------------------------------------------------
@@ -337,12 +342,12 @@ async def chat(call: HttpCall, service: Service) -> None:
     tokens, thinking = await to_thread(fields.prompt, service, tools)
     grammar = None
     if tools.is_used:
-        asked = await fields.text_grammar()
-        if asked is not None and tools.forced:
+        text_grammar = await fields.text_grammar()
+        if text_grammar is not None and tools.forced:
             message = "a forced tool call has its own grammar, so no other grammar is possible"
             raise HttpError(400, message, param="tool_choice")
         try:
-            grammar = await to_thread(tool_grammar, service.model, tools, asked)
+            grammar = await to_thread(tool_grammar, service.model, tools, text_grammar)
         except LlamaBranchError as error:
             raise http_error(error, param="tools") from None
     limits = fields.max_completion_tokens, fields.max_tokens, fields.n_predict
@@ -360,8 +365,8 @@ async def input_tokens(call: HttpCall, service: Service) -> None:
     tools = await to_thread(fields.known_tools, service)
 
     def written() -> tuple[list[int], str]:
-        found = fields.conversation(service, tools)
-        return found.tokens(service.model), found.text(service.model)
+        dialogue = fields.conversation(service, tools)
+        return dialogue.tokens(service.model), dialogue.text(service.model)
 
     tokens, text = await to_thread(written)
     await call.reply({"input_tokens": len(tokens), "prompt": text, "tokens": tokens})
@@ -422,9 +427,9 @@ class _ChatWriter(Writer[ChatFields]):
             calls = reader.turn.calls or self._turn(update).calls
             # Calls at the end of an unfinished thought count once the text is complete.
             if len(calls) > len(reader.turn.calls):
-                for i, each in enumerate(calls):
-                    text = json.dumps(each.arguments, ensure_ascii=False)
-                    events.append(TurnEvent("name", each.name, i, each.id))
+                for i, call in enumerate(calls):
+                    text = json.dumps(call.arguments, ensure_ascii=False)
+                    events.append(TurnEvent("name", call.name, i, call.id))
                     events.append(TurnEvent("arguments", text, i))
         scored = self._scored(update) if update.tokens else None
         deltas = openai_deltas(events)

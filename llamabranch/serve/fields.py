@@ -105,30 +105,30 @@ class SamplingFields(_Named, kw_only=True):
         """
         self.check()
         base = default or settings.sampling
-        asked = {ours: getattr(self, name) for name, ours in _SETTINGS.items()}
-        given = {name: value for name, value in asked.items() if value is not None}
+        values = {ours: getattr(self, name) for name, ours in _SETTINGS.items()}
+        changes = {name: value for name, value in values.items() if value is not None}
         if self.top_k is not None:
-            given["top_k"] = max(0, self.top_k)
+            changes["top_k"] = max(0, self.top_k)
         if self.logit_bias or self.ignore_eos:
-            given["logit_bias"] = {**base.logit_bias, **self._bias(model)}
+            changes["logit_bias"] = {**base.logit_bias, **self._bias(model)}
         if self.seed is not None and self.seed != -1:
-            given["seed"] = self.seed
+            changes["seed"] = self.seed
         elif base.seed is None and settings.seed is not None and self.seed is None:
-            given["seed"] = settings.seed
-        return base.replace(**cast(SamplingSettings, given)) if given else base
+            changes["seed"] = settings.seed
+        return base.replace(**cast(SamplingSettings, changes)) if changes else base
 
     def _bias(self, model: Model) -> dict[int, float]:
-        given = self.logit_bias or {}
-        found: dict[int, float] = {}
-        for key, value in given.items() if isinstance(given, dict) else given:
+        entries = self.logit_bias or {}
+        bias: dict[int, float] = {}
+        for key, value in entries.items() if isinstance(entries, dict) else entries:
             added = -math.inf if value is False else float(value)  # false = never this token
             if isinstance(key, int) or _ID.fullmatch(key):
                 tokens = [int(key)]
             else:
                 tokens = model.tokenize(key, add_special=False)
             model.check_tokens(tokens)
-            found |= dict.fromkeys(tokens, added)
-        return found | dict.fromkeys(model.eog_tokens if self.ignore_eos else (), -math.inf)
+            bias |= dict.fromkeys(tokens, added)
+        return bias | dict.fromkeys(model.eog_tokens if self.ignore_eos else (), -math.inf)
 
 
 class JsonSchema(Struct, kw_only=True):
@@ -202,8 +202,8 @@ class TextFields(SamplingFields, kw_only=True):
     @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings without empty ones, which llama-server's clients send."""
-        given = [self.stop] if isinstance(self.stop, str) else self.stop or ()
-        return tuple(text for text in given if text)
+        texts = [self.stop] if isinstance(self.stop, str) else self.stop or ()
+        return tuple(text for text in texts if text)
 
     async def text_grammar(self) -> Grammar | None:
         """Return the grammar of the text, or None.
@@ -212,7 +212,7 @@ class TextFields(SamplingFields, kw_only=True):
             GrammarError, ConfigError, HttpError: it is invalid, or there is more than one.
         """
         outputs, form = self.structured_outputs or StructuredOutputs(), self.response_format
-        asked: list[tuple[str, str, object]] = [
+        candidates: list[tuple[str, str, object]] = [
             ("response_format", "json_schema", form and form.asked()),
             ("json_schema", "json_schema", self.json_schema),
             ("grammar", "gbnf", self.grammar or None),
@@ -221,11 +221,11 @@ class TextFields(SamplingFields, kw_only=True):
             ("structured_outputs", "choice", outputs.choice),
             ("structured_outputs", "gbnf", outputs.grammar),
         ]
-        given = [each for each in asked if each[2] is not None]
-        if len(given) > 1:
+        forms = [f for f in candidates if f[2] is not None]
+        if len(forms) > 1:
             message = "use only one of response_format, json_schema, grammar and structured_outputs"
             raise HttpError(400, message, param="grammar")
-        for name, kind, source in given:
+        for name, kind, source in forms:
             text = source if isinstance(source, str) else json.dumps(source)
             try:
                 return await to_thread(_compiled, text, kind)
@@ -237,10 +237,10 @@ class TextFields(SamplingFields, kw_only=True):
 _compiled = lru_cache(maxsize=64)(Grammar)
 
 
-def limit_of(*given: int | None) -> int | None:
+def limit_of(*limits: int | None) -> int | None:
     """Return the first token limit that is set, or None for no limit."""
-    asked = next((limit for limit in given if limit is not None), -1)
-    return None if asked < 0 else asked
+    first = next((limit for limit in limits if limit is not None), -1)
+    return None if first < 0 else first
 
 
 # -- the engine's requests -------------------------------------------------------------------------
@@ -310,11 +310,11 @@ async def prompt_tokens(
         HttpError, TokenizeError: a list is inside a list of token ids, or the vocabulary cannot write a
             text.
     """
-    one = not isinstance(prompt, list) or any(isinstance(part, int) for part in prompt)
-    found = []
-    for each in [prompt] if one or not isinstance(prompt, list) else prompt:
+    is_single = not isinstance(prompt, list) or any(isinstance(part, int) for part in prompt)
+    prompts = []
+    for item in [prompt] if is_single or not isinstance(prompt, list) else prompt:
         tokens: list[int] = []
-        for i, part in enumerate(each if isinstance(each, list) else [each]):
+        for i, part in enumerate(item if isinstance(item, list) else [item]):
             if isinstance(part, list):
                 raise HttpError(400, "prompt mixes token ids and lists of them", param="prompt")
             if isinstance(part, int):
@@ -323,5 +323,5 @@ async def prompt_tokens(
             text = part.prompt_string if isinstance(part, PromptString) else part
             add = add_special and i == 0
             tokens += await service.tokenize(text, add_special=add, parse_special=parse_special)
-        found.append(tokens)
-    return found
+        prompts.append(tokens)
+    return prompts

@@ -187,7 +187,7 @@ async def updates(
     named = [replace(request, id=request.id or f"http-{next(_numbers)}") for request in requests]
     texts = [(request, sample) for request in named for sample in range(request.n)]
     places = {(request.id, sample): index for index, (request, sample) in enumerate(texts)}
-    begun: set[int] = set()
+    started: set[int] = set()
     n_left = len(texts)
     service.n_texts += n_left
     try:
@@ -196,22 +196,22 @@ async def updates(
                 changed: dict[int, Update] = {}
                 progressed: list[Update] = []
                 for event in events:
-                    index, one = places[event.id, event.sample], event.emitted
+                    index, token = places[event.id, event.sample], event.emitted
                     if event.progress is not None:
                         read = Update(index, texts[index][0], progress=event.progress)
                         progressed.append(read)
                         continue
                     if index not in changed:
-                        changed[index] = Update(index, texts[index][0], index not in begun)
-                        begun.add(index)
+                        changed[index] = Update(index, texts[index][0], index not in started)
+                        started.add(index)
                     update = changed[index]
                     update.text += event.text
                     update.thought += event.thought
                     update.written += event.text
-                    if one is not None and one.token >= 0 and not one.is_stop:
+                    if token is not None and token.token >= 0 and not token.is_stop:
                         if not event.is_thought and not event.text:
-                            update.written += token_text(service.model, one)
-                        (update.thoughts if event.is_thought else update.tokens).append(one)
+                            update.written += token_text(service.model, token)
+                        (update.thoughts if event.is_thought else update.tokens).append(token)
                     update.ended_thought += event.ended_thought
                     if event.result is not None:
                         n_left -= 1
@@ -261,7 +261,7 @@ def timings(result: Result) -> dict[str, object]:
     n_prompt = result.num_prompt_tokens - n_cached
     prompt_s, predicted_s = seconds(result)
     per_token = predicted_s / (n - 1) if n > 1 else 0.0
-    found: dict[str, object] = {
+    figures: dict[str, object] = {
         "cache_n": n_cached,
         "prompt_n": n_prompt,
         "prompt_ms": 1e3 * prompt_s,
@@ -273,5 +273,8 @@ def timings(result: Result) -> dict[str, object]:
         "predicted_per_second": 1 / per_token if per_token else 0.0,
     }
     if stats.num_draft_tokens:
-        found |= {"draft_n": stats.num_draft_tokens, "draft_n_accepted": stats.num_accepted_tokens}
-    return found
+        figures |= {
+            "draft_n": stats.num_draft_tokens,
+            "draft_n_accepted": stats.num_accepted_tokens,
+        }
+    return figures

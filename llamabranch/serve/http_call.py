@@ -87,10 +87,10 @@ class HttpCall:
             if self.ended_by == "timeout":
                 await self._fail(HttpError(504, f"the request took more than {limit:g} s"))
         except Exception as error:
-            found = http_error(error, self._fields)
-            if found.status == 500:
+            failure = http_error(error, self._fields)
+            if failure.status == 500:
                 _log.error("%s %s failed", self.scope["method"], self.scope["path"], exc_info=error)
-            await self._fail(found)
+            await self._fail(failure)
         finally:
             self.exempt()
             if self._watcher is not None:
@@ -128,17 +128,17 @@ class HttpCall:
         Raises:
             HttpError: it is too long.
         """
-        most, found, more = most or self._settings.max_body, bytearray(), True
+        most, body, more = most or self._settings.max_body, bytearray(), True
         while more:
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 raise HttpError(400, "the request ended before its body was complete")
-            found += message.get("body", b"")
-            if len(found) > most:
+            body += message.get("body", b"")
+            if len(body) > most:
                 raise HttpError(413, f"the body has more than {most} bytes")
             more = message.get("more_body", False)
         self._watcher = asyncio.ensure_future(self._watch())
-        return bytes(found)
+        return bytes(body)
 
     async def json(self, kind: type[T]) -> T:
         """Return the body as an object of ``kind``.

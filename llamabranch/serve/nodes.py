@@ -65,10 +65,10 @@ class BranchNode:
 
     def subtree(self) -> list[BranchNode]:
         """Return it and all nodes below it, parents first."""
-        found = [self]
-        for node in found:  # the list grows in the loop
-            found += node.children
-        return found
+        nodes = [self]
+        for node in nodes:  # the list grows in the loop
+            nodes += node.children
+        return nodes
 
 
 class Branches:
@@ -106,14 +106,14 @@ class Branches:
         Raises:
             HttpError: there are too many, counting reserved places.
         """
-        there = len(self.all()) + self._n_promised
-        if there + n > self._most:
+        n_branches = len(self.all()) + self._n_promised
+        if n_branches + n > self._most:
             message = (
-                f"there are {there} branches, {self._most} may exist: delete some, or wait until some "
-                f"have not been used for {self._ttl_s:g} s"
+                f"there are {n_branches} branches, {self._most} may exist: delete some, or wait until "
+                f"some have not been used for {self._ttl_s:g} s"
             )
             raise HttpError(
-                429, message, kind="branch_quota_exceeded", branches=there, max_branches=self._most,
+                429, message, kind="branch_quota_exceeded", branches=n_branches, max_branches=self._most,
                 ttl_s=self._ttl_s,
             )  # fmt: skip
         self._n_promised += n
@@ -136,10 +136,10 @@ class Branches:
         if node.children and not subtree:
             message = f"{len(node.children)} branches begin with it: ?subtree=true deletes them too"
             raise HttpError(409, message)
-        gone = node.subtree()
-        for each in gone:
-            self._remove(each)
-        return len(gone)
+        nodes = node.subtree()
+        for below in nodes:
+            self._remove(below)
+        return len(nodes)
 
     def _remove(self, node: BranchNode) -> None:
         self._nodes.pop(node.id, None)

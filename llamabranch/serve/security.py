@@ -47,8 +47,8 @@ class Guard:
 
     def check(self, scope: Scope) -> None:
         """Raise HttpError unless the request may be answered."""
-        given = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        host, origin = given.get(b"host", ""), given.get(b"origin")
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        host, origin = headers.get(b"host", ""), headers.get(b"origin")
         if not self._knows_host(host):
             raise HttpError(403, f"unknown host {host[:100]!r}: --allowed-host allows it")
         if scope["method"] == "OPTIONS":  # a browser asks first, without a key
@@ -56,7 +56,7 @@ class Guard:
         is_same = origin is None or origin.partition("://")[2] == host
         if not is_same and not self._allows(str(origin)):
             raise HttpError(403, "pages of this origin are not allowed: --allow-origin allows them")
-        if self._keys and scope["path"] not in _PUBLIC and not sends_key(given, self._keys):
+        if self._keys and scope["path"] not in _PUBLIC and not sends_key(headers, self._keys):
             raise HttpError(401, "the API key is missing or wrong: Authorization: Bearer KEY")
 
     def _knows_host(self, host: str) -> bool:
@@ -79,9 +79,9 @@ class Guard:
         return "localhost" in self._origins and name is not None and is_loopback(name)
 
 
-def sends_key(given: Mapping[bytes, str], keys: Iterable[bytes]) -> bool:
+def sends_key(headers: Mapping[bytes, str], keys: Iterable[bytes]) -> bool:
     """Return whether headers have one of the keys."""
-    scheme, _, key = given.get(b"authorization", "").partition(" ")
-    sent = key.strip() if scheme.lower() == "bearer" else given.get(b"x-api-key", "")
-    found = [hmac.compare_digest(sent.encode("latin-1"), each) for each in keys]
-    return any(found)  # compares all keys, so that the time does not reveal which one matched
+    scheme, _, key = headers.get(b"authorization", "").partition(" ")
+    sent = key.strip() if scheme.lower() == "bearer" else headers.get(b"x-api-key", "")
+    matches = [hmac.compare_digest(sent.encode("latin-1"), known) for known in keys]
+    return any(matches)  # compares all keys, so that the time does not reveal which one matched

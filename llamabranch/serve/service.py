@@ -59,8 +59,8 @@ class Service:
         self.n_texts = self.longest = 0
         self.prompt_s = self.predicted_s = 0.0
         self.branches = Branches(settings.max_branches, settings.branch_ttl_s)
-        given = settings.alias or Path(self.model.path).stem
-        self.names = sorted({name.strip() for name in given.split(",") if name.strip()})
+        alias = settings.alias or Path(self.model.path).stem
+        self.names = sorted({name.strip() for name in alias.split(",") if name.strip()})
         short = hashlib.sha256(self.model.quick_key.encode()).hexdigest()[:8]
         self.fingerprint = f"b{version('llamabranch')}-{short}"
 
@@ -74,8 +74,8 @@ class Service:
 
     def head(self, prefix: str, kind: str) -> dict[str, object]:
         """Return the first fields of an answer."""
-        found = head(prefix, kind, self.names[0]) | {"system_fingerprint": self.fingerprint}
-        return found if self.is_exact else found | {"batch_invariant": False}
+        fields = head(prefix, kind, self.names[0]) | {"system_fingerprint": self.fingerprint}
+        return fields if self.is_exact else fields | {"batch_invariant": False}
 
     async def n_cached(self, tokens: Sequence[int]) -> int:
         """Return how many of the first tokens have their K/V in the prefix cache."""

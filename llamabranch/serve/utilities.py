@@ -67,7 +67,7 @@ async def health(call: HttpCall, service: Service) -> None:
 async def models(call: HttpCall, service: Service) -> None:
     """List the one model, or show it."""
     model = service.model
-    one = {
+    entry = {
         "id": service.names[0], "aliases": service.names, "object": "model",
         "created": service.created, "owned_by": "llamabranch", "max_model_len": service.n_ctx,
         "meta": {
@@ -76,10 +76,10 @@ async def models(call: HttpCall, service: Service) -> None:
             "size": model.size_bytes,
         },
     }  # fmt: skip
-    wanted = call.scope["path_params"].get("name")
-    if wanted and wanted not in service.names:
-        raise HttpError(404, f"there is no model {wanted!r}, only {', '.join(service.names)}")
-    await call.reply(one if wanted else {"object": "list", "data": [one]})
+    name = call.scope["path_params"].get("name")
+    if name and name not in service.names:
+        raise HttpError(404, f"there is no model {name!r}, only {', '.join(service.names)}")
+    await call.reply(entry if name else {"object": "list", "data": [entry]})
 
 
 async def props(call: HttpCall, service: Service) -> None:
@@ -120,10 +120,10 @@ async def tokenize(call: HttpCall, service: Service) -> None:
     add = next(flag for flag in flags if flag is not None)
     tokens = await service.tokenize(text, add_special=add, parse_special=fields.parse_special)
     words = service.vocabulary
-    found = {"tokens": tokens, "count": len(tokens), "max_model_len": service.n_ctx}
+    reply = {"tokens": tokens, "count": len(tokens), "max_model_len": service.n_ctx}
     if fields.with_pieces:
-        found["tokens"] = [{"id": t, "piece": _piece(words.entry(t)[0])} for t in tokens]
-    await call.reply(found)
+        reply["tokens"] = [{"id": t, "piece": _piece(words.entry(t)[0])} for t in tokens]
+    await call.reply(reply)
 
 
 def _piece(raw: bytes) -> str | list[int]:

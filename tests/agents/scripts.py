@@ -1,9 +1,9 @@
-"""A model that says what a test wrote down: real weights, a real decode, one next token for each.
+"""A model that says what a test wrote down: with real weights and a real decode.
 
 The embeddings are one-hot, the block adds nothing, and the output matrix maps each token to the next one.
-What the model says in a turn is one token of its vocabulary, which the tokenizer never makes of a text.
-The template ends a prompt with a control token named after the task's first word and the number of
-answers before: so a conversation is a script.
+What the model says in a turn is a single token of its vocabulary, which the tokenizer never produces from
+text. The template ends each prompt with a control token that is named after the first word of the task
+and the number of answers so far. That token decides what the model says, so a conversation is a script.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def write_script(path: Path, scripts: Mapping[str, Sequence[str]], n_ctx: int = 
 
     Args:
         path: the file.
-        scripts: what is said in turn 0, 1, ...; the word may have letters only.
-        n_ctx: what length the model claims to be trained for.
+        scripts: what the model says in turn 0, 1, ...; the words have letters only.
+        n_ctx: the length that the model claims to be trained for.
     """
     roles = ("<|sys|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>")
     turns = [f"<|{word}{i}|>" for word, texts in scripts.items() for i in range(len(texts))]
-    said = [*dict.fromkeys(text for texts in scripts.values() for text in texts)]
+    all_texts = [*dict.fromkeys(text for texts in scripts.values() for text in texts)]
     base = Vocabulary.with_control(BOS, EOS, *roles, *turns)
-    known = [*dict.fromkeys((*base.tokens, *map(_in_alphabet, said)))]
+    known = [*dict.fromkeys((*base.tokens, *map(_in_alphabet, all_texts)))]
     number = {token: i for i, token in enumerate(known)}
     end = number["<|end|>"]
     following = np.full(len(known), end)

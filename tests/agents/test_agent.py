@@ -1,4 +1,4 @@
-"""Agents: turns, calls and results, what is refused, limits, and what a run leaves."""
+"""Agents: turns, calls and results, refused input, limits, and what is left after a run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import json
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from datetime import date
 from enum import Enum
@@ -36,7 +36,7 @@ import llamabranch as lb
 from llamabranch import Agent, AsyncEngine, Context
 from llamabranch.agents import Report, Step
 from llamabranch.agents.agent import conduct
-from llamabranch.agents.tools import Refused, function
+from llamabranch.agents.tools import Refused, tool_of
 from llamabranch.errors import (
     CacheFullError,
     ClosedError,
@@ -53,7 +53,7 @@ def kinds(report: Report) -> list[str]:
 
 
 def results(report: Report) -> list[str]:
-    """What the model read of each call."""
+    """The result that the model read for each call."""
     return [str(m["content"]) for m in report.messages if m["role"] == "tool"]
 
 
@@ -131,11 +131,11 @@ def test_a_bound_method_and_the_callers_context_variables(stage: Context) -> Non
 
 def test_tasks_are_a_list_and_samples_are_choices(stage: Context) -> None:
     agent = Agent(stage, tools=[add, name], seed=5)
-    one, two = agent.run(["one: go", "plain: go"], n=2)
-    assert one.text == "It is three." and two.text == "No call is needed."
-    paths = [[r.steps[0].path for r in report.choices] for report in (one, two)]
+    first, second = agent.run(["one: go", "plain: go"], n=2)
+    assert first.text == "It is three." and second.text == "No call is needed."
+    paths = [[r.steps[0].path for r in report.choices] for report in (first, second)]
     assert paths == [["0.0", "0.1"], ["1.0", "1.1"]]
-    seeds = [r.seed for report in (one, two) for r in report.choices]
+    seeds = [r.seed for report in (first, second) for r in report.choices]
     assert seeds[0] == 5 and len({*seeds}) == 4
     assert [r.seed for r in agent.run(["one: go", "plain: go"])] == [seeds[0], seeds[2]]
 
@@ -159,7 +159,7 @@ def test_a_run_goes_on_after_a_report(stage: Context) -> None:
 def test_a_run_goes_on_after_one_that_ended_before_its_json(
     stage: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its conversation ends with the question for the JSON, which the next task is joined to."""
+    """The conversation ends with the question for JSON, and the next task is added to it."""
     now = [0.0]
     monkeypatch.setattr("llamabranch.agents.run.perf_counter", lambda: now[0])
     agent = Agent(stage, output=Number, max_seconds=5)
@@ -168,7 +168,7 @@ def test_a_run_goes_on_after_one_that_ended_before_its_json(
         if step.kind == "text":
             now[0] = 10.0
 
-    (first,) = asyncio.run(conduct(stage, agent.plan, ["typed: go"], 1, None, 1, listen))
+    (first,) = asyncio.run(conduct(agent, ["typed: go"], 1, None, listen, seed=1))
     assert first.finish_reason == "time" and first.messages[-1]["role"] == "user"
     second = agent.run("and again?", after=first)
     assert "and again?" in read_by(stage, second)
@@ -188,8 +188,8 @@ def test_an_agent_runs_where_a_loop_runs_and_on_a_running_engine(stage: Context)
         assert Agent(stage, tools=[add]).run("one: go").text == "It is three."  # as in a notebook
         async with AsyncEngine(stage) as engine:
             agent = Agent(engine, tools=[add])
-            found = await asyncio.gather(*(agent.arun("one: go") for _ in range(3)))
-            assert {each.text for each in found} == {"It is three."}
+            reports = await asyncio.gather(*(agent.arun("one: go") for _ in range(3)))
+            assert {report.text for report in reports} == {"It is three."}
             assert (await agent.arun("plain: go")).text == "No call is needed."
 
     asyncio.run(main())
@@ -198,21 +198,21 @@ def test_an_agent_runs_where_a_loop_runs_and_on_a_running_engine(stage: Context)
 def test_an_agent_does_not_change(stage: Context) -> None:
     agent = Agent(stage, name="solver")
     with pytest.raises(AttributeError, match="does not change"):
-        agent.plan = agent.plan
+        agent.name = agent.name
     assert repr(agent) == "<Agent 'solver' with 'scripts': no tools>"
 
 
 def test_many_threads_use_one_agent(stage: Context) -> None:
     agent = Agent(stage, tools=[add, name], seed=1)
-    found: list[str] = []
+    texts: list[str] = []
     threads = [
-        threading.Thread(target=lambda: found.append(agent.run("two: go").text)) for _ in range(4)
+        threading.Thread(target=lambda: texts.append(agent.run("two: go").text)) for _ in range(4)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == ["Both are here."] * 4
+    assert texts == ["Both are here."] * 4
 
 
 # -- the table of what can go wrong with a call -------------------------------------------------------
@@ -262,13 +262,13 @@ def test_what_else_a_function_raises_ends_its_agent(
     report, other = agent.run([f"{task}: go", "two: go"])
     assert report.finish_reason == "error" and isinstance(report.error, ToolError)
     assert isinstance(report.error.__cause__, kind) and "fails raised" in report.error.message
-    assert other.text == "Both are here."  # no other agent ends
+    assert other.text == "Both are here."  # no other agent is ended
     with pytest.raises(ParseError):
         _ = Agent(stage, tools=[add, fails, name], output=Sum).run(f"{task}: go").parsed
 
 
 class Odd(BaseException):
-    """An exception that is no Exception."""
+    """An exception that is not a subclass of Exception."""
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -306,6 +306,127 @@ def test_a_generator_is_a_list(stage: Context) -> None:
         assert results(report) == ["[0,1,2]"] and report.text == "I have read it."
 
 
+class Mute(Exception):
+    """An exception that cannot say what it is."""
+
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+def test_an_exception_that_cannot_be_written_ends_its_agent_only(stage: Context) -> None:
+    def called() -> None:
+        raise Mute
+
+    report, other = Agent(stage, tools=[called, add, name]).run(["calls: go", "two: go"])
+    assert report.error is not None and report.error.message == "called raised Mute"
+    assert other.text == "Both are here."
+    assert results(Agent(stage, tools=[called], tell=Mute).run("calls: go")) == ["error: Mute"]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"), [("half \ud800", "half ?"), ("", "ToolError"), (CONTROL, CONTROL)]
+)
+def test_a_failure_is_told_whatever_its_text_is(stage: Context, text: str, told: str) -> None:
+    def called() -> None:
+        raise ToolError(text)
+
+    report = Agent(stage, tools=[called]).run("calls: go")
+    assert results(report) == [f"error: {told}"] and report.text == "I have read it."
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_awaitable_result_is_awaited(stage: Context, is_async: bool) -> None:
+    def called() -> object:
+        return name()
+
+    async def called_later() -> object:
+        return name()
+
+    called_later.__name__ = "called"
+    report = Agent(stage, tools=[called_later if is_async else called]).run("calls: go")
+    assert results(report) == ["Ida"]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_generator_without_an_end_is_left(stage: Context, is_async: bool) -> None:
+    left = threading.Event()
+
+    def called() -> Iterator[int]:
+        try:
+            while True:
+                yield 1
+        finally:
+            left.set()
+
+    async def called_later() -> AsyncIterator[int]:
+        try:
+            while True:
+                yield 1
+        finally:
+            left.set()
+
+    called_later.__name__ = "called"
+    tool = called_later if is_async else called
+    report = Agent(stage, tools=[tool], tool_seconds=0.2).run("calls: go")
+    assert results(report) == ["error: no result after 0.2 s"]
+    assert left.wait(60)
+
+
+def test_a_function_that_cancels_everything_ends_the_run(stage: Context) -> None:
+    async def called() -> None:
+        for task in asyncio.all_tasks():
+            task.cancel()
+        await asyncio.sleep(0)
+
+    agent = Agent(stage, tools=[called, add])
+    with pytest.raises(ClosedError, match="cancelled the tasks"):
+        agent.run("calls: go")
+    with pytest.raises(ClosedError, match="cancelled the tasks"):
+        list(agent.stream("calls: go"))
+    assert agent.run("one: go").text == "It is three."
+
+
+def test_an_event_loop_that_cannot_be_made_is_an_error(
+    stage: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop needs files, of which a process may have no more."""
+
+    def run(main: Coroutine[None, None, None]) -> None:
+        main.close()
+        raise OSError(24, "Too many open files")
+
+    agent = Agent(stage, tools=[add])
+    with monkeypatch.context() as patched:
+        patched.setattr(asyncio, "run", run)
+        with pytest.raises(OSError, match="open files"):
+            agent.run("one: go")
+    assert agent.run("one: go").text == "It is three."
+
+
+def test_a_function_may_use_its_context_and_other_agents(stage: Context) -> None:
+    async def called() -> str:
+        own = stage.tokenize("abc", add_special=False)
+        inner = await Agent(stage, tools=[add]).arun("one: go")
+        return f"{len(own)} tokens. {inner.text}"
+
+    report = Agent(stage, tools=[called]).run("calls: go")
+    assert results(report) == ["3 tokens. It is three."]
+
+
+def test_a_context_that_a_function_closes_ends_the_agent(scripted: lb.Model) -> None:
+    with lb.Context(scripted, n_ctx=1024, n_threads=1) as ctx:
+        report = Agent(ctx, tools=[ctx_closer(ctx)]).run("calls: go")
+        assert report.finish_reason in ("cancelled", "error") and report.error is not None
+
+
+def ctx_closer(ctx: Context) -> Callable[[], str]:
+    def called() -> str:
+        ctx.close()
+        return "closed"
+
+    return called
+
+
 @pytest.mark.parametrize("task", ["hangs", "sleeps"])
 def test_function_that_takes_too_long_is_told(stage: Context, task: str) -> None:
     agent = Agent(stage, tools=[hangs, sleeps], tool_seconds=0.2)
@@ -330,6 +451,15 @@ def test_call_that_is_repeated_too_often_is_told(stage: Context) -> None:
     assert results(report)[1].startswith("error: made already")
 
 
+def test_an_agent_that_only_repeats_its_calls_is_told_to_answer(stage: Context) -> None:
+    report = Agent(stage, tools=[name]).run("loops: go")
+    assert report.text == "It is Ida." and report.finish_reason == "stop"
+    assert report.limit == "repeats" and len(report.calls) == 6
+    *told, last = results(report)[3:]
+    assert told == ["error: made already; its result is above"] * 2
+    assert last.startswith(told[0]) and last.endswith("answer the question. loops: go")
+
+
 def test_three_turns_of_failed_calls_end_the_agent(stage: Context) -> None:
     report = Agent(stage, tools=[fails]).run("fails: go")
     assert report.finish_reason == "error" and isinstance(report.error, ToolError)
@@ -344,8 +474,8 @@ def test_three_turns_of_failed_calls_end_the_agent(stage: Context) -> None:
 def test_result_of_fifty_kilobytes_is_shortened_and_told(stage: Context) -> None:
     report = Agent(stage, tools=[long], result_tokens=200).run("long: go")
     (text,) = results(report)
-    first, told, last = text.split("\n")
-    assert told == "[49800 of 50000 tokens left out]"
+    first, note, last = text.split("\n")
+    assert note == "[49800 of 50000 tokens left out]"
     assert first == long(50_000)[:150] and last == long(50_000)[-50:]
     assert [s.text for s in report.steps if s.kind == "result"] == [
         long(50_000)
@@ -382,6 +512,12 @@ def test_half_a_surrogate_pair_is_replaced(stage: Context) -> None:
     report = Agent(stage, tools=[gives]).run("half: go")
     assert results(report) == ["half ?"] and report.text == "I have read it."
 
+    def called() -> object:
+        return {"half \ud800": ["\udfff", Sum(number=1, why="x")]}
+
+    report = Agent(stage, tools=[called]).run("calls: go")
+    assert results(report) == ['{"half ?":["?",{"number":1,"why":"x"}]}']
+
 
 @pytest.mark.parametrize("task", ["object", "raw"])
 def test_result_that_has_no_json_ends_the_agent(stage: Context, task: str) -> None:
@@ -396,13 +532,12 @@ def test_result_that_has_no_json_ends_the_agent(stage: Context, task: str) -> No
 def test_last_turn_is_told_and_has_no_calls(stage: Context) -> None:
     report = Agent(stage, tools=[name], max_turns=3).run("again: go")
     assert report.limit == "turns" and len(report.calls) == 2
-    assert (
-        results(report)[-1]
-        == "Ida\nThat was the last call. Use the results to answer the question."
-    )
-    assert (
-        report.finish_reason == "stop" and "<call>" not in report.text
-    )  # the script has a call there
+    told = "Ida\nThat was the last call. Use the results to answer the question."
+    assert results(report)[-1] == f"{told} again: go"
+    assert report.finish_reason == "stop"
+    assert "<call>" not in report.text  # the script has a call there
+    report = Agent(stage, tools=[name], max_turns=3).run(f"again: {'go ' * 200}")
+    assert results(report)[-1] == told  # a long task is not repeated
 
 
 def test_tokens_that_run_out_make_the_last_turn(stage: Context) -> None:
@@ -411,7 +546,7 @@ def test_tokens_that_run_out_make_the_last_turn(stage: Context) -> None:
     free = Agent(
         stage, sampling=lb.SamplingParams(logit_bias=dict.fromkeys(stage.model.eog_tokens, -1e9))
     )
-    report = free.run("plain: go")  # it never ends by itself
+    report = free.run("plain: go")  # this script never ends by itself
     assert report.finish_reason == "length" and len(report.steps[1].tokens) == 2048
 
 
@@ -505,8 +640,10 @@ def test_forks_go_on_from_the_callers_tokens(stage: Context) -> None:
     for k in (0, 1):
         fork = ends[f"0.0/0.0.{k}"]
         assert fork is not None and fork.stats.reread == 0
-        told = [m for m in fork.messages if m["role"] == "tool"]
-        assert str(told[0]["content"]).startswith(f"You are fork {k + 1} of 2. Do only this: ")
+        tool_messages = [m for m in fork.messages if m["role"] == "tool"]
+        assert str(tool_messages[0]["content"]).startswith(
+            f"You are fork {k + 1} of 2. Do only this: "
+        )
         assert fork.tokens[:20] == report.tokens[:20]
         assert fork.stats.cached > 0.8 * fork.stats.evaluated
 
@@ -548,30 +685,30 @@ def takes(
     *,
     copy: bool = False,
 ) -> str:
-    """Take parameters of all sorts, with names that pydantic keeps for itself."""
+    """Take parameters of all types, with names that pydantic reserves."""
     return (
         f"{place.name}{place.floor} {color.name} {day.year} {path.name} {kind} {_x} {schema} {copy}"
     )
 
 
 def test_parameters_of_any_type_name_and_default() -> None:
-    tool = function(takes)
+    tool = tool_of(takes)
     schema = cast(Any, tool.described["function"])["parameters"]
     assert list(schema["properties"]) == list(inspect.signature(takes).parameters)
     assert schema["required"] == ["place", "color", "day"]
     assert schema["properties"]["_x"] == {"type": "integer", "default": 3}
     lb.Grammar.from_json_schema(json.dumps(schema))
-    given = {
+    arguments = {
         "place": {"name": "hall"},
         "color": "red",
         "day": "2027-03-01",
         "kind": "a",
         "copy": True,
     }
-    assert takes(**cast(Any, tool.check(given))) == "hall2 RED 2027 a.txt a 3 y True"
+    assert takes(**cast(Any, tool.check(arguments))) == "hall2 RED 2027 a.txt a 3 y True"
     refused: list[object] = [
-        {**given, "color": "blue"},
-        {**given, "x": 1},
+        {**arguments, "color": "blue"},
+        {**arguments, "x": 1},
         {"place": {}, "color": "red"},
         [],
         "x",
@@ -621,7 +758,7 @@ def odd(a: threading.Thread) -> str:
         [partial(add, a=1)], [Adder.__call__], [print], [int], [add, add], [1], ["add"], "add",
         add, {"add": add}, [None], [[add]],
     ],
-    ids=lambda tools: type(tools).__name__,  # no addresses: each process names them alike
+    ids=lambda tools: type(tools).__name__,  # no addresses: ids must not differ
 )  # fmt: skip
 def test_bad_tools_are_refused_when_the_agent_is_made(stage: Context, tools: object) -> None:
     with pytest.raises(ConfigError):
@@ -667,16 +804,16 @@ def test_no_template_another_context_and_a_closed_one(scripted: lb.Model, target
     with pytest.raises(ConfigError, match="target"):
         Agent(cast(Any, "a.gguf"))
     with (
-        lb.Context(scripted, n_ctx=1024, n_threads=1) as one,
-        lb.Context(scripted, n_ctx=1024, n_threads=1) as two,
+        lb.Context(scripted, n_ctx=1024, n_threads=1) as untemplated,
+        lb.Context(scripted, n_ctx=1024, n_threads=1) as other,
     ):
         with pytest.raises(ConfigError, match="another context"):
-            Agent(one, tools=[Agent(two, name="helper")])
-        agent = Agent(one)
+            Agent(untemplated, tools=[Agent(other, name="helper")])
+        agent = Agent(untemplated)
     with pytest.raises(ClosedError):
         agent.run("plain: go")
     with pytest.raises(ClosedError):
-        Agent(one)
+        Agent(untemplated)
 
 
 def test_closed_engine_and_a_context_closed_while_it_runs(stage: Context) -> None:
@@ -685,7 +822,7 @@ def test_closed_engine_and_a_context_closed_while_it_runs(stage: Context) -> Non
         begun = asyncio.Event()
 
         async def sleeps() -> str:
-            """Take long."""
+            """Take a long time."""
             begun.set()
             await asyncio.Event().wait()
             return "never"

@@ -1,4 +1,4 @@
-"""What holds of every run: transcripts, logits, prompts, what is read, cancelling, grammars, replays.
+"""Laws that hold for every run: transcripts, logits, prompts, tokens read, cancelling, grammars, replays.
 
 A table of what a call may do wrong, and what the model then reads, is in `test_agent.py`.
 """
@@ -48,7 +48,7 @@ async def roll(sides: Literal["4", "6", "20"]) -> int:
 
 @pytest.fixture(scope="module")
 def teller() -> Iterator[lb.Model]:
-    """The bundled target with a template: what it says depends on all that it has read."""
+    """The bundled target with a template. Its answers depend on everything that it has read."""
     with lb.Model(lb.hub.resolve(lb.hub.BUNDLED_TARGET), chat_template=CHAT) as model:
         yield model
 
@@ -72,11 +72,11 @@ def alone(teller: lb.Model) -> list[Report]:
     """Each task by itself, one after the other, without drafts, in a context with room for all."""
     with lb.Context(teller, n_ctx=8192, n_seq_max=8, n_threads=1, batch_invariant=True) as ctx:
         engine = AsyncEngine(ctx, None, parallel=1)
-        found = tell(engine)
+        reports = tell(engine)
         asyncio.run(engine.close())
-        assert [len(r.calls) > 0 for r in found] == [True] * len(TASKS)
-        assert len({r.text for r in found}) == len(TASKS)
-        return found
+        assert [len(r.calls) > 0 for r in reports] == [True] * len(TASKS)
+        assert len({r.text for r in reports}) == len(TASKS)
+        return reports
 
 
 CASES = {
@@ -97,13 +97,13 @@ def test_law_1_a_transcript_does_not_depend_on_what_else_runs(
     options = {"n_ctx": 8192, "n_seq_max": 8, **of_context}
     with lb.Context(teller, n_threads=1, batch_invariant=True, **options) as ctx:
         engine = AsyncEngine(ctx, **of_engine)
-        found = tell(engine)
+        reports = tell(engine)
         asyncio.run(engine.close())
-        if case == "a small cache":  # or nothing is shown
-            assert sum(r.stats.reread + r.stats.preemptions for r in found) > 0
+        if case == "a small cache":  # otherwise this test would show nothing
+            assert sum(r.stats.reread + r.stats.preemptions for r in reports) > 0
         if ctx.prefix_cache is not None:
             assert_left_alone(ctx)
-    assert [transcript(r) for r in found] == [transcript(r) for r in alone]
+    assert [transcript(r) for r in reports] == [transcript(r) for r in alone]
 
 
 def test_law_2_a_reports_tokens_are_its_branch(teller: lb.Model) -> None:
@@ -136,12 +136,12 @@ def shaped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("shape", [*SHAPES, *CHANGING])
 def test_law_3_the_next_prompt_is_the_whole_conversation(shaped: Path, shape: str) -> None:
-    """What is around the own tokens is what the template writes for all messages, or all is rendered."""
+    """The text around the model's own tokens is what the template writes, or everything is rendered."""
     with (
         lb.Model(shaped, chat_template=(SHAPES | CHANGING)[shape]) as model,
         lb.Context(model, n_ctx=4096, n_seq_max=8, n_threads=1) as ctx,
     ):
-        turns = Agent(ctx, "Be brief. " * 300, [find]).plan.turns
+        turns = Agent(ctx, "Be brief. " * 300, [find]).turns
 
         def text(tokens: Sequence[int]) -> str:
             return model.detokenize(list(tokens), special=True)
@@ -178,7 +178,7 @@ def test_law_3_the_next_prompt_is_the_whole_conversation(shaped: Path, shape: st
         assert kept == KEPT.get(shape, [True] * 4)
 
 
-# For which of three turns and a question the own tokens stay, where that is not for all.
+# The turns (of three turns and a question) whose own tokens stay, for templates where not all stay.
 KEPT = {
     "an empty thought in a last answer": [True, True, True, False],
     "channels": [False] * 4,  # its end of a turn is no EOG token of this model
@@ -188,7 +188,7 @@ KEPT = {
 
 
 def test_law_3_a_template_that_changes_earlier_turns_is_read_again(shaped: Path) -> None:
-    """Like those that leave thoughts out of earlier answers."""
+    """Some templates leave thoughts out of earlier answers."""
     template = SHAPES["tags around JSON"].replace(
         "{% if m.reasoning_content %}", "{% if m.reasoning_content and loop.last %}"
     )
@@ -196,7 +196,7 @@ def test_law_3_a_template_that_changes_earlier_turns_is_read_again(shaped: Path)
         lb.Model(shaped, chat_template=template) as model,
         lb.Context(model, n_ctx=2048, n_seq_max=8, n_threads=1) as ctx,
     ):
-        turns = Agent(ctx).plan.turns
+        turns = Agent(ctx).turns
         before: list[dict[str, object]] = [
             {"role": "user", "content": "Think."},
             {"role": "assistant", "content": "Done.", "reasoning_content": "hm"},
@@ -286,7 +286,7 @@ def test_law_7_what_a_turn_holds_is_valid_at_any_temperature(teller: lb.Model) -
         agent = Agent(
             ctx, "You tell tales.", [pick, roll], tool_choice="required", parallel_calls=False
         )
-        turns, tools = agent.plan.turns, agent.plan.tools
+        turns, tools = agent.turns, agent.tools
         prompt = turns.prompt([{"role": "user", "content": "Tell."}])
         opened = [*prompt, *ctx.model.tokenize('It was <call>{"name": "', add_special=False)]
         n_begun = len(opened) - len(prompt)
@@ -302,14 +302,14 @@ def test_law_7_what_a_turn_holds_is_valid_at_any_temperature(teller: lb.Model) -
             begun = ctx.detokenize(tokens[len(tokens) - continues :]) if continues else ""
             for result in results:
                 text = begun + result.text
-                found = turns.first.read(text).calls
-                n_calls += len(found)
-                for call in found:
+                calls = turns.first.read(text).calls
+                n_calls += len(calls)
+                for call in calls:
                     tools[call.name].check(call.arguments)
                 if result.finish_reason == "stop" and grammar is not turns.free:
-                    assert found
+                    assert calls
                 if result.finish_reason == "stop" and continues:
-                    assert found, text
+                    assert calls, text
         assert n_calls > 24
 
 
@@ -318,7 +318,7 @@ def test_law_7_the_last_turn_has_no_calls(stage: Context) -> None:
     for task in ("one", "two", "unknown", "again"):
         report = agent.run(f"{task}: go")
         assert not report.calls and report.limit == "turns" and "<call>" not in report.text
-        assert not agent.plan.turns.first.read(report.text).calls
+        assert not agent.turns.first.read(report.text).calls
 
 
 def allows(grammar: lb.Grammar, ctx: Context, text: str) -> bool:
@@ -343,7 +343,7 @@ def allows(grammar: lb.Grammar, ctx: Context, text: str) -> bool:
     ],
 )
 def test_law_7_json_that_looks_like_a_call_is_no_last_answer(text: str, stage: Context) -> None:
-    grammar = Agent(stage, tools=[add]).plan.turns.last
+    grammar = Agent(stage, tools=[add]).turns.last
     assert grammar is not None and not allows(grammar, stage, text)
     assert all(
         allows(grammar, stage, fine)

@@ -20,10 +20,10 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def by_path(steps: list[Step]) -> dict[str, list[Step]]:
-    found: dict[str, list[Step]] = {}
+    grouped: dict[str, list[Step]] = {}
     for step in steps:
-        found.setdefault(step.path, []).append(step)
-    return found
+        grouped.setdefault(step.path, []).append(step)
+    return grouped
 
 
 def all_steps(reports: Report | list[Report]) -> list[Step]:
@@ -128,9 +128,9 @@ def test_a_token_that_differs_is_an_error(scripted: lb.Model, tmp_path: Path) ->
             list(replay(path, ctx))
         records[0]["exact"] = False  # as a Q4_K_M is
         path.write_text("".join(json.dumps(line) + "\n" for line in records))
-        found = [*replay(path, ctx)]
-        assert found[-1].kind == "differs" and "turn 1" in found[-1].text
-        assert [s.kind for s in found[:-1]] == ["prompt", "text", "call", "result", "prompt"]
+        replayed = [*replay(path, ctx)]
+        assert replayed[-1].kind == "differs" and "turn 1" in replayed[-1].text
+        assert [s.kind for s in replayed[:-1]] == ["prompt", "text", "call", "result", "prompt"]
 
 
 def test_journals_of_other_models_and_other_files_are_refused(
@@ -145,6 +145,8 @@ def test_journals_of_other_models_and_other_files_are_refused(
         list(replay(path, other))
     with pytest.raises(ConfigError, match="cannot read"):
         replay(tmp_path / "none.jsonl", stage)
+    with pytest.raises(ConfigError, match="a path is text or path-like"):
+        replay(cast(Any, 3), stage)
     for data in (b"", b"x\ny\nz\n", b"{}\n{}\n{}\n", b"[1]\n", b"\xff\xfe\n\n\n"):
         path.write_bytes(data)
         with pytest.raises(ParseError):

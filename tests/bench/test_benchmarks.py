@@ -1,4 +1,4 @@
-"""The benchmarks run, their arithmetic is right, padded models equal their source. No speed is tested."""
+"""The benchmarks run, their arithmetic is right, padded models equal their source."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def program(name: str, cache: Path, *arguments: str) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
     *tables, line = done.stdout.splitlines()
     assert any(text.startswith("| ") for text in tables), "tables come before the line"
-    found: dict[str, Any] = json.loads(line)
-    return found
+    line_json: dict[str, Any] = json.loads(line)
+    return line_json
 
 
 @pytest.fixture(scope="module")
@@ -87,66 +87,66 @@ PLAIN: tuple[str, ...] = (
 TALE = ("--q8-0", "tale-target", "--bf16", "tale-target", "--only", "edit", "json", "vote")
 
 
-def of_speculative(found: dict[str, Any]) -> None:
-    cells = found["0.8"]["cells"]
+def of_speculative(results: dict[str, Any]) -> None:
+    cells = results["0.8"]["cells"]
     seeded = [cell for name, cell in cells.items() if "rule" not in name]
     assert len(seeded) > 10
     assert all(cell["same_text"] == cell["compared_text"] == 1 for cell in seeded)
 
 
-def of_tasks(found: dict[str, Any]) -> None:
-    assert list(found) == ["edit, T = 0.8", "free, T = 0.8"]
-    for task in found.values():
+def of_tasks(results: dict[str, Any]) -> None:
+    assert list(results) == ["edit, T = 0.8", "free, T = 0.8"]
+    for task in results.values():
         assert list(task["compared"]) == ["plain", "auto", "fixed 3", "fixed 7", "fixed 15"]
         assert set(task["auto_over"]) == {"plain", task["best_fixed"]}
 
 
-def of_readme(found: dict[str, Any]) -> None:
+def of_readme(results: dict[str, Any]) -> None:
     names = ["edit, Q8_0", "edit, BF16", "json, Q8_0", "json, BF16", "vote, Q8_0"]
-    assert list(found) == names
-    assert all(found[name]["same_texts"] == 1 for name in names[:4])
+    assert list(results) == names
+    assert all(results[name]["same_texts"] == 1 for name in names[:4])
 
 
-def of_resident(found: dict[str, Any]) -> None:
-    for load in found["loads"].values():
+def of_resident(results: dict[str, Any]) -> None:
+    for load in results["loads"].values():
         evaluated = load["evaluated_tokens"]
         assert evaluated["Engine, prefix cache"] <= 1.05 * load["distinct_tokens"]
         assert evaluated["Engine"] > 1.5 * load["distinct_tokens"]
-    assert set(found["async"]) == {"1", "2"}
-    assert set(found["compaction_ms"]) == {"copying K/V", "decoding again"}
+    assert set(results["async"]) == {"1", "2"}
+    assert set(results["compaction_ms"]) == {"copying K/V", "decoding again"}
 
 
-def of_layouts(found: dict[str, Any]) -> None:
+def of_layouts(results: dict[str, Any]) -> None:
     both = {"Engine, unified cache", "Engine, own cells", "one after another"}
     expected = {"1 x 20": both - {"Engine, own cells"}, "2 x 20": both}
-    assert {name: set(load["compared"]) for name, load in found.items()} == expected
+    assert {name: set(load["compared"]) for name, load in results.items()} == expected
 
 
-def of_kv_types(found: dict[str, Any]) -> None:
-    (types,) = found.values()
+def of_kv_types(results: dict[str, Any]) -> None:
+    (types,) = results.values()
     assert set(types) == {"f16", "bf16", "q8_0"}
     assert types["bf16"]["difference"] == types["q8_0"]["difference"] == 0
 
 
-def of_length(found: dict[str, Any]) -> None:
-    (each,) = found.values()
-    bare = {name for name in each["tokens_per_s"] if name.startswith("bare")}
+def of_length(results: dict[str, Any]) -> None:
+    (result,) = results.values()
+    bare = {name for name in result["tokens_per_s"] if name.startswith("bare")}
     contexts = {"default", "own cells", "exact"}
-    assert set(each["tokens_per_s"]) == contexts | bare | {"Llama"} and len(bare) == 4
+    assert set(result["tokens_per_s"]) == contexts | bare | {"Llama"} and len(bare) == 4
     for name in contexts | bare:
-        assert all(rate["median"] > 0 for rate in each["tokens_per_s"][name].values())
-    for figure, best in each["best_bare"].items():
-        medians = {name: each["tokens_per_s"][name][figure]["median"] for name in bare}
+        assert all(rate["median"] > 0 for rate in result["tokens_per_s"][name].values())
+    for figure, best in result["best_bare"].items():
+        medians = {name: result["tokens_per_s"][name][figure]["median"] for name in bare}
         assert medians[best] == max(medians.values())
-        turns = zip(each["runs"]["default"][figure], each["runs"][best][figure], strict=True)
+        turns = zip(result["runs"]["default"][figure], result["runs"][best][figure], strict=True)
         ratios = sorted(ours / theirs for ours, theirs in turns)
         assert len(ratios) == (1 if figure == "read" else 3)
-        ratio = each["ratios"]["default"][f"{figure}, best bare"]["median"]
+        ratio = result["ratios"]["default"][f"{figure}, best bare"]["median"]
         assert ratio == pytest.approx(ratios[len(ratios) // 2])
 
 
 def test_runs_of_long_prompts_are_merged_from_a_file(tmp_path: Path) -> None:
-    """Turns of a model, length and build add up; a contestant that is not in all of them is left out."""
+    """Runs with the same model, length and build are summed; a contestant missing in one is left out."""
     figures = {"read": [9.0], "one text": [6.0], "eight forks": [8.0], "eight texts": [math.nan]}
     bare = {name: [2 * rate for rate in rates] for name, rates in figures.items()}
     runs = {"default": figures, "bare f16, plain, 128": bare}
@@ -154,10 +154,10 @@ def test_runs_of_long_prompts_are_merged_from_a_file(tmp_path: Path) -> None:
     faster = {"default": figures | {"read": [27.0]}, "bare f16, plain, 128": bare, "Llama": bare}
     entries = [entry, entry | {"length": 2000}, entry | {"runs": faster}]
     lines = tmp_path / "lines.jsonl"
-    lines.write_text("".join(f"{json.dumps(each)}\n" for each in entries))
-    found = program("length", tmp_path, "--merge", str(lines))["results"]
-    assert set(found) == {"m, 500, AVX2", "m, 2000, AVX2"}
-    both = found["m, 500, AVX2"]
+    lines.write_text("".join(f"{json.dumps(entry)}\n" for entry in entries))
+    results = program("length", tmp_path, "--merge", str(lines))["results"]
+    assert set(results) == {"m, 500, AVX2", "m, 2000, AVX2"}
+    both = results["m, 500, AVX2"]
     assert set(both["tokens_per_s"]) == {"default", "bare f16, plain, 128"}
     assert both["tokens_per_s"]["default"]["read"] == {"median": 18.0, "low": 9.0, "high": 27.0}
     ratio = both["ratios"]["default"]["read, best bare"]
@@ -165,25 +165,25 @@ def test_runs_of_long_prompts_are_merged_from_a_file(tmp_path: Path) -> None:
     assert both["tokens_per_s"]["default"]["eight texts"]["median"] is None
 
 
-def of_edges(found: dict[str, Any]) -> None:
-    assert set(found["curve"]) == {str(n) for n in range(1, 10)}
-    assert set(found["opening"]) == {"exactness_s"}
+def of_edges(results: dict[str, Any]) -> None:
+    assert set(results["curve"]) == {str(n) for n in range(1, 10)}
+    assert set(results["opening"]) == {"exactness_s"}
     kinds = ("Engine(model, parallel=8)", "one cache")
-    assert set(found["engine"]) == {f"{n}, {kind}" for n in (8, 16) for kind in kinds}
+    assert set(results["engine"]) == {f"{n}, {kind}" for n in (8, 16) for kind in kinds}
 
 
-def of_folders(found: dict[str, Any]) -> None:
-    found = found["folders"]
-    assert list(found) == ["plain, T = 0.8", "4 drafted, T = 0.8"]
-    for name, times in found.items():
+def of_folders(results: dict[str, Any]) -> None:
+    results = results["folders"]
+    assert list(results) == ["plain, T = 0.8", "4 drafted, T = 0.8"]
+    for name, times in results.items():
         assert sum(times["parts_s"].values()) == pytest.approx(times["total_s"])
         assert times["ours_s"] == pytest.approx(times["total_s"] - times["parts_s"]["llama_decode"])
         assert ("speculative/" in times["parts_s"]) == (name != "plain, T = 0.8")
 
 
-def of_growth(found: dict[str, Any]) -> None:
-    assert list(found["growth"]["cells"]) == ["64", "128"]
-    assert list(found["growth"]["branches"]) == ["1", "2"]
+def of_growth(results: dict[str, Any]) -> None:
+    assert list(results["growth"]["cells"]) == ["64", "128"]
+    assert list(results["growth"]["branches"]) == ["1", "2"]
 
 
 @needs_gguf
@@ -209,16 +209,16 @@ def test_benchmark_ends_with_one_json_line(
     if name == "step" and not core.available:
         pytest.skip("the compiled core is not built")
     plots = cache / "plots"
-    found = program(name, cache, *(str(plots) if x == "plots" else x for x in arguments))
-    assert found["benchmark"] == name
-    assert {"hardware", "versions", "models", "settings", "results"} <= set(found)
-    assert all(len(model["hash"]) == 64 for model in found["models"].values())
-    assert {"llamabranch", "llama_cpp_python", "llama_cpp"} <= set(found["versions"])
-    assert found["results"]
-    check(found["results"])
+    report = program(name, cache, *(str(plots) if x == "plots" else x for x in arguments))
+    assert report["benchmark"] == name
+    assert {"hardware", "versions", "models", "settings", "results"} <= set(report)
+    assert all(len(model["hash"]) == 64 for model in report["models"].values())
+    assert {"llamabranch", "llama_cpp_python", "llama_cpp"} <= set(report["versions"])
+    assert report["results"]
+    check(report["results"])
     if check is of_growth:
-        for made in ("growth-cells.png", "growth-branches.png"):
-            assert (plots / made).read_bytes().startswith(b"\x89PNG")
+        for picture in ("growth-cells.png", "growth-branches.png"):
+            assert (plots / picture).read_bytes().startswith(b"\x89PNG")
 
 
 @needs_gguf
@@ -293,11 +293,11 @@ def test_run_lists_every_program() -> None:
 
 def test_contestants_take_turns_in_alternating_order_with_fresh_state() -> None:
     seen: list[str] = []
-    made: list[tuple[str, int]] = []
+    calls: list[tuple[str, int]] = []
 
     def contestant(name: str) -> Maker:
         def make(run: int) -> object:
-            made.append((name, run))
+            calls.append((name, run))
 
             def work(item: int) -> Timing:
                 seen.append(f"{name}{item}")
@@ -307,12 +307,12 @@ def test_contestants_take_turns_in_alternating_order_with_fresh_state() -> None:
 
         return make  # type: ignore[return-value]
 
-    found = interleave({"a": contestant("a"), "b": contestant("b")}, n_runs=2, n_items=2)
+    timed = interleave({"a": contestant("a"), "b": contestant("b")}, n_runs=2, n_items=2)
     assert seen == ["a0", "b0", "a0", "b0", "b1", "a1", "b0", "a0", "a1", "b1"]
-    assert made == [("a", -1), ("b", -1), ("a", 0), ("b", 0), ("a", 1), ("b", 1)]
-    assert found["a"].rates == [2.0, 2.0]
+    assert calls == [("a", -1), ("b", -1), ("a", 0), ("b", 0), ("a", 1), ("b", 1)]
+    assert timed["a"].rates == [2.0, 2.0]
     timing.interleave({"c": contestant("c")}, n_runs=2, n_items=1, first_run=3)
-    assert made[-2:] == [("c", 3), ("c", 4)]  # which determine the seeds
+    assert calls[-2:] == [("c", 3), ("c", 4)]  # the numbers of the runs, which determine the seeds
 
 
 def test_a_stopped_run_keeps_the_items_that_all_contestants_finished() -> None:
@@ -324,9 +324,9 @@ def test_a_stopped_run_keeps_the_items_that_all_contestants_finished() -> None:
 
         return lambda run: work
 
-    found = interleave({"a": contestant(2), "b": contestant(1)}, n_runs=2, n_items=4)
-    assert [len(run) for run in found["a"].runs] == [2]
-    assert [len(run) for run in found["b"].runs] == [2]
+    timed = interleave({"a": contestant(2), "b": contestant(1)}, n_runs=2, n_items=4)
+    assert [len(run) for run in timed["a"].runs] == [2]
+    assert [len(run) for run in timed["b"].runs] == [2]
     at_once = timing.interleave({"a": contestant(-1)}, n_runs=2, n_items=4)
     assert at_once["a"].runs == []
 
@@ -342,33 +342,33 @@ def test_ratio_is_the_median_of_ratios_within_a_run_and_the_interval_goes_by_ite
     assert fast.rate == Spread(12.0, 3.0, 12.0)
     assert fast.total == Timing(36, 6.0) and fast.step_s == pytest.approx(1 / 6)
     assert math.isnan(Series().step_s)
-    found = series((1, 1, 1), (1, 1, 1)).interval(series((2, 2, 2), (3, 3, 3)))
-    assert (found.low, found.median, found.high, found.n) == (2.0, 2.5, 3.0, 6)
+    interval = series((1, 1, 1), (1, 1, 1)).interval(series((2, 2, 2), (3, 3, 3)))
+    assert (interval.low, interval.median, interval.high, interval.n) == (2.0, 2.5, 3.0, 6)
 
 
 @pytest.mark.parametrize("n", [6, 7, 8, 9, 12, 13, 20, 36, 100])
 def test_interval_of_the_median_covers_it_in_95_of_100(n: int) -> None:
-    """Each of n ratios is below the true median with probability 1/2: this alone gives the coverage."""
+    """Each of n ratios is below the true median with probability 1/2, and this gives the coverage."""
     values = [float(i) for i in range(n)]
-    found = Interval.of(values[::-1])
-    below, above = int(found.low), int(found.high)
+    interval = Interval.of(values[::-1])
+    below, above = int(interval.low), int(interval.high)
     assert below == n - 1 - above
 
     def covered(low: int, high: int) -> float:
-        """Chance that more than ``low`` and at most ``high`` of n tosses are heads."""
+        """Return the chance that more than ``low`` and at most ``high`` of n tosses are heads."""
         return float(sum(math.comb(n, k) for k in range(low + 1, high + 1)) / 2**n)
 
     assert covered(below, above) >= 0.95
-    assert covered(below + 1, above - 1) < 0.95  # a narrower one would not
-    assert found.n == n
-    assert found.low <= found.median <= found.high
+    assert covered(below + 1, above - 1) < 0.95  # a narrower interval would not
+    assert interval.n == n
+    assert interval.low <= interval.median <= interval.high
 
 
 def test_too_few_pairs_have_no_interval_and_no_verdict() -> None:
     for n in range(6):
-        found = Interval.of([2.0] * n)
-        assert math.isnan(found.low) and math.isnan(found.high)
-        assert found.verdict == "inconclusive"
+        interval = Interval.of([2.0] * n)
+        assert math.isnan(interval.low) and math.isnan(interval.high)
+        assert interval.verdict == "inconclusive"
     assert Interval.of([]).as_dict() == {"median": None, "low": None, "high": None, "n": 0}
     assert Interval.of([2.0] * 6).verdict == "faster"
     assert Interval.of([0.5] * 6).verdict == "slower"
@@ -394,7 +394,7 @@ def test_costs_leave_the_context_empty_also_when_stop_returns_true(ctx: lb.Conte
     with lb.Branch.start(ctx, "Once upon", temperature=0.8, seed=1) as branch:
         step = step_cost(branch, 3)
     assert 0 < step.share < 1
-    assert [len(each) for each in verify_times(ctx, (1, 2), repeats=2).values()] == [2, 2]
+    assert [len(seconds) for seconds in verify_times(ctx, (1, 2), repeats=2).values()] == [2, 2]
     with pytest.raises(Stopped):
         verify_times(ctx, (1, 2), n_prefix=8, repeats=2, stop=lambda: True)
     assert ctx.usage().cells_used == 0
@@ -479,7 +479,7 @@ def test_padded_model_computes_its_source(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Weights are copied bit for bit, added outputs are zero: only the order of sums may differ.
+    """Weights are copied bit for bit and added outputs are zero, so only the order of sums may differ.
 
     A limit of the width makes the model deeper; F16 is compared with the source in F16.
     """
@@ -494,11 +494,11 @@ def test_padded_model_computes_its_source(
     tokens = target.tokenize(PROMPTS[0])
     wanted = logits(source, tokens)
     assert np.abs(logits(path, tokens) - wanted).max() < error * wanted.std()
-    with lb.Model(path) as made:
-        assert abs(made.n_params - 12_000_000) < 1_200_000
-        assert made.file_type == weights.upper()
-        assert (made.n_layer > target.n_layer) == (widest is not None)
-        assert target.compatibility(made) and is_padded(made)
+    with lb.Model(path) as copy:
+        assert abs(copy.n_params - 12_000_000) < 1_200_000
+        assert copy.file_type == weights.upper()
+        assert (copy.n_layer > target.n_layer) == (widest is not None)
+        assert target.compatibility(copy) and is_padded(copy)
     assert not is_padded(target)
     for n_params, kind, message in ((1_000_000, "q8_0", "more than"), (12_000_000, "q4_0", "q4_0")):
         with pytest.raises(ValueError, match=message):

@@ -1,7 +1,7 @@
-"""Text that a branch reads after it has generated: the next message of a conversation.
+"""Text that a branch reads after it has generated some, such as the next message of a conversation.
 
-The laws: a branch with appended text is, to the bit, one that has read the same tokens from the start;
-rewinding, forking and saving it give what they give without the append.
+The laws: a branch with appended text equals, to the bit, a branch that has read the same tokens from the
+start. Rewinding, forking and saving it work as without the append.
 """
 
 from __future__ import annotations

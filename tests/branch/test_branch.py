@@ -69,11 +69,11 @@ def test_changing_settings_keeps_the_seed(ctx: Context) -> None:
         lambda branch: branch.resample(SamplingParams(temperature=1.0)),
     ]
     texts = set()
-    for made in (children[0], children[2], restored):
+    for source in (children[0], children[2], restored):
         for change in changes:
-            with made.fork() as branch, made.fork() as same:
+            with source.fork() as branch, source.fork() as same:
                 change(branch)
-                assert branch.seed == made.seed != WARM.seed
+                assert branch.seed == source.seed != WARM.seed
                 texts.add(tuple(generate(branch)))
                 assert branch.sampling.logit_bias == {5: -1.0} or branch.tokens == (
                     same.tokens + generate(same)
@@ -115,7 +115,7 @@ def test_without_a_seed_every_branch_picks_one(ctx: Context) -> None:
     assert generate(again) == branches[0].generated
 
 
-# The compiled core decodes, measures and draws in one call; here it is what separate calls make.
+# The compiled core decodes, measures and draws in one call. It must equal separate calls.
 IN_ONE_CALL: list[dict[str, Any]] = [
     {},
     {"temperature": 0.0},
@@ -126,35 +126,38 @@ IN_ONE_CALL: list[dict[str, Any]] = [
 
 
 def _apart(branch: Branch, n: int) -> list[lb.Produced]:
-    made = []
+    tokens = []
     for _ in range(n):
-        made.append(branch.produce())
-        if made[-1].is_stop:
+        tokens.append(branch.produce())
+        if tokens[-1].is_stop:
             break
-        branch.commit(made[-1].token)
-    return made
+        branch.commit(tokens[-1].token)
+    return tokens
 
 
 @pytest.mark.parametrize("settings", IN_ONE_CALL, ids=str)
 def test_step_is_produce_and_commit(ctx: Context, settings: dict[str, Any]) -> None:
     for seed in range(3):
-        with Branch.start(ctx, "Once upon a time", seed=seed, **settings) as one, one.fork() as two:
-            together = [one.step() for _ in range(40)]
-            apart = _apart(two, 40)
+        with (
+            Branch.start(ctx, "Once upon a time", seed=seed, **settings) as stepping,
+            stepping.fork() as apart_branch,
+        ):
+            together = [stepping.step() for _ in range(40)]
+            apart = _apart(apart_branch, 40)
             assert together[: len(apart)] == apart
 
 
 def test_token_drawn_ahead_is_dropped_where_the_seed_changes(ctx: Context) -> None:
-    with Branch.start(ctx, "Once upon a time", seed=1) as one, one.fork() as two:
+    with Branch.start(ctx, "Once upon a time", seed=1) as ahead, ahead.fork() as fresh:
         for _ in range(3):
-            produced = one.step()
-            two.commit(produced.token)
-        one.reseed(99)
-        two.reseed(99)
-        assert one.produce() == two.produce()
-        one.resample(one.sampling.replace(temperature=1.7))
-        two.resample(two.sampling.replace(temperature=1.7))
-        assert one.produce() == two.produce()
+            produced = ahead.step()
+            fresh.commit(produced.token)
+        ahead.reseed(99)
+        fresh.reseed(99)
+        assert ahead.produce() == fresh.produce()
+        ahead.resample(ahead.sampling.replace(temperature=1.7))
+        fresh.resample(fresh.sampling.replace(temperature=1.7))
+        assert ahead.produce() == fresh.produce()
 
 
 # -- generating ----------------------------------------------------------------------------------
@@ -240,7 +243,7 @@ GENERATIONS: dict[str, Callable[[Branch], object]] = {
 def test_a_branch_has_one_generation_at_a_time(first: str, second: str, ctx: Context) -> None:
     branch = Branch.start(ctx, "Once upon a time", temperature=0.0)
     plain = branch.fork().generate_text(8)
-    prepared = branch.generate(4)  # not begun: it is in nobody's way
+    prepared = branch.generate(4)  # a generation that has not begun does not block others
     running: Any = GENERATIONS[first](branch)
     name = "next_token" if first == "InferenceSession" else "__next__"
     advance: Callable[[], lb.Produced] = getattr(running, name)
@@ -287,15 +290,15 @@ def test_a_forgotten_generation_with_penalties_ends_in_silence(
     monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
     with lb.load(n_threads=1, chat_template="chatml") as ctx:
         if kind == "Chat":
-            held: list[object] = [lb.Chat(ctx, sampling=settings).send("A king")]
+            objects: list[object] = [lb.Chat(ctx, sampling=settings).send("A king")]
         else:
             branch = Branch.start(ctx, "Once upon a time", sampling=settings)
-            held = [branch, GENERATIONS[kind](branch)]
+            objects = [branch, GENERATIONS[kind](branch)]
             del branch
         for _ in range(3):
-            next(held[-1])  # type: ignore[call-overload]
-        held.append(held)  # garbage in a cycle, whose parts go in any order
-        del held
+            next(objects[-1])  # type: ignore[call-overload]
+        objects.append(objects)  # a cycle: its parts are collected in any order
+        del objects
         gc.collect()
         assert unraisable == []
         assert ctx.usage().cells_used == 0
@@ -322,13 +325,13 @@ def test_start_names_the_settings_and_repr_shows_last_words(ctx: Context) -> Non
 
 def test_log_probs_are_the_models_own(ctx: Context) -> None:
     with Branch.start(ctx, STORY, temperature=0.0) as branch:
-        found = branch.log_probs()
-        assert found.shape == (ctx.model.n_vocab,) and found.dtype == np.float64
-        assert math.isclose(math.fsum(np.exp(found)), 1.0, abs_tol=1e-6)
-        for token in (0, 5, int(found.argmax())):
-            assert found[token] == pytest.approx(-branch.surprisal(token), abs=1e-12)
-        assert branch.distribution().ids.tolist() == [int(found.argmax())]  # a point at T = 0
-        found[:] = 0.0
+        log_probs = branch.log_probs()
+        assert log_probs.shape == (ctx.model.n_vocab,) and log_probs.dtype == np.float64
+        assert math.isclose(math.fsum(np.exp(log_probs)), 1.0, abs_tol=1e-6)
+        for token in (0, 5, int(log_probs.argmax())):
+            assert log_probs[token] == pytest.approx(-branch.surprisal(token), abs=1e-12)
+        assert branch.distribution().ids.tolist() == [int(log_probs.argmax())]  # a point at T = 0
+        log_probs[:] = 0.0
         assert branch.log_probs()[0] < 0.0
 
 
@@ -364,7 +367,7 @@ def test_extend_returns_the_rows_of_its_tokens(ctx: Context) -> None:
 
 
 def test_perplexity_counts_what_was_generated(ctx: Context) -> None:
-    """Nothing generated has no perplexity, and likelihood 1."""
+    """A branch that has generated nothing has no perplexity, and likelihood 1."""
     root = Branch.start(ctx, STORY, sampling=WARM)
     first = [t.logprob for t in root.generate(4)]
     child = root.fork()

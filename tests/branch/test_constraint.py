@@ -1,4 +1,4 @@
-"""constraint=: texts that keep a rule in Python, drawn as if refused tokens had no probability."""
+"""constraint=: texts that follow a rule in Python, drawn as if refused tokens had no probability."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ def test_drafts_change_no_text_and_what_refuses_nothing_neither(
         texts = []
         for drafter in (None, SuffixDrafter(), lb.speculative.PromptLookupDrafter()):
             with root.fork() as branch:
-                found = branch.generate(40, drafter=drafter, constraint=anything).finish()
+                generation = branch.generate(40, drafter=drafter, constraint=anything).finish()
                 assert branch.finish_reason == reason
                 assert branch.sequence.sampler.constraint is None
             plain = [t._replace(source="") for t in free.emitted]
-            assert [t._replace(source="") for t in found.emitted] == plain
-            assert found.stats.constraint_rejections == 0
-            n = len(found.tokens)
-            assert n <= found.stats.constraint_calls <= 2 * n + 2
+            assert [t._replace(source="") for t in generation.emitted] == plain
+            assert generation.stats.constraint_rejections == 0
+            n = len(generation.tokens)
+            assert n <= generation.stats.constraint_calls <= 2 * n + 2
             with root.fork() as branch:
-                found = branch.generate(40, drafter=drafter, constraint=no_e).finish()
-                assert branch.tokens[root.position :] == found.tokens
-            texts.append(found.tokens)
-            assert no_e(found.text) and len(found.tokens) > 20
+                generation = branch.generate(40, drafter=drafter, constraint=no_e).finish()
+                assert branch.tokens[root.position :] == generation.tokens
+            texts.append(generation.tokens)
+            assert no_e(generation.text) and len(generation.tokens) > 20
         assert texts[0] == texts[1] == texts[2]
 
 
@@ -90,22 +90,22 @@ def test_each_token_is_the_first_allowed_one_in_the_order_of_the_draw(ctx: Conte
 
 
 def test_after_the_tokens_that_settings_leave_the_most_probable_follow(ctx: Context) -> None:
-    """top_k = 1 leaves one token; at temperature 0 it is the same order."""
-    found = []
+    """top_k = 1 leaves one token. At temperature 0 the order is the same."""
+    token_ids = []
     for temperature, top_k in ((0.0, 40), (0.7, 1)):
         with Branch.start(ctx, STORY, seed=1, temperature=temperature, top_k=top_k) as root:
             generation = root.generate(12, constraint=no_e).finish()
-            found.append(generation.tokens)
+            token_ids.append(generation.tokens)
             with Branch.start(ctx, STORY) as again:
                 text = ""
                 for token in generation.tokens:
                     order = np.argsort(-again.log_probs(), kind="stable").tolist()
-                    pieces = (ctx.model.piece(each).decode("utf-8", "replace") for each in order)
+                    pieces = (ctx.model.piece(token).decode("utf-8", "replace") for token in order)
                     allowed = (no_e(text + piece) for piece in pieces)
                     assert order[next(i for i, ok in enumerate(allowed) if ok)] == token
                     text += ctx.model.piece(token).decode()
                     again.commit(token)
-    assert found[0] == found[1]
+    assert token_ids[0] == token_ids[1]
 
 
 def test_a_text_ends_where_it_is_complete(ctx: Context) -> None:
@@ -114,9 +114,9 @@ def test_a_text_ends_where_it_is_complete(ctx: Context) -> None:
             for seed in range(6):
                 with root.fork() as branch:
                     branch.reseed(seed)
-                    found = branch.generate(60, stop, constraint=Short()).finish()
-                assert Short().prefix(found.text)
-                assert found.finish_reason != "stop" or Short().complete(found.text)
+                    generation = branch.generate(60, stop, constraint=Short()).finish()
+                assert Short().prefix(generation.text)
+                assert generation.finish_reason != "stop" or Short().complete(generation.text)
 
 
 def test_what_comes_before_a_stop_string_must_be_complete(ctx: Context) -> None:
@@ -135,9 +135,11 @@ def test_what_comes_before_a_stop_string_must_be_complete(ctx: Context) -> None:
         for seed in range(6):
             with root.fork() as branch:
                 branch.reseed(seed)
-                found = branch.generate(60, [",", "."], constraint=Even()).finish()
-                if found.finish_reason == "stop":
-                    assert found.text.count(" ") % 2 == 0 and not set(",.") & set(found.text)
+                generation = branch.generate(60, [",", "."], constraint=Even()).finish()
+                if generation.finish_reason == "stop":
+                    assert generation.text.count(" ") % 2 == 0 and not set(",.") & set(
+                        generation.text
+                    )
                     ended += 1
         assert ended >= 3
         assert not any(set(",.") & set(text) for text in asked)
@@ -149,25 +151,25 @@ def test_a_grammar_masks_first(ctx: Context) -> None:
         for seed in range(8):
             with root.fork() as branch:
                 branch.reseed(seed)
-                found = branch.generate(30, constraint=no_e, drafter=SuffixDrafter()).finish()
-            assert re.fullmatch(" [a-df-z]{1,6} [a-df-z]{1,6}\\.", found.text)
+                generation = branch.generate(30, constraint=no_e, drafter=SuffixDrafter()).finish()
+            assert re.fullmatch(" [a-df-z]{1,6} [a-df-z]{1,6}\\.", generation.text)
 
 
 def test_a_constraint_gets_whole_characters(toy: lb.Model) -> None:
     def is_wide(text: str) -> bool:
-        """Letters of two to four bytes alone."""
+        """Allow only letters of two to four bytes."""
         return all(ord(c) > 127 and c != "\ufffd" for c in text)
 
     with (
         Context(toy, n_ctx=256, n_seq_max=2, n_threads=1) as ctx,
         Branch.start(ctx, [3, 4], temperature=1.0, seed=3, top_k=0, min_p=0.0) as root,
     ):
-        found = root.generate(60, constraint=is_wide).finish()
-        whole = "".join(token.text for token in found.emitted)
+        generation = root.generate(60, constraint=is_wide).finish()
+        whole = "".join(token.text for token in generation.emitted)
         assert is_wide(whole) and len(whole) >= 10
         assert {len(c.encode()) for c in whole} & {2, 3, 4}
-        # Characters of several tokens are asked about once, with their last token.
-        assert found.stats.constraint_calls < found.stats.constraint_rejections + 60
+        # The constraint is called once for a character of several tokens: with its last token.
+        assert generation.stats.constraint_calls < generation.stats.constraint_rejections + 60
 
 
 def test_between_two_tokens_a_branch_may_be_used(ctx: Context) -> None:
@@ -179,14 +181,14 @@ def test_between_two_tokens_a_branch_may_be_used(ctx: Context) -> None:
             assert first + branch.generate(12, constraint=no_e).finish().tokens == whole
         with root.fork() as branch:
             generation = branch.generate(20, constraint=no_e)
-            given = [next(generation).token for _ in range(6)]
+            token_ids = [next(generation).token for _ in range(6)]
             with branch.fork() as child:
                 assert child.sequence.sampler.constraint is None
                 free = child.generate(14).finish().text
                 assert not no_e(free)
             branch.rewind(branch.position - 3)
-            given = given[:3] + [token.token for token in generation]
-            assert given == whole[:3] + whole[3:20][: len(given) - 3]
+            token_ids = token_ids[:3] + [token.token for token in generation]
+            assert token_ids == whole[:3] + whole[3:20][: len(token_ids) - 3]
             assert branch.sequence.sampler.constraint is None
 
 
@@ -211,20 +213,20 @@ def test_complete_and_generate_agree(ctx: Context, settings: dict[str, Any]) -> 
 def test_preempted_texts_go_on_under_their_constraint(target: lb.Model) -> None:
     endless = lb.SamplingParams(temperature=0.8, seed=1, logit_bias={target.eos or 0: -1e9})
     request = lb.Request(STORY, n=5, max_tokens=70, sampling=endless, constraint=no_e)
-    found = []
+    outcomes = []
     for n_ctx in (2048, 256):
         with Context(target, n_ctx=n_ctx, n_seq_max=6, n_threads=1, batch_invariant=True) as ctx:
             results = lb.Engine(ctx).generate([request])
-            found.append([(result.tokens, no_e(result.text)) for result in results])
+            outcomes.append([(result.tokens, no_e(result.text)) for result in results])
             n_preempted = sum(result.num_preemptions for result in results)
             assert (n_preempted > 0) == (n_ctx == 256)
-    assert found[0] == found[1]
-    assert all(keeps and len(tokens) == 70 for tokens, keeps in found[0])
+    assert outcomes[0] == outcomes[1]
+    assert all(keeps and len(tokens) == 70 for tokens, keeps in outcomes[0])
 
 
 def test_a_dead_end_keeps_the_text_so_far(ctx: Context) -> None:
     def three(text: str) -> bool:
-        """Nothing is ever complete, and nothing follows the third character."""
+        """No text is complete, and no text has more than three characters."""
         return len(text) <= 3
 
     class Never:
@@ -234,18 +236,19 @@ def test_a_dead_end_keeps_the_text_so_far(ctx: Context) -> None:
         def complete(self, text: str) -> bool:
             return False
 
-    for given, most in ((Never(), 3), (lambda text: text == "", 0), (lambda text: False, 0)):
+    for constraint, most in ((Never(), 3), (lambda text: text == "", 0), (lambda text: False, 0)):
         with Branch.start(ctx, "The", temperature=0.8, seed=1) as root:
             n_free = ctx.n_seq_free
-            found = root.generate(10, constraint=given).finish()
+            generation = root.generate(10, constraint=constraint).finish()
             # A function that allows "" lets the text end there.
-            assert found.finish_reason == ("stop" if most == 0 and given("") else "constraint")  # type: ignore[operator]
-            assert len(found.text) <= most and root.tokens[1:] is not None
-            assert root.finish_reason == found.finish_reason
-            assert most or given("") or found.stats.constraint_calls <= 70  # type: ignore[operator]
+            ends = most == 0 and constraint("")  # type: ignore[operator]
+            assert generation.finish_reason == ("stop" if ends else "constraint")
+            assert len(generation.text) <= most and root.tokens[1:] is not None
+            assert root.finish_reason == generation.finish_reason
+            assert most or constraint("") or generation.stats.constraint_calls <= 70  # type: ignore[operator]
             assert ctx.n_seq_free == n_free
-        result = ctx.complete("The", max_tokens=10, seed=1, constraint=given)
-        assert result.finish_reason == found.finish_reason and len(result.text) <= most
+        result = ctx.complete("The", max_tokens=10, seed=1, constraint=constraint)
+        assert result.finish_reason == generation.finish_reason and len(result.text) <= most
         assert result.error is None
     ctx.audit()
 
@@ -259,7 +262,7 @@ def forgets(text: str) -> Any:
 
 
 class Moody:
-    """Refuses a text that it has allowed."""
+    """Refuses a text that it has allowed before."""
 
     def __init__(self) -> None:
         self.seen: set[str] = set()
@@ -274,7 +277,7 @@ class Moody:
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "message"),
     [
         (lambda: raises, "raised ZeroDivisionError"),
         (lambda: forgets, "must return True or False, not None"),
@@ -282,13 +285,13 @@ class Moody:
     ],
 )
 def test_a_faulty_constraint_is_a_typed_error(
-    ctx: Context, make: Callable[[], Any], told: str
+    ctx: Context, make: Callable[[], Any], message: str
 ) -> None:
     with Branch.start(ctx, "The", temperature=0.8, seed=1) as root:
         n_free, start = ctx.n_seq_free, root.position
         for drafter in (None, SuffixDrafter()):
             generation = root.generate(40, constraint=make(), drafter=drafter)
-            with pytest.raises(ConfigError, match=told) as raised:
+            with pytest.raises(ConfigError, match=message) as raised:
                 generation.finish()
             assert raised.value.hint
             assert root.tokens[start:] == generation.tokens

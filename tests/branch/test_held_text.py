@@ -1,4 +1,4 @@
-"""Text that is held back for a stop string is emitted in the end, however a generation ends.
+"""Text that is held back for a stop string is emitted at the end, however the generation ends.
 
 The stop string is the text's own continuation, so that some text is held back wherever it ends.
 """
@@ -30,7 +30,7 @@ def params(target: lb.Model) -> SamplingParams:
 
 @pytest.fixture(scope="module")
 def pieces(target: lb.Model, params: SamplingParams) -> list[str]:
-    """The text token by token, well beyond what the small context holds."""
+    """The text, token by token; it is much longer than the small context."""
     with (
         Context(target, n_ctx=1024, n_seq_max=1, n_threads=1) as ctx,
         Branch.start(ctx, [5] * N_PROMPT, sampling=params) as branch,
@@ -60,7 +60,7 @@ def stop_after(pieces: list[str], n: int) -> tuple[str, ...]:
 
 
 def shown(items: list[lb.Produced]) -> str:
-    """Return the emitted text; an item with ``is_stop`` is no token of it."""
+    """Return the emitted text. An item with ``is_stop`` does not belong to it."""
     for item in items:
         assert item.is_stop == (item.token == -1)
     assert not any(item.is_stop for item in items[:-1])

@@ -1,4 +1,4 @@
-"""Hidden states of a branch: llama.cpp's own, and the same after forks, rewinds and batches."""
+"""Hidden states of a branch equal llama.cpp's own, also after forks, rewinds and batches."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ HEAD = Path(lb.__file__).parent / "data" / "tale-eagle-q8_0.gguf"
 
 
 def of_llama_cpp(model: lb.Model, tokens: list[int]) -> dict[int, Any]:
-    """Return what a context of llama.cpp's own gives: its embeddings, and the output of each layer."""
-    found: dict[int, Any] = {}
+    """Return the embeddings and the output of each layer of a plain llama.cpp context."""
+    by_layer: dict[int, Any] = {}
     name, data = C._lib.ggml_get_name, C._lib.ggml_get_data
     name.restype, data.restype = ctypes.c_char_p, ctypes.c_void_p
     name.argtypes = data.argtypes = [ctypes.c_void_p]
@@ -39,7 +39,7 @@ def of_llama_cpp(model: lb.Model, tokens: list[int]) -> dict[int, Any]:
         called = name(tensor).decode()
         is_output = called.startswith("l_out-")
         if is_output and not asks:
-            found[int(called.removeprefix("l_out-")) + 1] = rows(data(tensor))
+            by_layer[int(called.removeprefix("l_out-")) + 1] = rows(data(tensor))
         return is_output or not asks
 
     params = C.llama_context_default_params()
@@ -47,14 +47,14 @@ def of_llama_cpp(model: lb.Model, tokens: list[int]) -> dict[int, Any]:
     params.embeddings, params.cb_eval = True, see
     ctx = C.llama_init_from_model(model.handle.ptr, params)
     try:
-        given = (C.llama_token * len(tokens))(*tokens)
-        assert C.llama_decode(ctx, C.llama_batch_get_one(given, len(tokens))) == 0
-        found[model.n_layer] = rows(
+        token_array = (C.llama_token * len(tokens))(*tokens)
+        assert C.llama_decode(ctx, C.llama_batch_get_one(token_array, len(tokens))) == 0
+        by_layer[model.n_layer] = rows(
             ctypes.cast(C.llama_get_embeddings(ctx), ctypes.c_void_p).value or 0
         )
     finally:
         C.llama_free(ctx)
-    return found
+    return by_layer
 
 
 def test_states_are_llama_cpps(target: lb.Model, toy: lb.Model) -> None:
@@ -64,10 +64,12 @@ def test_states_are_llama_cpps(target: lb.Model, toy: lb.Model) -> None:
             expected = of_llama_cpp(model, branch.tokens)
             assert set(expected) == set(range(1, model.n_layer + 1))
             for layer, rows in expected.items():
-                found = branch.hidden_states(layer)
-                assert found.shape == (branch.position, model.n_embd) and found.dtype == np.float32
-                np.testing.assert_allclose(found, rows, rtol=1e-3, atol=2e-2 * np.abs(rows).mean())
-                np.testing.assert_array_equal(branch.hidden_states(layer, 3), found[3:])
+                states = branch.hidden_states(layer)
+                assert (
+                    states.shape == (branch.position, model.n_embd) and states.dtype == np.float32
+                )
+                np.testing.assert_allclose(states, rows, rtol=1e-3, atol=2e-2 * np.abs(rows).mean())
+                np.testing.assert_array_equal(branch.hidden_states(layer, 3), states[3:])
             last = branch.hidden_state()
             np.testing.assert_array_equal(last, branch.hidden_state(model.n_layer))
             np.testing.assert_array_equal(

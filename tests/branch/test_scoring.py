@@ -1,4 +1,4 @@
-"""Given tokens are rated as NumPy rates them from the raw logits, and nothing changes."""
+"""Scores of tokens equal those that NumPy computes from the raw logits, and scoring changes nothing."""
 
 from __future__ import annotations
 
@@ -83,26 +83,26 @@ def test_a_grammar_does_not_matter(ctx: Context) -> None:
     bound = Branch.start(ctx, "The king", grammar='root ::= "x"')
     tokens = ctx.tokenize(" said", add_special=False)
     assert bound.score(tokens) == plain.score(tokens) == plain.score(" said")
-    found = BranchStore(ctx).score({bound: [" said"], plain: [tokens]})
-    assert found[bound] == found[plain] == [plain.score(tokens)]
+    scores = BranchStore(ctx).score({bound: [" said"], plain: [tokens]})
+    assert scores[bound] == scores[plain] == [plain.score(tokens)]
 
 
 @pytest.mark.parametrize("n_guests", [0, 5, 6])
 def test_many_continuations_of_many_branches(
     n_guests: int, ctx: Context, other_ctx: Context
 ) -> None:
-    """However few sequences are free: at last each is decoded in the branch's own."""
+    """With few free sequences too. If none is free, they are decoded in the branch's own sequence."""
     rng = np.random.default_rng(1)
     prompts = [random_tokens(rng, 15) for _ in range(2)]
     branches = [Branch.start(ctx, prompt) for prompt in prompts]
     guests = [Branch.create(ctx) for _ in range(n_guests)]
     work = {b: [random_tokens(rng, int(rng.integers(1, 40))) for _ in range(9)] for b in branches}
     n_before = ctx.decoder.n_decodes
-    found = BranchStore(ctx).score(work, top=1)
+    all_scores = BranchStore(ctx).score(work, top=1)
     if not n_guests:
         assert ctx.decoder.n_decodes - n_before <= 5
     for branch, prompt in zip(branches, prompts, strict=True):
-        for tokens, scores in zip(work[branch], found[branch], strict=True):
+        for tokens, scores in zip(work[branch], all_scores[branch], strict=True):
             check(other_ctx, prompt, tokens, scores, top=1)
             assert scores == branch.score(tokens, top=1)
     assert ctx.n_seq_free == 6 - n_guests
@@ -130,14 +130,14 @@ def test_continuations_that_do_not_fit_together_are_rated_in_turn(
 
 
 def test_common_beginnings_are_decoded_once_and_change_no_score(ctx: Context) -> None:
-    """Also those of two branches with the same tokens, which are read after each for itself."""
+    """Two branches with the same tokens share nothing: the texts are read after each of them."""
     rng = np.random.default_rng(4)
     prompt, shared = random_tokens(rng, 12), random_tokens(rng, 20)
-    one, two = Branch.start(ctx, prompt), Branch.start(ctx, prompt)
+    first, second = Branch.start(ctx, prompt), Branch.start(ctx, prompt)
     texts = [[*shared, 5, 6], [*shared, 7, 8, 9], shared, shared[:7]]
     n_before = ctx.decoder.n_decodes
-    found = BranchStore(ctx).score({one: texts, two: texts[:1]})
+    scores = BranchStore(ctx).score({first: texts, second: texts[:1]})
     assert ctx.decoder.n_decodes == n_before + 1
-    assert found[one] == [two.score(text) for text in texts]
-    assert found[two] == found[one][:1]
+    assert scores[first] == [second.score(text) for text in texts]
+    assert scores[second] == scores[first][:1]
     ctx.audit()

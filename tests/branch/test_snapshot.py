@@ -68,7 +68,7 @@ def small_ctx(small_toy: lb.Model) -> Iterator[lb.Context]:
 def test_loaded_branch_goes_on_to_the_bit(
     name: str, ctx: lb.Context, target: lb.Model, tmp_path: Path
 ) -> None:
-    """Nothing is decoded to load it, and everything is kept."""
+    """Loading decodes nothing and restores everything."""
     n = 4 if name == "grammar" else 25  # the grammar is in the middle of a list
     branch, path = _started(ctx, n, **SETTINGS[name]), tmp_path / "x.branch"
     if name == "steered":
@@ -111,9 +111,9 @@ PROGRAM = """
 def test_another_process_goes_on_to_the_bit(ctx: lb.Context, tmp_path: Path) -> None:
     branch = _started(ctx, **SETTINGS["penalties"])
     branch.save(tmp_path / "x.branch")
-    said = run_code(PROGRAM, ctx.model.path, tmp_path / "x.branch").strip()
+    output = run_code(PROGRAM, ctx.model.path, tmp_path / "x.branch").strip()
     tokens = [t.token for t in branch.generate(max_tokens=30)]
-    assert said == f"{tokens} {branch.logits.tobytes().hex()} {branch.perplexity().hex()}"
+    assert output == f"{tokens} {branch.logits.tobytes().hex()} {branch.perplexity().hex()}"
 
 
 def test_a_text_that_a_constraint_ended_is_kept(
@@ -167,7 +167,7 @@ def test_loading_that_is_refused_or_interrupted_leaves_nothing(
 def test_a_file_is_replaced_in_one_step_and_keeps_its_mode(
     small_ctx: lb.Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also behind a symbolic link; a new one is its owner's only, and its name may be a long one."""
+    """Behind a symbolic link too. A new file is readable by its owner only, and its name may be long."""
     branch = lb.Branch.start(small_ctx, [2, 3], seed=1)
     folder, link = tmp_path / "elsewhere", tmp_path / "link"
     folder.mkdir()
@@ -249,11 +249,11 @@ def test_another_model_or_setting_is_refused(tmp_path: Path) -> None:
             "another flash_attention": (model, {"kv_type": "bf16", "flash_attention": False}),
             "another rope": (model, {"rope_freq_scale": 0.5}),
         }
-        for what, (its_model, options) in cases.items():
+        for reason, (its_model, options) in cases.items():
             with lb.Context(its_model, n_ctx=256, n_threads=1, **options) as wrong:
-                with pytest.raises(SnapshotError, match=what):
+                with pytest.raises(SnapshotError, match=reason):
                     lb.Branch.load(wrong, tmp_path / "x.branch")
-                with pytest.raises(SnapshotError, match=what):
+                with pytest.raises(SnapshotError, match=reason):
                     lb.Branch.restore(wrong, branch.snapshot())
                 assert wrong.sequences.holders() == []
 
@@ -320,7 +320,7 @@ def refuse_mutated(ctx: lb.Context, saved: bytes, path: Path, n: int, seed: int)
 
 
 def test_no_mutated_file_is_accepted(small_ctx: lb.Context, saved: bytes, tmp_path: Path) -> None:
-    """With SOAK=20 in the environment there are twenty times as many."""
+    """SOAK=20 in the environment tries twenty times as many."""
     n = 2000 * int(os.environ.get("SOAK", "1"))
     refuse_mutated(small_ctx, saved, tmp_path / "mutated.branch", n, seed=20)
 
@@ -488,7 +488,7 @@ def test_a_forged_file_is_refused(
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "mamba", "lfm2"])
 def test_no_forged_state_harms_a_neighbour(architecture: str, tmp_path: Path) -> None:
-    """Arbitrary K/V is refused, or it is valid numbers and affects its own branch only."""
+    """Arbitrary K/V is refused, or its numbers are valid and affect only its own branch."""
     path = toys.write_toy(tmp_path / "toy.gguf", architecture)
     with (
         lb.Model(path) as model,
@@ -509,7 +509,7 @@ def test_no_forged_state_harms_a_neighbour(architecture: str, tmp_path: Path) ->
                 refused += 1
             else:
                 row = branch.extend([3])[0]
-                # A recurrent state is shared with nobody and may overflow.
+                # A recurrent state is not shared with other branches, and may overflow.
                 assert np.isfinite(row).all() or architecture in ("mamba", "lfm2")
                 branch.prune()
         assert refused > 50

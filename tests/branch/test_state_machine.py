@@ -12,7 +12,7 @@ from state_machine import long_settings, machine, tiny, tiny_window
 
 import llamabranch as lb
 
-N_KINDS = 18  # of the 22 kinds of steps that the rules count, at least
+N_KINDS = 18  # the least number of different steps; the rules count 22
 
 
 # The longer runs repeat the shorter ones with more steps.
@@ -36,7 +36,7 @@ def test_context_and_branches_match_the_reference(
         lb.Model(paths[which]()) as model,
         lb.Context(model, n_ctx=256, n_seq_max=2, n_threads=1, batch_invariant=exact) as clean,
     ):
-        # A token missing in the window may change the logits by little.
+        # A missing token of the window may change the logits only a little.
         close = 0.05 if which == "window" else CLOSE
         kind = machine(model, clean, exact=exact, name=f"{which.title()}Machine", close=close)
         gc.freeze()  # the library collects garbage whenever sequences run out

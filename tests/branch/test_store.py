@@ -1,4 +1,4 @@
-"""BranchStore: many branches in one decode, each as if alone; all of them change or none."""
+"""BranchStore: many branches in one decode, each as if it were alone. Either all change or none."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def facts(branch: Branch) -> Facts:
     return branch.tokens, branch.logits.tolist(), branch.log_likelihood(), branch.produce()
 
 
-def same(one: Branch, two: Branch) -> bool:
-    a, b = facts(one), facts(two)
+def same(first: Branch, second: Branch) -> bool:
+    a, b = facts(first), facts(second)
     return a[:2] == b[:2] and repr(a[2]) == repr(b[2]) and a[3] == b[3]
 
 
@@ -51,8 +51,8 @@ def test_step_is_stepping_in_turn_to_the_bit(
         assert list(produced) == group
         for branch in in_turn[: 1 + i % 6]:
             branch.step()
-    for one, two in zip(together, in_turn, strict=True):
-        assert same(one, two)
+    for stepped, alone in zip(together, in_turn, strict=True):
+        assert same(stepped, alone)
 
 
 @pytest.mark.parametrize("n_batch", [8, 32, 512])

@@ -24,7 +24,7 @@ import llamabranch as lb
 from llamabranch import Branch, Chat, Context
 from llamabranch.context.prefix_cache import n_common
 
-# Its rendering of earlier turns changes when a later one comes: only the last answer is complete.
+# A template that shortens earlier answers when a new turn comes: only the last answer is complete.
 CHANGING = (
     "{% for m in messages %}<{{ m.role }}>"
     "{% if m.role == 'assistant' and loop.index < loop.length - 1 %}{{ m.content[:4] }}"
@@ -51,7 +51,7 @@ def counting(ctx: Context) -> Iterator[list[int]]:
 
     def around(decode: Callable[[int], int], n: int) -> int:
         code = decode(n)
-        if code == 0:  # else there was no room, and nothing was computed
+        if code == 0:  # otherwise there was no room, and nothing was computed
             counts.append(n)
         return code
 
@@ -72,7 +72,7 @@ def by_hand(ctx: Context, answer: lb.chat.Answer, chat: Chat) -> list[int]:
 
 
 def n_distinct(texts: Sequence[Sequence[int]]) -> int:
-    """Return how many tokens texts have together, each beginning that they share counted once."""
+    """Return the number of tokens of all texts, counting shared beginnings once."""
     return len({tuple(text[: i + 1]) for text in texts for i in range(len(text))})
 
 
@@ -119,7 +119,7 @@ def test_ten_turns_with_a_retry_and_an_edit_evaluate_distinct_tokens_only(ctx: C
         with counting(ctx) as counts:
             answers = ten_turns(chat)
         texts = [answer.prompt + answer.tokens for answer in answers]
-        # Tokens with which a second answer begins like the first are drawn from logits of their own.
+        # A second answer may begin with the same tokens as the first; they are drawn from new logits.
         n_alike = n_common(answers[2].tokens, answers[3].tokens)
         assert sum(counts) == chat.stats.num_evaluated_tokens == n_distinct(texts) + n_alike
         assert len(chat.exchanges) == 9
@@ -207,7 +207,7 @@ def in_thread(call: Callable[[], object]) -> BaseException | None:
 
 
 def test_nothing_changes_a_chat_while_another_thread_answers(ctx: Context, tmp_path: Path) -> None:
-    """Neither while it reads the prompt nor while it generates; what is only read can be read."""
+    """Not while it reads the prompt and not while it generates. Reading its properties is allowed."""
     calls: dict[str, Callable[[], object]] = {
         "send": lambda: chat.send("And?").finish(), "retry": lambda: chat.retry(),
         "edit": lambda: chat.edit(1, "No."), "undo": lambda: chat.undo(), "fork": lambda: chat.fork(),
@@ -253,7 +253,7 @@ def test_a_thread_whose_answer_another_one_has_ended_is_told(ctx: Context) -> No
     assert [exchange.n_tokens for exchange in chat.exchanges] == [1, 6]
     second = chat.send("And the cook?")
     next(second)
-    assert in_thread(second.close) is None  # which is no message: somebody wants it to end
+    assert in_thread(second.close) is None  # no message: a request to end
     assert list(second) == []
     third = chat.send("And?")
     next(third)
@@ -373,7 +373,7 @@ def test_conversation_beyond_the_context_loses_whole_turns_and_keeps_the_system_
         assert 3 < cuts[-1] < 12
         assert len(chat.exchanges) == 12
         n_cut = cuts[-1]
-        for _ in range(2):  # a retry leaves out nothing anew
+        for _ in range(2):  # a retry drops no further turns
             assert chat.stats.num_cut_exchanges == chat.n_cut == n_cut
             chat.retry().finish()
         chat.send("And then?").close()  # taken back, as it has no token
@@ -402,7 +402,7 @@ def test_what_is_taken_back_or_edited_sees_what_was_seen_there(model: lb.Model) 
 def test_answer_ends_where_the_context_does(model: lb.Model) -> None:
     bias = dict.fromkeys(model.eog_tokens, -1e30)
     with talking(model, 256, 4, seed=2, logit_bias=bias) as chat:
-        for _ in range(3):  # others give way to each
+        for _ in range(3):  # the others make room for each
             answer = (chat.retry() if chat.exchanges else chat.send("One day")).finish()
             assert answer.finish_reason == "capacity"
             assert len(answer.prompt) + len(answer.tokens) in (256, 257)
@@ -440,7 +440,7 @@ def test_branch_of_an_answer_is_never_that_of_another_turn(memory: str, tmp_path
                 with pytest.raises(lb.errors.BranchStateError, match="pruned"):
                     old.branch.step()
         del answers, old
-        gc.collect()  # the end of a pruned branch is not the end of what took its place
+        gc.collect()  # the end of a pruned branch does not end the branch in its place
         assert chat.branch is not None and chat.branch.state != "pruned"
         assert context.n_seq_free == 0
         context.audit()
@@ -516,8 +516,8 @@ def test_turn_that_is_forked_or_rated_does_not_give_way_to_its_fork(model: lb.Mo
         assert first is not None
         tokens = first.tokens
         first.score([5, 6])
-        with first.fork() as one, first.fork() as two:
-            assert one.tokens == two.tokens == first.tokens == tokens
+        with first.fork() as fork, first.fork() as two:
+            assert fork.tokens == two.tokens == first.tokens == tokens
         second = chat.on(2)[0].branch
         assert second is not None and second.state != "pruned"
         work = {first: [[5, 6], [7, 8], [9, 5]], second: [[5, 6]]}
@@ -589,7 +589,7 @@ def test_every_memory_and_template_gives_what_a_branch_by_hand_gives(
 def test_ten_turns_with_a_retry_and_an_edit_evaluate_little_more_than_their_distinct_tokens(
     name: str, template: str, tmp_path: Path
 ) -> None:
-    """With fewer sequences than turns; the last answer is where it is in a context of its own."""
+    """With fewer sequences than turns, the last answer equals that of a context of its own."""
     write, swa_full = MEMORIES[name]
     path = write(
         tmp_path / "toy.gguf", vocab="bytes", metadata={"tokenizer.chat_template": template}
@@ -638,12 +638,12 @@ def test_chat_that_is_loaded_goes_on_with_the_same_text(
         assert again.branches == [1, 2]
         assert again.branch is not None
         with counting(fresh) as counts:
-            found = [again.send("And then?").finish()]
+            answers = [again.send("And then?").finish()]
             again.switch(1)
-            found.append(again.send("And then?").finish())
-        assert [answer.text for answer in found] == expected
-        # What the messages add, and the answers: the rest was there.
-        assert sum(counts) < sum(len(answer.prompt) for answer in found)
+            answers.append(again.send("And then?").finish())
+        assert [answer.text for answer in answers] == expected
+        # The tokens of the new messages and answers; the rest was cached.
+        assert sum(counts) < sum(len(answer.prompt) for answer in answers)
         fresh.audit()
 
 
@@ -667,7 +667,7 @@ def test_chat_saved_with_another_kv_type_is_read_again(model: lb.Model, tmp_path
             assert answer.tokens == by_hand(other, answer, again)
             again.save(folder)
         context.audit()
-        with Chat.load(context, folder) as same:  # which has K/V of this type now
+        with Chat.load(context, folder) as same:  # the file now has K/V of this type
             assert same.branch is not None
 
 
@@ -694,7 +694,7 @@ def test_another_chat_is_never_written_over(ctx: Context, tmp_path: Path) -> Non
             again.send("And then?").finish()
             again.save(folder)
             again.save(tmp_path / "copy")
-        chat.save(tmp_path / "copy")  # the same chat, which has gone on elsewhere
+        chat.save(tmp_path / "copy")  # the same chat, continued elsewhere
     (folder / "chat.json").write_text("damaged")
     with (
         Chat(ctx, seed=5) as chat,
@@ -795,7 +795,7 @@ def thinking_chat(**options: Any) -> Iterator[Chat]:
 def test_a_chat_thinks_as_a_call_does_and_keeps_its_thoughts(tmp_path: Path) -> None:
     with thinking_chat() as chat:
         first = chat.send("Tell me of a bear.")
-        pieces = [(one.text, one.is_thought) for one in first]
+        pieces = [(token.text, token.is_thought) for token in first]
         assert "".join(text for text, is_thought in pieces if is_thought).strip() == first.thought
         assert "".join(text for text, is_thought in pieces if not is_thought) == first.text
         asked: list[dict[str, object]] = [{"role": "user", "content": "Tell me of a bear."}]
@@ -804,9 +804,9 @@ def test_a_chat_thinks_as_a_call_does_and_keeps_its_thoughts(tmp_path: Path) -> 
             alone.thought, alone.text, alone.tokens
         )  # fmt: skip
         second = chat.send("And then?").finish()
-        told: list[dict[str, object]]
-        told = [*asked, alone.message, {"role": "user", "content": "And then?"}]
-        again = chat.ctx.chat(told, thinking=10, max_tokens=30, seed=3, drafter=None)
+        messages: list[dict[str, object]]
+        messages = [*asked, alone.message, {"role": "user", "content": "And then?"}]
+        again = chat.ctx.chat(messages, thinking=10, max_tokens=30, seed=3, drafter=None)
         assert (second.thought, second.text) == (again.thought, again.text)
         retried = chat.retry().finish()
         assert retried.thought != second.thought

@@ -68,19 +68,21 @@ def test_the_answer_goes_to_standard_output_and_the_steps_to_standard_error(
 
 def test_json_and_the_journal(model: Path, tools: Path, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
-    given = ["agent", "-m", model, "--tools", tools, "-t", "1", "--journal", path, "-s", "3"]
-    found = answer(*given, "-sys", "Help.", "one:", "go")
+    arguments = ["agent", "-m", model, "--tools", tools, "-t", "1", "--journal", path, "-s", "3"]
+    report = answer(*arguments, "-sys", "Help.", "one:", "go")
     assert (
-        found["text"] == "It is three." and found["finish_reason"] == "stop" and found["seed"] == 3
+        report["text"] == "It is three."
+        and report["finish_reason"] == "stop"
+        and report["seed"] == 3
     )
-    assert found["calls"] == [{"name": "add", "arguments": {"a": 1, "b": 2}}]
-    assert found["messages"][:2] == [
+    assert report["calls"] == [{"name": "add", "arguments": {"a": 1, "b": 2}}]
+    assert report["messages"][:2] == [
         {"role": "system", "content": "Help."}, {"role": "user", "content": "one: go"},
     ]  # fmt: skip
-    assert found["stats"]["generated"] == 2
+    assert report["stats"]["generated"] == 2
     with lb.load(model, n_ctx=4096) as ctx:
         assert [s.kind for s in replay(path, ctx)][-1] == "end"
-    assert "already exists" in said_by(*given, "one: go")
+    assert "already exists" in said_by(*arguments, "one: go")
 
 
 def test_what_a_function_prints_is_no_answer(model: Path, tmp_path: Path) -> None:
@@ -89,11 +91,11 @@ def test_what_a_function_prints_is_no_answer(model: Path, tmp_path: Path) -> Non
         "print('noise 1')\ndef add(a: int, b: int) -> int:\n    print('noise 2')\n    return a + b\n",
         encoding="utf-8",
     )
-    given = ["agent", "-m", model, "--tools", path, "-t", "1", "one: go"]
-    result = run(*given)
+    arguments = ["agent", "-m", model, "--tools", path, "-t", "1", "one: go"]
+    result = run(*arguments)
     assert result.stdout == "It is three.\n"
     assert "noise 1" in result.stderr and "noise 2" in result.stderr
-    assert answer(*given)["text"] == "It is three."
+    assert answer(*arguments)["text"] == "It is three."
 
 
 def test_on_a_terminal_texts_are_shown_as_they_are_written(model: Path, tools: Path) -> None:

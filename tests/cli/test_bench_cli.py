@@ -1,4 +1,4 @@
-"""``llamabranch bench`` on the bundled pair: what it says, draws and writes. No speed is asserted."""
+"""``llamabranch bench`` on the bundled pair: what it prints, plots and writes. Speed is not tested."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def test_bench_prints_costs_tables_and_a_command_that_works() -> None:
         assert label in out
     for length in (1, 2, "auto"):
         assert f"\n{length}  " in out
-    assert "Inconclusive: " in out  # one pair of texts decides nothing, whatever it shows
-    machine, said = Machine.now(), " ".join(out.split())
-    assert f"processor {' '.join(machine.processor.split())}, {machine.cores} core" in said
-    assert "1 thread, load " in said and " before; " in said and " after. " in said
-    assert f"llama-cpp-python {machine.llama_cpp_python}" in said
+    assert "Inconclusive: " in out  # one pair of texts is never enough for a verdict
+    machine, output = Machine.now(), " ".join(out.split())
+    assert f"processor {' '.join(machine.processor.split())}, {machine.cores} core" in output
+    assert "1 thread, load " in output and " before; " in output and " after. " in output
+    assert f"llama-cpp-python {machine.llama_cpp_python}" in output
 
 
 def test_json_holds_what_was_measured_and_seeded_text_is_that_of_plain_decoding() -> None:
@@ -70,9 +70,9 @@ def test_json_holds_what_was_measured_and_seeded_text_is_that_of_plain_decoding(
         *("n_tokens", "n_runs", "batch_invariant", "interrupted", "t1_s", "v", "c", "a", "plain"),
         *("lengths", "theory", "best", "command", "machine", "profile", "confirmed", "verdict"),
     }
-    found = answer["machine"]
-    assert set(found) == {*vars(machine), "load_after"}
-    assert (found["processor"], found["cores"]) == (machine.processor, machine.cores)
+    described = answer["machine"]
+    assert set(described) == {*vars(machine), "load_after"}
+    assert (described["processor"], described["cores"]) == (machine.processor, machine.cores)
     assert (answer["n_threads"], answer["drafters"]) == (1, ["tale-draft"])
     assert (answer["n_prompts"], answer["n_tokens"], answer["n_runs"]) == (1, 12, 1)
     assert list(answer["v"]) == ["1", "2", "3"] and answer["v"]["1"] == 1
@@ -198,7 +198,7 @@ def test_what_was_measured_before_a_stop_is_kept(ctx: lb.Context, draft_ctx: lb.
 
 
 def _cell(length: int | str, *speedups: float, n_drafted: int = 50) -> Cell:
-    """A setting measured with one text a run, so many times as fast as plain decoding."""
+    """A setting, measured with one text per run, that is so many times as fast as plain decoding."""
 
     def series(rates: list[float], drafted: int) -> Series:
         stats = lb.SpeculativeStats(num_drafts=drafted, num_draft_tokens=drafted)
@@ -245,7 +245,7 @@ def test_a_best_is_named_only_where_the_whole_interval_is_above_1(
 
 
 def test_what_drafted_nothing_is_never_the_best() -> None:
-    """Plain decoding against itself: noise may favour it in every pair."""
+    """Plain decoding compared with itself. Noise may favour one side in every pair."""
     assert _decided(*[1.3] * 20, n_drafted=0).verdict == "inconclusive"
     silent = _cell("auto", *[1.3] * 20, n_drafted=0)
     report = PairReport(lengths=[silent])
@@ -255,7 +255,7 @@ def test_what_drafted_nothing_is_never_the_best() -> None:
 def test_noise_between_equals_rarely_names_a_best() -> None:
     """Nine settings as fast as plain decoding, 400 times: at most 5 % may be called faster.
 
-    By the design it is 1.9 % (12 pairs, one side). The seed is fixed: the outcome is, too.
+    The design gives 1.9 % (12 pairs, one side). The seed is fixed, so the outcome is fixed, too.
     """
     rng = np.random.default_rng(7)
 
@@ -289,7 +289,7 @@ def _printed(report: BenchReport, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("report", "load", "said"),
+    ("report", "load", "sentences"),
     [
         (_decided(1.07), 0.0, ["Inconclusive: ", "by 1 pair of texts", "--runs 12"]),
         (
@@ -309,14 +309,14 @@ def _printed(report: BenchReport, capsys: pytest.CaptureFixture[str]) -> str:
 def test_advice_follows_the_verdict(
     report: PairReport,
     load: float,
-    said: list[str],
+    sentences: list[str],
     ctx: lb.Context,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    made = _advice(ctx, report, load)
-    shown = _printed(made, capsys)
-    assert all(part in shown for part in said) and "Best" not in shown
-    assert (made.command() is None) == (report.verdict != "slower")
+    advice = _advice(ctx, report, load)
+    shown = _printed(advice, capsys)
+    assert all(part in shown for part in sentences) and "Best" not in shown
+    assert (advice.command() is None) == (report.verdict != "slower")
 
 
 def test_the_best_is_named_with_a_command_that_works(

@@ -51,8 +51,8 @@ def turns(path: Path, *lines: str) -> tuple[str, str]:
 
 def saved_in(folder: Path) -> dict[str, Any]:
     """Return what a chat that was saved consists of."""
-    found: dict[str, Any] = json.loads((folder / "chat.json").read_text())
-    return found
+    chat: dict[str, Any] = json.loads((folder / "chat.json").read_text())
+    return chat
 
 
 class Terminal:
@@ -61,26 +61,26 @@ class Terminal:
     def __init__(self, leader: int) -> None:
         self._leader = leader
         self._shown = b""
-        self._start = 0  # of what nobody has looked for yet
+        self._start = 0  # where the next search begins
         self.seen = ""  # before the first line can be typed
 
     def type(self, text: str) -> None:
         os.write(self._leader, text.encode())
 
     def paste(self, text: str) -> None:
-        """Type a text as a terminal pastes it: marked as one, if the program has asked for that."""
+        """Type a text as a terminal pastes it: marked as pasted, if the program has asked for that."""
         is_marked = self._shown.rfind(b"\x1b[?2004h") > self._shown.rfind(b"\x1b[?2004l")
         self.type(f"\x1b[200~{text}\x1b[201~" if is_marked else text)
 
     def until(self, pattern: str) -> str:
-        """Return what is shown up to a pattern, from the end of the last one on."""
+        """Return what is shown from the end of the last pattern up to this pattern."""
         end = time.monotonic() + LONG_S
         while True:
             text = re.sub(rb"\x1b\[[0-9;?]*[A-Za-z]", b"", self._shown).decode(errors="replace")
-            found = re.compile(pattern).search(text, self._start)
-            if found:
-                start, self._start = self._start, found.end()
-                return text[start : found.end()]
+            match = re.compile(pattern).search(text, self._start)
+            if match:
+                start, self._start = self._start, match.end()
+                return text[start : match.end()]
             assert time.monotonic() < end, f"{pattern} is missing in {text!r}"
             if select.select([self._leader], [], [], 1.0)[0]:
                 self._shown += os.read(self._leader, 1 << 16)
@@ -173,8 +173,8 @@ def test_lines_that_are_pasted_are_one_message(tmp_path: Path) -> None:
 
 def test_a_chat_that_goes_on_shows_its_end(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
-    given = turns(tmp_path / "turns", "Tell of a king.", f"/save {kept}")
-    run(*OPTIONS, "-n", "90", "--ignore-eos", *given)
+    arguments = turns(tmp_path / "turns", "Tell of a king.", f"/save {kept}")
+    run(*OPTIONS, "-n", "90", "--ignore-eos", *arguments)
     (before,) = saved_in(kept)["exchanges"]
     with terminal(*OPTIONS, "--load", str(kept)) as chat:
         end = chat.seen.split("> Tell of a king.")[1].split("branch 1, after: Tell of a king.")[0]
@@ -197,8 +197,8 @@ def test_what_is_piped_is_one_message_and_its_answer_alone_is_printed() -> None:
 
 def test_file_of_turns_with_commands_and_a_chat_that_goes_on(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
-    given = turns(tmp_path / "turns", "One day", "", "And then?", "/retry", f"/save {kept}")
-    result = run(*OPTIONS, "-n", "6", "-sys", "Be kind.", *given, "--json")
+    arguments = turns(tmp_path / "turns", "One day", "", "And then?", "/retry", f"/save {kept}")
+    result = run(*OPTIONS, "-n", "6", "-sys", "Be kind.", *arguments, "--json")
     assert result.exit_code == 0, result.stderr
     answer = json.loads(result.stdout)
     roles = [message["role"] for message in answer["messages"]]
@@ -245,8 +245,13 @@ def test_a_wrong_command_of_a_file_does_not_end_the_run(tmp_path: Path) -> None:
     lines = ("One day", "/what", "/clear", "/regen", "/edit 1", "/exit", "never sent")
     result = run(*OPTIONS, "-n", "4", *turns(tmp_path / "turns", *lines))
     assert result.exit_code == 1 and "never sent" not in result.stdout
-    for said in ("there is no command /what", "/edit N TEXT", "an argument is missing", "branch 2"):
-        assert said in result.stderr
+    for message in (
+        "there is no command /what",
+        "/edit N TEXT",
+        "an argument is missing",
+        "branch 2",
+    ):
+        assert message in result.stderr
 
 
 def test_model_without_a_template_continues_what_it_reads_and_says_so() -> None:
@@ -261,25 +266,25 @@ def test_model_without_a_template_continues_what_it_reads_and_says_so() -> None:
 def test_options_that_are_given_are_those_of_a_loaded_chat(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
 
-    def said(*more: str, line: str = "Again") -> dict[str, Any]:
-        given = turns(tmp_path / "turns", line, f"/save {kept}")
-        result = run(*OPTIONS[:-2], *more, *given)  # no seed
+    def saved(*more: str, line: str = "Again") -> dict[str, Any]:
+        arguments = turns(tmp_path / "turns", line, f"/save {kept}")
+        result = run(*OPTIONS[:-2], *more, *arguments)  # no seed
         assert result.exit_code == 0, result.stderr
         return saved_in(kept)
 
-    said("-n", "3", "--seed", "4", "--top-k", "7", line="One day")
+    saved("-n", "3", "--seed", "4", "--top-k", "7", line="One day")
     load = ("--load", str(kept))
-    same = said(*load)
+    same = saved(*load)
     assert (same["sampling"]["top_k"], same["sampling"]["seed"], same["max_tokens"]) == (7, 4, 3)
-    given = ("--temperature", "0.8", "--seed", "9", "-n", "2", "--stop", "x", "-sys", "Be kind.")
-    other = said(*load, *given, "--ignore-eos")
+    options = ("--temperature", "0.8", "--seed", "9", "-n", "2", "--stop", "x", "-sys", "Be kind.")
+    other = saved(*load, *options, "--ignore-eos")
     expected = {**same["sampling"], "seed": 9, "temperature": 0.8}
     assert other["sampling"].pop("logit_bias") and not expected.pop("logit_bias")
     assert other["sampling"] == expected
     assert (other["max_tokens"], other["stop"]) == (2, ["x"])
     assert other["lines"][0]["system"] == "Be kind."
-    said(*load, "-S", 'logit_bias={"70": 3}')
-    bias = said(*load, "--ignore-eos")["sampling"]["logit_bias"]
+    saved(*load, "-S", 'logit_bias={"70": 3}')
+    bias = saved(*load, "--ignore-eos")["sampling"]["logit_bias"]
     assert [70, 3.0] in bias and len(bias) > 1
 
 
@@ -287,8 +292,8 @@ def test_tilde_of_save_and_load_is_the_home_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    given = turns(tmp_path / "turns", "One day", "/save ~/kept", "/undo", "/load ~/kept")
-    result = run(*OPTIONS, "-n", "2", *given)
+    arguments = turns(tmp_path / "turns", "One day", "/save ~/kept", "/undo", "/load ~/kept")
+    result = run(*OPTIONS, "-n", "2", *arguments)
     assert result.exit_code == 0, result.stderr
     assert saved_in(tmp_path / "kept")
     assert f"saved in {tmp_path}/kept" in " ".join(result.stderr.split())
@@ -296,8 +301,8 @@ def test_tilde_of_save_and_load_is_the_home_folder(
 
 def test_each_branch_that_lacks_turns_says_so(tmp_path: Path) -> None:
     lines = [*(f"Of day {n}?" for n in range(6)), "/retry", "/retry", "/edit 1 Hello"]
-    given = turns(tmp_path / "turns", *lines)
-    result = run(*OPTIONS, "-c", "256", "-n", "24", "--ignore-eos", *given)
+    arguments = turns(tmp_path / "turns", *lines)
+    result = run(*OPTIONS, "-c", "256", "-n", "24", "--ignore-eos", *arguments)
     assert result.exit_code == 0, result.stderr
     notes = re.findall(r"no longer sees|branch \d", result.stderr + result.stdout)
     assert notes[-5:] == ["no longer sees", "branch 2", "no longer sees", "branch 3", "branch 4"]

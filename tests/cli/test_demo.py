@@ -22,7 +22,7 @@ HEADINGS = (
     "3. A text as JSON",
     "4. Three endings, ranked by the model",
 )
-# A smaller demo of the bundled model, in a process of its own.
+# A smaller demo of the bundled model, run in another process.
 SETTINGS = {"N_STEPS": 8, "MOST_TOKENS": 24, "DRAFT_K": 4}
 SECONDS = dict.fromkeys(("TOGETHER_S", "ALONE_S", "TEXT_S"), 1e3)  # however slow this machine is
 SMALL = f"""
@@ -68,11 +68,11 @@ def test_demo_in_a_pipe_is_plain_text_and_says_what_to_type_next(small: None) ->
     rows = {line.split("  ")[0]: line.split()[-2:] for line in result.stdout.splitlines() if line}
     n_prompt = int(re.findall(r"share one prompt of (\d+)", result.stdout)[0])
     assert rows["tokens evaluated a text"] == [str(n_prompt // 8 + 8), str(n_prompt + 8)]
-    said = " ".join(result.stdout.split())
-    assert len(re.findall(r"\d\.\d times as fast, the same texts\.", said)) == 1
+    output = " ".join(result.stdout.split())
+    assert len(re.findall(r"\d\.\d times as fast, the same texts\.", output)) == 1
     drafted = r"\d\.\d times as fast, the same text\. \d+ decodes instead of \d+, no draft model\."
-    assert len(re.findall(drafted, said)) == 2
-    assert f"the K/V cache held {n_prompt} tokens before them and {n_prompt} after." in said
+    assert len(re.findall(drafted, output)) == 2
+    assert f"the K/V cache held {n_prompt} tokens before them and {n_prompt} after." in output
     for word in ("warning", "nconclusive", "interval", "other programs"):  # one page, and calm
         assert word not in result.output
     shown = re.findall(r"^  llamabranch ([a-z]+)", result.stdout, re.MULTILINE)
@@ -97,7 +97,7 @@ def test_demo_on_busy_cores_takes_as_many_threads_as_batches_do(
 def test_demo_on_a_slow_machine_leaves_out_what_takes_too_long(
     small: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Time goes by two seconds with each look at the clock."""
+    """Each look at the clock moves it by two seconds."""
     for name in SECONDS:
         monkeypatch.setattr(demo, name, 5.0)
     now = iter(range(0, 10**6, 2))
@@ -115,8 +115,8 @@ def test_demo_takes_weights_that_are_exact_and_says_nothing_where_texts_differ(
 ) -> None:
     (weights,) = demo.WEIGHTS.values()
     assert weights.endswith(":Q8_0")
-    found = demo._times(1.66, False, "texts"), demo._times(1.66, True, "texts")
-    assert found == ("1.7 times as fast.", "1.7 times as fast, the same texts.")
+    sentences = demo._times(1.66, False, "texts"), demo._times(1.66, True, "texts")
+    assert sentences == ("1.7 times as fast.", "1.7 times as fast, the same texts.")
 
 
 def leaves(node: dict[str, object]) -> int:
@@ -154,6 +154,6 @@ def test_demo_as_json_holds_the_figures_and_a_tree_whose_paths_are_eight_texts(
         )
     assert answer["json"]["text"].startswith('{"full_name": "')
     assert answer["json"]["stats"]["num_draft_tokens"] > 0
-    found = [each["perplexity"] for each in answer["ranking"]]
-    assert found == sorted(found) and all(map(math.isfinite, found))
+    perplexities = [text["perplexity"] for text in answer["ranking"]]
+    assert perplexities == sorted(perplexities) and all(map(math.isfinite, perplexities))
     assert "tax reports" in answer["ranking"][-1]["text"]

@@ -31,7 +31,7 @@ MACHINE = Machine(
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measure speeds for a moment only."""
+    """Measure speeds only briefly."""
     monkeypatch.setattr("llamabranch.cli.doctor.SPEED_S", 0.01)
 
 
@@ -78,8 +78,8 @@ def test_profile_that_cannot_be_written_is_told_with_the_reason(
     ):
         path = str(tmp_path / name).removesuffix("/.")
         monkeypatch.setenv("LLAMABRANCH_PROFILE", path)
-        told = doctor._context(ctx)["profile"]
-        assert told.startswith(path + reason) and (told == path) == (not reason)
+        line = doctor._context(ctx)["profile"]
+        assert line.startswith(path + reason) and (line == path) == (not reason)
     monkeypatch.setenv("LLAMABRANCH_PROFILE", "0")
     assert doctor._context(ctx)["profile"] == "off"
 
@@ -119,9 +119,9 @@ def test_texts_may_differ_where_batches_are_not_exact(
     generate, step, calls = lb.Engine.generate, lb.Branch.step, itertools.count()
 
     def other(self: lb.Engine, requests: list[lb.Request]) -> list[lb.Result]:
-        found = generate(self, requests)
-        found[0].tokens = [next(calls)]
-        return found
+        results = generate(self, requests)
+        results[0].tokens = [next(calls)]
+        return results
 
     def next_step(self: lb.Branch) -> lb.Produced:
         return step(self)._replace(token=next(calls))
@@ -138,23 +138,23 @@ def test_texts_may_differ_where_batches_are_not_exact(
     monkeypatch.setattr(lb.Branch, "step", next_step)
     shown, label = run().stdout, "FAIL" if invariant else "ok  "
     why = "" if invariant else ", which is allowed: rounding"
-    for name, what in (
+    for name, kind in (
         ("four texts in one batch", "each text as it is alone"),
         ("speculative decoding", "the text of plain decoding"),
     ):
-        assert f"{label}  {name}: not {what}{why}\n" in shown
+        assert f"{label}  {name}: not {kind}{why}\n" in shown
     assert "FAIL  a saved branch: not the tokens that follow where it was saved\n" in shown
 
 
 def test_texts_that_fail_alike_are_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine gives the error of a text in its result: two empty texts are equal."""
+    """The engine puts the error of a text into its result. Two empty texts would be equal."""
     generate = lb.Engine.generate
 
     def failing(self: lb.Engine, requests: list[lb.Request]) -> list[lb.Result]:
-        found = generate(self, requests)
-        for result in found:
+        results = generate(self, requests)
+        for result in results:
             result.tokens, result.error = [], lb.errors.DecodeError("no")
-        return found
+        return results
 
     monkeypatch.setattr(lb.Engine, "generate", failing)
     shown = run().stdout
@@ -193,8 +193,8 @@ def test_what_could_be_better_is_advised(
     advice: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    given: dict[str, Any] = {"on_gpu": False, "flags": FLAGS, "tools": (), "extra": True, **more}
-    version = "1" if given.pop("extra") else "not installed"
+    options: dict[str, Any] = {"on_gpu": False, "flags": FLAGS, "tools": (), "extra": True, **more}
+    version = "1" if options.pop("extra") else "not installed"
     monkeypatch.setattr("llamabranch.cli.doctor._version", lambda _name: version)
-    found = doctor.advise(machine, n_threads, **given)
-    assert len(found) == bool(advice) and all(part in found[0] for part in advice)
+    advised = doctor.advise(machine, n_threads, **options)
+    assert len(advised) == bool(advice) and all(part in advised[0] for part in advice)

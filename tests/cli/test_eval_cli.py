@@ -1,4 +1,4 @@
-"""The commands that evaluate: tables and JSON, files that are kept and refused, Ctrl-C."""
+"""The commands that evaluate: tables and JSON, files that are written and refused, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def text(tmp_path: Path) -> Path:
 def test_perplexity_saves_what_kld_compares(text: Path, tmp_path: Path) -> None:
     logits = tmp_path / "base.logits"
     shared = ("--perplexity", text, "-c", 64, "--chunks", 3)
-    found = answer("eval", *shared, "--save-logits", logits)
-    assert found["n_done"] == found["n_chunks"] == 3 and found["n_tokens"] == 93
-    assert found["kv_type"] == "f16" and found["window"] == 64
-    assert "losses" not in found
+    report = answer("eval", *shared, "--save-logits", logits)
+    assert report["n_done"] == report["n_chunks"] == 3 and report["n_tokens"] == 93
+    assert report["kv_type"] == "f16" and report["window"] == 64
+    assert "losses" not in report
     plain = run("eval", *shared)
-    assert f"{found['perplexity']:.4f}" in plain.stdout and "3 of 3" in plain.stdout
+    assert f"{report['perplexity']:.4f}" in plain.stdout and "3 of 3" in plain.stdout
     against = ("eval", "--against", logits)
     means = [answer(*against)["mean"], answer(*against, "-m", DRAFT)["mean"]]
     assert abs(means[0]["value"]) < 1e-4 < 0.1 < means[1]["value"]
@@ -47,9 +47,9 @@ def test_perplexity_saves_what_kld_compares(text: Path, tmp_path: Path) -> None:
 def test_results_are_kept(text: Path, tmp_path: Path) -> None:
     kept, logits = tmp_path / "kept.json", tmp_path / "base.logits"
     shared = ("eval", "--perplexity", text, "-c", 64)
-    found = answer(*shared, "-o", kept, "--save-logits", logits)
+    report = answer(*shared, "-o", kept, "--save-logits", logits)
     data = json.loads(kept.read_text())
-    assert data["kind"] == "perplexity" and data["perplexity"] == found["perplexity"]
+    assert data["kind"] == "perplexity" and data["perplexity"] == report["perplexity"]
     assert len(data["losses"]) == data["n_done"] == data["n_chunks"]
     assert run(*shared, "-o", kept).exit_code == 2  # it is there already
     compared = tmp_path / "kld.json"
@@ -63,17 +63,17 @@ def against(folder: Path) -> list[object]:
     """Return a command that compares the draft model and a copy of it with the target."""
     copy = folder / "copy.gguf"
     copy.symlink_to(DRAFT)
-    given = ("eval", "-m", DRAFT, "-m", copy, "--against", TARGET, "-c", 64, "--perplexity")
-    return [*given]
+    arguments = ("eval", "-m", DRAFT, "-m", copy, "--against", TARGET, "-c", 64, "--perplexity")
+    return [*arguments]
 
 
 def test_quants_shows_files_side_by_side(text: Path, tmp_path: Path) -> None:
     kept = tmp_path / "quants.json"
     shared = (*against(tmp_path), text, "--chunks", 2)
-    found = answer(*shared, "-o", kept)
-    rows = found["models"]
+    report = answer(*shared, "-o", kept)
+    rows = report["models"]
     copy = str(tmp_path / "copy.gguf")
-    assert found["base"] == TARGET and [row["model"] for row in rows] == [TARGET, DRAFT, copy]
+    assert report["base"] == TARGET and [row["model"] for row in rows] == [TARGET, DRAFT, copy]
     assert rows[0]["kl"] == 0.0 < rows[1]["kl"] == rows[2]["kl"] and rows[1]["same_top"] < 1.0
     assert rows[0]["perplexity"] < rows[1]["perplexity"]
     assert rows[0]["size_bytes"] == Path(TARGET).stat().st_size
@@ -85,9 +85,9 @@ def test_quants_shows_files_side_by_side(text: Path, tmp_path: Path) -> None:
 
 
 def test_quants_says_what_was_made_from_what(text: Path, tmp_path: Path) -> None:
-    """The names of the files that are made of a package's tell it; they need not be here."""
-    made = tmp_path / "smollm2-135m-Q8_0.gguf"
-    made.symlink_to(TARGET)
+    """The names of quantized files say which model they were made from. The files need not exist."""
+    quantized = tmp_path / "smollm2-135m-Q8_0.gguf"
+    quantized.symlink_to(TARGET)
     shared = (
         "eval",
         "-m",
@@ -95,7 +95,7 @@ def test_quants_says_what_was_made_from_what(text: Path, tmp_path: Path) -> None
         "-m",
         TARGET,
         "--against",
-        made,
+        quantized,
         "--perplexity",
         text,
         "-c",
@@ -104,10 +104,11 @@ def test_quants_says_what_was_made_from_what(text: Path, tmp_path: Path) -> None
         1,
     )
     assert "made from" in run(*shared).stdout
-    found = answer(*shared)
-    assert found["base"] == str(made)
-    assert [each["made_from"] for each in found["models"]] == ["smollm2-135m", None, None]
-    assert [each["model"] for each in found["models"]] == [str(made), TARGET, DRAFT]  # by size
+    report = answer(*shared)
+    assert report["base"] == str(quantized)
+    assert [entry["made_from"] for entry in report["models"]] == ["smollm2-135m", None, None]
+    by_size = [str(quantized), TARGET, DRAFT]
+    assert [entry["model"] for entry in report["models"]] == by_size
     assert hub.made_from("smollm2-135m:bf16") == "smollm2-135m"
     assert hub.made_from("smollm2-135m") is hub.made_from("tale-target") is None
 
@@ -127,7 +128,7 @@ def test_quants_that_is_interrupted_keeps_the_models_that_are_done(
 
 def test_a_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:
     text, kept = tmp_path / "long.txt", tmp_path / "kept.json"
-    text.write_text(TEXT * 300)  # half a minute, of which a second is run
+    text.write_text(TEXT * 300)  # it would take half a minute, and is interrupted after a second
     command = [
         *COMMAND, "eval", "--perplexity", text, "-c", "64", "-S", "n_batch=64", "-m", "tale-target",
         "-t", "1", "-o", kept, "--save-logits", tmp_path / "logits",
@@ -146,7 +147,7 @@ def test_a_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:
 
 
 def test_carriage_returns_of_a_text_are_measured(tmp_path: Path) -> None:
-    """Python's text files give newlines for them, which are other tokens."""
+    """Python's text files replace them by newlines, which are other tokens."""
     unix, dos = tmp_path / "unix.txt", tmp_path / "dos.txt"
     unix.write_bytes(b"Once upon a time\nthere was a king.\n" * 8)
     dos.write_bytes(b"Once upon a time\r\nthere was a king.\r\n" * 8)

@@ -15,7 +15,7 @@ FIXED = ("-p", "Once upon a time", "-n", "4", "-c", "256", "-s", "1")
 
 @pytest.fixture
 def dear(target: lb.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exact attention takes nine times as long to read as the plain one, and four times to generate."""
+    """Exact attention takes nine times as long to read as plain attention, and four times to generate."""
     profile = tmp_path / "profile.json"
     monkeypatch.setenv("LLAMABRANCH_PROFILE", str(profile))
     forget()
@@ -31,7 +31,7 @@ def test_exact_is_a_short_form_of_a_setting(dear: None) -> None:
     assert not answer("generate", *FIXED)["batch_invariant"]
     assert answer("generate", "--exact", *FIXED)["batch_invariant"]
     assert answer("generate", *FIXED, "--exact")["batch_invariant"]
-    # The text of a prompt, or of another option, stays what it is.
+    # The same text as a prompt, or in another option, is not changed.
     assert answer("generate", *FIXED[2:], "--prompt=--exact")["results"][0]["prompt"] == "--exact"
     assert "no such option" in run("models", "list", "--exact").stderr.lower()
     assert "--exact asks for exact batches" in run("generate", "--fast", *FIXED).stderr

@@ -46,8 +46,8 @@ def test_reading_of_a_long_prompt_is_a_line_that_goes(tmp_path: Path) -> None:
     command += ["-f", str(tmp_path / "long.txt"), "-n", "4", "-c", "2048", "-t", "1"]
     command += ["-S", "rope_freq_scale=0.5"]
     shown, _ = on_terminal(command, 80)
-    told = re.findall(r"reading the prompt: ([0-9,]+) of ([0-9,]+) tokens", shown)
-    assert told[0][0] == "0" and len(told) > 2 and len({total for _, total in told}) == 1
+    counts = re.findall(r"reading the prompt: ([0-9,]+) of ([0-9,]+) tokens", shown)
+    assert counts[0][0] == "0" and len(counts) > 2 and len({total for _, total in counts}) == 1
     assert "loading tale-target: 100%" in shown
     assert "measuring tale-target: which batches are exact, 0 of 17" in shown
     before, _, after = shown.partition("A king had three daughters")
@@ -100,79 +100,84 @@ def test_drafts_and_neighbours_change_no_text() -> None:
 
 def test_a_pipe_gets_the_texts_alone_in_the_order_of_the_prompts() -> None:
     common = ("-s", 2, "-n", 9, "-np", 2, "-d", "none")
-    given = ("generate", "--prompts=- Once", "The old", "-p", "A", *common)
-    results = sorted(answer(*given)["results"], key=lambda record: int(record["id"]))
+    arguments = ("generate", "--prompts=- Once", "The old", "-p", "A", *common)
+    results = sorted(answer(*arguments)["results"], key=lambda record: int(record["id"]))
     assert [record["prompt"] for record in results] == ["- Once", "The old", "A"]
-    found = [record["text"] for record in results]
+    in_order = [record["text"] for record in results]
     labels = ("0: - Once", "1: The old", "2: A")
-    expected = [f"==> {label} <==\n{text}\n" for label, text in zip(labels, found, strict=True)]
-    assert run(*given).stdout == "\n".join(expected)
+    expected = [f"==> {label} <==\n{text}\n" for label, text in zip(labels, in_order, strict=True)]
+    assert run(*arguments).stdout == "\n".join(expected)
     samples = run("generate", "-p", "A", "--samples", "2", *common).stdout
     assert samples.startswith("==> 0: A <==\n") and "\n==> 0, sample 1: A <==\n" in samples
-    shown = run(*given, FORCE_COLOR="1", NO_COLOR="1").stdout
-    assert f"[1] The old{found[1]}\n\n" in shown
+    shown = run(*arguments, FORCE_COLOR="1", NO_COLOR="1").stdout
+    assert f"[1] The old{in_order[1]}\n\n" in shown
 
 
 def test_one_text_is_streamed_and_coloured_by_source_on_a_terminal() -> None:
-    given = ("A prince", "-n", "48", "-s", "3", *FIXED)
-    text = speculate(*given)["text"]
+    arguments = ("A prince", "-n", "48", "-s", "3", *FIXED)
+    text = speculate(*arguments)["text"]
     for command in ("speculate", "generate"):
-        assert run(command, *given).stdout.count("\n\n") == 0
-    assert run("speculate", *given).stdout == text + "\n"
-    terminal = run("speculate", *given, FORCE_COLOR="1", TERM="dumb", NO_COLOR="1")
+        assert run(command, *arguments).stdout.count("\n\n") == 0
+    assert run("speculate", *arguments).stdout == text + "\n"
+    terminal = run("speculate", *arguments, FORCE_COLOR="1", TERM="dumb", NO_COLOR="1")
     assert terminal.stdout.startswith("A prince" + text + "\n\n")
     assert "tokens per s" in terminal.stdout and ESCAPE not in terminal.stdout
-    colored = run("speculate", *given, FORCE_COLOR="1", TERM="xterm-256color").stdout
+    colored = run("speculate", *arguments, FORCE_COLOR="1", TERM="xterm-256color").stdout
     assert "drafted and accepted" in colored
     assert "\x1b[32m" in colored and "\x1b[33m" in colored  # drafted: green; corrected: yellow
 
 
 def test_json_of_speculate_is_flat_and_has_the_names_of_the_field() -> None:
-    found = speculate("-n", "20", "-s", "5", *FIXED)
-    assert set(found) == {
+    report = speculate("-n", "20", "-s", "5", *FIXED)
+    assert set(report) == {
         *("text", "tokens", "finish_reason", "tokens_per_s", "seed", "rule", "explain", "stats")
     }
-    assert (found["rule"], found["seed"]) == ("seeded", 5)
-    assert found["finish_reason"] in ("length", "stop") and len(found["tokens"]) <= 20
-    assert "tale-draft" in found["explain"]
-    stats = found["stats"]
+    assert (report["rule"], report["seed"]) == ("seeded", 5)
+    assert report["finish_reason"] in ("length", "stop") and len(report["tokens"]) <= 20
+    assert "tale-draft" in report["explain"]
+    stats = report["stats"]
     assert set(stats) == set(lb.SpeculativeStats().as_dict())
     assert 0 < stats["num_accepted_tokens"] <= stats["num_draft_tokens"]
     with lb.load(n_threads=1) as ctx:
         plain = lb.Speculator(ctx).generate(
             "Once upon a time", max_tokens=20, sampling=lb.SamplingParams(seed=5)
         )
-        assert found["tokens"] == plain.finish().tokens
+        assert report["tokens"] == plain.finish().tokens
     assert speculate("-n", "8")["rule"] == "seeded"
     assert speculate("-n", "8", "--temp", "0")["rule"] == "seeded"
 
 
 def test_figures_are_printed_where_drafting_was_asked_for() -> None:
-    given = ("generate", "-p", "The king", "-n", "8", "-s", "1")
-    plain = run(*given, "-d", "none")
+    arguments = ("generate", "-p", "The king", "-n", "8", "-s", "1")
+    plain = run(*arguments, "-d", "none")
     assert re.fullmatch(
         r"8 tokens, ended by length, \d+\.\d a second, seed 1\n",
         plain.stderr.replace("model: tale-target (the default; -m names another)\n", ""),
     )
-    grammar = run(*given, "--grammar", "/ is [a-z ]{40}/").stderr  # drafts, which nobody asked for
+    # The grammar drafts although no option asks for drafts.
+    grammar = run(*arguments, "--grammar", "/ is [a-z ]{40}/").stderr
     assert "num drafts" not in grammar
     for more in ((), ("-d", "suffix"), ("-d", "none", "-v"), ("-d", "none", "--compare")):
-        assert "target forward passes" in run(*given, *more).stderr, more
+        assert "target forward passes" in run(*arguments, *more).stderr, more
     two = run("generate", "-p", "A", "B", "-n", "3", "-d", "none", "-s", "1").stderr
     assert "2 texts, 6 tokens, ended by length 2, " in two
 
 
 def test_what_is_piped_in_is_the_prompt_if_none_is_given(tmp_path: Path) -> None:
     for name in ("generate", "speculate", "search"):
-        given = (name, "-n", "2", "-s", "1")
-        piped, named = (answer(*given, *more, stdin="A\r\nking\n") for more in ((), ("-p", "Once")))
+        arguments = (name, "-n", "2", "-s", "1")
+        piped, named = (
+            answer(*arguments, *more, stdin="A\r\nking\n") for more in ((), ("-p", "Once"))
+        )
         prompts = [
-            found["prompt"] if name == "search" else found["results"][0]["prompt"]
-            for found in (piped, named)
+            report["prompt"] if name == "search" else report["results"][0]["prompt"]
+            for report in (piped, named)
             if name != "speculate"
         ]
         assert prompts == ["A\r\nking", "Once"][: len(prompts)]
-        first, second = (run(*given, *more, stdin="A\r\nking\n") for more in ((), ("A\r\nking",)))
+        first, second = (
+            run(*arguments, *more, stdin="A\r\nking\n") for more in ((), ("A\r\nking",))
+        )
         assert first.stdout == second.stdout
     assert "pipe it in" in said_by("generate", "-n", "2")
     text = answer("score", stdin="Once upon a time\n")["items"][0]["scores"][0]["text"]
@@ -183,11 +188,11 @@ def test_what_is_piped_in_is_the_prompt_if_none_is_given(tmp_path: Path) -> None
 def test_a_warning_waits_for_the_end_of_a_text_and_is_one_line_once_a_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Measured inexact: pretended, since it depends on the processor."""
+    """Pretend that batches were measured as inexact, which depends on the processor."""
     inner = opening.open_native
 
-    def opened(*given: Any) -> Any:
-        resolved, can, decoder = inner(*given)
+    def opened(*arguments: Any) -> Any:
+        resolved, can, decoder = inner(*arguments)
         return resolved, pretended(can), decoder
 
     def pretended(can: Capabilities) -> Capabilities:
@@ -195,21 +200,21 @@ def test_a_warning_waits_for_the_end_of_a_text_and_is_one_line_once_a_model(
 
     monkeypatch.setattr("llamabranch.context.context.open_native", opened)
     monkeypatch.setenv("LLAMABRANCH_PROFILE", str(tmp_path / "profile.json"))
-    given = ("generate", "-p", "The king", "-n", "24", "-s", "1", *FIXED)
+    arguments = ("generate", "-p", "The king", "-n", "24", "-s", "1", *FIXED)
     terminal = {"FORCE_COLOR": "1", "NO_COLOR": "1", "TERM": "dumb"}
-    first = run(*given, **terminal)
-    text = answer(*given)["results"][0]["text"]
+    first = run(*arguments, **terminal)
+    text = answer(*arguments)["results"][0]["text"]
     assert f"The king{text}\n\n" in first.output  # standard output and error as they come
     (line,) = [line for line in first.stderr.splitlines() if "warning" in line]
-    line = line.removeprefix("\x1b[2K")  # which clears a line of progress
+    line = line.removeprefix("\x1b[2K")  # this clears a line of progress
     assert line.startswith("warning: drafted or batched texts can differ") and len(line) < 80
-    assert "warning" not in run(*given).stderr
-    assert "total variation" in " ".join(run(*given, "-v").stderr.split())
+    assert "warning" not in run(*arguments).stderr
+    assert "total variation" in " ".join(run(*arguments, "-v").stderr.split())
     (tmp_path / "profile.json").unlink()
     chat = run("chat", "-p", "Hi", "-n", "24", "-s", "1", *FIXED, **terminal)
-    said = chat.output.splitlines()
-    assert sum("warning: drafted" in line for line in said) == 1
-    assert said[[line.startswith("warning: drafted") for line in said].index(True) - 1]
+    lines = chat.output.splitlines()
+    assert sum("warning: drafted" in line for line in lines) == 1
+    assert lines[[line.startswith("warning: drafted") for line in lines].index(True) - 1]
 
 
 def test_prompt_comes_from_standard_input_and_files(tmp_path: Path) -> None:
@@ -223,8 +228,8 @@ def test_prompt_comes_from_standard_input_and_files(tmp_path: Path) -> None:
 
 
 def test_stop_text_and_full_context_end_the_generation() -> None:
-    found = speculate("--stop", " ", "-s", "1", "-n", "64")
-    assert found["finish_reason"] == "stop" and " " not in found["text"]
+    report = speculate("--stop", " ", "-s", "1", "-n", "64")
+    assert report["finish_reason"] == "stop" and " " not in report["text"]
     arguments = ("-c", "256", "-n", "400", "--ignore-eos", "-s", "1")
     assert speculate(*arguments)["finish_reason"] == "capacity"
     assert "raise --ctx-size" in said_by("speculate", *arguments)
@@ -264,8 +269,8 @@ def test_lines_have_priorities_and_ask_for_detail(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.stderr
     sooner, later = (json.loads(line) for line in results.read_text("utf-8").splitlines())
     assert [sooner["id"], later["id"]] == ["sooner", "later"]
-    assert [one["token"] for one in sooner["logprobs"]] == sooner["tokens"]
-    assert [len(one["alternatives"]) for one in later["logprobs"]] == [1] * len(later["tokens"])
+    assert [entry["token"] for entry in sooner["logprobs"]] == sooner["tokens"]
+    assert [len(entry["alternatives"]) for entry in later["logprobs"]] == [1] * len(later["tokens"])
     assert sooner["prompt_logprobs"][0] is None and sooner["prompt_logprobs"][1]["rank"] >= 1
     assert "prompt_logprobs" not in later
 
@@ -276,12 +281,12 @@ def test_control_tokens_of_a_prompt_are_parsed_unless_a_line_says_not(tmp_path: 
     settings = {"prompt": prompt, "seed": 1, "max_tokens": 6}
     path = tmp_path / "prompts.jsonl"
     path.write_text("\n".join(map(json.dumps, [settings, {**settings, "parse_special": False}])))
-    found = texts(answer("generate", "-i", path, "-m", model, "-d", "none"))
+    by_name = texts(answer("generate", "-i", path, "-m", model, "-d", "none"))
     with lb.load(model, n_ctx=256, n_threads=1) as ctx:
         for name, parses in (("0.0", True), ("1.0", False)):
             with lb.Branch.start(ctx, prompt, seed=1, parse_special=parses) as branch:
-                assert found[name] == "".join(token.text for token in branch.generate(6))
-    assert found["0.0"] != found["1.0"]
+                assert by_name[name] == "".join(token.text for token in branch.generate(6))
+    assert by_name["0.0"] != by_name["1.0"]
     assert answer("score", prompt, "-m", model)["total"]["n_tokens"] == 3  # after BOS
 
 
@@ -289,16 +294,16 @@ def test_control_tokens_of_a_prompt_are_parsed_unless_a_line_says_not(tmp_path: 
 def test_chat_prints_the_answer_on_a_line_of_its_own(command: str, tmp_path: Path) -> None:
     template = {"tokenizer.chat_template": CHAT_TEMPLATE}
     model = write_toy(tmp_path / "chat.gguf", vocab="bytes", metadata=template)
-    given = (command, "-p", "Hi there", "-m", model, "-d", "none", "-s", "1", "-n", "4")
+    arguments = (command, "-p", "Hi there", "-m", model, "-d", "none", "-s", "1", "-n", "4")
     terminal = {"FORCE_COLOR": "1", "NO_COLOR": "1"}
-    assert "Hi there\n" not in run(*given, **terminal).stdout
-    assert "Hi there\n" in run(*given, "--chat", **terminal).stdout
+    assert "Hi there\n" not in run(*arguments, **terminal).stdout
+    assert "Hi there\n" in run(*arguments, "--chat", **terminal).stdout
 
 
 @pytest.mark.filterwarnings("always::llamabranch.errors.ContextLengthWarning")
 def test_warning_is_one_line_on_standard_error() -> None:
-    given = ("-n", "1040", "-d", "none", "-c", "2048", "--ignore-eos", "--json")
-    result = run("speculate", *given)
+    arguments = ("-n", "1040", "-d", "none", "-c", "2048", "--ignore-eos", "--json")
+    result = run("speculate", *arguments)
     assert result.exit_code == 0, result.stderr
     assert result.stderr.startswith("warning: ") and "1024 tokens" in result.stderr
     assert result.stderr.count("\n") == 1
@@ -338,16 +343,16 @@ def test_draft_none_decodes_plainly_and_a_length_bounds_what_a_round_drafts() ->
 
 def test_file_with_a_plus_in_its_name_is_no_chain(tmp_path: Path) -> None:
     path = write_toy(tmp_path / "a+b.gguf", vocab="bytes")
-    found = speculate("Hi", "-m", path, "-d", path, "-n", "8", *FIXED, "-s", "1")
-    assert found["stats"]["draft_acceptance_rate"] == 1.0
+    report = speculate("Hi", "-m", path, "-d", path, "-n", "8", *FIXED, "-s", "1")
+    assert report["stats"]["draft_acceptance_rate"] == 1.0
 
 
 def test_draft_of_another_vocabulary_drafts_through_the_text(tmp_path: Path) -> None:
     other = write_toy(tmp_path / "other.gguf", vocab="bytes")
-    given = ("speculate", "-n", "16", "-s", "7", "--json", *FIXED)
-    result = run(*given, "-d", other)
+    arguments = ("speculate", "-n", "16", "-s", "7", "--json", *FIXED)
+    result = run(*arguments, "-d", other)
     assert "another vocabulary" in result.stderr
-    assert json.loads(result.stdout)["tokens"] == speculate(*given[1:], "-d", "none")["tokens"]
+    assert json.loads(result.stdout)["tokens"] == speculate(*arguments[1:], "-d", "none")["tokens"]
 
 
 def test_how_it_drafted_is_told_on_request() -> None:
@@ -363,20 +368,20 @@ def test_how_it_drafted_is_told_on_request() -> None:
 
 @pytest.mark.parametrize("temperature", ["0", "0.8"])
 def test_compare_gives_the_text_of_plain_decoding(temperature: str) -> None:
-    found = speculate("--compare", "--temp", temperature, "-n", "40", "-s", "7", *FIXED)
-    plain = found["plain"]
+    report = speculate("--compare", "--temp", temperature, "-n", "40", "-s", "7", *FIXED)
+    plain = report["plain"]
     assert set(plain) == {"text", "tokens", "tokens_per_s"}
-    assert (plain["text"], plain["tokens"]) == (found["text"], found["tokens"])
-    assert found["speedup"] == pytest.approx(found["tokens_per_s"] / plain["tokens_per_s"])
-    assert found["same_text"] is found["same_text_expected"] is found["batch_invariant"] is True
-    assert found["divergence"] is None and found["speedup_interval"]["n"] >= 1
+    assert (plain["text"], plain["tokens"]) == (report["text"], report["tokens"])
+    assert report["speedup"] == pytest.approx(report["tokens_per_s"] / plain["tokens_per_s"])
+    assert report["same_text"] is report["same_text_expected"] is report["batch_invariant"] is True
+    assert report["divergence"] is None and report["speedup_interval"]["n"] >= 1
 
 
 def test_compare_takes_several_prompts_and_picks_a_seed() -> None:
-    found = answer("generate", *PROMPTS, "--compare", "-n", "12", *FIXED)
-    assert found["same_text"] is True and len(found["plain"]["results"]) == 3
-    again = answer("generate", *PROMPTS, "-s", found["seed"], "-n", "12")
-    assert texts(again) == texts(found) == texts(found["plain"])
+    report = answer("generate", *PROMPTS, "--compare", "-n", "12", *FIXED)
+    assert report["same_text"] is True and len(report["plain"]["results"]) == 3
+    again = answer("generate", *PROMPTS, "-s", report["seed"], "-n", "12")
+    assert texts(again) == texts(report) == texts(report["plain"])
     shown = run("generate", *PROMPTS, "--compare", "-n", "12", *FIXED).stderr
     rows = {line.split("  ")[0]: line.split()[-1] for line in shown.splitlines() if line}
     assert rows["same text"] == "yes" and float(rows["speedup"]) > 0
@@ -390,9 +395,9 @@ def test_compare_takes_several_prompts_and_picks_a_seed() -> None:
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_rule_lossless_in_distribution_expects_no_equal_text(rule: str) -> None:
     arguments = ("-S", f"rule={rule}", "--compare", "-n", "32", "-s", "7", *FIXED)
-    found = speculate(*arguments)
-    assert (found["rule"], found["same_text_expected"]) == (rule, False)
-    assert found["divergence"] is None
+    report = speculate(*arguments)
+    assert (report["rule"], report["same_text_expected"]) == (rule, False)
+    assert report["divergence"] is None
     expected = f"same text: not expected (rule {rule} is lossless in distribution)"
     assert expected in said_by("speculate", *arguments)
     assert speculate(*arguments, "--temp", "0")["same_text"] is True
@@ -413,9 +418,9 @@ def _flawed(
     generate = plain.generate
 
     def flawed(requests: Any) -> list[lb.Result]:
-        (result,) = found = generate(requests)
+        (result,) = results = generate(requests)
         result.tokens = [*result.tokens[:5], 0, *result.tokens[6:]]
-        return found
+        return results
 
     with mock.patch.object(plain, "generate", flawed):
         return compare(drafting, plain, *rest, **options)
@@ -427,31 +432,31 @@ def test_texts_that_differ_are_reported_with_place_tokens_and_probabilities(
 ) -> None:
     monkeypatch.setattr(importlib.import_module("llamabranch.cli.generate"), "compare", _flawed)
     arguments = ("--compare", "-n", "12", "-s", "7", *FIXED, *more)
-    found = speculate(*arguments)
-    assert found["same_text"] is False
-    divergence, is_exact = found["divergence"], "f16" not in more
-    assert (divergence["position"], divergence["tokens"]) == (5, [0, found["tokens"][5]])
+    report = speculate(*arguments)
+    assert report["same_text"] is False
+    divergence, is_exact = report["divergence"], "f16" not in more
+    assert (divergence["position"], divergence["tokens"]) == (5, [0, report["tokens"][5]])
     assert divergence["logprobs"][0] < divergence["logprobs"][1] <= 0
     shown = said_by("speculate", *arguments)
     assert f"This context is {'' if is_exact else 'not '}batch-invariant (" in shown
     assert "First difference at token 5: " in shown
     assert ("bug in llamabranch" in shown) == is_exact
-    if is_exact:  # there is no room for the text: the place and the figures stay
+    if is_exact:  # without room for the text, the place and the figures are still shown
         monkeypatch.setattr(lb.Branch, "start", mock.Mock(side_effect=lb.errors.CacheFullError("")))
-        found = speculate(*arguments)
-        assert found["divergence"] == {**divergence, "logprobs": [None, None]}
+        report = speculate(*arguments)
+        assert report["divergence"] == {**divergence, "logprobs": [None, None]}
 
 
 class TimedEngine(lb.Engine):
-    """An engine whose clock says that its runs took so many seconds, one after another."""
+    """An engine whose runs take the next of these numbers of seconds, by its clock."""
 
     seconds: Iterator[float]
 
     def generate(self, *arguments: Any, **options: Any) -> list[lb.Result]:
         before = self.stats.elapsed_s
-        found = super().generate(*arguments, **options)
+        results = super().generate(*arguments, **options)
         self.stats.elapsed_s = before + next(self.seconds)
-        return found
+        return results
 
 
 ONE_SLOWER = [0.1, *[0.2] * 8]  # of plain runs: the first pair disagrees with the others
@@ -480,19 +485,19 @@ def test_verdict_needs_the_whole_interval_and_noise_is_no_answer(
     plainly = lb.speculative.NullDrafter()
     drafter = lb.ModelDrafter(draft_ctx) if drafts else plainly
     config = lb.SpeculativeConfig(draft_k=2)
-    fast, slow = (TimedEngine(ctx, each, config) for each in (drafter, plainly))
+    fast, slow = (TimedEngine(ctx, d, config) for d in (drafter, plainly))
     fast.seconds, slow.seconds = iter(drafted), iter(plain)
-    found = compare(fast, slow, [lb.Request("Once upon", max_tokens=4)], InterruptHandler())
-    assert found is not None
-    assert found.interval.n == n_pairs
-    assert found.verdict == verdict
-    message = found.explain()
+    comparison = compare(fast, slow, [lb.Request("Once upon", max_tokens=4)], InterruptHandler())
+    assert comparison is not None
+    assert comparison.interval.n == n_pairs
+    assert comparison.verdict == verdict
+    message = comparison.explain()
     assert message.startswith("Inconclusive") == (verdict in ("inconclusive", "nothing drafted"))
     if verdict == "inconclusive":
         assert ("fewer than 6" in message) == (n_pairs < 6) and "`llamabranch bench`" in message
         assert ("generate less (-n)" in message) == (n_pairs < 6)
         assert "Stop other programs on the machine, or measure" in message
-        assert "(-n)" not in found.explain(shorter="")  # as in the demo, which has no -n
+        assert "(-n)" not in comparison.explain(shorter="")  # as in the demo, which has no -n
 
 
 def test_a_constraint_is_a_function_of_a_file(tmp_path: Path) -> None:
@@ -502,10 +507,12 @@ def test_a_constraint_is_a_function_of_a_file(tmp_path: Path) -> None:
         "def no_e(text):\n    return not re.search('e', text)\n"
         "def broken(text):\n    return 1 // 0\n"
     )
-    given = ["-n", "24", "--seed", "3", "--constraint", f"{rules}:no_e"]
-    found = answer("generate", "-p", "Once upon a time", *given)
-    assert "e" not in found["results"][0]["text"] and found["results"][0]["text"]
-    both = answer("generate", "-p", "Once upon a time", *given, "--grammar", "/ [a-z ]{8,12}\\./")
+    arguments = ["-n", "24", "--seed", "3", "--constraint", f"{rules}:no_e"]
+    report = answer("generate", "-p", "Once upon a time", *arguments)
+    assert "e" not in report["results"][0]["text"] and report["results"][0]["text"]
+    both = answer(
+        "generate", "-p", "Once upon a time", *arguments, "--grammar", "/ [a-z ]{8,12}\\./"
+    )
     assert re.fullmatch(r" [a-df-z ]{8,12}\.", both["results"][0]["text"])
     for wrong, message in (
         (["--constraint", f"{rules}:no_f"], "has no 'no_f'"),

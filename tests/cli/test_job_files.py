@@ -26,7 +26,7 @@ from llamabranch.cli.jsonl import read_requests
 from llamabranch.cli.results import ResultFile
 
 TIMEOUT_S = 600  # for a machine that is busy with other things
-PLAIN = ("-t", "1", "-m", "tale-target")  # for processes
+PLAIN = ("-t", "1", "-m", "tale-target")  # seconds that a process may take
 SEED_PROMPTS = (
     "What is random forest?", "Explain black holes", "Who is the father of python programming?",
     "What is the capital of France?",
@@ -41,9 +41,9 @@ def run_json(*arguments: object, stdin: str | None = None) -> dict[str, Any]:
     return commands.answer("generate", *arguments, stdin=stdin)
 
 
-def write(path: Path, given: list[Any]) -> Path:
+def write(path: Path, requests: list[Any]) -> Path:
     """Write a file of requests."""
-    path.write_text("\n".join(map(json.dumps, given)), "utf-8")
+    path.write_text("\n".join(map(json.dumps, requests)), "utf-8")
     return path
 
 
@@ -55,7 +55,7 @@ class Job:
         self.begun = (*begun, "--output", self.out)
 
     def run(self, *more: object, code: int = 0) -> str:
-        """Run it; return what it said, as one line."""
+        """Run the job; return its messages as one line."""
         result = run(*self.begun, *more)
         assert result.exit_code == code, result.output
         assert result.stdout == ""  # the results are in the file
@@ -71,10 +71,10 @@ class Job:
 
     @property
     def texts(self) -> dict[str, str]:
-        """The texts by ids and samples, each once."""
-        found = texts({"results": self.records})
-        assert len(found) == len(self.lines)
-        return found
+        """The texts by id and sample; each must appear once."""
+        by_id = texts({"results": self.records})
+        assert len(by_id) == len(self.lines)
+        return by_id
 
 
 @pytest.fixture
@@ -191,8 +191,8 @@ def test_byte_order_mark_is_no_part_of_the_first_line(name: str, tmp_path: Path)
     text = "Once" if name.endswith(".txt") else '{"prompt": "Once"}'
     stdin = f"\ufeff{text}\n" if name == "-" else None
     (tmp_path / name).write_text(f"\ufeff{text}\n", encoding="utf-8")
-    given = name if stdin else tmp_path / name
-    (record,) = run_json("--input", given, "-n", "2", "--seed", "1", stdin=stdin)["results"]
+    source = name if stdin else tmp_path / name
+    (record,) = run_json("--input", source, "-n", "2", "--seed", "1", stdin=stdin)["results"]
     assert record["prompt"] == "Once"
 
 
@@ -205,11 +205,11 @@ def test_lines_take_the_names_of_openai_and_vllm() -> None:
         {"prompt": "x", "logprobs": False, "top_logprobs": 2},
         {"prompt": "x", "choice": ["a", "b"]},
     ]
-    chat, schema, bare, off, one = read_requests(map(json.dumps, data), json_lines=True)
+    chat, schema, bare, off, choice = read_requests(map(json.dumps, data), json_lines=True)
     assert (list(chat.prompt), chat.id, tuple(chat.stop)) == (messages, "a", (".",))
     assert [r.top_logprobs for r in (chat, schema, bare, off)] == [3, 2, 0, None]
     assert schema.grammar == lb.Grammar.from_json_schema({"type": "boolean"})
-    assert one.grammar == lb.Grammar.from_choices(["a", "b"])
+    assert choice.grammar == lb.Grammar.from_choices(["a", "b"])
 
 
 # -- results that are resumed --------------------------------------------------------------------------
@@ -233,7 +233,7 @@ def test_resumed_run_leaves_out_what_is_there(job: Callable[..., Job]) -> None:
     begun.run()
     known, kept = begun.texts, "".join(begun.lines[:5])
     assert len(known) == 8
-    # What changes no text may change.
+    # Options that change no text may differ.
     for more in ((), ("--draft", "lookup", "--parallel", 2)):
         begun.out.write_text(kept + '{"id": "3", "sample": 0, "prompt": "torn', encoding="utf-8")
         assert "texts in the file already" in begun.run("--resume", *more)
@@ -265,9 +265,9 @@ def test_resuming_refuses_other_settings_and_says_which(
     begun.run()
     with begun.out.open("ab") as file:
         file.write(b'{"id": "to')
-    before = begun.out.read_bytes()  # refused, it keeps its torn line too
-    said = begun.run("--resume", *changed, code=2)
-    assert named in said and "resume with the prompts and settings" in said
+    before = begun.out.read_bytes()  # a refused file keeps its torn line, too
+    message = begun.run("--resume", *changed, code=2)
+    assert named in message and "resume with the prompts and settings" in message
     assert begun.out.read_bytes() == before
 
 
@@ -319,8 +319,12 @@ def test_file_of_version_0_2_is_resumed(job: Callable[..., Job]) -> None:
 
 
 def test_failed_texts_are_run_again_on_resume(job: Callable[..., Job], tmp_path: Path) -> None:
-    given: list[Any] = [{"prompt": "The king"}, {"prompt": [5, 99999999]}, {"prompt": "The wolf"}]
-    path = write(tmp_path / "in.jsonl", given)
+    requests: list[Any] = [
+        {"prompt": "The king"},
+        {"prompt": [5, 99999999]},
+        {"prompt": "The wolf"},
+    ]
+    path = write(tmp_path / "in.jsonl", requests)
     begun = job("--input", path, "-n", 4, "--seed", 2)
     begun.run(code=1)
     kept = [line for line in begun.lines if '"error"' not in line]
@@ -328,7 +332,7 @@ def test_failed_texts_are_run_again_on_resume(job: Callable[..., Job], tmp_path:
     begun.out.write_text("".join(begun.lines) + '{"id": "to')
     begun.run("--resume", code=1)  # it fails again
     assert [record["id"] for record in begun.records if "error" in record] == ["1"]
-    write(path, [given[0], {"prompt": [5, 6]}, given[2]])
+    write(path, [requests[0], {"prompt": [5, 6]}, requests[2]])
     begun.run("--resume")
     assert begun.lines[:2] == kept and set(begun.texts) == {"0.0", "1.0", "2.0"}
     assert sorted(tmp_path.iterdir()) == [path, begun.out]
@@ -378,9 +382,9 @@ def test_text_that_is_no_unicode_is_written_as_ascii_and_read_again(tmp_path: Pa
                 for result, request in zip(results, requests, strict=True):
                     if (result.id, 0) not in file.done:
                         file.write(result, request)
-    found = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-    (half,) = [record for record in found if record["id"] == "half"]
-    assert half["prompt"] == "\ud800" and "Unicode" in half["error"] and len(found) == 2
+    records = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    (half,) = [record for record in records if record["id"] == "half"]
+    assert half["prompt"] == "\ud800" and "Unicode" in half["error"] and len(records) == 2
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
@@ -395,7 +399,7 @@ def test_full_disk_is_an_error_that_says_how_to_go_on(job: Callable[..., Job]) -
 
 
 def _on_a_full_disk(n_bytes: int, *begun: object) -> subprocess.CompletedProcess[str]:
-    """Run a job in a process that may write so many bytes to a file; the next write tears."""
+    """Run a job in a process that may write so many bytes to a file; the next write is cut off."""
     resource = pytest.importorskip("resource")
 
     def limit() -> None:
@@ -472,20 +476,20 @@ def test_interrupted_run_keeps_what_is_done(job: Callable[..., Job]) -> None:
 def test_openai_batch_is_answered_in_its_shape(job: Callable[..., Job], tmp_path: Path) -> None:
     ours = {"prompt": "Once", "max_tokens": 5, "seed": 3, "sampling": {"temperature": 0}}
     detail: dict[str, Any] = {"n": 2, "logprobs": True, "top_logprobs": 2}
-    given = [
+    requests = [
         envelope("chat", messages=HELLO, max_completion_tokens=4, **detail),
         envelope("text", "/v1/completions", prompt="Once", max_tokens=5, seed=3, temperature=0),
         envelope("bad", "/v1/completions", prompt=[99999999], max_tokens=5),
         {"id": "ours", **ours},
     ]
-    path = write(tmp_path / "in.jsonl", given)
+    path = write(tmp_path / "in.jsonl", requests)
     model = write_toy(tmp_path / "chat.gguf", metadata={"tokenizer.chat_template": CHAT_TEMPLATE})
     begun = job("--input", path, "--seed", 1, "-m", model, "--draft", "none", "-c", 1024)
 
     def answers() -> dict[str, Any]:
-        found = {record.get("custom_id", record["id"]): record for record in begun.records}
-        assert set(found) == {"chat", "text", "bad", "ours"} and len(begun.lines) == 4
-        return found
+        by_id = {record.get("custom_id", record["id"]): record for record in begun.records}
+        assert set(by_id) == {"chat", "text", "bad", "ours"} and len(begun.lines) == 4
+        return by_id
 
     begun.run(code=1)
     first = answers()
@@ -495,7 +499,7 @@ def test_openai_batch_is_answered_in_its_shape(job: Callable[..., Job], tmp_path
     for choice in body["choices"]:
         assert choice["message"]["role"] == "assistant"
         assert choice["finish_reason"] in ("stop", "length")
-        assert all(len(one["top_logprobs"]) == 2 for one in choice["logprobs"]["content"])
+        assert all(len(entry["top_logprobs"]) == 2 for entry in choice["logprobs"]["content"])
     usage = body["usage"]
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     body = first["text"]["response"]["body"]
@@ -506,7 +510,7 @@ def test_openai_batch_is_answered_in_its_shape(job: Callable[..., Job], tmp_path
     begun.out.write_text(next(line for line in begun.lines if '"bad"' not in line))
     begun.run("--resume", code=1)
     for name in ("chat", "text"):
-        again, before = (found[name]["response"]["body"]["choices"] for found in (answers(), first))
+        again, before = (by_id[name]["response"]["body"]["choices"] for by_id in (answers(), first))
         assert again == before
 
 
@@ -555,7 +559,7 @@ def test_cells_are_divided_where_texts_are_long_and_share_little(
 
 
 def test_prompts_that_cannot_run_do_not_choose_the_layout() -> None:
-    """The bundled target is made for 1,024 tokens."""
+    """The bundled target is trained for 1,024 tokens."""
     usual = [Request(f"{i} foxes", id=str(i), max_tokens=400) for i in range(8)]
     too_long = [Request("fox " * 8000, id="x"), Request([5] * 5000, id="y")]
     for n_ctx in (None, 4096):
@@ -567,16 +571,18 @@ def test_prompts_that_cannot_run_do_not_choose_the_layout() -> None:
 
 def test_memory_that_cannot_be_divided_serves_long_texts_too(tmp_path: Path) -> None:
     path = write_toy(tmp_path / "mamba.gguf", "mamba", vocab="bytes")
-    found = run_json("-m", path, "-d", "none", "-n", 300, "--ignore-eos", "-p", *"abcdefgh")
-    assert [len(result["tokens"]) for result in found["results"]] == [300] * 8
+    report = run_json("-m", path, "-d", "none", "-n", 300, "--ignore-eos", "-p", *"abcdefgh")
+    assert [len(result["tokens"]) for result in report["results"]] == [300] * 8
 
 
 @pytest.mark.parametrize("draft", ["none", "tale-draft"])
 def test_layout_changes_no_text(draft: str) -> None:
-    """Cells of their own are as many as the longest text needs, with a drafter too."""
+    """With separate cells each sequence has enough for the longest text, with a drafter too."""
     common = ("-p", "The fox", "The wolf " * 300, "-n", 12, "--seed", 3, "--draft", draft)
-    one, other = (run_json(*common, "-np", 4, "-S", f"kv_unified={x}") for x in ("true", "false"))
-    assert texts(one) == texts(other)
+    unified, divided = (
+        run_json(*common, "-np", 4, "-S", f"kv_unified={x}") for x in ("true", "false")
+    )
+    assert texts(unified) == texts(divided)
 
 
 def test_context_is_as_large_as_the_prompt_needs(tmp_path: Path) -> None:

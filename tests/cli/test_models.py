@@ -52,7 +52,7 @@ def test_pull_prints_the_path_and_nothing_else(hub: FakeHub) -> None:
 
 
 def test_pull_that_fails_prints_no_path(hub: FakeHub) -> None:
-    for name, code, said, more in (
+    for name, code, words, more in (
         (f"{DRAFT}:Q4_0", 2, "no model with the tag Q4_0", {}),
         ("me/nothing", 1, "Repository not found", {}),
         (DRAFT, 2, "HF_HUB_OFFLINE is set", OFFLINE),
@@ -60,7 +60,7 @@ def test_pull_that_fails_prints_no_path(hub: FakeHub) -> None:
     ):
         result = run("models", "pull", name, **more)
         assert (result.exit_code, result.stdout) == (code, ""), result.stderr
-        assert said.lower() in result.stderr.lower()
+        assert words.lower() in result.stderr.lower()
     error = json.loads(run("models", "pull", "me/nothing", "--json").stdout)["error"]
     assert error["type"] == "DownloadError"
 
@@ -156,7 +156,7 @@ def test_show_shows_the_names_of_files_not_their_paths(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("vocab", "path", "said"),
+    ("vocab", "path", "sentence"),
     [
         (None, "tokens", "can draft for the first, token by token: the same 4096 tokens"),
         ("bytes", "text", "but only through the text: "),
@@ -164,22 +164,22 @@ def test_show_shows_the_names_of_files_not_their_paths(tmp_path: Path) -> None:
     ],
 )
 def test_show_says_whether_two_models_can_speculate_and_why(
-    vocab: str | None, path: str, said: str, tmp_path: Path
+    vocab: str | None, path: str, sentence: str, tmp_path: Path
 ) -> None:
     other: object = "tale-draft"
     if vocab is not None:
         other = toys.write_toy(tmp_path / "other.gguf", vocab=vocab)
     shown = " ".join(run("models", "show", "tale-target", other).stdout.split())
-    found = answer("models", "show", "tale-target", other)
-    assert said in shown and f"{found['reason']}." in shown
-    assert (found["compatible"], found["path"]) == (path == "tokens", path)
-    assert len(found["models"]) == 2 and "drafts" not in found
+    report = answer("models", "show", "tale-target", other)
+    assert sentence in shown and f"{report['reason']}." in shown
+    assert (report["compatible"], report["path"]) == (path == "tokens", path)
+    assert len(report["models"]) == 2 and "drafts" not in report
 
 
 def test_show_says_whether_a_head_fits() -> None:
-    found = answer("models", "show", "tale-target", "tale-eagle")
-    assert (found["compatible"], found["path"]) == (True, "hidden states")
-    assert found["models"][1]["head_kind"] == "eagle3" and found["models"][1]["eagle3"]
+    report = answer("models", "show", "tale-target", "tale-eagle")
+    assert (report["compatible"], report["path"]) == (True, "hidden states")
+    assert report["models"][1]["head_kind"] == "eagle3" and report["models"][1]["eagle3"]
     shown = run("models", "show", "tale-target", "tale-eagle").stdout
     assert "The second is a head that can draft for the first: the head fits" in shown
 
@@ -201,7 +201,7 @@ def test_show_says_why_a_model_is_not_batch_invariant(tmp_path: Path) -> None:
 
 @pytest.fixture
 def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model of a byte vocabulary, and caches with models that could draft for it or could not."""
+    """A model with a byte vocabulary, and caches with models; some can draft for it."""
     for name in ("HF_HUB_CACHE", "LLAMABRANCH_CACHE", "HOME"):
         monkeypatch.setenv(name, str(tmp_path / name))
     for name in ("LLAMA_CACHE", "LLAMABRANCH_DOWNLOAD"):
@@ -221,16 +221,16 @@ def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_candidates_are_those_of_the_vocabulary_first_and_of_about_a_tenth_of_the_size(
     target: Path, tmp_path: Path
 ) -> None:
-    found = answer("models", "show", target)["drafts"]
-    assert [(each["name"], each["drafts_by"]) for each in found] == [
+    drafts = answer("models", "show", target)["drafts"]
+    assert [(entry["name"], entry["drafts_by"]) for entry in drafts] == [
         ("me/drafts/fitting-Q8_0.gguf", "tokens"),
         ("me/drafts/larger-Q8_0.gguf", "tokens"),
         ("me/other/foreign-Q8_0.gguf", "text"),
     ]
     shown = run("models", "show", target).stdout
-    for each in found:
-        assert each["name"] in shown and each["path"] == str(names.resolve(each["name"]))
-        assert each["size_bytes"] == Path(each["path"]).stat().st_size
+    for entry in drafts:
+        assert entry["name"] in shown and entry["path"] == str(names.resolve(entry["name"]))
+        assert entry["size_bytes"] == Path(entry["path"]).stat().st_size
     bare = toys.write_llama(tmp_path / "bare.gguf", vocab="none")
     assert possible_drafts(str(bare)) == []
 
@@ -248,7 +248,7 @@ def test_another_quantization_of_the_target_is_no_draft(target: Path) -> None:
     toys.write_llama(same, vocab="bytes", n_layer=12, n_ff=512, weights="f32")
     (other,) = target.parent.rglob("too-large-Q8_0.gguf")
     assert other.stat().st_size < same.stat().st_size / 2
-    assert other not in [each.path for each in possible_drafts(str(same))]
+    assert other not in [possible.path for possible in possible_drafts(str(same))]
 
 
 def test_draft_auto_copies_from_the_text_where_no_model_fits(target: Path) -> None:
@@ -262,9 +262,11 @@ def test_draft_auto_copies_from_the_text_where_no_model_fits(target: Path) -> No
 def test_bundled_draft_is_offered_to_its_own_vocabulary_only(tmp_path: Path) -> None:
     large = toys.write_llama(tmp_path / "large.gguf", vocab="bytes", n_layer=8, n_ff=8192)
     assert large.stat().st_size > 4 * names.resolve(names.BUNDLED_DRAFT).stat().st_size
-    assert names.BUNDLED_DRAFT not in [each.name for each in possible_drafts(str(large))]
-    found = {each.name: each.drafts_by for each in possible_drafts(names.BUNDLED_TARGET)}
-    assert found[names.BUNDLED_DRAFT] == "tokens"
+    assert names.BUNDLED_DRAFT not in [possible.name for possible in possible_drafts(str(large))]
+    drafts_by = {
+        possible.name: possible.drafts_by for possible in possible_drafts(names.BUNDLED_TARGET)
+    }
+    assert drafts_by[names.BUNDLED_DRAFT] == "tokens"
 
 
 def test_listed_draft_that_is_not_here_is_asked_for_first(
@@ -276,6 +278,7 @@ def test_listed_draft_that_is_not_here_is_asked_for_first(
     first, *others = possible_drafts("qwen3-4b")
     assert (first.name, first.path, first.drafts_by) == ("qwen3-0.6b", None, "unknown")
     assert others[0].name == "me/drafts/fitting-Q8_0.gguf"
-    monkeypatch.setenv("LLAMABRANCH_DOWNLOAD", "0")  # it may not be downloaded: the next one drafts
-    said = run("generate", "a", "-m", "qwen3-4b", *SHORT).stderr
-    assert "draft: suffix+me/drafts/fitting-Q8_0.gguf\n" in said
+    # It must not be downloaded, so the next one drafts.
+    monkeypatch.setenv("LLAMABRANCH_DOWNLOAD", "0")
+    output = run("generate", "a", "-m", "qwen3-4b", *SHORT).stderr
+    assert "draft: suffix+me/drafts/fitting-Q8_0.gguf\n" in output

@@ -42,7 +42,7 @@ def test_a_command_has_few_options_and_help_shows_the_first_of_them(name: str) -
     assert len(options(name)) <= 35
     assert len(command.first) <= 14
     assert command.first <= {param.name for param in options(name)}
-    short, whole = (run(name, each).stdout for each in ("--help", "--help-all"))
+    short, whole = (run(name, flag).stdout for flag in ("--help", "--help-all"))
     for param in options(name):
         assert param.opts[0] in whole
         assert (f"{param.opts[0]} " in short) >= (param.name in command.first)
@@ -63,7 +63,7 @@ def test_an_option_means_the_same_in_every_command() -> None:
 
 # -- llama.cpp's spellings -----------------------------------------------------------------------------
 
-# Each line: the same text, by other names of the same options. What all have: -m, -c, -t.
+# Each line gives the same text by other names of the same options. All have -m, -c and -t.
 SPELLINGS = (
     ("generate", "The old king", "--target", TARGET, "--draft", DRAFT, "--draft-length", 3,
      "--max-tokens", 12, "--temperature", 0.7, "--seed", 5, "--n-ctx", 256, "--threads", 1),
@@ -83,11 +83,11 @@ SPELLINGS = (
 def test_a_text_is_the_same_by_the_names_of_llama_cpp_vllm_and_the_papers(tmp_path: Path) -> None:
     path = tmp_path / "prompt.txt"
     path.write_text("The old king\n")
-    found = []
+    token_ids = []
     for line in SPELLINGS:
-        given = [str(path) if each == "FILE" else each for each in line]
-        found.append(answer(*given)["results"][0]["tokens"])
-    assert found == [found[0]] * len(SPELLINGS)
+        arguments = [str(path) if word == "FILE" else word for word in line]
+        token_ids.append(answer(*arguments)["results"][0]["tokens"])
+    assert token_ids == [token_ids[0]] * len(SPELLINGS)
 
 
 @pytest.mark.parametrize(
@@ -103,49 +103,49 @@ def test_a_text_is_the_same_by_the_names_of_llama_cpp_vllm_and_the_papers(tmp_pa
 def test_rare_settings_are_those_of_the_library(settings: dict[str, object]) -> None:
     prompt = "Once upon a time there was a king and a king and a king"
     common = ("speculate", prompt, *SHORT, "-n", "24", "-s", "3", "--temp", "1.2")
-    given = [f"{name.replace('_', '-')}={json.dumps(value)}" for name, value in settings.items()]
-    found = answer(*common, *(each for text in given for each in ("-S", text)))["tokens"]
+    texts = [f"{name.replace('_', '-')}={json.dumps(value)}" for name, value in settings.items()]
+    tokens = answer(*common, *(word for text in texts for word in ("-S", text)))["tokens"]
     sampling = lb.SamplingParams(temperature=1.2, seed=3).replace(**settings)  # type: ignore[arg-type]
     with lb.load(n_ctx=256, n_threads=1) as ctx:
         expected = lb.Speculator(ctx).generate(prompt, max_tokens=24, sampling=sampling).finish()
-    assert found == expected.tokens
-    assert found != answer(*common)["tokens"]
+    assert tokens == expected.tokens
+    assert tokens != answer(*common)["tokens"]
 
 
 def test_settings_of_loading_and_drafting_are_taken() -> None:
-    given = ("speculate", "Once upon a time", "-s", "1", "-n", "12")
-    plain = answer(*given, "-d", "none")["tokens"]
+    arguments = ("speculate", "Once upon a time", "-s", "1", "-n", "12")
+    plain = answer(*arguments, "-d", "none")["tokens"]
     for more in (
         ("-S", "n_batch=64", "-S", "n_ubatch=16", "-S", "use_mlock=true", "-S", "use_mmap=false"),
         ("-S", "kv_unified=false"),
         ("-k", "4", "-S", "rule=seeded", "-S", "entropy_stop=1"),
     ):
-        assert answer(*given, *more)["tokens"] == plain
-    assert answer(*given, "-k", "4", "-S", "rule=token")["rule"] == "token"
-    found = answer("generate", "Once", "-n", "4", "-S", "batch_invariant=false")
-    assert found["batch_invariant"] is False
+        assert answer(*arguments, *more)["tokens"] == plain
+    assert answer(*arguments, "-k", "4", "-S", "rule=token")["rule"] == "token"
+    report = answer("generate", "Once", "-n", "4", "-S", "batch_invariant=false")
+    assert report["batch_invariant"] is False
 
 
 def test_minus_one_is_a_random_seed_and_no_limit() -> None:
-    given = ("speculate", "Once", *SHORT, "--temp", "1.5")
-    seeds = {answer(*given, "-n", "4", "-s", "-1")["seed"] for _ in range(2)}
+    arguments = ("speculate", "Once", *SHORT, "--temp", "1.5")
+    seeds = {answer(*arguments, "-n", "4", "-s", "-1")["seed"] for _ in range(2)}
     assert len(seeds) == 2 and -1 not in seeds
-    limited = answer(*given, "-n", "-1", "-s", "1", "--ignore-eos")
+    limited = answer(*arguments, "-n", "-1", "-s", "1", "--ignore-eos")
     assert limited["finish_reason"] == "capacity"
 
 
 def test_context_of_zero_tokens_is_the_trained_length() -> None:
     with lb.Model(hub.resolve(hub.BUNDLED_TARGET), vocab_only=True) as model:
         n_ctx = int(model.metadata["llama.context_length"])
-    given = ("speculate", "Once", "-d", "none", "-n", "-1", "-s", "1", "--ignore-eos")
-    assert n_ctx - 4 <= len(answer(*given, "-c", "0")["tokens"]) <= n_ctx
+    arguments = ("speculate", "Once", "-d", "none", "-n", "-1", "-s", "1", "--ignore-eos")
+    assert n_ctx - 4 <= len(answer(*arguments, "-c", "0")["tokens"]) <= n_ctx
 
 
 def test_structure_is_a_text_a_file_or_an_expression(tmp_path: Path) -> None:
     grammar, schema = tmp_path / "g.gbnf", tmp_path / "s.json"
     grammar.write_text('root ::= " yes" | " no"')
     schema.write_text('{"enum": ["king", "queen"]}')
-    given = ("speculate", "Once", "-s", "1")
+    arguments = ("speculate", "Once", "-s", "1")
     for option, texts in (
         (("--grammar", grammar), (" yes", " no")),
         (("--grammar", grammar.read_text()), (" yes", " no")),
@@ -153,7 +153,7 @@ def test_structure_is_a_text_a_file_or_an_expression(tmp_path: Path) -> None:
         (("-j", schema), ('"king"', '"queen"')),
         (("--json-schema", schema.read_text()), ('"king"', '"queen"')),
     ):
-        assert answer(*given, *option)["text"] in texts
+        assert answer(*arguments, *option)["text"] in texts
 
 
 def test_system_message_and_template_are_taken(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_system_message_and_template_are_taken(tmp_path: Path) -> None:
     model = write_toy(tmp_path / "chat.gguf", vocab="bytes", metadata=template)
     own = tmp_path / "template.jinja"
     own.write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
-    given = ("speculate", "Hi", "-m", model, *SHORT, "-n", "8", "-s", "1")
+    arguments = ("speculate", "Hi", "-m", model, *SHORT, "-n", "8", "-s", "1")
 
     def expected(prompt: str | list[dict[str, str]]) -> list[int]:
         with lb.load(model, n_ctx=256, n_threads=1) as ctx:
@@ -171,12 +171,16 @@ def test_system_message_and_template_are_taken(tmp_path: Path) -> None:
 
     system, user = ("-sys", "Be brief."), {"role": "user", "content": "Hi"}
     asked = expected([{"role": "system", "content": "Be brief."}, user])
-    assert answer(*given, *system)["tokens"] == answer(*given, *system, "--chat")["tokens"] == asked
-    assert answer(*given, "--chat")["tokens"] == expected([user])
+    assert (
+        answer(*arguments, *system)["tokens"]
+        == answer(*arguments, *system, "--chat")["tokens"]
+        == asked
+    )
+    assert answer(*arguments, "--chat")["tokens"] == expected([user])
     wrapped = expected("<Be brief.><Hi>")
     for named in (own, own.read_text()):
-        assert answer(*given, *system, "--chat-template", named)["tokens"] == wrapped
-    assert "unknown chat template 'ChatML'" in said_by(*given, "--chat-template", "ChatML")
+        assert answer(*arguments, *system, "--chat-template", named)["tokens"] == wrapped
+    assert "unknown chat template 'ChatML'" in said_by(*arguments, "--chat-template", "ChatML")
 
 
 DONE_ANYWAY = ("-no-cnv", "--no-conversation", "--no-context-shift")  # by generate
@@ -194,11 +198,11 @@ def test_flags_that_a_command_lacks_get_a_hint() -> None:
                 *DONE_ANYWAY,
                 "-cnv",
                 "--conversation",
-            ):  # of another command, or of no effect
+            ):  # options of another command, or without effect
                 continue
-            said = said_by("generate", name, r"x\n")
-            assert f"No such option: {name} (" in said, name
-            assert hint.split()[0] in said
+            message = said_by("generate", name, r"x\n")
+            assert f"No such option: {name} (" in message, name
+            assert hint.split()[0] in message
             assert run("generate", name).exit_code == 2
     assert "--temperature" in said_by("generate", "--temprature", "1")
     assert "llamabranch generate -m" in said_by("-m", "a.gguf", "-p", "x")
@@ -206,8 +210,20 @@ def test_flags_that_a_command_lacks_get_a_hint() -> None:
 
 
 def test_flags_of_llama_cpp_that_change_no_text_are_taken_in_silence() -> None:
-    given = ("generate", "-p", "The king", "-n", "4", "-s", "1", "-d", "none", "-m", "tale-target")
-    expected = run(*given)
+    arguments = (
+        "generate",
+        "-p",
+        "The king",
+        "-n",
+        "4",
+        "-s",
+        "1",
+        "-d",
+        "none",
+        "-m",
+        "tale-target",
+    )
+    expected = run(*arguments)
     flags = IGNORED[0].split()
     flags += [part for name in IGNORED[1].split() for part in (name, "1")]
     flags += [
@@ -222,28 +238,30 @@ def test_flags_of_llama_cpp_that_change_no_text_are_taken_in_silence() -> None:
         "0",
     ]
     flags += ["-b", "256", "--ubatch-size=64", "--mlock", "--no-mmap", "-tb", "1", "-ngl", "99"]
-    result = run(*given, *flags)
+    result = run(*arguments, *flags)
     assert result.exit_code == 0, result.output
     assert result.stdout == expected.stdout
     assert result.stderr.split(",")[:2] == expected.stderr.split(",")[:2]
     for name in ("--color", "--numa"):  # in front of a prompt
         more = () if name == "--color" else ("distribute",)
-        assert run("generate", name, *more, *given[1:]).stdout == expected.stdout
-    assert "n_batch must be" in said_by(*given, "-b", "-5")
+        assert run("generate", name, *more, *arguments[1:]).stdout == expected.stdout
+    assert "n_batch must be" in said_by(*arguments, "-b", "-5")
     assert run("chat", "-cnv", "--color", "-p", "Hi", "-n", "1").exit_code == 0
 
 
 @pytest.mark.smollm2
 def test_conversation_is_chat_for_a_model_with_a_template() -> None:
-    given = ("speculate", "Hi", "-n", "4", "-s", "1", "-d", "none", "-m", "smollm2-135m")
-    chat = answer(*given, "--chat")["tokens"]
-    assert answer(*given, "-cnv")["tokens"] == chat != answer(*given, "-no-cnv")["tokens"]
+    arguments = ("speculate", "Hi", "-n", "4", "-s", "1", "-d", "none", "-m", "smollm2-135m")
+    chat = answer(*arguments, "--chat")["tokens"]
+    assert answer(*arguments, "-cnv")["tokens"] == chat != answer(*arguments, "-no-cnv")["tokens"]
 
 
 def test_flags_that_would_change_the_text_are_refused_together_each_with_what_to_use() -> None:
-    given = ("--mirostat", "2", "--presence-penalty", "0.5", "--typical=0.9", "--keep", "-1")
-    said = said_by("generate", "-p", "Hi", *given, "--lora", "a.gguf", "--temprature", "1", "--zzz")
-    assert said.count("No such option") == 1
+    arguments = ("--mirostat", "2", "--presence-penalty", "0.5", "--typical=0.9", "--keep", "-1")
+    message = said_by(
+        "generate", "-p", "Hi", *arguments, "--lora", "a.gguf", "--temprature", "1", "--zzz"
+    )
+    assert message.count("No such option") == 1
     for part in (
         "--mirostat (there is no mirostat",
         "--presence-penalty (-S presence_penalty=VALUE)",
@@ -253,10 +271,10 @@ def test_flags_that_would_change_the_text_are_refused_together_each_with_what_to
         "--temprature (did you mean --temperature?)",
         "; --zzz",
     ):
-        assert part in said, part
+        assert part in message, part
     for name in sorted(set().union(*setting_names().values())):
         option = "--" + name.replace("_", "-")
-        known = {each for p in options("generate") for each in p.opts}
+        known = {flag for p in options("generate") for flag in p.opts}
         if option not in known and option not in " ".join((*HINTS, *SETTINGS, *IGNORED.values())):
             assert f"{option} (-S {name}=VALUE)" in said_by("generate", option, "1")
 
@@ -269,14 +287,14 @@ def test_a_value_that_looks_like_an_option_is_a_value() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "meant"),
+    ("words", "meant"),
     [
         (["--input", "-", "--max_tokens=5"], ["--input", "-", "--max-tokens=5"]),
         (["--no_such_thing", "x_y"], ["--no_such_thing", "x_y"]),
     ],
 )
-def test_known_names_get_dashes(given: list[str], meant: list[str]) -> None:
-    assert spread_out(given, {"--prompts", "--input", "--max-tokens"}) == meant
+def test_known_names_get_dashes(words: list[str], meant: list[str]) -> None:
+    assert spread_out(words, {"--prompts", "--input", "--max-tokens"}) == meant
 
 
 @pytest.mark.parametrize("name", MOVED)
@@ -298,7 +316,7 @@ def test_hidden_names_are_not_listed_and_work() -> None:
 
 @pytest.mark.smollm2
 def test_commands_agree_on_the_model_and_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Generate and select took the tale model in silence, chat and demo SmolLM2."""
+    """Without -m, generate and select silently used the tale model, chat and demo SmolLM2."""
     catalogue = importlib.import_module("llamabranch.hub.catalogue")
     few = ("-n", "1", "--temp", "0")
     commands = (

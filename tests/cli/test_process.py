@@ -21,7 +21,7 @@ STATISTICS = ("num drafts", "num accepted tokens", "draft acceptance rate", "tok
 
 
 def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a command as a process; its standard error is read, and its output unless it is given."""
+    """Run a command as a process; capture its standard error, and its output unless it has a file."""
     streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
     return subprocess.run([*COMMAND, *arguments], timeout=TIMEOUT_S, check=False, **streams)
 
@@ -69,13 +69,13 @@ def test_standard_input_that_is_not_utf8_is_wrong_usage() -> None:
 
 
 def test_output_that_is_not_utf8_loses_nothing() -> None:
-    given = ("speculate", "Die Königin ♕", "-n", "8", "--seed", "1")
-    whole = answer(*given)
+    arguments = ("speculate", "Die Königin ♕", "-n", "8", "--seed", "1")
+    whole = answer(*arguments)
     ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    found, shown = (
-        run(*given, "-m", "tale-target", *more, env=ascii_only) for more in (("--json",), ())
+    as_json, shown = (
+        run(*arguments, "-m", "tale-target", *more, env=ascii_only) for more in (("--json",), ())
     )
-    assert json.loads(found.stdout)["text"] == whole["text"], found.stderr
+    assert json.loads(as_json.stdout)["text"] == whole["text"], as_json.stderr
     assert shown.stdout.rstrip("\n") == whole["text"].encode("ascii", "backslashreplace").decode()
 
 
@@ -105,8 +105,8 @@ def test_interrupt_prints_what_there_is_and_exits_with_130(arguments: list[str])
     assert process.returncode == 130, process.stderr
     assert "Traceback" not in process.stderr
     if "--json" in arguments:
-        found = json.loads(process.stdout)
-        assert found["finish_reason"] is None and found["tokens"]
+        report = json.loads(process.stdout)
+        assert report["finish_reason"] is None and report["tokens"]
         return
     assert len(process.stdout) > 40
     assert re.search(r"finish reasons +cancelled 1\n|ended by cancelled,", process.stderr)
@@ -152,7 +152,7 @@ main()
 @pytest.mark.skipif(os.name == "nt", reason="Windows reads arguments as Unicode")
 def test_arguments_are_utf8_in_the_c_locale(tmp_path: Path) -> None:
     out = tmp_path / "König.jsonl"
-    given = ("generate", "König", "-n", "2", *MODEL, "-o", str(out))
-    done = run(*given, env={**os.environ, "LC_ALL": "C"}, text=False)
+    arguments = ("generate", "König", "-n", "2", *MODEL, "-o", str(out))
+    done = run(*arguments, env={**os.environ, "LC_ALL": "C"}, text=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(out.read_text("utf-8"))["prompt"] == "König"

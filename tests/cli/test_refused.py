@@ -15,7 +15,7 @@ from llamabranch import hub
 LONG = "The king was old. " * 400
 TEXT = "Once upon a time there was a king who had three sons.\n" * 20
 
-# The arguments, and a part of the message; TEXT, EMPTY, LATIN, MODEL, FOLDER are files of the test.
+# Arguments and a part of the message. TEXT, EMPTY, LATIN, MODEL and FOLDER are files of the test.
 WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     (("no-such-command",), "no-such-command"),
     (("speculate", "--no-such-option"), "--no-such-option"),
@@ -102,13 +102,13 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, str]:
     names = ("TEXT", "EMPTY", "LATIN", "MODEL", "FOLDER", "NEW")
-    found = {name: str(tmp_path / name) for name in names}
-    Path(found["TEXT"]).write_text(TEXT, "utf-8")
-    Path(found["EMPTY"]).touch()
-    Path(found["LATIN"]).write_bytes("Größe".encode("latin-1"))
-    Path(found["MODEL"]).write_bytes(hub.resolve("tale-draft").read_bytes())
-    Path(found["FOLDER"]).mkdir()
-    return found
+    paths = {name: str(tmp_path / name) for name in names}
+    Path(paths["TEXT"]).write_text(TEXT, "utf-8")
+    Path(paths["EMPTY"]).touch()
+    Path(paths["LATIN"]).write_bytes("Größe".encode("latin-1"))
+    Path(paths["MODEL"]).write_bytes(hub.resolve("tale-draft").read_bytes())
+    Path(paths["FOLDER"]).mkdir()
+    return paths
 
 
 @pytest.mark.parametrize(
@@ -117,15 +117,15 @@ def files(tmp_path: Path) -> dict[str, str]:
 def test_wrong_usage_exits_with_2(
     arguments: tuple[str, ...], complaint: str, files: dict[str, str]
 ) -> None:
-    given = [files.get(each, each) for each in arguments]
+    words = [files.get(word, word) for word in arguments]
     before = {name: Path(files[name]).read_bytes() for name in ("TEXT", "MODEL")}
-    result = run(*given)
+    result = run(*words)
     assert result.exit_code == 2, result.output
     assert complaint in " ".join(result.stderr.replace("│", " ").split())
     assert "Traceback" not in result.output
     assert result.stdout == ""
     assert before == {name: Path(files[name]).read_bytes() for name in before}
-    answered = run(*given, "--json")
+    answered = run(*words, "--json")
     (error,) = json.loads(answered.stdout).values()
     assert answered.exit_code == 2 and set(error) == {"type", "message", "hint"}
 
@@ -140,16 +140,16 @@ def test_failure_exits_with_1_in_one_line_and_v_shows_where(
 ) -> None:
     path = tmp_path / "garbage.gguf"
     path.write_bytes(b"GGUF" + bytes(64))
-    given = [str(path) if each == "MODEL" else each for each in command]
-    given += [] if command[0] == "models" else ["-m", str(path)]
-    result = run(*given)
+    words = [str(path) if word == "MODEL" else word for word in command]
+    words += [] if command[0] == "models" else ["-m", str(path)]
+    result = run(*words)
     assert result.exit_code == 1, result.output
     assert result.stdout == ""
     assert result.stderr.startswith("error: ")
     assert sum(not line.startswith("hint: ") for line in result.stderr.splitlines()) == 1
-    (error,) = json.loads(run(*given, "--json").stdout).values()
+    (error,) = json.loads(run(*words, "--json").stdout).values()
     assert error["type"] == "ModelLoadError" and "garbage.gguf" in error["message"]
-    shown = run(*given, "-v")
+    shown = run(*words, "-v")
     assert shown.exit_code == 1 and "Traceback" in shown.stderr and "ModelLoadError" in shown.stderr
 
 
@@ -195,8 +195,8 @@ def test_prompt_that_is_too_long_is_refused_before_the_model_loads(
     result = run(*command, *([] if n_ctx is None else ["-c", n_ctx]))
     assert result.exit_code == 1
     most = "the model is made for 1,024" if n_ctx is None else "--n-ctx is 256"
-    said = " ".join(result.stderr.split())
-    assert "the prompt has " in said and f"tokens, {most}" in said
+    message = " ".join(result.stderr.split())
+    assert "the prompt has " in message and f"tokens, {most}" in message
 
 
 @pytest.mark.parametrize("depth", [20, 200, 20_000])

@@ -24,28 +24,28 @@ def answer(*arguments: object) -> dict[str, Any]:
 
 def test_text_is_scored_as_the_library_does(ctx: lb.Context) -> None:
     text = "Once upon a time there was a king."
-    found = answer(text, "--top", "2")
-    (record,) = found["items"][0]["scores"]
+    report = answer(text, "--top", "2")
+    (record,) = report["items"][0]["scores"]
     tokens = ctx.tokenize(text)
     with lb.Branch.start(ctx, tokens[:1]) as branch:
         expected = branch.score(tokens[1:], top=2)
     shown = record["tokens"]
     assert [(t["token"], t["rank"]) for t in shown] == [(s.token, s.rank) for s in expected]
-    for one, score in zip(shown, expected, strict=True):
-        assert one["logprob"] == pytest.approx(score.logprob)
-        assert one["entropy"] == pytest.approx(score.entropy)
-        assert [t["token"] for t in one["top"]] == [t for t, _ in score.alternatives]
+    for entry, score in zip(shown, expected, strict=True):
+        assert entry["logprob"] == pytest.approx(score.logprob)
+        assert entry["entropy"] == pytest.approx(score.entropy)
+        assert [t["token"] for t in entry["top"]] == [t for t, _ in score.alternatives]
     total = math.fsum(score.logprob for score in expected)
     assert record["logprob"] == pytest.approx(total)
     assert record["perplexity"] == pytest.approx(math.exp(-total / len(expected)))
-    assert found["total"] == {
+    assert report["total"] == {
         "n_tokens": len(expected), "logprob": record["logprob"], "perplexity": record["perplexity"]
     }  # fmt: skip
 
 
 def test_continuations_share_their_context(ctx: lb.Context) -> None:
-    found = answer("--context", "The king", " said", " computer")
-    likely, unlikely = (record["logprob"] for record in found["items"][0]["scores"])
+    report = answer("--context", "The king", " said", " computer")
+    likely, unlikely = (record["logprob"] for record in report["items"][0]["scores"])
     with lb.Branch.start(ctx, "The king") as branch:
         (score,) = branch.score(ctx.tokenize(" said", add_special=False))
     assert likely == pytest.approx(score.logprob)
@@ -55,11 +55,11 @@ def test_continuations_share_their_context(ctx: lb.Context) -> None:
 def test_texts_of_files_are_scored_with_a_total(tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_text("The wolf said\n", encoding="utf-8")
-    found = answer("The king wept", "--file", path)
-    assert [item["id"] for item in found["items"]] == ["0", "1"]
-    records = [record for item in found["items"] for record in item["scores"]]
+    report = answer("The king wept", "--file", path)
+    assert [item["id"] for item in report["items"]] == ["0", "1"]
+    records = [record for item in report["items"] for record in item["scores"]]
     assert [record["text"] for record in records] == ["The king wept", "The wolf said"]
-    assert found["total"]["logprob"] == pytest.approx(sum(each["logprob"] for each in records))
+    assert report["total"]["logprob"] == pytest.approx(sum(record["logprob"] for record in records))
     table = run("The king wept", "--file", path).stdout
     assert "[1]" in table and "perplexity" in table
     path.write_text("The wolf said that the king was not at home.\nHe ran.", encoding="utf-8")
@@ -81,15 +81,15 @@ def test_table_has_a_row_for_each_token(ctx: lb.Context) -> None:
 
 
 def test_best_prints_the_choice_that_the_model_prefers_first() -> None:
-    given = ("--context", "The king's daughter was very", " telephone", " beautiful")
-    result = run(*given, "--best", "mean")
+    arguments = ("--context", "The king's daughter was very", " telephone", " beautiful")
+    result = run(*arguments, "--best", "mean")
     assert result.exit_code == 0, result.stderr
     first, second = result.stdout.splitlines()[:2]
     assert first.startswith("choice") and second.startswith(" beautiful")
-    (found,) = answer(*given, "--best", "sum")["items"]
-    assert (found["choice"], found["index"], found["method"]) == (" beautiful", 1, "sum")
-    assert found["scores"][1] == pytest.approx(sum(found["logprobs"][1]))
-    assert "[" not in run(*given, "--best", "bytes").stdout
+    (item,) = answer(*arguments, "--best", "sum")["items"]
+    assert (item["choice"], item["index"], item["method"]) == (" beautiful", 1, "sum")
+    assert item["scores"][1] == pytest.approx(sum(item["logprobs"][1]))
+    assert "[" not in run(*arguments, "--best", "bytes").stdout
 
 
 def test_a_text_of_one_token_says_why_it_has_no_figures() -> None:
@@ -103,6 +103,6 @@ def test_a_text_of_one_token_says_why_it_has_no_figures() -> None:
 
 
 def test_best_says_nothing_of_decodes_that_it_did_not_need() -> None:
-    given = ("--context", "The king was", " old", " ill", "--best", "mean")
-    assert "decodes" not in run(*given).stdout
-    assert "decodes" in run(*given, "-v").stdout
+    arguments = ("--context", "The king was", " old", " ill", "--best", "mean")
+    assert "decodes" not in run(*arguments).stdout
+    assert "decodes" in run(*arguments, "-v").stdout

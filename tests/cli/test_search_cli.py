@@ -20,38 +20,38 @@ REWARD = "wc -c"
 
 @pytest.mark.parametrize("method", ["beam", "best-of", "vote", "smc", "steps", "mcts"])
 def test_every_method_prints_its_best_text_and_its_cost(method: str) -> None:
-    given = ["--method", method, "-n", "6", "-w", "2", "--seed", "3", "--step", "3"]
+    arguments = ["--method", method, "-n", "6", "-w", "2", "--seed", "3", "--step", "3"]
     if method in ("steps", "mcts"):
-        given += ["--reward", REWARD, "--iterations", "4"]
+        arguments += ["--reward", REWARD, "--iterations", "4"]
     if method == "vote":
-        given += ["--answer", r"\w+"]
-    result = run("search", PROMPT, *given, "--tree")
+        arguments += ["--answer", r"\w+"]
+    result = run("search", PROMPT, *arguments, "--tree")
     assert result.exit_code == 0, result.stderr
     assert result.stderr.startswith(PROMPT + "\n")  # the root of the tree
     assert "score " in result.stderr
     assert " decodes of " in result.stderr
-    found = answer("search", PROMPT, *given)
-    assert found["method"] == method
-    assert found["prompt"] == PROMPT
-    assert found["interrupted"] is False
-    assert result.stdout == found["hypotheses"][0]["text"] + "\n"  # a pipe gets the text alone
-    assert found["stats"]["decodes"] >= 5 or method == "smc"
-    assert "tree" not in found
-    assert "children" in answer("search", PROMPT, *given, "--tree")["tree"]
+    report = answer("search", PROMPT, *arguments)
+    assert report["method"] == method
+    assert report["prompt"] == PROMPT
+    assert report["interrupted"] is False
+    assert result.stdout == report["hypotheses"][0]["text"] + "\n"  # a pipe gets the text alone
+    assert report["stats"]["decodes"] >= 5 or method == "smc"
+    assert "tree" not in report
+    assert "children" in answer("search", PROMPT, *arguments, "--tree")["tree"]
 
 
 def test_search_is_that_of_the_library() -> None:
-    found = answer("search", PROMPT, "-n", "8", "--best", "3")
+    report = answer("search", PROMPT, "-n", "8", "--best", "3")
     with lb.load(n_threads=1, n_seq_max=5) as ctx, lb.Branch.start(ctx, PROMPT) as branch:
         expected = lb.search.beam_search(branch, max_tokens=8, n=3)
-    assert [h["tokens"] for h in found["hypotheses"]] == [h.tokens for h in expected.hypotheses]
+    assert [h["tokens"] for h in report["hypotheses"]] == [h.tokens for h in expected.hypotheses]
 
 
 def test_a_reward_program_orders_the_texts() -> None:
-    given = ("--method", "best-of", "-n", "9", "-w", "3", "--reward", REWARD)
-    found = answer("search", PROMPT, *given)["hypotheses"]
-    lengths = [float(len(h["text"].encode())) for h in found]
-    assert [h["score"] for h in found] == sorted(lengths, reverse=True)
+    arguments = ("--method", "best-of", "-n", "9", "-w", "3", "--reward", REWARD)
+    hypotheses = answer("search", PROMPT, *arguments)["hypotheses"]
+    lengths = [float(len(h["text"].encode())) for h in hypotheses]
+    assert [h["score"] for h in hypotheses] == sorted(lengths, reverse=True)
 
 
 def test_a_long_tree_is_cut_and_what_is_hidden_is_counted() -> None:
@@ -62,37 +62,48 @@ def test_a_long_tree_is_cut_and_what_is_hidden_is_counted() -> None:
 
 
 def test_votes_are_counted_by_the_answers_that_the_expression_finds() -> None:
-    given = ["--method", "vote", "-n", "6", "-w", "5", "--seed", "1", "--answer", r"^\W*(\w+)"]
-    found = answer("search", PROMPT, *given)
-    assert sum(found["votes"].values()) <= 5
-    assert "votes: " in run("search", PROMPT, *given).stderr
+    arguments = ["--method", "vote", "-n", "6", "-w", "5", "--seed", "1", "--answer", r"^\W*(\w+)"]
+    report = answer("search", PROMPT, *arguments)
+    assert sum(report["votes"].values()) <= 5
+    assert "votes: " in run("search", PROMPT, *arguments).stderr
 
 
 def test_equal_numbers_are_one_vote(tmp_path: Path) -> None:
     grammar = tmp_path / "one.gbnf"
     grammar.write_text('root ::= " 1" ("." "0")? "\\n"')
-    given = ["--method", "vote", "-n", "6", "-w", "12", "--seed", "1", "--grammar", str(grammar)]
-    printed = run("search", PROMPT, *given).stderr
-    assert "also" in printed and sum(answer("search", PROMPT, *given)["votes"].values()) == 12
-    assert len(answer("search", PROMPT, *given)["votes"]) == 1
+    arguments = [
+        "--method",
+        "vote",
+        "-n",
+        "6",
+        "-w",
+        "12",
+        "--seed",
+        "1",
+        "--grammar",
+        str(grammar),
+    ]
+    printed = run("search", PROMPT, *arguments).stderr
+    assert "also" in printed and sum(answer("search", PROMPT, *arguments)["votes"].values()) == 12
+    assert len(answer("search", PROMPT, *arguments)["votes"]) == 1
 
 
 def test_a_search_that_finds_no_text_fails(tmp_path: Path) -> None:
     grammar = tmp_path / "long.gbnf"
     grammar.write_text('root ::= "x"{40}')
-    given = ["--method", "smc", "-n", "3", "--grammar", str(grammar), "--seed", "1"]
-    result = run("search", PROMPT, *given)
+    arguments = ["--method", "smc", "-n", "3", "--grammar", str(grammar), "--seed", "1"]
+    result = run("search", PROMPT, *arguments)
     assert result.exit_code == 1
     assert "found no text" in result.stderr and "raise -n" in result.stderr
-    result = run("search", PROMPT, *given, "--json")
+    result = run("search", PROMPT, *arguments, "--json")
     assert result.exit_code == 1
     assert json.loads(result.stdout)["hypotheses"] == []
 
 
 def test_particles_are_not_truncated_and_have_an_evidence() -> None:
-    found = answer("search", PROMPT, "--method", "smc", "-n", "3", "--seed", "1")
-    assert found["log_evidence"] < 0
-    assert sum(math.exp(h["score"]) for h in found["hypotheses"]) == pytest.approx(1.0)
+    report = answer("search", PROMPT, "--method", "smc", "-n", "3", "--seed", "1")
+    assert report["log_evidence"] < 0
+    assert sum(math.exp(h["score"]) for h in report["hypotheses"]) == pytest.approx(1.0)
     endless = answer("search", PROMPT, "--method", "smc", "-n", "3", "--ignore-eos")
     assert [len(h["tokens"]) for h in endless["hypotheses"]] == [3] * len(endless["hypotheses"])
     assert endless["hypotheses"]
@@ -102,10 +113,12 @@ def test_particles_are_not_truncated_and_have_an_evidence() -> None:
 
 
 def test_a_draft_changes_no_text() -> None:
-    given = ["--method", "best-of", "-n", "12", "-w", "2", "--seed", "4", "--best", "2"]
-    plain = answer("search", PROMPT, *given)
+    arguments = ["--method", "best-of", "-n", "12", "-w", "2", "--seed", "4", "--best", "2"]
+    plain = answer("search", PROMPT, *arguments)
     for draft in ("suffix", "tale-draft"):
-        assert answer("search", PROMPT, *given, "-d", draft)["hypotheses"] == plain["hypotheses"]
+        assert (
+            answer("search", PROMPT, *arguments, "-d", draft)["hypotheses"] == plain["hypotheses"]
+        )
 
 
 def test_prompt_comes_from_standard_input() -> None:
@@ -121,7 +134,7 @@ def test_ctrl_c_prints_the_best_so_far() -> None:
     )  # fmt: skip
     assert process.returncode == 130, process.stderr
     assert "best so far" in process.stderr
-    found = json.loads(process.stdout)
-    assert found["interrupted"] is True
-    assert found["hypotheses"][0]["finish_reason"] == "cancelled"
-    assert found["hypotheses"][0]["tokens"]
+    report = json.loads(process.stdout)
+    assert report["interrupted"] is True
+    assert report["hypotheses"][0]["finish_reason"] == "cancelled"
+    assert report["hypotheses"][0]["tokens"]

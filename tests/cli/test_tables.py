@@ -23,8 +23,8 @@ TERMINAL = {"FORCE_COLOR": "1", "NO_COLOR": "1", "TERM": "dumb", "COLUMNS": str(
 
 @pytest.fixture
 def words(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Every word that is given to a table from now on."""
-    found: list[str] = []
+    """Every word that is put into a table from now on."""
+    seen: list[str] = []
     inner = console.Console.table
 
     def table(self: console.Console, columns: Sequence[str], rows: Any, **more: Any) -> None:
@@ -33,12 +33,12 @@ def words(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         for row in rows:
             cells = [console.cell(value) for i, value in enumerate(row) if i not in left_out]
             # A path that is longer than a line has to be broken.
-            found.extend(w for cell in cells for w in cell.split() if len(w) < WIDTH)
+            seen.extend(w for cell in cells for w in cell.split() if len(w) < WIDTH)
         inner(self, columns, rows, **more)
 
     monkeypatch.setattr(console.Console, "table", table)
-    yield found
-    assert found, "the command printed no table"
+    yield seen
+    assert seen, "the command printed no table"
 
 
 @pytest.fixture
@@ -77,13 +77,13 @@ def test_no_table_breaks_a_word_at_80_columns(command: str, models: None, words:
     assert [line for line in lines if len(line) > WIDTH] == []
 
 
-def drawn(width: int, *given: Any, **more: Any) -> list[str]:
+def drawn(width: int, *arguments: Any, **more: Any) -> list[str]:
     """Return the lines of a table on a terminal of ``width`` columns."""
     shown = console.Console()
     shown.out.width = width
     written: list[str] = []
     shown.write = lambda text, style="": written.append(text)  # type: ignore[method-assign]
-    shown.table(*given, **more)
+    shown.table(*arguments, **more)
     return "".join(written).splitlines()
 
 

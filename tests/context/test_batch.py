@@ -1,4 +1,4 @@
-"""The packer: any runs of tokens, in as few decodes as possible, give the rows of one decode each."""
+"""The packer: it puts runs of tokens into few decodes, and the rows equal those of one decode per run."""
 
 from __future__ import annotations
 

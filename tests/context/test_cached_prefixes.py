@@ -1,4 +1,4 @@
-"""Texts found by their beginnings, against a list that is searched from end to end."""
+"""Texts found by their beginnings, compared with a search through the whole list."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def test_what_is_found_is_what_a_search_finds(seed: int) -> None:
             kept.remove(text)
         assert list(kept) == known and len(kept) == len(known)
         for wanted in [*asked, tokens]:
-            n, found = kept.find(wanted)
+            n, nearest = kept.find(wanted)
             assert n == max((n_same(text.tokens, wanted) for text in known), default=0)
-            assert (0 if found is None else n_same(found.tokens, wanted)) == n
+            assert (0 if nearest is None else n_same(nearest.tokens, wanted)) == n
             wholes = [text for text in known if text.tokens == wanted[: len(text.tokens)]]
             longest = max(wholes, key=lambda text: len(text.tokens), default=None)
             expected = (0, None) if longest is None else (len(longest.tokens), longest)

@@ -1,6 +1,7 @@
 """Reserved cells: what they guarantee, when they are freed, and what happens when the cache is full.
 
-A branch's logits are compared, to the bit, with the same tokens decoded one by one in a clean cache.
+The logits of a branch must equal, to the bit, those of the same tokens decoded one by one in a clean
+cache.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def replay(target: lb.Model) -> Iterator[Replay]:
 
 @pytest.fixture
 def small(target: lb.Model) -> Iterator[Context]:
-    """256 cells for eight branches: soon full."""
+    """A context of 256 cells for eight branches, which is soon full."""
     with Context(target, n_ctx=256, n_seq_max=8, n_threads=1) as ctx:
         yield ctx
         ctx.audit()
@@ -53,7 +54,7 @@ def random_tokens(rng: np.random.Generator, n: int) -> list[int]:
 
 def test_a_tail_that_begins_in_a_gap_can_be_removed(small: Context) -> None:
     small.decode([5, 6, 7, 8], 0)
-    small.decode([5, 6], 0, 1)  # later cells: what is removed below them is reserved
+    small.decode([5, 6], 0, 1)  # later cells, so that cells removed below them become reserved
     small.kv_cache_remove(0, 1, 2)
     small.kv_cache_remove(0, 1)
     assert small.usage().cells_reserved == 3
@@ -62,7 +63,7 @@ def test_a_tail_that_begins_in_a_gap_can_be_removed(small: Context) -> None:
 
 
 def check(ctx: Context, branches: Sequence[Branch], replay: Replay) -> None:
-    """All branches are exact, and every common beginning is held once."""
+    """Assert that all branches are exact and that every common beginning is stored once."""
     for branch in branches:
         assert np.array_equal(branch.logits, replay(branch.tokens)), branch
     texts = [tuple(branch.tokens) for branch in branches]
@@ -130,7 +131,7 @@ def test_shared_cells_are_not_reserved(ctx: Context) -> None:
     root.rewind(20)
     assert order_of(ctx).n_cells == 0
     root.extend(random_tokens(rng, 5))  # above the child's
-    child.prune()  # 30 that were shared, 5 of its own, and one that root has decoded again
+    child.prune()  # 30 shared cells, 5 of its own, and one that root has decoded again
     assert order_of(ctx).n_cells == 36
     root.prune()
     assert order_of(ctx).n_cells == 0
@@ -205,8 +206,11 @@ def test_full_cache_with_raw_sequences_loses_the_order_and_continues(small: Cont
 def test_compaction_that_fails_is_finished_first(
     way: str, end: str, small: Context, replay: Replay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C must not leave branches without their cells: it waits for copies of cells, and what was not
-    decoded again is decoded later. If llama.cpp takes one copy and refuses the next, all are decoded."""
+    """Ctrl-C must not leave branches without their cells.
+
+    It waits until copies of cells are done, and the rest is decoded later. If llama.cpp accepts one copy
+    and
+    refuses the next, all are decoded."""
     rng = np.random.default_rng(8)
     branches = [Branch.start(small, random_tokens(rng, 60)) for _ in range(3)]
     branches[0].rewind(20)
@@ -248,7 +252,7 @@ def test_compaction_that_fails_is_finished_first(
 def test_many_prompts_over_several_decodes_keep_the_order(
     target: lb.Model, replay: Replay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Room is made before the first decode: between two, branch and cache are out of step."""
+    """Room is made before the first decode. Between two decodes the branch and the cache do not agree."""
     rng = np.random.default_rng(9)
     with Context(target, n_ctx=256, n_seq_max=8, n_batch=32, n_threads=1) as ctx:
         compactions = Compactions(ctx, monkeypatch)

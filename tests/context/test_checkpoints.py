@@ -1,7 +1,7 @@
-"""Checkpoints: memory whose tail cannot be dropped returns to earlier states, and all else is as without.
+"""Checkpoints: memory whose tail cannot be dropped returns to earlier states; nothing else changes.
 
-`test_memory_kinds.py` has the laws of every kind of memory, with and without checkpoints. Here is what
-checkpoints save, what they take, and what happens where they cannot be had.
+`test_memory_kinds.py` has the laws of every kind of memory, with and without checkpoints. The tests here
+are about what checkpoints save, what they cost, and what happens without them.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ def point(n: int, n_bytes: int = 100) -> Checkpoint:
 
 def positions(points: Checkpoints, seq_id: int, n: int = 1000) -> list[int]:
     """Return the positions of a sequence's checkpoints."""
-    found = []
-    while (one := points.find(seq_id, n)) is not None:
-        found.append(one.n_tokens)
-        n = one.n_tokens - 1
-    return found[::-1]
+    ends = []
+    while (checkpoint := points.find(seq_id, n)) is not None:
+        ends.append(checkpoint.n_tokens)
+        n = checkpoint.n_tokens - 1
+    return ends[::-1]
 
 
 def test_shared_checkpoints_count_once_and_stay_until_the_last_user_is_gone() -> None:
@@ -108,8 +108,8 @@ def test_checkpoints_are_thinned_out_from_the_beginning_and_never_exceed_the_lim
     assert len(kept) == 10
     assert gaps[-1] == 10
     assert gaps[0] > 10 * gaps[-1]
-    assert 2 * max(gaps) < 2000  # something of every part is kept
-    points.add(1, point(7))  # another text: the last of each stays as long as there are others
+    assert 2 * max(gaps) < 2000  # some checkpoints of every part are kept
+    points.add(1, point(7))  # another text: the last checkpoint of each text is dropped last
     assert (points.last(0), points.last(1)) == (2000, 7)
     points.add(2, point(9, 1000))
     assert (points.last(0), points.last(1), points.last(2), points.n_bytes) == (0, 0, 9, 1000)
@@ -144,10 +144,10 @@ def test_a_rewind_to_the_end_of_a_turn_costs_nothing_and_never_happened(ctx: Con
         for position, expected in ((190, second), (100, first)):
             with counting(ctx) as counts:
                 branch.rewind(position)
-                found = branch.logits
+                logits = branch.logits
             assert not counts
             if position == 190:
-                np.testing.assert_array_equal(found, rows)
+                np.testing.assert_array_equal(logits, rows)
             assert [t.token for t in branch.generate(40)] == expected
         with branch.fork() as child:  # which has them too
             list(branch.generate(60))
@@ -173,7 +173,7 @@ def test_without_checkpoints_the_text_is_the_same(ctx: Context) -> None:
 
 
 def test_a_prefix_that_was_read_is_forked_from_its_checkpoint(ctx: Context) -> None:
-    """By the prefix cache, and by the engine from a text that is running."""
+    """The prefix cache shares it, and the engine does, from a running text."""
     options = {**OPTIONS, **({"swa_full": False} if ctx.capabilities.sliding_window else {})}
     with Context(ctx.model, prefix_cache=True, **options) as cached:
         assert cached.prefix_cache is not None
@@ -229,18 +229,18 @@ def test_a_rewind_beyond_the_oldest_checkpoint_reads_the_text_again(ctx: Context
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "reason"),
     [
         ({"checkpoint_ram": 0, "n_rs_seq": 0}, "checkpoint_ram is 0"),
         ({"checkpoint_ram": 10, "n_rs_seq": 0}, "a state takes"),
     ],
 )
 def test_why_there_are_no_checkpoints_is_told(
-    options: dict[str, Any], said: str, tmp_path: Path
+    options: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     with lfm2(tmp_path, **options) as ctx:
         assert not ctx.capabilities.checkpoints
-        assert said in ctx.capabilities.checkpoints_reason
+        assert reason in ctx.capabilities.checkpoints_reason
         with Branch.start(ctx, TEXT[:300]) as branch, counting(ctx) as counts:
             branch.rewind(299)
             branch.logits  # noqa: B018
@@ -310,7 +310,7 @@ def test_a_state_that_cannot_be_put_back_is_read_again(
 
 
 def test_a_snapshot_has_all_that_a_text_needs(ctx: Context, tmp_path: Path) -> None:
-    """It goes on as the branch does, in a context without checkpoints too, and can be rewound."""
+    """It continues like the branch, in a context without checkpoints too, and can be rewound."""
     options = {**OPTIONS, **({"swa_full": False} if ctx.capabilities.sliding_window else {})}
     with (
         Context(ctx.model, checkpoint_ram=0, **options) as plain,
@@ -320,20 +320,20 @@ def test_a_snapshot_has_all_that_a_text_needs(ctx: Context, tmp_path: Path) -> N
         branch.rewind(100)
         branch.save(tmp_path / "x.branch")
         loaded = [Branch.load(c, tmp_path / "x.branch") for c in (ctx, plain)]
-        texts = [[t.token for t in each.generate(30)] for each in (branch, *loaded)]
+        texts = [[t.token for t in b.generate(30)] for b in (branch, *loaded)]
         assert texts[0] == texts[1] == texts[2]
-        for each in loaded:
-            each.rewind(90)
+        for b in loaded:
+            b.rewind(90)
             with Branch.start(ctx, TEXT[:90]) as again:
-                np.testing.assert_allclose(each.logits, again.logits, atol=rounding(ctx, 0.1))
-            each.prune()
+                np.testing.assert_allclose(b.logits, again.logits, atol=rounding(ctx, 0.1))
+            b.prune()
 
 
 # -- any order ---------------------------------------------------------------------------------------
 
 
 class Walk:
-    """Branches that grow, fork, go back and end in a small context; ``texts`` are theirs."""
+    """Branches that grow, fork, rewind and end in a small context, with their ``texts``."""
 
     def __init__(self, ctx: Context, clean: Context, allowed: float, seed: int) -> None:
         self.ctx, self.clean, self.allowed = ctx, clean, allowed

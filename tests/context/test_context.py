@@ -122,15 +122,15 @@ def test_removing_from_the_middle_leaves_a_gap_that_nothing_sees(
 
 
 def test_bundled_models_are_batch_invariant_by_default(target: lb.Model, draft: lb.Model) -> None:
-    """A context that cannot be gives the reason."""
+    """A context that cannot be batch-invariant gives the reason."""
     for model in (target, draft):
         with Context(model, n_ctx=256, n_threads=1) as ctx:
             assert ctx.capabilities.batch_invariant
             assert ctx.kv_type == "bf16"
             assert ctx.capabilities.can_truncate
     options: list[dict[str, Any]] = [{"kv_type": k} for k in ("f16", "f32")]
-    for given in (*options, {"flash_attention": False}):
-        with Context(target, n_ctx=256, n_threads=1, **given) as ctx:
+    for changes in (*options, {"flash_attention": False}):
+        with Context(target, n_ctx=256, n_threads=1, **changes) as ctx:
             assert not ctx.capabilities.batch_invariant
             assert ctx.capabilities.batch_invariant_reason
 
@@ -261,8 +261,8 @@ def test_errors_survive_pickling(kind: type[LlamaBranchError]) -> None:
     assert type(again) is kind
     assert (str(again), again.hint, again.args) == (str(error), error.hint, error.args)
     notes = ["hint: what to do\n"] if sys.version_info >= (3, 11) else []
-    for each in (error, again):
-        assert traceback.format_exception_only(type(each), each)[1:] == notes
+    for e in (error, again):
+        assert traceback.format_exception_only(type(e), e)[1:] == notes
 
 
 def test_decode_errors_keep_their_codes_and_plain_python_catches_errors() -> None:
@@ -292,8 +292,8 @@ def test_log_level_shows_that_level_and_what_is_worse(
                 lb.Context(model, n_ctx=256, kv_type="q8_0")
         finally:
             lb.set_log_level("none")
-    said = capsys.readouterr().err
-    assert [words in said for words in ("does not divide", "enabling flash_attn")] == shown
+    log = capsys.readouterr().err
+    assert [words in log for words in ("does not divide", "enabling flash_attn")] == shown
 
 
 # -- the length the model was trained for ----------------------------------------------------------
@@ -341,7 +341,7 @@ def test_many_sequences_may_share_more_cells_until_one_gets_too_long(short_toy: 
         branch.commit(3)
         before = branch.logits
         with pytest.raises(ContextLengthWarning, match="a sequence gets more than the 300 tokens"):
-            branch.commit(4)  # warnings are errors in this suite: nothing has happened
+            branch.commit(4)  # warnings are errors in these tests; nothing has happened
         assert len(branch.tokens) == 300
         assert np.array_equal(branch.logits, before)
         branch.commit(4)  # it has warned

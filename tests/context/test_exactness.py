@@ -1,7 +1,7 @@
-"""Exactness by measurement: where batches are claimed to be exact they are, for weights of many types.
+"""Exactness by measurement: batches that are claimed to be exact are exact, with weights of many types.
 
-A toy wide enough for K-quants, quantized by llama.cpp. Which types are exact depends on the processor
-and on how llama.cpp was built: the tests ask the context, and attack what it claims.
+The model is a toy that is wide enough for K-quants, quantized by llama.cpp. Which types are exact depends
+on the processor and on how llama.cpp was built. So the tests ask the context and check its claims.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module", params=TYPES)
 def model(request: pytest.FixtureRequest, files: dict[str, Path]) -> Iterator[lb.Model]:
-    with lb.Model(files[request.param]) as found:
-        yield found
+    with lb.Model(files[request.param]) as opened:
+        yield opened
 
 
 def tokens_of(seq: int) -> list[int]:
@@ -69,9 +69,10 @@ def tokens_of(seq: int) -> list[int]:
 
 
 def test_claims_hold_in_random_batches(model: lb.Model) -> None:
-    """500 batches of 1 to 64 rows, some of up to 400, or as many as are claimed, of six sequences.
+    """500 batches of six sequences with 1 to 64 rows, some with up to 400 (or as many as are claimed).
 
-    After every third, tokens of one sequence are decoded and dropped again, as those of rejected drafts.
+    After every third batch, tokens of one sequence are decoded and dropped, like those of rejected
+    drafts.
     """
     options: dict[str, Any] = {"n_ctx": 1024, "n_seq_max": N_SEQ, "n_threads": 1, "kv_type": "bf16"}
     alone: dict[int, list[npt.NDArray[np.float32]]] = {}
@@ -138,7 +139,7 @@ def test_k_in_q8_0_and_v_in_f16_are_exact_with_several_threads(target: lb.Model)
 
 
 def test_how_far_batches_are_from_rows_alone_is_measured(model: lb.Model) -> None:
-    """The total variation is 0 where all sizes agree; where they do not, that of 64 rows is no larger."""
+    """The total variation is 0 if all sizes agree. If not, it is at least that of 64 rows."""
     with Context(model, n_ctx=256, n_seq_max=1, n_threads=1, kv_type="bf16") as ctx:
         can = ctx.capabilities
         assert can.total_variation is not None and 0 <= can.total_variation < 0.5
@@ -162,7 +163,7 @@ def test_how_far_batches_are_from_rows_alone_is_measured(model: lb.Model) -> Non
 
 @pytest.mark.parametrize("weights", ["q8_0", "f32"])
 def test_exact_rows_of_a_sliding_window_are_measured(tmp_path: Path, weights: str) -> None:
-    """Drafts within them give the text of plain decoding, beyond the window of 32 tokens."""
+    """Drafts of at most this many rows give the plain text, beyond the window of 32 tokens too."""
     path = toys.write_gemma3(
         tmp_path / "toy.gguf", weights=weights, vocab=512, n_embd=256, n_ff=512, n_layer=4
     )
@@ -177,9 +178,9 @@ def test_exact_rows_of_a_sliding_window_are_measured(tmp_path: Path, weights: st
         for seed in range(4):
             params = SamplingParams(temperature=0.7, seed=seed, logit_bias={1: -np.inf})
             texts = []
-            for found in (lb.speculative.NullDrafter(), drafter) if most else ():
+            for which in (lb.speculative.NullDrafter(), drafter) if most else ():
                 fixed = lb.SpeculativeConfig(draft_k=most)
-                generated = lb.Speculator(ctx, found, fixed).generate(
+                generated = lb.Speculator(ctx, which, fixed).generate(
                     tokens_of(seed)[:20], max_tokens=90, sampling=params
                 )
                 texts.append(generated.finish().tokens)
@@ -197,7 +198,7 @@ def told(call: Callable[[], object]) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call()
-    return [str(each.message) for each in caught if each.category is ExactnessWarning]
+    return [str(warning.message) for warning in caught if warning.category is ExactnessWarning]
 
 
 def test_warns_once_where_texts_may_differ(target: lb.Model) -> None:
@@ -211,14 +212,14 @@ def test_warns_once_where_texts_may_differ(target: lb.Model) -> None:
             (4, DIFFERS, SEEDED.replace(seed=None), 1),  # its seed would be reported
             (4, DIFFERS, SEEDED, 0),
         ]
-        for k, found, sampling, n in cases:
-            ctx.capabilities = replace(able, batch_invariant=False, **found)
+        for k, changes, sampling, n in cases:
+            ctx.capabilities = replace(able, batch_invariant=False, **changes)
             speculator = lb.Speculator(ctx, Eager(2.0), lb.SpeculativeConfig(draft_k=k))
             generation = speculator.generate(prompt, max_tokens=40, sampling=sampling)
-            said = told(generation.finish)
+            messages = told(generation.finish)
             assert speculator.stats.num_drafts > 0
-            assert len(said) == n
-            assert all("0.026" in text and "batch_invariant=True" in text for text in said)
+            assert len(messages) == n
+            assert all("0.026" in text and "batch_invariant=True" in text for text in messages)
     for temperature in (0.0, 0.9):  # a batch
         with Context(target, n_ctx=512, n_threads=1) as ctx:
             differs: dict[str, Any] = {"exact_rows": 1, "total_variation": 0.1}
@@ -266,21 +267,21 @@ def test_differences_where_nothing_is_claimed_are_explained(model: lb.Model) -> 
             with Branch.start(ctx, prompt, sampling=params) as branch:
                 plain = [t.token for t in branch.generate(60)]
             drafted = lb.Speculator(ctx, drafter).generate(prompt, max_tokens=60, sampling=params)
-            found = first_divergence(ctx, prompt, plain, drafted.finish().tokens, params, 3)
-            assert found is None or found.gap <= allowed, found
+            difference = first_divergence(ctx, prompt, plain, drafted.finish().tokens, params, 3)
+            assert difference is None or difference.gap <= allowed, difference
 
 
 def test_models_that_take_long_to_measure_are_measured_when_asked(
     model: lb.Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What was measured is kept in the profile."""
+    """The measurements are kept in the profile."""
     monkeypatch.setattr("llamabranch.context.exactness._found", WeakKeyDictionary())
     options: dict[str, Any] = {"n_ctx": 256, "n_threads": 1}
     monkeypatch.setenv("LLAMABRANCH_PROFILE", str(tmp_path / "profile.json"))
     with Context(model, kv_type="bf16", **options) as ctx:
         first = ctx.capabilities
     with monkeypatch.context() as patch:
-        patch.setattr("llamabranch.context.exactness._measure", None)  # nobody measures again
+        patch.setattr("llamabranch.context.exactness._measure", None)  # nothing is measured again
         patch.setattr("llamabranch.context.exactness._found", WeakKeyDictionary())
         with Context(model, kv_type="bf16", **options) as ctx:
             assert ctx.capabilities == first

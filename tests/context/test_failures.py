@@ -1,9 +1,9 @@
-"""Decodes that fail, with every code that llama.cpp can be made to return: the state afterwards.
+"""Decodes that fail, with every code that llama.cpp can be made to return, and the state afterwards.
 
-Each failure is a real one. 1 is a full cache, 2 an abort in the middle of a graph, -1 a batch whose
-positions have a gap, -2 a failed memory allocation. -3 is what llama.cpp returns when a kernel fails,
-which cannot happen on a CPU: it is not tested here. Logits are compared to the bit
-with those from before and with a clean replay.
+Each failure is a real one. Code 1 is a full cache, 2 an abort in the middle of a graph, -1 a batch whose
+positions have a gap, and -2 a failed memory allocation. Code -3 means that a kernel failed. That cannot
+happen on a CPU, so it is not tested. Logits must equal, to the bit, those from before and those of a
+clean replay.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def small(target: lb.Model) -> Iterator[Context]:
 
 
 class Failures:
-    """Makes decodes fail for real, one way or another, and records llama.cpp's codes."""
+    """Makes decodes fail in one of several real ways, and records llama.cpp's codes."""
 
     def __init__(self, ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
         self._ctx = ctx
@@ -229,5 +229,5 @@ OUT_OF_MEMORY = """
 def test_memory_that_the_system_does_not_give_is_an_error_and_nothing_is_lost(
     target: lb.Model,
 ) -> None:
-    # One arena: that of the thread in which the context is created has address space to spare.
+    # One arena: the arena of the thread that creates the context has enough address space.
     assert run_code(OUT_OF_MEMORY, target.path, MALLOC_ARENA_MAX="1").strip() == "fine"

@@ -1,7 +1,7 @@
 """Ctrl-C, ``interrupt`` and time limits: a decode stops at once, and nothing else has changed.
 
-Signals are sent from inside ``llama_decode``'s stand-in, which records the real call's code, so that they
-come at a known point. Logits are compared with those from before, or with a clean replay.
+``llama_decode`` is wrapped by a function that sends signals at a known point, makes the real call and
+records its code. Logits are compared with those from before, or with a clean replay.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ N_LONG = 2600  # tokens: long enough for the bundled target that a decode is wat
 
 
 class Decodes:
-    """What llama.cpp was asked to decode (tokens) and its answers; ``during`` runs inside a call."""
+    """The number of tokens of each decode, and llama.cpp's codes; ``during`` runs inside a call."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.answers: list[tuple[int, int]] = []
@@ -58,7 +58,7 @@ class Decodes:
         return code
 
     def on_call(self, number: int, action: Callable[[], object]) -> None:
-        """Do ``action`` inside the call of this number from now on, and only there."""
+        """Do ``action`` inside the call with this number, counted from now on, and in no other call."""
         wanted = self.n_calls + number
         self.during = lambda call: (action(), None)[1] if call == wanted else None
 
@@ -74,8 +74,9 @@ def default_ctrl_c() -> Iterator[None]:
 class Interrupter:
     """A timer that interrupts once, wherever the main thread is.
 
-    Python only reports exceptions raised in a finalizer or in a callback of the garbage collector: then
-    the timer is set again. The code in its block gets at most one ``KeyboardInterrupt``.
+    Python does not raise exceptions from a finalizer or from a callback of the garbage collector, but
+    only reports them. Then the timer is set again. The code in the block gets at most one
+    ``KeyboardInterrupt``.
     """
 
     def __enter__(self) -> Interrupter:
@@ -90,7 +91,7 @@ class Interrupter:
         signal.signal(signal.SIGALRM, self._previous)
 
     def start(self, seconds: float) -> None:
-        """Ring after so many seconds; 0: not at all."""
+        """Interrupt after so many seconds; 0 = never."""
         self._is_set = seconds > 0
         signal.setitimer(signal.ITIMER_REAL, seconds)
 
@@ -144,7 +145,7 @@ def check_goes_on(branch: Branch, ctx: Context, n: int = 12) -> None:
 
 
 class Alarm(Exception):
-    """What a handler of a signal raises."""
+    """An exception that a signal handler raises."""
 
 
 def twice(ctx: Context) -> None:
@@ -173,7 +174,7 @@ STOPS: dict[str, tuple[type[BaseException], Callable[[Context], object]]] = {
 def test_a_long_prefill_ends_inside_its_micro_batch(
     how: str, long_ctx: Context, decodes: Decodes
 ) -> None:
-    """What a handler raises is what the user gets; one that raises nothing stops nothing."""
+    """The user gets the exception that a handler raises. A handler that raises nothing stops nothing."""
     kind, act = STOPS[how]
     raises = [False]
 
@@ -326,12 +327,12 @@ def test_interrupted_generation_holds_what_it_yielded_and_goes_on(
     with branch.fork() as fork:
         whole = [produced.token for produced in fork.generate(40)]
     decodes.on_call(17, ctx.interrupt)
-    given: list[int] = []
+    yielded: list[int] = []
     with pytest.raises(DecodeInterruptedError):
         for produced in branch.generate(40):
-            given.append(produced.token)
+            yielded.append(produced.token)
     # The last one was given out before it was decoded.
-    assert branch.generated == given == whole[:18]
+    assert branch.generated == yielded == whole[:18]
     assert [produced.token for produced in branch.generate(22)] == whole[18:]
 
 
@@ -339,7 +340,7 @@ def test_interrupted_generation_holds_what_it_yielded_and_goes_on(
 def test_interrupted_engine_leaves_clean_contexts_and_generates_the_same_again(
     call: int, ctx: Context, draft_ctx: Context, decodes: Decodes
 ) -> None:
-    """And a branch whose speculation is interrupted goes on."""
+    """A branch whose speculation is interrupted can be continued, too."""
     drafter, config = lb.ModelDrafter(draft_ctx), lb.SpeculativeConfig(draft_k=3)
     engine, victim = lb.Engine(ctx, drafter, config, seed=5), (ctx, draft_ctx)[call % 2]
     prompts = ["The king", "The queen had a daughter"]
@@ -362,13 +363,13 @@ def test_interrupted_engine_leaves_clean_contexts_and_generates_the_same_again(
 
 @pytest.mark.parametrize("call", [3, 9])
 def test_texts_so_far_come_with_the_error(ctx: Context, decodes: Decodes, call: int) -> None:
-    """Of ``complete``, ``chat`` and ``generate``; a text that had ended is whole."""
+    """This holds for ``complete``, ``chat`` and ``generate``. A text that had ended is complete."""
     prompts, limits = ["Once upon a time", "One day"], (2, 40)
     requests = [
         lb.Request(prompt, id=prompt, max_tokens=n, sampling=SamplingParams(seed=1))
         for prompt, n in zip(prompts, limits, strict=True)
     ]
-    whole = [each.tokens for each in lb.Engine(ctx, None).generate(requests)]
+    whole = [result.tokens for result in lb.Engine(ctx, None).generate(requests)]
     decodes.on_call(call, ctx.interrupt)
     with pytest.raises(DecodeInterruptedError) as caught:
         lb.Engine(ctx, None).generate(requests)
@@ -378,7 +379,7 @@ def test_texts_so_far_come_with_the_error(ctx: Context, decodes: Decodes, call: 
     assert 0 < len(second.tokens) < 40
     assert second.tokens == whole[1][: len(second.tokens)]
     for again in (caught.value, pickle.loads(pickle.dumps(caught.value))):
-        assert [each.text for each in again.results] == [first.text, second.text]
+        assert [result.text for result in again.results] == [first.text, second.text]
     decodes.on_call(call, ctx.interrupt)
     with pytest.raises(DecodeInterruptedError) as caught:
         ctx.complete(prompts, max_tokens=40, seed=1, drafter=None)
@@ -393,7 +394,7 @@ def test_texts_so_far_come_with_the_error(ctx: Context, decodes: Decodes, call: 
 
 
 def test_time_that_ran_out_without_a_decode_stops_nothing_after_the_block(ctx: Context) -> None:
-    """Nor does one that is kept."""
+    """A generation that is kept does not, either."""
     for seconds in (3600, math.inf):
         with ctx.time_limit(seconds):
             branch = Branch.start(ctx, "Once upon a time", seed=3)
@@ -469,12 +470,12 @@ class InterruptingStderr:
 def test_ctrl_c_while_a_model_loads_reaches_the_caller_and_frees_everything(
     at: str | float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While llama.cpp logs, where ctypes would print the exception and go on; or in its progress."""
-    made: list[object] = []
+    """Ctrl-C comes while llama.cpp logs (ctypes would only print the exception) or reports progress."""
+    pointers: list[object] = []
     freed: list[object] = []
     for name, into in (
-        ("llama_model_load_from_file", made),
-        ("llama_init_from_model", made),
+        ("llama_model_load_from_file", pointers),
+        ("llama_init_from_model", pointers),
         ("llama_model_free", freed),
         ("llama_free", freed),
     ):
@@ -502,7 +503,7 @@ def test_ctrl_c_while_a_model_loads_reaches_the_caller_and_frees_everything(
         lb.set_log_level("none")
     assert stderr.n_sent == isinstance(at, str), "llama.cpp did not log such a line"
     gc.collect()
-    assert len(freed) == len(made)
+    assert len(freed) == len(pointers)
     with lb.load("tale-target", n_ctx=256, n_threads=1) as ctx:
         assert Branch.start(ctx, "Once upon a time", seed=1).step().text
 
@@ -568,7 +569,7 @@ def test_ctrl_c_while_a_command_reads_or_loads_ends_it(name: str) -> None:
     assert "Traceback" not in done.stderr
     if program != FINALIZER:
         assert done.stderr.strip().splitlines()[-1] == "interrupted"
-    if program == LOADING_COMMAND:  # doctor tells what it knows as it goes
+    if program == LOADING_COMMAND:  # doctor prints each result as soon as it has it
         assert done.stdout.startswith("\nversions\n" if "doctor" in name else "")
         assert done.stdout == "" or "doctor" in name
 
@@ -599,22 +600,15 @@ def customised(folder: Path, code: str) -> str:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_ctrl_c_while_the_command_is_imported_ends_it(module: str, tmp_path: Path) -> None:
-    command = (
-        "-m",
-        "llamabranch.cli",
-        "generate",
-        "--prompts",
-        "Once",
-        "-n",
-        "1",
-    )  # needs them all
+    # This command imports all of the modules.
+    command = ("-m", "llamabranch.cli", "generate", "--prompts", "Once", "-n", "1")
     path = customised(tmp_path, IMPORTING)
     done = run_python(*command, code=130, PYTHONPATH=path, INTERRUPTED_AT=module)
     assert (done.stderr, done.stdout) == ("interrupted\n", "")
 
 
 def test_ctrl_c_when_the_command_has_ended_shows_no_traceback(tmp_path: Path) -> None:
-    """Its output is complete and its exit functions have run: it ends as it would have ended."""
+    """The output is complete and the exit functions have run, so the exit code does not change."""
     done = run_python("-m", "llamabranch.cli", "models", PYTHONPATH=customised(tmp_path, ENDING))
     assert done.stderr == ""
     assert "tale-target" in done.stdout

@@ -1,8 +1,8 @@
 """Batch invariance: other content of cache and batch changes no bit of a branch's logits.
 
-The bundled pair in default contexts. A branch is compared with the same tokens decoded one by one, alone,
-in a clean cache: next to other branches, in cells that pruned ones freed, forked, stepped in any
-order, verified, and at length.
+The tests use the bundled pair in default contexts. A branch is compared with the same tokens decoded one
+by one, alone, in a clean cache. The branch runs next to others, in cells that pruned branches freed; it
+is forked, stepped in any order, verified, and long.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Logits = npt.NDArray[np.float32]
 
 @pytest.fixture(params=["target", "draft"])
 def model(request: pytest.FixtureRequest) -> lb.Model:
-    found: lb.Model = request.getfixturevalue(request.param)
-    return found
+    opened: lb.Model = request.getfixturevalue(request.param)
+    return opened
 
 
 class Alone:
@@ -50,9 +50,9 @@ class Alone:
 
 @pytest.fixture
 def alone(model: lb.Model) -> Iterator[Alone]:
-    found = Alone(model)
-    yield found
-    found.ctx.close()
+    single = Alone(model)
+    yield single
+    single.ctx.close()
 
 
 @pytest.fixture
@@ -73,8 +73,9 @@ def check(branch: Branch, alone: Alone) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 16])
 def test_branches_next_to_each_other(size: int, shared: Context, alone: Alone) -> None:
-    """Of different lengths and texts, ``size`` of them in a decode; then blocks and drafts of that size:
-    each token has the logits of the text up to it, however much of a draft is kept."""
+    """Branches of different lengths and texts, ``size`` per decode; then blocks and drafts of that size.
+
+    Each token has the logits of the text up to it, however much of a draft is kept."""
     rng = np.random.default_rng(size)
     branches = [Branch.start(shared, random_tokens(rng, 3 + 5 * i)) for i in range(size)]
     store = BranchStore(shared)

@@ -39,19 +39,19 @@ def test_attention_of_every_type_and_shape_is_timed() -> None:
         for n_rows in (1, 8, 64):
             seconds = attention_seconds(SETTINGS, shape, n_rows, 256, 0.0)
             assert len(seconds) == len(SETTINGS)
-            assert all(0 < each < math.inf for each in seconds)
+            assert all(0 < s < math.inf for s in seconds)
     assert attention_seconds([("q8_0", True)], AttentionShape(64, 3, 3), 1, 256, 0.0)[0] < math.inf
 
 
 def test_a_setting_that_is_clearly_slower_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the measurement stays short: with many rows one setting takes as long as all others."""
-    seconds = [[1.0, 1.5, 2.0], [1.1, 1.2]]  # of the first turn, and of each other one
+    """This keeps the measurement short: with many rows one setting takes as long as all others."""
+    seconds = [[1.0, 1.5, 2.0], [1.1, 1.2]]  # calls of the first turn, and of every other turn
     spans = iter(seconds[0] + 7 * seconds[1])
     ticks = (tick for span in spans for tick in (0.0, span))
     monkeypatch.setattr(attention, "_clock", lambda: next(ticks))
     shape = AttentionShape(64, 1, 1)
-    found = attention_seconds(SETTINGS[:3], shape, 64, 256, math.inf)
-    assert [each / found[0] for each in found] == pytest.approx([1.0, 1.2, 2.0])
+    times = attention_seconds(SETTINGS[:3], shape, 64, 256, math.inf)
+    assert [s / times[0] for s in times] == pytest.approx([1.0, 1.2, 2.0])
     with pytest.raises(StopIteration):
         next(ticks)
 
@@ -59,7 +59,7 @@ def test_a_setting_that_is_clearly_slower_is_timed_once(monkeypatch: pytest.Monk
 def test_settings_are_measured_once(
     target: lb.Model, profile: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And nothing without a profile. A type that is named stays, with flash attention."""
+    """Nothing is measured without a profile. A named type is kept, with flash attention."""
     first = of_auto(target)
     known = json.loads(profile.read_text())
     (attention,), (weights,) = (
@@ -78,7 +78,7 @@ def test_settings_are_measured_once(
     profile.unlink()
     monkeypatch.setenv("LLAMABRANCH_PROFILE", "0")
     assert of_auto(target, batch_invariant=False) == ("f16", True)
-    assert of_auto(target) == ("bf16", True)  # exact, where no time decides
+    assert of_auto(target) == ("bf16", True)  # exact, if times do not decide
     assert not profile.exists()
 
 
@@ -102,7 +102,7 @@ def test_fastest_setting_of_a_session_is_taken(
     profile: Path,
     tmp_path: Path,
 ) -> None:
-    """Where exactness is not asked for, and where it was tried and does not hold."""
+    """If exactness is not asked for, or was tried and does not hold."""
     of_auto(target)
     path = toys.write_toy(tmp_path / "toy.gguf", weights="f32", n_embd=256, seed=5)
     with lb.Model(path) as other:
@@ -118,7 +118,7 @@ def test_fastest_setting_of_a_session_is_taken(
 
 
 def plain_costs(target: lb.Model, factor: float) -> list[float]:
-    """Return what weights cost where a context whose attention takes twice as long takes so much more."""
+    """Return the cost of the weights if doubling the attention's time makes a context so much slower."""
     times = target.n_layer * target.handle.number("n_head_kv")
     attention = times * EVEN[0]
     return [attention * (2 - factor) / (factor - 1)] * 3
@@ -224,9 +224,9 @@ def test_branches_fork_rewind_and_are_saved_in_any_layout(
 def test_cells_of_other_texts_count_without_flash_attention(
     options: dict[str, Any], factor: float, flash: bool, target: lb.Model, profile: Path
 ) -> None:
-    """It computes them, too; flash attention skips them."""
+    """Plain attention computes them, too. Flash attention skips them."""
     of_auto(target)
-    write_costs(profile, {"f16, plain": [factor * each for each in EVEN]})
+    write_costs(profile, {"f16, plain": [factor * cost for cost in EVEN]})
     with Context(target, n_threads=1, batch_invariant=False, **options) as ctx:
         assert (ctx.params.flash_attention is not False) == flash
 

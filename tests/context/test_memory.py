@@ -1,4 +1,4 @@
-"""Memory does not grow with use; with SOAK=20 in the environment that is tested for longer."""
+"""Memory does not grow with use. SOAK=20 in the environment tests this for longer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOLERANCE_BYTES = 1 << 20
 
 
 def resident_bytes() -> int:
-    """Return this process's resident memory; where the system does not report it, its peak."""
+    """Return the resident memory of this process, or its peak if the system does not report it."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:  # glibc: return free memory to the system first

@@ -1,7 +1,7 @@
 """The same laws for every kind of memory: whatever was done, a branch has the logits of its text alone.
 
-Memories that cannot be cut decode again or refuse; that they do not go wrong in silence is the law. Wrong
-states move logits by 0.2 and more, rounding by less than what is measured here.
+Memories that cannot be cut decode again or refuse. The law is that they never give wrong logits silently.
+Wrong states move logits by 0.2 and more. Rounding moves them by less than what is measured here.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ class World:
     gives_parts: bool
     allowed: float  # in logits, for rounding
 
-    def close(self, one: Any, other: Any) -> None:
-        np.testing.assert_allclose(one, other, atol=self.allowed)
+    def close(self, branch: Any, other: Any) -> None:
+        np.testing.assert_allclose(branch, other, atol=self.allowed)
 
     def check(self, *branches: Branch) -> None:
-        """Each has the logits of its tokens read from the start, and goes on as those do."""
+        """Assert that each branch has the logits of its tokens read from the start, now and later."""
         self.ctx.audit()
         for branch in branches:
             for more in ([], [70]):
@@ -171,7 +171,7 @@ def appended(w: World, folder: Path) -> Iterator[Branch]:
 
 
 def saved(w: World, folder: Path) -> Iterator[Branch]:
-    """Loaded in another context too, next to a neighbour, then moved on and back."""
+    """It is also loaded in another context, next to another branch, and then extended and rewound."""
     branch = Branch.start(w.ctx, TOKENS[:71], seed=3, logit_bias=ENDLESS)
     branch.save(folder / "x.branch")
     options = KINDS[w.name][1]
@@ -183,8 +183,8 @@ def saved(w: World, folder: Path) -> Iterator[Branch]:
         texts = [[t.token for t in b.generate(10)] for b in (branch, away, loaded)]
         assert texts[0] == texts[1] == texts[2]
         for position in (75, 70, 50, 5):
-            for each in (branch, away, loaded):
-                each.rewind(position)
+            for branch_copy in (branch, away, loaded):
+                branch_copy.rewind(position)
             w.close(away.logits, branch.logits)
             yield loaded
         other.audit()
@@ -274,7 +274,7 @@ def at(wanted: int, act: Callable[[int], object]) -> Callable[[int], object]:
 def test_no_kind_of_memory_loses_a_branch(
     call: int, how: str, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not the branch whose decode is interrupted, nor those that share its cells or the same cache."""
+    """The interrupted branch stays right, and so do branches that share its cells or the cache."""
     ctx = world.ctx
     with Branch.create(ctx) as root, Branch.start(ctx, TOKENS[3:11]) as beside:
         root.prefill(TOKENS[:40])
@@ -357,8 +357,8 @@ def test_cached_prefixes_are_shared_in_part_or_as_wholes(world: World) -> None:
     _, options, kind, _ = KINDS[world.name]
     if kind is NonUnified:
         pytest.skip("its cached prefixes take sequences: test_own_cells")
-    given = {**OPTIONS, **options, "n_seq_max": 9, "n_batch": 512}
-    with Context(world.ctx.model, n_ctx=512, prefix_cache=True, **given) as ctx:
+    all_options = {**OPTIONS, **options, "n_seq_max": 9, "n_batch": 512}
+    with Context(world.ctx.model, n_ctx=512, prefix_cache=True, **all_options) as ctx:
         prefixes, warm = ctx.prefix_cache, SamplingParams(temperature=0.8, seed=42)
         assert prefixes is not None
         for n, hit in ((30, (0, 0)), (40, (30, 30)), (35, (34, 30)), (20, (19, 0))):

@@ -41,8 +41,8 @@ def test_cells_are_divided_among_the_sequences(own: Context, target: lb.Model) -
     with Context(target, n_seq_max=2, n_threads=1, kv_unified=False) as default:
         # Each has what the model was trained for.
         assert (default.n_ctx_seq, default.n_ctx) == (1024, 2048)
-    with Context(target, n_ctx=256, n_seq_max=1, n_threads=1, kv_unified=False) as one:
-        assert one.capabilities.can_share and one.params.kv_unified
+    with Context(target, n_ctx=256, n_seq_max=1, n_threads=1, kv_unified=False) as single:
+        assert single.capabilities.can_share and single.params.kv_unified
 
 
 def test_auto_divides_the_memory_where_it_can_be(target: lb.Model, tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_auto_divides_the_memory_where_it_can_be(target: lb.Model, tmp_path: Pat
 
 
 def test_forks_copy_and_generate_the_same_to_the_bit(own: Context, ctx: Context) -> None:
-    found = []
+    outcomes = []
     for context in (own, ctx):
         root = Branch.start(context, "Once upon a time there was", sampling=WARM)
         forks = root.fork_many(3)
@@ -70,15 +70,15 @@ def test_forks_copy_and_generate_the_same_to_the_bit(own: Context, ctx: Context)
             store.step(forks if i % 3 else forks[::-1])
         forks[0].rewind(20)
         late = [t.token for t in forks[0].generate(12)]
-        found.append(([fork.tokens for fork in forks], late, [fork.logits for fork in forks]))
+        outcomes.append(([fork.tokens for fork in forks], late, [fork.logits for fork in forks]))
         lengths = sum(branch.position for branch in (root, *forks))
         usage = context.usage()
         if context is own:
             assert (usage.cells_used, usage.cells_shared, usage.cells_reserved) == (lengths, 0, 0)
             assert usage.in_order
             assert context.compact()  # there is nothing to do
-    assert found[0][:2] == found[1][:2]
-    for mine, theirs in zip(found[0][2], found[1][2], strict=True):
+    assert outcomes[0][:2] == outcomes[1][:2]
+    for mine, theirs in zip(outcomes[0][2], outcomes[1][2], strict=True):
         assert np.array_equal(mine, theirs)
 
 
@@ -137,12 +137,12 @@ def test_text_that_fills_its_sequence_ends_alone(own: Context, other_ctx: Contex
     long = Request([5, 6, 7, 8] * 60, id="long", max_tokens=100, sampling=endless)
     short = Request("The wolf", id="short", max_tokens=60, sampling=endless)
     whole = Request([5] * 300, id="whole")
-    found = {result.id: result for result in Engine(own, seed=1).generate([long, short, whole])}
-    assert found["whole"].finish_reason == "capacity"
-    assert found["long"].finish_reason == "capacity"
-    assert len(found["long"].tokens) == 256 - 240 + 1  # the last one is not decoded
-    assert found["short"].tokens == alone(other_ctx, short, found["short"].seed)
-    assert found["short"].num_preemptions == 0
+    results = {result.id: result for result in Engine(own, seed=1).generate([long, short, whole])}
+    assert results["whole"].finish_reason == "capacity"
+    assert results["long"].finish_reason == "capacity"
+    assert len(results["long"].tokens) == 256 - 240 + 1  # the last one is not decoded
+    assert results["short"].tokens == alone(other_ctx, short, results["short"].seed)
+    assert results["short"].num_preemptions == 0
 
 
 @pytest.fixture(params=[0, 1 << 24])

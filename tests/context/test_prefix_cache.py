@@ -1,4 +1,4 @@
-"""The prefix cache: what is shared, what is evicted, and that texts stay those of the prompt alone."""
+"""The prefix cache: what is shared, what is evicted; and no text depends on what is cached."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def random_tokens(rng: np.random.Generator, n: int) -> list[int]:
 
 
 def prefixes_of(ctx: Context) -> PrefixCache:
-    found = ctx.prefix_cache
-    assert found is not None
-    return found
+    cache = ctx.prefix_cache
+    assert cache is not None
+    return cache
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def clean(target: lb.Model) -> Iterator[Context]:
 
 
 def check(branch: Branch, clean: Context, n: int = 8) -> None:
-    """The branch continues as it does in a clean context, and has the same logits to the bit."""
+    """Assert that the branch continues as in a clean context, with the same logits to the bit."""
     with Branch.start(clean, branch.tokens, sampling=branch.sampling) as again:
         assert np.array_equal(branch.logits, again.logits)
         assert [t.token for t in branch.generate(n)] == [t.token for t in again.generate(n)]
@@ -172,7 +172,7 @@ def test_a_kept_text_longer_than_the_window_serves_its_beginnings(n: int, tmp_pa
     ):
         Branch.start(
             ctx, others[:20]
-        ).prune()  # its cells come first, and are free below the others
+        ).prune()  # its cells come first, so they are free below the others
         Branch.start(ctx, tokens).prune()
         prefixes_of(ctx).evict(20)
         Branch.start(ctx, others[20:90]).prune()
@@ -200,7 +200,7 @@ def saving(target: lb.Model) -> Iterator[Context]:
 
 
 def test_evicted_texts_come_back_from_host_memory(saving: Context, clean: Context) -> None:
-    """Also a part of one."""
+    """A part of a text is restored, too."""
     rng = np.random.default_rng(9)
     texts = [random_tokens(rng, 200) for _ in range(5)]
     prefixes = prefixes_of(saving)
@@ -260,7 +260,7 @@ def test_host_memory_is_limited(target: lb.Model) -> None:
 def test_texts_that_nobody_reads_take_few_cells_without_flash_attention(
     flash: bool, target: lb.Model
 ) -> None:
-    """There every token is computed against them, too. The last text always stays."""
+    """Without flash attention every token is computed against their cells, too. The last text stays."""
     rng = np.random.default_rng(5)
     n_ctx, options = 4096, {"n_seq_max": 4, "n_threads": 1, "batch_invariant": False}
     with Context(target, n_ctx=n_ctx, flash_attention=flash, **options) as ctx:  # type: ignore[arg-type]

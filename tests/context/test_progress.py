@@ -1,4 +1,4 @@
-"""How much of a prompt is read: in branches, chats, engines and events; what stops the reading."""
+"""How much of a prompt has been read, in branches, chats, engines and events; what stops the reading."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def ctx(target: lb.Model) -> Any:
 
 
 def check(seen: list[PromptProgress], steps: list[int], total: int) -> None:
-    """Assert that these are the reports of a prompt whose first tokens were there before."""
-    assert [each.n_read for each in seen] == steps
-    assert {each.n_cached for each in seen} == {steps[0]}
-    assert {each.n_total for each in seen} == {total}
-    assert [each.seconds for each in seen] == sorted(each.seconds for each in seen)
+    """Assert that these are the reports of a prompt whose first tokens were cached."""
+    assert [p.n_read for p in seen] == steps
+    assert {p.n_cached for p in seen} == {steps[0]}
+    assert {p.n_total for p in seen} == {total}
+    assert [p.seconds for p in seen] == sorted(p.seconds for p in seen)
     assert seen[0].seconds >= 0
 
 
@@ -106,12 +106,12 @@ def test_complete_tells_by_a_function_and_by_events(ctx: Context) -> None:
     assert result.tokens == plain.tokens
     stream = ctx.complete(PROMPT[::-1], max_tokens=4, stream=True, prompt_progress=True)
     events = list(stream)
-    told = [event.progress for event in events if event.progress is not None]
-    check(told, STEPS, 100)
-    assert all(event.progress for event in events[: len(told)])  # before the first token
-    assert all(event.text == "" and event.emitted is None for event in events[: len(told)])
-    assert len(events) == len(told) + 4 + 1
-    # Without being asked for, nothing is told.
+    reports = [event.progress for event in events if event.progress is not None]
+    check(reports, STEPS, 100)
+    assert all(event.progress for event in events[: len(reports)])  # before the first token
+    assert all(event.text == "" and event.emitted is None for event in events[: len(reports)])
+    assert len(events) == len(reports) + 4 + 1
+    # Nothing is reported unless it is asked for.
     assert not any(e.progress for e in ctx.complete(PROMPT[1:], max_tokens=2, stream=True))
     with pytest.raises(ConfigError, match="on_prompt_progress must be a function"):
         Request("a", on_prompt_progress=3)  # type: ignore[arg-type]
@@ -129,7 +129,7 @@ def test_engine_tells_of_each_prompt_what_the_last_decode_has_read_of_it(ctx: Co
         return Request(prompt, id=name, on_prompt_progress=add)
 
     engine.generate([watch("a", PROMPT), watch("b", [*PROMPT[:64], *PROMPT[:20]])])
-    a, b = ([p for name, p in seen if name == each] for each in "ab")
+    a, b = ([p for name, p in seen if name == prompt_id] for prompt_id in "ab")
     check(a, STEPS, 100)
     assert b[0].n_cached == 64 and b[-1].n_read == b[-1].n_total == 84
 
@@ -137,12 +137,12 @@ def test_engine_tells_of_each_prompt_what_the_last_decode_has_read_of_it(ctx: Co
 def test_async_engine_has_the_events(ctx: Context) -> None:
     async def ask() -> list[PromptProgress]:
         async with AsyncEngine(ctx, None) as engine:
-            told = []
+            reports = []
             request = Request(PROMPT, max_tokens=2, prompt_progress=True)
             async for event in engine.generate(request):
                 if event.progress is not None:
-                    told.append(event.progress)
-            return told
+                    reports.append(event.progress)
+            return reports
 
     check(asyncio.run(ask()), STEPS, 100)
 
@@ -156,7 +156,9 @@ def test_preempted_text_tells_that_it_is_read_again(target: lb.Model) -> None:
             Request(PROMPT[::-1][:60], id="b", on_prompt_progress=seen.append, **ends),  # type: ignore[arg-type]
         ])  # fmt: skip
         assert results[1].num_preemptions
-        again = [i for i, each in enumerate(seen) if i and each.n_read <= seen[i - 1].n_read]
+        again = [
+            i for i, progress in enumerate(seen) if i and progress.n_read <= seen[i - 1].n_read
+        ]
         assert len(again) == results[1].num_preemptions
         assert seen[again[0]].n_total > 60  # what it had generated, too
 
@@ -172,7 +174,7 @@ def test_load_tells_what_is_measured_and_says_nothing_of_what_is_known(
     options: Any = {"n_ctx": 256, "n_threads": 1}
     for expected in (17, 0):
         with lb.load(target.path, on_measuring=seen.append, **options):
-            exact = [what for what in seen if what.startswith("which batches are exact, ")]
+            exact = [text for text in seen if text.startswith("which batches are exact, ")]
             assert len(exact) == expected
         seen.clear()
     with pytest.raises(ArithmeticError):  # nothing is left open
@@ -214,7 +216,7 @@ def test_abort_stops_the_decode_that_reads_and_no_other_text_notices(
     finally:
         ctx.decoder.hook(before)
     assert (x.finish_reason, x.tokens, x.error) == ("cancelled", [], None)
-    assert [each.n_read for each in seen] == STEPS[:chunk]  # that chunk itself is not read
+    assert [progress.n_read for progress in seen] == STEPS[:chunk]  # that chunk itself is not read
     assert (y.finish_reason, y.tokens) == ("length", alone.tokens)
 
 

@@ -1,4 +1,4 @@
-"""Rolling back: on memory with states drafts are verified in place, and texts are as without it.
+"""Rolling back: memory with states verifies drafts in place, and texts are the same as without.
 
 `test_memory_kinds.py` has the laws of every kind of memory, this one among them.
 """
@@ -34,8 +34,8 @@ ENDLESS = {1: -np.inf}
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = tmp_path_factory.mktemp("rollback") / f"{request.param}.gguf"
-    with lb.Model(toys.write_toy(path, request.param, vocab="bytes")) as found:
-        yield found
+    with lb.Model(toys.write_toy(path, request.param, vocab="bytes")) as opened:
+        yield opened
 
 
 @pytest.fixture
@@ -46,12 +46,12 @@ def ctx(model: lb.Model) -> Iterator[Context]:
 
 
 def knowing(text: Sequence[int], seed: int) -> Knowing:
-    """Return what drafts the text that will come, with errors at places that the seed chooses."""
+    """Return a drafter that knows the coming text, with errors at places that the seed chooses."""
     rng = random.Random(seed)
 
     def drafted(tokens: Sequence[int], limit: int) -> list[int]:
-        found = text[len(tokens) : len(tokens) + rng.randint(0, limit)]
-        return [t if rng.random() < 0.7 else rng.randrange(2, 250) for t in found]
+        following = text[len(tokens) : len(tokens) + rng.randint(0, limit)]
+        return [t if rng.random() < 0.7 else rng.randrange(2, 250) for t in following]
 
     return Knowing(drafted)
 
@@ -73,10 +73,12 @@ def test_texts_with_drafts_are_those_without(model: lb.Model, ctx: Context, seed
             drafter = knowing(expected, seed)
             with Branch.start(context, TEXT[:30], sampling=params) as branch:
                 with counting(context) as counts:
-                    found = branch.generate(max_tokens=60, drafter=drafter, config=FIXED).finish()
+                    generation = branch.generate(
+                        max_tokens=60, drafter=drafter, config=FIXED
+                    ).finish()
                 assert branch.tokens == expected
-                assert found.stats.num_draft_tokens > found.stats.num_accepted_tokens > 10
-                n_rounds = found.stats.num_drafts + found.stats.num_plain_steps
+                assert generation.stats.num_draft_tokens > generation.stats.num_accepted_tokens > 10
+                n_rounds = generation.stats.num_drafts + generation.stats.num_plain_steps
                 if context is ctx:  # nothing is decoded twice
                     assert len(counts) <= n_rounds + 1
                 else:
@@ -87,7 +89,7 @@ def test_texts_with_drafts_are_those_without(model: lb.Model, ctx: Context, seed
 def test_whatever_is_done_logits_are_those_of_the_tokens(
     model: lb.Model, ctx: Context, seed: int
 ) -> None:
-    """Decodes of one sequence and of several, cuts, forks, drops: each as if the rest never was."""
+    """Decodes of one and of several sequences, cuts, forks, drops. Each gives what it gives alone."""
     rng, memory = random.Random(seed), ctx.kv_cache
     assert isinstance(memory, RollingBack)
     memory.every, memory.apart = 16, 4
@@ -111,16 +113,16 @@ def test_whatever_is_done_logits_are_those_of_the_tokens(
         elif act == "cut":
             seq = rng.choice(sorted(texts))
             n = max(1, len(texts[seq]) - rng.randint(1, 6))
-            held = memory.cut(seq, n)
-            n_undone += held == n
-            texts[seq] = texts[seq][:held]
-            if not held:
+            n_left = memory.cut(seq, n)
+            n_undone += n_left == n
+            texts[seq] = texts[seq][:n_left]
+            if not n_left:
                 del texts[seq]
         elif act == "fork":
             source, target = rng.choice(sorted(texts)), rng.randrange(4)
             if source != target:
-                held = memory.fork(source, target)
-                assert held == len(texts[source])
+                n_left = memory.fork(source, target)
+                assert n_left == len(texts[source])
                 texts[target] = texts[source][:]
         else:
             seq = rng.choice(sorted(texts))
@@ -129,11 +131,11 @@ def test_whatever_is_done_logits_are_those_of_the_tokens(
         ctx.audit()
     assert n_undone > 3
     for seq, tokens in sorted(texts.items()):
-        found = decode_run(ctx.decoder, [77], seq, "last")[0].array.copy()
+        logits = decode_run(ctx.decoder, [77], seq, "last")[0].array.copy()
         memory.drop(4, 0)
         decode_run(ctx.decoder, tokens, 4, "none")
         expected = decode_run(ctx.decoder, [77], 4, "last")[0].array
-        np.testing.assert_allclose(found, expected, atol=allowed)
+        np.testing.assert_allclose(logits, expected, atol=allowed)
     memory.clear()
 
 
@@ -144,11 +146,11 @@ def test_a_text_of_an_engine_is_drafted_in_place(ctx: Context) -> None:
     n_drafted = 0
     for seed in (1, 2, 3):
         request = Request(prompt, max_tokens=40, sampling=params.replace(seed=seed))
-        (found,) = engine.generate([request])
-        n_drafted += found.stats.num_draft_tokens
+        (result,) = engine.generate([request])
+        n_drafted += result.stats.num_draft_tokens
         with Branch.start(ctx, prompt, sampling=params.replace(seed=seed)) as branch:
             branch.generate(max_tokens=40).finish()
-            assert found.tokens == branch.tokens[len(prompt) :]
+            assert result.tokens == branch.tokens[len(prompt) :]
     assert n_drafted > 0
 
 
@@ -156,9 +158,9 @@ def test_a_snapshot_goes_between_contexts_that_roll_back_and_not(
     model: lb.Model, ctx: Context, tmp_path: Path
 ) -> None:
     with Context(model, **OPTIONS, n_rs_seq=0) as without:
-        for i, (one, other) in enumerate([(ctx, without), (without, ctx)]):
+        for i, (source, other) in enumerate([(ctx, without), (without, ctx)]):
             path = tmp_path / f"{i}.branch"
-            with Branch.start(one, TEXT[:50]) as branch:
+            with Branch.start(source, TEXT[:50]) as branch:
                 expected = branch.logits.copy()
                 branch.save(path)
             with Branch.load(other, path) as loaded:
@@ -169,10 +171,10 @@ def test_a_snapshot_goes_between_contexts_that_roll_back_and_not(
 
 
 def test_what_it_costs_is_told(model: lb.Model, ctx: Context) -> None:
-    found = ctx.capabilities
-    assert found.rollback == 8
-    assert found.rollback_bytes == 8 * found.state_bytes > 0
-    assert "8 tokens were undone" in found.rollback_reason
+    capabilities = ctx.capabilities
+    assert capabilities.rollback == 8
+    assert capabilities.rollback_bytes == 8 * capabilities.state_bytes > 0
+    assert "8 tokens were undone" in capabilities.rollback_reason
     with Context(model, **OPTIONS, n_rs_seq=3) as context:
         assert context.capabilities.rollback == 3
     bad: Any
@@ -216,9 +218,9 @@ def test_a_model_that_only_claims_to_roll_back_does_not(
 
     monkeypatch.setattr(ContextHandle, "remove", keeps_one_too_many)
     with Context(model, **OPTIONS) as context:
-        found = context.capabilities
-        assert (found.rollback, type(context.kv_cache)) == (0, States)
-        assert "undone" in found.rollback_reason
+        capabilities = context.capabilities
+        assert (capabilities.rollback, type(context.kv_cache)) == (0, States)
+        assert "undone" in capabilities.rollback_reason
 
 
 def test_other_architectures_say_that_they_cannot(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Rolling back where several texts share decodes, and where something fails."""
+"""Rolling back when several texts share decodes, and when something fails."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ TEXT = [2 + (7 * i + i * i) % 250 for i in range(60)]
 @pytest.fixture(scope="module", params=["lfm2", "qwen35", "nemotron_h"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = tmp_path_factory.mktemp("together") / f"{request.param}.gguf"
-    with lb.Model(toys.write_toy(path, request.param, vocab="bytes", weights="f32")) as found:
-        yield found
+    with lb.Model(toys.write_toy(path, request.param, vocab="bytes", weights="f32")) as opened:
+        yield opened
 
 
 @pytest.fixture(params=[512 << 20, 0], ids=["checkpoints", "no checkpoints"])
@@ -42,32 +42,32 @@ def ctx(model: lb.Model, request: pytest.FixtureRequest) -> Iterator[Context]:
 
 
 def knowing(texts: Sequence[list[int]]) -> Knowing:
-    """Return what drafts the texts that will come, of different lengths and with errors at times."""
+    """Return a drafter that knows the coming texts; its drafts have several lengths and some errors."""
     rng = random.Random(1)
 
     def drafted(tokens: Sequence[int], limit: int) -> list[int]:
         n = len(tokens)
         known = next((text for text in texts if text[:n] == list(tokens)), list(tokens))
-        found = known[n : n + rng.randint(min(1, limit), min(4, limit))]
-        return [token if rng.random() < 0.8 else 99 for token in found]
+        following = known[n : n + rng.randint(min(1, limit), min(4, limit))]
+        return [token if rng.random() < 0.8 else 99 for token in following]
 
     return Knowing(drafted)
 
 
 def check(ctx: Context, texts: dict[int, list[int]]) -> None:
-    """Each sequence goes on as its tokens do in a sequence of their own."""
+    """Assert that each sequence continues as its tokens do in a sequence of their own."""
     for seq_id, tokens in sorted(texts.items()):
-        found = decode_run(ctx.decoder, [77], seq_id, "last")[0].array.copy()
+        logits = decode_run(ctx.decoder, [77], seq_id, "last")[0].array.copy()
         ctx.kv_cache.drop(4, 0)
         decode_run(ctx.decoder, [*tokens, 77][:-1], 4, "none")
         expected = decode_run(ctx.decoder, [77], 4, "last")[0].array
-        np.testing.assert_allclose(found, expected, atol=ALLOWED)
+        np.testing.assert_allclose(logits, expected, atol=ALLOWED)
     ctx.kv_cache.clear()
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_drafts_of_one_length_are_undone_together(ctx: Context, seed: int) -> None:
-    """Beside single tokens too, in any order, whatever moves in llama.cpp."""
+    """Next to single tokens too, in any order, wherever llama.cpp moves the states."""
     rng, memory = random.Random(seed), ctx.kv_cache
     texts: dict[int, list[int]] = {}
     n_undone = 0
@@ -86,12 +86,12 @@ def test_drafts_of_one_length_are_undone_together(ctx: Context, seed: int) -> No
         is_short = max(drafts.values()) <= 5
         for seq_id, n_new in drafts.items():
             n_kept = len(texts[seq_id]) - rng.randint(0, min(4, n_new - 1))
-            held = memory.cut(seq_id, n_kept)
+            n_left = memory.cut(seq_id, n_kept)
             if is_one_length and is_short:
-                assert held == n_kept
+                assert n_left == n_kept
                 n_undone += n_kept < len(texts[seq_id])
-            texts[seq_id] = texts[seq_id][:held]
-            if not held:
+            texts[seq_id] = texts[seq_id][:n_left]
+            if not n_left:
                 del texts[seq_id]
         if rng.random() < 0.1 and len(texts) > 1:
             source, target = rng.sample(sorted(texts), 2)
@@ -101,15 +101,15 @@ def test_drafts_of_one_length_are_undone_together(ctx: Context, seed: int) -> No
 
 
 def test_nothing_is_undone_of_a_decode_before_the_last(ctx: Context) -> None:
-    """A single token after a draft, and a state that was put back, have no earlier states."""
+    """A single token after a draft has no earlier states, and neither has a restored state."""
     memory, text = ctx.kv_cache, TEXT[:20]
     decode_run(ctx.decoder, text, 0, "none")
     decode_run(ctx.decoder, [30, 31, 32], 0, "none")
     ctx.decoder.advance(0, 33, None)
-    held = memory.cut(0, 22)
-    assert held in (0, 20) or held < 22
-    expected = {0: [*text, 30, 31][:held]}
-    if held:
+    n_left = memory.cut(0, 22)
+    assert n_left in (0, 20) or n_left < 22
+    expected = {0: [*text, 30, 31][:n_left]}
+    if n_left:
         check(ctx, expected)
     memory.clear()
     decode_run(ctx.decoder, TEXT[:40], 1, "none")
@@ -117,9 +117,9 @@ def test_nothing_is_undone_of_a_decode_before_the_last(ctx: Context) -> None:
     decode_run(ctx.decoder, text, 0, "none")
     memory.drop(0, 0)
     assert memory.set_state(0, state, 40)
-    held = memory.cut(0, 38)
-    assert held < 38
-    check(ctx, {0: TEXT[:held], 1: TEXT[:40]} if held else {1: TEXT[:40]})
+    n_left = memory.cut(0, 38)
+    assert n_left < 38
+    check(ctx, {0: TEXT[:n_left], 1: TEXT[:40]} if n_left else {1: TEXT[:40]})
 
 
 def test_an_undone_sequence_that_was_dropped_can_be_forked(ctx: Context) -> None:
@@ -138,7 +138,7 @@ def test_an_undone_sequence_that_was_dropped_can_be_forked(ctx: Context) -> None
 def test_a_failed_decode_leaves_no_state_that_was_not_computed(
     ctx: Context, n_new: int, code: int
 ) -> None:
-    """After it llama.cpp undoes the tokens itself, also where it has not written their states."""
+    """After a failure llama.cpp undoes the tokens itself, even if it has not written their states."""
     handle, start = ctx.decoder.handle, 20
 
     def fail(decode: Any, n: int) -> int:
@@ -155,13 +155,13 @@ def test_a_failed_decode_leaves_no_state_that_was_not_computed(
             decode_run(ctx.decoder, [40 + i for i in range(n_new)], 0, "none")
     finally:
         ctx.decoder.hook(before)
-    held = ctx.kv_cache.next_position(0)
-    assert held < start
-    check(ctx, {0: TEXT[:held]} if held else {})
+    end = ctx.kv_cache.next_position(0)
+    assert end < start
+    check(ctx, {0: TEXT[:end]} if end else {})
 
 
 def test_texts_of_an_engine_are_drafted_together(model: lb.Model) -> None:
-    """All of them, in the same decodes; what is accepted is as probable as in a text without drafts."""
+    """All of them draft in the same decodes. Accepted tokens have the probabilities of plain decoding."""
     params = SamplingParams(temperature=0.3, logit_bias={1: -np.inf})
     prompt = TEXT[:12] * 4
     shapes: list[int] = []
@@ -185,13 +185,13 @@ def test_texts_of_an_engine_are_drafted_together(model: lb.Model) -> None:
             for seed, trace in zip((1, 2, 3), traces, strict=True)
         ]
         before = ctx.decoder.hook(around)
-        found = engine.generate(requests)
+        results = engine.generate(requests)
         ctx.decoder.hook(before)
         n_compared = 0
-        for each, rounds in zip(found, traces, strict=True):
-            assert each.stats.num_draft_tokens > each.stats.num_accepted_tokens > 0
+        for result, rounds in zip(results, traces, strict=True):
+            assert result.stats.num_draft_tokens > result.stats.num_accepted_tokens > 0
             with Branch.start(ctx, prompt) as branch:
-                scores = [score.logprob for score in branch.score(each.tokens)]
+                scores = [score.logprob for score in branch.score(result.tokens)]
             for trace in rounds:
                 start = trace.position - len(prompt)
                 kept = trace.logprobs[: trace.n_accepted]
@@ -204,16 +204,16 @@ def test_texts_of_an_engine_are_drafted_together(model: lb.Model) -> None:
 
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_drafts_that_are_drawn_are_not_cut_by_their_length(model: lb.Model, rule: str) -> None:
-    """In decodes of several texts they are left out: which are cut would depend on what was drawn."""
+    """They are left out of shared decodes: which drafts are cut would depend on the drawn tokens."""
     params = SamplingParams(temperature=0.9, logit_bias={1: -np.inf})
     with Context(model, **EXACT, **OPTIONS) as ctx, Context(model, **EXACT, **OPTIONS) as other:
         drafter = lb.ModelDrafter(other)
         engine = Engine(ctx, drafter, SpeculativeConfig(draft_k=3, rule=rule))
-        found = engine.generate(
+        results = engine.generate(
             [Request(TEXT[:9], max_tokens=12, sampling=params.replace(seed=i)) for i in (1, 2)]
         )
-        assert [len(each.tokens) for each in found] == [12, 12]
-        assert sum(each.stats.num_draft_tokens for each in found) == 0
+        assert [len(result.tokens) for result in results] == [12, 12]
+        assert sum(result.stats.num_draft_tokens for result in results) == 0
         ctx.audit()
 
 

@@ -1,4 +1,4 @@
-"""A context that the machine cannot hold is refused at once, and none that it could hold."""
+"""A context that does not fit into the machine is refused at once; one that fits is not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ARCHITECTURES = ("llama", "gemma3", "lfm2", "glm4moe", "qwen35", "mimo2", "gemma
 
 @pytest.fixture
 def of_16_gib(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine, on which no context is created."""
+    """A simulated machine; no context is created on it."""
 
     def create(*_: object) -> object:
         raise AssertionError("llama.cpp was asked for it")
@@ -120,8 +120,10 @@ def test_states_that_do_not_fit_are_refused_with_their_size(
         limit = room.cell_bytes(model, params) + states // 2
         monkeypatch.setattr(room, "memory_bytes", lambda: limit)
         monkeypatch.setattr(room, "BYTES_OF_CELL", 0)
-        said = rf"n_seq_max={n_seq_max} with n_rs_seq={n_rs_seq} needs .* MB for the states of each"
-        with pytest.raises(ConfigError, match=said) as raised:
+        message = (
+            rf"n_seq_max={n_seq_max} with n_rs_seq={n_rs_seq} needs .* MB for the states of each"
+        )
+        with pytest.raises(ConfigError, match=message) as raised:
             Context(model, n_ctx=256, n_threads=1, **options)
         fits = re.search(r"at most n_seq_max=(\d+) could fit", str(raised.value.hint))
         assert fits is not None

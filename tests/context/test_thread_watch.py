@@ -1,4 +1,4 @@
-"""Fewer threads while other programs use the cores: with times that are given, and in real decodes."""
+"""Fewer threads while other programs use the cores, tested with set times and in real decodes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BUSY = {1: (1.0, 1.0), 2: (3.4, 0.5)}
 
 
 class Machine:
-    """A machine on which a decode takes the time that is given, and its clocks."""
+    """A simulated machine on which a decode takes a set time, with its clocks."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Machine:
         return self.seconds, self.cpu_s
 
     def decode(self, costs: dict[int, tuple[float, float]], n: int = 1, scale: float = 1.0) -> int:
-        """Decode; return the threads that it had."""
+        """Decode; return the number of threads."""
         n_threads = self.watch.n_threads[n > 1]
 
         def submit() -> int:
@@ -71,27 +71,27 @@ def test_fewer_threads_are_used_within_seconds_and_more_again_once_the_cores_are
     assert n_slow <= (40 if scale < 0.02 else 4)
     assert used[n_slow:].count(2) <= 3  # it is tried again
     assert machine.used[0] == ((1, 2) if n == 1 else (2, 1))  # the other kind is as it was
-    assert sum(BUSY[each][0] * scale for each in used[:n_slow]) < max(8.0, 0.2)
+    assert sum(BUSY[n][0] * scale for n in used[:n_slow]) < max(8.0, 0.2)
     assert machine.seconds > start
     assert set(machine.decodes(2000, IDLE, n=n, scale=scale)[-500:]) == {2}
     assert machine.decodes(100, BUSY, n=n, scale=scale).index(1) <= n_slow  # the next time, too
 
 
 def test_a_load_that_stays_costs_little() -> None:
-    """More threads are tried ever less often, and a hopeless trial ends with one decode."""
+    """More threads are tried less and less often, and a hopeless trial ends after one decode."""
     machine = Machine()
     machine.decodes(100, IDLE)
     used = machine.decodes(3000, BUSY)
     assert set(used[-200:]) == {1}
     n_tried = used[10:].count(2)
     assert n_tried <= 10
-    took = sum(BUSY[each][0] for each in used)
+    took = sum(BUSY[n][0] for n in used)
     assert took < 1.02 * 3000 * BUSY[1][0]
     assert 3000 * BUSY[2][0] > 3 * took  # what it would have taken
 
 
 def test_threads_that_wait_for_something_else_stay() -> None:
-    """The weights come from the disk: one thread is no faster."""
+    """The weights come from the disk, so one thread is not faster."""
     disk = {1: (2.0, 0.4), 2: (1.9, 0.4)}
     machine = Machine()
     used = machine.decodes(4000, disk)
@@ -117,7 +117,7 @@ def test_opened_on_busy_cores_it_tries_more_later() -> None:
 
 
 def test_decodes_of_other_sizes_are_not_compared() -> None:
-    """Drafts and prompts: a decode of 5 tokens is no slow decode of 2."""
+    """Drafts and prompts: a decode of 5 tokens does not count as a slow decode of 2."""
     machine = Machine()
     for size in (2, 5, 3, 64, 2, 7, 9) * 60:
         machine.decode(IDLE, n=size, scale=size)
@@ -128,19 +128,18 @@ def test_decodes_of_other_sizes_are_not_compared() -> None:
 
 @pytest.mark.parametrize("adapts", [(False, True), (False, False)])
 def test_number_that_must_stay_is_told_once(adapts: tuple[bool, bool]) -> None:
-    """It was given, or it would change logits."""
+    """It stays if the user gave it, or if another number would change the logits."""
     machine = Machine(adapts=adapts)
     machine.decodes(100, IDLE)
     slow = {1: (1.0, 1.0), 2: (5.5, 0.5)}
-    with pytest.warns(PerformanceWarning, match=r"with 2 threads takes 5\.5e\+03 ms now") as told:
+    with pytest.warns(PerformanceWarning, match=r"with 2 threads takes 5\.5e\+03 ms now") as caught:
         assert set(machine.decodes(50, slow)) == {2}
-    assert len(told) == 1 and machine.used == []
+    assert len(caught) == 1 and machine.used == []
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         machine.decodes(50, slow)
-        Machine(adapts=adapts).decodes(
-            100, {1: (1.0, 1.0), 2: (3.0, 0.5)}
-        )  # it always was like that
+        # It has been like that from the start.
+        Machine(adapts=adapts).decodes(100, {1: (1.0, 1.0), 2: (3.0, 0.5)})
 
 
 def test_a_decode_that_fails_is_not_counted() -> None:
@@ -159,7 +158,7 @@ def test_texts_do_not_notice_that_the_number_changes(
     """Two threads are slow for twenty decodes, then fast for twenty."""
     prompt = [(7 * i + 3) % 200 + 5 for i in range(300)]
 
-    def made(watched: bool) -> tuple[list[int], bytes, int]:
+    def generated(watched: bool) -> tuple[list[int], bytes, int]:
         with lb.Context(target, n_ctx=512, n_threads=2, n_batch=64) as ctx:
             numbers: list[tuple[int, int]] = []
             if watched:
@@ -186,7 +185,7 @@ def test_texts_do_not_notice_that_the_number_changes(
                 list(branch.generate(60))
                 return branch.tokens, branch.logits.tobytes(), len(numbers)
 
-    plain, watched = made(watched=False), made(watched=True)
+    plain, watched = generated(watched=False), generated(watched=True)
     assert watched[2] > 2
     assert watched[:2] == plain[:2]
 
@@ -207,5 +206,5 @@ def test_contexts_are_watched_where_the_number_may_change(
         handle = ctx.decoder.handle
         watch = tuner.watch(handle)
         assert watch is not None and watch.n_threads == (available_cores(),) * 2
-        given = ctx.decoder.watch
-        assert given is not None and given.n_threads == (2, 2)
+        own_watch = ctx.decoder.watch
+        assert own_watch is not None and own_watch.n_threads == (2, 2)

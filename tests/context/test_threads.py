@@ -102,7 +102,7 @@ def test_all_kinds_of_users_share_a_context(ctx: Context, draft_ctx: Context) ->
 
 
 def check_alone_and_together(acts: Sequence[Callable[[], object]], *contexts: Context) -> None:
-    """Each gives in threads of their own, at the same time, what it gives alone."""
+    """Each context gives the same in a thread of its own, beside others, as it gives alone."""
     alone = [act() for act in acts]
     for _ in range(3):
         assert together(*acts) == alone
@@ -142,17 +142,17 @@ def test_branches_that_threads_forget_come_back(ctx: Context) -> None:
 
 
 def test_free_sequences_are_counted_while_another_thread_decodes(target: lb.Model) -> None:
-    held, counted, waited = threading.Event(), threading.Event(), []
+    decoding, counted, waited = threading.Event(), threading.Event(), []
 
     def hold(ctx: Context) -> None:
         with ctx.lock:
-            held.set()
+            decoding.set()
             waited.append(counted.wait(60))
 
     with Context(target, n_ctx=256, n_seq_max=3, n_threads=1) as ctx:
         thread = threading.Thread(target=hold, args=[ctx])
         thread.start()
-        held.wait()
+        decoding.wait()
         assert ctx.n_seq_free == 3
         counted.set()
         thread.join()
@@ -165,10 +165,10 @@ def test_free_sequences_are_counted_while_another_thread_decodes(target: lb.Mode
 @pytest.mark.filterwarnings("ignore::llamabranch.errors.ContextLengthWarning")
 @pytest.mark.parametrize("n", [1, 64, 1900], ids=["one token", "a batch", "watched for signals"])
 def test_decoding_frees_the_gil(n: int, target: lb.Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread counts between the entry of llama.cpp's decode and its return.
+    """Another thread counts while llama.cpp decodes.
 
-    No thread is made to release the GIL (the switch interval is 1000 s), so the count can only grow
-    there if the decode releases the GIL.
+    No thread is forced to release the GIL (the switch interval is 1000 s). So the count can grow during
+    the decode only if the decode releases the GIL.
     """
     counter, stop = [0], threading.Event()
 
@@ -315,7 +315,7 @@ def test_contexts_that_draft_for_each_other_wait_for_nobody(
 
 
 class Watched(lb.Drafter):
-    """Forwards all calls; a draft state must have one caller at a time, and none once it is closed."""
+    """Forwards all calls. A draft state may have one caller at a time, and none after it is closed."""
 
     def __init__(self, drafter: lb.Drafter) -> None:
         self._drafter = drafter
@@ -333,7 +333,7 @@ class Watched(lb.Drafter):
 
 
 class WatchedState:
-    """Forwards what is asked of a draft state."""
+    """Forwards the calls of a draft state."""
 
     def __init__(self, drafter: Watched, state: Any) -> None:
         self._drafter = drafter
@@ -423,13 +423,13 @@ def test_model_is_tokenized_with_from_many_threads(target: lb.Model) -> None:
     def spell() -> object:
         return [target.tokenize(target.detokenize(tokens, special=True)) for tokens in alone]
 
-    first, other, one, two = together(tokenize, tokenize, spell, spell)
+    first, other, spelled, spelled_again = together(tokenize, tokenize, spell, spell)
     assert first == alone == other
-    assert one == two
+    assert spelled == spelled_again
 
 
 def test_interrupts_from_many_threads_change_no_text(ctx: Context) -> None:
-    """Whenever the interrupts come, a branch that continues generates the text it would have."""
+    """Whenever the interrupts come, a branch that continues generates the same text."""
     with Branch.start(ctx, "The king", temperature=0.9, seed=1) as branch:
         whole = [produced.token for produced in branch.generate(60)]
 

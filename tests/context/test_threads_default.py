@@ -42,7 +42,7 @@ def kept(path: Path) -> dict[str, Any]:
 
 
 def keep(model: lb.Model, **entry: object) -> None:
-    """Write an entry for ``model``, whatever this machine is like."""
+    """Write an entry for ``model``, as if it had been measured on this machine."""
     key = ThreadTuner(model, lb.ContextParams(n_threads=1))._key()
     assert key is not None
     write_entry("threads", key, entry)
@@ -59,8 +59,14 @@ def is_chosen(ctx: Context) -> bool:
 def _rows(model: lb.Model, n: int, n_batch: int | None, options: dict[str, Any]) -> Any:
     """Return rows of a prefill, of single tokens and of a small batch, with ``n`` threads."""
     tokens = [(7 * i + 3) % model.n_vocab for i in range(600)]
-    given = {"n_ctx": 1024, "n_seq_max": 2, "n_threads": n, "n_threads_batch": n_batch, **options}
-    with Context(model, **given) as ctx:
+    all_options = {
+        "n_ctx": 1024,
+        "n_seq_max": 2,
+        "n_threads": n,
+        "n_threads_batch": n_batch,
+        **options,
+    }
+    with Context(model, **all_options) as ctx:
         ctx.decode(tokens, 0)
         rows = [ctx.logits()]
         for position, token in enumerate(tokens[:4], start=600):
@@ -72,7 +78,7 @@ def _rows(model: lb.Model, n: int, n_batch: int | None, options: dict[str, Any])
 
 NO_FLASH = {"kv_type": "f16", "flash_attention": False}
 CASES: list[tuple[str, dict[str, Any], bool]] = [
-    # Architecture, options, and whether the number is that for batches alone.
+    # Architecture, options, and whether only the number for batches differs.
     ("", {}, False), ("", {"kv_type": "q8_0"}, False), ("", NO_FLASH, False),
     ("", {"kv_type": "f16"}, True), ("", {"kv_type": "f32"}, True),
     ("llama", {}, False), ("gemma3", {}, False), ("mamba", {}, False), ("lfm2", {}, False),
@@ -89,8 +95,8 @@ def test_logits_are_equal_to_the_bit_with_one_thread_and_with_two(
         path = toys.write_toy(tmp_path / "toy.gguf", architecture, vocab="bytes")
     with lb.Model(path) as model:
         numbers = ((1, 1), (1, 2)) if for_batches else ((1, None), (2, None))
-        one, two = (_rows(model, n, n_batch, options) for n, n_batch in numbers)
-        assert np.array_equal(one, two)
+        single, double = (_rows(model, n, n_batch, options) for n, n_batch in numbers)
+        assert np.array_equal(single, double)
 
 
 @several_cores
@@ -113,9 +119,9 @@ def test_number_is_not_measured_where_it_would_change_logits(
 def test_a_given_number_is_obeyed_and_nothing_is_measured(
     target: lb.Model, profile: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for given in ((1, 1), (2, 2), (3, 3), (1, 2)):
-        with Context(target, n_ctx=256, n_threads=given[0], n_threads_batch=given[1]) as ctx:
-            assert (ctx.n_threads, ctx.n_threads_batch) == given
+    for numbers in ((1, 1), (2, 2), (3, 3), (1, 2)):
+        with Context(target, n_ctx=256, n_threads=numbers[0], n_threads_batch=numbers[1]) as ctx:
+            assert (ctx.n_threads, ctx.n_threads_batch) == numbers
     with Context(target, n_ctx=256, n_threads=2) as ctx:
         assert ctx.n_threads_batch == 2
     assert not kept(profile)
@@ -165,14 +171,14 @@ def test_where_no_decode_ends_in_time_busy_cores_are_left_to_others() -> None:
 
 @several_cores
 def test_kept_numbers_are_used(target: lb.Model, profile: Path) -> None:
-    # Kept times that nothing can be three times slower than.
+    # Stored times so long that no decode is three times slower.
     forever = {"1": math.inf, str(CORES): math.inf}
-    for one, many in ((1, 1), (1, CORES), (CORES, 1), (CORES, CORES)):
+    for single, many in ((1, 1), (1, CORES), (CORES, 1), (CORES, CORES)):
         times = {"step_ms": forever, "batch_ms": forever}
-        keep(target, n_threads=one, n_threads_batch=many, **times)
+        keep(target, n_threads=single, n_threads_batch=many, **times)
         before = profile.read_bytes()
         with Context(target, n_ctx=256) as ctx:
-            assert (ctx.n_threads, ctx.n_threads_batch) == (one, many)
+            assert (ctx.n_threads, ctx.n_threads_batch) == (single, many)
             ctx.audit()
         assert profile.read_bytes() == before
 

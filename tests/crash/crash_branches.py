@@ -1,4 +1,4 @@
-"""Misuse of branches, of many in a store, and of what is closed."""
+"""Misuse of branches, of stores with many branches, and of closed objects."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAYERS: list[tuple[Any, Any]] = [(3, 0), (-4, 0), ("1", 0), (1, -1), (1, 10), (1
 
 
 class NoPrefix:
-    """Has only a half of what a constraint has."""
+    """Has only one of the two methods of a constraint."""
 
     def complete(self, text: str) -> bool:
         return True

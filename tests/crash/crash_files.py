@@ -1,4 +1,4 @@
-"""Files that are no models, texts that are no text, snapshots that cannot be trusted."""
+"""Files that are not models, texts that are not text, snapshots that cannot be trusted."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def vocabulary_only(w: World) -> None:
     for path in (w.path, weightless):
         with Model(path, vocab_only=True) as model:
             assert model.detokenize(model.tokenize("abc")) == "abc"
-            told = must_raise(UnsupportedError, lambda m=model: Context(m, n_ctx=256))
-            assert "only its vocabulary" in told
+            message = must_raise(UnsupportedError, lambda m=model: Context(m, n_ctx=256))
+            assert "only its vocabulary" in message
 
 
 @case("load")

@@ -1,8 +1,8 @@
 """What the crash cases share: a world to misuse, the register of cases, and how they are run.
 
-Every case goes through the public API, must raise the typed error it names, and must leave the
-context as it was: afterwards a scratch sequence still gives the same logits to the bit, and the
-accounting agrees with llama.cpp.
+Every case uses the public API, must raise the typed error that it names, and must leave the context
+unchanged. Afterwards a scratch sequence must give the same logits to the bit, and the accounting must
+agree with llama.cpp.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import toys
 from llamabranch import Branch, Context, Model
 from llamabranch.errors import LlamaBranchError
 
-CASE_SECONDS = 20  # of CPU time: a runaway is a failure too, a busy machine is not
+CASE_SECONDS = 20  # seconds of CPU time: an endless loop is a failure, a busy machine is not
 MEMORY_BYTES = 4 << 30  # so that an absurd allocation fails here and not in the whole machine
 
 ABC = 'root ::= "abc"'  # a grammar with one sentence
@@ -29,7 +29,7 @@ ABC = 'root ::= "abc"'  # a grammar with one sentence
 Errors = type[BaseException] | tuple[type[BaseException], ...]
 Action = Callable[["World"], object]
 GROUPS: dict[str, dict[str, Action]] = {}
-# Of each group those that are run in the process of the tests, too.
+# The cases of each group that also run in the process of the tests.
 QUICK: dict[str, list[str]] = {}
 
 
@@ -100,13 +100,13 @@ def case(
 
 
 def refuses(group: str, error: Errors, **calls: Action | tuple[str, Action]) -> None:
-    """Register one-line cases that must raise ``error``, some with words that it must say."""
-    for name, given in calls.items():
-        said, call = given if isinstance(given, tuple) else ("", given)
+    """Register one-line cases that must raise ``error``, some with words that its message must have."""
+    for name, action_or_pair in calls.items():
+        said, call = action_or_pair if isinstance(action_or_pair, tuple) else ("", action_or_pair)
 
         def action(world: World, call: Action = call, said: str = said) -> None:
-            told = must_raise(error, lambda: call(world))
-            assert said in told, f"{said!r} is not in {told!r}"
+            message = must_raise(error, lambda: call(world))
+            assert said in message, f"{said!r} is not in {message!r}"
 
         case(group, name, is_quick=True)(action)
 

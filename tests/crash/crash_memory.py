@@ -194,15 +194,17 @@ def kv_type_that_does_not_fit_the_heads(w: World) -> None:
     path = toys.write_llama(w.folder / "narrow.gguf", n_embd=32, n_head=2)  # heads of 16
     with Model(path) as model:
         for kv_type in ("q8_0", "q4_0"):
-            told = must_raise(ConfigError, lambda k=kv_type: Context(model, n_ctx=256, kv_type=k))
-            assert f"{kv_type} with block size 32" in told and "=16" in told
-            assert "enabling" not in told  # what llama.cpp logged before
+            message = must_raise(
+                ConfigError, lambda k=kv_type: Context(model, n_ctx=256, kv_type=k)
+            )
+            assert f"{kv_type} with block size 32" in message and "=16" in message
+            assert "enabling" not in message  # what llama.cpp logged before
         with Context(model, n_ctx=256, n_threads=1) as ctx:
             ctx.decode([3], 0)
 
 
 def _few_rows(w: World, n_seq_max: int, n_outputs_max: int) -> None:
-    """Everything that asks for rows works where a decode may have few; llama.cpp aborts at one more."""
+    """Everything that asks for rows works if a decode may have few. llama.cpp aborts at one more."""
     for kv_type in ("auto", "q8_0", "f16"):
         opening = partial(w.context, n_outputs_max=n_outputs_max, kv_type=kv_type)
         with opening(n_seq_max=n_seq_max) as ctx, opening(n_seq_max=n_seq_max) as draft_ctx:
@@ -265,7 +267,7 @@ for _architecture in ("mamba", "rwkv7", "lfm2", "qwen35", "gemma3"):
 
 
 def _rollback(w: World, architecture: str, options: dict[str, Any]) -> None:
-    """Few tokens at once, few sequences, many states: drafts of one text and of several."""
+    """Drafts of one text and of several, with few tokens at once, few sequences and many states."""
     path = toys.write_toy(w.folder / f"{architecture}.gguf", architecture, vocab="bytes")
     with Model(path) as model:
         n_batch = min(options.get("n_ubatch", 512), options.get("n_batch", 512))

@@ -123,20 +123,20 @@ def drafts_longer_than_a_batch(w: World) -> None:
 
 @case("speculative")
 def no_sequence_left(w: World) -> None:
-    held = w.root.fork_many(3)
+    branches = w.root.fork_many(3)
     with _drafter(w) as drafter:
         must_raise(
             SequencesExhaustedError, lambda: Speculator(w.ctx, drafter, FIXED).generate("ab")
         )
-        for branch in held:
+        for branch in branches:
             branch.prune()
         taken = [Branch.start(drafter.ctx, "ab") for _ in range(2)]
-        # A drafter without room is no reason to stop: the target goes on alone.
-        said = (
+        # If the drafter has no room, the target continues alone.
+        generation = (
             Speculator(w.ctx, drafter, FIXED).generate("ab", max_tokens=5, sampling=SPOKEN).finish()
         )
-        assert said.stats.num_drafts == 0, "it drafted"
-        assert len(said.tokens) == 5, "it stopped"
+        assert generation.stats.num_drafts == 0, "it drafted"
+        assert len(generation.tokens) == 5, "it stopped"
         del taken
 
 

@@ -1,4 +1,4 @@
-"""What version 0.1 generates, to the token, so that every later version can be compared with it.
+"""The texts of version 0.1, to the token, so that every later version can be compared with it.
 
 library.py   all that is asked of the library, in one place: the only file that follows its names
 cases.py     the literal table of what is run

@@ -1,7 +1,7 @@
-"""The table: each case is a name and what is run, and gives texts and numbers.
+"""The table of cases: each has a name and a function that gives texts and numbers.
 
-Every draw has a seed, so that a text is a function of the settings. Where a draft length is "auto" it
-follows measured times: such cases are seeded or greedy, where the text does not depend on it.
+Every draw has a seed, so that a text is a function of the settings. The draft length "auto" depends on
+measured times. Such cases are seeded or greedy, so that the text does not depend on the length.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["CASES", "SAMPLING", "Outcome", "changed_texts"]
 
 @dataclass
 class Outcome:
-    """What a case gave."""
+    """The outcome of a case."""
 
     texts: list[Said]
     numbers: dict[str, float] = field(default_factory=dict)
@@ -36,7 +36,7 @@ Options = dict[str, Any]
 
 N = 60  # tokens of a text
 TALE = "Once upon a time there was a king who had three daughters, and the youngest"
-ECHO = (  # penalties and copying drafters have something to see in it
+ECHO = (  # a prompt in which penalties and copying drafters have an effect
     "The wolf said: let me in, let me in. The pig said: no, no, not by the hair of my chin. "
     "The wolf said: let me in, let me in. The pig said: no, no, not by the"
 )
@@ -55,12 +55,12 @@ BACK: Settings = {
 
 
 def changed_texts(name: str) -> slice | None:
-    """Return which texts of a case have changed on purpose since 0.1; None for none.
+    """Return which texts of a case have changed on purpose since 0.1; None if no text has.
 
-    Grammars are llguidance's since 0.3: a JSON schema allows other white space, and letters of a grammar
-    are whole characters, where llama.cpp's let a text of bytes break off inside one. All texts of these
-    cases have such a grammar; of the engine's requests one. The noise of raw draws was that of a number
-    of decodes, which depended on ``n_batch``; it is that of the position.
+    Since 0.3 grammars are llguidance's. A JSON schema allows other white space. Letters of a grammar are
+    whole characters; llama.cpp's grammars let a text of bytes end inside a character. All texts of these
+    cases have such a grammar, and one of the engine's requests has one. The noise of raw draws depended
+    on the number of decodes, and so on ``n_batch``; now it depends on the position.
     """
     if (
         "JSON" in name
@@ -178,7 +178,7 @@ GRAMMARS: dict[str, Constraint] = {
 
 
 def forks(world: World, settings: Settings, model: str = "target", **options: object) -> Outcome:
-    """A family: what forks say, in turn and after their parent has gone on."""
+    """A family: the texts of forks, in turn and after their parent has continued."""
     root = world.start(world.context(model, **options), TALE, settings)
     texts = [continue_branch(root, 10)]
     children = root.fork_many(3)
@@ -210,7 +210,7 @@ def steered(world: World, settings: Settings) -> Outcome:
 
 
 def rewound(world: World, settings: Settings, model: str = "target", **options: object) -> Outcome:
-    """Rewound and said again, said otherwise, rewound into the prompt and read on."""
+    """Rewound and generated again, generated differently, rewound into the prompt and extended."""
     branch = world.start(world.context(model, **options), ECHO, settings)
     n = branch.position
     texts = [continue_branch(branch, 30)]
@@ -227,7 +227,7 @@ def rewound(world: World, settings: Settings, model: str = "target", **options: 
 
 
 def committed(world: World, settings: Settings) -> Outcome:
-    """Tokens from outside, one by one and many at once, and what is thought of them."""
+    """Tokens from outside, one by one and many at once, and their scores."""
     branch = world.start(world.context(), TALE, settings)
     numbers = {"entropy": branch.entropy(), "bits": branch.entropy("bits")}
     numbers["surprisal"] = branch.surprisal(300)
@@ -246,7 +246,7 @@ def committed(world: World, settings: Settings) -> Outcome:
 
 
 def stored(world: World, settings: Settings, model: str = "target", **options: object) -> Outcome:
-    """Many branches in one decode: prompts, steps, commits, and one that is retained."""
+    """Many branches in one decode: prompts, steps, commits, and one branch that is retained."""
     ctx = world.context(model, **options)
     store = lb.BranchStore(ctx)
     branches = [
@@ -266,7 +266,7 @@ def stored(world: World, settings: Settings, model: str = "target", **options: o
 
 
 def saved(world: World, settings: Settings, model: str = "target", **options: object) -> Outcome:
-    """Saved to a file, loaded elsewhere, gone on; and the same through memory."""
+    """Saved to a file, loaded elsewhere and continued; and the same through memory."""
     ctx = world.context(model, **options)
     branch = world.start(ctx, ECHO, settings, "root ::= [^0-9]*")
     texts = [continue_branch(branch, 20)]
@@ -324,7 +324,7 @@ def speculated(
     options: Settings | None = None,
     **config: object,
 ) -> Outcome:
-    """Texts of one speculator after another: what it learned from the first helps with the next."""
+    """Several texts of one speculator. It uses for the later ones what it learned from the first."""
     options = options or {}
     drafter = world.drafter(which, draft, target, **options)
     speculator = world.speculator(world.context(target, **options), drafter, **config)
@@ -361,10 +361,10 @@ def session(
     grammar: Constraint | None = None,
     **config: Any,
 ) -> Outcome:
-    """Token by token, each asked of another drafter; then on a branch that was given."""
+    """Token by token, each with another drafter; then on an existing branch."""
     ctx = world.context()
-    made = {which: world.drafter(which) for which in dict.fromkeys(turns)}
-    drafters = [made[which] for which in turns]
+    drafters_by_name = {which: world.drafter(which) for which in dict.fromkeys(turns)}
+    drafters = [drafters_by_name[which] for which in turns]
     texts = [world.session(ctx, ECHO, drafters, 50, settings, stop=stop, grammar=grammar, **config)]
     branch = world.start(ctx, TALE, settings, grammar)
     texts.append(world.session(ctx, branch, drafters, 20, None, **config))
@@ -397,7 +397,7 @@ def job(world: World) -> list[lb.Request | str]:
 
 
 def shared_prefixes(world: World) -> list[lb.Request | str]:
-    """One long beginning, many ends; samples of the same prompt."""
+    """One long beginning with many ends, and samples of the same prompt."""
     long = f"{ECHO} hair of my chin. {TALE} went away. "
     return [
         long,
@@ -408,7 +408,7 @@ def shared_prefixes(world: World) -> list[lb.Request | str]:
 
 
 def crowd(world: World) -> list[lb.Request | str]:
-    """More than a small cache holds."""
+    """More requests than fit into a small cache."""
     return [*(f"{TALE} {i}" for i in range(5)), world.request(ECHO, n=3)]
 
 
@@ -426,9 +426,11 @@ def engine(
     **config: object,
 ) -> Outcome:
     drafter = world.drafter(which, draft, target)
-    made = world.engine(world.context(target, **(options or {})), drafter, settings, n, **config)
-    texts = world.run(made, requests(world))
-    assert not preempts or made.stats.preemptions, "the cache was to be too small"
+    the_engine = world.engine(
+        world.context(target, **(options or {})), drafter, settings, n, **config
+    )
+    texts = world.run(the_engine, requests(world))
+    assert not preempts or the_engine.stats.preemptions, "the cache was to be too small"
     return Outcome(texts)
 
 
@@ -460,20 +462,20 @@ def table(
     axes: Mapping[str, Sequence[object] | Mapping[str, object]],
     **given: object,
 ) -> dict[str, Case]:
-    """Return a case for each combination of what the axes have; the last axis turns fastest.
+    """Return a case for each combination of the values of all axes; the last axis changes fastest.
 
-    An axis is an argument of ``run`` and its values, with labels for the name unless they are their own;
-    the values of the axis "*" are several arguments.
+    An axis is an argument of ``run`` and its values, with labels for the name if the values are not
+    their own labels. A value of the axis "*" stands for several arguments.
     """
-    found: dict[str, Case] = {}
+    cases: dict[str, Case] = {}
     labelled = [a if isinstance(a, Mapping) else {str(v): v for v in a} for a in axes.values()]
     for labels in product(*labelled):
         chosen: Options = dict(given)
         for axis, values, label in zip(axes, labelled, labels, strict=True):
             value = values[label]
             chosen.update(value if axis == "*" else {axis: value})  # type: ignore[call-overload]
-        found[name.format(*labels)] = partial(run, **chosen)
-    return found
+        cases[name.format(*labels)] = partial(run, **chosen)
+    return cases
 
 
 def pairs(names: str, *values: tuple[object, object]) -> dict[str, Options]:
@@ -535,7 +537,7 @@ def memory_cases(memory: str, options: Options) -> dict[str, Case]:
         ("same model", "seeded"), ("lookup", "token"), ("suffix", "seeded"), ("chain", "block"),
         ("tree of 2", "seeded"),
     )  # fmt: skip
-    made: Options = {"requests": toy_job, "settings": warm, "n": 30}
+    shared: Options = {"requests": toy_job, "settings": warm, "n": 30}
     cases: dict[str, Case] = {
         **table("{}", plain, {"settings": TOY_SETTINGS}, prompt=prompts[1], **opened),
         **table("drafts of {}", speculated, {"*": rules}, settings=warm, n=40, draft_k=3, **drafts),
@@ -543,8 +545,8 @@ def memory_cases(memory: str, options: Options) -> dict[str, Case]:
             speculated, settings=TOY_SETTINGS["penalties"], draft_k=4, **drafts
         ),
         **{run.__name__: partial(run, settings=warm, **opened) for run in FAMILIES},
-        "engine": partial(engine, target=model, options=options, **made),
-        "engine, drafts": partial(engine, which="model", draft_k=3, **made, **spoken),
+        "engine": partial(engine, target=model, options=options, **shared),
+        "engine, drafts": partial(engine, which="model", draft_k=3, **shared, **spoken),
     }
     return {f"memory/{memory}/{name}": case for name, case in cases.items()}
 

@@ -1,4 +1,4 @@
-"""All that the record asks of the library. Where a public name changes, only this file follows it.
+"""All calls of the library that the record needs. If a public name changes, only this file changes.
 
 A ``World`` opens the models, gives each case fresh contexts, and adds ``seed_shift`` to every seed.
 """
@@ -40,7 +40,7 @@ N_THREADS = 1
 Settings = Mapping[str, object]
 Prompt = str | Sequence[int]
 
-FREE = {1: -math.inf}  # the toys' end token: with it forbidden their texts run on
+FREE = {1: -math.inf}  # the toys' end token; if it is forbidden, their texts do not end
 
 
 def _renumbered(path: Path) -> Path:
@@ -50,7 +50,7 @@ def _renumbered(path: Path) -> Path:
     return toys.write_permuted(source, path, order)
 
 
-# Where each model comes from: a file, or what writes one.
+# The source of each model: a file, or a function that writes one.
 MODELS: dict[str, Path | Callable[[Path], Path]] = {
     "target": DATA / "tale-target-q8_0.gguf",
     "draft": DATA / "tale-draft-q8_0.gguf",
@@ -80,7 +80,7 @@ def _config(config: Mapping[str, object]) -> lb.SpeculativeConfig:
 
 @dataclass
 class Said:
-    """A text, and what was reported of each of its tokens."""
+    """A text, and the numbers that were reported for its tokens."""
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
@@ -90,7 +90,7 @@ class Said:
     alternatives: list[float] = field(default_factory=list)
 
     def hear(self, event: lb.Produced) -> None:
-        """Take in what a branch, a generation, a session or an engine yielded."""
+        """Add a token that a branch, a generation, a session or an engine yielded."""
         self.text += event.text
         if event.is_stop:
             return
@@ -108,14 +108,14 @@ class Said:
 
 
 def continue_branch(branch: lb.Branch, n: int, stop: Sequence[str] = ()) -> Said:
-    """Let a branch say ``n`` tokens more."""
+    """Let a branch generate ``n`` more tokens."""
     said = Said.of(branch.generate(n, stop))
     said.finish = branch.finish_reason
     return said
 
 
 def continue_store(store: lb.BranchStore, branches: Sequence[lb.Branch], n: int) -> list[Said]:
-    """Let branches say up to ``n`` tokens more, together; those that end stay."""
+    """Let branches generate up to ``n`` more tokens together; branches that end stay."""
     texts = {branch: Said() for branch in branches}
     for _ in range(n):
         for branch, produced in store.step([b for b in branches if not b.is_stop]).items():
@@ -129,7 +129,7 @@ class World:
     def __init__(self, folder: Path) -> None:
         self.seed_shift = 0
         self.folder = folder
-        self.used: set[str] = set()  # the models of the case that runs
+        self.used: set[str] = set()  # the models of the running case
         self._models: dict[str, lb.Model] = {}
         self._all = ExitStack()
         self._case = ExitStack()
@@ -168,7 +168,7 @@ class World:
         return self._models[name]
 
     def context(self, name: str = "target", **options: object) -> lb.Context:
-        """Return a fresh context: 1024 cells and 8 sequences, unless told otherwise."""
+        """Return a fresh context; by default with 1024 cells and 8 sequences."""
         chosen = {"n_ctx": 1024, "n_seq_max": 8, "n_threads": N_THREADS, **options}
         return self._case.enter_context(lb.Context(self.model(name), **chosen))  # type: ignore[arg-type]
 
@@ -284,7 +284,7 @@ class World:
         grammar: str | Mapping[str, object] | None = None,
         **config: object,
     ) -> Said:
-        """Ask a session token by token, each time with the next of the drafters."""
+        """Generate with a session, token by token, each time with the next of the drafters."""
         said = Said()
         with lb.InferenceSession(
             target,
@@ -357,7 +357,7 @@ class World:
 
 
 class Custom(NullState, lb.Drafter):
-    """A drafter of one's own: it proposes by position, or draws from one distribution."""
+    """A user's drafter: it proposes by position, or draws from one distribution."""
 
     name = "custom"
 

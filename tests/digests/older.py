@@ -1,8 +1,9 @@
-"""Version 0.1 on the machine at hand, in a process of its own: what does it make of a case?
+"""Version 0.1 on this machine, in another process: it runs cases for the comparison.
 
-Run as a program it answers names of cases, one a line, with their records in JSON. llama.cpp and the
-model files are those of the tests; the package, the table and what reads it are those of v0_1.zip: those
-of one commit of git's history, without the bundled models, which have not changed since.
+As a program this file reads names of cases, one per line, and answers with their records in JSON.
+llama.cpp and the model files are those of the tests. The package, the table and its reader are in
+v0_1.zip: they are from one commit of git's history, without the bundled models, which have not changed
+since.
 """
 
 from __future__ import annotations
@@ -31,21 +32,21 @@ COMMIT = "50f8f7e9fdbec613c02b29efa0592312ce845392"  # of the record; the packag
 
 
 def archived() -> dict[str, bytes]:
-    """Return the files that the archive must have by their names in it, read from git."""
+    """Return the files that the archive must have, by name, read from git."""
     taken = ("llamabranch", "tests/digests", "tests/toys.py", "LICENSE")
     git = ["git", "archive", "--format=tar", COMMIT, *taken]
     tar = subprocess.run(git, cwd=ROOT, capture_output=True, check=True).stdout
-    found = {}
+    files = {}
     with tarfile.open(fileobj=io.BytesIO(tar)) as archive:
         for entry in archive:
             file = archive.extractfile(entry) if entry.isfile() else None
             if file is not None and not entry.name.endswith((".gguf", ".json")):
-                found[entry.name.removeprefix("tests/")] = file.read()
-    return found
+                files[entry.name.removeprefix("tests/")] = file.read()
+    return files
 
 
 class Older:
-    """The process, started when first asked; ``folder`` holds the toys, ``data`` the bundled pair."""
+    """The process, started at the first request; ``folder`` has the toys, ``data`` the bundled pair."""
 
     def __init__(self, folder: Path, data: Path) -> None:
         self._folder, self._data = folder, data
@@ -85,7 +86,7 @@ class Older:
 def main(packages: str, folder: str) -> None:
     """Answer until standard input ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what anything else prints is no answer
+    os.dup2(2, 1)  # so that other output is not taken for an answer
     # The finder of an editable install would find this tree's package first.
     sys.meta_path[:] = [
         finder for finder in sys.meta_path if "ScikitBuild" not in type(finder).__name__

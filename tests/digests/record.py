@@ -1,8 +1,9 @@
-"""What version 0.1 made of the table, and how this version differs from it.
+"""The results of version 0.1 for all cases, and how this version differs from them.
 
-What is promised is promised on one machine: there a later version makes the same tokens, and the same
-log-probabilities and entropies. So version 0.1 itself is run beside this one (older.py), and no rounding
-is allowed for. v0_1.json, made on one machine, saves that where this version agrees with it.
+The promise holds on one machine: there a later version makes the same tokens, with the same
+log-probabilities and entropies. So version 0.1 itself runs beside this one (older.py), and there is no
+tolerance for rounding. v0_1.json was made on one machine; if this version agrees with it, version 0.1
+need not run.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .older import Older
 __all__ = ["CaseRecord", "Record", "TextRecord", "Words", "compare", "differences", "load", "run"]
 
 RECORD = Path(__file__).with_name("v0_1.json")
-N_FIRST = 4  # numbers kept of each text beside their sum
+N_FIRST = 4  # how many numbers of each text are kept beside their sum
 # How far log-probabilities and entropies may be off: the compiled core's are right to 1e-6, and a record
 # has six digits. Logits are equal to the bit.
 SAME = 5e-6
@@ -75,7 +76,7 @@ def _summary(values: Sequence[float]) -> list[float | None]:
 
 
 def run(world: World, case: Case) -> Outcome:
-    """Run a case; return what came of it."""
+    """Run a case; return its outcome."""
     try:
         return case(world)
     finally:
@@ -83,7 +84,7 @@ def run(world: World, case: Case) -> Outcome:
 
 
 def make_older(world: World, older: Older, name: str) -> tuple[CaseRecord, dict[str, Words]]:
-    """Return what version 0.1 makes of a case on this machine, with the model files of ``world``."""
+    """Return the record of version 0.1 for a case on this machine, with the model files of ``world``."""
     for model in load()["cases"][name]["models"]:
         world.file(model)
     return older.make(name)
@@ -105,13 +106,13 @@ def compare(world: World, name: str, older: Older, record: Record) -> list[str]:
 
 
 def _unchanged(name: str, outcome: Outcome, case: CaseRecord) -> tuple[Outcome, CaseRecord]:
-    """Leave out the texts that have changed on purpose, and numbers that come of them."""
+    """Leave out the texts that have changed on purpose, and the numbers that depend on them."""
     which = changed_texts(name)
     if which is None or len(outcome.texts) != len(case["texts"]):
         return outcome, case
     ours, theirs = list(outcome.texts), list(case["texts"])
     del ours[which], theirs[which]
-    if not ours and not name.startswith("context/raw"):  # its numbers come of no text
+    if not ours and not name.startswith("context/raw"):  # its numbers do not depend on a text
         return Outcome([]), {**case, "texts": [], "numbers": {}}
     return Outcome(ours, outcome.numbers), {**case, "texts": theirs}
 
@@ -139,7 +140,7 @@ def _compare_numbers(outcome: Outcome, recorded: CaseRecord) -> list[str]:
             ("entropies", _summary(said.entropies), was["entropies"]),
             ("alternatives", _summary(said.alternatives), was["alternatives"]),
         ):
-            # The first is a sum: it may be off by as much for every token.
+            # The first is a sum, so its tolerance grows with the number of tokens.
             sums = _off(ours[:1], theirs[:1], SAME * max(1, was["n"]))
             if sums or _off(ours[1:], theirs[1:], SAME):
                 changes.append(f"text {i}, {kind}: {ours}, were {theirs}")

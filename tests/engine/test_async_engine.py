@@ -1,4 +1,4 @@
-"""The engine on a thread of its own: many tasks, one engine, and nobody waits for a slow one."""
+"""The engine in its own thread: many tasks share one engine, and none waits for a slow one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def serve(
 ) -> AsyncEngine:
     """Run ``job`` with an engine, close that, and check that nothing is left.
 
-    Unless they say otherwise, its requests never end by themselves.
+    By default its requests never end by themselves.
     """
     options = {"sampling": ENDLESS, **options}
 
@@ -65,24 +65,24 @@ def no_thread_is_left() -> Iterator[None]:
 
 def test_many_tasks_share_the_engine(ctx: Context, other_ctx: Context) -> None:
     requests = [Request(p, max_tokens=12, sampling=WARM) for p in PROMPTS * 5]
-    found: list[list[Event]] = []
+    all_events: list[list[Event]] = []
 
     ticks = [0]
 
     async def tick() -> None:  # the event loop is free meanwhile
-        while len(found) < len(requests):
+        while len(all_events) < len(requests):
             ticks[0] += 1
             await asyncio.sleep(0)
 
     async def job(engine: AsyncEngine) -> None:
         ticking = asyncio.ensure_future(tick())
-        found.extend(await asyncio.gather(*(collect(engine, r) for r in requests)))
+        all_events.extend(await asyncio.gather(*(collect(engine, r) for r in requests)))
         await ticking
 
     engine = serve(ctx, job)
     assert ticks[0] > 20
     assert engine.stats.target_forward_passes < 12 * len(requests) / 2
-    for request, events in zip(requests, found, strict=True):
+    for request, events in zip(requests, all_events, strict=True):
         result = last(events)
         assert result.tokens == alone(other_ctx, request, result)
         assert [e.emitted.token for e in events if e.emitted is not None] == result.tokens
@@ -90,16 +90,16 @@ def test_many_tasks_share_the_engine(ctx: Context, other_ctx: Context) -> None:
 
 
 def test_slow_reader_is_paused_and_holds_up_nobody(ctx: Context, other_ctx: Context) -> None:
-    """Its text waits unread while others, more than there are sequences, come and go."""
+    """Its text waits unread while more requests than sequences come and go."""
     slow = Request("A king", id="slow", max_tokens=60, sampling=WARM, n=8)
     others = [Request(p, max_tokens=20, sampling=WARM) for p in PROMPTS * 3]
 
     async def job(engine: AsyncEngine) -> None:
         events = engine.generate(slow)
         seen = [await anext(events)]
-        for found in await asyncio.gather(*(collect(engine, r) for r in others)):
-            request = next(r for r in others if r.prompt == last(found).prompt)
-            assert last(found).tokens == alone(other_ctx, request, last(found))
+        for other_events in await asyncio.gather(*(collect(engine, r) for r in others)):
+            request = next(r for r in others if r.prompt == last(other_events).prompt)
+            assert last(other_events).tokens == alone(other_ctx, request, last(other_events))
         n_before = engine.stats.generated_tokens
         assert n_before == sum(20 for _ in others)  # no text of the slow one has ended
         seen += [event async for event in events]
@@ -107,8 +107,8 @@ def test_slow_reader_is_paused_and_holds_up_nobody(ctx: Context, other_ctx: Cont
         assert len(results) == 8
         for result in results:
             assert result.tokens == alone(other_ctx, slow, result)
-            its = [e.emitted.token for e in seen if e.emitted and e.sample == result.sample]
-            assert its == result.tokens
+            token_ids = [e.emitted.token for e in seen if e.emitted and e.sample == result.sample]
+            assert token_ids == result.tokens
 
     serve(ctx, job, buffer=8)
 
@@ -160,8 +160,8 @@ def test_decode_that_fails_reaches_every_task(ctx: Context) -> None:
             async for _ in engine.generate(Request("A king", max_tokens=900)):
                 ctx.interrupt()
 
-        found = await asyncio.gather(read(), read(), return_exceptions=True)
-        assert [type(error) for error in found] == [DecodeInterruptedError] * 2
+        errors = await asyncio.gather(read(), read(), return_exceptions=True)
+        assert [type(error) for error in errors] == [DecodeInterruptedError] * 2
         assert last(await collect(engine, Request("x", max_tokens=2))).tokens
 
     serve(ctx, job)
@@ -202,8 +202,8 @@ def test_event_loops_share_an_engine_and_one_that_is_gone_frees_its_requests(
     asyncio.run(leave())
     requests = [Request(p, max_tokens=10, sampling=WARM) for p in PROMPTS]
     with ThreadPoolExecutor(4) as pool:
-        found = [*pool.map(lambda request: asyncio.run(collect(engine, request)), requests)]
-    for request, events in zip(requests, found, strict=True):
+        all_events = [*pool.map(lambda request: asyncio.run(collect(engine, request)), requests)]
+    for request, events in zip(requests, all_events, strict=True):
         assert last(events).tokens == alone(other_ctx, request, last(events))
     engine.shut_down(drain=True)
     assert ctx.usage().cells_used == 0
@@ -237,27 +237,31 @@ def test_events_come_in_one_call_a_step(ctx: Context, monkeypatch: pytest.Monkey
 
 
 def test_defaults_are_those_of_complete(target: lb.Model) -> None:
-    """Copies are drafted and prefixes kept, with and without a grammar; the texts are the plain ones."""
+    """Copies are drafted and prefixes are cached, with and without a grammar. The texts are plain."""
     prompt = "The king said: go home, go home, go home, go home, go home, go home, go home, go"
     params: dict[str, Any] = {"max_tokens": 24, "temperature": 0.3, "seed": 3}
-    given: list[dict[str, Any]] = [params, {**params, "choices": ["go home, go home, go home"]}]
+    option_sets: list[dict[str, Any]] = [
+        params,
+        {**params, "choices": ["go home, go home, go home"]},
+    ]
     with Context(target, n_ctx=1024, n_threads=1, batch_invariant=True) as ctx:
-        plain = [ctx.complete(prompt, drafter=None, **each).tokens for each in given]
+        plain = [ctx.complete(prompt, drafter=None, **options).tokens for options in option_sets]
     for more in ({}, {"prefix_cache": False}):
         with Context(target, n_ctx=1024, n_threads=1, batch_invariant=True, **more) as ctx:  # type: ignore[arg-type]
-            config = lb.SpeculativeConfig(draft_k=4, rule="seeded")  # "auto" goes by times
+            # "auto" depends on measured times.
+            config = lb.SpeculativeConfig(draft_k=4, rule="seeded")
 
             async def main() -> list[list[Result]]:
                 async with AsyncEngine(ctx, config=config) as engine:  # noqa: B023
                     assert engine.engine.config is config  # noqa: B023
-                    calls = (engine.complete([prompt], **each) for each in given * 2)
+                    calls = (engine.complete([prompt], **options) for options in option_sets * 2)
                     return [await call for call in calls]
 
-            found = [results[0] for results in asyncio.run(main())]
-            assert [each.tokens for each in found] == plain * 2
-            assert all(each.stats.num_draft_tokens for each in found)
-            assert found[0].num_cached_tokens == 0
-            assert bool(found[3].num_cached_tokens) == (not more)
+            all_results = [results[0] for results in asyncio.run(main())]
+            assert [result.tokens for result in all_results] == plain * 2
+            assert all(result.stats.num_draft_tokens for result in all_results)
+            assert all_results[0].num_cached_tokens == 0
+            assert bool(all_results[3].num_cached_tokens) == (not more)
             own = AsyncEngine(ctx)
             assert own.engine.config.rule == "seeded" and own.engine.config.draft_k == "auto"
             own.shut_down()

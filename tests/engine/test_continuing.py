@@ -1,4 +1,4 @@
-"""Requests that continue a text, rate a part of their prompt, or end at tokens of their own choice."""
+"""Requests that continue a text, score a part of their prompt, or end at chosen tokens."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def either(request: pytest.FixtureRequest, target: lb.Model) -> Iterator[Context
 
 @pytest.mark.parametrize("grammar", [None, SCHEMA, Grammar('root ::= [a-z ]+ "." [a-z ]+')])
 def test_text_in_parts_is_the_text_in_one(either: Context, grammar: Grammar | None) -> None:
-    """Also with drafts, and after the prefix cache was emptied."""
+    """The same holds with drafts, and after the prefix cache was emptied."""
     prompt = either.model.prompt_tokens("Once upon a time")
     request = Request(prompt, sampling=WARM, max_tokens=20, grammar=grammar)
     whole = one(either, request)
     tokens: list[int] = []
     copying, suffix = lb.GrammarDrafter.copying(), lb.SuffixDrafter()
     for n, drafter in ((1, None), (3, copying), (2, None), (14, suffix)):
-        said, at = [*prompt, *tokens], len(tokens)
-        part = one(either, replace(request, prompt=said, max_tokens=n, continues=at), drafter)
+        so_far, at = [*prompt, *tokens], len(tokens)
+        part = one(either, replace(request, prompt=so_far, max_tokens=n, continues=at), drafter)
         assert part.error is None
         tokens += part.tokens
         if n == 2 and either.prefix_cache is not None:
@@ -54,9 +54,9 @@ def test_text_in_parts_is_the_text_in_one(either: Context, grammar: Grammar | No
 
 
 def test_what_is_not_token_ids_of_the_grammar_cannot_be_continued(either: Context) -> None:
-    for given, n in (("text", 1), ([1, 2], 2), ([{"role": "user", "content": "x"}], 1)):
+    for prompt_given, n in (("text", 1), ([1, 2], 2), ([{"role": "user", "content": "x"}], 1)):
         with pytest.raises(ConfigError, match="continues"):
-            Request(given, continues=n)
+            Request(prompt_given, continues=n)
     prompt = either.model.prompt_tokens("Once upon a time there was")
     one(either, Request(prompt, max_tokens=4, sampling=WARM))
     result = one(either, Request(prompt, grammar=SCHEMA, continues=3))
@@ -133,7 +133,7 @@ def test_texts_have_at_least_so_many_tokens(ctx: Context, drafter: lb.Drafter | 
     request = Request(prompt, sampling=WARM, max_tokens=40, min_tokens=n, stop_tokens=[end])
     assert end not in one(ctx, request, drafter).tokens[:n]
     both = Request(prompt, min_tokens=n, max_tokens=20, n=2, sampling=params[1e9])
-    assert [len(each.tokens) for each in Engine(ctx, drafter).generate(both)] == [n, n]
+    assert [len(result.tokens) for result in Engine(ctx, drafter).generate(both)] == [n, n]
     with pytest.raises(ConfigError, match="min_tokens"):
         Request(prompt, min_tokens=1, grammar=SCHEMA)
     with pytest.raises(ConfigError, match="min_tokens"):
@@ -151,7 +151,7 @@ def test_preempted_texts_keep_their_least_length(target: lb.Model) -> None:
         engine = Engine(small)
         results = engine.generate(requests)
     assert engine.stats.preemptions == sum(result.num_preemptions for result in results) > 0
-    assert results[0].num_preemptions == 0  # the oldest never gives way
+    assert results[0].num_preemptions == 0  # the oldest request is never preempted
     with lb.Context(target, n_ctx=256, n_threads=1) as ctx:
         for request, result in zip(requests, results, strict=True):
             assert result.tokens == one(ctx, request).tokens

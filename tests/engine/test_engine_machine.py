@@ -1,6 +1,6 @@
 """Any interleaving of add, abort, step, preemption, eviction and compaction.
 
-Each text is that of its request alone, to the token, and the accounts are clean at the end.
+Each text equals that of its request alone, to the token, and at the end nothing is left.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SAMPLINGS = (
     SamplingParams(temperature=0.9, seed=3),
     SamplingParams(temperature=0.9, seed=4, repeat_penalty=1.3),
 )
-# By whether there is a window: flash attention uses f16.
+# The key is whether there is a window; flash attention uses f16.
 KV_TYPE: tuple[str, str] = ("auto", "f32")
 FLASH_ATTENTION: tuple[str | bool, str | bool] = ("auto", False)
 GRAMMAR = "root ::= [^\\x00] root?"
@@ -33,7 +33,7 @@ STEMS = [[2 + (7 * i + 3 * k) % 200 for i in range(90)] for k in range(3)]
 
 @dataclass
 class World:
-    """What all runs share; ``clean`` says what a request must generate."""
+    """Shared by all runs; ``clean`` tells what a request must generate."""
 
     model: lb.Model
     clean: Context
@@ -165,7 +165,7 @@ class Run:
             self.tally["compacted"] += 1
 
     def act(self) -> None:
-        """Do one of these, more often what adds and steps, and check the accounts."""
+        """Do one of these, mostly adding and stepping, and check the accounting."""
         acts = (
             self.add, self.add, self.add, self.step, self.step, self.step, self.abort, self.interrupt,
             self.visit, self.leave, self.reclaim,
@@ -200,9 +200,9 @@ class Run:
     "which", ["plain", "cached", "drafted", "own cells", "window", "window drafted"]
 )
 def test_every_text_is_that_of_its_request_alone(which: str, tmp_path: Path) -> None:
-    """A window is 32 tokens: prompts, texts and what is kept of them are longer.
+    """The window has 32 tokens; prompts, texts and cached prefixes are longer.
 
-    Its memory is not batch-invariant, but in f32 all roundings are far below what changes a draw.
+    This memory is not batch-invariant, but in f32 rounding is far too small to change a draw.
     """
     window = which.startswith("window")
     write = toys.write_gemma3 if window else toys.write_llama

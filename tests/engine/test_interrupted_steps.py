@@ -1,8 +1,8 @@
-"""A step that is interrupted anywhere loses nothing: the next ones go on, to the same results.
+"""A step that is interrupted anywhere loses nothing: the next steps continue to the same results.
 
-Each place is a line of the package that a step passes. Ctrl-C is a real signal, sent at that place: what
-its handler raises comes at the end of the step. Other exceptions are raised at once, in any line of the
-engine, and in any call of a drafter.
+Each place is a line of the package that a step passes. Ctrl-C is a real signal, sent at that place. The
+exception of its handler comes at the end of the step. Other exceptions are raised at once, in any line of
+the engine and in any call of a drafter.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def outcome(
     error: type[BaseException],
     drafter: lb.Drafter | None = None,
 ) -> Seen:
-    """Run the requests, interrupted at the place of ``interrupter``; return what came of them."""
+    """Run the requests, interrupted at the place of ``interrupter``; return their outcome."""
     drafter = drafter or lb.speculative.PromptLookupDrafter()
     engine = Engine(ctx, drafter, SpeculativeConfig(draft_k=3), seed=5)
     for request in REQUESTS:
@@ -115,12 +115,12 @@ def outcome(
         if interrupter is not None and not interrupter.done:
             sys.settrace(interrupter)
         try:
-            found = engine.step()
+            new_events = engine.step()
         except error:
             continue
         finally:
             sys.settrace(None)
-        events += found
+        events += new_events
     else:
         pytest.fail("the engine does not come to an end")
     seen: Seen = {}
@@ -128,10 +128,10 @@ def outcome(
         if event.result is not None:
             result = event.result
             assert (result.id, result.sample) not in seen, "a text ended twice"
-            its = [e.emitted for e in events if (e.id, e.sample) == (result.id, result.sample)]
-            shown = [one for one in its if one is not None]
-            assert [one.token for one in shown if not one.is_stop] == result.tokens
-            assert "".join(one.text for one in shown) == result.text
+            emitted = [e.emitted for e in events if (e.id, e.sample) == (result.id, result.sample)]
+            shown = [token for token in emitted if token is not None]
+            assert [token.token for token in shown if not token.is_stop] == result.tokens
+            assert "".join(token.text for token in shown) == result.text
             n_rated = len(result.prompt_logprobs or ()) + len(result.logprobs or ())
             tokens = [] if result.id == "d" else result.tokens  # aborted after some steps
             text = "" if result.id == "d" else result.text
@@ -158,8 +158,8 @@ def places(ctx: Context, files: Path) -> tuple[list[Place], Seen]:
 def failures(
     ctx: Context, files: Path, act: Callable[[], None], every: int, error: type[BaseException]
 ) -> list[str]:
-    """Return every place at which ``act`` changes a result, with what goes wrong."""
-    found = []
+    """Return every place at which ``act`` changes a result, with the difference."""
+    messages = []
     passed, expected = places(ctx, files)
     assert len(passed) > 300
     handler = signal.getsignal(signal.SIGINT)
@@ -169,12 +169,12 @@ def failures(
         try:
             seen = outcome(ctx, interrupter, error)
             if seen != expected:
-                found.append(f"{where}: {[k for k in expected if seen.get(k) != expected[k]]}")
+                messages.append(f"{where}: {[k for k in expected if seen.get(k) != expected[k]]}")
         except (Exception, pytest.fail.Exception) as failure:
-            found.append(f"{where}: {type(failure).__name__}: {failure}"[:300])
+            messages.append(f"{where}: {type(failure).__name__}: {failure}"[:300])
         # Between the beginning of a ``with`` block and its first line nothing but this test can raise.
         signal.signal(signal.SIGINT, handler)
-    return found
+    return messages
 
 
 def ctrl_c() -> None:
@@ -182,7 +182,7 @@ def ctrl_c() -> None:
 
 
 class Injected(BaseException):
-    """No error of the package, and nothing that is caught by mistake."""
+    """An exception that is no error of the package and is never caught by mistake."""
 
 
 def injected() -> None:
@@ -226,7 +226,7 @@ def test_exception_at_its_last_token_does_not_let_a_text_run_on(
 
 
 class Failing(lb.speculative.PromptLookupDrafter):
-    """A drafter of whose calls, or of those of its states, number ``at`` raises ``error``."""
+    """A drafter that raises ``error`` in call number ``at``, counting the calls of its states too."""
 
     def __init__(self, at: int, error: BaseException) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ class Failing(lb.speculative.PromptLookupDrafter):
         return self.watched(super().start(target, rule))
 
     def watched(self, state: DraftState) -> Any:
-        """Return a state whose calls are counted before they do their work, ``propose`` after it."""
+        """Return a state whose calls are counted before their work, and ``propose`` after it."""
 
         def counted(name: str) -> Callable[..., Any]:
             def call(*args: Any) -> Any:
@@ -275,7 +275,7 @@ def test_drafter_that_raises_anything_at_any_call_costs_no_result(
 
 
 def test_handler_of_ctrl_c_is_the_users_again_after_a_step(model: lb.Model) -> None:
-    """It runs at once, even in a step, and may be replaced there; what it raises comes at the end."""
+    """The handler runs at once, even in a step, and may be replaced there; its exception comes later."""
     seen: list[object] = []
 
     def handler(number: int, frame: FrameType | None) -> None:

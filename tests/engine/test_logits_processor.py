@@ -1,4 +1,4 @@
-"""A function of one's own on the logits: its text, with drafts or without, is that of a loop by hand.
+"""A user's function on the logits: with and without drafts, the text is that of a loop by hand.
 
 Contexts are batch-invariant, so texts are compared with ==.
 """
@@ -24,14 +24,14 @@ GRAMMAR = lb.Grammar.from_regex(r"[a-zA-Z ,.]{40} The end\.")
 
 
 def alternates(ids: Any, logits: Any) -> Any:
-    """Allow even tokens after odd ones and the reverse, more eagerly as the text grows; in place."""
+    """Prefer even tokens after odd ones and the reverse, more strongly as the text grows; in place."""
     logits[ids[-1] % 2 :: 2] = -math.inf
     logits *= 1.0 + len(ids) / 400
     return logits
 
 
 def prefers(ids: Any, logits: Any) -> Any:
-    """As ``alternates``, but what it does not like may come."""
+    """The same as ``alternates``, but the other tokens stay possible."""
     return logits - 4.0 * (np.arange(len(logits)) % 2 == ids[-1] % 2)
 
 
@@ -46,22 +46,22 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def by_hand(ctx: Context, n: int, grammar: lb.Grammar | None = None, **settings: Any) -> list[int]:
-    """Return what the definition says: the function's logits, then the sampler, then the draw."""
+    """Return the text by the definition: the function's logits, then the sampler, then the draw."""
     function = alternates if grammar is None else prefers
     params = SamplingParams(**settings)
-    said: list[int] = []
+    generated: list[int] = []
     with Branch.start(ctx, PROMPT, sampling=params) as branch:
         prompt = branch.tokens
         for _ in range(n):
-            sampler = lb.sampling.Sampler(ctx.model, params, grammar).replay(prompt, said)
+            sampler = lb.sampling.Sampler(ctx.model, params, grammar).replay(prompt, generated)
             logits = function(np.array(branch.tokens, dtype=np.intc), branch.logits)
-            found = sampler.distribution(logits, branch.position, params.seed or 0)
-            token = found.draw(params.seed or 0, branch.position)
+            distribution = sampler.distribution(logits, branch.position, params.seed or 0)
+            token = distribution.draw(params.seed or 0, branch.position)
             if ctx.model.is_eog(token):
                 break
-            said.append(token)
+            generated.append(token)
             branch.commit(token)
-    return said
+    return generated
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -103,8 +103,8 @@ def test_grammar_holds_beside_it(ctx: Context) -> None:
         assert result.tokens == expected
     engine = lb.Engine(ctx, config=FIXED)
     params = SamplingParams(**settings, logits_processor=prefers)
-    (found,) = engine.generate([Request(PROMPT, grammar=GRAMMAR, sampling=params, max_tokens=80)])
-    assert found.tokens == expected
+    (written,) = engine.generate([Request(PROMPT, grammar=GRAMMAR, sampling=params, max_tokens=80)])
+    assert written.tokens == expected
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
@@ -124,7 +124,7 @@ def test_it_gets_all_tokens_and_a_copy_of_the_logits(ctx: Context) -> None:
     def sees(ids: Any, logits: Any) -> Any:
         assert (ids.dtype, logits.dtype) == (np.intc, np.float32)
         seen.append((ids.tolist(), logits.copy()))
-        logits[:] = 0.0  # the model's own are not touched
+        logits[:] = 0.0  # the model's own logits are not changed
         return [float(i == 70 + len(ids) % 7) for i in range(len(logits))]
 
     with Branch.start(ctx, PROMPT, temperature=0.0, logits_processor=sees) as branch:
@@ -151,11 +151,11 @@ def test_it_gets_all_tokens_and_a_copy_of_the_logits(ctx: Context) -> None:
 def test_searches_keep_to_it(ctx: Context) -> None:
     params = SamplingParams(**SETTINGS["untruncated"], logits_processor=alternates)
     with Branch.start(ctx, PROMPT, sampling=params) as branch:
-        found = lb.search.beam_search(branch, 3, 20, n=3).hypotheses
-        found += lb.search.smc(branch, 3, 20, seed=2).hypotheses
+        hypotheses = lb.search.beam_search(branch, 3, 20, n=3).hypotheses
+        hypotheses += lb.search.smc(branch, 3, 20, seed=2).hypotheses
         last = branch.tokens[-1]
-        for each in found:
-            ids = [last, *each.tokens]
+        for hypothesis in hypotheses:
+            ids = [last, *hypothesis.tokens]
             assert all(a % 2 != b % 2 for a, b in itertools.pairwise(ids))
 
 
@@ -192,8 +192,8 @@ def test_one_that_fails_ends_its_text_only(
     for drafter in (None, lb.ModelDrafter(draft_ctx), lb.SuffixDrafter(min_match=1)):
         engine = lb.Engine(ctx, drafter, FIXED, sampling=params)
         requests = [
-            Request(PROMPT, sampling=params.replace(logits_processor=each), max_tokens=20)
-            for each in (None, bad, later)
+            Request(PROMPT, sampling=params.replace(logits_processor=processor), max_tokens=20)
+            for processor in (None, bad, later)
         ]
         plain, ended, ended_later = engine.generate(requests)
         assert plain.tokens == expected
@@ -218,8 +218,8 @@ def test_it_is_a_function_and_cannot_be_saved(ctx: Context, tmp_path: Path) -> N
     settings = SETTINGS["seeded"]
     expected = by_hand(ctx, 20, **settings)
     several: Any = LogitsProcessorList([alternates])
-    found = ctx.complete(PROMPT, max_tokens=20, logits_processor=several, **settings)
-    assert found.tokens == expected
+    result = ctx.complete(PROMPT, max_tokens=20, logits_processor=several, **settings)
+    assert result.tokens == expected
     with Branch.start(ctx, PROMPT, logits_processor=alternates, **settings) as branch:
         assert [t.token for t in branch.generate(8)] == expected[:8]
         with pytest.raises(UnsupportedError, match="cannot be saved"):

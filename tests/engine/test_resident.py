@@ -1,4 +1,4 @@
-"""The engine that lives: requests come and go at any time, and each gets its text alone."""
+"""An engine that runs for a long time: requests come and go, and each gets its text of running alone."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_id_is_free_again_and_abort_of_an_unknown_one_does_nothing(ctx: Context)
         assert results_of(run(engine))["a"].finish_reason == reason
 
     def late() -> Iterator[Request]:
-        engine.abort("b")  # not known: it is still to be read
+        engine.abort("b")  # not known yet: it has not been read
         yield Request("The wolf", id="b")
 
     assert [result.finish_reason for result in engine.generate(late())] == ["length"]
@@ -67,7 +67,7 @@ def test_id_is_free_again_and_abort_of_an_unknown_one_does_nothing(ctx: Context)
 
 
 def test_abort_in_the_step_in_which_a_request_ends_is_not_kept(ctx: Context) -> None:
-    """As a call from another thread may be; here it comes from a drafter."""
+    """A call from another thread may come then; here a drafter makes it."""
     engine: Engine
 
     def function(tokens: list[int], k: int) -> list[int]:
@@ -116,8 +116,8 @@ def test_alternatives_carry_their_text(ctx: Context) -> None:
     (result,) = Engine(ctx, seed=1).generate(request)
     rated = [*(result.logprobs or ()), *(s for s in result.prompt_logprobs or () if s is not None)]
     assert len(rated) >= 4
-    for one in rated:
-        for alternative in one.alternatives:
+    for score in rated:
+        for alternative in score.alternatives:
             token, logprob = alternative
             assert (alternative.token, alternative.logprob) == (token, logprob)
             piece = ctx.model.piece(token).decode("utf-8", "replace")
@@ -136,7 +136,7 @@ def test_queue_has_a_limit_that_counts_the_request_that_is_next(target: lb.Model
                 engine.add_request(bad)  # refused at once
         for _ in range(3):
             engine.add_request(Request("The wolf", max_tokens=50))
-            engine.step()  # looks at the next one, which has no sequence yet
+            engine.step()  # looks at the next request, which has no sequence yet
         with pytest.raises(QueueFullError, match="2 requests wait, max_waiting is 2") as caught:
             engine.add_request("The wolf")
         assert caught.value.hint
@@ -170,12 +170,12 @@ def test_urgent_texts_are_preempted_last(target: lb.Model, other_ctx: Context) -
         ]
         for request in requests:
             engine.add_request(request)
-        found = results_of(run(engine))
+        results = results_of(run(engine))
         for request in requests:
-            result = found[str(request.id)]
+            result = results[str(request.id)]
             assert result.tokens == alone(other_ctx, request, result)
-        assert found["3"].num_preemptions == 0
-        assert found["0"].num_preemptions > 0
+        assert results["3"].num_preemptions == 0
+        assert results["0"].num_preemptions > 0
         assert_clean(ctx)
 
 
@@ -185,14 +185,16 @@ def test_close_ends_all_requests(drain: bool, ctx: Context, other_ctx: Context) 
     with Engine(ctx) as engine:
         names = [engine.add_request(request) for request in requests]
         early = [event for _ in range(3) for event in engine.step()]
-        found = results_of(early + engine.close(drain=drain))
-    assert list(found) == names or drain
+        results = results_of(early + engine.close(drain=drain))
+    assert list(results) == names or drain
     for name, request in zip(names, requests, strict=True):
-        expected = alone(other_ctx, request, found[name])
-        assert found[name].finish_reason == ("length" if drain else "cancelled")
-        assert found[name].tokens == (expected if drain else expected[: len(found[name].tokens)])
+        expected = alone(other_ctx, request, results[name])
+        assert results[name].finish_reason == ("length" if drain else "cancelled")
+        assert results[name].tokens == (
+            expected if drain else expected[: len(results[name].tokens)]
+        )
     assert_clean(ctx)
-    with Engine(ctx) as dropping:  # the end of a block drops what is unfinished
+    with Engine(ctx) as dropping:  # leaving the block drops unfinished requests
         dropping.add_request("The wolf")
         dropping.step()
         assert ctx.usage().cells_used
@@ -221,7 +223,7 @@ def test_requests_are_read_as_they_are_needed(tiny: lb.Model) -> None:
             n_ended += event.result is not None
             most = max(most, n_read - n_ended)
         assert (n_read, n_ended) == (300, 300)
-        assert most <= 4 + 4 + 4  # that wait, that run, and that have just ended
+        assert most <= 4 + 4 + 4  # requests that wait, that run, and that have just ended
         assert_clean(ctx)
 
 
@@ -257,7 +259,7 @@ def count_calls(scheduler: Scheduler) -> int:
         n += event == "call"
 
     gc.collect()
-    gc.disable()  # what it calls is not the scheduler's
+    gc.disable()  # its calls do not belong to the scheduler
     sys.setprofile(profile)
     try:
         scheduler.admit()
@@ -269,7 +271,11 @@ def count_calls(scheduler: Scheduler) -> int:
 
 def test_admission_costs_the_same_however_many_wait(tiny: lb.Model) -> None:
     counts = []
-    for n_waiting in (10, 10, 20_000):  # the first fills what is computed once in a process
+    for n_waiting in (
+        10,
+        10,
+        20_000,
+    ):  # the first one fills caches that last as long as the process
         with Context(tiny, n_ctx=256, n_seq_max=4, n_threads=1) as ctx:
             scheduler = Scheduler(ctx, None, EngineStats())
             request = Request([5, 6, 7], max_tokens=2)
@@ -311,7 +317,7 @@ def test_nothing_leaks_over_ten_thousand_requests(tiny: lb.Model) -> None:
             serve(100)
             gc.collect()
             grown = []
-            for _ in range(2):  # a leak grows each time, a cache that somebody fills only once
+            for _ in range(2):  # a leak grows each time, a cache is filled only once
                 before = tracemalloc.get_traced_memory()[0]
                 serve(400)
                 gc.collect()
@@ -331,7 +337,7 @@ def test_nothing_leaks_over_ten_thousand_requests(tiny: lb.Model) -> None:
 def test_turn_of_a_chat_reads_only_what_is_new(
     drafts: bool, target: lb.Model, draft: lb.Model, other_ctx: Context
 ) -> None:
-    """So does the draft model, beside another text with the same beginning."""
+    """The draft model reads only what is new, too, beside another text with the same beginning."""
     n_read = 0
 
     def counted(decode: Callable[[int], int], n: int) -> int:
@@ -343,7 +349,7 @@ def test_turn_of_a_chat_reads_only_what_is_new(
         Context(target, n_ctx=1024, n_seq_max=3, n_threads=1, prefix_cache=True) as ctx,
         Context(draft, n_ctx=1024, n_seq_max=3, n_threads=1, prefix_cache=True) as draft_ctx,
     ):
-        # A decode that is watched is made in Python, so that all tokens are counted.
+        # The hook makes decodes run in Python, so that all tokens are counted.
         draft_ctx.decoder.hook(counted)
         drafter = lb.ModelDrafter(draft_ctx) if drafts else None
         engine = Engine(ctx, drafter, SpeculativeConfig(draft_k=2))
@@ -359,13 +365,13 @@ def test_turn_of_a_chat_reads_only_what_is_new(
             result, *others = engine.generate([request, *beside])
             assert result.tokens == alone(other_ctx, request, result)
             assert [r.tokens for r in others] == [
-                alone(other_ctx, each, r) for each, r in zip(beside, others, strict=True)
+                alone(other_ctx, request, r) for request, r in zip(beside, others, strict=True)
             ]
             if turn and not drafts:  # the answer's last token was never decoded
                 assert result.num_cached_tokens == len(history) - len(new) - 1
             history += result.tokens
         if drafts:
-            # Every text is read once; a round reads what its last one has not drafted, and drafts two.
+            # Every text is read once. A round reads the tokens that were not drafted, and drafts two.
             assert n_read < len(history) + 8 * (12 + 5) * 4 < n_prompts
             assert draft_ctx.prefix_cache is not None and draft_ctx.prefix_cache.n_hits >= 7
             assert draft_ctx.usage().cells_used == 0
@@ -379,7 +385,7 @@ def test_turn_of_a_chat_reads_only_what_is_new(
 
 @pytest.mark.parametrize("cached", [False, True])
 def test_prompts_are_rated(cached: bool, tiny: lb.Model) -> None:
-    """As ``Branch.score`` does, also if the prompt was read before, or is being read, by others."""
+    """The scores equal those of ``Branch.score``, even if others have read or now read the prompt."""
     prompts = [[2 + (i + k) * i % 250 for i in range(300)] for k in range(3)]
     requests = [Request(p, max_tokens=0, prompt_logprobs=2) for p in prompts]
     endless = SamplingParams(logit_bias=dict.fromkeys(tiny.eog_tokens, -math.inf))
@@ -413,12 +419,12 @@ def test_tokens_come_with_detail(ctx: Context, draft_ctx: Context, other_ctx: Co
     assert plain.logprobs is None
     details = detailed.logprobs
     assert details is not None
-    assert [one.token for one in details] == detailed.tokens
-    assert {one.source for one in details} & {"drafted", "bonus", "corrected"}
+    assert [detail.token for detail in details] == detailed.tokens
+    assert {detail.source for detail in details} & {"drafted", "bonus", "corrected"}
     with Branch.start(other_ctx, request.prompt) as branch:
-        for one, score in zip(details, branch.score(detailed.tokens, top=3), strict=True):
-            assert one.alternatives == score.alternatives
-            assert (one.logprob, one.entropy) == (score.logprob, score.entropy)
+        for detail, score in zip(details, branch.score(detailed.tokens, top=3), strict=True):
+            assert detail.alternatives == score.alternatives
+            assert (detail.logprob, detail.entropy) == (score.logprob, score.entropy)
     record = detailed.as_dict()
     assert len(record["logprobs"]) == 20  # type: ignore[arg-type]
     assert detailed.queued_s is not None

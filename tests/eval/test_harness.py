@@ -50,41 +50,41 @@ def evaluate(lm: object, tasks: list[object], **options: object) -> dict[str, di
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    found = simple_evaluate(
+    report = simple_evaluate(
         model=lm, tasks=tasks, bootstrap_iters=2, log_samples=False, verbosity="ERROR",
         task_manager=TaskManager(include_defaults=False), **options,
     )  # fmt: skip
-    assert found is not None
-    results: dict[str, dict[str, float]] = found["results"]
+    assert report is not None
+    results: dict[str, dict[str, float]] = report["results"]
     return results
 
 
 def test_pairs_and_windows_are_those_of_the_harness(lm: LlamaBranchLM) -> None:
     from lm_eval.api.model import TemplateLM
 
-    # What is tested below is the harness's own.
+    # The functions used below are the harness's own.
     assert type(lm)._encode_pair is TemplateLM._encode_pair
     pairs = [("Once upon ", "a time"), ("", "The king"), (TEXT, " was old"), ("A", " king")]
-    found = lm.loglikelihood([Instance(*pair) for pair in pairs], disable_tqdm=True)
-    for (context, continuation), (logprob, is_greedy) in zip(pairs, found, strict=True):
+    scored = lm.loglikelihood([Instance(*pair) for pair in pairs], disable_tqdm=True)
+    for (context, continuation), (logprob, is_greedy) in zip(pairs, scored, strict=True):
         if context:
             before, after = lm._encode_pair(context, continuation)
         else:
             before, after = [lm.prefix_token_id], lm.tok_encode(continuation, False)
         whole = (before + after)[-(lm.max_length + 1) :]
-        (one,) = score(lm.ctx, [(whole[: -len(after)], [after])])[0]
-        assert (logprob, is_greedy) == (one.logprob, one.is_greedy)
+        (expected,) = score(lm.ctx, [(whole[: -len(after)], [after])])[0]
+        assert (logprob, is_greedy) == (expected.logprob, expected.is_greedy)
 
 
 def test_rolling_windows_are_those_of_the_harness(lm: LlamaBranchLM) -> None:
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
     texts = [TEXT, "Once", TEXT[:100], ""]
-    found = lm.loglikelihood_rolling([Instance(text) for text in texts], disable_tqdm=True)
-    for text, total in zip(texts, found, strict=True):
+    totals = lm.loglikelihood_rolling([Instance(text) for text in texts], disable_tqdm=True)
+    for text, total in zip(texts, totals, strict=True):
         tokens = lm.tok_encode(text, add_special_tokens=False)
         rolling = get_rolling_token_windows(tokens, lm.prefix_token_id, lm.max_length, 1)
-        windows = [make_disjoint_window(each) for each in rolling]
+        windows = [make_disjoint_window(window) for window in rolling]
         expected = [score(lm.ctx, [(a, [b])])[0][0].logprob for a, b in windows]
         assert total == pytest.approx(math.fsum(expected), abs=1e-9)
         assert sum(len(b) for _, b in windows) == len(tokens)
@@ -113,11 +113,13 @@ def test_generation_is_greedy_up_to_its_stop_string(lm: LlamaBranchLM) -> None:
         ("A", {"until": ["x"], "do_sample": True, "temperature": 0.9, "top_p": 0.9}),
     ]
     lm.max_gen_toks = 16
-    found = lm.generate_until([Instance(*each) for each in asked], disable_tqdm=True)
-    assert found[0] == text
-    assert found[1] == found[2] == text.split(stop)[0]
-    assert "." not in found[3]
-    assert found == lm.generate_until([Instance(*each) for each in asked], disable_tqdm=True)
+    generated = lm.generate_until([Instance(*arguments) for arguments in asked], disable_tqdm=True)
+    assert generated[0] == text
+    assert generated[1] == generated[2] == text.split(stop)[0]
+    assert "." not in generated[3]
+    assert generated == lm.generate_until(
+        [Instance(*arguments) for arguments in asked], disable_tqdm=True
+    )
 
 
 def test_thinking_is_cut_before_stop_strings_count(target: lb.Model) -> None:
@@ -160,9 +162,9 @@ def test_the_shipped_tasks_run_and_give_what_the_scores_say(target: lb.Model) ->
                     right.append(scores[0].is_greedy)
                     losses.append(-scores[0].logprob)
                     continue
-                found = [each.logprob for each in scores]
-                right.append(found.index(max(found)) == item["answer"])
-                by_length = [p / len(c) for p, c in zip(found, choices, strict=True)]
+                logprobs = [s.logprob for s in scores]
+                right.append(logprobs.index(max(logprobs)) == item["answer"])
+                by_length = [p / len(c) for p, c in zip(logprobs, choices, strict=True)]
                 normed.append(by_length.index(max(by_length)) == item["answer"])
             assert results[name]["acc,none"] == pytest.approx(fmean(right), abs=1e-9)
             if losses:

@@ -1,13 +1,13 @@
 """The same numbers and files as llama-perplexity, built from the sources of the installed
 llama-cpp-python.
 
-``LLAMA_PERPLEXITY`` names the program; without it, it is looked for where ``python -m
-benchmarks.evaluation`` builds it. Both sides run f16 K/V and chunks of 512 tokens in decodes of 512.
+``LLAMA_PERPLEXITY`` names the program. Without it the program is used that ``python -m
+benchmarks.evaluation`` builds. Both sides use f16 K/V, and chunks of 512 tokens in decodes of 512.
 
-The tolerances: on the machine where this was written all values that the program prints are equal, and of
-75 million codes 8 differ, by one, because the two sum 49,152 exponentials in another order. On other
-processors other kernels may be chosen, so perplexities may differ by 1e-4, as the issue of rounding has
-it elsewhere in llama.cpp, and one code in a thousand by a few steps.
+The tolerances: on the machine where this was written all values that the program prints are equal. Of 75
+million codes 8 differ, by one, because the two sides sum 49,152 exponentials in different orders. Other
+processors may use other kernels. There perplexities may differ by 1e-4, and one code in a thousand by a
+few steps.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def program() -> Path:
-    given = os.environ.get("LLAMA_PERPLEXITY")
+    path = os.environ.get("LLAMA_PERPLEXITY")
     home = Path(os.environ.get("LLAMABRANCH_CACHE") or "~/.cache/llamabranch").expanduser()
-    folders = [] if given is None else [Path(given).parent]
+    folders = [] if path is None else [Path(path).parent]
     folders += sorted((home / "benchmarks").glob("llama-cpp-python-*/build/bin"))
     for folder in folders:
         try:
@@ -67,7 +67,7 @@ def ctx() -> Iterator[lb.Context]:
 
 
 def run(program: Path, *arguments: object, last: str) -> str:
-    """Return the program's log; it is run again if its last lines are missing, as on a busy machine."""
+    """Return the program's log. It is run again if its last lines are missing, as on a busy machine."""
     command = [str(program), "-t", "2", "-c", str(WINDOW), "-b", str(WINDOW), *map(str, arguments)]
     for _ in range(8):
         done = subprocess.run(
@@ -86,21 +86,21 @@ def test_perplexity_and_file_are_the_programs(
         pytest.skip("the program may use AMX, which the library turns off")
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
     log = run(program, "-m", MODEL, "-f", text, "--save-all-logits", theirs, last="PPL =")
-    found = evaluation.perplexity(ctx, text.read_text("utf-8"), WINDOW, save_to=ours)
+    result = evaluation.perplexity(ctx, text.read_text("utf-8"), WINDOW, save_to=ours)
     printed = [float(value) for value in re.findall(r"\[\d+\]([\d.]+)", log)]
-    assert found.n_chunks >= 4
-    assert found.running == pytest.approx(printed, rel=1e-4)
+    assert result.n_chunks >= 4
+    assert result.running == pytest.approx(printed, rel=1e-4)
     final = re.search(r"PPL = ([\d.]+) \+/- ([\d.]+)", log)
     assert final is not None
-    assert found.value == pytest.approx(float(final[1]), rel=1e-4)
-    assert found.stderr == pytest.approx(float(final[2]), rel=1e-3)
+    assert result.value == pytest.approx(float(final[1]), rel=1e-4)
+    assert result.stderr == pytest.approx(float(final[2]), rel=1e-3)
     a, b = theirs.read_bytes(), ours.read_bytes()
-    header = 20 + 4 * WINDOW * found.n_chunks
+    header = 20 + 4 * WINDOW * result.n_chunks
     assert len(a) == len(b) and a[:header] == b[:header]
-    one, two = (
-        np.frombuffer(each[header:], dtype="<u2").reshape(-1, ctx.n_vocab + 4) for each in (a, b)
+    first, second = (
+        np.frombuffer(data[header:], dtype="<u2").reshape(-1, ctx.n_vocab + 4) for data in (a, b)
     )
-    steps = np.abs(one[:, 4:].astype(int) - two[:, 4:].astype(int))
+    steps = np.abs(first[:, 4:].astype(int) - second[:, 4:].astype(int))
     assert (steps > 0).mean() < 1e-3 and steps.max() <= 16
 
 
@@ -112,24 +112,24 @@ def test_divergence_is_the_programs_both_ways(
     options = ("--kl-divergence-base", ours, "--kl-divergence")
     log = run(program, "-m", DRAFT, *options, last="Same top p:")
     with opened(DRAFT) as draft:
-        found = evaluation.divergence(draft, ours)
-    its = found.statistics
+        result = evaluation.divergence(draft, ours)
+    stats = result.statistics
 
     def printed(label: str) -> list[float]:
         line = re.search(rf"{re.escape(label)} *: *(.*)", log)
         assert line is not None, label
         return [float(value) for value in re.findall(r"-?[\d.]+", line[1])]
 
-    # Six digits are printed; standard errors are of another order of summation.
+    # The program prints six digits; for standard errors it sums in another order.
     for label, value in {
-        "Mean PPL(Q)": its.perplexity, "Mean PPL(base)": its.base_perplexity,
-        "Mean ln(PPL(Q)/PPL(base))": its.log_ratio, "Mean PPL(Q)/PPL(base)": its.ratio,
-        "Mean PPL(Q)-PPL(base)": its.difference, "Mean    KLD": its.mean,
+        "Mean PPL(Q)": stats.perplexity, "Mean PPL(base)": stats.base_perplexity,
+        "Mean ln(PPL(Q)/PPL(base))": stats.log_ratio, "Mean PPL(Q)/PPL(base)": stats.ratio,
+        "Mean PPL(Q)-PPL(base)": stats.difference, "Mean    KLD": stats.mean,
     }.items():  # fmt: skip
         assert printed(label) == pytest.approx(list(value), rel=1e-3, abs=2e-6), label
     percents: dict[str, tuple[float, ...]] = {
-        "Mean    Δp": its.p_change, "RMS Δp    ": its.p_change_rms, "Same top p": its.same_top,
-        "Cor(ln(PPL(Q)), ln(PPL(base)))": (its.correlation,),
+        "Mean    Δp": stats.p_change, "RMS Δp    ": stats.p_change_rms, "Same top p": stats.same_top,
+        "Cor(ln(PPL(Q)), ln(PPL(base)))": (stats.correlation,),
     }  # fmt: skip
     for label, values in percents.items():
         wanted = [100 * number for number in values]
@@ -139,8 +139,8 @@ def test_divergence_is_the_programs_both_ways(
         "Maximum": 1.0, "99.9%  ": 0.999, "99.0%  ": 0.99, "95.0%  ": 0.95, "90.0%  ": 0.9,
         "Median ": 0.5, "10.0%  ": 0.1, " 5.0%  ": 0.05, " 1.0%  ": 0.01, "Minimum": 0.0,
     }.items():  # fmt: skip
-        assert printed(f"{label} KLD") == pytest.approx([found.percentile(fraction)], abs=2e-6)
-        wanted = [100 * found.p_change_percentile(fraction)]
+        assert printed(f"{label} KLD") == pytest.approx([result.percentile(fraction)], abs=2e-6)
+        wanted = [100 * result.p_change_percentile(fraction)]
         assert printed(f"{label} Δp") == pytest.approx(wanted, abs=2e-3), label
 
 
@@ -155,6 +155,6 @@ def test_the_programs_multiple_choice_finds_the_same_right(
     final = re.search(r"Final result: ([\d.]+)", log)
     assert final is not None
     requests = [(context, [" " + choice for choice in choices]) for context, choices in items]
-    right = sum(best_choice(its) == 0 for its in evaluation.score(ctx, requests))
-    # One near tie may fall the other way.
+    right = sum(best_choice(scores) == 0 for scores in evaluation.score(ctx, requests))
+    # One near tie may be decided the other way.
     assert abs(right / len(items) - float(final[1]) / 100) <= 1.01 / len(items)

@@ -36,19 +36,19 @@ def losses_by_hand(ctx: Context, tokens: list[int], first: int) -> list[float]:
 
 def test_perplexity_is_that_of_raw_logits(ctx: Context) -> None:
     tokens = ctx.model.tokenize(TEXT)
-    found = perplexity(ctx, TEXT, 32)
-    assert found.n_done == found.n_chunks == len(tokens) // 32
+    result = perplexity(ctx, TEXT, 32)
+    assert result.n_done == result.n_chunks == len(tokens) // 32
     expected = [
-        losses_by_hand(ctx, tokens[i * 32 : (i + 1) * 32], 16) for i in range(found.n_chunks)
+        losses_by_hand(ctx, tokens[i * 32 : (i + 1) * 32], 16) for i in range(result.n_chunks)
     ]
-    assert np.concatenate(found.losses) == pytest.approx(np.concatenate(expected), abs=1e-5)
+    assert np.concatenate(result.losses) == pytest.approx(np.concatenate(expected), abs=1e-5)
     flat = np.concatenate(expected)
-    assert found.value == pytest.approx(math.exp(flat.mean()), rel=1e-5)
-    assert found.stderr == pytest.approx(
-        found.value * flat.std() / math.sqrt(len(flat) - 1), rel=1e-5
+    assert result.value == pytest.approx(math.exp(flat.mean()), rel=1e-5)
+    assert result.stderr == pytest.approx(
+        result.value * flat.std() / math.sqrt(len(flat) - 1), rel=1e-5
     )
-    assert found.running[-1] == pytest.approx(found.value)
-    assert found.n_tokens == 15 * found.n_chunks
+    assert result.running[-1] == pytest.approx(result.value)
+    assert result.n_tokens == 15 * result.n_chunks
     assert ctx.usage().cells_used == 0
 
 
@@ -57,17 +57,17 @@ def test_bos_replaces_the_first_token_of_each_chunk(toy: lb.Model) -> None:
     text = "abcdefgh" * 8
     tokens = toy.tokenize(text)
     with lb.Context(toy, n_ctx=256, n_seq_max=1, n_threads=1) as ctx:
-        found = perplexity(ctx, text, 8)
-        for i, its in enumerate(found.losses):
+        result = perplexity(ctx, text, 8)
+        for i, losses in enumerate(result.losses):
             chunk = [0, *tokens[8 * i + 1 : 8 * i + 8]]
-            assert its == pytest.approx(losses_by_hand(ctx, chunk, 4), abs=1e-3)
+            assert losses == pytest.approx(losses_by_hand(ctx, chunk, 4), abs=1e-3)
 
 
 @pytest.mark.parametrize(
     ("options", "layouts"),
     [
         ({"batch_invariant": True}, ((1, 3, 512), (4, 200, 512), (8, 8, 16))),
-        # What is computed in f16 depends on which cells a text has.
+        # Results in f16 depend on the cells of a text.
         ({"batch_invariant": False, "kv_type": "f16"}, ((1, 512, 512), (4, 512, 512))),
     ],
     ids=["invariant", "f16"],
@@ -104,8 +104,8 @@ def test_an_interrupted_run_has_told_what_is_done(kind: str, ctx: Context, tmp_p
             else:
                 perplexity(other, TEXT, 32, save_to=path, progress=stop)
         assert other.n_seq_free == 2
-    (found,) = {id(each): each for each in kept}.values()
-    data = found.as_dict()
+    (result,) = {id(r): r for r in kept}.values()
+    data = result.as_dict()
     assert (data["n_done"], data["n_tokens"], data["window"]) == (2, 2 * 15, 32)
     assert data["n_chunks"] == whole.n_chunks > 2
     if kind == "perplexity":
@@ -139,21 +139,21 @@ def test_the_file_is_laid_out_as_llama_cpp_lays_it_out(ctx: Context, tmp_path: P
 def test_a_model_does_not_diverge_from_itself(ctx: Context, tmp_path: Path) -> None:
     path = tmp_path / "logits"
     saved = perplexity(ctx, TEXT, 32, save_to=path)
-    found = divergence(ctx, path)
-    assert found.n_tokens == saved.n_tokens
-    assert found.statistics.perplexity.value == pytest.approx(saved.value, rel=1e-5)
-    assert found.statistics.base_perplexity.value == pytest.approx(saved.value, rel=1e-3)
-    assert abs(found.statistics.mean.value) < 1e-4 and found.statistics.same_top.value == 1.0
-    assert abs(found.statistics.log_ratio.value) < 1e-3 and found.statistics.correlation > 0.9999
+    result = divergence(ctx, path)
+    assert result.n_tokens == saved.n_tokens
+    assert result.statistics.perplexity.value == pytest.approx(saved.value, rel=1e-5)
+    assert result.statistics.base_perplexity.value == pytest.approx(saved.value, rel=1e-3)
+    assert abs(result.statistics.mean.value) < 1e-4 and result.statistics.same_top.value == 1.0
+    assert abs(result.statistics.log_ratio.value) < 1e-3 and result.statistics.correlation > 0.9999
 
 
 def test_divergence_is_that_of_the_distributions(
     ctx: Context, draft_ctx: Context, tmp_path: Path
 ) -> None:
-    """Against float64 over the whole vocabulary: the base's codes have 16 bits, and end 16 nats down."""
+    """Compared with float64 over the whole vocabulary. The codes have 16 bits and end 16 nats below."""
     path = tmp_path / "logits"
     perplexity(ctx, TEXT, 32, chunks=3, save_to=path)
-    found = divergence(draft_ctx, path)
+    result = divergence(draft_ctx, path)
     tokens = ctx.model.tokenize(TEXT)
     kls, same, changes = [], [], []
     for c in range(3):
@@ -168,15 +168,15 @@ def test_divergence_is_that_of_the_distributions(
             kls.append(float(np.sum(np.exp(p) * (p - q))))
             same.append(p.argmax() == q.argmax())
             changes.append(math.exp(q[chunk[i + 1]]) - math.exp(p[chunk[i + 1]]))
-    assert found.statistics.mean.value == pytest.approx(np.mean(kls), abs=2e-3)
-    assert found.percentile(1.0) == pytest.approx(max(kls), abs=1e-2)
-    assert found.percentile(0.5) == pytest.approx(np.median(kls), abs=5e-3)
-    assert found.statistics.same_top.value == pytest.approx(np.mean(same))
-    assert found.statistics.p_change.value == pytest.approx(np.mean(changes), abs=1e-4)
-    assert found.statistics.p_change_rms.value == pytest.approx(
+    assert result.statistics.mean.value == pytest.approx(np.mean(kls), abs=2e-3)
+    assert result.percentile(1.0) == pytest.approx(max(kls), abs=1e-2)
+    assert result.percentile(0.5) == pytest.approx(np.median(kls), abs=5e-3)
+    assert result.statistics.same_top.value == pytest.approx(np.mean(same))
+    assert result.statistics.p_change.value == pytest.approx(np.mean(changes), abs=1e-4)
+    assert result.statistics.p_change_rms.value == pytest.approx(
         math.sqrt(np.mean(np.square(changes))), abs=1e-4
     )
-    assert found.statistics.mean.stderr == pytest.approx(
+    assert result.statistics.mean.stderr == pytest.approx(
         np.std(kls) / math.sqrt(len(kls) - 1), rel=0.05
     )
 

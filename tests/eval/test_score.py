@@ -1,4 +1,4 @@
-"""`eval.score`: log-probabilities by hand, shared equal to unshared, and what is refused."""
+"""`eval.score`: log-probabilities computed by hand, sharing changes nothing, refused input."""
 
 from __future__ import annotations
 
@@ -32,16 +32,18 @@ def by_hand(ctx: Context, context: str, continuation: str) -> tuple[list[float],
     before, after = encode_pair(ctx.model, context, continuation)
     with Branch.create(ctx) as branch:
         rows = branch.extend([*before, *after], logits="all")
-    found, greedy = [], True
+    logprobs, greedy = [], True
     for row, token in zip(rows[len(before) - 1 :], after, strict=False):
         wide = row.astype(np.float64)
-        found.append(float(wide[token] - np.logaddexp.reduce(wide)))
+        logprobs.append(float(wide[token] - np.logaddexp.reduce(wide)))
         greedy &= bool(row[token] == row.max())
-    return found, greedy
+    return logprobs, greedy
 
 
 def one_by_one(ctx: Context, questions: list[Any]) -> list[list[Score]]:
-    return [[score(ctx, [(c, [one])])[0][0] for one in many] for c, many in questions]
+    return [
+        [score(ctx, [(c, [continuation])])[0][0] for continuation in many] for c, many in questions
+    ]
 
 
 def count_decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -59,10 +61,10 @@ def count_decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_scores_are_those_of_raw_logits(ctx: Context) -> None:
     seen: dict[int, list[Score]] = {}
-    found = score(ctx, QUESTIONS, on_done=seen.__setitem__)
-    assert [seen[i] for i in range(len(QUESTIONS))] == found
-    for (context, continuations), its in zip(QUESTIONS, found, strict=True):
-        for continuation, got in zip(continuations, its, strict=True):
+    all_scores = score(ctx, QUESTIONS, on_done=seen.__setitem__)
+    assert [seen[i] for i in range(len(QUESTIONS))] == all_scores
+    for (context, continuations), scores in zip(QUESTIONS, all_scores, strict=True):
+        for continuation, got in zip(continuations, scores, strict=True):
             expected, greedy = by_hand(ctx, context, continuation)
             assert list(got.logprobs) == pytest.approx(expected, abs=1e-5)
             assert got.logprob == pytest.approx(sum(expected), abs=1e-4)
@@ -74,16 +76,16 @@ def test_scores_are_those_of_raw_logits(ctx: Context) -> None:
 def test_any_number_of_sequences_gives_the_same(target: lb.Model, n_seq_max: int) -> None:
     options = {"n_ctx": 256, "n_threads": 1, "batch_invariant": True}
     with lb.Context(target, n_seq_max=n_seq_max, **options) as ctx:  # type: ignore[arg-type]
-        found = score(ctx, QUESTIONS)
+        scores = score(ctx, QUESTIONS)
         ctx.audit()
         assert ctx.usage().cells_used == 0
     with lb.Context(target, n_seq_max=8, **options) as other:  # type: ignore[arg-type]
-        assert found == one_by_one(other, QUESTIONS)
+        assert scores == one_by_one(other, QUESTIONS)
 
 
 @pytest.mark.parametrize("kind", ["shared cells", "own cells", "lfm2", "mamba"])
 def test_random_trees_of_tokens_are_what_each_line_is_alone(kind: str, tmp_path: Path) -> None:
-    """Prefixes of prefixes, equal lines, lines that continue each other; F32 weights round."""
+    """Prefixes of prefixes, equal lines, lines that continue each other. With F32 weights it rounds."""
     rng = random.Random(7)
     lines: list[list[int]] = [[5, 6, 7]]
     for _ in range(40):
@@ -107,9 +109,9 @@ def test_random_trees_of_tokens_are_what_each_line_is_alone(kind: str, tmp_path:
         assert ctx.usage().cells_used == 0 and ctx.n_seq_free == 5
         tolerance = rounding(ctx)
     for a, b in zip(together, alone, strict=True):
-        for one, other in zip(a, b, strict=True):
-            assert one.tokens == other.tokens
-            assert one.logprobs == pytest.approx(other.logprobs, abs=tolerance)
+        for score_a, score_b in zip(a, b, strict=True):
+            assert score_a.tokens == score_b.tokens
+            assert score_a.logprobs == pytest.approx(score_b.logprobs, abs=tolerance)
 
 
 @pytest.mark.parametrize("kind", ["own cells", "lfm2"])
@@ -184,9 +186,9 @@ def test_the_last_token_needs_no_room(target: lb.Model) -> None:
 def test_branches_that_are_there_stay(ctx: Context) -> None:
     with Branch.start(ctx, "Once upon a time") as branch:
         before = branch.logits
-        found = score(ctx, QUESTIONS)
+        scores = score(ctx, QUESTIONS)
         assert np.array_equal(branch.logits, before)
-    assert found == score(ctx, QUESTIONS)
+    assert scores == score(ctx, QUESTIONS)
 
 
 def test_an_interruption_returns_all_sequences(ctx: Context) -> None:
@@ -212,7 +214,7 @@ def test_shipped_tasks_are_well_formed(name: str) -> None:
         assert all(text.startswith(" ") for text in texts)
         assert not item["context"].endswith(" ")
     if name != "last_word":
-        # Each place is the right one for about a quarter: 4 standard deviations.
+        # Each place is right for about a quarter of the items, up to 4 standard deviations.
         answers = [item["answer"] for item in items]
         for place in range(4):
             share = answers.count(place) / len(answers)

@@ -1,8 +1,8 @@
-"""The draft-length controller in a world with its own clock: times are numbers, decisions are known.
+"""The draft-length controller in a simulated world with its own clock, so that results are exact.
 
-A simulated target takes t(n) seconds for n tokens, a simulated drafter c seconds a step, and its tokens
-are accepted with a probability that may depend on the entropy and may change while the world turns. One
-stream decodes alone, as with a Speculator, or many share each decode, as with an Engine.
+A simulated target takes t(n) seconds for n tokens, and a simulated drafter takes c seconds per step. Its
+tokens are accepted with a probability that may depend on the entropy and may change over time. One stream
+decodes alone, as with a Speculator, or many share each decode, as with an Engine.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ from llamabranch.generation.length import AutoLength
 from llamabranch.speculative import Draft
 
 PLAIN = Round(NO_DRAFT)
-Chance = Callable[[float], float]  # of a token, given the entropy it was drawn at
+# Probability that a token is accepted, given the entropy at which it was drawn.
+Chance = Callable[[float], float]
 
 
 @dataclass
 class World:
-    """Runs rounds as a Speculator does, or an Engine with many streams; adds up tokens and seconds."""
+    """Runs rounds as a Speculator does, or as an Engine with many streams; sums tokens and seconds."""
 
     length: DraftLength
     chance: Chance
-    c: float = 0.03  # seconds a drafted token; a plain target step takes one
-    slope: float = 0.2  # seconds of the target for each further token
-    entropies: tuple[float, ...] = (0.3,)  # drawn from at random
+    c: float = 0.03  # seconds per drafted token; a plain target step takes one second
+    slope: float = 0.2  # seconds that each further token adds to a target decode
+    entropies: tuple[float, ...] = (0.3,)  # a draft's entropies are drawn from these
     drafter: str = "model"
-    noise: float = 0.0  # how far the time of a round may be off, and the machine's speed drift
+    noise: float = 0.0  # random error of a round's time, and drift of the machine's speed
     speaks: float = 1.0  # how often the drafter has something to propose
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(2))
     n_streams: int = 1
-    looks: int = 0  # steps more than were shown: a fixed length ends a draft without one
-    c_slope: float = 0.0  # seconds of a draft step for each further stream that takes it
+    looks: int = 0  # 1 = a draft takes one step more than it has tokens (not of a fixed length)
+    c_slope: float = 0.0  # seconds that each further stream adds to a draft step
     n_tokens: int = 0
     seconds: float = 0.0
-    drafted: list[int] = field(
-        default_factory=list
-    )  # tokens of each stream's round, -1 = not asked
+    # Drafted tokens of each stream in each round; -1 = its drafter was not asked.
+    drafted: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.streams: list[DraftLength] = [self.length]  # a text by itself
@@ -69,7 +69,7 @@ class World:
 
     def round(self, limit: int = 1 << 30) -> None:
         rounds = [self._draft(i, limit) for i in range(self.n_streams)]
-        n_decoded = self.n_streams + sum(len(each.draft.tokens) for each in rounds)
+        n_decoded = self.n_streams + sum(len(r.draft.tokens) for r in rounds)
         n_steps = [len(d.entropies) + self.looks * bool(d.tokens) for d, *_ in rounds]
         draft_s = 0.0
         for step in range(max(n_steps)):
@@ -85,10 +85,11 @@ class World:
             self.n_tokens += 1 + n_accepted
             self.drafted.append(len(draft.tokens) if is_asked else -1)
         self.length.learn(rounds, n_decoded, pace * self.time(n_decoded))
-        self.seconds += draft_s + self.time(n_decoded)  # at one pace, so that speeds compare
+        # Without drift, so that speeds can be compared.
+        self.seconds += draft_s + self.time(n_decoded)
 
     def _draft(self, i: int, limit: int) -> Round:
-        """Return what a stream's draft has brought."""
+        """Return the outcome of a stream's draft."""
         length, limit = self.streams[i], min(limit, self.length.limit)
         draft, n_accepted, is_right = Draft(drafter=self.drafter, stopped="off"), 0, True
         if length.plain_steps(self.n_behind[i]) == 0:
@@ -111,7 +112,7 @@ class World:
 
     @property
     def speed(self) -> float:
-        """Over plain decoding, which emits a token of each stream a decode."""
+        """The speed over plain decoding, which emits one token of each stream per decode."""
         return self.n_tokens / self.seconds * self.time(self.n_streams) / self.n_streams
 
     def recent(self, n: int = 50) -> float:
@@ -127,8 +128,8 @@ def always(p: float) -> Chance:
 def best_speed(p: float, c: float, slope: float, limit: int = 16, n: int = 1) -> float:
     """Return the speed of the best fixed length for n streams, by the formula.
 
-    A draft step takes c seconds for all of them together; a draft ends after one that draws nothing, by
-    which "auto" decides.
+    A draft step takes c seconds for all streams together. With "auto" a draft ends after one step that
+    draws nothing.
     """
     return max(
         sum(p**i for i in range(k + 1))
@@ -149,17 +150,17 @@ def is_on(length: DraftLength) -> bool:
 
 
 def cost(length: DraftLength) -> float:
-    """Return c as it is told: a draft step's time over a plain target step's."""
+    """Return c as it is reported: a draft step's time over a plain target step's."""
     return float(length.explain().split(" of a target's step")[0].split()[-1])
 
 
 def v(length: DraftLength, n: int) -> float:
-    """Return v(n) as it is told."""
+    """Return v(n) as it is reported."""
     return float(length.explain().split(f"{n} tokens v = ")[1].split(",")[0])
 
 
 def drafted(name: str, n: int, entropy: float = 0.3, **fields: Any) -> Draft:
-    """Return a draft of ``n`` tokens that looked at one step more."""
+    """Return a draft of ``n`` tokens that took one more step."""
     return Draft(drafter=name, tokens=[1] * n, entropies=[entropy] * (n + 1), **fields)
 
 
@@ -175,14 +176,14 @@ def drafted(name: str, n: int, entropy: float = 0.3, **fields: Any) -> Draft:
         (0.0, {"n_streams": 8, "slope": 0.05, "noise": 0.3}),
         (0.8, {"n_streams": 8, "slope": 0.9}),
         (0.5, {"n_streams": 8, "slope": 0.5, "noise": 0.2}),
-        (0.0, {"entropies": (math.nan,), "c": 0.01}),  # a drafter that fills only the tokens
+        (0.0, {"entropies": (math.nan,), "c": 0.01}),  # a drafter that reports only its tokens
         (0.0, {"drafter": "suffix", "c": 0.1}),  # looking for a copy takes a tenth of a step
     ],
 )
 def test_drafter_that_does_not_pay_is_switched_off_and_costs_little(
     p: float, options: dict[str, Any]
 ) -> None:
-    """Noisy times do not help it, nor that many streams share a decode."""
+    """Neither noisy times nor many streams per decode keep it on."""
     n_rounds = 4000 // options.get("n_streams", 1)
     drafter = lb.SuffixDrafter() if "drafter" in options else None
     world = World(auto_length(drafter=drafter), always(p), **options).run(n_rounds)
@@ -194,7 +195,7 @@ def test_drafter_that_does_not_pay_is_switched_off_and_costs_little(
 
 @pytest.mark.parametrize("n_streams", [1, 8])
 def test_pauses_between_trials_grow(n_streams: int) -> None:
-    """All streams try in the same round, which counts once."""
+    """All streams try in the same round, and that round counts once."""
     world = World(auto_length(), always(0.0), n_streams=n_streams).run(6000)
     rounds = np.array(world.drafted).reshape(-1, n_streams)
     asked = np.flatnonzero((rounds >= 0).any(axis=1))
@@ -206,7 +207,7 @@ def test_pauses_between_trials_grow(n_streams: int) -> None:
 
 
 def test_drafter_that_changes_is_switched_off_and_comes_back() -> None:
-    """One with empty drafts is asked until it has one; a trial waits until what was missed is read."""
+    """A drafter with empty drafts is asked until it has one. A trial waits until missed text is read."""
     world = World(auto_length(), always(0.9), speaks=0.0).run(500)
     assert not any(k > 0 for k in world.drafted)
     assert world.speed == pytest.approx(1.0)
@@ -240,7 +241,7 @@ def test_unlucky_stretch_does_not_switch_a_good_drafter_off() -> None:
 
 
 def test_reading_and_the_step_that_ends_a_draft_are_no_drafted_tokens_time() -> None:
-    """The first draft also reads the prompt, here for a hundred steps' time; later ones do not."""
+    """The first draft also reads the prompt, for a hundred steps. Later ones do not."""
     length = auto_length()
     length.learn([PLAIN], 1, 1.0, 3)
     assert length.plain_steps(1000) == 0
@@ -253,7 +254,7 @@ def test_reading_and_the_step_that_ends_a_draft_are_no_drafted_tokens_time() -> 
     length = auto_length()
     World(length, always(0.0), speaks=0.0).run(5)
     assert length.consider("model")
-    # One token is drawn, at the second step the draft ends: two steps, each a target step's time.
+    # One token is drawn, and the draft ends at the second step. Each step takes a target step's time.
     for n_read, draft_s in ((1, 2.0), (2, 2.0), (5, 6.0), (1, 2.0), (8, 9.0)):
         length.learn([Round(drafted("model", 1, seconds=draft_s, n_read=n_read), 1)], 2, 1.0)
     assert cost(length) == pytest.approx(1.0, rel=0.01)
@@ -293,7 +294,7 @@ def test_drafts_are_longer_the_more_they_bring(worlds: list[tuple[float, dict[st
 def test_speed_is_near_that_of_the_best_fixed_length(
     p: float, c: float, slope: float, n: int, share: float
 ) -> None:
-    """8 or 10 % below the formula, which knows everything and never probes; also of many streams."""
+    """At most 8 or 10 % below the formula, which knows everything and never probes; many streams too."""
     world = World(auto_length(), always(p), c=c, slope=slope, n_streams=n).run(4000 // n)
     assert world.speed > share * best_speed(p, c, slope, n=n)
 
@@ -304,7 +305,7 @@ def test_speed_is_near_that_of_the_best_fixed_length(
 def test_first_hundred_tokens_are_near_the_best_fixed_length(
     p: float, c: float, slope: float
 ) -> None:
-    """Targets of which drafting is a small part, and whose v(n) is nearly flat; nothing is known."""
+    """Targets whose drafts cost little and whose v(n) is nearly flat. Nothing is known at first."""
 
     def speed(make: Callable[[], DraftLength]) -> float:
         n_tokens, seconds = 0, 0.0
@@ -322,7 +323,7 @@ def test_first_hundred_tokens_are_near_the_best_fixed_length(
 
 
 def test_unsure_steps_end_a_draft_and_sure_ones_do_not() -> None:
-    """Where the entropy tells what stands, drafts end before the tokens that will not."""
+    """If the entropy predicts which tokens are accepted, drafts end before the others."""
     world = World(
         auto_length(), lambda h: 0.97 if h < 1 else 0.05, entropies=(0.2, 0.2, 0.2, 2.2)
     ).run(2000)
@@ -353,7 +354,7 @@ def test_limit_and_then_entropy_stop_come_before_everything() -> None:
 def test_drafts_in_a_batch_are_charged_a_decode_of_their_own_without_a_unified_cache(
     unified: bool, target: lb.Model
 ) -> None:
-    """Seven texts with a drafted token take a decode of seven and one of one there, not one of eight."""
+    """Seven texts with one drafted token take a decode of seven tokens and one of one, not of eight."""
     with lb.Context(target, n_ctx=512, n_seq_max=8, n_threads=1, kv_unified=unified) as ctx:
         length = AutoLength(drafter=lb.ModelDrafter(ctx), ctx=ctx)
         length.consider("m")
@@ -367,20 +368,20 @@ def test_drafts_in_a_batch_are_charged_a_decode_of_their_own_without_a_unified_c
 
 
 def test_streams_that_draft_in_turns_do_not_disturb_each_other() -> None:
-    """How sure a draft still is belongs to its stream, as does why it ended."""
+    """The remaining confidence of a draft belongs to its stream, and so does the reason why it ended."""
     world = World(auto_length(), lambda h: math.exp(-h), entropies=(0.3, 4.0)).run(300)
     alone = world.length.stream()
     assert alone.consider("model")
     n_alone = next(n for n in range(17) if not alone.goes_on(n, 0.3))
-    one, other = world.length.stream(), world.length.stream()
-    assert one.consider("model") and other.consider("model")
+    first, second = world.length.stream(), world.length.stream()
+    assert first.consider("model") and second.consider("model")
     n = 0
-    while one.goes_on(n, 0.3):
-        other.goes_on(n, 4.0)
+    while first.goes_on(n, 0.3):
+        second.goes_on(n, 4.0)
         n += 1
     assert n == n_alone > 0
-    assert not other.goes_on(other.limit, 0.0)
-    assert (one.reason, other.reason) == ("goodput", "length")
+    assert not second.goes_on(second.limit, 0.0)
+    assert (first.reason, second.reason) == ("goodput", "length")
 
 
 # -- copies --------------------------------------------------------------------------------------------
@@ -395,7 +396,7 @@ def copies(length: AutoLength, n: int, surprisal: float = 0.1) -> int:
 
 
 def copying() -> AutoLength:
-    """Return a length that knows the times of a target: each further token costs a tenth of a step."""
+    """Return a controller that knows a target's times: each further token costs a tenth of a step."""
     length = auto_length(drafter=lb.SuffixDrafter())
     for n in range(17, 0, -1):
         length.learn([PLAIN], n, 1.0 + 0.1 * (n - 1))
@@ -410,26 +411,26 @@ def take(
     followed: bool | None = None,
     slope: float = 0.1,
 ) -> None:
-    """Learn that of ``n`` copied tokens so many were accepted."""
+    """Report that so many of ``n`` copied tokens were accepted."""
     draft = drafted("suffix", n, 0.1)
     length.learn([Round(draft, n_accepted, followed=followed)], 1 + n, 1.0 + slope * n)
 
 
 def test_copies_that_are_accepted_are_soon_drafted_as_long_as_they_go() -> None:
-    """Also after three that were wrong, when few are drafted."""
+    """This is true even after three wrong ones, when only few tokens are drafted."""
     for n_wrong in (0, 3):
         length = copying()
         for _ in range(n_wrong):
             take(length, copies(length, 16), 0)
-        found = []
+        lengths = []
         for _ in range(2 + n_wrong):
-            found.append(copies(length, 16))
-            take(length, found[-1], found[-1], followed=True)
-        assert found[0] < 12 and copies(length, 16) == 16
+            lengths.append(copies(length, 16))
+            take(length, lengths[-1], lengths[-1], followed=True)
+        assert lengths[0] < 12 and copies(length, 16) == 16
 
 
 def test_tokens_that_are_not_drafted_show_whether_they_would_have_been_accepted() -> None:
-    """After copies that were wrong nothing is drafted, until what follows is seen to be copied."""
+    """After wrong copies nothing is drafted, until the text turns out to be copied again."""
     length = copying()
     n_rounds = 0
     while n := copies(length, 16):
@@ -446,11 +447,11 @@ def test_first_copied_drafts_grow_with_the_decodes_that_have_a_time() -> None:
     """Nothing is known at first: no draft relies on a time far beyond those that were seen."""
     length = auto_length(32, drafter=lb.SuffixDrafter())
     length.learn([PLAIN], 1, 1.0, 3)
-    found = []
+    lengths = []
     for _ in range(4):
-        found.append(copies(length, 32, 0.01))
-        take(length, found[-1], found[-1], slope=0.01)
-    assert found[:3] == [3, 7, 15] and 16 < found[3] <= 31
+        lengths.append(copies(length, 32, 0.01))
+        take(length, lengths[-1], lengths[-1], slope=0.01)
+    assert lengths[:3] == [3, 7, 15] and 16 < lengths[3] <= 31
 
 
 # -- what is learned ---------------------------------------------------------------------------------
@@ -464,7 +465,7 @@ def test_times_are_measured_and_one_slow_round_moves_little() -> None:
         length.learn([Round(drafted("model", n), n)], 1 + n, 1.0 + 0.2 * n)
     assert [v(length, n) for n in (1, 3, 5)] == [1.0, 1.4, 1.8]
     length.learn([PLAIN], 1, 50.0)
-    assert 1.0 < v(length, 5) <= 1.8  # against a plain step that looks up to a quarter slower
+    assert 1.0 < v(length, 5) <= 1.8  # for a plain step may look up to a quarter slower
     for _ in range(30):
         length.learn([PLAIN], 1, 1.0)
     assert v(length, 5) == pytest.approx(1.8, rel=0.1)
@@ -475,15 +476,15 @@ def test_times_are_measured_and_one_slow_round_moves_little() -> None:
 
 def test_decode_that_also_read_prompts_is_not_learned() -> None:
     world = World(auto_length(), always(0.8), n_streams=4).run(50)
-    told = world.length.explain().split("\n")[1]
+    line = world.length.explain().split("\n")[1]
     rounds = [Round(drafted("model", 1, seconds=0.03), 1) for _ in range(4)]
     world.length.learn(rounds, 8, math.nan)
-    assert world.length.explain().split("\n")[1] == told
+    assert world.length.explain().split("\n")[1] == line
     assert is_on(world.length)
 
 
 def test_drafters_of_a_chain_are_judged_by_themselves() -> None:
-    """Copies are free and right, the model dear and wrong: each is treated by what it has shown."""
+    """Copies are free and right; the draft model is expensive and wrong. Each is judged by itself."""
     length = auto_length(8)
     copied = World(length, always(0.98), c=0.001, drafter="lookup")
     copied.run(100)
@@ -501,9 +502,10 @@ def test_drafters_of_a_chain_are_judged_by_themselves() -> None:
 
 
 def bare(truth: Sequence[int] = (), start: int = 0, name: str = "bare") -> lb.FunctionDrafter:
-    """Return a drafter of five tokens that says no more about them.
+    """Return a drafter of five tokens that reports nothing else about them.
 
-    ``truth``, where given, is what the target says from ``start`` on: it is copied, else all are lies.
+    ``truth`` is what the target says from ``start`` on. It is copied; without it all drafted tokens are
+    wrong.
     """
 
     def guess(tokens: list[int], k: int) -> list[int]:
@@ -523,14 +525,14 @@ def test_bare_draft_is_timed_and_cut_by_length_alone_and_never_changed_in_place(
 
     for tokens, entropies in (([], []), ([5, 6, 7, 8], []), ([5, 6], [1.0, 1.0])):
         kept = Draft(tokens=list(tokens), entropies=list(entropies))
-        found = propose(Keeper(), [0], FixedLength(2, entropy_stop), 16)
-        assert found.seconds > 0
+        draft = propose(Keeper(), [0], FixedLength(2, entropy_stop), 16)
+        assert draft.seconds > 0
         assert (kept.tokens, kept.entropies, kept.seconds) == (tokens, entropies, 0.0)
         if len(tokens) > 2 and entropy_stop:
-            assert (found.tokens, found.stopped) == ([5, 6], "length")
-            assert len(found.entropies) == 3 and all(map(math.isnan, found.entropies))
+            assert (draft.tokens, draft.stopped) == ([5, 6], "length")
+            assert len(draft.entropies) == 3 and all(map(math.isnan, draft.entropies))
         else:
-            assert (found.tokens, found.entropies) == (tokens, entropies)
+            assert (draft.tokens, draft.entropies) == (tokens, entropies)
     kept = Draft([7, 8], seconds=0.5)
     assert propose(Keeper(), [0], FixedLength(2), 2).seconds == 0.5
 
@@ -539,7 +541,7 @@ def test_bare_draft_is_timed_and_cut_by_length_alone_and_never_changed_in_place(
 def test_bare_drafter_under_auto_is_measured_and_the_text_is_plain(
     ctx: lb.Context, honest: bool
 ) -> None:
-    """In 0.1 it drafted 157 tokens, 14 of which stood, and was "still measuring"."""
+    """Version 0.1 drafted 157 tokens, had 14 accepted, and was "still measuring"."""
     settings = lb.SamplingParams(temperature=0.8, seed=3)
     prompt = ctx.tokenize("Once upon a time")
     plain = lb.Speculator(ctx).generate(prompt, max_tokens=60, sampling=settings).finish().tokens
@@ -550,16 +552,16 @@ def test_bare_drafter_under_auto_is_measured_and_the_text_is_plain(
     assert drafted.tokens == plain
     assert drafted.stats.num_draft_tokens > 0
     assert drafted.stats.draft_time_s > 0
-    said = speculator.explain()
-    assert "still measuring" not in said
-    chance = float(said.split("% are accepted")[0].split()[-1])
+    explanation = speculator.explain()
+    assert "still measuring" not in explanation
+    chance = float(explanation.split("% are accepted")[0].split()[-1])
     assert (chance > 50) == honest
     if not honest:  # never more at once than a warm-up tries
         assert drafted.stats.num_draft_tokens <= 3 * drafted.stats.num_drafts
 
 
 def test_the_next_generation_begins_with_what_was_learned(target: lb.Model) -> None:
-    """In memory, for each context and drafter; another context begins with nothing."""
+    """It is kept in memory for each context and drafter. Another context begins without it."""
     settings = lb.SamplingParams(temperature=0.8, seed=3)
 
     def begin(ctx: lb.Context, name: str) -> lb.Speculator:
@@ -574,8 +576,8 @@ def test_the_next_generation_begins_with_what_was_learned(target: lb.Model) -> N
             later = begin(ctx, name)
             assert later.length.plain_steps(1) == 0  # no plain steps to begin with
             later.length.consider(name)
-            told = later.explain()
-            assert ("tested)" in told) == (name == "one")
+            explanation = later.explain()
+            assert ("tested)" in explanation) == (name == "one")
     with lb.Context(target, n_ctx=256, n_threads=1) as ctx:
         assert begin(ctx, "one").length.plain_steps(1) == AutoLength.WARM_UP_PLAIN
 

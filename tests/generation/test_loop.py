@@ -1,4 +1,4 @@
-"""What may be done with a text between two of its tokens, and what is kept for the next ones."""
+"""What may be done with a text between two tokens, and what is kept for the next generation."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ def test_last_token_is_not_decoded_until_it_is_needed(
     drafter = lb.ModelDrafter(draft_ctx) if drafts else None
     config = SpeculativeConfig(draft_k=4, rule="seeded")
     with Branch.start(ctx, PROMPTS[0], sampling=WARM) as branch:
-        start, given = branch.position, []
-        for one in branch.generate(12, drafter=drafter, config=config):
-            given.append(one.token)
-            assert branch.tokens[start:] == given and branch.position == start + len(given)
-            assert branch.text.endswith(one.text)
-        assert branch.sequence.n_cached == branch.position  # at the end it is
-        for one in branch.generate(5, drafter=drafter, config=config):
-            given.append(one.token)
+        start, emitted = branch.position, []
+        for token in branch.generate(12, drafter=drafter, config=config):
+            emitted.append(token.token)
+            assert branch.tokens[start:] == emitted and branch.position == start + len(emitted)
+            assert branch.text.endswith(token.text)
+        assert branch.sequence.n_cached == branch.position  # at the end it is decoded
+        for token in branch.generate(5, drafter=drafter, config=config):
+            emitted.append(token.token)
             break
         n_lacking = branch.position - branch.sequence.n_cached
-        assert n_lacking == 1 and branch.tokens[start:] == given
+        assert n_lacking == 1 and branch.tokens[start:] == emitted
         with branch.fork() as child:  # decoded once, for both
-            for each in (branch, child):
-                assert each.sequence.n_cached == each.position == start + len(given)
+            for b in (branch, child):
+                assert b.sequence.n_cached == b.position == start + len(emitted)
         ctx.audit()
 
 
@@ -41,7 +41,7 @@ def test_last_token_is_not_decoded_until_it_is_needed(
 def test_branch_may_be_used_between_two_tokens(
     ctx: Context, draft_ctx: Context, act: str, drafts: bool
 ) -> None:
-    """Whatever is done, the text goes on from what it finds: as another does that was made so."""
+    """Whatever is done to a text, it continues like a text that was made that way."""
     drafter = lb.ModelDrafter(draft_ctx) if drafts else None
     config = SpeculativeConfig(draft_k=4, rule="seeded")
 
@@ -97,7 +97,7 @@ def test_forks_share_what_is_learned_about_a_drafter(ctx: Context, draft_ctx: Co
 def test_state_of_a_text_that_was_changed_at_the_end_is_not_kept(
     ctx: Context, draft_ctx: Context
 ) -> None:
-    """It would draft for other tokens: the next generation has drafts as good as a new text's."""
+    """The state would draft for other tokens. The next generation drafts as well as a new text."""
     drafter, config = lb.ModelDrafter(draft_ctx), SpeculativeConfig(draft_k=3, rule="seeded")
     with Branch.start(ctx, PROMPTS[0], sampling=WARM) as branch:
         for n, _ in enumerate(branch.generate(drafter=drafter, config=config), 1):
@@ -107,9 +107,9 @@ def test_state_of_a_text_that_was_changed_at_the_end_is_not_kept(
                 break
         with Branch.start(ctx, branch.tokens, sampling=WARM) as other:
             alone = other.generate(20, drafter=drafter, config=config).finish()
-        found = branch.generate(20, drafter=drafter, config=config).finish()
-        assert found.tokens == alone.tokens
-        assert found.stats.num_accepted_tokens == alone.stats.num_accepted_tokens
+        generation = branch.generate(20, drafter=drafter, config=config).finish()
+        assert generation.tokens == alone.tokens
+        assert generation.stats.num_accepted_tokens == alone.stats.num_accepted_tokens
 
 
 def test_a_drafter_for_each_call_takes_no_more_sequences_than_one(
@@ -118,7 +118,9 @@ def test_a_drafter_for_each_call_takes_no_more_sequences_than_one(
     config = SpeculativeConfig(draft_k=3)
     with Branch.start(ctx, PROMPTS[0], sampling=WARM) as branch:
         for _ in range(12):
-            found = branch.generate(5, drafter=lb.ModelDrafter(draft_ctx), config=config).finish()
-            assert found.stats.num_drafts > 0
+            generation = branch.generate(
+                5, drafter=lb.ModelDrafter(draft_ctx), config=config
+            ).finish()
+            assert generation.stats.num_drafts > 0
             assert draft_ctx.n_seq_free >= 7
             branch.rewind(branch.n_prompt)

@@ -1,8 +1,8 @@
 """The acceptance rules are lossless: proved by enumeration, then seen again through the real noise.
 
-The rules leave randomness to an object they are given. Here that object walks through every outcome of
-every coin and draw with its exact probability, so what is integrated is the code that runs, not a copy.
-Drafts are drawn through the same object; so are the faults of the negative controls.
+The rules take their random numbers from an object. Here that object walks through every outcome of every
+coin and draw, with exact probabilities. So the proof is about the code that runs, not about a copy.
+Drafts are drawn with the same object, and so are the faults of the negative controls.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def draft_until_unlikely_kept(models: ModelPair, rng: RandomSource) -> tuple[lis
 
 
 def draft_until_unlikely_dropped(models: ModelPair, rng: RandomSource) -> tuple[list[int], Sources]:
-    """BIASED, the negative control: draw a token, see that it is unlikely, drop it."""
+    """BIASED, a negative control: draw a token, and drop it if it is unlikely."""
     drafted, sources = draft_until_unlikely_kept(models, rng)
     if sources[-1].prob(drafted[-1]) < 0.4:
         del drafted[-1], sources[-1]
@@ -134,7 +134,7 @@ def test_rule_is_lossless(rule: Rule, kind: str, gamma: int) -> None:
 
 
 def misreported(models: ModelPair, rng: RandomSource) -> tuple[list[int], Sources]:
-    """BIASED: sources from before the draft's own temperature."""
+    """BIASED: report the distributions before the draft's own temperature."""
     drafted, sources = drafted_text(models, rng)
     return drafted, [Distribution.from_logits(0.5 * q.logprobs, q.ids) for q in sources]
 
@@ -142,7 +142,7 @@ def misreported(models: ModelPair, rng: RandomSource) -> tuple[list[int], Source
 @both_rules
 @pytest.mark.parametrize("drafting", [draft_until_unlikely_dropped, misreported])
 def test_faults_of_a_draft_are_seen(rule: Rule, drafting: Drafting) -> None:
-    """The proof must be able to fail. The draft that keeps the unlikely token passes, below."""
+    """The proof must be able to fail. A draft that keeps the unlikely token passes, see below."""
     for seed in range(4):
         models = random_pair("dense", 2, seed)
         assert models.error(emitted_by(rule, models, drafting)) > 1e-3
@@ -181,8 +181,8 @@ def test_rule_is_lossless_at_any_honest_draft_length(rule: Rule, drafting: Draft
 @both_rules
 @pytest.mark.parametrize("drafting", [drafted_text, draft_until_unlikely_dropped])
 def test_point_source_is_right_for_any_draft(rule: Rule, drafting: Drafting) -> None:
-    # Given the token, the rule does not care how it was found; it only accepts less. So a draft whose
-    # distribution is unknown, or was tampered with, can always be handed in this way.
+    # The rule does not depend on how the token was found; it only accepts fewer. So a draft whose
+    # distribution is unknown or wrong can always be passed in this way.
     def as_points(models: ModelPair, rng: RandomSource) -> tuple[list[int], Sources]:
         drafted, _ = drafting(models, rng)
         return drafted, [Distribution.point(token) for token in drafted]
@@ -214,7 +214,7 @@ def example_of_the_block_paper() -> ModelPair:
 
 
 def test_acceptance_is_that_of_the_papers() -> None:
-    """Figures of the block paper; nothing is gained from point masses; equal models accept everything."""
+    """Figures of the block paper. Point masses gain nothing. Equal models accept everything."""
     models = example_of_the_block_paper()
     assert tokens_a_round(emitted_by(token_rule, models)) == pytest.approx(1 + 10 / 9, abs=EXACT)
     assert tokens_a_round(emitted_by(block_rule, models)) == pytest.approx(1 + 11 / 9, abs=EXACT)
@@ -262,7 +262,7 @@ def plain(models: ModelPair, seed: int, position: int, n: int) -> list[int]:
 
 
 def test_seeded_rule_generates_what_plain_decoding_generates() -> None:
-    # Whatever is drafted: with the target's noise, with other noise, or anything at all.
+    # Drafts with the target's noise, with other noise, or of arbitrary tokens.
     models = random_pair("mixed", 3, 2)
     rng = np.random.default_rng(3)
     for seed in range(400):
@@ -338,14 +338,18 @@ def limit(degrees: int, odds: float = 1e-8) -> float:
 def noise_random_pair() -> ModelPair:
     """Return a pair that disagrees enough for every rule to reject often, over three positions."""
     rng = np.random.default_rng(8)
-    made = {c: (dirichlet(rng, 0.6), dirichlet(rng, 0.6)) for c in texts_up_to(3)}
-    return ModelPair({c: p for c, (p, _) in made.items()}, {c: q for c, (_, q) in made.items()}, 3)
+    distributions = {c: (dirichlet(rng, 0.6), dirichlet(rng, 0.6)) for c in texts_up_to(3)}
+    return ModelPair(
+        {c: p for c, (p, _) in distributions.items()},
+        {c: q for c, (_, q) in distributions.items()},
+        3,
+    )
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_rounds_on_real_noise_have_the_targets_law(rule: str) -> None:
-    # Four tokens in up to four rounds, 81 cells. A right program fails here with odds below 1e-8 (to
-    # the accuracy of the chi-square approximation); the seeds are fixed, so it passes always or never.
+    # Four tokens in up to four rounds, 81 cells. A right program fails here with odds below 1e-8 (if the
+    # chi-square approximation is accurate). The seeds are fixed, so it passes always or never.
     models = noise_random_pair()
     statistic, degrees = chi_square(models, sampled(rule, models, 4))
     assert degrees > 30
@@ -353,9 +357,9 @@ def test_rounds_on_real_noise_have_the_targets_law(rule: str) -> None:
 
 
 def test_drafting_again_from_the_same_noise_is_biased() -> None:
-    # Why there is draft_seed: the block rule rejects because of what was drafted further on. Here the
-    # first token falls only if the second is a 0 too; drawn again from the same noise in the next round,
-    # it is a 0 again, always, instead of two times in three.
+    # Why there is draft_seed: the block rule rejects because of later drafted tokens. Here the first
+    # token is rejected only if the second is a 0, too. Drawn again from the same noise in the next
+    # round, it would always be a 0 again, instead of two times in three.
     models = example_of_the_block_paper()
     statistic, degrees = chi_square(models, sampled("block", models, 3, fresh=True))
     assert statistic < limit(degrees)
@@ -367,7 +371,7 @@ def test_noise_is_that_of_plain_decoding_and_its_coins_are_fair() -> None:
     p = Distribution.from_probs(np.array([0.2, 0.3, 0.5]))
     assert [Noise(4, 9).draw(p, i) for i in range(20)] == [p.draw(4, 9 + i) for i in range(20)]
     heads = sum(Noise(seed, 3).coin(i, 0.3) for seed in range(2000) for i in range(2))
-    assert abs(heads - 1200) < 6 * math.sqrt(4000 * 0.3 * 0.7)  # false failure: 2e-9
+    assert abs(heads - 1200) < 6 * math.sqrt(4000 * 0.3 * 0.7)  # odds of a false failure: 2e-9
     assert all(Noise(seed, 0).coin(0, 1.0) for seed in range(500))
     assert not any(Noise(seed, 0).coin(0, 0.0) for seed in range(500))
     assert len({draft_seed(1, position) for position in range(1000)}) == 1000
@@ -378,8 +382,8 @@ def test_noise_is_that_of_plain_decoding_and_its_coins_are_fair() -> None:
 
 
 def test_order_of_the_rules_on_a_pair_of_large_vocabulary() -> None:
-    # Block >= token >= seeded in accepted tokens a round; one context-free pair, V = 2000, gamma 4.
-    # Standard errors over 300 rounds are about 0.09: the seeds are fixed and the gaps hold.
+    # Block >= token >= seeded in accepted tokens per round, for one context-free pair, V = 2000, gamma 4.
+    # Standard errors over 300 rounds are about 0.09. The seeds are fixed, so the result never changes.
     rng = np.random.default_rng(0)
     logits = rng.normal(size=2000) * 2.5
     p = Distribution.from_logits(logits)

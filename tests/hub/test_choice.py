@@ -167,7 +167,7 @@ TAGS = (
 def test_chosen_file_has_exactly_the_tag_and_is_found_whenever_one_has(
     names: list[tuple[str, str, str]], tag: str, lower: bool
 ) -> None:
-    """Words may look like tags, or end in one: the oracle reads the names as they were built."""
+    """Words may look like tags, or end in one. The test knows how the names were built."""
     named = {f"x{word}{mark}{quant}.gguf": quant for word, mark, quant in names}
     with_tag = {path for path, quant in named.items() if quant == tag}
     inside = re.compile(rf"(?<![A-Za-z0-9]){tag}[-.]", re.IGNORECASE)  # in the word

@@ -1,7 +1,7 @@
 """Downloads from a fake hub: what arrives, who else finds it, and everything that can go wrong.
 
-They need huggingface_hub, as the extra `test` installs it. Nothing waits for a clock: where the client
-would wait before it tries again, the wait is left out.
+They need huggingface_hub, which the extra `test` installs. Nothing waits for a clock: the client's waits
+before it tries again are left out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Q8_0, F16 = "tale-Q8_0.gguf", "tale-F16.gguf"
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     """A hub with one repository, and empty caches."""
     empty_caches(tmp_path, monkeypatch)
-    # Read when huggingface_hub is imported: a test of evaluation may have been offline then.
+    # huggingface_hub reads this when it is imported, and a test of evaluation may have been offline then.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     with serve() as served:
         monkeypatch.setenv("HF_ENDPOINT", served.endpoint)
@@ -54,8 +54,8 @@ def cache() -> Path:
 
 def named(pattern: str = "*") -> list[str]:
     """Return the files in blobs and snapshots that have a final name."""
-    found = [*cache().glob("models--*/blobs/*"), *cache().glob("models--*/snapshots/*/**/*")]
-    return [path.name for path in found if path.is_file() and path.suffix != ".incomplete"]
+    paths = [*cache().glob("models--*/blobs/*"), *cache().glob("models--*/snapshots/*/**/*")]
+    return [path.name for path in paths if path.is_file() and path.suffix != ".incomplete"]
 
 
 # -- what arrives ----------------------------------------------------------------------------------
@@ -65,8 +65,8 @@ def test_fetch_announces_the_size_downloads_once_and_then_needs_no_network(
     hub: FakeHub, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = lb.fetch(f"{REPOSITORY}:q8_0")
-    told = f"downloading {REPOSITORY}/{Q8_0}: 1.0 MB, to {cache()}\n"
-    assert capsys.readouterr() == ("", told)
+    message = f"downloading {REPOSITORY}/{Q8_0}: 1.0 MB, to {cache()}\n"
+    assert capsys.readouterr() == ("", message)
     assert path.read_bytes() == DATA
     assert path.name == Q8_0
     assert path.is_symlink()
@@ -82,8 +82,8 @@ def test_huggingface_hub_finds_what_we_downloaded_and_we_what_it_did(hub: FakeHu
 
     path = lb.fetch(REPOSITORY)
     assert try_to_load_from_cache(REPOSITORY, Q8_0, cache_dir=cache()) == str(path)
-    found = hf_hub_download(REPOSITORY, Q8_0, cache_dir=cache(), local_files_only=True)
-    assert found == str(path)
+    their_path = hf_hub_download(REPOSITORY, Q8_0, cache_dir=cache(), local_files_only=True)
+    assert their_path == str(path)
     scanned = scan_cache_dir(cache())
     assert not scanned.warnings
     (repository,) = scanned.repos
@@ -116,7 +116,7 @@ def test_shards_come_together_and_a_revision_by_its_name(hub: FakeHub) -> None:
     added = hub.add("me/big", {**parts, "big/mmproj-F16.gguf": b"no"})
     path = lb.fetch("me/big")
     assert path.name == "m-Q4_K_M-00001-of-00003.gguf"
-    firsts = [each.read_bytes()[:1] for each in sorted(path.parent.iterdir())]
+    firsts = [shard.read_bytes()[:1] for shard in sorted(path.parent.iterdir())]
     assert firsts == [b"\1", b"\2", b"\3"]
     assert lb.fetch(f"me/big@{added.commit}:Q4_K_M") == path
     assert lb.fetch("me/big/big/mmproj-F16.gguf").read_bytes() == b"no"
@@ -253,7 +253,9 @@ def test_connection_that_breaks_is_gone_on_with_or_leaves_nothing(
     assert lb.fetch(f"{REPOSITORY}:Q8_0").read_bytes() == DATA
     ranges = [headers.get("Range") for headers in hub.sendings()]
     assert ranges[0] is None
-    assert all(given is not None and given.startswith("bytes=") for given in ranges[1:])
+    assert all(
+        byte_range is not None and byte_range.startswith("bytes=") for byte_range in ranges[1:]
+    )
     before = named()
     broken: list[tuple[str, list[Fault]]] = [
         ("cannot download", [Fault("get", cut=400_000, times=1), Fault("get", cut=0)]),
@@ -269,7 +271,7 @@ def test_connection_that_breaks_is_gone_on_with_or_leaves_nothing(
 
 
 def test_other_bytes_than_the_hub_names_are_deleted(hub: FakeHub) -> None:
-    """One bit of as many bytes; the next download is right."""
+    """One bit is wrong, the size is right. The next download is right."""
     hub.faults = [Fault("get", wrong=True, times=1)]
     with pytest.raises(
         lb.errors.DownloadError, match=f"{Q8_0} is not the file that the hub describes"
@@ -287,7 +289,7 @@ def test_other_bytes_than_the_hub_names_are_deleted(hub: FakeHub) -> None:
         lb.fetch("me/big")
     hub.requests.clear()
     path = lb.fetch("me/big")
-    assert [each.read_bytes()[0] for each in sorted(path.parent.iterdir())] == [1, 2, 3]
+    assert [shard.read_bytes()[0] for shard in sorted(path.parent.iterdir())] == [1, 2, 3]
     assert len(hub.sendings()) == 2  # the first part was right
 
 
@@ -352,9 +354,9 @@ except lb.errors.DownloadError as error:
 
 
 def test_disk_that_fills_up_is_an_error_and_leaves_nothing_with_a_name(hub: FakeHub) -> None:
-    told = run(FULL_DISK, f"{REPOSITORY}:Q8_0")
-    assert told.startswith("cannot write to")
-    assert "free some space" in told
+    output = run(FULL_DISK, f"{REPOSITORY}:Q8_0")
+    assert output.startswith("cannot write to")
+    assert "free some space" in output
     assert not named()
     assert lb.fetch(f"{REPOSITORY}:Q8_0").read_bytes() == DATA
 
@@ -415,7 +417,7 @@ def test_what_prevents_a_download_is_an_error_with_a_hint_and_nothing_is_sent(
 
 def test_cache_that_has_it_need_not_be_written(hub: FakeHub, tmp_path: Path) -> None:
     path = lb.fetch(f"{REPOSITORY}:Q8_0")
-    folders = [each for each in (tmp_path / "hub").rglob("*") if each.is_dir()]
+    folders = [entry for entry in (tmp_path / "hub").rglob("*") if entry.is_dir()]
     for folder in folders:
         folder.chmod(0o555)
     try:
@@ -448,8 +450,8 @@ def test_offline_opens_no_socket_and_finds_what_is_here(
     path = lb.fetch(f"{REPOSITORY}:Q8_0")
     asked = (REPOSITORY, f"{REPOSITORY}:F16", "qwen3-4b")
     absent = [f"{name} is not on this machine, and HF_HUB_OFFLINE is set" for name in asked[1:]]
-    told = run(NO_SOCKETS, *asked, HF_HUB_OFFLINE="1").splitlines()
-    assert told == [str(path), *absent, "False"]
+    lines = run(NO_SOCKETS, *asked, HF_HUB_OFFLINE="1").splitlines()
+    assert lines == [str(path), *absent, "False"]
     count = len(hub.requests)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(lb.ConfigError, match="HF_HUB_OFFLINE is set"):

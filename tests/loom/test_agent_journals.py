@@ -32,11 +32,13 @@ def test_a_journal_is_a_document_with_all_that_was_read_and_written(
     assert kind == "agent" and n_lost == 0 and isinstance(document, Document)
     ends = [node.tokens() for node in document.shown()]
     assert all(tokens in ends for tokens in texts)
-    made = [node for node in document.shown() if node.made.seed is not None]
-    assert {node.reason for node in made} == {"stop"} and {node.made.by for node in made} == {"A"}
+    generated = [node for node in document.shown() if node.made.seed is not None]
+    assert {node.reason for node in generated} == {"stop"} and {
+        node.made.by for node in generated
+    } == {"A"}
     assert {"add", "add, name", "helper", "fork"} <= {node.made.by for node in document.shown()}
-    assert "5" in {node.made.seed for node in made}
-    text = document.text(made[0], own=False)
+    assert "5" in {node.made.seed for node in generated}
+    text = document.text(generated[0], own=False)
     assert "one: go" in text and '"a": 1' in text
     exported, _, _ = formats.export(document, "json", None)  # the page keeps it as its own
     assert formats.read(exported, 1000, stage.model.is_of)[0] == "json"

@@ -48,18 +48,20 @@ def test_numbers_are_nearly_those_of_a_file_of_logits(text: str, tmp_path: Path)
         evaluation.perplexity(base, text, WINDOW, chunks=4, save_to=file)
     with opened(DRAFT) as ctx:
         wanted = evaluation.divergence(ctx, file)
-    found = compare(TARGET, DRAFT, text).divergence
-    assert found is not None
+    divergence = compare(TARGET, DRAFT, text).divergence
+    assert divergence is not None
     mean = wanted.statistics.mean.value
-    assert abs(found.statistics.mean.value - mean) <= 2e-5 + 0.005 * mean
+    assert abs(divergence.statistics.mean.value - mean) <= 2e-5 + 0.005 * mean
 
 
 def test_a_model_is_at_zero_from_itself(text: str) -> None:
-    found = compare(TARGET, TARGET, text)
-    assert found.divergence is not None and found.reverse == 0.0
-    assert {each.kl for each in found.tokens} == {0.0} == {each.klr for each in found.tokens}
-    assert found.divergence.statistics.same_top.value == 1.0
-    assert len(set(found.forks)) == 1 and found.advice == "both give the same distributions"
+    compared = compare(TARGET, TARGET, text)
+    assert compared.divergence is not None and compared.reverse == 0.0
+    assert (
+        {token.kl for token in compared.tokens} == {0.0} == {token.klr for token in compared.tokens}
+    )
+    assert compared.divergence.statistics.same_top.value == 1.0
+    assert len(set(compared.forks)) == 1 and compared.advice == "both give the same distributions"
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 8])
@@ -76,33 +78,33 @@ def test_greedy_texts_are_compared_at_eight_places_none_of_them_twice(
     monkeypatch.setattr(comparison, "_until_they_part", noted)
     seen: list[int] = []
     with opened(TARGET) as a, opened(DRAFT) as b:
-        found = compare_models(
+        compared = compare_models(
             a, b, text, WINDOW, chunks, progress=lambda done: seen.append(len(done.forks))
         )
-    assert len(found.forks) == found.n_forks == len(set(map(tuple, prompts))) == 8
-    assert seen == [0] * found.n_chunks + list(range(8))  # it tells of each place, too
-    for prompt, n in zip(prompts, found.forks, strict=True):
+    assert len(compared.forks) == compared.n_forks == len(set(map(tuple, prompts))) == 8
+    assert seen == [0] * compared.n_chunks + list(range(8))  # it tells of each place, too
+    for prompt, n in zip(prompts, compared.forks, strict=True):
         texts = []
         for path in (TARGET, DRAFT):
             with opened(path) as ctx, lb.Branch.start(ctx, prompt, temperature=0) as branch:
-                texts.append([one.token for one in branch.generate(WINDOW // 2)])
+                texts.append([token.token for token in branch.generate(WINDOW // 2)])
         same = [x == y for x, y in zip(*texts, strict=True)]
         assert n == (same.index(False) if False in same else len(same))
 
 
 def test_advice_does_not_call_texts_alike_that_part_at_once(text: str) -> None:
-    found = compare(TARGET, TARGET, text)
-    assert found.divergence is not None
-    for row in found.divergence.rows:
+    compared = compare(TARGET, TARGET, text)
+    assert compared.divergence is not None
+    for row in compared.divergence.rows:
         row[:, 2] += 0.001
-    assert found.advice == "the difference is hard to notice"
-    found.forks = [0] * 8
-    assert found.advice.startswith("the probabilities are close, but greedy texts part early")
+    assert compared.advice == "the difference is hard to notice"
+    compared.forks = [0] * 8
+    assert compared.advice.startswith("the probabilities are close, but greedy texts part early")
 
 
 def keeping(places: list[pair.PairScore]) -> Callable[[int, list[pair.PairScore]], bool]:
-    def keep(_: int, found: list[pair.PairScore]) -> bool:
-        places.extend(found)
+    def keep(_: int, scores: list[pair.PairScore]) -> bool:
+        places.extend(scores)
         return False
 
     return keep
@@ -147,19 +149,19 @@ def test_other_tokenizers_are_compared_by_bits(tmp_path: Path, text: str) -> Non
     with opened(TARGET, 512) as a, opened(toy, 512) as b:
         assert not pair.same_vocabulary(a.model, b.model)
         tokens = a.model.prompt_tokens("Once upon a time: \N{EURO SIGN} 5 \N{GRINNING FACE} there")
-        found = pair.spans((a, b), tokens)
+        spans = pair.spans((a, b), tokens)
         data = b"".join(map(a.model.piece, tokens))
-        covered = b"".join(data[span.at : span.end] for span in found)
+        covered = b"".join(data[span.at : span.end] for span in spans)
         assert covered == data
         ids = b.model.prompt_tokens(data.decode())
         with lb.Branch.start(b, ids[:1]) as branch:
             nats = [score.logprob for score in branch.score(ids[1:])]
-        known = [span for span in found if None not in span.bits]
-        assert len(found) - len(known) <= 2  # what nothing is before
+        known = [span for span in spans if None not in span.bits]
+        assert len(spans) - len(known) <= 2  # what nothing is before
         start = known[0].at - (len(data) - len(nats))
         bits = -sum(nats[max(0, start) :]) / math.log(2)
         assert sum(span.bits[1] or 0 for span in known) == pytest.approx(bits, rel=1e-4)
-        totals = pair.totals(found)
+        totals = pair.totals(spans)
         assert totals["bpbB"] == pytest.approx(totals["bitsB"] / totals["bytes"])  # type: ignore[operator]
     report = compare(TARGET, toy, text)
     assert report.divergence is None and report.tokens == []
@@ -172,8 +174,12 @@ def test_the_page_tells_why_other_tokenizers_have_no_divergence(tmp_path: Path) 
         assert page.doc()["models"]["B"]["same_vocabulary"] is False
         root = page.type("Once upon a time there was")
         page.done("compare", node=root["id"], mode="read")
-        found = page.tokens(root["id"])["compare"][-1]
-        assert "kl" not in found and "tokenizers" in found["why"] and found["totals"]["bpbB"] > 0
+        compared = page.tokens(root["id"])["compare"][-1]
+        assert (
+            "kl" not in compared
+            and "tokenizers" in compared["why"]
+            and compared["totals"]["bpbB"] > 0
+        )
         page.do("compare", 409, node=root["id"], mode="lockstep")
 
 
@@ -204,9 +210,9 @@ def test_the_command_prints_and_writes_a_report(file: Path, tmp_path: Path) -> N
     written = kept.read_text("utf-8")
     assert run(*BOTH, "-f", file, "--output", kept).exit_code == 2  # it is there already
     assert kept.read_text("utf-8") == written
-    found = json.loads(run(*BOTH, "-f", file, "--json").stdout)
-    assert json.loads(written) == {"kind": "compare", **found}
-    assert found["mean"]["value"] > 0 and len(found["worst"]) == 10 and len(found["forks"]) == 8
+    report = json.loads(run(*BOTH, "-f", file, "--json").stdout)
+    assert json.loads(written) == {"kind": "compare", **report}
+    assert report["mean"]["value"] > 0 and len(report["worst"]) == 10 and len(report["forks"]) == 8
 
 
 @pytest.mark.parametrize(
@@ -238,5 +244,5 @@ def test_tokens_cannot_act_in_the_report(tmp_path: Path) -> None:
     file.write_text(HOSTILE * 30, "utf-8")
     done = run(*BOTH, "-f", file)
     assert done.exit_code == 0, done.output
-    for each in ("\x1b", "\u202e", "\x00"):
-        assert each not in done.output
+    for character in ("\x1b", "\u202e", "\x00"):
+        assert character not in done.output

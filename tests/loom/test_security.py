@@ -32,11 +32,11 @@ def key(page: Paged) -> str:
 def ask(page: Paged, path: str, body: str | None = None, **headers: str) -> Any:
     """Send just these headers (their names with _ for -), POST a body; return the answer."""
     connection = HTTPConnection("127.0.0.1", page.server.port, timeout=60)
-    given = {"Host": page.url.removeprefix("http://"), **headers}
+    all_headers = {"Host": page.url.removeprefix("http://"), **headers}
     connection.putrequest(
         "GET" if body is None else "POST", path, skip_host=True, skip_accept_encoding=True
     )
-    for name, value in given.items():
+    for name, value in all_headers.items():
         connection.putheader(name.replace("_", "-"), value)
     if body is not None:
         connection.putheader("Content-Length", str(len(body)))
@@ -143,8 +143,8 @@ def test_the_page_is_there_before_the_model(tmp_path: Path) -> None:
         assert ask(page, "/").status == 200
         doc = page.doc()
         assert doc["state"] == "loading" and doc["models"]["A"] is None and doc["nodes"]["id"] == []
-        told = page.do("type", 503, text="A king")["error"]
-        assert told["type"] == "unavailable_error"
+        error = page.do("type", 503, text="A king")["error"]
+        assert error["type"] == "unavailable_error"
         assert page.api.get("/v1/models").status_code == 503
 
 
@@ -178,8 +178,8 @@ def test_bad_settings_make_no_node(page: Paged) -> None:
         page.do("continue", 409 if "model" in fields else 400, node=root["id"], **fields)
     wrong: list[dict[str, object]] = [{"width": 0}, {"width": 1e9}, {"what": 1}]
     for options in wrong:
-        told = page.do("search", 400, node=root["id"], kind="vote", options=options)["error"]
-        assert min(options) in told["message"]
+        error = page.do("search", 400, node=root["id"], kind="vote", options=options)["error"]
+        assert min(options) in error["message"]
     answer = page.do("search", node=root["id"], kind="vote", options={"answer": "("})
     job = page.finish(answer["job"])
     assert job["state"] == "failed" and job["error"]["message"]

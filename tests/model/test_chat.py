@@ -1,4 +1,4 @@
-"""Conversations as prompts: messages, Jinja templates in their sandbox, llama.cpp's own as fallback."""
+"""Conversations as prompts: messages, Jinja templates in a sandbox, llama.cpp's templates as fallback."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_templates_have_what_hugging_face_gives_them(
 
 
 def test_template_refuses_messages_with_its_reason(open_model: Open) -> None:
-    """And gets variables and tools."""
+    """The template gets variables and tools, too."""
     model = open_model("{{ enable_thinking }} {{ tools[0].name }}")
     assert render(model, tools=[{"name": "search"}], enable_thinking=False) == "False search"
     model = open_model("{{ raise_exception('roles must alternate') }}<|im_start|>")
@@ -125,7 +125,7 @@ def test_what_a_template_must_not_or_cannot_do_is_a_typed_error(
 def test_built_in_template_replaces_one_that_jinja_cannot_run(open_model: Open) -> None:
     model = open_model(BROKEN_CHATML)
     assert render(model) == RENDERED
-    with pytest.raises(UnsupportedError):  # the built-in one would leave tools out
+    with pytest.raises(UnsupportedError):  # the built-in template would leave tools out
         render(model, tools=[{"name": "search"}])
     named = [{"role": "user", "content": "a", "name": "b"}]
     assert model.apply_chat_template(named) == model.apply_chat_template([("user", "a")])

@@ -78,7 +78,7 @@ def changed(path: Path, at: int) -> None:
 
 @pytest.fixture
 def large(tmp_path: Path, target: lb.Model) -> Path:
-    """The bundled target, of which neither the first nor the last MiB has the middle."""
+    """The bundled target, which is larger than its first and last MiB together."""
     return Path(shutil.copy(target.path, tmp_path / "large.gguf"))
 
 
@@ -107,7 +107,7 @@ def test_fingerprint_of_a_split_model_is_of_all_parts(tmp_path: Path) -> None:
 def test_hash_is_kept_until_the_file_changes(
     large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where its size and time are as before: a change of the bytes changes the inode's own time."""
+    """Its size and time may be as before: changing the bytes changes the inode's time."""
     monkeypatch.setenv("LLAMABRANCH_PROFILE", str(tmp_path / "profile.json"))
     hashed: list[Path] = []
 
@@ -126,7 +126,7 @@ def test_hash_is_kept_until_the_file_changes(
     fresh = printed()
     assert len(hashed) == 1
     assert printed() == fresh
-    assert len(hashed) == 2  # written a moment ago: it could be written again at the same time
+    assert len(hashed) == 2  # it was just written, and could be written again with the same time
     later = time.time_ns() + 10**10
     monkeypatch.setattr("llamabranch.model.fingerprint.time_ns", lambda: later)
     assert printed() == printed() == printed() == fresh
@@ -177,7 +177,7 @@ def test_branch_and_chat_of_other_weights_in_the_middle_are_refused(
 def test_branch_of_a_version_before_0_4_is_taken(
     large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its fingerprint was over the first and the last MiB."""
+    """The old fingerprint was a hash of the first and the last MiB."""
     with lb.load(large, n_ctx=256, n_threads=1) as ctx:
         branch = lb.Branch.start(ctx, "Once upon")
         with monkeypatch.context() as patch:
@@ -204,7 +204,7 @@ def test_progress_goes_from_zero_to_one(target: lb.Model) -> None:
 
 
 def test_extra_buffers_change_no_text(target: lb.Model) -> None:
-    # Never laid out for AMX by default: code that reads them was seen to end the process.
+    # Weights are never laid out for AMX by default: code that reads them was seen to end the process.
     def text_of(model: lb.Model) -> str:
         with lb.Context(model, n_ctx=256) as ctx:
             branch = lb.Branch.start(ctx, "The king", temperature=0)
@@ -228,8 +228,8 @@ except lb.errors.UnsupportedError as error:
 
 
 def test_extra_buffers_work_or_are_refused(target: lb.Model) -> None:
-    said = run_code(EXTRA_BUFFERS, target.path)
-    assert said in ("decoded\n", "True extra_buffers='auto' does not repack them\n")
+    output = run_code(EXTRA_BUFFERS, target.path)
+    assert output in ("decoded\n", "True extra_buffers='auto' does not repack them\n")
 
 
 @pytest.mark.parametrize(
@@ -322,12 +322,12 @@ def test_vocabularies_are_compared(
 
 def test_padding_of_the_vocabulary_does_not_matter(tmp_path: Path) -> None:
     with (
-        lb.Model(toys.write_toy(tmp_path / "a.gguf", vocab=300)) as one,
-        lb.Model(toys.write_toy(tmp_path / "b.gguf", vocab=320)) as two,
+        lb.Model(toys.write_toy(tmp_path / "a.gguf", vocab=300)) as narrow,
+        lb.Model(toys.write_toy(tmp_path / "b.gguf", vocab=320)) as wide,
     ):
-        assert one.compatibility(two)
-        assert two.compatibility(one)
-        assert two.compatibility(one).n_vocab == (320, 300)
+        assert narrow.compatibility(wide)
+        assert wide.compatibility(narrow)
+        assert wide.compatibility(narrow).n_vocab == (320, 300)
 
 
 def test_loading_prints_nothing(target: lb.Model) -> None:

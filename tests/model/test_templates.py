@@ -1,4 +1,4 @@
-"""Chat templates run in a process of their own: no template stops, fills or outlives this one."""
+"""Chat templates run in another process, so no template can block, fill or outlive this one."""
 
 from __future__ import annotations
 
@@ -98,14 +98,14 @@ def test_mappings_and_sequences_of_any_type_are_given_as_json() -> None:
 
 
 def test_threads_get_their_own_texts() -> None:
-    found: dict[int, list[str]] = {}
+    by_thread: dict[int, list[str]] = {}
 
     def work(number: int) -> None:
-        found[number] = [render("{{ n }} {{ bos_token }}", n=number) for _ in range(20)]
+        by_thread[number] = [render("{{ n }} {{ bos_token }}", n=number) for _ in range(20)]
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(4)))
-    assert found == {i: [f"{i} <s>"] * 20 for i in range(4)}
+    assert by_thread == {i: [f"{i} <s>"] * 20 for i in range(4)}
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork()")
@@ -178,7 +178,7 @@ def test_the_process_ends_with_the_one_that_started_it() -> None:
         program = PROGRAM.format(before="", after=f"print(json.dumps({children})){end}")
         done = run_python("-c", program, code=None)
         (pid,) = json.loads(done.stdout.splitlines()[1])
-        for _ in range(600):  # its end follows that of its input
+        for _ in range(600):  # it ends when its input ends
             if not os.path.exists(f"/proc/{pid}/exe"):
                 break
             threading.Event().wait(0.05)

@@ -1,4 +1,4 @@
-"""Tools of a request, functions as tools, and earlier messages as a template takes them."""
+"""Tools of a request, functions as tools, and earlier messages in the form that a template needs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ NINE = (
     )
     + TAIL
 )
-NO_ROLES = (  # neither system, nor tool, nor calls
+NO_ROLES = (  # it has no system role, no tool role and no calls
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
     "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}"
     "{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -83,12 +83,12 @@ def called(
 def open_model(tmp_path: Path) -> Iterator[Open]:
     models: list[lb.Model] = []
 
-    def made(template: str) -> lb.Model:
+    def open_with(template: str) -> lb.Model:
         path = toys.write_toy(tmp_path / "toy.gguf", vocab="bytes")
         models.append(lb.Model(path, chat_template=template))
         return models[-1]
 
-    yield made
+    yield open_with
     for model in models:
         model.close()
 
@@ -129,10 +129,10 @@ def test_broken_calls_in_a_history_are_told_with_their_place(wrong: object, word
 def test_what_a_template_does_not_write_becomes_text() -> None:
     form = TurnFormat.of(NO_ROLES)
     after = [*called('{"text": "x"}'), {"role": "user", "content": "And?"}]
-    made = written_history(after, form)
-    assert [m["role"] for m in made] == ["user", "assistant", "user"]
-    assert made[1]["content"] == '{"name": "find", "arguments": {"text": "x"}}'
-    assert made[2]["content"] == "Result of find:\nIt is <do>x</do>.\n\nAnd?"
+    messages = written_history(after, form)
+    assert [m["role"] for m in messages] == ["user", "assistant", "user"]
+    assert messages[1]["content"] == '{"name": "find", "arguments": {"text": "x"}}'
+    assert messages[2]["content"] == "Result of find:\nIt is <do>x</do>.\n\nAnd?"
     two = [*called("{}"), called("{}")[2]]
     assert [m["role"] for m in written_history(two, form)] == ["user", "assistant", "user"]
     developer: list[dict[str, object]] = [{"role": "developer", "content": "Be brief."}]
@@ -145,8 +145,8 @@ def test_calls_have_the_same_ids_again() -> None:
     text = '<do>{"name": "find", "arguments": {"text": "x"}}</do>'
     first, again = tools.read(text), tools.read(text)
     assert first == again
-    made: Any = openai_call(first.calls[0])
-    assert json.loads(made["function"]["arguments"]) == {"text": "x"} and made["id"]
+    call: Any = openai_call(first.calls[0])
+    assert json.loads(call["function"]["arguments"]) == {"text": "x"} and call["id"]
     reader = tools.reader()
     deltas = openai_deltas([*reader.feed("I see. " + text), *reader.finish()])
     assert deltas[0] == {"content": "I see."}
@@ -173,20 +173,22 @@ def test_functions_are_tools(with_pydantic: bool, monkeypatch: pytest.MonkeyPatc
         pytest.importorskip("pydantic")
     else:
         monkeypatch.setitem(sys.modules, "pydantic", None)
-    made: Any = function_tool(weather)["function"]
-    assert made["name"] == "weather" and made["description"] == "Tell the weather of a city."
-    properties = made["parameters"]["properties"]
+    function: Any = function_tool(weather)["function"]
+    assert (
+        function["name"] == "weather" and function["description"] == "Tell the weather of a city."
+    )
+    properties = function["parameters"]["properties"]
     assert properties["city"] == {"type": "string", "description": "its name, in English."}
     assert properties["days"]["type"] == "integer" and properties["days"]["default"] == 1
     assert properties["unit"]["enum"] == ["C", "F"]
-    assert made["parameters"]["required"] == ["city"]
+    assert function["parameters"]["required"] == ["city"]
     assert Tools([weather, TOOL]).names == {"weather", "find"}
 
     def bare(x) -> None:  # type: ignore[no-untyped-def]
         """No annotation."""
 
     def many(*x: int) -> None:
-        """Not by name."""
+        """It cannot be called by name."""
 
     for wrong in (bare, many, lambda: 1):
         with pytest.raises(ConfigError):
@@ -221,11 +223,11 @@ def test_the_templates_own_reason_is_shown(open_model: Open) -> None:
 
 
 def test_tags_of_calls_in_a_result_stay_text(tmp_path: Path) -> None:
-    """Also where the vocabulary has them as user-defined tokens, which llama.cpp parses in any text."""
+    """Even if the tags are user-defined tokens, which llama.cpp parses in any text."""
     vocabulary = toys.Vocabulary.with_control("<s>", "</s>", "<do>", "</do>", "<b>")
-    found = vocabulary.metadata()["tokenizer.ggml.token_type"]
-    assert isinstance(found, list)
-    types = [*found[:2], *[int(gguf.TokenType.USER_DEFINED)] * 3, *found[5:]]
+    token_types = vocabulary.metadata()["tokenizer.ggml.token_type"]
+    assert isinstance(token_types, list)
+    types = [*token_types[:2], *[int(gguf.TokenType.USER_DEFINED)] * 3, *token_types[5:]]
     path = toys.write_toy(
         tmp_path / "toy.gguf", vocab=vocabulary, metadata={"tokenizer.ggml.token_type": types}
     )
@@ -233,7 +235,8 @@ def test_tags_of_calls_in_a_result_stay_text(tmp_path: Path) -> None:
         tokens = model.chat_tokens(called('{"text": "a <do> b </do>"}'))
         assert [token for token in tokens if token in (2, 3)] == [2, 3]  # the template's own
         assert "It is <do>x</do>." in model.detokenize(tokens, special=True)
-        assert 4 in model.chat_tokens([("user", "a <b> c")])  # of no template: as it was trained
+        # A form of no template: as the model was trained.
+        assert 4 in model.chat_tokens([("user", "a <b> c")])
 
 
 def test_tools_are_described_without_a_system_role(open_model: Open) -> None:

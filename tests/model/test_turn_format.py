@@ -94,7 +94,7 @@ def streamed(form: TurnFormat, text: str, size: int, *, eager: bool) -> Turn:
 def test_calls_are_read_as_they_are_written(
     shape: str, calls: list[ToolCall], content: str, size: int
 ) -> None:
-    """In pieces too, after a text, and whatever the values are."""
+    """In pieces too, after a text, and with any values."""
     form = FORMATS[shape]
     assert not form.is_general, form.reason
     if shape == "tags named like values" and any("" in c.arguments for c in calls):  # type: ignore[operator]
@@ -164,24 +164,24 @@ def test_a_thought_that_lasts_is_told_as_far_as_it_is_read() -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_template_itself_writes_the_same(shape: str) -> None:
     form = FORMATS[shape]
-    given = [
+    own_calls = [
         ToolCall("find", {"text": "a 'b' \"c\"\nd", "n": 5}, "abcdefgh1"),
         ToolCall("ping", {}, "abcdefgh2"),
     ]
     if shape == "the id is the name":
-        given = [c._replace(id=f"functions.{c.name}:{i}") for i, c in enumerate(given)]
+        own_calls = [c._replace(id=f"functions.{c.name}:{i}") for i, c in enumerate(own_calls)]
     calls = [
         {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
-        for c in given
+        for c in own_calls
     ]  # fmt: skip
     answer: dict[str, object] = {"role": "assistant", "content": "", "tool_calls": calls}
     messages: list[dict[str, object]] = [{"role": "user", "content": "Hm?"}, answer]
     text = ChatTemplate(SHAPES[shape], {}).render(
         messages, add_generation_prompt=False, variables={}
     )
-    assert form.write(given) in text
+    assert form.write(own_calls) in text
     assert meant(form.read(text[text.index("Hm?") + len("Hm?<eot>\n") :], TOOLS).calls) == meant(
-        given
+        own_calls
     )
 
 
@@ -237,8 +237,8 @@ THOUGHTS = {
 def test_thoughts_are_found(kind: str) -> None:
     source, start, end, inside = THOUGHTS[kind]
     form = TurnFormat.of(source)
-    found = form.thought_start, form.thought_end, form.starts_in_thought
-    assert found == (start, end, inside)
+    marks = form.thought_start, form.thought_end, form.starts_in_thought
+    assert marks == (start, end, inside)
     assert form.describe().startswith(
         "does not think" if end is None else f"thinks between {start}"
     )
@@ -310,7 +310,7 @@ def test_python_that_calls_nothing_known_is_content() -> None:
 
 
 def test_the_function_may_be_named_after_the_channel() -> None:
-    """As the model writes it, whose template names it before."""
+    """The model writes the channel after the function, the template before it."""
     form = FORMATS["channels"]
     call = '<|on|>tool to=fn.find <|as|>json<|say|>{"text": "x"}<|over|>'
     thought = "<|on|>musing<|say|>Hm.<|over|><|go|>bot"
@@ -341,7 +341,7 @@ def test_quotes_inside_quotes_end_where_the_call_goes_on() -> None:
 
 
 def test_another_role_ends_the_turn() -> None:
-    """A template may tell the model what calls look like after a turn that has some."""
+    """A template may describe calls to the model only after a turn that has some."""
     words = "Write Do: and a list of functions with their arguments, as few as will do. " * 4
     source = (
         "{% for m in messages %}{% if m.role == 'assistant' and m.tool_calls %}<turn><bot>Do:\n[\n"
@@ -441,8 +441,8 @@ def test_ids_are_the_same_again_and_of_a_form_that_templates_take() -> None:
     first, again = form.read(text, TOOLS), form.read(text, TOOLS)
     assert first == again and first.calls[0].id != first.calls[1].id
     assert all(len(call.id) == 9 and call.id.isalnum() for call in first.calls)
-    given = FORMATS["name, id, JSON"].read("[DO]ping[ID]Ab3456789[WITH]{}", TOOLS)
-    assert given.calls[0].id == "Ab3456789"
+    with_id = FORMATS["name, id, JSON"].read("[DO]ping[ID]Ab3456789[WITH]{}", TOOLS)
+    assert with_id.calls[0].id == "Ab3456789"
 
 
 def test_values_without_a_schema_are_json_where_they_are() -> None:
@@ -526,24 +526,24 @@ def test_what_was_found_is_kept_in_the_profile(tmp_path: Path) -> None:
     """A second process renders nothing; a damaged entry, or another template, is found anew."""
     path = tmp_path / "profile.json"
 
-    def found(source: str) -> tuple[bool, str]:
+    def counted(source: str) -> tuple[bool, str]:
         env = {**os.environ, "LLAMABRANCH_PROFILE": str(path)}
-        made = subprocess.run(
+        output = subprocess.run(
             [sys.executable, "-c", COUNTS], input=source, env=env, capture_output=True, text=True,
             check=True, encoding="utf-8",
         ).stdout  # fmt: skip
-        count, rest = made.split(" ", 1)
+        count, rest = output.split(" ", 1)
         return int(count) > 0, rest
 
     for shape in ("quotes of its own", "channels", "tags that tell types"):
-        first, again = found(SHAPES[shape]), found(SHAPES[shape])
+        first, again = counted(SHAPES[shape]), counted(SHAPES[shape])
         assert (first[0], again[0]) == (True, False) and first[1] == again[1]
-    assert found(SHAPES["channels"] + "{# another #}")[0]
+    assert counted(SHAPES["channels"] + "{# another #}")[0]
     stored = json.loads(path.read_text("utf-8"))
     for entry in stored["turns"].values():
         entry["parts"]["TurnParts"][8] = 5
     path.write_text(json.dumps(stored), "utf-8")
-    anew, again = found(SHAPES["channels"]), found(SHAPES["channels"])
+    anew, again = counted(SHAPES["channels"]), counted(SHAPES["channels"])
     assert (anew[0], again[0]) == (True, False) and anew[1] == again[1]
 
 

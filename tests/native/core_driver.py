@@ -1,4 +1,4 @@
-"""Runs the compiled core beside it over hard rows; started by ``test_core.py`` with the sanitizers."""
+"""Runs the compiled core in this folder over hard rows. ``test_core.py`` starts it with sanitizers."""
 
 from __future__ import annotations
 
@@ -20,17 +20,23 @@ def main() -> None:
         for these in (rows, odd):
             core.measure(these.ctypes.data, len(these), n_vocab)
             for settings in SETTINGS.values():
-                given = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, **settings}
-                bias = given.pop("logit_bias", {})
-                if given["top_k"] >= n_vocab:
-                    given["top_k"] = 0
-                sampler = core.RowSampler(n_vocab, bias=bias, **given)
+                settings_of_row = {
+                    "temperature": 0.8,
+                    "top_k": 40,
+                    "top_p": 0.95,
+                    "min_p": 0.05,
+                    **settings,
+                }
+                bias = settings_of_row.pop("logit_bias", {})
+                if settings_of_row["top_k"] >= n_vocab:
+                    settings_of_row["top_k"] = 0
+                sampler = core.RowSampler(n_vocab, bias=bias, **settings_of_row)
                 for x in these:
                     alone = x.copy()  # with nothing behind it
                     token = sampler.sample(alone.ctypes.data, 7, n_rows, 0, True)
                     assert -1 <= token < n_vocab
-                    found = sampler.candidates(alone.ctypes.data)
-                    assert found is None or len(found[0]) == len(found[1]) > 0
+                    pair = sampler.candidates(alone.ctypes.data)
+                    assert pair is None or len(pair[0]) == len(pair[1]) > 0
                     n_rows += 1
     print("rows:", n_rows)
 

@@ -1,6 +1,6 @@
 """A GGUF file of any content gives a typed error with the reason, or a model that runs; never a crash.
 
-The trials run in a process of their own (this file, as a program), so that a crash fails the test.
+The trials run in another process (this file as a program), so that a crash fails the test.
 ``tests/crash`` has the single files that are known to crash a process that does not check them.
 """
 
@@ -82,17 +82,17 @@ def program() -> None:
 
 def outcomes(base: Path, trials: list[Trial]) -> list[str]:
     """Return the outcome of each trial; fail with the trials that crashed their process."""
-    found: list[str] = []
+    texts: list[str] = []
     dead: list[str] = []
-    while len(found) < len(trials):
-        done = run_python(__file__, stdin=json.dumps([str(base), trials[len(found) :]]), code=None)
-        found += [json.loads(line) for line in done.stdout.splitlines()]
-        if len(found) < len(trials):
+    while len(texts) < len(trials):
+        done = run_python(__file__, stdin=json.dumps([str(base), trials[len(texts) :]]), code=None)
+        texts += [json.loads(line) for line in done.stdout.splitlines()]
+        if len(texts) < len(trials):
             last = (done.stderr.strip().splitlines() or ["no output"])[-1][-200:]
-            dead.append(f"{trials[len(found)]} ended with {done.returncode}: {last}")
-            found.append("dead")
+            dead.append(f"{trials[len(texts)]} ended with {done.returncode}: {last}")
+            texts.append("dead")
     assert not dead, "\n".join(dead)
-    return found
+    return texts
 
 
 @pytest.fixture(scope="module")
@@ -106,12 +106,12 @@ def test_file_cut_anywhere_is_refused_with_the_reason(header_bytes: int) -> None
     size = TARGET.stat().st_size
     in_header = [0, 1, 4, 23, *range(4096, header_bytes, 4096)]
     in_data = [header_bytes, header_bytes + 1, size // 3, size // 2, size - 4096, size - 1]
-    found = outcomes(TARGET, [["cut", end] for end in in_header + in_data])
-    assert found[0].endswith("the file is empty")
-    for text in found[1 : len(in_header)]:
+    texts = outcomes(TARGET, [["cut", end] for end in in_header + in_data])
+    assert texts[0].endswith("the file is empty")
+    for text in texts[1 : len(in_header)]:
         assert text.startswith("ModelLoadError: cannot load ")
         assert "in the middle of its header" in text or "not a GGUF" in text or "announces" in text
-    for text in found[len(in_header) :]:
+    for text in texts[len(in_header) :]:
         assert "the file is truncated: its last" in text, text
 
 
@@ -123,7 +123,7 @@ def test_noise_is_refused() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_flipped_bits_in_the_header_kill_no_process(seed: int, header_bytes: int) -> None:
-    """One or three bits; half of them in the first 2 KiB, where the numbers are."""
+    """One or three bits are flipped, half of them in the first 2 KiB, where the numbers are."""
     rng = np.random.default_rng(seed)
     trials: list[Trial] = []
     for _ in range(80):
@@ -132,9 +132,10 @@ def test_flipped_bits_in_the_header_kill_no_process(seed: int, header_bytes: int
         for _ in range(int(rng.choice([1, 1, 3]))):
             trial += [int(rng.integers(end)), int(rng.integers(8))]
         trials.append(trial)
-    found = outcomes(TARGET, trials)
-    assert 5 < found.count(RAN) < 75  # in the text of a token it is harmless, in a size it is not
-    assert all(text == RAN or text.split(":")[0].endswith("Error") for text in found)
+    texts = outcomes(TARGET, trials)
+    # A flipped bit in the text of a token is harmless, one in a size is not.
+    assert 5 < texts.count(RAN) < 75
+    assert all(text == RAN or text.split(":")[0].endswith("Error") for text in texts)
 
 
 def test_model_without_an_eog_token_generates_up_to_its_limit(tmp_path: Path) -> None:

@@ -58,9 +58,9 @@ def test_numpy_measures_as_accurately(
     monkeypatch.setattr(core, "available", False)
     x = row(np.random.default_rng(n_vocab), n_vocab, kind)
     best, logsumexp, entropy = _reference(x)
-    found = LogitsRow(x)
-    assert found.entropy() == pytest.approx(entropy, abs=1e-6)
-    assert found.logprob(best) == pytest.approx(float(x[best]) - logsumexp, abs=1e-6)
+    measured = LogitsRow(x)
+    assert measured.entropy() == pytest.approx(entropy, abs=1e-6)
+    assert measured.logprob(best) == pytest.approx(float(x[best]) - logsumexp, abs=1e-6)
 
 
 @needs_core
@@ -104,17 +104,17 @@ def test_text_is_the_same_with_the_core_and_without() -> None:
 
 def _shared_library_of(compiler: str, name: str) -> str | None:
     """Return the path of a sanitizer's library, None if the compiler has none."""
-    found = subprocess.run(
+    path = subprocess.run(
         [compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=False
     ).stdout.strip()
-    return found if os.path.isabs(found) and os.path.exists(found) else None
+    return path if os.path.isabs(path) and os.path.exists(path) else None
 
 
 def test_core_stays_inside_its_memory(tmp_path: Path) -> None:
     """All settings over hard rows of many lengths, under AddressSanitizer and UBSan.
 
-    The driver loads a copy of ``core.py`` beside a library with the sanitizers, so
-    nothing of llama.cpp runs in that process.
+    The driver loads a copy of ``core.py`` next to a library built with the sanitizers. llama.cpp does
+    not run in that process.
     """
     compiler = shutil.which("gcc")
     if compiler is None:

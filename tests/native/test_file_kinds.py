@@ -1,4 +1,4 @@
-"""A file that is no model is refused by what it is, with what to do."""
+"""A file that is not a model is refused; the error says what it is and what to do."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393
 size 4368439584
 """
 SAFETENSORS = b'{"__metadata__":{"format":"pt"}}'
-# Beginnings of files that are no GGUF, the reason and the hint.
+# Beginnings of files that are not GGUF, with the reason and the hint.
 FILES: dict[str, tuple[bytes, str, str]] = {
     "lfs": (POINTER, "Git LFS pointer to a file of 4,368,439,584 bytes", "git lfs pull"),
     "page": (b"<!DOCTYPE html>\n<html><head>", "a web page", "/resolve/ instead of /blob/"),

@@ -1,4 +1,4 @@
-"""Every row of the table of fatal files: a file that ends the process is refused, and for that row."""
+"""Every row of the table of fatal files: such a file is refused, for the reason of that row."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ FATAL = {
 @pytest.mark.parametrize("name", FATAL)
 def test_file_of_each_fatal_case_is_refused_for_it(name: str, tmp_path: Path) -> None:
     path = toys.write_broken(tmp_path / "fatal.gguf", name)
-    found = find_fatal(read_header(path))
-    assert found is not None and found[0] == name
+    fault = find_fatal(read_header(path))
+    assert fault is not None and fault[0] == name
     with pytest.raises(ModelLoadError) as raised:
         check_header(path)
-    assert raised.value.message == f"cannot load {path}: {found[1]}"
+    assert raised.value.message == f"cannot load {path}: {fault[1]}"
     in_vocabulary = name == "duplicate_tokens"
     assert raised.value.hint == ("convert the model again" if in_vocabulary else None)
     if in_vocabulary:

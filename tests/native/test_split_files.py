@@ -39,8 +39,8 @@ def test_split_model_is_the_model(whole: Path, n_parts: int, empty_first: bool) 
         assert {name for name in fields if not name.startswith("GGUF.")} == {
             "split.no", "split.count", "split.tensors.count",
         }  # fmt: skip
-    one, several = check_header(whole), check_header(parts[0])
-    assert sorted(t.name for t in several.tensors) == sorted(t.name for t in one.tensors)
+    single, several = check_header(whole), check_header(parts[0])
+    assert sorted(t.name for t in several.tensors) == sorted(t.name for t in single.tensors)
     assert several.parts == tuple(parts)
     assert text_of(parts[0]) == text_of(whole)
     with lb.Model(parts[0], vocab_only=True) as model:
@@ -50,11 +50,11 @@ def test_split_model_is_the_model(whole: Path, n_parts: int, empty_first: bool) 
 def test_commands_open_a_split_model(whole: Path) -> None:
     first, second = toys.write_split(whole, whole.parent)
     assert answer("models", "show", first)["models"][0]["n_params"]
-    found = answer("generate", "-m", first, "-p", "ab", "-n", "4", "-md", first, "-c", "256")
-    assert len(texts(found)) == 1
-    said = said_by("generate", "-m", second, "-p", "ab")
-    assert "it is part 2 of 2 of a split model" in said
-    assert "use the first part" in said
+    report = answer("generate", "-m", first, "-p", "ab", "-n", "4", "-md", first, "-c", "256")
+    assert len(texts(report)) == 1
+    message = said_by("generate", "-m", second, "-p", "ab")
+    assert "it is part 2 of 2 of a split model" in message
+    assert "use the first part" in message
 
 
 def later_part(parts: Parts) -> Path:
@@ -90,7 +90,7 @@ def swapped(parts: Parts) -> Path:
 
 
 def of_another_model(parts: Parts) -> Path:
-    """A part of a model with other blocks, split into as many parts."""
+    """A part of another model that is split into the same number of parts."""
     other = toys.write_llama(parts[0].with_name("other.gguf"), n_layer=5)
     shutil.copy(toys.write_split(other, other.parent, 3)[1], parts[1])
     return parts[0]
@@ -139,7 +139,7 @@ def test_what_is_wrong_with_parts_is_said(
 ) -> None:
     path = spoil(toys.write_split(whole, whole.parent, 3))
     if vocab_only and spoil in (of_another_model, cut_off):
-        return  # seen in the lists of tensors, which nobody reads for a vocabulary
+        return  # seen in the lists of tensors, which are not read for a vocabulary
     with pytest.raises(ModelLoadError, match=reason) as raised:
         lb.Model(path, vocab_only=vocab_only)
     assert raised.value.hint is not None

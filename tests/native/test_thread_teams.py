@@ -1,4 +1,4 @@
-"""The helpers that wait for a thread's next decode are released where another thread goes on."""
+"""Helper threads that wait for a thread's next decode are released if another thread decodes next."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _n_threads() -> int:
 
 
 def _has_team(ctx: lb.Context) -> bool:
-    """Return whether this thread had helpers: releasing them ends some threads."""
+    """Return whether this thread had helpers; releasing them ends some threads."""
     before = _n_threads()
     ctx.release_threads()
     return _n_threads() < before

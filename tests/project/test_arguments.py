@@ -1,4 +1,4 @@
-"""Numbers of any kind are taken where numbers are meant; what is none is a typed error."""
+"""Numbers of any type are accepted as numbers; anything else raises a typed error."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TAKEN: list[tuple[Callable[[str, object], object], list[object], object]] = [
     (real, [-math.inf, -HUGE, Fraction(-HUGE)], -math.inf),
     (real, [np.longdouble(2)], 2.0),
 ]
-# For integers, numbers, finite numbers and functions: what is none of them.
+# Wrong values for integers, numbers, finite numbers and functions.
 NO_INTEGERS = [True, np.True_, 2.0, "2", b"2", None, [2], np.array([2]), np.array(True), 2j]
 NO_NUMBERS = [True, np.True_, "0.5", None, [0.5], np.array([0.5]), Decimal("0.5"), 1j]
 NOT_FINITE = [math.inf, -math.inf, math.nan, HUGE, "1", None, True]
@@ -153,24 +153,29 @@ def test_numpy_integers_are_token_ids(kind: Any, toy: lb.Model) -> None:
         store = lb.BranchStore(ctx)
         for tokens in arrays:
             branch, empty = lb.Branch.start(ctx, tokens, temperature=0.0), lb.Branch.create(ctx)
-            one, other, third = expected.fork(), branch.fork(), branch.fork()
+            plain_fork, other, third = expected.fork(), branch.fork(), branch.fork()
             store.prefill({empty: tokens})
-            one.extend(plain)
+            plain_fork.extend(plain)
             other.extend(tokens)
             store.commit({third: tokens[0]})
             for token in tokens[1:]:
                 third.commit(token)
-            for made, like in ((branch, expected), (empty, expected), (other, one), (third, one)):
-                assert all(type(token) is int for token in made.tokens)
-                assert made.tokens == like.tokens
-                if made is not third:  # decoded one by one
-                    np.testing.assert_array_equal(made.logits, like.logits)
+            for branch_copy, like in (
+                (branch, expected),
+                (empty, expected),
+                (other, plain_fork),
+                (third, plain_fork),
+            ):
+                assert all(type(token) is int for token in branch_copy.tokens)
+                assert branch_copy.tokens == like.tokens
+                if branch_copy is not third:  # decoded one by one
+                    np.testing.assert_array_equal(branch_copy.logits, like.logits)
             assert branch.surprisal(tokens[0]) == expected.surprisal(plain[0])
             assert toy.detokenize(tokens) == toy.detokenize(plain)
             assert [toy.piece(token) for token in tokens] == [toy.piece(t) for t in plain]
             assert "".join(map(lb.model.TextDecoder(toy).feed, tokens)) == toy.detokenize(plain)
-            for made in (empty, one, other, third, branch):
-                made.prune()
+            for branch_copy in (empty, plain_fork, other, third, branch):
+                branch_copy.prune()
             ctx.decode(tokens, kind(0), seq_id=kind(1))
             np.testing.assert_array_equal(ctx.logits(kind(0)), expected.logits)
             assert ctx.model_surprisal(tokens[0]) == expected.surprisal(plain[0])
@@ -223,15 +228,15 @@ def test_numpy_numbers_are_settings(ctx: lb.Context) -> None:
         temperature=0.75, top_k=30, seed=5, logit_bias={7: -1.5}, penalty_last_n=8,
         repeat_penalty=1.25,
     )  # fmt: skip
-    given = lb.SamplingParams(
+    converted = lb.SamplingParams(
         temperature=np.float32(0.75), top_k=np.int32(30), seed=np.uint64(5),
         logit_bias={np.int64(7): np.float16(-1.5)}, penalty_last_n=np.int8(8),
         repeat_penalty=np.float64(1.25),
     )  # fmt: skip
-    assert given == plain
-    assert repr(given) == repr(plain)  # no NumPy type is left
-    one, two = (lb.Branch.start(ctx, STORY, sampling=params) for params in (plain, given))
-    assert [t.token for t in one.generate(12)] == [t.token for t in two.generate(12)]
+    assert converted == plain
+    assert repr(converted) == repr(plain)  # no NumPy type is left
+    first, second = (lb.Branch.start(ctx, STORY, sampling=params) for params in (plain, converted))
+    assert [t.token for t in first.generate(12)] == [t.token for t in second.generate(12)]
     for bad in ({"temperature": "1"}, {"top_k": 2.0}, {"seed": 1.5}, {"top_p": np.True_},
                 {"logit_bias": {True: 1.0}}, {"logit_bias": {1.0: 1.0}}, {"logit_bias": {1: True}},
                 {"logit_bias": {1: "1"}}, {"logit_bias": {1: np.float32("nan")}}):  # fmt: skip
@@ -318,7 +323,7 @@ def test_numpy_tokens_of_a_drafter_are_verified(ctx: lb.Context) -> None:
 
 # -- prompts ---------------------------------------------------------------------------------------
 
-# Text is a prompt; bytes are iterable, too, and are none.
+# Text is a prompt. Bytes are not, although they are iterable.
 TAKES_PROMPT: dict[str, Callable[[lb.Context, Any], object]] = {
     "start": lambda ctx, prompt: lb.Branch.start(ctx, prompt),
     "speculator": lambda ctx, prompt: lb.Speculator(ctx).generate(prompt),

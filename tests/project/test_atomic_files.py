@@ -1,4 +1,4 @@
-"""Files that are replaced in one step: only regular ones, and a device or a pipe stays what it is."""
+"""Files are replaced in one step, but only regular ones. A device or a pipe is not replaced."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GENERATE = ("generate", "--prompts", "Once", "-n", 4, "-t", 1, "--n-ctx", 256, "
 
 @pytest.fixture
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A folder, a pipe, or a null device that a test may lose, unlike /dev/null."""
+    """A folder, a pipe, or a null device that a test may destroy, unlike /dev/null."""
     path = tmp_path / "place"
     try:
         if request.param == "null":
@@ -40,7 +40,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
         with atomic_write(link) as file:
             file.write(data)
         assert path.read_bytes() == data
-        if data == b"new":  # a new file has the mode of the umask, and keeps what it is given
+        if data == b"new":  # a new file has the mode of the umask; a changed mode is kept
             assert path.stat().st_mode == usual.stat().st_mode
             path.chmod(0o640)
     assert link.is_symlink()
@@ -65,7 +65,7 @@ def test_what_is_no_regular_file_is_neither_replaced_nor_read(place: Path) -> No
 
 @pytest.mark.parametrize("place", ["null", "pipe"], indirect=True)
 def test_a_profile_that_is_no_file_is_not_read_and_stays(place: Path) -> None:
-    """In a process of its own, which opening a pipe would hang."""
+    """In another process, because opening a pipe would block it."""
     before = place.stat().st_mode
     program = (
         "from llamabranch.profile import *; write_entries([('threads', 'a', {'n': 1})]); "
@@ -112,7 +112,7 @@ def test_generate_writes_to_standard_output(is_pipe: bool, tmp_path: Path) -> No
             stdout=subprocess.PIPE if is_pipe else file, stderr=subprocess.PIPE,
         )  # fmt: skip
         file.seek(0)
-        said = done.stdout if is_pipe else file.read()
+        output = done.stdout if is_pipe else file.read()
     assert done.returncode == 0, done.stderr
-    assert said.startswith('{"id": "0"')
-    assert said.count("\n") == 1
+    assert output.startswith('{"id": "0"')
+    assert output.count("\n") == 1

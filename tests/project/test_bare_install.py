@@ -1,4 +1,4 @@
-"""What a user has after ``pip install .`` and nothing else: no extra, no tool of the tests."""
+"""The package after ``pip install .`` alone, without extras and without the tools of the tests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COMMANDS = (
     "generate", "speculate", "chat", "search", "score", "eval", "models", "doctor", "demo",
     "bench", "open", "serve",
 )  # fmt: skip
-# Imports every module where it lies; prints each that fails in another way than by naming its extra.
+# Imports every module in place; prints those that fail without naming their extra.
 IMPORT_ALL = """
 import importlib, pathlib, llamabranch
 from llamabranch.errors import UnsupportedError
@@ -49,7 +49,7 @@ for path in sorted(top.rglob("*.py")):
 
 
 def _cached_wheel() -> list[str]:
-    """Return the wheel of llama-cpp-python that pip built on this machine, if it has kept one."""
+    """Return the wheel of llama-cpp-python that pip built on this machine, if it is still there."""
     version = metadata.version("llama-cpp-python")
     listed = subprocess.run(
         [sys.executable, "-m", "pip", "cache", "list", "--format=abspath", "llama_cpp_python"],
@@ -97,10 +97,13 @@ def test_a_bare_install_runs_every_command(tmp_path: Path) -> None:
         return done.stdout
 
     run("pip", "install", "--quiet", *wheel, where=ROOT)
-    # Only pip's cache of wheels is this user's own: it is a folder, so it does not move with HOME.
+    # Only pip's cache of wheels belongs to the user; it is named as a folder, independent of HOME.
     clean["PIP_CACHE_DIR"] = str(home / "pip")
     run("sh", "-c", f"{lines[0]} --quiet", where=ROOT)
-    installed = {each.split("==")[0].replace("-", "_") for each in run("pip", "freeze").split("\n")}
+    installed = {
+        requirement.split("==")[0].replace("-", "_")
+        for requirement in run("pip", "freeze").split("\n")
+    }
     assert not EXTRAS & installed
 
     modules = run("python", "-c", IMPORT_ALL).splitlines()
@@ -123,7 +126,7 @@ def test_a_bare_install_runs_every_command(tmp_path: Path) -> None:
     assert "tale-target" in run("llamabranch", "models")
     assert "self-test" in run("llamabranch", "doctor")
     assert run("llamabranch", "demo", timeout=300)
-    # What an extra brings is named at once: no model is loaded first.
+    # A missing extra is named at once, before a model is loaded.
     for command, extra in (("serve", "serve"), ("open", "page")):
         done = subprocess.run(
             ["llamabranch", command, "-m", "no/such/model.gguf"], cwd=home, env=clean,
@@ -132,7 +135,7 @@ def test_a_bare_install_runs_every_command(tmp_path: Path) -> None:
         assert done.returncode == 1
         assert f"[{extra}]'" in done.stderr and "starlette" in done.stderr
 
-    for line in lines[1:]:  # the extras that the README names: what pip would take is there
+    for line in lines[1:]:  # the extras that the README names exist
         run("sh", "-c", f"{line} --quiet --dry-run", where=ROOT)
 
 

@@ -40,14 +40,14 @@ def _python(code: str, where: Path, **environment: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def _build(what: str, source: Path, to: Path, **environment: str) -> Path:
+def _build(kind: str, source: Path, to: Path, **environment: str) -> Path:
     """Call the build backend as pip does, without a network; return what it made."""
-    code = f"from scikit_build_core.build import build_{what} as b; print(b({str(to)!r}))"
+    code = f"from scikit_build_core.build import build_{kind} as b; print(b({str(to)!r}))"
     return to / _python(code, source, **environment)[-1]
 
 
 def _names_and_core(wheel: Path, to: Path) -> tuple[set[str], str]:
-    """Return the files of a wheel, and which code it measures and draws with once it is unpacked."""
+    """Return the files of a wheel, and which core it uses when it is unpacked."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(to)
         names = set(archive.namelist())
@@ -58,9 +58,9 @@ def _names_and_core(wheel: Path, to: Path) -> tuple[set[str], str]:
         "sys.meta_path[:] = [f for f in sys.meta_path if 'ScikitBuild' not in type(f).__name__]; "
         "import llamabranch; print(llamabranch.__file__); print(llamabranch.system_info())"
     )
-    where, what = _python(code, to, PYTHONPATH=str(to), LLAMABRANCH_CORE="1")
+    where, output = _python(code, to, PYTHONPATH=str(to), LLAMABRANCH_CORE="1")
     assert where.startswith(str(to))
-    return names, what.split("llamabranch core: ")[1]
+    return names, output.split("llamabranch core: ")[1]
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")

@@ -1,7 +1,8 @@
 """Same seed, same text as version 0.1: the table of ``digests/cases.py`` beside what 0.1 makes of it.
 
-What is promised is promised on one machine, to the token and without allowances: the texts of version 0.1
-are made here, by version 0.1, unless this version agrees with the record, made on one machine.
+The promise holds on one machine, to the token and without tolerance. So the texts of version 0.1 are made
+here, by version 0.1, unless this version already agrees with the record, which was made on another
+machine.
 """
 
 from __future__ import annotations
@@ -33,23 +34,23 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
 
 
 def _one_of_each() -> set[str]:
-    """Return the first cases that between them have every part of a name once.
+    """Return the first cases that together have every part of a name once.
 
-    A part is what a case's name is made of: a setting, a prompt, a drafter, a rule, a length; for each
-    kind of memory also what is done with it.
+    The name of a case consists of parts: a setting, a prompt, a drafter, a rule, a length. For each kind
+    of memory there is also an action.
     """
     seen: set[tuple[str, ...]] = set()
-    found = set()
+    names = set()
     for name in CASES:
         section, _, rest = name.partition("/")
         parts = {(section, part) for part in rest.rpartition("/")[2].split(", ")}
         if section == "memory":
-            memory, _, what = rest.partition("/")
-            parts.add((memory, what.split(" ")[0]))
+            memory, _, variant = rest.partition("/")
+            parts.add((memory, variant.split(" ")[0]))
         if parts - seen:
-            found.add(name)
+            names.add(name)
         seen |= parts
-    return found
+    return names
 
 
 ONE_OF_EACH = _one_of_each()
@@ -65,7 +66,7 @@ def test_generates_what_version_0_1_generates(name: str, worlds: Worlds) -> None
 
 
 def test_record_is_of_version_0_1_and_every_setting_changes_its_text() -> None:
-    """A setting that did nothing here would be held by nothing."""
+    """A setting that has no effect in these cases would not be tested."""
     of_0_1 = record.load()
     assert of_0_1["version"] == "0.1.0"
     assert list(of_0_1["cases"]) == list(CASES)
@@ -94,7 +95,7 @@ def test_archive_holds_version_0_1_as_git_has_it() -> None:
 def test_record_is_what_version_0_1_makes_and_another_seed_is_noticed(
     name: str, worlds: Worlds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The process runs what made the record; on another machine its texts may be others."""
+    """The process runs the version that made the record. On another machine its texts may differ."""
     world, older, of_0_1 = worlds
     case, texts = record.make_older(world, older, name)
     recorded = of_0_1["cases"][name]
@@ -121,6 +122,6 @@ def test_another_number_is_noticed_and_another_machines_record_not_asked(worlds:
     for logprobs in ([total, first + 2e-5, *rest], text["logprobs"][:-1]):
         moved: record.TextRecord = {**text, "logprobs": logprobs}
         assert record.differences(outcome, {**case, "texts": [moved]}, texts)
-    # Whatever a record of another machine holds, here the texts of another case: version 0.1 is run here.
+    # If the record does not agree (here it has the texts of another case), version 0.1 is run.
     altered = {name: of_0_1["cases"]["sampling/temperature 2"]}
     assert not record.compare(world, name, older, {**of_0_1, "cases": altered})

@@ -1,4 +1,4 @@
-"""The layout: floors, no cycles inside a folder, one door to llama.cpp, private names stay private."""
+"""The layout: layers, no cycles inside a folder, one door to llama.cpp, private names stay private."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PUBLIC_ROOMS = {
 # A file that imports from a higher floor, inside the methods that need it: Context.complete and chat are
 # the engine's, and users look for them where they have the model.
 DOORS = {"llamabranch/context/context.py": {"engine"}}
-# Of named tuples; of the standard library, where nothing public does the same; llama_cpp's library.
+# Methods of named tuples, functions of the standard library without a public twin, llama_cpp's library.
 PUBLIC_NAMES = {
     "_replace", "_asdict", "_fields", "_make", "_is_owned", "_at_fork_reinit", "_lib", "_exit",
     "_getframe",
@@ -114,9 +114,10 @@ def test_no_cycles_inside_a_folder(folder: Path) -> None:
 
 @pytest.mark.parametrize("path", [*SOURCES, *PROGRAMS], ids=_name)
 def test_only_native_uses_llama_cpp_and_private_names_stay_in_their_file(path: Path) -> None:
-    """``x._name`` is for names that this file defines itself; ``from a import _b`` is for nobody.
+    """``x._name`` is allowed for names that the same file defines; ``from a import _b`` never is.
 
-    ``decoder.handle`` is for ``context/``, ``Any`` for what has no types: llama.cpp's classes, Click's.
+    ``decoder.handle`` is only for ``context/``. ``Any`` is only for classes without types: llama.cpp's,
+    Click's.
     """
     nodes = [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
     foreign: list[str] = []

@@ -27,8 +27,8 @@ PACKAGE = ROOT / "llamabranch"
 
 
 def _modules() -> list[str]:
-    found = [module.name for module in pkgutil.walk_packages([str(PACKAGE)], "llamabranch.")]
-    return ["llamabranch", *(name for name in found if not name.endswith("__main__"))]
+    names = [module.name for module in pkgutil.walk_packages([str(PACKAGE)], "llamabranch.")]
+    return ["llamabranch", *(name for name in names if not name.endswith("__main__"))]
 
 
 @pytest.mark.parametrize("name", _modules())
@@ -38,13 +38,13 @@ def test_public_names_exist(name: str) -> None:
 
 
 def test_top_of_the_package_has_what_most_programs_need() -> None:
-    """The rest is in its modules: ``lb.errors``, ``lb.speculative``, ``lb.hub`` and so on."""
+    """All other names are in their modules: ``lb.errors``, ``lb.speculative``, ``lb.hub`` and so on."""
     assert len(llamabranch.__all__) <= 45
     assert dir(llamabranch) == llamabranch.__all__
 
 
 def test_lines_of_a_tree_and_characters_that_cannot_be_seen() -> None:
-    """A line has the text of its tokens and the probability of the first; rounding may exceed 0."""
+    """A line has its tokens' text and the first one's log-probability, which may round to above 0."""
     line = TreeLine([Token("a", math.log(0.25)), Token("b", -9.0)])
     assert (line.text, round(line.probability, 9)) == ("ab", 0.25)
     assert TreeLine([Token("a", 1e-9)]).probability == 1.0
@@ -66,7 +66,7 @@ def test_everything_that_is_listed_exists(listing: str) -> None:
         functions = re.findall(r"^def (test_\w+)", path.read_text("utf-8"), re.MULTILINE)
         there |= {*functions, *(f"{path.name}::{name}" for name in functions)}
     assert not set(listed(listing)) - there
-    assert all(n == 0 or n > 1 for n in listed(listing).values())  # a part of the cases stays
+    assert all(n == 0 or n > 1 for n in listed(listing).values())  # some of the cases stay
 
 
 # -- documents -------------------------------------------------------------------------------------
@@ -74,11 +74,11 @@ def test_everything_that_is_listed_exists(listing: str) -> None:
 
 def test_versions_are_the_declared_one() -> None:
     version = re.compile(r'^(?:version = "|## )([^\s"]+)', re.MULTILINE)
-    found = [
+    versions = [
         version.search((ROOT / x).read_text("utf-8")) for x in ("pyproject.toml", "CHANGELOG.md")
     ]
     declared = metadata.version("llamabranch")
-    assert [each and each[1] for each in found] == [declared] * 2
+    assert [match and match[1] for match in versions] == [declared] * 2
     assert getattr(llamabranch, "__version__", declared) == declared
     assert (PACKAGE / "py.typed").is_file()
 
@@ -94,7 +94,7 @@ def test_reference_has_every_public_name_once() -> None:
     text = "".join(page.read_text("utf-8") for page in pages)
     directives = re.findall(r"^::: llamabranch\.([\w.]+)$", text, re.MULTILINE)
     top = set(llamabranch.__all__)
-    # A module has one directive for all of its names, or one for each that the top lacks.
+    # A module has one directive for all its names, or one for each name that the top does not have.
     modules = {"agents", "chat", "eval", "hub", "scale", "search", "serve", "speculative", "theory"}
     expected = sorted(top | (modules & set(directives)))
     for module in modules - set(directives):
@@ -113,9 +113,9 @@ def test_reference_has_every_public_name_once() -> None:
 def _code_blocks() -> Iterator[tuple[str, str]]:
     for path in DOCUMENTS:
         text = path.read_text(encoding="utf-8")
-        for found in re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-            line = text[: found.start()].count("\n") + 1
-            yield f"{path.relative_to(ROOT)}:{line}", found[1]
+        for match in re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+            line = text[: match.start()].count("\n") + 1
+            yield f"{path.relative_to(ROOT)}:{line}", match[1]
 
 
 @pytest.mark.parametrize(("where", "code"), [pytest.param(*b, id=b[0]) for b in _code_blocks()])
@@ -130,12 +130,12 @@ def test_documented_code_runs(
 
 
 def test_the_page_of_the_command_line_is_what_its_generator_prints() -> None:
-    made = subprocess.run(
+    printed = subprocess.run(
         [sys.executable, ROOT / "docs" / "hooks" / "cli_page.py", "--print"],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     page = (ROOT / "docs" / "cli.md").read_text("utf-8")
-    assert page == made.stdout, "python docs/hooks/cli_page.py writes it"
+    assert page == printed.stdout, "python docs/hooks/cli_page.py writes it"
 
 
 @pytest.mark.slow
@@ -145,13 +145,13 @@ def test_program_of_the_readme_has_types(tmp_path: Path) -> None:
     assert "{person!r}" in program
     (tmp_path / "program.py").write_text(program.replace("{person!r}", "{person.name}"), "utf-8")
     command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent"]
-    found = subprocess.run(
+    done = subprocess.run(
         [*command, tmp_path / "program.py"], cwd=ROOT, capture_output=True, text=True
     )
-    assert found.returncode == 0, found.stdout + found.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_links_between_documents_lead_somewhere() -> None:
     for path in DOCUMENTS:
-        for found in re.finditer(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):
-            assert (path.parent / found[1]).exists(), f"{path.name} links to {found[1]}"
+        for match in re.finditer(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):
+            assert (path.parent / match[1]).exists(), f"{path.name} links to {match[1]}"

@@ -1,4 +1,4 @@
-"""Toys have distributions of use; the header check takes what llama.cpp takes, and explains the rest."""
+"""Toys have useful distributions. The header check accepts the files that llama.cpp accepts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training recipe, end to end, on a few kilobytes of text and with networks of toy size."""
+"""The training recipe from end to end, with a few kilobytes of text and tiny networks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ GIFTS = ["a golden thimble", "three grey feathers", "a loaf of bread", "a lanter
 
 
 def tale(i: int) -> str:
-    """Return a small tale of our own: a title, two paragraphs, curly quotes, a wrapped line."""
+    """Return a small tale for the tests: a title, two paragraphs, curly quotes, a wrapped line."""
     place, hero, gift = PLACES[i % 5], HEROES[i * 2 % 5], GIFTS[i * 3 % 5]
     return (
         f"THE TALE OF NUMBER {i}\n\n"
@@ -94,7 +94,7 @@ def tokenizer_in(folder: Path) -> Any:
 
 
 def shake(network: Any, amount: float = 0.1) -> Any:
-    """Return the network with noise added: a few steps of training hardly wake the attention up."""
+    """Return the network with noise added, because a few training steps hardly change the attention."""
     torch.manual_seed(7)
     for parameter in network.parameters():
         parameter.data.add_(torch.randn_like(parameter), alpha=amount)
@@ -126,7 +126,7 @@ def test_training_lowers_the_heldout_loss(work: Path) -> None:
 
 @pytest.mark.parametrize("role", ["target", "draft"])
 def test_llama_cpp_computes_the_logits_of_torch(work: Path, role: str) -> None:
-    """Interleaved rotary pairs, K/V groups and tensor names are right, or this is far off."""
+    """If rotary pairs, K/V groups or tensor names were wrong, the logits would be far off."""
     network = shake(load_network(work / f"{role}.pt"))
     path = work / f"shaken-{role}.gguf"
     write(network, work / "tokenizer.json", role, "f32", path)
@@ -137,10 +137,10 @@ def test_llama_cpp_computes_the_logits_of_torch(work: Path, role: str) -> None:
         str(path), n_ctx=256, n_threads=1, logits_all=True, verbose=False, type_k=0, type_v=0
     )
     llama.eval(tokens)
-    given = np.array(llama.scores[: len(tokens)])
+    logits = np.array(llama.scores[: len(tokens)])
     llama.close()
     assert wanted.std() > 0.3
-    assert np.abs(given - wanted).max() < 1e-2
+    assert np.abs(logits - wanted).max() < 1e-2
 
 
 def test_exported_pair_speaks_and_shares_its_tokenizer(work: Path) -> None:
@@ -158,7 +158,7 @@ def test_exported_pair_speaks_and_shares_its_tokenizer(work: Path) -> None:
 
 
 def test_head_reads_its_own_drafts_as_llama_cpp_lets_it(work: Path) -> None:
-    """Three unrolled steps of the training are three steps of a draft in llama.cpp, logits and all."""
+    """Three unrolled steps of the training equal three steps of a draft in llama.cpp, logits included."""
     target = load_network(work / "target.pt").requires_grad_(False)
     head = shake(load_head(work / "eagle.pt", target))
     write(target, work / "tokenizer.json", "target", "f32", work / "whole.gguf")
@@ -166,21 +166,21 @@ def test_head_reads_its_own_drafts_as_llama_cpp_lets_it(work: Path) -> None:
     tokens = np.random.default_rng(5).integers(1, VOCAB, 24).tolist()
     n = len(tokens) - 3
     with torch.no_grad():
-        _, given = unroll(target, head, torch.tensor([tokens]), 3)
+        _, unrolled = unroll(target, head, torch.tensor([tokens]), 3)
     with (
         lb.load(work / "whole.gguf", n_threads=1, kv_type="f32") as ctx,
         lb.load(work / "head.gguf", target=ctx, n_threads=1, kv_type="f32") as ours,
         lb.Branch.start(ctx, tokens) as branch,
     ):
-        found = kept_states(ctx, branch.sequence.seq_id, tokens, 0)
-        states = ours.decoder.encode(found[:n])
+        features = kept_states(ctx, branch.sequence.seq_id, tokens, 0)
+        states = ours.decoder.encode(features[:n])
         seq_id = ours.sequences.allocate(branch)
         for step in range(3):
             part = tokens[1 : n + 1] if step == 0 else tokens[n + step : n + step + 1]
             batch = Batch()
             batch.add(seq_id, part, "all")
             (rows,) = batch.decode(ours.decoder, states=states[-len(part) :])
-            wanted = given[step][0, -len(part) :].numpy()
+            wanted = unrolled[step][0, -len(part) :].numpy()
             assert np.abs(np.stack([row.array for row in rows]) - wanted).max() < 1e-2
             states = ours.decoder.output_states(len(part))
         ours.sequences.free(seq_id)
@@ -197,7 +197,7 @@ def test_weights_and_tokenizer_come_back_from_a_file(work: Path, tmp_path: Path)
 
 
 def test_sampler_with_cache_draws_from_the_softmax() -> None:
-    """At a temperature near zero the sampler's text is the greedy text without a cache."""
+    """At a temperature near zero the sampler's text equals the greedy text without a cache."""
     network = shake(make_network("tiny"), 0.2)
     prompts = torch.randint(0, 320, (2, 5))
     text = sample(network, prompts, 8, torch.full((2,), 1e-4))

@@ -1,4 +1,4 @@
-"""Schemas in the manner of real ones, each with texts that are valid and texts that are not.
+"""Schemas like those that people use, each with valid texts and invalid texts.
 
 Objects are written in the order of the declared properties, as the grammar writes them.
 """

@@ -1,7 +1,8 @@
-"""Random JSON schemas with numbers that are hard to hold; a process of its own, which may die of them.
+"""Random JSON schemas with numbers that floats cannot represent, in a process that they may crash.
 
-``python schema_fuzz.py SEED N`` draws N schemas and some texts of each that is taken; it prints how many
-were taken, refused, and which text broke its schema. jsonschema judges, with decimals in place of floats.
+``python schema_fuzz.py SEED N`` draws N schemas, and some texts of each accepted one. It prints how many
+were accepted and refused, and which text broke its schema. jsonschema judges, with decimals instead of
+floats.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _ODD = [
 
 
 def _number(rng: random.Random) -> str:
-    """Return a number as JSON: near an edge, odd, or any."""
+    """Return a number as JSON: near a limit, unusual, or arbitrary."""
     way = rng.random()
     if way < 0.5:
         return str(rng.choice([-1, 1]) * (rng.choice(_EDGES) + rng.randint(-2, 2)))
@@ -85,14 +86,14 @@ _TYPES = ['"integer"', '"integer"', '"number"', '["integer", "null"]', '["number
 
 
 def _schema(rng: random.Random, depth: int = 2) -> str:
-    """Return a schema in which numbers lie at any place."""
+    """Return a schema with numbers in any place."""
     way = rng.random()
     if depth == 0 or way < 0.35:
         return _numeric(rng)
     inner = [_schema(rng, depth - 1) for _ in range(rng.randint(1, 3))]
     if way < 0.55:
         names = [f"p{i}" for i in range(len(inner))]
-        pairs = ", ".join(f'"{n}": {one}' for n, one in zip(names, inner, strict=True))
+        pairs = ", ".join(f'"{n}": {schema}' for n, schema in zip(names, inner, strict=True))
         required = json.dumps([n for n in names if rng.random() < 0.6])
         return f'{{"type": "object", "properties": {{{pairs}}}, "required": {required}}}'
     if way < 0.7:
@@ -152,7 +153,7 @@ def main(seed: int, n: int) -> None:
                 assert isinstance(matcher, Matcher)
                 try:
                     text = _text(matcher, model, rng)
-                except GrammarError:  # too complex, told
+                except GrammarError:  # too complex, with a typed error
                     continue
                 if text is None:
                     continue
@@ -168,7 +169,7 @@ def main(seed: int, n: int) -> None:
 
 
 def grammar_takes(grammar: lb.Grammar, text: str) -> bool:
-    """Return whether the check after the text, of repetitions, lets it pass."""
+    """Return whether the text passes the check for repetitions, which comes after the grammar."""
     try:
         grammar.parse(text)
     except lb.errors.ParseError:

@@ -26,7 +26,7 @@ Row = npt.NDArray[np.float32]
 
 
 class Both:
-    """One setting with the core and without, over any vocabulary: the chain needs only its size."""
+    """One setting with and without the core, over any vocabulary; the chain needs only its size."""
 
     def __init__(self, model: lb.Model, n_vocab: int, params: SamplingParams) -> None:
         sized = SimpleNamespace(
@@ -49,22 +49,22 @@ class Both:
             expected = None
         logits = LogitsRow(x)
         token = logits.sample(self.compiled, seed, position, purpose)
-        found = self.compiled.candidates(logits.address)
+        kept = self.compiled.candidates(logits.address)
         if expected is None:
             assert token == -1
-            assert found is None
+            assert kept is None
             return False
         if token >= 0:
             assert token == expected.draw(seed, position, purpose)
             assert logits.logprob(token) == pytest.approx(
                 LogitsRow(x.copy()).logprob(token), abs=1e-6
             )
-        if found is not None:
-            ours = Distribution.from_logweights(*found)
-            # llama.cpp does not say in which order equal logits come; all else is equal to the bit.
+        if kept is not None:
+            ours = Distribution.from_logweights(*kept)
+            # llama.cpp does not define the order of equal logits. Everything else is equal to the bit.
             assert np.array_equal(ours.logprobs, expected.logprobs)
-            for one, other in ((ours, expected), (expected, ours)):
-                assert np.array_equal(one.at(other.ids), other.probs)
+            for a, b in ((ours, expected), (expected, ours)):
+                assert np.array_equal(a.at(b.ids), b.probs)
         return token >= 0
 
 
@@ -83,7 +83,7 @@ def test_same_tokens_over_hard_rows(target: lb.Model, n_vocab: int, name: str) -
 
 
 def test_core_has_the_expf_of_llama_cpp() -> None:
-    """Where it had another one, top-p would go to llama.cpp's samplers."""
+    """With another row the core would leave top-p to llama.cpp's samplers."""
     assert softmax_agrees()
 
 
@@ -102,7 +102,7 @@ def test_tie_at_a_cut_is_left_to_llama_cpp(target: lb.Model, tokens: tuple[int, 
 
 
 def test_sums_of_top_p_are_llama_cpps_at_every_cut(target: lb.Model) -> None:
-    """One unit in the last place more or less would move some of these cuts."""
+    """A difference of one unit in the last place would move some of these cuts."""
     rng = np.random.default_rng(8)
     x = row(rng, 600, "plain")
     for p in np.linspace(0.01, 0.99999, 150):

@@ -1,7 +1,7 @@
 """Distributions agree with mathematics, and draws are pure functions of (seed, position, id).
 
-Statistical tests use fixed seeds, so they pass or fail for good; the odds they state are those of a
-false failure for somebody who changes the hash. All chi-square limits are at one in a million.
+Statistical tests use fixed seeds, so their result never changes. The odds that they state are those of a
+false failure if somebody changes the hash. All chi-square limits are at one in a million.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def test_draws_follow_the_probabilities(shape: str, along: str) -> None:
 
 
 def test_tokens_too_improbable_for_a_float_are_never_drawn() -> None:
-    """At a temperature near 0 most weights underflow to 0: no NumPy warning (an error in the tests)."""
+    """At a temperature near 0 most weights underflow to 0. NumPy must not warn: tests would fail."""
     choice = Distribution.from_logits(np.array([-1e6, 0.0, -800.0, -3.0], dtype=np.float32))
     drawn = {choice.draw(7, position) for position in range(500)}
     assert drawn == {1, 3}

@@ -63,8 +63,10 @@ def test_tokens_of_a_branch_are_those_of_the_page(ctx: Context) -> None:
         assert [first.seed, second.seed] == [key(77, n, 3) >> 1 for n in (1, 2)]
         for branch in (root, second):
             for _ in range(8):
-                found = branch.distribution()
-                probs = dict(zip(found.ids.tolist(), found.probs.tolist(), strict=True))
+                distribution = branch.distribution()
+                probs = dict(
+                    zip(distribution.ids.tolist(), distribution.probs.tolist(), strict=True)
+                )
                 assert draw(branch.seed, branch.position, probs) == branch.step().token
 
 

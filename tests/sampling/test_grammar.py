@@ -1,6 +1,6 @@
 """Grammars: errors with their reason, GBNF as llama.cpp reads it, masks, choices, expressions, limits.
 
-That our reading of GBNF and llama.cpp's agree is tried with grammars that are cut, spliced and mutated.
+Grammars that are cut, spliced and mutated test whether we read GBNF as llama.cpp does.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ GBNF: list[tuple[str, str]] = [
     ("root ::= <abc", "expected '>'"),
     ('root ::= root "a" | "b"', "left recursion: the rule 'root'"),
     ("root ::= ( | [a])*", "left recursion"),
-    ('root ::= b root "x" | "y"\nb ::= c\nc ::= ""', "left recursion"),  # llama.cpp overlooks it
+    ('root ::= b root "x" | "y"\nb ::= c\nc ::= ""', "left recursion"),  # llama.cpp does not see it
     ("root ::= [a]\0", "NUL"),
     *(
         (f'root ::= "a"\n  {start} "b"', "line 2, column 3: expected the name of a rule, .*: "
@@ -136,7 +136,7 @@ def test_llguidance_follows_gbnf_as_llama_cpp_does(
 
 @pytest.mark.parametrize("end", ['"y"', '"y" | "z" r0'], ids=["chain", "recursion"])
 def test_rules_that_are_groups_of_rules_end_no_process(end: str, toy: lb.Model) -> None:
-    """3,000 groups, one in another: llguidance would overflow its stack, so llama.cpp follows them."""
+    """3,000 nested groups would overflow llguidance's stack, so llama.cpp's grammar is used."""
     rules = [f'r{i} ::= ("x" ("x" ("x" r{i + 1})))' for i in range(1000)]
     grammar = Grammar("\n".join(["root ::= r0", *rules, f"r1000 ::= {end}"]))
     sampler = Sampler(toy, SamplingParams(temperature=0.0), grammar)
@@ -286,7 +286,7 @@ SCHEMA = {
 def test_mask_is_what_the_matcher_answers_token_by_token(
     grammar: Grammar, target: lb.Model
 ) -> None:
-    """Where the text is certain, the mask is the tokenizer's own first token of it instead."""
+    """If the next text is certain, the mask has only the first token of its normal tokenization."""
     rng = random.Random(3)
     state = grammar.start(target)
     n_forced = 0
@@ -337,7 +337,7 @@ def test_draw_is_from_the_masked_row_before_anything_is_truncated(
     sampler = Sampler(target, params, Grammar.from_json_schema(SCHEMA))
     for position in range(20):
         row = rng.normal(0, 3, target.n_vocab).astype(np.float32)
-        found = sampler.distribution(row, position, 7)
+        distribution = sampler.distribution(row, position, 7)
         mask = sampler.processed(np.zeros(target.n_vocab))[0]
         hidden = np.full(target.n_vocab, -np.inf)
         hidden[mask] = 0.0
@@ -345,10 +345,10 @@ def test_draw_is_from_the_masked_row_before_anything_is_truncated(
         plain = Sampler(target, params.replace(logit_bias=bias))
         plain._history = sampler._history
         expected = plain.distribution(row, position, 7)
-        assert found.dense(target.n_vocab) == pytest.approx(
+        assert distribution.dense(target.n_vocab) == pytest.approx(
             expected.dense(target.n_vocab), abs=1e-6
         )
-        sampler.accept(found.draw(3, position))
+        sampler.accept(distribution.draw(3, position))
 
 
 def test_tokenizer_is_made_once_and_freed_with_its_model(tmp_path: Path) -> None:
@@ -416,7 +416,7 @@ def test_bad_grammar_is_an_error_at_once_with_its_reason(
 def test_hint_about_a_line_that_begins_with_a_bar_leads_to_a_grammar_that_works(
     bar: str, toy: lb.Model
 ) -> None:
-    """What it says is right: after '|', within parentheses; nothing before '|' is the empty text."""
+    """The hint is right after '|' and in parentheses, too. Nothing before '|' is the empty text."""
     with pytest.raises(GrammarError) as caught:
         Grammar('root ::= "a"\n  | "b"')
     assert "inside parentheses" in (caught.value.hint or "")
@@ -451,7 +451,7 @@ def test_hint_of_a_grammar_that_does_not_parse_fits_its_error() -> None:
 def test_expression_that_explodes_neither_hangs_nor_takes_all_memory(
     pattern: str, toy: lb.Model
 ) -> None:
-    """Either it is refused, or its states are made as they are needed."""
+    """Such a grammar is refused, or its states are computed when they are needed."""
     try:
         sampler = Sampler(toy, SamplingParams(), Grammar.from_regex(pattern))
         for position in range(60):

@@ -71,14 +71,14 @@ for _form, _check in _FORMS.items():
 
 
 def _matches(_: Any, pattern: str, value: Any, schema: Any) -> Iterator[jsonschema.ValidationError]:
-    """Judge a pattern as ECMAScript does: its classes are ASCII, but for white space."""
+    """Judge a pattern as ECMAScript does: its classes are ASCII, except for white space."""
     pattern = pattern if "[" in pattern else pattern.replace(r"\s", r"(?u:\s)")
     if isinstance(value, str) and not re.search(pattern, value, re.ASCII):
         yield jsonschema.ValidationError(f"{value!r} does not match {pattern!r}")
 
 
 def judge(schema: Any) -> Any:
-    """Return the validator of a schema; lists of ``items`` are of an earlier draft."""
+    """Return the validator of a schema. A list as ``items`` means an earlier draft of JSON Schema."""
     is_old = '"items": [' in json.dumps(schema)
     draft = jsonschema.Draft201909Validator if is_old else jsonschema.Draft202012Validator
     kind = jsonschema.validators.extend(draft, {"pattern": _matches})
@@ -98,7 +98,7 @@ def _walk(model: lb.Model, grammar: Grammar, seed: int) -> str:
     text = b""
     for position in range(3000):
         row = rng.normal(0, 2, model.n_vocab).astype(np.float32) + bonus
-        row[[*closing, 1]] += 0.1 * max(0, position - 20)  # long texts come to an end
+        row[[*closing, 1]] += 0.1 * max(0, position - 20)  # long texts are made to end
         token = sampler.distribution(row).draw(seed, position)
         sampler.accept(token)
         if model.is_eog(token):
@@ -407,9 +407,9 @@ REFUSED: list[tuple[Any, str]] = [
 def test_what_cannot_be_kept_is_refused_by_name_and_place(schema: Any, reason: str) -> None:
     with pytest.raises(GrammarError) as caught:
         Grammar.from_json_schema(json.dumps(schema))
-    told = str(caught.value)
-    assert reason in told
-    assert "\n" not in told and ("regex" not in told or "regex" in json.dumps(schema))
+    message = str(caught.value)
+    assert reason in message
+    assert "\n" not in message and ("regex" not in message or "regex" in json.dumps(schema))
 
 
 @pytest.mark.parametrize(
@@ -425,7 +425,7 @@ def test_what_is_no_schema_is_refused(schema: Any) -> None:
 
 
 def _nested(key: str, depth: int) -> str:
-    """Return the text of a schema: arrays in arrays; or one enumerated value, as deep."""
+    """Return the text of a schema of nested arrays, or of one enumerated value that is as deep."""
     if key == "enum":
         return '{"properties": {"x": {"enum": [' + "[" * depth + "]" * depth + "]}}}"
     return '{"type": "array", "items": ' * depth + "{}" + "}" * depth
@@ -433,7 +433,7 @@ def _nested(key: str, depth: int) -> str:
 
 @pytest.mark.parametrize("key", ["items", "enum"])
 def test_schema_of_any_depth_is_a_grammar_or_an_error(key: str) -> None:
-    """Python, json and llguidance each have a limit of their own: none of them shows through."""
+    """Python, json and llguidance each have a limit. All give the same typed error."""
     Grammar.from_json_schema(_nested(key, 50))
     for depth in range(200, 1400, 50):
         with pytest.raises(GrammarError, match="too deep"):

@@ -1,7 +1,7 @@
 r"""Patterns of JSON schemas mean what ECMAScript means by them.
 
 Each pattern is drawn together with its translation to Python's ``re``, piece by piece. Texts drawn under
-the grammar must match; short texts of difficult characters are taken exactly if they match.
+the grammar must match. Short texts of difficult characters must be accepted exactly if they match.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ITEMS = [
     (r"\ud83d\ude00", "😀"), (r"\^", r"\^"), (":*?", ":*?"), (r"\0", r"\x00"), (r"\.", r"\."),
     ("{}", "{}"), (r"\s", _SPACE), (r"\$", "$"), (r"\v", r"\x0b"), ("é", "é"), (r"\x7f", r"\x7f"),
 ]  # fmt: skip
-# What is no class.
+# Items that are not classes.
 ATOMS = [
     ("a", "a"), ("&&", "&&"), ("--", "--"), ('"', '"'), (r"\\", r"\\"), (r"\/", "/"), ("-", "-"),
     ("~", "~"), (".", r"[^\n\r\u2028\u2029]"), (r"\d", "[0-9]"), (r"\D", "[^0-9]"),
@@ -58,7 +58,7 @@ def _drawn(rng: random.Random) -> tuple[str, str]:
             sign = rng.choice(["", "^"])
             if not sign and chosen[0][0] == "^":
                 chosen = [("a", "a"), *chosen]
-            text, same = ("".join(one[i] for one in chosen) for i in (0, 1))
+            text, same = ("".join(pair[i] for pair in chosen) for i in (0, 1))
             piece = f"[{sign}{text}]", f"[{sign}{same}]"
         else:
             piece = rng.choice(ATOMS)
@@ -67,7 +67,7 @@ def _drawn(rng: random.Random) -> tuple[str, str]:
                 continue
         repeat = rng.choice(_REPEATS)
         pieces.append((piece[0] + repeat, piece[1] + repeat))
-    pattern, same = ("".join(one[i] for one in pieces) for i in (0, 1))
+    pattern, same = ("".join(pair[i] for pair in pieces) for i in (0, 1))
     return (f"^{pattern}$", f"^(?:{same})\\Z") if rng.random() < 0.8 else (pattern, same)
 
 
@@ -126,7 +126,7 @@ def test_classes_are_those_of_ecmascript(
     grammar = Grammar.from_json_schema({"type": "string", "pattern": pattern})
     written = [json.dumps(text, ensure_ascii=False) for text in texts]
     assert [text for text in written if not _accepts(toy, grammar, text)] == []
-    assert [one for one in others if _accepts(toy, grammar, json.dumps(one))] == []
+    assert [text for text in others if _accepts(toy, grammar, json.dumps(text))] == []
 
 
 def test_names_of_properties_follow_their_patterns(toy: lb.Model) -> None:

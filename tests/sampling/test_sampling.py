@@ -81,7 +81,7 @@ def _cut(x: Floats, p: SamplingParams) -> Floats:
     if p.typical_p < 1:
         probs = _softmax(x)
         live_ids = np.flatnonzero(probs)
-        surprise = -np.log(probs[live_ids])  # what has probability 0 adds nothing
+        surprise = -np.log(probs[live_ids])  # tokens of probability 0 add nothing
         entropy = float((probs[live_ids] * surprise).sum())
         order = live_ids[np.argsort(np.abs(surprise - entropy), kind="stable")]
         n = int(np.searchsorted(np.cumsum(probs[order]), p.typical_p, side="right")) + 1
@@ -183,12 +183,12 @@ TOGETHER: list[dict[str, Any]] = [
     {"typical_p": 0.9, "logit_bias": {3: -200.0}},
     {"typical_p": 0.9, "top_n_sigma": 2.0},
     {"temperature": 0.6, "dynatemp_range": 0.3, "top_k": 20, "logit_bias": {9: 2.0, 1: -math.inf}},
-    # what is masked is no candidate of the dynamic temperature
+    # masked tokens do not count for the dynamic temperature
     {"temperature": 0.8, "dynatemp_range": 0.5, "logit_bias": dict.fromkeys(range(9), -math.inf)},
     {"temperature": 0.8, "dynatemp_range": 0.5, "top_n_sigma": 1.0},
     {"temperature": 0.8, "dynatemp_range": 0.7, "dynatemp_exponent": 2.0, "top_n_sigma": 2.0},
 ]
-# In range, but beyond what 32-bit floats can hold on the way.
+# Settings in range whose intermediate results overflow 32-bit floats.
 EXTREME: list[dict[str, Any]] = [
     *({"temperature": t} for t in (1e-30, 1e-36, 1e-38, 1e-39, 1e-40, 1e-44, 1e-60, 5e-324)),
     {"temperature": 1e-39, "top_k": 7, "top_p": 0.9, "min_p": 0.1},
@@ -269,7 +269,7 @@ def test_greedy_takes_the_lowest_of_equal_tokens(settings: dict[str, Any], toy: 
 
 @pytest.fixture(scope="module")
 def wide_toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lb.Model]:
-    """A random model of 20,000 tokens: top-k looks at few of the logits."""
+    """A random model of 20,000 tokens, where top-k looks at only a few logits."""
     path = tmp_path_factory.mktemp("wide") / "wide.gguf"
     with lb.Model(toys.write_llama(path, vocab=20_000, n_layer=1)) as model:
         yield model
@@ -291,15 +291,15 @@ def test_settings_do_what_they_say(
 def test_candidates_are_the_largest_and_their_ties(k: int, n_vocab: int) -> None:
     rng = np.random.default_rng(k)
     rows = _rows(n_vocab)
-    rows.append(np.sort(rows[0]))  # the largest all stand together
+    rows.append(np.sort(rows[0]))  # the largest are next to each other
     rows.append(rng.integers(0, 1000, n_vocab).astype(np.float32))  # many equals
     rows.append(np.where(rng.random(n_vocab) < 0.9, -np.inf, rows[1]).astype(np.float32))
     for row in rows:
-        found = candidates(row, k)
-        assert found is not None
-        assert set(np.flatnonzero(row >= np.sort(row)[-k])) <= set(found.tolist())
-        assert len(found) < n_vocab / 4
-        assert (np.diff(found) > 0).all()
+        ids = candidates(row, k)
+        assert ids is not None
+        assert set(np.flatnonzero(row >= np.sort(row)[-k])) <= set(ids.tolist())
+        assert len(ids) < n_vocab / 4
+        assert (np.diff(ids) > 0).all()
 
 
 def test_candidates_are_none_where_blocks_cannot_tell() -> None:
@@ -558,7 +558,8 @@ def test_without_logprobs_the_text_is_the_same(
             if not params.logprobs:
                 with pytest.raises(BranchStateError, match="no surprisal"):
                     branch.perplexity()
-                assert branch.surprisal(7) > 0  # of the present row, which was not measured before
+                # Measurements of the current row, which was not measured before.
+                assert branch.surprisal(7) > 0
         texts.append([token.text for token in tokens])
         assert [token.token for token in tokens] == [token.token for token in drafted]
         numbers = [x for token in (*tokens, *drafted) for x in (token.logprob, token.entropy)]
@@ -610,10 +611,10 @@ def test_processed_scores_are_those_after_bias_grammar_and_penalties(small_toy: 
     ],
 )
 def test_setting_that_goes_elsewhere_is_named(name: str, hint: str) -> None:
-    given: dict[str, Any] = {name: 1}
+    settings: dict[str, Any] = {name: 1}
     for make in (SamplingParams, SamplingParams().replace):
         with pytest.raises(ConfigError, match=f"unknown sampling setting '{name}'") as caught:
-            make(**given)
+            make(**settings)
         assert hint in (caught.value.hint or "")
 
 

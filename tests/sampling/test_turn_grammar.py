@@ -1,4 +1,4 @@
-"""The grammar of a turn: free text is free, calls are valid from their opening on, in every form."""
+"""The grammar of a turn: text is free, and calls are valid from their opening on, in every form."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_calls_are_valid_from_their_opening_on(model: lb.Model, shape: str) -> N
         assert fits(model, named, text) == (calls[0].name == "ping")
         assert form.read(text, TOOLS).calls[0][:2] == calls[0][:2]
     for calls in BAD:
-        if shape == "bare JSON":  # nothing but the braces tells it from a text
+        if shape == "bare JSON":  # only the braces distinguish it from text
             continue
         assert not fits(model, required, form.write(calls)), calls
         assert not fits(model, auto, form.write(calls)), calls
@@ -89,8 +89,8 @@ def test_a_template_that_refuses_two_calls_in_a_turn_gets_one(model: lb.Model) -
     """In its own form and in those that models write on their own."""
     form = TurnFormat.of(CHANGING["one call in a turn"])
     auto = turn_grammar(model, Tools(TOOLS, "auto", form))
-    one = '{"name": "ping", "arguments": {}}'
-    for text in (one, f"<do>\n{one}\n</do>", f"```json\n{one}\n```"):
+    call = '{"name": "ping", "arguments": {}}'
+    for text in (call, f"<do>\n{call}\n</do>", f"```json\n{call}\n```"):
         assert fits(model, auto, text) and not fits(model, auto, f"{text}\n{text}")
 
 
@@ -99,7 +99,7 @@ def walked(model: lb.Model, grammar: lb.Grammar, tokens: list[int]) -> int:
     state: Any = grammar.start(model)
     for n, token in enumerate(tokens):
         mask = np.unpackbits(state.mask().view(np.uint8), bitorder="little")[: model.n_vocab]
-        assert [state.allows(each) for each in np.flatnonzero(mask)] == [True] * int(mask.sum())
+        assert [state.allows(token) for token in np.flatnonzero(mask)] == [True] * int(mask.sum())
         if not state.allows(token):
             return n
         state.accept(token)
@@ -111,7 +111,7 @@ def walked(model: lb.Model, grammar: lb.Grammar, tokens: list[int]) -> int:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("is_eog", [False, True])
 def test_tags_that_are_control_tokens(tmp_path: Path, shape: str, is_eog: bool) -> None:
-    """The mask never has a token that is refused; what ends every text ends a call too."""
+    """The mask never has a refused token. Tokens that end every text end a call, too."""
     source = SHAPES[shape]
     if not is_eog:  # llama.cpp ends texts at tokens of these names
         for name in ("call", "calls", "end"):
@@ -125,7 +125,8 @@ def test_tags_that_are_control_tokens(tmp_path: Path, shape: str, is_eog: bool) 
         ends = [n for n, token in enumerate(tokens) if model.is_eog(token)]
         auto = turn_grammar(model, Tools(TOOLS, "auto", form))
         plain = model.tokenize("A <note> b.\n", add_special=False, parse_special=True)
-        assert walked(model, auto, plain) == len(plain)  # control tokens of no call are free
+        # Control tokens that belong to no call are free.
+        assert walked(model, auto, plain) == len(plain)
         if ends and ends[0] == 0:
             return  # no call can be written
         n = ends[0] + 1 if ends else len(tokens)
@@ -204,7 +205,7 @@ def test_a_thousand_tools(model: lb.Model) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_names_and_values_with_quotes(model: lb.Model, shape: str) -> None:
-    """Names and enumerated values are told from each other, whatever signs they have."""
+    """Names and enumerated values are distinguished, whatever characters they have."""
     values = ["it's", 'say "x"', "a\\b", "a.b"]
     names = ['say "hi"', "it's", "a.b-c", "a.b", "a/b", "get_1", "get_11"]
     tools = [{"type": "function", "function": {"name": name, "parameters": {
@@ -234,7 +235,7 @@ def test_the_function_may_be_named_after_the_channel(model: lb.Model) -> None:
 
 
 def test_free_text_may_hold_what_an_opening_begins_with(tmp_path: Path) -> None:
-    """A tag that other parts of a turn have too tells no call before its own words follow."""
+    """A tag that other parts of a turn have, too, begins a call only when the call's words follow."""
     source = SHAPES["one tag around several"].replace("<dos>", "<|open|>do<|sep|>")
     source = source.replace("<mull>", "<|open|>mull<|sep|>").replace("</mull>", "<|shut|>")
     form = TurnFormat.of(source)
@@ -249,7 +250,7 @@ def test_free_text_may_hold_what_an_opening_begins_with(tmp_path: Path) -> None:
 def test_the_vocabulary_is_searched_for_control_tokens_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has 150,000 tokens or more, and each request with tools asked all of them again."""
+    """A vocabulary has 150,000 tokens or more, and each request with tools looked at all of them."""
     n_read, read = 0, C.llama_vocab_get_attr
 
     def counted(vocab: object, token: int) -> int:

@@ -137,6 +137,15 @@ def test_worker_that_dies_while_it_loads_ends_the_job(
         generate(prompts(8), workers=1)
 
 
+def test_ninth_block_whose_worker_dies_ends_the_job(
+    generate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_module, "Generate", clusters.Stillborn)
+    monkeypatch.setattr(job_module, "MOST_RETRIES", 0)
+    with pytest.raises(lb.errors.JobError, match="its workers died again and again"):
+        generate(prompts(12), workers=1, block_rows=1)
+
+
 def test_full_disk_ends_the_job_and_it_can_be_resumed(
     generate: Any, ctx: lb.Context, tmp_path: Path
 ) -> None:

@@ -65,25 +65,25 @@ def test_times_are_those_computed_by_hand() -> None:
         1000, prompt_tokens=300, output_tokens=140, decode_per_s=140, prefill_per_s=1000,
         shared_tokens=200, rows_per_prefix=20, workers=4, price=3.6, block_rows=50,
     )  # fmt: skip
-    found = job.plan()
+    plan = job.plan()
     row_s = (200 / 20 + 100) / 1000 + 1 + ROW_S
-    assert found.row_s == pytest.approx(row_s)
-    assert found.block_s == pytest.approx(50 * row_s + BLOCK_S)
-    assert found.n_blocks == 20
+    assert plan.row_s == pytest.approx(row_s)
+    assert plan.block_s == pytest.approx(50 * row_s + BLOCK_S)
+    assert plan.n_blocks == 20
     seconds = START_S + 5 + (1000 * row_s + 20 * BLOCK_S) / 4  # 20 blocks: five for each worker
-    assert found.seconds == pytest.approx(seconds)
-    assert found.cost == pytest.approx(4 * seconds / 1000)
-    assert found.efficiency == pytest.approx(1000 * row_s / (4 * seconds))
-    assert found.tokens_per_s == pytest.approx(140_000 / seconds)
-    assert found.deaths == 0
+    assert plan.seconds == pytest.approx(seconds)
+    assert plan.cost == pytest.approx(4 * seconds / 1000)
+    assert plan.efficiency == pytest.approx(1000 * row_s / (4 * seconds))
+    assert plan.tokens_per_s == pytest.approx(140_000 / seconds)
+    assert plan.deaths == 0
 
 
 def test_block_is_that_of_young() -> None:
     job = replace(JOB, rows=10_000_000, workers=10, mtbf_h=2)
-    found = job.plan()
-    assert found.block_s - BLOCK_S == pytest.approx(math.sqrt(2 * BLOCK_S * 7200), rel=0.03)
-    for rows in (found.block_rows // 3, found.block_rows * 3):
-        assert replace(job, block_rows=rows).plan().seconds > found.seconds
+    plan = job.plan()
+    assert plan.block_s - BLOCK_S == pytest.approx(math.sqrt(2 * BLOCK_S * 7200), rel=0.03)
+    for rows in (plan.block_rows // 3, plan.block_rows * 3):
+        assert replace(job, block_rows=rows).plan().seconds > plan.seconds
 
 
 def test_small_jobs_have_blocks_for_all_workers() -> None:

@@ -67,10 +67,10 @@ def test_input_that_has_no_schema_is_refused(
 ) -> None:
     job, rows = given(tmp_path, *lines)
     try:
-        found = job.table(rows, job.schema(rows)).to_pylist()[0]["llamabranch_problem"]
+        problem = job.table(rows, job.schema(rows)).to_pylist()[0]["llamabranch_problem"]
     except ConfigError as error:
-        found = error.message
-    assert message in str(found)
+        problem = error.message
+    assert message in str(problem)
 
 
 def test_input_files_are_those_of_one_format(tmp_path: Path) -> None:
@@ -209,8 +209,8 @@ def test_control_tokens_are_parsed_unless_the_job_or_the_row_does_not(tmp_path: 
             return len(model.prompt_tokens(request.prompt, parse_special=request.parse_special))
 
         parsed, letters = 4, 13  # with BOS
-        for given, expected in ((None, parsed), (True, parsed), (False, letters)):
-            row: Record = {"prompt": MARKED, "text": MARKED, "parse_special": given}
+        for parse_special, expected in ((None, parsed), (True, parsed), (False, letters)):
+            row: Record = {"prompt": MARKED, "text": MARKED, "parse_special": parse_special}
             assert n_prompt(row) == expected
             assert n_prompt(row, parse_special=False) == letters
             assert len(ScoreRows().request(context, row, "0").prompt) == expected

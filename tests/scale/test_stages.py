@@ -31,7 +31,7 @@ def run(stage: Any, *batches: list[dict[str, Any]]) -> list[list[dict[str, Any]]
     async def main() -> list[Any]:
         return await asyncio.gather(*(stage(table(batch)) for batch in batches))
 
-    return [found.to_pylist() for found in asyncio.run(main())]
+    return [table.to_pylist() for table in asyncio.run(main())]
 
 
 @pytest.fixture
@@ -42,12 +42,12 @@ def generate() -> Any:
 
 def test_batches_share_the_engine(generate: Any, ctx: lb.Context) -> None:
     rows = prompts(24)
-    found = run(generate, rows[:8], rows[8:16], rows[16:])
-    assert [[row["id"] for row in batch] for batch in found] == [
+    batches = run(generate, rows[:8], rows[8:16], rows[16:])
+    assert [[row["id"] for row in batch] for batch in batches] == [
         list(range(8)), list(range(8, 16)), list(range(16, 24))
     ]  # fmt: skip
     expected = alone(ctx, rows, 3)
-    for row in [row for batch in found for row in batch]:
+    for row in [row for batch in batches for row in batch]:
         assert {name: row[name] for name in expected[row["id"]]} == expected[row["id"]]
         assert row["prompt"] == rows[row["id"]]["prompt"]
     # 24 texts of 2 to 17 tokens in 8 streams: batch by batch it takes 3 x 17 decodes, and prompts.
@@ -78,8 +78,8 @@ def test_rows_need_ids(generate: Any) -> None:
 
 def test_samples_are_lists_of_one_row() -> None:
     stage = Generate(TARGET, n=3, max_tokens=4, seed=1, n_ctx=1024, n_threads=1)
-    (found,) = run(stage, [{"id": 1, "prompt": "A wolf"}, {"id": 2}])
-    good, bad = found
+    (batch,) = run(stage, [{"id": 1, "prompt": "A wolf"}, {"id": 2}])
+    good, bad = batch
     assert [len(good[name]) for name in ("text", "tokens", "finish_reason", "seed")] == [3] * 4
     assert len(set(good["seed"])) == 3
     assert (bad["text"], bad["finish_reason"]) == (None, ["error"])
@@ -91,20 +91,20 @@ def test_seed_and_limit_of_a_row_replace_the_jobs(generate: Any) -> None:
         {"id": 2, "prompt": "A wolf", "seed": 5, "max_tokens": 6},
         {"id": 3, "prompt": "A wolf", "max_tokens": 6},
     ]
-    (found,) = run(generate, rows)
-    assert found[0]["seed"] == found[1]["seed"] == 5
-    assert found[0]["tokens"] == found[1]["tokens"]
-    assert found[2]["seed"] != 5
-    assert len(found[2]["tokens"]) <= 6
+    (batch,) = run(generate, rows)
+    assert batch[0]["seed"] == batch[1]["seed"] == 5
+    assert batch[0]["tokens"] == batch[1]["tokens"]
+    assert batch[2]["seed"] != 5
+    assert len(batch[2]["tokens"]) <= 6
 
 
 def test_texts_are_scored_after_their_context(ctx: lb.Context) -> None:
     stage = Score(TARGET, n_ctx=1024, n_threads=1)
     rows = [{"id": 1, "text": " said", "context": "The king"}, {"id": 2, "text": ""}]
-    (found,) = run(stage, rows)
-    assert found[0]["n_tokens"] == len(ctx.tokenize(" said", add_special=False))
-    assert found[0]["logprob"] == sum(found[0]["logprobs"])
-    assert found[1]["n_tokens"] == 0
+    (batch,) = run(stage, rows)
+    assert batch[0]["n_tokens"] == len(ctx.tokenize(" said", add_special=False))
+    assert batch[0]["logprob"] == sum(batch[0]["logprobs"])
+    assert batch[1]["n_tokens"] == 0
     (errors,) = run(stage, [{"id": 3, "text": None}, {"id": 4, "text": "", "context": "A king"}])
     assert [row["finish_reason"] for row in errors] == ["error", "error"]
 

@@ -1,4 +1,4 @@
-"""Toys of few tokens, and all their texts with their probabilities: what exact tests compare with."""
+"""Toys with few tokens, and all their texts with probabilities, for exact tests."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def every_text(
 ) -> dict[tuple[int, ...], float]:
     """Return the probability of all tokens that may follow: up to ``n``, or fewer that end with EOG.
 
-    It is that of ``log_probs``, or with settings that of draws: the last digits differ.
+    It comes from ``log_probs``, or with settings from the distribution of draws; the last digits differ.
     """
-    found: dict[tuple[int, ...], float] = {}
+    by_text: dict[tuple[int, ...], float] = {}
 
     def visit(branch: Branch, tokens: tuple[int, ...], before: float) -> None:
         drawn = branch.distribution().dense(root.ctx.model.n_vocab)
@@ -40,16 +40,16 @@ def every_text(
         for token, p in enumerate(probs.tolist()):
             if p > 0.0:
                 longer = (*tokens, token)
-                found[longer] = before * p
+                by_text[longer] = before * p
                 if token != EOG and len(longer) < n:
                     with branch.fork() as child:
                         child.commit(token)
-                        visit(child, longer, found[longer])
+                        visit(child, longer, by_text[longer])
 
     with root.fork() as branch:
         branch.resample(settings or PLAIN)
         visit(branch, (), 1.0)
-    return found
+    return by_text
 
 
 def ended(

@@ -2,7 +2,8 @@
 
     python tests/search/golden_beams.py
 
-needs torch and transformers, which the tests do not. The tables are a formula, which the tests use, too.
+This needs torch and transformers; the tests do not. The tables come from a formula that the tests use,
+too.
 """
 
 from __future__ import annotations
@@ -15,19 +16,20 @@ from typing import Any
 
 N_VOCAB = 40
 PROMPT = 3  # the only token of the prompt
-TELLING = (3, 125)  # odd ones that tell when a search may end: with "never" and penalties above 0
+# Unusual cases that show when a search may end: with "never" and penalties above 0.
+TELLING = (3, 125)
 PATH = Path(__file__).with_name("golden_beams.json")
 
 
 def logits(seed: int, n_tokens: int, last: int, eog: list[int]) -> list[float]:
     """Return the logits after ``n_tokens`` generated tokens of which ``last`` is the last one."""
-    found = []
+    row = []
     for token in range(N_VOCAB):
         x = (seed * 1_000_003 + n_tokens * 8191 + last * 131 + token + 1) * 2_654_435_761 % 2**32
         x = (x ^ (x >> 15)) * 2_246_822_519 % 2**32
         x = (x ^ (x >> 13)) * 3_266_489_917 % 2**32
-        found.append((x >> 8) / 2**24 * 6 - 3 + (1.5 if token in eog else 0.0))
-    return found
+        row.append((x >> 8) / 2**24 * 6 - 3 + (1.5 if token in eog else 0.0))
+    return row
 
 
 def cases() -> list[dict[str, Any]]:
@@ -81,10 +83,10 @@ def main() -> None:
             return {"input_ids": input_ids}
 
     model = Table().eval()
-    found = []
+    golden = []
     for case in cases():
         model.seed, model.eog = case["seed"], case["eog"]
-        made = model.generate(
+        output = model.generate(
             torch.tensor([[PROMPT]]),
             num_beams=case["beams"],
             num_return_sequences=case["beams"],
@@ -98,11 +100,11 @@ def main() -> None:
             output_scores=True,
             return_dict_in_generate=True,
         )
-        lengths = (made.beam_indices >= 0).sum(dim=1).tolist()
-        texts = [row[1 : 1 + n] for row, n in zip(made.sequences.tolist(), lengths, strict=True)]
-        scores = [round(score, 5) for score in made.sequences_scores.tolist()]
-        found.append({**case, "texts": texts, "scores": scores})
-    lines = ",\n".join(json.dumps(case) for case in found)
+        lengths = (output.beam_indices >= 0).sum(dim=1).tolist()
+        texts = [row[1 : 1 + n] for row, n in zip(output.sequences.tolist(), lengths, strict=True)]
+        scores = [round(score, 5) for score in output.sequences_scores.tolist()]
+        golden.append({**case, "texts": texts, "scores": scores})
+    lines = ",\n".join(json.dumps(case) for case in golden)
     PATH.write_text(
         f'{{"transformers": "{transformers.__version__}", "cases": [\n{lines}\n]}}\n', "utf-8"
     )

@@ -51,9 +51,9 @@ def beams_over_tables(case: dict[str, Any]) -> list[tuple[list[int], float]]:
 
 @pytest.mark.parametrize("case", GOLDEN, ids=lambda case: str(case["seed"]))
 def test_beams_are_those_of_transformers(case: dict[str, Any]) -> None:
-    found = beams_over_tables(case)
-    assert [text for text, _ in found] == case["texts"]
-    assert [score for _, score in found] == pytest.approx(case["scores"], abs=2e-5)
+    beams = beams_over_tables(case)
+    assert [text for text, _ in beams] == case["texts"]
+    assert [score for _, score in beams] == pytest.approx(case["scores"], abs=2e-5)
 
 
 def test_golden_cases_are_those_of_the_script() -> None:
@@ -84,12 +84,12 @@ def test_wide_beam_is_exhaustive_search(six: Context, penalty: float, early: boo
         texts = {t: math.log(p) for t, p in every if len(t) == n or t[-1] == EOG}
         assert sum(map(math.exp, texts.values())) == pytest.approx(1.0)
         options: dict[str, Any] = {"beams": 216, "max_tokens": n, "n": 20}
-        found = search.beam_search(root, **options, length_penalty=penalty, early_stopping=early)
+        result = search.beam_search(root, **options, length_penalty=penalty, early_stopping=early)
     best = sorted(texts, key=lambda t: -texts[t] / len(t) ** penalty)
     if early == "never":
-        assert [tuple(h.node.path_tokens) for h in found.hypotheses] == best[:20]
-    # Stopping early may miss the best text, but scores each text it finds truly.
-    for hypothesis in found.hypotheses:
+        assert [tuple(h.node.path_tokens) for h in result.hypotheses] == best[:20]
+    # Stopping early may miss the best text, but the scores of the found texts are right.
+    for hypothesis in result.hypotheses:
         text = tuple(hypothesis.node.path_tokens)
         assert tuple(hypothesis.tokens) == (text[:-1] if text[-1] == EOG else text)
         assert hypothesis.logprob == pytest.approx(texts[text], abs=1e-12)
@@ -102,20 +102,20 @@ def test_wide_beam_is_exhaustive_search(six: Context, penalty: float, early: boo
 @pytest.mark.parametrize("n", [1, 2, 40])
 def test_one_beam_is_greedy_decoding(ctx: Context, n: int) -> None:
     with Branch.start(ctx, STORY, temperature=0.0) as root:
-        found = search.beam_search(root, beams=1, max_tokens=n)
+        result = search.beam_search(root, beams=1, max_tokens=n)
         with root.fork() as greedy:
-            assert found.best.tokens == [t.token for t in greedy.generate(n)]
-            assert found.best.text == greedy.text[len(STORY) :]
-            assert found.best.logprob == pytest.approx(greedy.log_likelihood(), abs=1e-3)
-        assert found.best.score == pytest.approx(found.best.logprob / n)
+            assert result.best.tokens == [t.token for t in greedy.generate(n)]
+            assert result.best.text == greedy.text[len(STORY) :]
+            assert result.best.logprob == pytest.approx(greedy.log_likelihood(), abs=1e-3)
+        assert result.best.score == pytest.approx(result.best.logprob / n)
 
 
 def test_beams_of_a_grammar_follow_it_and_are_not_normalised_again(ctx: Context) -> None:
     rule = 'root ::= " yes" | " no" | " perhaps not"'
     with Branch.start(ctx, STORY, grammar=rule) as root, Branch.start(ctx, STORY) as free:
-        found = search.beam_search(root, beams=4, max_tokens=12, n=4, length_penalty=0.0)
-        assert {h.text for h in found.hypotheses} <= {" yes", " no", " perhaps not"}
-        for hypothesis in found.hypotheses:
+        result = search.beam_search(root, beams=4, max_tokens=12, n=4, length_penalty=0.0)
+        assert {h.text for h in result.hypotheses} <= {" yes", " no", " perhaps not"}
+        for hypothesis in result.hypotheses:
             with free.fork() as same:
                 same.extend(hypothesis.tokens)
                 eog = float(same.log_probs()[ctx.model.eos])
@@ -127,15 +127,15 @@ def test_beams_of_a_grammar_follow_it_and_are_not_normalised_again(ctx: Context)
 
 def test_logit_bias_counts_in_the_score_and_not_in_the_log_probability(ctx: Context) -> None:
     with Branch.start(ctx, STORY, logit_bias={17: 50.0}) as root:
-        found = search.beam_search(root, beams=2, max_tokens=3, length_penalty=0.0).best
-    assert found.tokens == [17, 17, 17]
-    assert found.score == pytest.approx(found.logprob + 150.0)
+        hypothesis = search.beam_search(root, beams=2, max_tokens=3, length_penalty=0.0).best
+    assert hypothesis.tokens == [17, 17, 17]
+    assert hypothesis.score == pytest.approx(hypothesis.logprob + 150.0)
 
 
 def test_stop_string_ends_a_beam(ctx: Context) -> None:
     with Branch.start(ctx, STORY) as root:
-        found = search.beam_search(root, beams=3, max_tokens=40, n=3, stop=[".", ","])
-        for hypothesis in found.hypotheses:
+        result = search.beam_search(root, beams=3, max_tokens=40, n=3, stop=[".", ","])
+        for hypothesis in result.hypotheses:
             assert hypothesis.finish_reason == "stop"
             assert "." not in hypothesis.text
             assert "," not in hypothesis.text
@@ -157,16 +157,16 @@ def test_each_token_costs_one_decode_of_all_beams(ctx: Context) -> None:
 
 def test_tree_holds_every_hypothesis_and_marks_what_was_given_up(ctx: Context) -> None:
     with Branch.start(ctx, STORY) as root:
-        found = search.beam_search(root, beams=3, max_tokens=6, n=2)
-    finished = [node for node in found.tree.walk() if node.status == "finished"]
-    assert {id(node) for node in finished} == {id(h.node) for h in found.hypotheses}
-    for hypothesis in found.hypotheses:
+        result = search.beam_search(root, beams=3, max_tokens=6, n=2)
+    finished = [node for node in result.tree.walk() if node.status == "finished"]
+    assert {id(node) for node in finished} == {id(h.node) for h in result.hypotheses}
+    for hypothesis in result.hypotheses:
         assert hypothesis.node.path_tokens == hypothesis.tokens
         assert hypothesis.node.path_text == hypothesis.text
         assert [node.status for node in hypothesis.node.path[:-1]] == ["open"] * 5
         assert hypothesis.node.logprob == pytest.approx(
             sum(n.logprob - n.parent.logprob for n in hypothesis.node.path if n.parent)
         )
-    assert any(node.status == "pruned" for node in found.tree.walk())
-    record = json.loads(json.dumps(found.as_dict(tree=True)))
-    assert len(record["tree"]["children"]) == len(found.tree.children)
+    assert any(node.status == "pruned" for node in result.tree.walk())
+    record = json.loads(json.dumps(result.as_dict(tree=True)))
+    assert len(record["tree"]["children"]) == len(result.tree.children)

@@ -1,4 +1,4 @@
-"""best_of_n: the texts of their seeds, their order, halves given up, what equal beginnings save."""
+"""best_of_n: texts and their seeds, their order, rejected halves, savings by equal beginnings."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ def alone(root: Branch, index: int, n: int, stop: Sequence[str] = ()) -> list[in
 
 def test_texts_are_those_of_their_seeds_alone(ctx: Context) -> None:
     with Branch.start(ctx, STORY, sampling=WARM) as root:
-        found = search.best_of_n(root, 6, 20)
-        assert sorted(h.tokens for h in found.hypotheses) == sorted(
+        result = search.best_of_n(root, 6, 20)
+        assert sorted(h.tokens for h in result.hypotheses) == sorted(
             alone(root, i, 20) for i in range(6)
         )
         assert (
-            repr(found).startswith("<SearchResult 6 hypotheses, best -") and len(repr(found)) < 100
+            repr(result).startswith("<SearchResult 6 hypotheses, best -")
+            and len(repr(result)) < 100
         )
-        one = search.best_of_n(root, 1, 20).best
+        single = search.best_of_n(root, 1, 20).best
         with root.fork() as branch:
-            assert one.text == "".join(t.text for t in branch.generate(20))
-            assert one.logprob == pytest.approx(branch.log_likelihood(), abs=1e-9)
-            assert one.score == pytest.approx(one.logprob / 20)
+            assert single.text == "".join(t.text for t in branch.generate(20))
+            assert single.logprob == pytest.approx(branch.log_likelihood(), abs=1e-9)
+            assert single.score == pytest.approx(single.logprob / 20)
         again = search.best_of_n(root, 1, 20, seed=9).best
         with root.fork() as branch:
             branch.reseed(9)
@@ -45,9 +46,9 @@ def test_texts_are_those_of_their_seeds_alone(ctx: Context) -> None:
 
 def test_stop_strings_and_limits_end_texts(ctx: Context) -> None:
     with Branch.start(ctx, STORY, sampling=WARM) as root:
-        found = search.best_of_n(root, 5, 60, stop=[","])
-        assert "stop" in {h.finish_reason for h in found.hypotheses}
-        for hypothesis in found.hypotheses:
+        result = search.best_of_n(root, 5, 60, stop=[","])
+        assert "stop" in {h.finish_reason for h in result.hypotheses}
+        for hypothesis in result.hypotheses:
             assert "," not in hypothesis.text
             assert hypothesis.finish_reason in ("stop", "length")
         assert [h.tokens for h in search.best_of_n(root, 3, 0).hypotheses] == [[]] * 3
@@ -70,14 +71,14 @@ def test_score_and_reward_decide_the_order(ctx: Context) -> None:
 
 def test_losing_halves_are_given_up_early(ctx: Context) -> None:
     with Branch.start(ctx, STORY, sampling=WARM) as root:
-        found = search.best_of_n(root, 7, 24, reject_every=6)
-        reasons = [h.finish_reason for h in found.hypotheses]
+        result = search.best_of_n(root, 7, 24, reject_every=6)
+        reasons = [h.finish_reason for h in result.hypotheses]
         assert reasons[0] == "length"
         assert Counter(reasons)["rejected"] == 6
-        assert sorted(len(h.tokens) for h in found.hypotheses) == [6, 6, 6, 12, 12, 18, 24]
-        assert found.stats.tokens_decoded < 24 + 18 + 24 + 18 + 7
+        assert sorted(len(h.tokens) for h in result.hypotheses) == [6, 6, 6, 12, 12, 18, 24]
+        assert result.stats.tokens_decoded < 24 + 18 + 24 + 18 + 7
         whole = [alone(root, i, 24) for i in range(7)]
-        for hypothesis in found.hypotheses:
+        for hypothesis in result.hypotheses:
             n = len(hypothesis.tokens)
             assert hypothesis.tokens in [text[:n] for text in whole]
 
@@ -87,34 +88,34 @@ def test_texts_that_begin_alike_are_decoded_once(ctx: Context, temperature: floa
     with Branch.start(ctx, STORY, temperature=temperature, seed=5) as root:
         for seed in (5, 6, 7):
             root.reseed(seed)
-            found = search.best_of_n(root, 6, 20, stop=["."])
+            result = search.best_of_n(root, 6, 20, stop=["."])
             expected = [alone(root, i, 20, stop=["."]) for i in range(6)]
-            assert sorted(h.tokens for h in found.hypotheses) == sorted(expected)
-            # Each beginning is decoded once; the last token of a text only where EOG follows it.
+            assert sorted(h.tokens for h in result.hypotheses) == sorted(expected)
+            # Each beginning is decoded once. The last token of a text is decoded only if EOG follows.
             decoded = set()
-            for h in found.hypotheses:
+            for h in result.hypotheses:
                 n = len(h.tokens) + (ctx.model.is_eog(h.node.tokens[-1]))
                 decoded |= {tuple(h.tokens[:k]) for k in range(1, n)}
-            assert found.stats.tokens_decoded == len(decoded)
-            assert sum(len(h.tokens) for h in found.hypotheses) >= len(decoded)
+            assert result.stats.tokens_decoded == len(decoded)
+            assert sum(len(h.tokens) for h in result.hypotheses) >= len(decoded)
 
 
 def test_texts_that_part_keep_their_probabilities_and_states(ctx: Context) -> None:
-    """Penalties and a grammar have a state, which each text has for itself after they part."""
+    """Penalties and grammars have a state; after texts part, each text has its own."""
     settings = lb.SamplingParams(temperature=0.3, repeat_penalty=1.1, seed=2)
     grammar = 'root ::= " " [a-z ]+ "."'
     with Branch.start(ctx, STORY, sampling=settings, grammar=grammar) as root:
-        found = search.best_of_n(root, 5, 16)
-        for h in found.hypotheses:
+        result = search.best_of_n(root, 5, 16)
+        for h in result.hypotheses:
             with root.fork() as branch:
                 for token in h.tokens:
                     branch.commit(token)
                 if h.finish_reason == "length":
                     assert h.logprob == pytest.approx(branch.log_likelihood(), abs=1e-5)
-        assert sorted(h.tokens for h in found.hypotheses) == sorted(
+        assert sorted(h.tokens for h in result.hypotheses) == sorted(
             alone(root, i, 16) for i in range(5)
         )
-        assert found.stats.tokens_decoded < sum(len(h.tokens) for h in found.hypotheses)
+        assert result.stats.tokens_decoded < sum(len(h.tokens) for h in result.hypotheses)
 
 
 @pytest.mark.smollm2
@@ -123,7 +124,7 @@ def test_eight_samples_of_a_real_model_share_tokens() -> None:
     with lb.load("smollm2-135m:Q8_0", n_ctx=1024, n_seq_max=9) as ctx:
         for prompt in ("The capital of France is", "Once upon a time", "def add(a, b):", "2 + 2 ="):
             with Branch.start(ctx, prompt, temperature=0.5, seed=1) as root:
-                found = search.best_of_n(root, 8, 32)
-                shared += found.stats.tokens_decoded
-                apart += sum(len(h.tokens) - 1 for h in found.hypotheses)
+                result = search.best_of_n(root, 8, 32)
+                shared += result.stats.tokens_decoded
+                apart += sum(len(h.tokens) - 1 for h in result.hypotheses)
     assert shared <= 0.9 * apart

@@ -60,7 +60,7 @@ def dictionary(text: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("rule", "told"),
+    ("rule", "message"),
     [
         (dictionary, "'o', which begins a valid text"),
         (search.words(lambda word: word == "one"), "is a valid text"),
@@ -71,8 +71,8 @@ def dictionary(text: str) -> bool:
     ],
     ids=["whole words", "incomplete", "raises", "impure", "no bool", "no function"],
 )
-def test_the_check_finds_what_is_wrong(rule: Any, told: str) -> None:
-    with pytest.raises(ConfigError, match=told) as raised:
+def test_the_check_finds_what_is_wrong(rule: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as raised:
         search.check_constraint(rule, ["one two"])
     assert raised.value.hint
 
@@ -117,7 +117,7 @@ def test_the_weight_of_a_draw_is_unbiased(max_rejects: int, allowed: set[int]) -
         total += p
         if token is not None:
             mass[token] += p * math.exp(log_weight)
-            n_refused = next(i for i, each in enumerate(order) if each in allowed)
+            n_refused = next(i for i, token in enumerate(order) if token in allowed)
             assert token == order[n_refused] and n_calls <= n_refused + 2
         assert n_calls <= max_rejects + 1
     assert total == pytest.approx(1.0, abs=1e-12)

@@ -1,4 +1,4 @@
-"""What all searches promise: room, drafts and company change no text, and nothing is left behind."""
+"""What all searches promise: room, drafts and other texts change no text, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Run = Callable[..., Any]
 
 
 class Short(search.Potential):
-    """Short texts."""
+    """Allow only short texts."""
 
     def prefix(self, text: str) -> float:
         return -0.2 * len(text)
@@ -58,7 +58,7 @@ RUNS: dict[str, Run] = {
     "best_of_n": partial(search.best_of_n, n=5, max_tokens=12),
     "best_of_n rejects": partial(search.best_of_n, n=5, max_tokens=9, reject_every=4),
     "vote": partial(search.vote, answer=first_letter, n=6, max_tokens=6),
-    # One text at a time: with more, which of them are heard depends on which end first.
+    # One text at a time. With more, the votes would depend on which texts end first.
     "vote decided": partial(
         search.vote, answer=first_letter, n=8, max_tokens=6, confidence=1.0, width=1
     ),
@@ -84,23 +84,23 @@ DRAFTED = [name for name in RUNS if name.split()[0] in ("best_of_n", "vote", "st
 DRAFTED.append("tree_search samples")
 
 
-def outcome(found: Any) -> tuple[Any, ...]:
-    """Return all that a search has found, its cost and its tree not."""
-    if isinstance(found, search.Selection):
-        return found.choice, found.logprobs, found.scores
-    # How far texts had come that were not needed for a decision depends on the room.
-    hypotheses = [h for h in found.hypotheses if h.finish_reason != "decided"]
-    return hypotheses, found.votes, found.log_evidence, found.valid_mass
+def outcome(result: Any) -> tuple[Any, ...]:
+    """Return the result of a search without its cost and its tree."""
+    if isinstance(result, search.Selection):
+        return result.choice, result.logprobs, result.scores
+    # The length of texts that were not needed for a decision depends on the room.
+    hypotheses = [h for h in result.hypotheses if h.finish_reason != "decided"]
+    return hypotheses, result.votes, result.log_evidence, result.valid_mass
 
 
 @contextmanager
 def nothing_is_left(root: Branch) -> Iterator[None]:
-    """Assert that afterwards ``root`` and what its context holds are as they were."""
+    """Assert that afterwards ``root`` and the content of its context are unchanged."""
     ctx = root.ctx
 
     def state() -> tuple[object, ...]:
-        held = ctx.n_seq_free, ctx.usage().cells_used
-        return *held, root.tokens, root.logits.tolist(), root.produce(), root.children
+        room = ctx.n_seq_free, ctx.usage().cells_used
+        return *room, root.tokens, root.logits.tolist(), root.produce(), root.children
 
     before = state()
     yield
@@ -133,11 +133,11 @@ def test_little_room_gives_the_same(target: lb.Model, ctx: Context, name: str, r
         others = [[9] * (small.usage().cells_free - 24)] if room == "few cells" else []
         rivals = [Branch.start(small, tokens) for tokens in others]
         with nothing_is_left(root):
-            found = run(root)
+            result = run(root)
         assert all(rival.position == len(others[0]) for rival in rivals)
-        assert outcome(found) == outcome(expected)
+        assert outcome(result) == outcome(expected)
         if room == "3 sequences" and name in OBSERVED:
-            assert found.stats.peak_sequences == (1 if name == "vote decided" else 2)
+            assert result.stats.peak_sequences == (1 if name == "vote decided" else 2)
 
 
 @pytest.mark.parametrize("kind", ["lookup", "suffixes", "model"])
@@ -156,7 +156,7 @@ def test_drafters_change_no_text(ctx: Context, draft_ctx: Context, name: str, ki
 
 @pytest.mark.parametrize("name", RUNS)
 def test_recurrent_memory_searches_too(tmp_path: Path, name: str) -> None:
-    found = []
+    outcomes = []
     more = {"drafter": SuffixDrafter()} if name in DRAFTED else {}  # it is ignored
     with lb.Model(toys.write_lfm2(tmp_path / "lfm2.gguf", vocab="bytes")) as model:
         for n_seq_max in (7, 3):
@@ -165,18 +165,18 @@ def test_recurrent_memory_searches_too(tmp_path: Path, name: str) -> None:
                 Branch.start(ctx, "abcabc", sampling=WARM) as root,
                 nothing_is_left(root),
             ):
-                found.append(outcome(RUNS[name](root, **more)))
+                outcomes.append(outcome(RUNS[name](root, **more)))
     if "select" in name:
-        assert found[0][2] == pytest.approx(found[1][2], abs=1e-3)
+        assert outcomes[0][2] == pytest.approx(outcomes[1][2], abs=1e-3)
     else:
-        assert [h.tokens for h in found[0][0]] == [h.tokens for h in found[1][0]] != []
+        assert [h.tokens for h in outcomes[0][0]] == [h.tokens for h in outcomes[1][0]] != []
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_where_no_sequence_is_free_the_reason_is_told(target: lb.Model, name: str) -> None:
     with (
-        Context(target, n_ctx=256, n_seq_max=1, n_threads=1) as one,
-        Branch.start(one, STORY, sampling=WARM) as only,
+        Context(target, n_ctx=256, n_seq_max=1, n_threads=1) as narrow,
+        Branch.start(narrow, STORY, sampling=WARM) as only,
         pytest.raises(lb.errors.SequencesExhaustedError) as caught,
     ):
         RUNS[name](only)
@@ -193,9 +193,9 @@ def test_a_full_cache_ends_texts_or_the_search(target: lb.Model, name: str) -> N
         nothing_is_left(root),
     ):
         if name in DRAFTED:
-            found = RUNS[name](root).hypotheses
-            assert {h.finish_reason for h in found} - {"decided"} == {"capacity"}
-            assert {len(h.tokens) for h in found if h.finish_reason == "capacity"} == {3}
+            hypotheses = RUNS[name](root).hypotheses
+            assert {h.finish_reason for h in hypotheses} - {"decided"} == {"capacity"}
+            assert {len(h.tokens) for h in hypotheses if h.finish_reason == "capacity"} == {3}
         else:
             with pytest.raises(CacheFullError):
                 RUNS[name](root)
@@ -203,22 +203,22 @@ def test_a_full_cache_ends_texts_or_the_search(target: lb.Model, name: str) -> N
 
 @pytest.mark.parametrize("drafter", [None, SuffixDrafter()], ids=["plain", "drafted"])
 def test_a_text_that_waits_for_cells_is_counted_twice(ctx: Context, drafter: Any) -> None:
-    """What is read again after a wait is counted; all else is decoded once, shared beginnings too."""
+    """Tokens read again after a wait are counted. All others are decoded once, shared beginnings too."""
     with (
         Branch.start(ctx, STORY, sampling=WARM) as root,
         Branch.start(ctx, [9] * (ctx.usage().cells_free - 70)),
     ):
-        found = search.best_of_n(root, 6, 30, drafter=drafter)
-        stats = found.stats
-        assert stats.decodes > 1.5 * 29  # much of a text had to wait for others
+        result = search.best_of_n(root, 6, 30, drafter=drafter)
+        stats = result.stats
+        assert stats.decodes > 1.5 * 29  # texts had to wait for others for a long time
         assert 0 < stats.tokens_redecoded < stats.tokens_decoded / 2
         if drafter is None:
-            beginnings = {tuple(h.tokens[:n]) for h in found.hypotheses for n in range(1, 30)}
+            beginnings = {tuple(h.tokens[:n]) for h in result.hypotheses for n in range(1, 30)}
             assert stats.tokens_decoded - stats.tokens_redecoded == len(beginnings)
 
 
 def test_a_cache_that_is_full_in_the_last_step_changes_no_text(target: lb.Model) -> None:
-    """A text that had to wait there does not go on in the branch of one that began elsewhere."""
+    """A text that had to wait does not continue in the branch of a text that began elsewhere."""
     prompt = target.tokenize("The wolf ran and the wolf ran and the wolf " * 40)[:226]
     for seed in range(4):
         texts = []
@@ -228,11 +228,11 @@ def test_a_cache_that_is_full_in_the_last_step_changes_no_text(target: lb.Model)
                 Branch.start(ctx, prompt, temperature=0.5, seed=seed) as root,
             ):
                 root.steer(dict.fromkeys(target.eog_tokens, -50.0))
-                found = search.step_search(
+                result = search.step_search(
                     root, lambda text: len(text) % 5, 4, beam_width=2, max_steps=2, step=4,
                     max_tokens=20,
                 )  # fmt: skip
-                texts.append(sorted(h.text for h in found.hypotheses))
+                texts.append(sorted(h.text for h in result.hypotheses))
         assert texts[0] == texts[1]
 
 
@@ -253,18 +253,18 @@ def own(toy: lb.Model) -> Iterator[Context]:
 @pytest.mark.parametrize("drafter", [None, PromptLookupDrafter()], ids=["plain", "drafted"])
 def test_full_texts_end_and_the_others_are_not_begun_again(own: Context, drafter: Any) -> None:
     with Branch.start(own, BYTES, sampling=NO_END) as branch:
-        found = search.best_of_n(branch, 3, None, drafter=drafter)
-    assert {h.finish_reason for h in found.hypotheses} == {"capacity"}
-    assert {len(h.tokens) for h in found.hypotheses} == {N_CELLS - len(BYTES) + 1}
+        result = search.best_of_n(branch, 3, None, drafter=drafter)
+    assert {h.finish_reason for h in result.hypotheses} == {"capacity"}
+    assert {len(h.tokens) for h in result.hypotheses} == {N_CELLS - len(BYTES) + 1}
     if drafter is None:
-        assert found.stats.tokens_decoded == 3 * (N_CELLS - len(BYTES))
+        assert result.stats.tokens_decoded == 3 * (N_CELLS - len(BYTES))
     texts = []
     for i in range(3):
         with Branch.start(
             own, BYTES, sampling=NO_END.replace(seed=derive_seed(3, i) if i else 3)
         ) as alone:
             texts.append(alone.generate(N_CELLS - len(BYTES)).finish().tokens)
-    assert sorted(h.tokens[:-1] for h in found.hypotheses) == sorted(texts)
+    assert sorted(h.tokens[:-1] for h in result.hypotheses) == sorted(texts)
 
 
 def test_select_reads_choices_that_share_a_beginning(own: Context) -> None:
@@ -315,7 +315,7 @@ def test_a_failed_decode_leaves_nothing_behind(
 @pytest.mark.parametrize("interrupts", [False, True])
 @pytest.mark.parametrize("name", OBSERVED)
 def test_ended_early_it_returns_what_there_is(ctx: Context, name: str, interrupts: bool) -> None:
-    """Also where a decode is interrupted and the observer then ends the search."""
+    """Also if a decode is interrupted and the observer then ends the search."""
     calls = count(1)
 
     def on_step(stats: search.SearchStats) -> bool:
@@ -325,13 +325,13 @@ def test_ended_early_it_returns_what_there_is(ctx: Context, name: str, interrupt
         return n == 2 + interrupts
 
     with Branch.start(ctx, STORY, sampling=WARM) as root, nothing_is_left(root):
-        found = RUNS[name](root, on_step=on_step)
-    assert not any(node.status == "open" for node in found.tree.walk() if not node.children)
+        result = RUNS[name](root, on_step=on_step)
+    assert not any(node.status == "open" for node in result.tree.walk() if not node.children)
     if name != "tree_search moves":  # whose rewards are no steps
-        assert found.stats.steps == 2
+        assert result.stats.steps == 2
     if name not in ("rejection", "tree_search moves"):
-        assert {h.finish_reason for h in found.hypotheses} - {"decided"} == {"cancelled"}
-    lengths = [len(h.tokens) for h in found.hypotheses]
+        assert {h.finish_reason for h in result.hypotheses} - {"decided"} == {"cancelled"}
+    lengths = [len(h.tokens) for h in result.hypotheses]
     method = name.split()[0]
     if method in ("beam_search", "best_of_n", "smc"):
         assert set(lengths) == {3 if method == "best_of_n" else 2}
@@ -372,7 +372,7 @@ def test_an_observer_that_raises_or_interrupts_leaves_nothing(
 def test_what_a_function_raises_comes_through_and_nothing_is_left(
     ctx: Context, name: str, argument: str
 ) -> None:
-    """That of a constraint is named in a ConfigError."""
+    """An exception of a constraint is named in a ConfigError."""
     calls = count()
 
     def fails(text: Any) -> Any:
@@ -400,7 +400,7 @@ def test_an_observer_sees_the_tree(ctx: Context, name: str) -> None:
 
     watch = Watch()
     with Branch.start(ctx, STORY, sampling=WARM) as root:
-        found = RUNS[name](root, on_step=watch)
-    assert watch.root is found.tree
+        result = RUNS[name](root, on_step=watch)
+    assert watch.root is result.tree
     assert watch.n_nodes == sorted(watch.n_nodes)
-    assert list(watch.effective_sizes) == list(found.effective_sizes)
+    assert list(watch.effective_sizes) == list(result.effective_sizes)

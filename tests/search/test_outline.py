@@ -1,4 +1,4 @@
-"""The outline of a tree: every text once, pruned branches where they were given up; its picture."""
+"""The outline of a tree: every text once, pruned branches at the place of pruning; its picture."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def text_and_children(line: TreeLine) -> tuple[str, list[str]]:
 
 def test_every_text_is_drawn_below_what_it_continues(ctx: Context) -> None:
     with Branch.start(ctx, STORY) as branch:
-        found = search.beam_search(branch, 4, 16, n=3)
-    top = outline(found.tree, most_pruned=10_000)
+        result = search.beam_search(branch, 4, 16, n=3)
+    top = outline(result.tree, most_pruned=10_000)
     assert top.text == STORY and math.isnan(top.probability)
     drawn: dict[str, str] = {}  # the text up to each line: its status
     waiting = [("", top)]
@@ -32,35 +32,35 @@ def test_every_text_is_drawn_below_what_it_continues(ctx: Context) -> None:
     given_up = [text for text, status in drawn.items() if status == "pruned"]
     heads = [
         STORY + node.path_text
-        for node in found.tree.walk()
+        for node in result.tree.walk()
         if node.status == "pruned" and node.parent is not None and node.parent.status != "pruned"
     ]
     assert len(heads) == len(given_up) > 10
     assert all(any(text.startswith(head) for text in given_up) for head in heads)
     ends = [text for text, status in drawn.items() if status == "finished"]
-    assert sorted(ends) == sorted(STORY + h.text for h in found.hypotheses)
+    assert sorted(ends) == sorted(STORY + h.text for h in result.hypotheses)
 
 
 def test_the_best_comes_first_and_scores_are_of_one_kind(ctx: Context) -> None:
     with Branch.start(ctx, STORY) as branch:
-        found = search.beam_search(branch, 4, 12, n=4, length_penalty=0.7)
-    line = outline(found.tree, most_pruned=0)
+        result = search.beam_search(branch, 4, 12, n=4, length_penalty=0.7)
+    line = outline(result.tree, most_pruned=0)
     while line.children:
         line = line.children[0]
-    assert line.status == "finished" and line.figures == f"score {found.best.score:.3f}"
-    for node in found.tree.walk():
+    assert line.status == "finished" and line.figures == f"score {result.best.score:.3f}"
+    for node in result.tree.walk():
         if node.tokens:
             assert node.score == pytest.approx(node.logprob / len(node.path) ** 0.7)
 
 
 def test_a_line_begins_with_the_probability_of_its_first_token(ctx: Context) -> None:
     with Branch.start(ctx, STORY, temperature=1.0, seed=2) as branch:
-        found = search.step_search(branch, len, 4, step=3, max_steps=3, max_tokens=9)
-        for line in outline(found.tree).children:
+        result = search.step_search(branch, len, 4, step=3, max_steps=3, max_tokens=9)
+        for line in outline(result.tree).children:
             first = ctx.tokenize(line.text, add_special=False)[0]
             if ctx.detokenize([first]) == line.tokens[0].text:
                 assert line.probability == pytest.approx(math.exp(branch.log_probs()[first]))
-    for node in found.tree.walk():
+    for node in result.tree.walk():
         assert "".join(text for text, _ in node.pieces) == (node.text if node.tokens else "")
         if node.parent is not None:
             total = sum(logprob for _, logprob in node.pieces)

@@ -67,14 +67,14 @@ def test_samples_have_the_distribution_of_valid_texts(
         share = math.fsum(expected.values())
         counts: Counter[tuple[int, ...]] = Counter()
         for seed in range(30):
-            found = search.rejection(root, rule, 50, 3, seed=seed, max_draws=100_000)
-            assert len(found.hypotheses) == 50
-            for h in found.hypotheses:
+            result = search.rejection(root, rule, 50, 3, seed=seed, max_draws=100_000)
+            assert len(result.hypotheses) == 50
+            for h in result.hypotheses:
                 key = tuple(h.node.path_tokens)
                 counts[key] += 1
                 assert math.exp(h.score) == pytest.approx(expected[key], rel=1e-9)
-            assert found.valid_mass is not None
-            low, high = found.valid_mass
+            assert result.valid_mass is not None
+            low, high = result.valid_mass
             assert low <= share + 1e-12 and share <= high + 1e-12
     assert set(counts) <= set(expected)
     wanted_and_seen = [(1500 * p / share, counts[key]) for key, p in expected.items()]
@@ -92,9 +92,9 @@ def test_the_bounds_close_in_on_the_probability(little: Context) -> None:
         expected = math.fsum(exact(root, 2, OneB().complete, PLAIN).values())
         widths = []
         for n in (1, 20, 400):
-            found = search.rejection(root, OneB(), n, 2, max_draws=100_000)
-            assert found.valid_mass is not None
-            low, high = found.valid_mass
+            result = search.rejection(root, OneB(), n, 2, max_draws=100_000)
+            assert result.valid_mass is not None
+            low, high = result.valid_mass
             assert low <= expected + 1e-12 and expected <= high + 1e-12
             widths.append(high - low)
         assert widths[0] > widths[1] > widths[2] and widths[2] < 1e-3
@@ -102,8 +102,8 @@ def test_the_bounds_close_in_on_the_probability(little: Context) -> None:
 
 def test_what_cannot_be_valid_ends_without_a_text(little: Context) -> None:
     with Branch.start(little, "ab", sampling=PLAIN) as root:
-        found = search.rejection(root, lambda text: False, 3, 2, max_draws=100_000)
-        assert not found.hypotheses and found.valid_mass == (0.0, 0.0)
+        result = search.rejection(root, lambda text: False, 3, 2, max_draws=100_000)
+        assert not result.hypotheses and result.valid_mass == (0.0, 0.0)
         never = search.rejection(root, lambda text: False, 3, 2, max_draws=4)
         assert never.valid_mass is not None and 0.0 < never.valid_mass[1] < 1.0
         cold = search.rejection(root, lambda t: False, 2, 3, max_draws=9, seed=1)
@@ -117,29 +117,29 @@ def test_it_draws_fewer_texts_than_throwing_away(ctx: Context) -> None:
         return "and" in text and "e" not in text[:3]
 
     with Branch.start(ctx, STORY, sampling=PLAIN) as root:
-        found = search.rejection(root, wanted, 4, 12, stop=["."], max_draws=4000)
+        result = search.rejection(root, wanted, 4, 12, stop=["."], max_draws=4000)
         again = search.rejection(root, wanted, 4, 12, stop=["."], max_draws=4000)
-        assert [h.tokens for h in again.hypotheses] == [h.tokens for h in found.hypotheses]
-        assert found.hypotheses and all(wanted(h.text) for h in found.hypotheses)
-        assert {h.finish_reason for h in found.hypotheses} == {"stop"}
-        for h in found.hypotheses:
+        assert [h.tokens for h in again.hypotheses] == [h.tokens for h in result.hypotheses]
+        assert result.hypotheses and all(wanted(h.text) for h in result.hypotheses)
+        assert {h.finish_reason for h in result.hypotheses} == {"stop"}
+        for h in result.hypotheses:
             with root.fork() as branch:
                 p = 0.0
                 for token in h.tokens:
                     p += float(branch.log_probs()[token])
                     branch.commit(token)
             assert h.logprob == pytest.approx(p, abs=1e-3) and h.score == pytest.approx(p, abs=1e-3)
-        assert found.stats.constraint_calls >= len(found.hypotheses)
-        assert "valid_mass" in found.as_dict()
+        assert result.stats.constraint_calls >= len(result.hypotheses)
+        assert "valid_mass" in result.as_dict()
     ctx.audit()
 
 
 def test_ended_early_it_returns_what_there_is(ctx: Context) -> None:
     with Branch.start(ctx, STORY, sampling=PLAIN) as root:
-        found = search.rejection(
+        result = search.rejection(
             root, lambda text: False, 2, 20, on_step=lambda stats: stats.steps == 5
         )
-        assert found.stats.steps == 5 and not found.hypotheses
+        assert result.stats.steps == 5 and not result.hypotheses
 
 
 def test_probabilities_are_forgotten_and_read_again(
@@ -148,10 +148,10 @@ def test_probabilities_are_forgotten_and_read_again(
     with Branch.start(ctx, STORY, sampling=PLAIN) as root:
 
         def run() -> list[list[int]]:
-            found = search.rejection(
+            result = search.rejection(
                 root, lambda t: t.count("a") > 2, 6, 10, stop=["."], max_draws=90
             )
-            return [h.tokens for h in found.hypotheses]
+            return [h.tokens for h in result.hypotheses]
 
         expected = run()
         module = importlib.import_module("llamabranch.search.rejection")

@@ -100,16 +100,16 @@ SEARCHES: dict[str, tuple[Call, dict[str, Any], dict[str, Values]]] = {
 
 
 def cases() -> list[Any]:
-    found = []
+    params = []
     for name, (call, _, own) in SEARCHES.items():
         parameters = inspect.signature(call).parameters
         shared = {key: value for key, value in SHARED.items() if key in parameters}
         tables = {"branch": BRANCH} | shared | own
         assert tables.keys() == parameters.keys() - {"self"}, name  # no argument is left out
-        found += [
+        params += [
             pytest.param(name, key, values, id=f"{name}-{key}") for key, values in tables.items()
         ]
-    return found
+    return params
 
 
 @pytest.mark.parametrize(("name", "argument", "values"), cases())
@@ -120,9 +120,9 @@ def test_a_wrong_argument_is_a_typed_error_before_anything_happens(
     branch, ctx = shared_branch, shared_branch.ctx
     before = ctx.decoder.n_decodes, ctx.usage(), ctx.n_seq_free, branch.tokens
     for value in values:
-        given = needed | {"branch": branch, argument: value}
+        arguments = needed | {"branch": branch, argument: value}
         with pytest.raises((ConfigError, lb.errors.TokenizeError)) as raised:
-            call(given.pop("branch"), **given)
+            call(arguments.pop("branch"), **arguments)
         assert str(raised.value)
         assert (ctx.decoder.n_decodes, ctx.usage(), ctx.n_seq_free, branch.tokens) == before
 
@@ -170,13 +170,13 @@ COMBINATIONS: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "given", "words"), COMBINATIONS)
+@pytest.mark.parametrize(("name", "arguments", "words"), COMBINATIONS)
 def test_arguments_that_exclude_each_other(
-    name: str, given: dict[str, Any], words: str, shared_branch: Branch
+    name: str, arguments: dict[str, Any], words: str, shared_branch: Branch
 ) -> None:
     call, needed, _ = SEARCHES[name]
     with pytest.raises(ConfigError, match=words):
-        call(shared_branch, **needed | given)
+        call(shared_branch, **needed | arguments)
 
 
 def test_settings_that_a_search_cannot_have(shared_branch: Branch) -> None:
@@ -216,8 +216,8 @@ def test_trees_are_asked_and_drawn_with_what_they_know(shared_branch: Branch) ->
         for value in (None, "1", math.nan, math.inf, True):
             with pytest.raises(ConfigError):
                 tree.tell(node, value)  # type: ignore[arg-type]
-        for each, _ in asked:
-            tree.tell(each, 0.5)
+        for leaf, _ in asked:
+            tree.tell(leaf, 0.5)
         with pytest.raises(lb.errors.UsageError):
             tree.tell(node, 0.5)  # a second time
         assert tree.result(3).best.score == 0.5
@@ -239,7 +239,7 @@ RETURNS: dict[str, tuple[Call, str, Values]] = {
         search.smc,
         "proposal",
         (None, 5, lb.Distribution.point(5)),
-    ),  # of other tokens
+    ),  # a vocabulary with other tokens
 }
 
 
@@ -265,5 +265,5 @@ def test_what_answer_and_expand_return_is_checked(shared_branch: Branch) -> None
 
 def test_lengths_are_penalised_within_the_limits(shared_branch: Branch) -> None:
     for penalty in (-32, 32):
-        found = search.beam_search(shared_branch, 2, 40, length_penalty=penalty)
-        assert math.isfinite(found.best.score) and found.best.score != 0.0
+        result = search.beam_search(shared_branch, 2, 40, length_penalty=penalty)
+        assert math.isfinite(result.best.score) and result.best.score != 0.0

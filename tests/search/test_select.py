@@ -24,12 +24,12 @@ CHOICES = [
 
 def by_hand(root: Branch, choice: str) -> list[float]:
     """Return log p of the tokens of ``choice``, decoded one by one."""
-    found = []
+    logprobs = []
     with root.fork() as branch:
         for token in root.ctx.tokenize(choice, add_special=False):
-            found.append(-branch.surprisal(token))
+            logprobs.append(-branch.surprisal(token))
             branch.commit(token)
-    return found
+    return logprobs
 
 
 def without_prompt(ctx: Context, choice: str) -> list[float]:
@@ -41,14 +41,18 @@ def without_prompt(ctx: Context, choice: str) -> list[float]:
 @pytest.mark.parametrize("method", ["mean", "sum", "bytes", "contrast"])
 def test_scores_are_those_of_the_method(ctx: Context, method: str) -> None:
     with Branch.start(ctx, PROMPT) as root:
-        found = search.select(root, CHOICES, method=method)
-        for choice, logprobs, score in zip(CHOICES, found.logprobs, found.scores, strict=True):
+        selection = search.select(root, CHOICES, method=method)
+        for choice, logprobs, score in zip(
+            CHOICES, selection.logprobs, selection.scores, strict=True
+        ):
             assert logprobs == by_hand(root, choice)
             n = {"sum": 1, "bytes": len(choice.encode())}.get(method, len(logprobs))
-            given = without_prompt(ctx, choice) if method == "contrast" else [0.0]
-            assert score == pytest.approx((math.fsum(logprobs) - math.fsum(given)) / n, abs=1e-12)
-    assert found.index == max(range(len(CHOICES)), key=lambda i: found.scores[i])
-    assert found.choice == CHOICES[found.index]
+            subtracted = without_prompt(ctx, choice) if method == "contrast" else [0.0]
+            assert score == pytest.approx(
+                (math.fsum(logprobs) - math.fsum(subtracted)) / n, abs=1e-12
+            )
+    assert selection.index == max(range(len(CHOICES)), key=lambda i: selection.scores[i])
+    assert selection.choice == CHOICES[selection.index]
 
 
 def greedy_reference(rows: list[list[float]]) -> int:
@@ -67,19 +71,19 @@ def greedy_reference(rows: list[list[float]]) -> int:
 @pytest.mark.parametrize("prompt", [PROMPT, "Once upon a time there was", "He said", "In the"])
 def test_greedy_drops_a_choice_at_its_first_less_probable_token(ctx: Context, prompt: str) -> None:
     with Branch.start(ctx, prompt) as root:
-        found = search.select(root, CHOICES, method="greedy")
-    assert found.index == greedy_reference(found.logprobs)
-    assert found.scores[found.index] == max(found.scores)
+        selection = search.select(root, CHOICES, method="greedy")
+    assert selection.index == greedy_reference(selection.logprobs)
+    assert selection.scores[selection.index] == max(selection.scores)
 
 
 def test_all_choices_are_one_decode_and_common_beginnings_are_decoded_once(ctx: Context) -> None:
     with Branch.start(ctx, PROMPT) as root:
         before = ctx.decoder.n_decodes
-        found = search.select(root, CHOICES)
-        assert found.stats.decodes == ctx.decoder.n_decodes - before == 1
-        inner = {tuple(t[:n]) for t in found.tokens for n in range(1, len(t))}
-        assert found.stats.tokens_decoded == len(inner) < sum(len(t) for t in found.tokens)
-        # Choices of one token are in the logits already. Of equal choices the first is taken.
+        selection = search.select(root, CHOICES)
+        assert selection.stats.decodes == ctx.decoder.n_decodes - before == 1
+        inner = {tuple(t[:n]) for t in selection.tokens for n in range(1, len(t))}
+        assert selection.stats.tokens_decoded == len(inner) < sum(len(t) for t in selection.tokens)
+        # Choices of one token are already in the logits. If choices are equal, the first one is taken.
         equal = search.select(root, [" good", " good"])
         assert [len(t) for t in equal.tokens] == [1, 1] and equal.stats.decodes == 0
         assert equal.scores[0] == equal.scores[1] and equal.index == 0
@@ -91,7 +95,7 @@ def test_recurrent_memory_selects_too(tmp_path: Path) -> None:
         Context(model, n_ctx=256, n_seq_max=4, n_threads=1) as ctx,
         Branch.start(ctx, "abc") as root,
     ):
-        found = search.select(root, ["de", "dx", "fgh"])
-        for choice, logprobs in zip(["de", "dx", "fgh"], found.logprobs, strict=True):
+        selection = search.select(root, ["de", "dx", "fgh"])
+        for choice, logprobs in zip(["de", "dx", "fgh"], selection.logprobs, strict=True):
             assert logprobs == pytest.approx(by_hand(root, choice), abs=1e-3)
         ctx.audit()

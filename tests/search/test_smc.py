@@ -88,7 +88,7 @@ class Script:
 
 
 class SharedNoise(Script):
-    """What seeding by step alone would do: all slots draw with the same noise."""
+    """What happens if the seed depends only on the step: all slots draw with the same noise."""
 
     def __init__(self, choices: list[int]) -> None:
         super().__init__(choices)
@@ -146,11 +146,11 @@ def moments(
         script = kind(choices)
         monkeypatch.setattr(module, "ancestors", enumerated(script))
         with Frontier(root) as lines:
-            found = module.run_particles(lines, n, max_tokens, script, module.Filter(**options))
-        assert found.log_evidence is not None
-        z, p = math.exp(found.log_evidence), script.probability
+            result = module.run_particles(lines, n, max_tokens, script, module.Filter(**options))
+        assert result.log_evidence is not None
+        z, p = math.exp(result.log_evidence), script.probability
         total, first, second = total + p, first + p * z, second + p * z * z
-        for h in found.hypotheses:
+        for h in result.hypotheses:
             texts[h.text] = texts.get(h.text, 0.0) + p * z * math.exp(h.score)
         choices = script.following()
     assert total == pytest.approx(1.0, abs=1e-12)
@@ -159,12 +159,12 @@ def moments(
 
 def by_text(root: Branch, weights: dict[tuple[int, ...], float]) -> dict[str, float]:
     """Sum the weights of tokens with the same text: BOS has none."""
-    found: dict[str, float] = {}
+    shares: dict[str, float] = {}
     for tokens, weight in weights.items():
         if weight > 0.0:
             text = root.ctx.model.detokenize([t for t in tokens if t != EOG])
-            found[text] = found.get(text, 0.0) + weight
-    return found
+            shares[text] = shares.get(text, 0.0) + weight
+    return shares
 
 
 def exact(
@@ -263,7 +263,7 @@ def bound(little: Context) -> Iterator[Branch]:
 def test_a_grammar_is_weighted_by_the_mass_it_keeps(
     root: Branch, bound: Branch, monkeypatch: pytest.MonkeyPatch, constraint: Any, power: float
 ) -> None:
-    """A text longer than two tokens: those particles die. The grammar forbids BOS, which has no text."""
+    """Particles with more than two tokens die. The grammar forbids BOS, which has no text."""
     every = {t: p**power for t, p in ended(root, 2, PLAIN).items() if 0 not in t}
     allowed = {"ab", "b"} if constraint else {"ab", "b", "bb", "a"}
     expected = {text: p for text, p in by_text(root, every).items() if text in allowed}
@@ -336,20 +336,20 @@ def test_a_constraint_that_refuses_nothing_changes_no_particle(ctx: Context) -> 
         same = search.smc(root, 4, 10, constraint=lambda text: True)
         assert [h.tokens for h in same.hypotheses] == [h.tokens for h in free.hypotheses]
         assert same.log_evidence == pytest.approx(free.log_evidence, abs=1e-12)
-        one = search.smc(root, 1, 10, constraint=lambda text: "e" not in text)
+        single = search.smc(root, 1, 10, constraint=lambda text: "e" not in text)
         with root.fork() as branch:
             text = branch.generate(10, constraint=lambda text: "e" not in text).finish()
-        assert one.hypotheses[0].tokens == text.tokens
+        assert single.hypotheses[0].tokens == text.tokens
 
 
 def test_particles_keep_the_constraint_and_their_calls_are_few(ctx: Context) -> None:
     with Branch.start(ctx, STORY, sampling=PLAIN) as root:
         free = search.smc(root, 8, 12, stop=["."], force_end=False)
-        found = search.smc(
+        result = search.smc(
             root, 8, 12, stop=["."], force_end=False, constraint=lambda text: "e" not in text
         )
-        assert found.hypotheses and all("e" not in h.text for h in found.hypotheses)
-        assert found.log_evidence is not None and found.log_evidence < 0.0
+        assert result.hypotheses and all("e" not in h.text for h in result.hypotheses)
+        assert result.log_evidence is not None and result.log_evidence < 0.0
         assert any("e" in h.text for h in free.hypotheses)
         none = search.smc(root, 4, 6, constraint=lambda text: len(text) < 4 and text != "")
         assert not none.hypotheses and none.log_evidence == -math.inf
@@ -360,11 +360,11 @@ def test_slots_draw_independently_and_sharing_noise_doubles_the_variance(
 ) -> None:
     """Unbiasedness does not show shared noise; the variance does."""
     options: dict[str, Any] = {"potentials": [LikesB()], "threshold": 0.0}
-    mean, one, _ = moments(root, monkeypatch, 1, 2, **options)
-    same, two, _ = moments(root, monkeypatch, 2, 2, **options)
+    mean, variance_1, _ = moments(root, monkeypatch, 1, 2, **options)
+    same, variance_2, _ = moments(root, monkeypatch, 2, 2, **options)
     trap, shared, _ = moments(root, monkeypatch, 2, 2, SharedNoise, **options)
     assert (same, trap) == pytest.approx((mean, mean), abs=1e-12)
-    assert (two, shared) == pytest.approx((one / 2, one), abs=1e-12)
+    assert (variance_2, shared) == pytest.approx((variance_1 / 2, variance_1), abs=1e-12)
 
 
 def test_no_two_draws_of_a_run_share_their_noise() -> None:
@@ -411,21 +411,21 @@ def test_each_slot_is_taken_as_often_as_its_weight_says(scheme: str) -> None:
 def test_one_particle_is_plain_text(ctx: Context, grammar: str | None) -> None:
     params = PLAIN.replace(temperature=0.7)
     with Branch.start(ctx, STORY, sampling=params, grammar=grammar) as root:
-        found = search.smc(root, 1, 24).best
+        hypothesis = search.smc(root, 1, 24).best
         with root.fork() as branch:
             text = "".join(t.text for t in branch.generate(24))
-            assert found.text == text
-            assert found.score == 0.0
-            assert found.tokens == branch.generated
+            assert hypothesis.text == text
+            assert hypothesis.score == 0.0
+            assert hypothesis.tokens == branch.generated
 
 
 def test_shares_sum_to_one_and_equal_texts_are_merged(ctx: Context) -> None:
     with Branch.start(ctx, STORY, sampling=PLAIN, grammar='root ::= " a" | " no"') as root:
-        found = search.smc(root, 8, 4)
-    assert len({h.text for h in found.hypotheses}) == len(found.hypotheses) <= 2
-    assert sum(math.exp(h.score) for h in found.hypotheses) == pytest.approx(1.0)
-    assert found.log_evidence is not None
-    assert found.log_evidence < 0
+        result = search.smc(root, 8, 4)
+    assert len({h.text for h in result.hypotheses}) == len(result.hypotheses) <= 2
+    assert sum(math.exp(h.score) for h in result.hypotheses) == pytest.approx(1.0)
+    assert result.log_evidence is not None
+    assert result.log_evidence < 0
 
 
 def test_effective_sizes_tell_how_unequal_the_weights_are(ctx: Context) -> None:
@@ -455,9 +455,9 @@ def test_nothing_possible_is_no_hypothesis(ctx: Context, grammar: str | None) ->
             return -math.inf if text else 0.0
 
     with Branch.start(ctx, STORY, sampling=PLAIN, grammar=grammar) as root:
-        found = search.smc(root, 4, 5, potentials=[] if grammar else [Never()])
-    assert found.hypotheses == [] and found.text == ""
-    assert found.log_evidence == -math.inf
-    assert found.effective_sizes[-1] == 0.0
+        result = search.smc(root, 4, 5, potentials=[] if grammar else [Never()])
+    assert result.hypotheses == [] and result.text == ""
+    assert result.log_evidence == -math.inf
+    assert result.effective_sizes[-1] == 0.0
     with pytest.raises(UsageError, match="no text"):
-        _ = found.best
+        _ = result.best

@@ -1,4 +1,4 @@
-"""step_search: what goes on, where steps end, plain text."""
+"""step_search: which texts continue, where steps end, plain text."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def likes_e(text: str) -> float:
 @pytest.mark.parametrize("step", [4, ","])
 def test_one_text_is_plain_text(ctx: Context, step: str | int) -> None:
     with Branch.start(ctx, STORY, sampling=WARM) as root:
-        found = search.step_search(root, likes_e, 1, beam_width=1, step=step, max_tokens=30)
+        result = search.step_search(root, likes_e, 1, beam_width=1, step=step, max_tokens=30)
         with root.fork() as branch:
-            assert found.best.text == "".join(t.text for t in branch.generate(30))
-        assert found.best.score == likes_e(found.best.text)
-        assert found.best.finish_reason == "length"
+            assert result.best.text == "".join(t.text for t in branch.generate(30))
+        assert result.best.score == likes_e(result.best.text)
+        assert result.best.finish_reason == "length"
 
 
 def test_every_prefix_of_a_hypothesis_was_a_node_with_its_reward(ctx: Context) -> None:
@@ -33,11 +33,11 @@ def test_every_prefix_of_a_hypothesis_was_a_node_with_its_reward(ctx: Context) -
         return asked[text]
 
     with Branch.start(ctx, STORY, sampling=WARM) as root:
-        found = search.step_search(root, reward, 4, beam_width=2, step=5, max_tokens=20)
-    assert [h.score for h in found.hypotheses] == sorted(
-        (h.score for h in found.hypotheses), reverse=True
+        result = search.step_search(root, reward, 4, beam_width=2, step=5, max_tokens=20)
+    assert [h.score for h in result.hypotheses] == sorted(
+        (h.score for h in result.hypotheses), reverse=True
     )
-    for hypothesis in found.hypotheses:
+    for hypothesis in result.hypotheses:
         assert [len(node.tokens) for node in hypothesis.node.path] == [5] * 4
         assert hypothesis.node.path_tokens == hypothesis.tokens
         for node in hypothesis.node.path:
@@ -47,27 +47,27 @@ def test_every_prefix_of_a_hypothesis_was_a_node_with_its_reward(ctx: Context) -
 
 def test_the_best_go_on_and_runs_to_the_end_in_the_last_iteration(ctx: Context) -> None:
     with Branch.start(ctx, STORY, sampling=WARM) as root:
-        found = search.step_search(
+        result = search.step_search(
             root, likes_e, 4, beam_width=2, step=5, max_steps=3, max_tokens=25
         )
-    first = found.tree.children
+    first = result.tree.children
     assert len(first) == 4
     going_on = [node for node in first if node.children]
     best = sorted(first, key=lambda node: -node.score)[:2]
     assert set(going_on) == set(best)
     assert [len(node.children) for node in going_on] == [2, 2]
-    assert {len(h.node.path) for h in found.hypotheses} == {3}
-    assert {len(h.tokens) for h in found.hypotheses} == {25}
+    assert {len(h.node.path) for h in result.hypotheses} == {3}
+    assert {len(h.tokens) for h in result.hypotheses} == {25}
 
 
 def test_entropy_ends_a_step_before_an_uncertain_token(ctx: Context) -> None:
     with Branch.start(ctx, STORY, sampling=WARM) as root:
-        found = search.step_search(root, likes_e, 2, beam_width=2, entropy=2.0, max_tokens=24)
-        for hypothesis in found.hypotheses:
+        result = search.step_search(root, likes_e, 2, beam_width=2, entropy=2.0, max_tokens=24)
+        for hypothesis in result.hypotheses:
             branch = root.fork()
             for node in hypothesis.node.path:
                 for i, token in enumerate(node.tokens):
-                    if i and node is not found.best.node:
+                    if i and node is not result.best.node:
                         assert branch.entropy() <= 2.0
                     elif i == 0 and branch.position > root.position:
                         assert branch.entropy() > 2.0 or node is hypothesis.node

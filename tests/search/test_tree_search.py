@@ -24,21 +24,21 @@ def matches(text: str) -> float:
 
 def test_a_puzzle_is_solved_with_far_fewer_texts_than_there_are(ctx: Context) -> None:
     with Branch.start(ctx, STORY, sampling=WARM) as root:
-        found = search.tree_search(root, matches, 200, expand=letters, enough=1.0, prior="uniform")
-        assert found.text == SECRET
-        assert found.best.score == 1.0
-        assert found.tree.n_visits < 120  # of 256 texts of four letters, and 84 shorter ones
+        result = search.tree_search(root, matches, 200, expand=letters, enough=1.0, prior="uniform")
+        assert result.text == SECRET
+        assert result.best.score == 1.0
+        assert result.tree.n_visits < 120  # of 256 texts of four letters, and 84 shorter ones
         alone = search.select(root, [SECRET], method="sum").scores[0]
-        if ctx.tokenize(SECRET, add_special=False) == found.best.tokens:
-            assert found.best.logprob == pytest.approx(alone)
+        if ctx.tokenize(SECRET, add_special=False) == result.best.tokens:
+            assert result.best.logprob == pytest.approx(alone)
 
 
 def test_values_are_means_and_visits_are_counted(ctx: Context) -> None:
     with Branch.start(ctx, STORY, sampling=WARM) as root:
-        found = search.tree_search(root, matches, 40, expand=letters)
-    assert found.tree.n_visits == 40
-    assert 0 < found.tree.score < 1
-    for node in found.tree.walk():
+        result = search.tree_search(root, matches, 40, expand=letters)
+    assert result.tree.n_visits == 40
+    assert 0 < result.tree.score < 1
+    for node in result.tree.walk():
         below = sum(child.n_visits for child in node.children)
         assert below <= node.n_visits
         assert node.n_visits == 0 or not math.isnan(node.score) or node.children
@@ -61,10 +61,10 @@ def test_rollouts_are_part_of_the_text_that_is_evaluated(ctx: Context) -> None:
         return text.count("e") / (1 + len(text))
 
     with Branch.start(ctx, STORY, sampling=WARM) as root:
-        found = search.tree_search(
+        result = search.tree_search(
             root, reward, 20, expand=3, step=3, max_tokens=12, rollout_tokens=6, n=4
         )
-    for hypothesis in found.hypotheses:
+    for hypothesis in result.hypotheses:
         assert hypothesis.score == reward(hypothesis.text)
         assert hypothesis.node.path_tokens == hypothesis.tokens
 
@@ -87,7 +87,7 @@ def test_a_search_that_only_asks_for_rewards_can_be_ended(ctx: Context) -> None:
         return 0.0
 
     with Branch.start(ctx, "Once") as branch:
-        found = search.tree_search(
+        result = search.tree_search(
             branch,
             reward,
             1000,
@@ -96,4 +96,4 @@ def test_a_search_that_only_asks_for_rewards_can_be_ended(ctx: Context) -> None:
             on_step=lambda _: len(asked) >= 10,
         )
     assert len(asked) == 10
-    assert found.hypotheses
+    assert result.hypotheses

@@ -23,16 +23,16 @@ def first_word(text: str) -> str | None:
 
 def test_the_most_frequent_answer_wins(ctx: Context) -> None:
     with Branch.start(ctx, "The", temperature=1.0, seed=2) as root:
-        found = search.vote(root, first_word, 12, 6)
+        result = search.vote(root, first_word, 12, 6)
         texts = [h.text for h in search.best_of_n(root, 12, 6).hypotheses]
         votes = Counter(word for word in map(first_word, texts) if word is not None)
-        assert dict(found.votes) == dict(votes)
-        assert list(found.votes.values()) == sorted(votes.values(), reverse=True)
-        winner = next(iter(found.votes))
-        assert first_word(found.text) == winner
-        assert found.best.score == votes[winner] / 12
-        assert [h.score for h in found.hypotheses] == sorted(
-            (h.score for h in found.hypotheses), reverse=True
+        assert dict(result.votes) == dict(votes)
+        assert list(result.votes.values()) == sorted(votes.values(), reverse=True)
+        winner = next(iter(result.votes))
+        assert first_word(result.text) == winner
+        assert result.best.score == votes[winner] / 12
+        assert [h.score for h in result.hypotheses] == sorted(
+            (h.score for h in result.hypotheses), reverse=True
         )
 
 
@@ -53,33 +53,35 @@ GIVEN: dict[str, tuple[list[Any], dict[Any, int], str]] = {  # answers, votes, a
 @pytest.mark.parametrize("name", GIVEN)
 def test_answers_are_counted_as_the_parser_returned_them(ctx: Context, name: str) -> None:
     """A parser that raises loses no text; numbers that are equal are one answer."""
-    given, votes, told = GIVEN[name]
-    answers: Iterator[Any] = iter(given)
+    parsed, votes, message = GIVEN[name]
+    answers: Iterator[Any] = iter(parsed)
 
     def answer(_: str) -> Any:
-        found = next(answers)
-        if found is KeyError:
+        next_answer = next(answers)
+        if next_answer is KeyError:
             raise KeyError
-        return found
+        return next_answer
 
     with Branch.start(ctx, "The", temperature=1.0, seed=2) as root:
-        with pytest.warns(LlamaBranchWarning, match=told) if told else nullcontext() as warned:
-            found = search.vote(root, answer, len(given), 3)
-        whole = search.best_of_n(root, len(given), 3)
+        with (
+            pytest.warns(LlamaBranchWarning, match=message) if message else nullcontext() as warned
+        ):
+            result = search.vote(root, answer, len(parsed), 3)
+        whole = search.best_of_n(root, len(parsed), 3)
     assert warned is None or len(warned) == 1
-    assert sorted(h.text for h in found.hypotheses) == sorted(h.text for h in whole.hypotheses)
-    assert found.votes == votes and found.as_dict().get("votes", {}) == {
-        str(one): n for one, n in votes.items()
+    assert sorted(h.text for h in result.hypotheses) == sorted(h.text for h in whole.hypotheses)
+    assert result.votes == votes and result.as_dict().get("votes", {}) == {
+        str(key): n for key, n in votes.items()
     }
-    assert [type(one) for one in found.votes] == [type(one) for one in votes]
-    shares = [n / len(given) for n in votes.values() for _ in range(n)]
-    shares += [0.0] * (len(given) - len(shares))
-    assert [h.score for h in found.hypotheses] == shares
-    assert found.answer == next(iter(votes), None)
+    assert [type(key) for key in result.votes] == [type(key) for key in votes]
+    shares = [n / len(parsed) for n in votes.values() for _ in range(n)]
+    shares += [0.0] * (len(parsed) - len(shares))
+    assert [h.score for h in result.hypotheses] == shares
+    assert result.answer == next(iter(votes), None)
     if name == "equal numbers":
-        assert found.answer_forms["1.00"] == {"1": 1, "1.00": 2, " 1": 1}
-        assert found.answer_forms["1e3"] == {"1,000": 1, "1e3": 1, "1000.0": 1}
-        assert found.as_dict()["answer_forms"] == found.answer_forms
+        assert result.answer_forms["1.00"] == {"1": 1, "1.00": 2, " 1": 1}
+        assert result.answer_forms["1e3"] == {"1,000": 1, "1e3": 1, "1000.0": 1}
+        assert result.as_dict()["answer_forms"] == result.answer_forms
 
 
 def test_ties_are_broken_by_the_seed_and_not_by_the_order(ctx: Context) -> None:
@@ -87,8 +89,8 @@ def test_ties_are_broken_by_the_seed_and_not_by_the_order(ctx: Context) -> None:
         winners = set()
         for seed in range(12):
             asked = ["b", "a"]
-            found = search.vote(root, lambda _: asked.pop(), 2, 1, seed=seed)  # noqa: B023
-            winners.add(next(iter(found.votes)))
+            result = search.vote(root, lambda _: asked.pop(), 2, 1, seed=seed)  # noqa: B023
+            winners.add(next(iter(result.votes)))
         assert winners == {"a", "b"}
 
 
@@ -117,30 +119,31 @@ def test_the_lossless_stop_has_the_winner_of_the_whole_vote(
         for seed in range(n_seeds):
             n = 1 + seed % 8
             whole = search.vote(root, first_letter, n, 5, seed=seed, stop=["e"])
-            found = search.vote(
+            result = search.vote(
                 root, first_letter, n, 5, seed=seed, stop=["e"], confidence=1.0, **settings
             )
-            assert found.answer == whole.answer
+            assert result.answer == whole.answer
             known = {tuple(h.tokens): h for h in whole.hypotheses}
-            for h in found.hypotheses:
+            for h in result.hypotheses:
                 if h.finish_reason == "decided":
                     assert any(key[: len(h.tokens)] == tuple(h.tokens) for key in known)
                     assert h.score == 0.0
                 else:
                     assert h.text == known[tuple(h.tokens)].text
-            n_voted = sum(h.finish_reason != "decided" for h in found.hypotheses)
-            assert sum(found.votes.values()) <= n_voted <= n
-            assert len(found.hypotheses) <= n
+            n_voted = sum(h.finish_reason != "decided" for h in result.hypotheses)
+            assert sum(result.votes.values()) <= n_voted <= n
+            assert len(result.hypotheses) <= n
             stopped += n_voted < n
         assert stopped >= n_seeds // 8
 
 
 def test_unanimous_texts_decide_as_soon_as_they_can(ctx: Context) -> None:
     with Branch.start(ctx, "The", sampling=WARM) as root:
-        found = search.vote(root, lambda _: "same", 16, 6, confidence=1.0, width=1)
-        reasons = Counter(h.finish_reason for h in found.hypotheses)
-        assert found.votes == {"same": 9} and found.best.score == 1.0
-        assert reasons.total() - reasons["decided"] == 9  # of 16: seven others cannot change it
+        result = search.vote(root, lambda _: "same", 16, 6, confidence=1.0, width=1)
+        reasons = Counter(h.finish_reason for h in result.hypotheses)
+        assert result.votes == {"same": 9} and result.best.score == 1.0
+        # Of 16: the seven others cannot change the result.
+        assert reasons.total() - reasons["decided"] == 9
         wide = search.vote(root, lambda _: "same", 16, 6, confidence=1.0, width=7)
         assert [h.finish_reason for h in wide.hypotheses].count("decided") == 16 - 9
         assert not any(h.node.status == "open" for h in wide.hypotheses)
@@ -148,6 +151,6 @@ def test_unanimous_texts_decide_as_soon_as_they_can(ctx: Context) -> None:
 
 def test_texts_without_an_answer_count_as_done(ctx: Context) -> None:
     with Branch.start(ctx, "The", sampling=WARM) as root:
-        given = iter([None, None, "a", None, "a", "b"])
-        found = search.vote(root, lambda _: next(given), 6, 3, confidence=1.0, width=1)
-    assert found.votes == {"a": 2} and next(given) == "b"
+        answers = iter([None, None, "a", None, "a", "b"])
+        result = search.vote(root, lambda _: next(answers), 6, 3, confidence=1.0, width=1)
+    assert result.votes == {"a": 2} and next(answers) == "b"

@@ -1,6 +1,6 @@
-"""Takes the options of ``llama-server`` and runs ``llamabranch serve``, for llama.cpp's own tests.
+"""Accepts the options of ``llama-server`` and runs ``llamabranch serve``, for llama.cpp's own tests.
 
-The model is the bundled one, whatever is asked for.
+The model is always the bundled one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 from llamabranch.cli import app
 from llamabranch.hub import BUNDLED_TARGET
 
-# What each option is called here, with {} for its value; all others are dropped.
+# The name of each option here, with {} for its value. All others are dropped.
 OPTIONS = {
     **{
         name: (name, "{}")
@@ -37,24 +37,24 @@ WITHOUT_VALUE = {
 
 def mapped(arguments: list[str]) -> list[str]:
     """Return the arguments of ``llamabranch`` for those of ``llama-server``."""
-    found = ["serve", "-m", BUNDLED_TARGET, "--threads", "1", "--draft", "none"]
-    found += ["--limit", "shutdown_timeout_s=0"]
+    options = ["serve", "-m", BUNDLED_TARGET, "--threads", "1", "--draft", "none"]
+    options += ["--limit", "shutdown_timeout_s=0"]
     left = list(arguments)
     while left:
         name = left.pop(0)
         value = "" if name in WITHOUT_VALUE else left.pop(0)
         if name == "--host":
             value = value.split(",")[0]
-        found += [part.format(value) for part in OPTIONS.get(name, ())]
-    # What llama-server does unless it is told otherwise.
-    for given, default in (
+        options += [part.format(value) for part in OPTIONS.get(name, ())]
+    # The defaults of llama-server.
+    for prefix, default in (
         ("metrics=", ["--limit", "metrics=false"]),
         ("--allow-origin", ["--allow-origin", "*"]),
         ("--chat-template", ["--chat-template", "chatml"]),
     ):
-        if not any(each.startswith(given) for each in found):
-            found += default
-    return found
+        if not any(option.startswith(prefix) for option in options):
+            options += default
+    return options
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A real server with the bundled model: on a thread of this process, or a command in one of its own."""
+"""A real server with the bundled model: in a thread of this process, or as a command of its own."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def bundled_engine(
 
 
 class Serving:
-    """A running server; leaving the block ends it, closes its contexts and checks what is left."""
+    """A running server. Leaving the block ends it, closes its contexts and checks what is left."""
 
     def __init__(self, open_engine: Callable[[], lb.AsyncEngine], **settings: Any) -> None:
         self.lines: list[str] = []
@@ -131,9 +131,9 @@ def serving(**settings: Any) -> Iterator[Serving]:
 
 
 class Command:
-    """A command that serves, in a process of its own; leaving the block ends it.
+    """A command that serves, in another process. Leaving the block ends it.
 
-    ``said`` is what it told first, as JSON.
+    ``said`` is its first line, as JSON.
     """
 
     def __init__(self, name: str, *arguments: object, **environment: str) -> None:

@@ -1,4 +1,4 @@
-"""Branches over HTTP: what is continued in parts is one text, and nothing depends on what is cached."""
+"""Branches over HTTP: a text continued in parts is one text, and nothing depends on the cache."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def server() -> Iterator[Serving]:
 
 
 class Api:
-    """Shortens what the tests write."""
+    """Short names for the requests of these tests."""
 
     def __init__(self, client: Any) -> None:
         self.client = client
@@ -53,8 +53,8 @@ class Api:
         return self.post("", 201, **{"prompt": PROMPT, "seed": 5, **more})
 
     def child(self, node: Any, **more: Any) -> Any:
-        (found,) = self.post(f"/{node['id']}/continue", **more)["children"]
-        return found
+        (child,) = self.post(f"/{node['id']}/continue", **more)["children"]
+        return child
 
 
 @pytest.fixture
@@ -105,9 +105,9 @@ def test_children_are_texts_of_their_own_seeds(api: Api, server: Serving) -> Non
     evict(server)
     again = api.post(f"/{root['id']}/continue", n=3, max_tokens=10, top_logprobs=2)["children"]
     assert [c["text"] for c in first] == [c["text"] for c in again]
-    for each in (*first, *again):
-        for token in each["logprobs"]:
-            del token["source"]  # drafted or not goes by measured times
+    for child in (*first, *again):
+        for token in child["logprobs"]:
+            del token["source"]  # whether tokens are drafted depends on measured times
     assert [c["logprobs"] for c in first] == [c["logprobs"] for c in again]
     assert len({c["text"] for c in first}) == 3
     assert api.child(root, max_tokens=10, seed=first[1]["seed"])["text"] == first[1]["text"]
@@ -143,11 +143,11 @@ def test_score_is_that_of_the_library_and_reads_the_node_once(api: Api, target: 
     scores = api.post(f"/{root['id']}/score", continuations=[*texts, [5, 6]], top_logprobs=2)
     with lb.Context(target, n_ctx=256, n_threads=1) as ctx, lb.Branch.start(ctx, PROMPT) as branch:
         ids = [ctx.tokenize(text, add_special=False) for text in texts] + [[5, 6]]
-        for found, tokens in zip(scores["scores"], ids, strict=True):
+        for score, tokens in zip(scores["scores"], ids, strict=True):
             rated = branch.score(tokens, 2)
-            assert [t["logprob"] for t in found["tokens"]] == [r.logprob for r in rated]
-            assert [t["rank"] for t in found["tokens"]] == [r.rank for r in rated]
-            assert found["logprob"] == pytest.approx(sum(r.logprob for r in rated))
+            assert [t["logprob"] for t in score["tokens"]] == [r.logprob for r in rated]
+            assert [t["rank"] for t in score["tokens"]] == [r.rank for r in rated]
+            assert score["logprob"] == pytest.approx(sum(r.logprob for r in rated))
     assert api.get(f"/{root['id']}")["children"] == []
     wrong: list[Any] = [[], [""], [[]], [[-1]]]
     for bad in wrong:
@@ -162,8 +162,8 @@ def test_stream_ends_with_the_children(api: Api) -> None:
     assert lines.pop() == "data: [DONE]"
     *chunks, end = [json.loads(line[6:]) for line in lines]
     for child in end["children"]:
-        its = [chunk for chunk in chunks if chunk["index"] == child["index"]]
-        assert "".join(chunk["text"] for chunk in its) == child["text"]
+        own_chunks = [chunk for chunk in chunks if chunk["index"] == child["index"]]
+        assert "".join(chunk["text"] for chunk in own_chunks) == child["text"]
         assert api.get(f"/{child['id']}")["parent"] == root["id"]
 
 
@@ -248,9 +248,9 @@ def test_use_of_a_node_keeps_those_it_comes_from() -> None:
     kept = nodes.Branches(10, 100.0)
     root, other = node([1]), node([1])
     child = node([1], root)
-    for each in (root, other, child):
-        kept.add(each)
-        each.used -= 1000
+    for n in (root, other, child):
+        kept.add(n)
+        n.used -= 1000
     kept[child.id]
     assert kept.all() == [root, child]
     with pytest.raises(HttpError, match="deleted"):
@@ -260,8 +260,8 @@ def test_use_of_a_node_keeps_those_it_comes_from() -> None:
 def test_child_of_a_node_that_was_deleted_meanwhile_has_its_tokens() -> None:
     kept, root = nodes.Branches(10, 100.0), node([1, 2, 3])
     middle = node([1, 2, 4, 5], root, 2)
-    for each in (root, middle):
-        kept.add(each)
+    for n in (root, middle):
+        kept.add(n)
     child = node([1, 2, 4, 6], middle, 3)
     kept.delete(root, subtree=True)
     kept.add(child)

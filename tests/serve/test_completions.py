@@ -1,4 +1,4 @@
-"""``/v1/completions``: texts, scores of given text, streams, and what is refused."""
+"""``/v1/completions``: texts, scores of prompts, streams, and refused requests."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def post(api: Any, status: int = 200, path: str = "/v1/completions", **body: Any
 
 
 def choices(api: Any, **body: Any) -> list[Any]:
-    found = post(api, **body)["choices"]
-    assert isinstance(found, list)
-    return found
+    texts = post(api, **body)["choices"]
+    assert isinstance(texts, list)
+    return texts
 
 
 def frames(api: Any, path: str = "/v1/completions", **body: Any) -> list[Any]:
@@ -58,12 +58,12 @@ def frames(api: Any, path: str = "/v1/completions", **body: Any) -> list[Any]:
 
 
 def choices_of(parts: list[Any]) -> list[list[Any]]:
-    """Return what the events of a stream tell of each text."""
-    found: dict[int, list[Any]] = {}
+    """Return the choices of a stream's events, by text."""
+    by_index: dict[int, list[Any]] = {}
     for part in parts:
         for choice in part["choices"]:
-            found.setdefault(choice["index"], []).append(choice)
-    return [found[index] for index in sorted(found)]
+            by_index.setdefault(choice["index"], []).append(choice)
+    return [by_index[index] for index in sorted(by_index)]
 
 
 def test_text_is_the_librarys_own(api: Any, ctx: lb.Context) -> None:
@@ -71,9 +71,9 @@ def test_text_is_the_librarys_own(api: Any, ctx: lb.Context) -> None:
         params = lb.SamplingParams(temperature=0.8, seed=42)
         with lb.Branch.start(ctx, prompt, sampling=params) as branch:
             expected = "".join(token.text for token in branch.generate(20))
-        (found,) = choices(api, prompt=prompt, max_tokens=20, **WARM)
-        assert found["text"] == expected
-        assert found["finish_reason"] == "length"
+        (choice,) = choices(api, prompt=prompt, max_tokens=20, **WARM)
+        assert choice["text"] == expected
+        assert choice["finish_reason"] == "length"
 
 
 def test_prompts_may_be_texts_or_tokens_one_or_many(api: Any, ctx: lb.Context) -> None:
@@ -81,11 +81,11 @@ def test_prompts_may_be_texts_or_tokens_one_or_many(api: Any, ctx: lb.Context) -
     ids = [ctx.model.prompt_tokens(text) for text in texts]
     alone = [choices(api, prompt=text, max_tokens=8, **WARM)[0]["text"] for text in texts]
     for prompt in (texts, ids, [ids[0], texts[1]]):
-        found = choices(api, prompt=prompt, max_tokens=8, **WARM)
-        assert [each["text"] for each in found] == alone
-        assert [each["index"] for each in found] == [0, 1]
-    (found,) = choices(api, prompt=ids[0], max_tokens=8, **WARM)
-    assert found["text"] == alone[0]
+        answers = choices(api, prompt=prompt, max_tokens=8, **WARM)
+        assert [choice["text"] for choice in answers] == alone
+        assert [choice["index"] for choice in answers] == [0, 1]
+    (answers,) = choices(api, prompt=ids[0], max_tokens=8, **WARM)
+    assert answers["text"] == alone[0]
     mixed = [*ids[0], " there was a king"]
     assert choices(api, prompt=mixed, max_tokens=2, **WARM)[0]["text"]
 
@@ -101,11 +101,11 @@ def test_stream_joined_is_the_answer_in_one_piece(api: Any, ctx: lb.Context) -> 
     n_prompt = sum(len(ctx.model.prompt_tokens(text)) for text in prompts)
     assert end["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"] == n_prompt
     assert len({part["id"] for part in parts}) == 1
-    for choice, its in zip(whole["choices"], choices_of(parts), strict=True):
-        assert "".join(c["text"] for c in its) == choice["text"]
-        assert [c["finish_reason"] for c in its][-1] == choice["finish_reason"]
+    for choice, changes in zip(whole["choices"], choices_of(parts), strict=True):
+        assert "".join(c["text"] for c in changes) == choice["text"]
+        assert [c["finish_reason"] for c in changes][-1] == choice["finish_reason"]
         for name, values in choice["logprobs"].items():
-            assert [v for c in its for v in c["logprobs"][name]] == values
+            assert [v for c in changes for v in c["logprobs"][name]] == values
 
 
 def test_given_text_is_scored(api: Any, ctx: lb.Context) -> None:
@@ -113,9 +113,9 @@ def test_given_text_is_scored(api: Any, ctx: lb.Context) -> None:
     tokens = ctx.model.prompt_tokens(text)
     with lb.Branch.start(ctx, tokens[:1]) as branch:
         scores = branch.score(tokens[1:], 3)
-    (found,) = choices(api, prompt=text, max_tokens=0, echo=True, logprobs=3)
-    logprobs = found["logprobs"]
-    assert found["text"] == text
+    (choice,) = choices(api, prompt=text, max_tokens=0, echo=True, logprobs=3)
+    logprobs = choice["logprobs"]
+    assert choice["text"] == text
     assert logprobs["token_logprobs"] == [None, *(score.logprob for score in scores)]
     assert "".join(logprobs["tokens"]) == text
     tops = [sorted(top.values(), reverse=True) for top in logprobs["top_logprobs"][1:]]
@@ -137,7 +137,7 @@ def test_given_text_is_scored(api: Any, ctx: lb.Context) -> None:
 
 
 def test_offsets_are_places_in_the_text(api: Any, ctx: lb.Context) -> None:
-    """A character of several tokens, and a stop string, are no exception; nor is a stream."""
+    """The same holds for characters of several tokens, for stop strings and for streams."""
     body: dict[str, Any] = {
         "prompt": "x", "max_tokens": 40, "logprobs": 0, "stop": "b y", "return_token_ids": True,
         "grammar": 'root ::= "a \U0001f600 b x \U0001f600 b y"', **WARM,
@@ -161,7 +161,7 @@ def test_offsets_are_places_in_the_text(api: Any, ctx: lb.Context) -> None:
 
 
 def test_echo_gives_the_prompt_back(tmp_path: Path) -> None:
-    """Names of control tokens too, but none of a BOS token that the tokenizer has added."""
+    """Names of control tokens are returned too, but not the name of a BOS that the tokenizer added."""
     path = write_toy(tmp_path / "toy.gguf", vocab="bytes")
 
     def open_engine() -> lb.AsyncEngine:
@@ -174,11 +174,11 @@ def test_echo_gives_the_prompt_back(tmp_path: Path) -> None:
         bos, eos = (model.detokenize([t], special=True) for t in (model.bos, model.eos))
         texts = ["a king", f"{bos}a king", f"a{eos} \U0001f600{bos}", ""]
         body: dict[str, Any] = {"max_tokens": 2, "echo": True, "seed": 1, "ignore_eos": True}
-        found = choices(api, prompt=texts, **body, logprobs=0)
+        echoed = choices(api, prompt=texts, **body, logprobs=0)
         plain = choices(api, prompt=texts, **{**body, "echo": False})
         streamed = choices_of(frames(api, prompt=texts, **body))
-        for text, choice, own, its in zip(texts, found, plain, streamed, strict=True):
-            assert choice["text"] == text + own["text"] == "".join(part["text"] for part in its)
+        for text, choice, own, changes in zip(texts, echoed, plain, streamed, strict=True):
+            assert choice["text"] == text + own["text"] == "".join(part["text"] for part in changes)
             logprobs, ids = choice["logprobs"], model.prompt_tokens(text, parse_special=True)
             is_added = not text.startswith(bos)
             assert logprobs["text_offset"][: is_added + 1] == [0] * (is_added + 1)
@@ -188,8 +188,10 @@ def test_echo_gives_the_prompt_back(tmp_path: Path) -> None:
                 for name, at in [*names][is_added : len(ids)]
                 if not name.startswith("bytes:")
             )
-        (given,) = choices(api, prompt=[model.bos, *model.tokenize("a", add_special=False)], **body)
-        assert given["text"].startswith(f"{bos}a")
+        (with_bos,) = choices(
+            api, prompt=[model.bos, *model.tokenize("a", add_special=False)], **body
+        )
+        assert with_bos["text"].startswith(f"{bos}a")
         strange: dict[str, Any] = {"prompt": f"a{eos}b", "parse_special": False}
         ids = model.prompt_tokens(f"a{eos}b", parse_special=False)
         assert len(ids) > len(model.prompt_tokens(f"a{eos}b"))
@@ -211,18 +213,18 @@ def test_texts_end_where_asked(api: Any, ctx: lb.Context) -> None:
     (whole,) = choices(api, **body, return_token_ids=True)
     assert whole["prompt_token_ids"] == ctx.model.prompt_tokens("Once upon a time")
     word = whole["text"][5:11]
-    (found,) = choices(api, **body, stop=[word, ""])
-    assert (found["finish_reason"], found["stop_reason"]) == ("stop", word)
-    assert found["text"] == whole["text"][: whole["text"].index(word)]
+    (choice,) = choices(api, **body, stop=[word, ""])
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", word)
+    assert choice["text"] == whole["text"][: whole["text"].index(word)]
     end = whole["token_ids"][4]
-    (found,) = choices(api, **body, stop_token_ids=[end], return_token_ids=True)
-    assert found["token_ids"] == whole["token_ids"][: whole["token_ids"].index(end) + 1]
-    assert found["stop_reason"] == end
-    (found,) = choices(api, **body, min_tokens=12, stop=" ", return_token_ids=True)
-    assert 12 < len(found["token_ids"]) <= 20 and found["stop_reason"] == " "
+    (choice,) = choices(api, **body, stop_token_ids=[end], return_token_ids=True)
+    assert choice["token_ids"] == whole["token_ids"][: whole["token_ids"].index(end) + 1]
+    assert choice["stop_reason"] == end
+    (choice,) = choices(api, **body, min_tokens=12, stop=" ", return_token_ids=True)
+    assert 12 < len(choice["token_ids"]) <= 20 and choice["stop_reason"] == " "
     banned = {str(token): -100 for token in whole["token_ids"]}
-    (found,) = choices(api, **body, logit_bias=banned, return_token_ids=True)
-    assert not set(found["token_ids"]) & set(whole["token_ids"])
+    (choice,) = choices(api, **body, logit_bias=banned, return_token_ids=True)
+    assert not set(choice["token_ids"]) & set(whole["token_ids"])
 
 
 def test_text_follows_what_is_asked_for(api: Any) -> None:
@@ -243,9 +245,9 @@ def test_text_follows_what_is_asked_for(api: Any) -> None:
         ({"structured_outputs": {"choice": ["red", "blue"]}}, {"red", "blue"}),
         ({"structured_outputs": {"regex": "[ab]c"}}, {"ac", "bc"}),
     ):
-        (found,) = choices(api, prompt="x", max_tokens=9, **WARM, **form)
-        assert found["text"] in allowed
-        assert found["finish_reason"] == "stop"
+        (choice,) = choices(api, prompt="x", max_tokens=9, **WARM, **form)
+        assert choice["text"] in allowed
+        assert choice["finish_reason"] == "stop"
 
 
 def test_seeds_repeat_texts_and_no_seed_does_not(api: Any) -> None:
@@ -260,7 +262,7 @@ BAD = {"type": "hiccup"}
 
 
 @pytest.mark.parametrize(
-    ("body", "told", "param"),
+    ("body", "message", "param"),
     [
         ({"prompt": 5}, "prompt", "prompt"),
         ({"prompt": []}, "prompt", "prompt"),
@@ -297,10 +299,10 @@ BAD = {"type": "hiccup"}
         (SCHEMALESS, "schema", "response_format"),
     ],
 )
-def test_what_is_refused(api: Any, body: dict[str, Any], told: str, param: str | None) -> None:
+def test_what_is_refused(api: Any, body: dict[str, Any], message: str, param: str | None) -> None:
     for more in ({}, {"stream": True}):
         error = post(api, 400, **{"prompt": "x", **body, **more})["error"]
-        assert told in error["message"]
+        assert message in error["message"]
         assert (error["code"], error["param"]) == (400, param)
         assert error["type"] in ("invalid_request_error", "exceed_context_size_error")
 
@@ -312,19 +314,19 @@ def test_what_is_refused_in_conversations(api: Any) -> None:
     assert (error["param"], error["type"]) == ("messages", "exceed_context_size_error")
     assert error["n_ctx"] == 1024 < error["n_prompt_tokens"]
     text = "modalities other than text are not supported"
-    for name, value, told in (
+    for name, value, message in (
         ("messages", [], "at least one message"),
         ("tool_choice", "foo", "tool_choice is"),
         ("modalities", ["audio"], text),
     ):
         error = post(api, 400, path, **{"messages": [{"role": "user"}], name: value})["error"]
-        assert told in error["message"]
+        assert message in error["message"]
         assert error["param"] == name
     assert post(api, 400, path)["error"]["param"] == "messages"
 
 
 def test_fields_that_ask_for_nothing_are_not_refused(api: Any) -> None:
-    """Nor are those that llama-server's clients send in every request."""
+    """The fields that llama-server's clients send in every request are not refused, either."""
     names = fields._REFUSED
     habits = {"samplers": ["top_k", "temperature"], "lora": [], "t_max_predict_ms": 0}
     habits |= {"n": 2, "best_of": 2, "modalities": ["text"]}
@@ -343,8 +345,8 @@ def test_end_of_the_cache_is_a_length(api: Any, ctx: lb.Context) -> None:
     prompt = (ctx.model.prompt_tokens("Once upon a time ") * 300)[:1024]
     assert post(api, 400, prompt=prompt)["error"]["n_ctx"] == 1024
     assert choices(api, prompt=prompt, max_tokens=0)[0]["text"] == ""
-    (found,) = choices(api, prompt=prompt[:1000], max_tokens=500, ignore_eos=True, **WARM)
-    assert (found["finish_reason"], found["stop_reason"]) == ("length", "capacity")
+    (choice,) = choices(api, prompt=prompt[:1000], max_tokens=500, ignore_eos=True, **WARM)
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "capacity")
 
 
 def test_llama_servers_own_endpoint(api: Any) -> None:
@@ -353,7 +355,7 @@ def test_llama_servers_own_endpoint(api: Any) -> None:
     whole = post(api, path="/completion", **body, return_tokens=True)
     assert whole["content"] == ours["text"]
     assert whole["stop_type"] == "limit"
-    logprobs = [each["logprob"] for each in whole["completion_probabilities"]]
+    logprobs = [entry["logprob"] for entry in whole["completion_probabilities"]]
     assert logprobs == ours["logprobs"]["token_logprobs"]
     parts = frames(api, "/completion", **body)
     assert "".join(part["content"] for part in parts) == whole["content"]
@@ -370,38 +372,40 @@ def test_llama_servers_own_endpoint(api: Any) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/completion"])
 def test_streams_tell_how_much_of_the_prompt_is_read(path: str, api: Any, server: Serving) -> None:
-    """llama-server's ``return_progress``; the text is the one without it."""
-    said = path + " ".join(f" king {i}" for i in range(130))
+    """llama-server's ``return_progress`` does not change the text."""
+    prompt = path + " ".join(f" king {i}" for i in range(130))
     is_chat, model = "chat" in path, server.ctx.model
     body: dict[str, Any] = {"max_tokens": 4, "temperature": 0.0, "n_predict": 4, "n_probs": 1}
     body |= {"logprobs": True} if is_chat else {}
-    body |= {"messages": [{"role": "user", "content": said}]} if is_chat else {"prompt": said}
-    found = frames(api, path, **body, return_progress=True)
-    told = [frame for frame in found if "prompt_progress" in frame]
-    numbers = [frame["prompt_progress"] for frame in told]
-    n = len(model.chat_tokens(body["messages"]) if is_chat else model.prompt_tokens(said))
+    body |= {"messages": [{"role": "user", "content": prompt}]} if is_chat else {"prompt": prompt}
+    all_frames = frames(api, path, **body, return_progress=True)
+    reports = [frame for frame in all_frames if "prompt_progress" in frame]
+    numbers = [frame["prompt_progress"] for frame in reports]
+    n = len(model.chat_tokens(body["messages"]) if is_chat else model.prompt_tokens(prompt))
     assert n > 512  # more than one decode
-    assert {each["total"] for each in numbers} == {n} and {each["cache"] for each in numbers}
+    assert {number["total"] for number in numbers} == {n} and {
+        number["cache"] for number in numbers
+    }
     assert numbers[0]["processed"] == numbers[0]["cache"] < n == numbers[-1]["processed"]
-    assert len(numbers) >= 3 and numbers == sorted(numbers, key=lambda each: each["processed"])
-    assert all(each["time_ms"] >= 0 for each in numbers)
-    assert found[: len(told)] == told  # before the text
+    assert len(numbers) >= 3 and numbers == sorted(numbers, key=lambda number: number["processed"])
+    assert all(number["time_ms"] >= 0 for number in numbers)
+    assert all_frames[: len(reports)] == reports  # before the text
     if is_chat:
-        deltas = [frame["choices"][0]["delta"] for frame in told]
+        deltas = [frame["choices"][0]["delta"] for frame in reports]
         assert all(delta == {"role": "assistant", "content": None} for delta in deltas)
     elif path == "/v1/completions":
-        assert all(frame["choices"][0]["text"] == "" for frame in told)
+        assert all(frame["choices"][0]["text"] == "" for frame in reports)
     else:
-        assert all(frame["content"] == "" and frame["stop"] is False for frame in told)
+        assert all(frame["content"] == "" and frame["stop"] is False for frame in reports)
 
     def text(parts: list[Any]) -> str:
         if path == "/completion":
             return "".join(part["content"] for part in parts)
         changes = [c.get("delta", c) for part in parts for c in part["choices"]]
-        return "".join(each.get("text") or each.get("content") or "" for each in changes)
+        return "".join(change.get("text") or change.get("content") or "" for change in changes)
 
     plain = frames(api, path, **body)
     assert not any("prompt_progress" in frame for frame in plain)
-    assert text(found) == text(plain) != ""
+    assert text(all_frames) == text(plain) != ""
     answer = post(api, path=path, **body, return_progress=True)  # not a stream
     assert "prompt_progress" not in answer

@@ -1,4 +1,4 @@
-"""A request's answer does not depend on what else is asked, in what order, how drafted, or who left."""
+"""An answer does not depend on other requests, their order, drafts, or clients that leave."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ SCHEMA = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-VOLATILE = {"id", "created", "timings", "usage"}  # usage tells what was in the cache
+VOLATILE = {"id", "created", "timings", "usage"}  # the usage says how much was cached
 
 
 def requests(n: int) -> list[tuple[str, dict[str, Any]]]:
     """Return ``n`` requests of many kinds, the same each time."""
     chance = random.Random(5)
-    found: list[tuple[str, dict[str, Any]]] = []
+    pairs: list[tuple[str, dict[str, Any]]] = []
     for seed in range(n):
         prompt = chance.choice(PROMPTS) + " and then" * chance.randrange(12)
         body: dict[str, Any] = {
@@ -45,17 +45,17 @@ def requests(n: int) -> list[tuple[str, dict[str, Any]]]:
         kind = chance.randrange(3)
         if kind == 0:
             messages = [{"role": "user", "content": prompt}]
-            found.append(("/v1/chat/completions", {**body, "messages": messages}))
+            pairs.append(("/v1/chat/completions", {**body, "messages": messages}))
         elif kind == 1 and not body["stream"]:
             more = chance.choice([{"logprobs": 3}, {"echo": True, "logprobs": 1}, {"n": 2}])
-            found.append(("/v1/completions", {**body, "prompt": prompt, **more}))
+            pairs.append(("/v1/completions", {**body, "prompt": prompt, **more}))
         else:
-            found.append(("/v1/completions", {**body, "prompt": prompt, "return_token_ids": True}))
-    return found
+            pairs.append(("/v1/completions", {**body, "prompt": prompt, "return_token_ids": True}))
+    return pairs
 
 
 async def answer(api: Any, path: str, body: dict[str, Any]) -> object:
-    """Return an answer without what may differ; of a stream each text joined."""
+    """Return an answer without the fields that may differ; the parts of a stream are joined."""
     reply = await api.post(path, json=body)
     assert reply.status_code == 200, reply.text
     if not body["stream"]:
@@ -64,11 +64,11 @@ async def answer(api: Any, path: str, body: dict[str, Any]) -> object:
     for line in reply.text.splitlines():
         if line.startswith("data: {"):
             for choice in json.loads(line[6:])["choices"]:
-                its = texts.setdefault(choice["index"], ["", [], None])
+                parts = texts.setdefault(choice["index"], ["", [], None])
                 delta = choice.get("delta", choice)
-                its[0] = str(its[0]) + (delta.get("text") or delta.get("content") or "")
-                its[1] = [*its[1], *choice.get("token_ids", ())]  # type: ignore[misc]
-                its[2] = choice["finish_reason"] or its[2]
+                parts[0] = str(parts[0]) + (delta.get("text") or delta.get("content") or "")
+                parts[1] = [*parts[1], *choice.get("token_ids", ())]  # type: ignore[misc]
+                parts[2] = choice["finish_reason"] or parts[2]
     return texts
 
 
@@ -82,14 +82,14 @@ def answers(
 ) -> list[object]:
     """Return the answers of ``n`` requests, ``concurrency`` at a time.
 
-    ``leaves``: the share of further clients that go away in the middle.
+    ``leaves``: the share of additional clients that disconnect in the middle.
     """
-    given = requests(n)
+    asked = requests(n)
     order = list(range(n))
     chance = random.Random(shuffle)
     if shuffle is not None:
         chance.shuffle(order)
-    found: list[object] = [None] * n
+    received: list[object] = [None] * n
 
     async def main(url: str) -> None:
         gate = asyncio.Semaphore(concurrency)
@@ -98,11 +98,11 @@ def answers(
 
             async def ask(i: int) -> None:
                 async with gate:
-                    found[i] = await answer(api, *given[i])
+                    received[i] = await answer(api, *asked[i])
 
             async def leave(i: int) -> None:
                 async with gate:
-                    task = asyncio.ensure_future(api.post(given[i][0], json=given[i][1]))
+                    task = asyncio.ensure_future(api.post(asked[i][0], json=asked[i][1]))
                     await asyncio.sleep(chance.random() * 0.05)
                     task.cancel()
                     await asyncio.gather(task, return_exceptions=True)
@@ -112,7 +112,7 @@ def answers(
 
     with Serving(open_engine) as server:
         asyncio.run(main(server.url))
-    return found
+    return received
 
 
 CACHES: dict[str, dict[str, Any]] = {
@@ -144,8 +144,8 @@ def test_two_hundred_answers_are_the_same_under_any_load(
     concurrency: int, drafter: str, cache: str, expected: list[object]
 ) -> None:
     engine = partial(bundled_engine, drafter=DRAFTERS[drafter], **CACHES[cache])
-    found = answers(engine, 200, concurrency=concurrency, shuffle=concurrency, leaves=0.2)
-    assert found == expected
+    received = answers(engine, 200, concurrency=concurrency, shuffle=concurrency, leaves=0.2)
+    assert received == expected
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +154,7 @@ def expected() -> list[object]:
 
 
 def test_nothing_leaks_over_two_thousand_requests() -> None:
-    """Neither sequences nor memory: the last thousand takes no more than those before."""
+    """Neither sequences nor memory: the last thousand requests take no more than those before."""
 
     def size() -> int:
         gc.collect()
@@ -163,7 +163,7 @@ def test_nothing_leaks_over_two_thousand_requests() -> None:
 
     if not os.path.exists("/proc/self/statm"):
         pytest.skip("memory is read from /proc")
-    given = requests(100)
+    asked = requests(100)
 
     async def some(url: str) -> None:
         gate = asyncio.Semaphore(16)
@@ -171,8 +171,8 @@ def test_nothing_leaks_over_two_thousand_requests() -> None:
 
             async def ask(i: int) -> None:
                 async with gate:
-                    body = {**given[i % 100][1], "max_tokens": 4, "n": 1, "best_of": None}
-                    await answer(api, given[i % 100][0], body)
+                    body = {**asked[i % 100][1], "max_tokens": 4, "n": 1, "best_of": None}
+                    await answer(api, asked[i % 100][0], body)
 
             await asyncio.gather(*map(ask, range(1000)))
 

@@ -1,4 +1,4 @@
-"""Whom the server answers, and what bad requests, slow readers, signals and full queues do: no harm."""
+"""Who may use the server; bad requests, slow readers, signals and full queues do no harm."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def api(server: Serving) -> Iterator[Any]:
 
 
 def wait_until(true: Callable[[], bool]) -> None:
-    """Wait for what comes sooner or later."""
+    """Wait until a condition is true."""
     end = time.monotonic() + 60
     while not true():
         assert time.monotonic() < end
@@ -55,16 +55,16 @@ def is_idle(server: Serving) -> bool:
 
 
 def raw(server: Serving, data: bytes, *, ends: bool = True) -> bytes:
-    """Send bytes as they are; return what comes until the connection ends."""
+    """Send bytes unchanged; return all bytes up to the end of the connection."""
     with socket.create_connection(("127.0.0.1", server.server.port), 60) as connection:
         connection.sendall(data)
         if ends:
             connection.shutdown(socket.SHUT_WR)
-        found = b""
+        received = b""
         with contextlib.suppress(ConnectionResetError):
             while part := connection.recv(65536):
-                found += part
-        return found
+                received += part
+        return received
 
 
 def head(path: str, n: int, *more: str, method: str = "POST") -> bytes:
@@ -212,10 +212,10 @@ def test_keys() -> None:
             assert api.get("/v1/models", headers=headers).status_code == status
         key = {"authorization": "Bearer one"}
         api.get("/none", headers=key)
-        told = ["/health 200", *["/v1/models 401"] * 4, *["/v1/models 200"] * 2]
-        told += ["/v1/models 401", "/none 404"]
+        expected = ["/health 200", *["/v1/models 401"] * 4, *["/v1/models 200"] * 2]
+        expected += ["/v1/models 401", "/none 404"]
         wait_until(
-            lambda: [line.split()[1:3] for line in server.lines] == list(map(str.split, told))
+            lambda: [line.split()[1:3] for line in server.lines] == list(map(str.split, expected))
         )
 
 
@@ -242,7 +242,7 @@ def test_address_in_use_is_refused_before_the_model_loads(server: Serving) -> No
 
 
 def roomy_engine() -> lb.AsyncEngine:
-    """Texts on it do not end by themselves while a busy machine looks away."""
+    """Its texts do not end by themselves while the test waits on a busy machine."""
     ctx = lb.load(TARGET, n_ctx=8192, n_seq_max=4, n_threads=1)
     return lb.AsyncEngine(ctx, max_tokens=None, parallel=4, buffer=16)
 
@@ -262,7 +262,7 @@ def test_disconnect_frees_sequences() -> None:
 
 @pytest.mark.filterwarnings("ignore::llamabranch.errors.ContextLengthWarning")
 def test_slow_reader_waits_alone_and_is_given_up() -> None:
-    """Others are served meanwhile; after a while its texts are cancelled."""
+    """Other clients are served meanwhile, and after some time its texts are cancelled."""
     with Serving(roomy_engine, send_timeout_s=1.0, log_requests=True) as server:
         body = json.dumps({**ENDLESS, "stream": True, "logprobs": 20, "n": 4}).encode()
         with socket.socket() as slow, server.client() as api:
@@ -352,13 +352,13 @@ def test_signal_lets_streams_end(number: int) -> None:
         api.stream("POST", "/v1/completions", json=body) as answer,
     ):
         lines = (line for line in answer.iter_lines() if line)
-        found = [next(lines)]
+        received = [next(lines)]
         command.process.send_signal(number)
         with contextlib.suppress(httpx.ConnectError):  # it has ended already
             assert httpx.get(f"{command.url}/health").status_code in (200, 503)
-        found += lines
-    assert found[-1] == "data: [DONE]"
-    assert json.loads(found[-2][6:])["choices"][0]["finish_reason"] == "length"
+        received += lines
+    assert received[-1] == "data: [DONE]"
+    assert json.loads(received[-2][6:])["choices"][0]["finish_reason"] == "length"
     code, errors = command.end()
     assert code == 0, errors
     assert "Traceback" not in errors
@@ -384,7 +384,7 @@ def test_second_signal_ends_streams_with_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("more", "message"),
     [
         (("--host", "0.0.0.0"), "--api-key"),
         (("--limit", "max_body=much"), "max_body must be an integer"),
@@ -393,10 +393,10 @@ def test_second_signal_ends_streams_with_an_error() -> None:
         (("--api-key-file", os.devnull), "holds no key"),
     ],
 )
-def test_command_refuses_what_cannot_be(more: tuple[str, ...], told: str) -> None:
+def test_command_refuses_what_cannot_be(more: tuple[str, ...], message: str) -> None:
     result = CliRunner().invoke(app, ["serve", *more])
     assert result.exit_code == 2
-    assert told in result.stderr
+    assert message in result.stderr
 
 
 def test_model_that_does_not_load_ends_the_server() -> None:

@@ -1,8 +1,8 @@
 """llama.cpp's own tests of its server, from llama-cpp-python's source distribution, against ours.
 
-They are run as they are, with a program that maps the options (llama_server.py). The model is the
-bundled one: theirs is not at hand. ``LLAMA_CPP_SOURCE`` names llama.cpp's sources; without it those are
-used that the benchmarks have unpacked, if they have.
+They run unchanged, with a program that translates the options (llama_server.py). The model is the bundled
+one, because theirs is not at hand. ``LLAMA_CPP_SOURCE`` names llama.cpp's sources; without it the sources
+are used that the benchmarks have unpacked, if they exist.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FILES = ("basic", "tokenize", "security", "metrics", "template", "completion", "
 MODEL = "their model is not at hand: another vocabulary, other texts, other numbers of tokens"
 VERBOSE = "__verbose is in an answer where the request asks for it, not where the command line does"
 PROGRESS = "a report of progress has no timings: they are in the last event"
-# Each test that fails, in how many cases, and why.
+# The tests that fail: in how many cases, and why.
 DEVIATIONS: dict[str, tuple[int, str]] = {
     "basic::test_server_multiple_addresses": (1, "one address: a proxy listens on several"),
     "basic::test_load_split_model": (1, MODEL),
@@ -87,19 +87,19 @@ def stop_server_after_each_test():
 
 
 def source() -> Path:
-    """Return the folder of the tests; skip where there is none."""
+    """Return the folder of the tests; skip this test if there is none."""
     version = metadata.version("llama-cpp-python")
     home = Path(os.environ.get("LLAMABRANCH_CACHE") or "~/.cache/llamabranch").expanduser()
     cache = home / "benchmarks" / f"llama-cpp-python-{version}"
     unpacked = cache / f"llama_cpp_python-{version}" / "vendor" / "llama.cpp"
-    given = Path(os.environ.get("LLAMA_CPP_SOURCE", unpacked))
-    if not (given / "tools" / "server" / "tests" / "utils.py").is_file():
-        pytest.skip(f"llama.cpp's sources are not at hand ({given}): LLAMA_CPP_SOURCE names them")
-    return given
+    folder = Path(os.environ.get("LLAMA_CPP_SOURCE", unpacked))
+    if not (folder / "tools" / "server" / "tests" / "utils.py").is_file():
+        pytest.skip(f"llama.cpp's sources are not at hand ({folder}): LLAMA_CPP_SOURCE names them")
+    return folder
 
 
 def prepare(root: Path, sources: Path) -> Path:
-    """Copy the tests to a folder from which they find everything; return it."""
+    """Copy the tests to a folder in which they find everything they need; return it."""
     folder = root / "tools" / "server" / "tests"
     shutil.copytree(sources / "tools" / "server" / "tests", folder)
     (root / "models").symlink_to(sources / "models")
@@ -114,7 +114,7 @@ def prepare(root: Path, sources: Path) -> Path:
 
 
 def failures(folder: Path, tests: list[str]) -> tuple[int, dict[str, list[str]]]:
-    """Run some of the tests; return how many there are, and by name what each that fails says."""
+    """Run some of the tests; return their number, and the messages of the failed ones by name."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -130,33 +130,37 @@ def failures(folder: Path, tests: list[str]) -> tuple[int, dict[str, list[str]]]
     )  # fmt: skip
     assert report.exists(), done.stdout[-3000:] + done.stderr[-3000:]
     cases = list(ET.parse(report).iter("testcase"))
-    told: dict[str, list[str]] = {}
+    messages: dict[str, list[str]] = {}
     for case in cases:
         for part in case:
             if part.tag in ("failure", "error"):
                 file = str(case.get("classname")).removeprefix("unit.test_")
                 name = f"{file}::{str(case.get('name')).partition('[')[0]}"
-                told.setdefault(name, []).append(str(part.get("message"))[:200])
-    return len(cases), told
+                messages.setdefault(name, []).append(str(part.get("message"))[:200])
+    return len(cases), messages
 
 
 @pytest.mark.slow
 def test_llama_cpps_own_tests_pass_but_for_the_deviations(tmp_path: Path) -> None:
     folder = prepare(tmp_path, source())
-    n, told = failures(folder, [f"unit/test_{name}.py" for name in FILES])
+    n, failed = failures(folder, [f"unit/test_{name}.py" for name in FILES])
     expected = {name: n for name, (n, _) in DEVIATIONS.items()}
 
     def wrong() -> dict[str, list[str]]:
         return {
-            name: told.get(name, [])
-            for name in told | expected
-            if len(told.get(name, [])) != expected.get(name, 0)
+            name: failed.get(name, [])
+            for name in failed | expected
+            if len(failed.get(name, [])) != expected.get(name, 0)
         }
 
-    if again := wrong():  # their limits of time depend on what else runs: once more, alone
-        _, found = failures(
+    if (
+        again := wrong()
+    ):  # their time limits depend on other load, so failed tests run once more, alone
+        _, failed_again = failures(
             folder, ["unit/test_{}.py::{}".format(*name.split("::")) for name in again]
         )
-        told = {name: messages for name, messages in told.items() if name not in again} | found
+        failed = {
+            name: messages for name, messages in failed.items() if name not in again
+        } | failed_again
     assert not wrong(), "\n".join(f"{name}: {messages}" for name, messages in wrong().items())
     assert n > 130

@@ -1,4 +1,4 @@
-"""Looms with the server as their back end: the requests they send, and what they read of the answers.
+"""Looms with the server as their back end: the requests that they send, and the fields that they read.
 
 The requests are those that the programs build: mikupad, Tapestry Loom, logitloom, loomsidian.
 """
@@ -62,22 +62,24 @@ def test_mikupad_reads_each_token_with_its_alternatives(api: Any) -> None:
     assert "".join(
         post(api, "/detokenize", {"tokens": [token]})["content"] for token in tokens
     ).strip() == PROMPT  # fmt: skip
-    chunks = [each for each in streamed(api, "/completion", MIKUPAD) if each.get("content")]
+    chunks = [chunk for chunk in streamed(api, "/completion", MIKUPAD) if chunk.get("content")]
     places = [place for chunk in chunks for place in chunk["completion_probabilities"]]
     assert len(places) == len(chunks)  # mikupad reads the first of each event
     assert len(places) > 3
     for place in places:
         top = place["top_logprobs"]
-        assert len(top) == 10 and all(math.exp(each["logprob"]) <= 1 for each in top)
+        assert len(top) == 10 and all(math.exp(entry["logprob"]) <= 1 for entry in top)
     # The same in its OpenAI mode.
     body = {**MIKUPAD, "max_tokens": 12, "logprobs": 10}
     for name in ("n_predict", "n_probs", "post_sampling_probs", "cache_prompt"):
         del body[name]
-    told = streamed(api, "/v1/completions", body)
-    places = [each["choices"][0]["logprobs"] for each in told if each["choices"][0].get("text")]
-    assert all(isinstance(each["top_logprobs"][0], dict) for each in places)
+    other_chunks = streamed(api, "/v1/completions", body)
+    places = [
+        chunk["choices"][0]["logprobs"] for chunk in other_chunks if chunk["choices"][0].get("text")
+    ]
+    assert all(isinstance(place["top_logprobs"][0], dict) for place in places)
     texts = ["".join(parts) for parts in (
-        (each["content"] for each in chunks), (each["choices"][0]["text"] for each in told),
+        (chunk["content"] for chunk in chunks), (chunk["choices"][0]["text"] for chunk in other_chunks),
     )]  # fmt: skip
     assert texts[0] == texts[1]  # one seed
 
@@ -85,8 +87,8 @@ def test_mikupad_reads_each_token_with_its_alternatives(api: Any) -> None:
 def test_tapestry_reads_probabilities_of_the_prompt_too(api: Any) -> None:
     (choice,) = post(api, "/v1/completions", TAPESTRY)["choices"]
     (echoed,) = post(api, "/v1/completions", {**TAPESTRY, "echo": True, "max_tokens": 1})["choices"]
-    for found in (choice, echoed):
-        places = found["logprobs"]
+    for answer in (choice, echoed):
+        places = answer["logprobs"]
         assert len(places["tokens"]) == len(places["top_logprobs"]) == len(places["token_logprobs"])
     assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
     assert echoed["text"].startswith(PROMPT)
@@ -96,7 +98,7 @@ def test_tapestry_reads_probabilities_of_the_prompt_too(api: Any) -> None:
 
 
 def test_tapestry_gets_equal_texts_in_batches(api: Any) -> None:
-    """What its README recommends ``--no-cont-batching`` for."""
+    """Tapestry's README recommends ``--no-cont-batching`` for this."""
     cold = {**TAPESTRY, "temperature": 0, "max_tokens": 24, "logprobs": 5}
     (alone,) = post(api, "/v1/completions", cold)["choices"]
     warm = {"temperature": 1, "seed": 1, "n": 6}
@@ -114,5 +116,7 @@ def test_logitloom_and_loomsidian_read_what_they_need(api: Any) -> None:
     for token, top in zip(places["tokens"], places["top_logprobs"], strict=True):
         assert max(top, key=top.__getitem__) == token  # it follows the most probable token
     assert choice["finish_reason"] == "length"
-    texts = [each["text"] for each in post(api, "/v1/completions", LOOMSIDIAN)["choices"]]
+    texts = [
+        text_choice["text"] for text_choice in post(api, "/v1/completions", LOOMSIDIAN)["choices"]
+    ]
     assert len(texts) == len(set(texts)) == 3

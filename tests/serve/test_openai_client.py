@@ -1,4 +1,4 @@
-"""``/v1/chat/completions`` by OpenAI's own client, and how tool calls are told from text."""
+"""``/v1/chat/completions`` with OpenAI's own client, and how tool calls are distinguished from text."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def server() -> Iterator[Serving]:
 
 @pytest.fixture(scope="module")
 def client(server: Serving) -> Iterator[Any]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0) as made:
-        yield made
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0) as opened:
+        yield opened
 
 
 def ask(client: Any, messages: Any = HELLO, **more: Any) -> Any:
@@ -44,21 +44,21 @@ def ask(client: Any, messages: Any = HELLO, **more: Any) -> Any:
 
 
 def test_answer_is_the_librarys_own(client: Any, server: Serving) -> None:
-    found = ask(client, max_tokens=16)
+    answer = ask(client, max_tokens=16)
     with lb.Context(server.ctx.model, n_ctx=512, n_threads=1) as ctx:
         params = lb.SamplingParams(temperature=0.8, seed=42)
         with lb.Branch.start(ctx, HELLO, sampling=params) as branch:
             expected = "".join(token.text for token in branch.generate(16))
             n_prompt = branch.n_prompt
-    assert found.choices[0].message.content == expected
-    assert found.choices[0].message.role == "assistant"
-    assert found.usage.prompt_tokens == n_prompt
+    assert answer.choices[0].message.content == expected
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.usage.prompt_tokens == n_prompt
     assert ask(client).usage.completion_tokens == 32  # the server's limit
 
 
 @pytest.mark.parametrize("more", [{}, {"grammar": 'root ::= "a \U0001f600 b \U0001f600 c"'}])
 def test_stream_joined_is_the_message(client: Any, more: dict[str, str]) -> None:
-    """Parts of characters are no exception."""
+    """Also if a token is a part of a character."""
     asked: dict[str, Any] = {"n": 2, "logprobs": True, "top_logprobs": 2, "extra_body": more}
     asked["max_tokens"] = 40 if more else 12
     whole = ask(client, **asked)
@@ -67,28 +67,28 @@ def test_stream_joined_is_the_message(client: Any, more: dict[str, str]) -> None
     assert parts[-1].usage.completion_tokens == whole.usage.completion_tokens
     assert whole.usage.completion_tokens == 24 or more
     for choice in whole.choices:
-        its = [c for part in parts for c in part.choices if c.index == choice.index]
-        assert "".join(c.delta.content or "" for c in its) == choice.message.content
-        logprobs = [one for c in its if c.logprobs for one in c.logprobs.content]
+        changes = [c for part in parts for c in part.choices if c.index == choice.index]
+        assert "".join(c.delta.content or "" for c in changes) == choice.message.content
+        logprobs = [entry for c in changes if c.logprobs for entry in c.logprobs.content]
         assert logprobs == choice.logprobs.content
         assert len(logprobs) == 12 or more
-        assert its[-1].finish_reason == choice.finish_reason
+        assert changes[-1].finish_reason == choice.finish_reason
     tokens = whole.choices[0].logprobs.content
     assert b"".join(bytes(t.bytes) for t in tokens).decode() == whole.choices[0].message.content
     assert all(len(t.top_logprobs) == 2 and t.logprob <= 0 for t in tokens)
 
 
 def test_completions_and_models(client: Any) -> None:
-    found = client.completions.create(
+    answer = client.completions.create(
         model="any", prompt="Once upon a time", max_tokens=6, logprobs=1, echo=True, **WARM
     )
-    assert found.choices[0].text.startswith("Once upon a time")
-    assert found.choices[0].logprobs.token_logprobs[0] is None
+    assert answer.choices[0].text.startswith("Once upon a time")
+    assert answer.choices[0].logprobs.token_logprobs[0] is None
     streamed = client.completions.create(
         model="any", prompt="Once upon a time", max_tokens=6, stream=True, **WARM
     )
     text = "".join(part.choices[0].text for part in streamed)
-    assert found.choices[0].text == "Once upon a time" + text
+    assert answer.choices[0].text == "Once upon a time" + text
     (model,) = client.models.list().data
     assert client.models.retrieve(model.id).id == model.id
     with pytest.raises(openai.NotFoundError):
@@ -102,13 +102,13 @@ def test_structured_answers(client: Any) -> None:
         name: str = pydantic.Field(max_length=8)
         age: int = pydantic.Field(ge=1, le=99)
 
-    found = client.chat.completions.parse(
+    answer = client.chat.completions.parse(
         model="any", messages=HELLO, response_format=Person, max_tokens=64, **WARM
     )
-    person = found.choices[0].message.parsed
+    person = answer.choices[0].message.parsed
     assert isinstance(person, Person) and 1 <= person.age <= 99
-    found = ask(client, response_format={"type": "json_object", "schema": SCHEMA}, max_tokens=64)
-    assert set(json.loads(found.choices[0].message.content)) == {"name", "age"}
+    answer = ask(client, response_format={"type": "json_object", "schema": SCHEMA}, max_tokens=64)
+    assert set(json.loads(answer.choices[0].message.content)) == {"name", "age"}
 
 
 @pytest.mark.parametrize(
@@ -116,10 +116,10 @@ def test_structured_answers(client: Any) -> None:
 )
 def test_forced_calls_follow_their_schema(client: Any, choice: Any) -> None:
     whole = ask(client, tools=TOOLS, tool_choice=choice, max_tokens=80)
-    found, n_tokens = whole.choices[0], whole.usage.completion_tokens
-    (call,) = found.message.tool_calls
-    assert found.finish_reason == "tool_calls"
-    assert found.message.content is None
+    first_choice, n_tokens = whole.choices[0], whole.usage.completion_tokens
+    (call,) = first_choice.message.tool_calls
+    assert first_choice.finish_reason == "tool_calls"
+    assert first_choice.message.content is None
     assert call.function.name in (["marry", "crown"] if choice == "required" else ["crown"])
     arguments = json.loads(call.function.arguments)
     assert set(arguments) == {"name", "age"} and arguments["age"] in (7, 70)
@@ -139,16 +139,20 @@ def test_forced_calls_follow_their_schema(client: Any, choice: Any) -> None:
     cut |= {"tools": strict, "max_tokens": n_tokens // 2}
     with pytest.raises(openai.LengthFinishReasonError):
         client.chat.completions.parse(model="any", messages=HELLO, **cut, **WARM)
-    answer = [*HELLO, found.message, {"role": "tool", "tool_call_id": call.id, "content": "done"}]
+    answer = [
+        *HELLO,
+        first_choice.message,
+        {"role": "tool", "tool_call_id": call.id, "content": "done"},
+    ]
     assert ask(client, answer, tools=TOOLS, tool_choice="none").choices[0].message.content
 
 
 def test_last_answer_is_continued(client: Any, server: Serving) -> None:
     begun = [*HELLO, {"role": "assistant", "content": "The king was"}]
-    found = ask(client, begun, max_tokens=8, extra_body={"return_token_ids": True}).choices[0]
+    continued = ask(client, begun, max_tokens=8, extra_body={"return_token_ids": True}).choices[0]
     model = server.ctx.model
     expected = model.chat_tokens(HELLO) + model.tokenize("The king was", add_special=False)
-    assert found.prompt_token_ids == expected
+    assert continued.prompt_token_ids == expected
     with pytest.raises(openai.BadRequestError, match="two answers"):
         ask(client, [*begun, begun[-1]])
 

@@ -1,4 +1,4 @@
-"""Thoughts over HTTP, by OpenAI's own client: apart from the answer, with a budget, switched off."""
+"""Thoughts over HTTP with OpenAI's own client: separate from the answer, with a budget, switched off."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def server() -> Iterator[Serving]:
 
 @pytest.fixture(scope="module")
 def client(server: Serving) -> Iterator[Any]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found:
-        yield found
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as opened:
+        yield opened
 
 
 def extra(**more: Any) -> dict[str, Any]:
@@ -52,14 +52,14 @@ def extra(**more: Any) -> dict[str, Any]:
     "name", ["thinking_token_budget", "thinking_budget_tokens", "reasoning_budget"]
 )
 def test_a_thought_is_apart_and_counted(client: Any, server: Serving, name: str) -> None:
-    found = client.chat.completions.create(**extra(**{name: 10}))
-    message = found.choices[0].message
+    answer = client.chat.completions.create(**extra(**{name: 10}))
+    message = answer.choices[0].message
     expected = server.ctx.chat(ASKED, thinking=10, max_tokens=40, temperature=0.8, seed=6)
     assert message.reasoning_content == expected.thought != ""
     assert message.content == expected.turn.content
-    n = found.usage.completion_tokens_details.reasoning_tokens
+    n = answer.usage.completion_tokens_details.reasoning_tokens
     assert n == expected.n_thought_tokens
-    assert found.usage.completion_tokens == len(expected.tokens)
+    assert answer.usage.completion_tokens == len(expected.tokens)
 
 
 def test_streams_tell_the_thought_first(client: Any) -> None:
@@ -78,28 +78,28 @@ def test_streams_tell_the_thought_first(client: Any) -> None:
     "how", [{"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}]
 )
 def test_thoughts_are_switched_off(client: Any, server: Serving, how: dict[str, Any]) -> None:
-    found = client.chat.completions.create(**extra(**how))
+    answer = client.chat.completions.create(**extra(**how))
     expected = server.ctx.chat(ASKED, thinking=False, max_tokens=40, temperature=0.8, seed=6)
-    assert not hasattr(found.choices[0].message, "reasoning_content")
-    assert found.choices[0].message.content == expected.turn.content
-    assert found.usage.prompt_tokens == expected.num_prompt_tokens
+    assert not hasattr(answer.choices[0].message, "reasoning_content")
+    assert answer.choices[0].message.content == expected.turn.content
+    assert answer.usage.prompt_tokens == expected.num_prompt_tokens
 
 
 def test_a_schema_binds_the_answer(client: Any) -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": N}}
-    found = client.chat.completions.create(
+    answer = client.chat.completions.create(
         **extra(thinking_token_budget=10), response_format=schema
     )
-    message = found.choices[0].message
+    message = answer.choices[0].message
     assert message.reasoning_content
     assert message.content.startswith('{"n": ') or message.content == "{}"
 
 
 def test_a_thought_that_takes_all_tokens_has_no_answer(client: Any) -> None:
-    found = client.chat.completions.create(**{**BODY, "max_tokens": 8})
-    assert found.choices[0].finish_reason == "length"
-    assert found.choices[0].message.reasoning_content
-    assert not found.choices[0].message.content
+    answer = client.chat.completions.create(**{**BODY, "max_tokens": 8})
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.choices[0].message.reasoning_content
+    assert not answer.choices[0].message.content
 
 
 def test_a_model_without_thoughts_takes_the_fields() -> None:

@@ -1,4 +1,4 @@
-"""Requests made up from the types of all fields, right and wrong ones: no answer is a failure of ours."""
+"""Right and wrong requests, generated from the types of all fields: none makes the server fail."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def openapi() -> dict[str, Any]:
     def hook(kind: object) -> dict[str, Any]:
         return {"description": "anything"}  # of ``object``
 
-    made, parts = msgspec.json.schema_components(
+    schemas, parts = msgspec.json.schema_components(
         BODIES.values(), schema_hook=hook, ref_template="#/components/schemas/{name}"
     )
     name = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
@@ -44,7 +44,7 @@ def openapi() -> dict[str, Any]:
             "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
             "responses": {"default": {"description": "an answer"}},
         }}
-        for path, schema in zip(BODIES, made, strict=True)
+        for path, schema in zip(BODIES, schemas, strict=True)
     }  # fmt: skip
     about = {"title": "llamabranch", "version": "1"}
     return {"openapi": "3.1.0", "info": about, "paths": paths, "components": {"schemas": parts}}
@@ -65,7 +65,7 @@ def test_no_request_fails_the_server(server: Serving, path: str, mode: str) -> N
     operation = schema[path]["POST"]
     cases = operation.as_strategy(generation_mode=schemathesis.GenerationMode(mode))
     with server.client() as api:
-        made = api.post("/v1/branches", json={"prompt": "Once"}).json().get("id", "br-none")
+        node_id = api.post("/v1/branches", json={"prompt": "Once"}).json().get("id", "br-none")
 
         @settings(
             max_examples=150, deadline=None, database=None, derandomize=True,
@@ -77,7 +77,7 @@ def test_no_request_fails_the_server(server: Serving, path: str, mode: str) -> N
             if isinstance(body, dict) and mode == "positive":
                 body = {**body, "max_tokens": 2} if "max_tokens" in body else body
             try:
-                answer = api.post(path.replace("{id}", made), json=body)
+                answer = api.post(path.replace("{id}", node_id), json=body)
             except (TypeError, ValueError, UnicodeEncodeError):  # it is no JSON
                 return
             except httpx.HTTPError as error:

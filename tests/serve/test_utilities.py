@@ -1,4 +1,4 @@
-"""What the server tells about itself, and how it tokenizes."""
+"""What the server says about itself, and how it tokenizes."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def test_tokens(api: Any, server: Serving) -> None:
         ({"content": text, "parse_special": False}, model.tokenize(text, add_special=False)),
         ({"content": ""}, []),
     ):
-        found = api.post("/tokenize", json=body).json()
-        assert found["tokens"] == expected
-        assert found["count"] == len(expected)
+        reply = api.post("/tokenize", json=body).json()
+        assert reply["tokens"] == expected
+        assert reply["count"] == len(expected)
     tokens = model.tokenize(text, add_special=False)
     pieces = api.post(
         "/tokenize", json={"content": text, "with_pieces": True, "parse_special": False}
@@ -87,12 +87,12 @@ def test_tokens(api: Any, server: Serving) -> None:
 
 def test_templates(api: Any, server: Serving) -> None:
     messages = [{"role": "user", "content": "Hi <|im_end|>"}]
-    found = api.post("/apply-template", json={"messages": messages}).json()
-    assert found["prompt"] == server.ctx.model.apply_chat_template(messages)
-    assert found["input_tokens"] == len(server.ctx.model.chat_tokens(messages))
+    reply = api.post("/apply-template", json={"messages": messages}).json()
+    assert reply["prompt"] == server.ctx.model.apply_chat_template(messages)
+    assert reply["input_tokens"] == len(server.ctx.model.chat_tokens(messages))
     bare = api.post("/apply-template", json={"messages": messages, "add_generation_prompt": False})
-    assert found["prompt"].startswith(bare.json()["prompt"])
-    assert len(bare.json()["prompt"]) < len(found["prompt"])
+    assert reply["prompt"].startswith(bare.json()["prompt"])
+    assert len(bare.json()["prompt"]) < len(reply["prompt"])
 
 
 def test_templates_that_ask_for_the_date_are_told_it() -> None:
@@ -102,10 +102,10 @@ def test_templates_that_ask_for_the_date_are_told_it() -> None:
         return lb.AsyncEngine(ctx, max_tokens=None)
 
     with Serving(open_engine) as server, server.client() as api:
-        for more, told in (({}, date.today().strftime("%d %b %Y")), ({"date_string": "x"}, "x")):
+        for more, day in (({}, date.today().strftime("%d %b %Y")), ({"date_string": "x"}, "x")):
             body = {"messages": [{"role": "user", "content": "Hi"}], "chat_template_kwargs": more}
             prompt = api.post("/apply-template", json=body).json()["prompt"]
-            assert prompt == f"{told}|{date.today().year}|Hi"
+            assert prompt == f"{day}|{date.today().year}|Hi"
 
 
 def test_seed_of_the_server_is_that_of_requests_without_one(api: Any) -> None:
@@ -137,10 +137,10 @@ def test_metrics_are_the_sums_of_what_the_answers_tell(api: Any) -> None:
         n_cached += timings["cache_n"]
         n_predicted += timings["predicted_n"]
     after = read()
-    found = {name: after[name] - before.get(name, 0) for name in after}
-    assert found["llamacpp:prompt_tokens_total"] == n_prompt
-    assert found["llamacpp:prompt_tokens_cached_total"] == n_cached > 0
-    assert found["llamacpp:tokens_predicted_total"] == n_predicted
+    growth = {name: after[name] - before.get(name, 0) for name in after}
+    assert growth["llamacpp:prompt_tokens_total"] == n_prompt
+    assert growth["llamacpp:prompt_tokens_cached_total"] == n_cached > 0
+    assert growth["llamacpp:tokens_predicted_total"] == n_predicted
     assert after["llamacpp:requests_processing"] == after["llamacpp:requests_deferred"] == 0
 
 
@@ -165,11 +165,11 @@ def test_answers_tell_where_batches_are_not_exact() -> None:
 
 
 def test_texts_whose_number_is_given_have_cells_of_their_own() -> None:
-    """Where the memory can be divided: "auto" leaves that to the context."""
+    """If the memory can be divided; "auto" leaves that to the context."""
 
-    def sized(trained: int | None = 1024, drafter: str = "suffix", **given: Any) -> object:
-        found = ServedModels(**given).sized(trained, (drafter,))
-        return found["n_seq_max"], found["kv_unified"], found["n_ctx"]
+    def sized(trained: int | None = 1024, drafter: str = "suffix", **settings: Any) -> object:
+        sizes = ServedModels(**settings).sized(trained, (drafter,))
+        return sizes["n_seq_max"], sizes["kv_unified"], sizes["n_ctx"]
 
     assert sized() == (8, True, 1024)
     assert sized(None) == (8, True, 8192)

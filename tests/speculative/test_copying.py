@@ -1,4 +1,4 @@
-"""Drafters that copy: what they propose, and what texts share. Their texts: `test_drafted_text`."""
+"""Drafters that copy: what they propose, and what texts share. `test_drafted_text` tests their texts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def branch(ctx: Context) -> Iterator[Branch]:
 
 
 class Refuses(FixedLength):
-    """A controller for which drafting never pays."""
+    """A draft-length controller for which drafting never pays."""
 
     def consider(self, drafter: str) -> bool:
         return False
@@ -56,7 +56,7 @@ EITHER = pytest.mark.parametrize(
     ("drafter", "tokens", "k", "expected"),
     [
         (lookup(3, 2), [20, 21, 30, 20, 21, 40, 41, 20, 21], 2, [40, 41]),  # the newest occurrence
-        (lookup(3, 1), [1, 2, 3, 50, 9, 2, 3, 60, 1, 2, 3], 1, [50]),  # of the longest suffix
+        (lookup(3, 1), [1, 2, 3, 50, 9, 2, 3, 60, 1, 2, 3], 1, [50]),  # after the longest suffix
         (lookup(3, 2), [1, 2, 3, 4, 3], 8, []),  # no evidence
         (lookup(3, 2), [1, 2, 3, 4, 3, 4], 1, [3]),
         # a match of m tokens allows a draft of m
@@ -74,14 +74,14 @@ EITHER = pytest.mark.parametrize(
 def test_what_followed_the_same_tokens_is_proposed(
     drafter: Drafter, tokens: list[int], k: int, expected: list[int], branch: Branch
 ) -> None:
-    told = propose(drafter.start(branch.sequence, "seeded"), tokens, k)
-    assert (told.tokens, told.n_decodes) == (expected, 0)
-    assert told.seconds > 0
+    draft = propose(drafter.start(branch.sequence, "seeded"), tokens, k)
+    assert (draft.tokens, draft.n_decodes) == (expected, 0)
+    assert draft.seconds > 0
 
 
 def test_surprisal_takes_the_place_of_the_entropy(branch: Branch) -> None:
-    told = propose(lookup(2, 2).start(branch.sequence, "seeded"), [1, 2, 3, 1, 2], k=3)
-    assert told.entropies == pytest.approx([-math.log(m / (m + 1)) for m in (2, 3, 4)])
+    draft = propose(lookup(2, 2).start(branch.sequence, "seeded"), [1, 2, 3, 1, 2], k=3)
+    assert draft.entropies == pytest.approx([-math.log(m / (m + 1)) for m in (2, 3, 4)])
     state = lookup(2, 1).start(branch.sequence, "seeded")
     tokens = [1, 2, 3, 1]  # one token of evidence: probability 1/2, 0.69 nats
     assert state.propose(tokens, FixedLength(4, 0.6), 4).tokens == []
@@ -129,35 +129,34 @@ def test_state_learns_from_what_others_say_of_the_same_model(
     branch: Branch, draft_ctx: Context
 ) -> None:
     drafter = SuffixDrafter()
-    said = list(range(200, 212))
+    tale = list(range(200, 212))
     first = drafter.start(branch.sequence, "seeded")
-    propose(first, [5, *said])  # the line starts at position 1: all of this is said
+    propose(first, [5, *tale])  # the line starts at position 1: all of this is said
     first.close()
     second = drafter.start(branch.sequence, "seeded")
-    assert propose(second, [5, *said[:4]]).tokens == said[4:9]  # five tokens match
-    assert propose(SuffixDrafter().start(branch.sequence, "seeded"), [5, *said[:4]]).tokens == []
+    assert propose(second, [5, *tale[:4]]).tokens == tale[4:9]  # five tokens match
+    assert propose(SuffixDrafter().start(branch.sequence, "seeded"), [5, *tale[:4]]).tokens == []
     with Branch.start(draft_ctx, [5]) as other:
-        assert propose(drafter.start(other.sequence, "seeded"), [5, *said[:4]]).tokens == []
+        assert propose(drafter.start(other.sequence, "seeded"), [5, *tale[:4]]).tokens == []
 
 
 def test_texts_that_are_read_later_are_not_shared(ctx: Context) -> None:
     drafter = SuffixDrafter()
-    prompt, said, answer = list(range(200, 212)), [70, 71, 72, 73], list(range(300, 312))
+    prompt, reply, answer = list(range(200, 212)), [70, 71, 72, 73], list(range(300, 312))
     with Branch.start(ctx, prompt[:4]) as branch, Branch.start(ctx, prompt) as other:
         line = drafter.start(branch.sequence, "seeded")
-        propose(line, [*prompt[:4], *said])
-        twin = line.fork(
-            other.sequence
-        )  # for another prompt with the same beginning, as in an engine
+        propose(line, [*prompt[:4], *reply])
+        # Copied for another prompt with the same beginning, as in an engine.
+        twin = line.fork(other.sequence)
         twin.observe(4)
         propose(twin, [*prompt, 90, 91, 92])
-        branch.extend(said)
+        branch.extend(reply)
         branch.append(answer)
         propose(line, [*branch.tokens, 80, 81, 82])
         new = drafter.start(other.sequence, "seeded")
         assert propose(new, prompt[:9]).tokens == propose(new, answer[:4]).tokens == []
         for before, after in (
-            (prompt[-2:], [90, 91]), (answer[-2:], [80, 81]), (said[:2], said[2:]),
+            (prompt[-2:], [90, 91]), (answer[-2:], [80, 81]), (reply[:2], reply[2:]),
         ):  # fmt: skip
             assert propose(drafter.start(other.sequence, "seeded"), before).tokens == after
 
@@ -167,14 +166,15 @@ def test_what_others_say_and_what_was_rewound_is_evidence(branch: Branch) -> Non
     propose(line, [5, 6, 70, 71, 72])
     line.observe(3)
     assert propose(line, [5, 6, 70]).tokens == [71, 72]
-    assert propose(line, [5, 6, 70, 90, 6, 70]).tokens == [90, 6]  # what stands goes first
+    # The accepted text is copied first.
+    assert propose(line, [5, 6, 70, 90, 6, 70]).tokens == [90, 6]
     parent = SuffixDrafter().start(branch.sequence, "seeded")
     propose(parent, [5, 6])
     a, b = parent.fork(branch.sequence), parent.fork(branch.sequence)  # siblings that both run
     propose(a, [5, 6, 70, 71, 72, 73])
     assert propose(b, [5, 6, 80, 70, 71]).tokens == [72, 73]
     drafter = SuffixDrafter()
-    drafter.floor = 0.0  # what is improbable is drafted too
+    drafter.floor = 0.0  # improbable tokens are drafted too
     propose(drafter.start(branch.sequence, "seeded"), [5, *range(40, 48)])
     for tokens, better in (
         ([5, 42, 43, 9, *range(40, 44)], [44, 45, 46, 47]),
@@ -187,7 +187,7 @@ def test_what_others_say_and_what_was_rewound_is_evidence(branch: Branch) -> Non
 
 
 class Script(Drafter):
-    """A drafter and its own line: says what it is given, remembers what it is told."""
+    """A drafter and its own state: it proposes given tokens and remembers what it observes."""
 
     name = "script"
 
@@ -221,10 +221,10 @@ def test_chain_asks_in_order_and_tells_everyone(branch: Branch) -> None:
     assert chain.name == "script+script+script"
     chain.check(branch.ctx.model)
     line = chain.start(branch.sequence, "seeded")
-    told = propose(line, [5, 6])
+    draft = propose(line, [5, 6])
     line.observe(3)
     line.close()
-    assert told == Draft([7], seconds=2.0, n_decodes=2)
+    assert draft == Draft([7], seconds=2.0, n_decodes=2)
     assert silent.log == [("check", 0), ("propose", 2), ("observe", 3), ("close", 0)]
     assert first.log == silent.log
     assert last.log == [("check", 0), ("observe", 3), ("close", 0)]
@@ -235,7 +235,7 @@ def test_model_behind_ngrams_catches_up_in_one_decode(ctx: Context, draft_ctx: C
     with Branch.start(ctx, tokens, temperature=0.0) as branch:
         chain = ChainDrafter([PromptLookupDrafter(), ModelDrafter(draft_ctx)])
         line = chain.start(branch.sequence, "seeded")
-        # The prompt; the last draft is not decoded. Then a copy, and after it what was missed.
+        # The prompt, without the last draft's decode. Then a copy, and after it the missed tokens.
         for added, k, n_decodes in (([], 1, 1), ([5, 6, 7], 4, 0), ([30, 31, 32, 33], 1, 1)):
             tokens += added
             line.observe(len(tokens))

@@ -1,7 +1,7 @@
-"""Drafting across vocabularies: the bundled draft, its tokens renumbered, still drafts through the text.
+"""Drafting across vocabularies: the bundled draft with renumbered tokens still drafts through the text.
 
-The renumbered model says the same texts with the same probabilities, so what the way through the text
-costs in acceptance is all that differs from drafting by tokens.
+The renumbered model gives the same texts the same probabilities. So any lower acceptance comes only from
+drafting through the text instead of by tokens.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def test_report_chooses_the_way_through_the_text(
 def test_acceptance_is_near_that_of_drafting_by_tokens(
     ctx: Context, draft_ctx: Context, renumbered_ctx: Context
 ) -> None:
-    """At temperature 0 both propose the draft's argmax; the text way declines at unfinished words."""
+    """At temperature 0 both propose the draft's argmax, except for unfinished words in the text."""
     rates = []
     for drafter in (ModelDrafter(draft_ctx), ModelDrafter(renumbered_ctx)):
         speculator = Speculator(ctx, drafter, SpeculativeConfig(draft_k=4))
@@ -85,7 +85,7 @@ def test_translated_draft_draws_with_noise_of_its_own(
 def test_states_follow_forks_that_outlive_their_parents(
     way: str, ctx: Context, request: pytest.FixtureRequest
 ) -> None:
-    """A fork's state is one of its parent's, which ends with the parent; what was read is shared."""
+    """The state of a fork is made from its parent's and ends with the parent. Tokens read are shared."""
     other = request.getfixturevalue(way)
     speculator = Speculator(ctx, ModelDrafter(other), FIXED)
     root = Branch.start(ctx, PROMPTS[0] * 8, sampling=WARM)
@@ -109,7 +109,7 @@ def test_states_follow_forks_that_outlive_their_parents(
 
 @pytest.fixture(scope="module")
 def byte_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[lb.Model, lb.Model]]:
-    """A random model over bytes, and a near relation with the bytes numbered backwards and no BOS."""
+    """A random model over bytes, and a similar model with the bytes numbered backwards and no BOS."""
     folder = tmp_path_factory.mktemp("bytes")
     alphabet = toys.Vocabulary.named("bytes").tokens[2:]
     backwards = toys.Vocabulary((toys.BOS, toys.EOS, *reversed(alphabet)))
@@ -125,7 +125,7 @@ def byte_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[lb.Mod
 def test_bytes_that_are_no_text_are_not_translated_but_the_text_is_right(
     temperature: float, byte_pair: tuple[lb.Model, lb.Model]
 ) -> None:
-    """A random model over bytes says much that is not UTF-8: then the line has nothing to propose."""
+    """A random model over bytes writes much that is not UTF-8. Then nothing is proposed."""
     params = SamplingParams(temperature=temperature, seed=1, logit_bias={1: -math.inf})
     target, draft = byte_pair
     with Context(target, n_threads=1) as ctx, Context(draft, n_threads=1) as other:
@@ -137,10 +137,8 @@ def test_bytes_that_are_no_text_are_not_translated_but_the_text_is_right(
         bos = params.replace(
             temperature=0.0, logit_bias={0: 100.0}
         )  # control tokens alone: no text
-        found = Speculator(ctx, ModelDrafter(other), FIXED).generate(
-            [0], max_tokens=9, sampling=bos
-        )
-        assert found.finish().tokens == [0] * 9 and found.stats.num_draft_tokens == 0
+        run = Speculator(ctx, ModelDrafter(other), FIXED).generate([0], max_tokens=9, sampling=bos)
+        assert run.finish().tokens == [0] * 9 and run.stats.num_draft_tokens == 0
         ctx.audit()
         other.audit()
         assert other.usage().cells_used == 0
@@ -174,9 +172,9 @@ def test_models_without_text_draft_for_each_other(tmp_path: Path) -> None:
         toys.write_llama(tmp_path / f"{i}.gguf", vocab="none", drift=0.3 * i) for i in range(2)
     ]
     with (
-        lb.Model(paths[0]) as one,
+        lb.Model(paths[0]) as first,
         lb.Model(paths[1]) as two,
-        Context(one, n_threads=1) as ctx,
+        Context(first, n_threads=1) as ctx,
         Context(two, n_threads=1) as other,
     ):
         expected = [t.token for t in plain(ctx, [3, 4], params, 40)]

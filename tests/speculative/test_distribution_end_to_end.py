@@ -1,11 +1,11 @@
-"""The loop that runs, on a real model, says tokens with the model's own probabilities.
+"""The real loop on a real model emits tokens with the model's own probabilities.
 
-The target is a random model of 16 tokens, so the law of its first tokens can be written down: softmax of
-its logits at the temperature, cut to the best k, multiplied along every path. Many generations, each
-with another seed, are counted against that law by a chi-square test (cells merged until 5 are
-expected in each). The statistic is turned into a standard normal one (Wilson & Hilferty 1931). Seeds are
-fixed; drawn anew, a right loop exceeds the limit of 4 with odds of about 3e-5 for each of the 39
-statistics here: one false failure in 800 such runs. Loops that are known to be wrong must exceed it.
+The target is a random model of 16 tokens, so the law of its first tokens can be computed: softmax of its
+logits at the temperature, cut to the best k, multiplied along every path. Many generations with different
+seeds are compared with that law by a chi-square test (cells are merged until 5 are expected in each). The
+statistic is transformed to a standard normal one (Wilson & Hilferty 1931). Seeds are fixed. With new
+seeds a right loop would exceed the limit of 4 with odds of about 3e-5 for each of the 39 statistics: one
+false failure in 800 such runs. Loops that are known to be wrong must exceed it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Text = tuple[int, ...]
 Law = dict[Text, float]
 
 PROMPT = "badcaf"
-DEPTH = 4  # tokens that are counted: the first is drawn plainly, the others go through rounds
+DEPTH = 4  # the number of counted tokens: the first is drawn plainly, the others come from rounds
 N = 1500
 LIMIT = 4.0
 END = 1  # the toys' end token; it is the last of its text
@@ -41,7 +41,7 @@ OPEN = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 
 
 def departure(counts: Counter[Text], law: Law) -> float:
-    """Return by how many standard deviations the counts are too far from ``law``."""
+    """Return the distance of the counts from ``law``, in standard deviations."""
     n = sum(counts.values())
     assert set(counts) <= set(law), "said what has probability zero"
     cells: list[tuple[float, int]] = []
@@ -62,27 +62,27 @@ def departure(counts: Counter[Text], law: Law) -> float:
 
 
 def worst(texts: Sequence[Text], law: Law) -> float:
-    """Return the largest departure: of whole texts, of what came through rounds, of the second token."""
-    found = []
+    """Return the largest departure: of whole texts, of tokens from rounds, of the second token."""
+    departures = []
     for part in (slice(None), slice(1, None), slice(1, 2)):
         of_part: Law = {}
         for text, weight in law.items():
             of_part[text[part]] = of_part.get(text[part], 0.0) + weight
-        found.append(departure(Counter(text[part] for text in texts), of_part))
-    return max(found)
+        departures.append(departure(Counter(text[part] for text in texts), of_part))
+    return max(departures)
 
 
 def test_statistic_is_standard_normal_under_the_law() -> None:
-    """Mean and spread over 300 fair samples; five standard errors wide: odds 1e-6."""
+    """Mean and spread over 300 fair samples. The limits are five standard errors: odds 1e-6."""
     rng = np.random.default_rng(5)
     p = rng.dirichlet(np.full(40, 0.7))
     law: Law = {(i,): float(x) for i, x in enumerate(p)}
-    found = []
+    departures = []
     for _ in range(300):
         drawn = rng.choice(40, size=800, p=p)
-        found.append(departure(Counter((int(x),) for x in drawn), law))
-    assert abs(np.mean(found)) < 5 / math.sqrt(300)
-    assert 0.8 < np.std(found) < 1.2
+        departures.append(departure(Counter((int(x),) for x in drawn), law))
+    assert abs(np.mean(departures)) < 5 / math.sqrt(300)
+    assert 0.8 < np.std(departures) < 1.2
 
 
 # -- the law ---------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ def test_statistic_is_standard_normal_under_the_law() -> None:
 def probabilities(
     logits: np.ndarray[tuple[int], np.dtype[np.float32]], params: SamplingParams
 ) -> Law:
-    """Return softmax at the temperature over the best top_k, with nothing of the library's own."""
+    """Return softmax at the temperature over the best top_k, computed without the library."""
     x = logits.astype(np.float64)
     ids = np.argsort(-x, kind="stable")[: params.top_k or len(x)]
     p = np.exp((x[ids] - x[ids].max()) / params.temperature)
@@ -103,16 +103,16 @@ def exact_law(ctx: Context, params: SamplingParams, depth: int) -> Law:
     """Return the probability of every text of ``depth`` tokens, or fewer if it ends before."""
 
     def below(branch: Branch, left: int) -> Law:
-        found: Law = {}
+        law: Law = {}
         for (token,), weight in probabilities(branch.logits, params).items():
             if left == 1 or token == END:
-                found[(token,)] = weight
+                law[(token,)] = weight
                 continue
             with branch.fork() as child:
                 child.extend([token])
                 rests = below(child, left - 1).items()
-                found |= {(token, *rest): weight * share for rest, share in rests}
-        return found
+                law |= {(token, *rest): weight * share for rest, share in rests}
+        return law
 
     with Branch.start(ctx, PROMPT, sampling=params) as root:
         law = below(root, depth)
@@ -214,7 +214,7 @@ def test_first_tokens_have_the_models_own_probabilities(
     texts, stats = said(contexts["target"], DRAFTERS[who](contexts), rule, CUT)
     assert worst(texts, laws["cut"]) < LIMIT
     assert stats.num_drafts > N
-    assert 0.05 < stats.draft_acceptance_rate < 0.95  # tokens stood, and tokens fell
+    assert 0.05 < stats.draft_acceptance_rate < 0.95  # some tokens were accepted, and some rejected
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
@@ -243,7 +243,7 @@ def test_recurrent_memory_and_drafts_that_stop_before_a_draw_are_lossless(
 
 
 class Tampering(lb.ModelDrafter):
-    """Somebody changes its proposals after they were drawn."""
+    """A drafter whose proposals are changed after they were drawn."""
 
     def __init__(self, ctx: Context, change: Callable[[Draft], None]) -> None:
         super().__init__(ctx)
@@ -257,7 +257,7 @@ class Tampering(lb.ModelDrafter):
 
 
 def drop_the_unlikely(draft: Draft) -> None:
-    """Cut the draft before a token that was drawn and then found to be unlikely."""
+    """Cut the draft before a drawn token that is unlikely."""
     for i, (token, source) in enumerate(zip(draft.tokens, draft.sources, strict=True)):
         if source.prob(token) < 0.35:
             del draft.tokens[i:], draft.sources[i:]

@@ -1,4 +1,4 @@
-"""What ends a draft of a model, and what is left then: end tokens, a full cache, interruptions."""
+"""What ends a draft of a model, and its state afterwards: end tokens, a full cache, interruptions."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def test_full_cache_ends_a_draft(n_free: int, ctx: Context, draft: lb.Model) -> 
         state.observe(len(tokens) - 1)
         rival = Branch.create(draft_ctx)
         rival.prefill([7] * (draft_ctx.usage().cells_free - n_free))
-        found = state.propose(tokens, FixedLength(6), 6)
+        drafted = state.propose(tokens, FixedLength(6), 6)
         draft_ctx.audit()
-        assert found.stopped == ("capacity" if n_free < 6 else "length")
-        assert found.tokens == expected[: len(found.tokens)]
-        assert len(found.tokens) >= min(n_free, 6)
+        assert drafted.stopped == ("capacity" if n_free < 6 else "length")
+        assert drafted.tokens == expected[: len(drafted.tokens)]
+        assert len(drafted.tokens) >= min(n_free, 6)
         rival.prune()
         state.observe(len(tokens))
         assert len(state.propose([*tokens, 301], FixedLength(6), 6).tokens) == 6
@@ -68,7 +68,7 @@ def test_full_cache_ends_a_draft(n_free: int, ctx: Context, draft: lb.Model) -> 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.5, 0.99])
 def test_interrupted_draft_loses_nothing(share: float, ctx: Context, draft: lb.Model) -> None:
-    """llama.cpp is stopped in the middle of some graph, in the first decode or a later one."""
+    """llama.cpp is stopped in the middle of a graph, in the first or a later decode."""
     with (
         Context(draft, n_ctx=256, n_threads=1) as draft_ctx,
         Branch.start(ctx, TALE, sampling=WARM) as branch,

@@ -1,9 +1,10 @@
-"""The law of drafting: whatever drafts, whoever asks, whatever runs beside it, the text is the plain one.
+"""The law of drafting: with any drafter, any caller and any other texts beside it, the text is plain.
 
-"Plain" is ``Branch.generate``, one decode a token. In a batch-invariant context the logits of a verified
-token are those of a token decoded alone, to the bit, and every loop draws with the noise of (seed,
-position): so tokens, texts, log-probabilities and entropies are compared with ==. Toys with other kinds
-of memory follow: where logits depend on the batch, their numbers are compared up to rounding.
+"Plain" means the text of ``Branch.generate`` with one decode per token. In a batch-invariant context the
+logits of a verified token equal, to the bit, those of a token decoded alone, and every loop draws with
+the noise of (seed, position). So tokens, texts, log-probabilities and entropies are compared with ==.
+Then follow toys with other kinds of memory. Where their logits depend on the batch, numbers are compared
+up to rounding.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ SENTENCE = r"""
 
 
 class Case(NamedTuple):
-    """A text that is asked for."""
+    """A request for a text."""
 
     prompt: str | list[int] = PROMPTS[0]
     sampling: SamplingParams = WARM
@@ -76,7 +77,7 @@ class Said(NamedTuple):
 def heard(
     *texts: tuple[Iterable[lb.Produced], Callable[[], str | None]],
 ) -> list[Said]:
-    """Listen to texts to their ends, one token of each in turn; the second says why one ended."""
+    """Read texts to their ends, one token of each in turn. The second item tells why a text ended."""
     seen: list[list[lb.Produced]] = [[] for _ in texts]
     errors = [""] * len(texts)
     running = {i: iter(tokens) for i, (tokens, _) in enumerate(texts)}
@@ -91,9 +92,9 @@ def heard(
                 del running[i]
     return [
         Said(
-            [one.token for one in tokens if not one.is_stop],
-            "".join(one.text for one in tokens),
-            [(one.logprob, one.entropy) for one in tokens if not one.is_stop],
+            [token.token for token in tokens if not token.is_stop],
+            "".join(token.text for token in tokens),
+            [(token.logprob, token.entropy) for token in tokens if not token.is_stop],
             error or reason(),
         )
         for tokens, error, (_, reason) in zip(seen, errors, texts, strict=True)
@@ -102,8 +103,8 @@ def heard(
 
 def plain(ctx: Context, case: Case) -> Said:
     with start(ctx, case) as branch:
-        (said,) = heard((branch.generate(case.n, case.stop), lambda: branch.finish_reason))
-        return said._replace(how="length") if case.n == 0 else said
+        (outcome,) = heard((branch.generate(case.n, case.stop), lambda: branch.finish_reason))
+        return outcome._replace(how="length") if case.n == 0 else outcome
 
 
 def start(ctx: Context, case: Case) -> Branch:
@@ -129,7 +130,7 @@ def limits(ctx: Context) -> list[Case]:
 
 
 def ends(ctx: Context) -> list[Case]:
-    """The end is made likely, for target and draft alike, so that drafts run past it."""
+    """The end token is made likely for target and draft, so that drafts run past it."""
     return [
         Case(PROMPTS[i % 3], SamplingParams(seed=i, logit_bias={ctx.model.eos or 0: bias}), 60)
         for i in range(4)
@@ -138,11 +139,11 @@ def ends(ctx: Context) -> list[Case]:
 
 
 def stops(ctx: Context) -> list[Case]:
-    """In the middle of tokens and of blocks; the last ones could begin, and then the text ends."""
+    """Stop strings in the middle of tokens and of blocks, and some that may begin at the text's end."""
     text = plain(ctx, Case(n=120)).text
-    found = [Case(n=120, stop=(text[at : at + 6], "never")) for at in (3, 20, 50, 101, 102, 103)]
+    stopping = [Case(n=120, stop=(text[at : at + 6], "never")) for at in (3, 20, 50, 101, 102, 103)]
     never = tuple(chr(c) + "\x00never" for c in range(32, 127))
-    return found + [case._replace(stop=never) for case in ends(ctx)[:3]]
+    return stopping + [case._replace(stop=never) for case in ends(ctx)[:3]]
 
 
 def grammars(ctx: Context) -> list[Case]:
@@ -151,15 +152,15 @@ def grammars(ctx: Context) -> list[Case]:
 
 
 def dead_ends(ctx: Context) -> list[Case]:
-    """The grammar is complete, and no end token may be drawn: an error, or the limit comes before it."""
+    """The grammar is complete, but end tokens are forbidden: an error, unless the limit comes before."""
     bias = dict.fromkeys(ctx.model.eog_tokens, -math.inf)
-    found = []
+    at_ends = []
     for i in range(3):
         for temperature in (0.0, 1.0):
             params = SamplingParams(temperature=temperature, seed=i, logit_bias=bias)
             case = Case(PROMPTS[i], params, 60, grammar=SENTENCE)
-            found += [case, case._replace(n=len(plain(ctx, case).tokens))]
-    return found
+            at_ends += [case, case._replace(n=len(plain(ctx, case).tokens))]
+    return at_ends
 
 
 CASES = {f.__name__: f for f in (free, penalties, limits, ends, stops, grammars, dead_ends)}
@@ -169,9 +170,9 @@ CASES = {f.__name__: f for f in (free, penalties, limits, ends, stops, grammars,
 
 
 class Hostile(lb.Drafter):
-    """Drafts what the target would say and then lies, only lies, ends, or nothing, in turn.
+    """Drafts, in turn: right tokens and then wrong ones, only wrong ones, end tokens, and nothing.
 
-    ``ends``: always what it would say, to the end, and then more ends.
+    ``ends``: always the right tokens up to the end, and then more end tokens.
     """
 
     name = "hostile"
@@ -180,7 +181,7 @@ class Hostile(lb.Drafter):
         self.knowing, self.ends = knowing, ends
 
     def check(self, target: lb.Model) -> None:
-        """Claim to fit."""
+        """Accept any target."""
 
     def start(self, target: lb.speculative.Text, rule: str) -> Any:
         return HostileState(self.knowing.start(target, rule), target.ctx.model, self.ends)
@@ -218,7 +219,7 @@ class HostileState(NullState):
 
 
 class World(NamedTuple):
-    """The target's context, and those that draft: the draft, the target itself, one of another kind.
+    """The context of the target, and those of drafters: the draft, the target itself, another kind.
 
     The other is the draft renumbered, or a model with the usual memory.
     """
@@ -274,8 +275,8 @@ Expected = dict[str, tuple[list[Case], list[Said]]]
 @pytest.fixture(scope="module")
 def expected(world: World) -> Expected:
     """The texts of plain decoding, each made once."""
-    made = {name: cases(world.ctx) for name, cases in CASES.items()}
-    return {name: (cases, [plain(world.ctx, c) for c in cases]) for name, cases in made.items()}
+    by_kind = {name: cases(world.ctx) for name, cases in CASES.items()}
+    return {name: (cases, [plain(world.ctx, c) for c in cases]) for name, cases in by_kind.items()}
 
 
 # -- who asks ----------------------------------------------------------------------------------------
@@ -287,52 +288,54 @@ Drafter = lb.Drafter | None
 def by_prompt(
     ctx: Context, drafter: Drafter, config: SpeculativeConfig, cases: list[Case]
 ) -> Asked:
-    """Ask a speculator for each, by its prompt."""
-    speculator, found = Speculator(ctx, drafter, config), []
+    """Generate each with a speculator, from its prompt."""
+    speculator, texts = Speculator(ctx, drafter, config), []
     for case in cases:
         generation = speculator.generate(
             case.prompt, sampling=case.sampling, grammar=case.grammar, max_tokens=case.n,
             stop=case.stop,
         )  # fmt: skip
-        found += heard((generation, lambda g=generation: g.finish_reason))  # type: ignore[misc]
-        assert (generation.tokens, generation.text) == found[-1][:2]
-    return found, speculator.stats
+        texts += heard((generation, lambda g=generation: g.finish_reason))  # type: ignore[misc]
+        assert (generation.tokens, generation.text) == texts[-1][:2]
+    return texts, speculator.stats
 
 
 def by_branch(
     ctx: Context, drafter: Drafter, config: SpeculativeConfig, cases: list[Case]
 ) -> Asked:
-    """Ask a speculator to go on with branches, two in turns, which then are as if read."""
-    speculator, found = Speculator(ctx, drafter, config), []
+    """Continue branches with a speculator, two in turn; then the branches are as if read."""
+    speculator, texts = Speculator(ctx, drafter, config), []
     for i in range(0, len(cases), 2):
         branches = [start(ctx, case) for case in cases[i : i + 2]]
         running = [
             speculator.generate(branch, max_tokens=case.n, stop=case.stop)
             for branch, case in zip(branches, cases[i:], strict=False)
         ]
-        said = heard(*((g, lambda g=g: g.finish_reason) for g in running))
-        for branch, case, generation, one in zip(branches, cases[i:], running, said, strict=False):
-            assert branch.generated == generation.tokens == one.tokens
+        heard_texts = heard(*((g, lambda g=g: g.finish_reason) for g in running))
+        for branch, case, generation, text in zip(
+            branches, cases[i:], running, heard_texts, strict=False
+        ):
+            assert branch.generated == generation.tokens == text.tokens
             with Branch.start(ctx, branch.tokens, sampling=case.sampling) as again:
                 assert np.array_equal(branch.logits, again.logits)
                 if case.grammar is None:
                     now, read = branch.distribution(), again.distribution()
                     assert np.array_equal(now.ids, read.ids)
                     assert np.array_equal(now.logprobs, read.logprobs)
-            if one.tokens:
-                mean = np.mean([logprob for logprob, _ in one.numbers])
+            if text.tokens:
+                mean = np.mean([logprob for logprob, _ in text.numbers])
                 assert branch.perplexity() == pytest.approx(math.exp(-mean))
             speculator.forget(branch)
             branch.prune()
-        found += said
-    return found, speculator.stats
+        texts += heard_texts
+    return texts, speculator.stats
 
 
 def by_session(
     ctx: Context, drafter: Drafter, config: SpeculativeConfig, cases: list[Case]
 ) -> Asked:
-    """Ask a session token by token, with the drafter, another one and none by turns."""
-    found, stats = [], lb.SpeculativeStats()
+    """Generate with a session: token by token with the drafter, another one and none, in turn."""
+    texts, stats = [], lb.SpeculativeStats()
     other = drafter if type(drafter) in (type(None), NullDrafter) else PromptLookupDrafter(2, 1)
     turns = (drafter, other, drafter, None)
     for case in cases:
@@ -343,20 +346,20 @@ def by_session(
 
             def tokens(session: lb.InferenceSession = session) -> Iterator[lb.Produced]:
                 n = 0
-                while (one := session.next_token(turns[n // 5 % 4])) is not None:
+                while (token := session.next_token(turns[n // 5 % 4])) is not None:
                     n += 1
-                    yield one
+                    yield token
 
-            found += heard((tokens(), lambda s=session: s.finish_reason))  # type: ignore[misc]
-            assert (session.tokens, session.text) == found[-1][:2]
+            texts += heard((tokens(), lambda s=session: s.finish_reason))  # type: ignore[misc]
+            assert (session.tokens, session.text) == texts[-1][:2]
             stats.add(session.stats)
-    return found, stats
+    return texts, stats
 
 
 def by_engine(
     ctx: Context, drafter: Drafter, config: SpeculativeConfig, cases: list[Case]
 ) -> Asked:
-    """Ask an engine for all of them at once: each text is in the company of the others."""
+    """Generate all of them at once with an engine, so that each text runs beside the others."""
     engine = lb.Engine(ctx, drafter, config, max_tokens=None)
     requests = [
         lb.Request(c.prompt, sampling=c.sampling, grammar=c.grammar, max_tokens=c.n, stop=c.stop)
@@ -366,12 +369,12 @@ def by_engine(
     results = engine.generate(requests, on_event=events.append)
     for result in results:
         shown = [e.emitted for e in events if e.id == result.id and e.emitted is not None]
-        assert "".join(one.text for one in shown) == result.text
+        assert "".join(token.text for token in shown) == result.text
     return [
         Said(
             result.tokens,
             result.text,
-            [(one.logprob, one.entropy) for one in result.emitted],
+            [(token.logprob, token.entropy) for token in result.emitted],
             result.finish_reason if result.error is None else type(result.error).__name__,
         )
         for result in results
@@ -392,12 +395,12 @@ def test_drafted_text_is_the_plain_text(
 ) -> None:
     asked, wanted = expected[cases]
     config = SpeculativeConfig(draft_k=5)
-    found, stats = CALLERS[caller](world.ctx, DRAFTERS[drafter](world), config, asked)
-    for case, said, text in zip(asked, found, wanted, strict=True):
-        assert said == text, case
+    texts, stats = CALLERS[caller](world.ctx, DRAFTERS[drafter](world), config, asked)
+    for case, drafted, text in zip(asked, texts, wanted, strict=True):
+        assert drafted == text, case
     world.check()
-    assert stats.num_emitted_tokens == sum(len(said.tokens) for said in wanted)
-    if cases == "ends" and drafter == "same model":  # no draft goes on after an end
+    assert stats.num_emitted_tokens == sum(len(s.tokens) for s in wanted)
+    if cases == "ends" and drafter == "same model":  # no draft continues after an end token
         assert stats.stop_reasons["end"] > 0
     if cases == "free":
         is_wrong = drafter == "function" and caller != "session"
@@ -408,20 +411,20 @@ def test_drafted_text_is_the_plain_text(
 
 
 def test_the_cases_are_what_they_are_for(world: World, expected: Expected) -> None:
-    ways = {name: [said.how for said in texts] for name, (_, texts) in expected.items()}
+    ways = {name: [s.how for s in texts] for name, (_, texts) in expected.items()}
     assert ways["ends"].count("stop") >= 6
     assert set(ways["stops"]) == {"stop"}
     assert ways["grammars"].count("stop") >= 6
     free_text = plain(world.ctx, Case(n=120)).text
-    for case, said in zip(*expected["stops"], strict=True):
+    for case, outcome in zip(*expected["stops"], strict=True):
         if "never" in case.stop:
-            assert said.text == free_text[: free_text.index(case.stop[0])]
+            assert outcome.text == free_text[: free_text.index(case.stop[0])]
         else:  # nothing is held back in the end
-            assert said.text == world.ctx.detokenize(said.tokens)
+            assert outcome.text == world.ctx.detokenize(outcome.tokens)
     assert ways["dead_ends"] == ["GrammarError", "length"] * 6
-    assert all(said.text.endswith(("sang.", "danced.")) for said in expected["dead_ends"][1])
+    assert all(s.text.endswith(("sang.", "danced.")) for s in expected["dead_ends"][1])
     asked, texts = expected["limits"]
-    assert [len(said.tokens) for said in texts] == [case.n for case in asked]
+    assert [len(s.tokens) for s in texts] == [case.n for case in asked]
 
 
 CONFIGS = [
@@ -443,10 +446,10 @@ def test_any_length_and_at_temperature_zero_any_rule_gives_the_plain_text(
     names = ("free",) if config.rule == "seeded" else ("free", "grammars", "dead_ends")
     pairs = [pair for name in names for pair in zip(*expected[name], strict=True)]
     if config.rule != "seeded":
-        pairs = [(case, said) for case, said in pairs if case.sampling.temperature == 0.0]
+        pairs = [(case, outcome) for case, outcome in pairs if case.sampling.temperature == 0.0]
     asked = [case for case, _ in pairs]
-    found, stats = CALLERS[caller](world.ctx, DRAFTERS[drafter](world), config, asked)
-    assert found == [said for _, said in pairs]
+    texts, stats = CALLERS[caller](world.ctx, DRAFTERS[drafter](world), config, asked)
+    assert texts == [outcome for _, outcome in pairs]
     assert stats.num_draft_tokens == 0 or config.draft_k != 0
     world.check()
 
@@ -456,21 +459,21 @@ def test_any_length_and_at_temperature_zero_any_rule_gives_the_plain_text(
 def test_texts_of_rejection_rules_leave_their_state_and_end_where_they_may(
     drafter: str, rule: str, world: World, expected: Expected
 ) -> None:
-    """Rejected tokens leave no penalty, and nothing follows an end that was drafted and accepted."""
+    """Rejected tokens leave no penalty, and nothing follows an accepted end token."""
     config = SpeculativeConfig(draft_k=8, rule=rule)
     for name in ("penalties", "ends", "dead_ends"):
         asked = [case for case in expected[name][0] if case.sampling.temperature]
-        found, stats = by_branch(world.ctx, DRAFTERS[drafter](world), config, asked)
+        texts, stats = by_branch(world.ctx, DRAFTERS[drafter](world), config, asked)
         assert stats.num_accepted_tokens > 0
-        for said in found:
-            assert not world.ctx.model.eog_tokens & {*said.tokens}
-        ways = [said.how for said in found]
+        for text in texts:
+            assert not world.ctx.model.eog_tokens & {*text.tokens}
+        ways = [text.how for text in texts]
         if name == "ends":
             assert ways.count("stop") >= 6
         if name == "dead_ends":
             assert ways.count("GrammarError") >= 3
             assert all(
-                said.text.endswith(("sang.", "danced.")) for said in found if said.how != "length"
+                text.text.endswith(("sang.", "danced.")) for text in texts if text.how != "length"
             )
     world.check()
 
@@ -481,15 +484,15 @@ def test_texts_of_rejection_rules_leave_their_state_and_end_where_they_may(
 def begin(
     caller: str, ctx: Context, drafter: Drafter, prompt: str | Branch
 ) -> tuple[Callable[[], lb.Produced | None], Callable[[], None]]:
-    """Begin a text; return what gives the next token, and what closes it."""
+    """Begin a text; return a function that gives the next token, and one that closes the text."""
     if caller == "session":
-        given = None if isinstance(prompt, Branch) else WARM
-        session = lb.InferenceSession(ctx, prompt, sampling=given, config=FIXED)
+        own_sampling = None if isinstance(prompt, Branch) else WARM
+        session = lb.InferenceSession(ctx, prompt, sampling=own_sampling, config=FIXED)
         return (lambda: session.next_token(drafter)), session.close
     if caller == "branch" and isinstance(prompt, str):
         prompt = Branch.start(ctx, prompt, sampling=WARM)
-    given = None if isinstance(prompt, Branch) else WARM
-    generation = Speculator(ctx, drafter, FIXED).generate(prompt, sampling=given)
+    own_sampling = None if isinstance(prompt, Branch) else WARM
+    generation = Speculator(ctx, drafter, FIXED).generate(prompt, sampling=own_sampling)
     return (lambda: next(generation)), generation.close
 
 
@@ -498,19 +501,21 @@ def begin(
 def test_what_is_abandoned_has_left_exactly_what_was_given_out(
     drafter: str, caller: str, world: World, expected: Expected
 ) -> None:
-    case, said = expected["free"][0][1], expected["free"][1][1]
+    case, plain_text = expected["free"][0][1], expected["free"][1][1]
     for n in range(14):
         with start(world.ctx, case) as branch:
             following, close = begin(caller, world.ctx, DRAFTERS[drafter](world), branch)
-            given = [one.token for one in (following() for _ in range(n)) if one is not None]
+            given_out = [
+                token.token for token in (following() for _ in range(n)) if token is not None
+            ]
             close()
             close()
             with pytest.raises(ClosedError if caller == "session" else StopIteration):
                 following()
-            assert branch.generated == given == said.tokens[:n]
+            assert branch.generated == given_out == plain_text.tokens[:n]
             with Branch.start(world.ctx, branch.tokens) as again:
                 assert np.array_equal(branch.logits, again.logits)
-            assert [t.token for t in branch.generate(10)] == said.tokens[n : n + 10]
+            assert [t.token for t in branch.generate(10)] == plain_text.tokens[n : n + 10]
         del following, close, branch
         gc.collect()
     world.check()
@@ -554,18 +559,18 @@ def test_closed_contexts_end_texts_with_a_clear_error(
 def test_full_cache_ends_every_text_at_the_same_token(
     drafter: str, caller: str, world: World, target: lb.Model
 ) -> None:
-    """Drafts do not take the place of a token; the last one needs no cell."""
+    """Drafts take no cells away from the text. The last token needs no cell."""
     endless = WARM.replace(logit_bias={target.eos or 0: -1e9})
     cases = [Case([5] * (256 - n), endless, None) for n in (16, 1, 0)]
     cases += [Case([5] * 240, endless, n) for n in (15, 16, 17, 18)]
     with Context(target, n_ctx=256, n_seq_max=2, n_threads=1) as ctx:
         for case in cases:
-            (said,), _ = CALLERS[caller](ctx, DRAFTERS[drafter](world), FIXED, [case])
+            (outcome,), _ = CALLERS[caller](ctx, DRAFTERS[drafter](world), FIXED, [case])
             n_most = 256 - len(case.prompt) + 1
             is_full = case.n is None or case.n > n_most
-            assert said.how == (CacheFullError.__name__ if is_full else "length")
-            assert len(said.tokens) == min(case.n or n_most, n_most)
-            assert said == plain(ctx, case)
+            assert outcome.how == (CacheFullError.__name__ if is_full else "length")
+            assert len(outcome.tokens) == min(case.n or n_most, n_most)
+            assert outcome == plain(ctx, case)
         ctx.audit()
         assert ctx.usage().cells_used == 0
     world.check()
@@ -576,28 +581,28 @@ def test_full_cache_ends_every_text_at_the_same_token(
 def test_branch_holds_what_was_emitted_when_the_cache_is_full(
     drafter: str, caller: str, world: World, target: lb.Model
 ) -> None:
-    """16 cells are left; the 17th token is said without one. With room, the text goes on."""
+    """16 cells are left, and the 17th token needs none. With more room, the text continues."""
     with Context(target, n_ctx=256, n_seq_max=3, n_threads=1, batch_invariant=True) as ctx:
         others = Branch.start(ctx, [7] * 40)
-        branch, said = Branch.start(ctx, [5] * 200, sampling=WARM), []
+        branch, emitted = Branch.start(ctx, [5] * 200, sampling=WARM), []
         following, close = begin(caller, ctx, DRAFTERS[drafter](world), branch)
         with pytest.raises(CacheFullError):
-            while (one := following()) is not None:
-                said.append(one.token)
+            while (token := following()) is not None:
+                emitted.append(token.token)
         close()
-        assert branch.generated == said and len(said) == 17
+        assert branch.generated == emitted and len(emitted) == 17
         twin = branch.fork()
         with pytest.raises(CacheFullError):
             _ = branch.logits
-        assert branch.tokens == twin.tokens == [5] * 200 + said
+        assert branch.tokens == twin.tokens == [5] * 200 + emitted
         others.prune()
         with Branch.start(world.ctx, branch.tokens) as again:
-            for each in (branch, twin):
-                assert np.array_equal(each.logits, again.logits)
+            for b in (branch, twin):
+                assert np.array_equal(b.logits, again.logits)
         assert twin.step() == branch.step()
         assert not np.isnan(branch.perplexity())
         branch.rewind(200)
-        assert [t.token for t in branch.generate(16)] == said[:16]
+        assert [t.token for t in branch.generate(16)] == emitted[:16]
         del following, close
         twin.prune()
         branch.prune()
@@ -625,7 +630,7 @@ TOY_CASES = [
         TOY_WARM.replace(seed=3, logit_bias={1: 4.0}),  # ends in the middle of a draft
     )
 ]
-ROUNDING = 0.05  # nats, along a text of recurrent states; a wrong state moves several
+ROUNDING = 0.05  # nats, for texts with recurrent states; a wrong state moves logits by several
 
 
 class Kind(NamedTuple):
@@ -654,27 +659,31 @@ class Memory(NamedTuple):
     kind: Kind
     world: World
     plain: list[Said]
-    rounding: float  # how far apart right logits may be; wrong states move them by several
+    rounding: float  # the largest difference of right logits; wrong states move them by several
 
-    def check_same(self, case: Case, said: Said, wanted: Said, *, may_round: bool) -> None:
-        """Fail unless the texts are the same, and their numbers but for rounding.
+    def check_same(self, case: Case, text: Said, wanted_text: Said, *, may_round: bool) -> None:
+        """Fail unless the texts are the same, and their numbers are the same up to rounding.
 
         Args:
-            may_round: with a sliding window, whose attention is in f16, a near-tie may fall otherwise:
-                the cells of texts in company are in another order.
+            may_round: with a sliding window, whose attention is in f16, a near-tie may be decided the
+                other way, because the cells of texts that run together are in another order.
         """
         ctx = self.world.ctx
-        if ctx.capabilities.sliding_window and may_round and said.tokens != wanted.tokens:
-            found = first_divergence(
-                ctx, ctx.tokenize(TOY_PROMPT), wanted.tokens, said.tokens, case.sampling,
+        if ctx.capabilities.sliding_window and may_round and text.tokens != wanted_text.tokens:
+            difference = first_divergence(
+                ctx, ctx.tokenize(TOY_PROMPT), wanted_text.tokens, text.tokens, case.sampling,
                 case.sampling.seed or 0,
             )  # fmt: skip
-            assert found is not None
-            assert found.gap <= self.rounding
+            assert difference is not None
+            assert difference.gap <= self.rounding
             return
-        assert (said.tokens, said.text, said.how) == (wanted.tokens, wanted.text, wanted.how)
+        assert (text.tokens, text.text, text.how) == (
+            wanted_text.tokens,
+            wanted_text.text,
+            wanted_text.how,
+        )
         # Logits that are r apart move a log-probability by up to 2 r.
-        assert np.allclose(said.numbers, wanted.numbers, rtol=0.0, atol=2 * self.rounding)
+        assert np.allclose(text.numbers, wanted_text.numbers, rtol=0.0, atol=2 * self.rounding)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -720,12 +729,12 @@ def test_memory_is_known_for_what_it_is(memory: Memory) -> None:
 def test_text_in_any_memory_is_that_of_plain_decoding(
     draft_k: int | str, drafter: str, caller: str, memory: Memory
 ) -> None:
-    """The other vocabulary is the same, of a model with the usual memory."""
+    """Here the drafter "other" has the same vocabulary and the usual memory."""
     ctx, config = memory.world.ctx, SpeculativeConfig(draft_k=draft_k)
-    made = DRAFTERS[drafter](memory.world)
-    found, stats = CALLERS[caller](ctx, made, config, TOY_CASES)
-    for case, said, wanted in zip(TOY_CASES, found, memory.plain, strict=True):
-        memory.check_same(case, said, wanted, may_round=caller == "engine")
+    chosen_drafter = DRAFTERS[drafter](memory.world)
+    texts, stats = CALLERS[caller](ctx, chosen_drafter, config, TOY_CASES)
+    for case, outcome, wanted in zip(TOY_CASES, texts, memory.plain, strict=True):
+        memory.check_same(case, outcome, wanted, may_round=caller == "engine")
     memory.world.check()
     never = caller == "engine" and not memory.world.ctx.kv_cache.undoes(1)
     if drafter == "none" or never:
@@ -744,15 +753,15 @@ def test_text_in_any_memory_is_that_of_plain_decoding(
 def test_state_after_speculation_is_that_of_a_fresh_prefill(
     drafter: str, rule: str, memory: Memory
 ) -> None:
-    """Also after an abandoned block, a rewind past the window, and a fork."""
+    """The same holds after an abandoned block, a rewind past the window, and a fork."""
     ctx = memory.world.ctx
     config = SpeculativeConfig(draft_k=4, rule=rule)
     speculator = Speculator(ctx, DRAFTERS[drafter](memory.world), config)
     branch = Branch.start(ctx, TOY_PROMPT, sampling=TOY_WARM)
 
-    def check(one: Branch) -> None:
-        with Branch.start(ctx, one.tokens, sampling=TOY_WARM) as again:
-            assert np.abs(one.logits - again.logits).max() <= memory.rounding
+    def check(text: Branch) -> None:
+        with Branch.start(ctx, text.tokens, sampling=TOY_WARM) as again:
+            assert np.abs(text.logits - again.logits).max() <= memory.rounding
         ctx.audit()
 
     greedy = speculator.generate(TOY_PROMPT, max_tokens=90, sampling=TOY_GREEDY).finish()
@@ -767,19 +776,19 @@ def test_state_after_speculation_is_that_of_a_fresh_prefill(
     branch.rewind(branch.position - 45)
     check(branch)
     child = branch.fork()
-    for one in (child, branch):
-        speculator.generate(one, max_tokens=20).finish()
+    for text in (child, branch):
+        speculator.generate(text, max_tokens=20).finish()
         check(child)
         check(branch)
     if rule == "seeded":
         assert child.generated == branch.generated  # a fork draws like its parent
-    for one in (child, branch):
-        speculator.forget(one)
-        one.prune()
+    for text in (child, branch):
+        speculator.forget(text)
+        text.prune()
 
 
 def test_context_without_a_spare_sequence_goes_on_plainly(memory: Memory) -> None:
-    """Memory that cannot undo needs a fork to verify on; without one it decodes without drafts."""
+    """Memory that cannot undo verifies on a fork. Without a free sequence it decodes without drafts."""
     model, kind = memory.world.ctx.model, memory.kind
     options = {**kind.options, "n_ctx": 512}
     with Context(model, n_seq_max=1, n_threads=1, **options) as ctx:
@@ -792,7 +801,7 @@ def test_context_without_a_spare_sequence_goes_on_plainly(memory: Memory) -> Non
 
 
 def test_generations_of_forks_take_turns(memory: Memory) -> None:
-    """Generations of four branches interleave over one draft; each generates what it generates alone."""
+    """Four branches use one draft context in turn, and each generates what it generates alone."""
     ctx, draft = memory.world.ctx, lb.ModelDrafter(memory.world.draft)
     speculator = Speculator(ctx, draft, SpeculativeConfig(draft_k=3))
     with Branch.start(ctx, TOY_PROMPT, sampling=TOY_WARM) as root:

@@ -83,11 +83,13 @@ def test_drafted_text_is_the_plain_one(
     assert drafter.name == which or which.endswith("model")
     for grammar in GRAMMARS.values():
         for params in SETTINGS.values():
-            found = Speculator(ctx, drafter, config).generate(
+            generation = Speculator(ctx, drafter, config).generate(
                 PROMPT, sampling=params, grammar=grammar, max_tokens=60
             )
-            assert found.finish().tokens == plain(ctx, grammar, params)
-            assert found.stats.num_forced_tokens == sum(t.source == "forced" for t in found.emitted)
+            assert generation.finish().tokens == plain(ctx, grammar, params)
+            assert generation.stats.num_forced_tokens == sum(
+                t.source == "forced" for t in generation.emitted
+            )
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "seeded"])
@@ -99,28 +101,28 @@ def test_all_that_is_forced_is_accepted(rule: str, ctx: Context, draft_ctx: Cont
         )
         assert isinstance(JSON.parse(warm.finish().text), dict), which
         assert warm.stats.num_forced_tokens > 10
-    found = Speculator(ctx, GrammarDrafter(), config).generate(
+    generation = Speculator(ctx, GrammarDrafter(), config).generate(
         PROMPT, sampling=SETTINGS["greedy"], grammar=JSON, max_tokens=80
     )
-    stats = found.finish().stats
+    stats = generation.finish().stats
     assert stats.draft_acceptance_rate == 1.0
-    assert stats.num_forced_tokens == stats.num_accepted_tokens > 0.4 * len(found.tokens)
-    assert stats.target_forward_passes < 0.65 * len(found.tokens)
-    assert JSON.parse(found.text)["is_brave"] in (True, False)  # type: ignore[index]
+    assert stats.num_forced_tokens == stats.num_accepted_tokens > 0.4 * len(generation.tokens)
+    assert stats.target_forward_passes < 0.65 * len(generation.tokens)
+    assert JSON.parse(generation.text)["is_brave"] in (True, False)  # type: ignore[index]
 
 
 def test_tokens_that_the_grammar_refuses_are_not_verified(ctx: Context) -> None:
     nonsense = FunctionDrafter(lambda tokens, k: [300, 301, 302, 303][:k])
-    found = Speculator(ctx, nonsense, FIXED).generate(
+    generation = Speculator(ctx, nonsense, FIXED).generate(
         PROMPT, sampling=SETTINGS["greedy"], grammar=Grammar.from_choices(["123 456 789"])
     )
-    assert found.finish().text == "123 456 789"
-    assert found.stats.num_draft_tokens == 0
-    assert set(found.stats.target_decodes_by_n) == {1}
+    assert generation.finish().text == "123 456 789"
+    assert generation.stats.num_draft_tokens == 0
+    assert set(generation.stats.target_decodes_by_n) == {1}
 
 
 def test_copied_value_follows_what_is_forced(ctx: Context) -> None:
-    """The prompt has the same record, so the draft goes on through keys and values."""
+    """The prompt has the same record, so the draft continues through keys and values."""
     record = '{"name_of_the_hero": "Gerda", "kind": "a wolf", "is_brave": true, "age": 12}'
     state = GrammarDrafter(SuffixDrafter(min_match=1, shared_tokens=0)).start
     with Branch.start(ctx, f"{record}\n{record}\n", grammar=JSON) as branch:
@@ -169,12 +171,16 @@ def test_prompts_of_other_lengths_with_a_common_beginning_are_drafted_as_alone(
     requests = [
         Request(p, grammar=JSON, max_tokens=60, sampling=SETTINGS["greedy"]) for p in prompts
     ]
-    alone = [Engine(other_ctx, GrammarDrafter(), LONG).generate([each])[0] for each in requests]
+    alone = [
+        Engine(other_ctx, GrammarDrafter(), LONG).generate([request])[0] for request in requests
+    ]
     engine = Engine(ctx, GrammarDrafter(), LONG)
-    found = engine.generate(requests)
+    together = engine.generate(requests)
     assert engine.stats.shared_prompt_tokens > 0
-    told = [[(r.tokens, r.stats.num_forced_tokens) for r in results] for results in (found, alone)]
-    assert told[0] == told[1] and min(n_forced for _, n_forced in told[0]) > 15
+    outcomes = [
+        [(r.tokens, r.stats.num_forced_tokens) for r in results] for results in (together, alone)
+    ]
+    assert outcomes[0] == outcomes[1] and min(n_forced for _, n_forced in outcomes[0]) > 15
 
 
 def test_state_is_kept_for_forks_and_after_rewinds_and_added_text(ctx: Context) -> None:
@@ -182,11 +188,11 @@ def test_state_is_kept_for_forks_and_after_rewinds_and_added_text(ctx: Context) 
     expected = plain(ctx, JSON, params)
     speculator = Speculator(ctx, GrammarDrafter.copying(), LONG)
     with Branch.start(ctx, PROMPT, sampling=params, grammar=JSON) as branch:
-        said = speculator.generate(branch, max_tokens=9).finish().tokens
+        begun = speculator.generate(branch, max_tokens=9).finish().tokens
         with branch.fork() as child:
-            assert said + speculator.generate(child).finish().tokens == expected
+            assert begun + speculator.generate(child).finish().tokens == expected
         branch.rewind(branch.position - 4)
-        assert said[:-4] + speculator.generate(branch).finish().tokens == expected
+        assert begun[:-4] + speculator.generate(branch).finish().tokens == expected
         branch.append("\nThe next one as JSON: ")
-        for one in (branch.fork(), branch):
-            assert speculator.generate(one, max_tokens=60).finish().stats.num_forced_tokens > 15
+        for line in (branch.fork(), branch):
+            assert speculator.generate(line, max_tokens=60).finish().stats.num_forced_tokens > 15

@@ -57,9 +57,9 @@ class Pair(NamedTuple):
     ) -> lb.SpeculativeStats:
         """Generate with drafts; fail unless the text is the plain one."""
         sampling = SETTINGS[settings]
-        found = self.speculator(**config).generate(prompt, max_tokens=n, sampling=sampling)
-        assert found.finish().tokens == self.plain(prompt, sampling, n)
-        return found.stats
+        generation = self.speculator(**config).generate(prompt, max_tokens=n, sampling=sampling)
+        assert generation.finish().tokens == self.plain(prompt, sampling, n)
+        return generation.stats
 
     def audit(self) -> None:
         self.ctx.audit()
@@ -81,47 +81,47 @@ def toy(kind: str, folder: Path) -> Path:
 
 def parts(kind: str, folder: Path) -> tuple[Path, Path]:
     """Return two files of a toy: its trunk, and its MTP layers."""
-    found = folder / f"{kind}-trunk.gguf", folder / f"{kind}-layers.gguf"
-    if not found[0].exists():
-        toys.write_parts(toy(kind, folder), *found)
-    return found
+    paths = folder / f"{kind}-trunk.gguf", folder / f"{kind}-layers.gguf"
+    if not paths[0].exists():
+        toys.write_parts(toy(kind, folder), *paths)
+    return paths
 
 
 def open_pair(kind: str, folder: Path, target: lb.Model) -> Pair:
-    """Open a pair; the bundled head with cells of its own, too."""
-    given: dict[str, Any] = {"n_ctx": 1024, "n_seq_max": 8, "n_threads": 1}
+    """Open a pair. The bundled head is also opened with separate cells."""
+    options: dict[str, Any] = {"n_ctx": 1024, "n_seq_max": 8, "n_threads": 1}
     if kind.startswith("bundled"):
-        ctx, unified = lb.Context(target, **given), kind == "bundled"
+        ctx, unified = lb.Context(target, **options), kind == "bundled"
         head = lb.Context(lb.Model(HEAD), target=ctx, kv_unified=unified)
         return Pair(ctx, lb.EagleDrafter(head))
     if kind == "eagle3":
         model = lb.Model(toy("llama", folder))
         layers = lb.Model(toys.write_eagle3(folder / "eagle3.gguf", vocab="bytes"))
-        ctx = lb.Context(model, **given)
+        ctx = lb.Context(model, **options)
         return Pair(ctx, lb.EagleDrafter(lb.Context(layers, target=ctx)))
     if kind == "gemma4":
-        ctx = lb.Context(lb.Model(toy(kind, folder)), **given)
+        ctx = lb.Context(lb.Model(toy(kind, folder)), **options)
         layers = lb.Model(toy("gemma4-assistant", folder))
         return Pair(ctx, lb.MTPDrafter(lb.Context(layers, target=ctx)))
-    ctx = lb.Context(lb.Model(toy(kind, folder), load_mtp=True), **given)
+    ctx = lb.Context(lb.Model(toy(kind, folder), load_mtp=True), **options)
     return Pair(ctx, lb.MTPDrafter(lb.Context(ctx.model, target=ctx)))
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def pair(request: pytest.FixtureRequest, folder: Path, target: lb.Model) -> Iterator[Pair]:
     """Each kind of head; the toys have random weights, so nearly all of their drafts are rejected."""
-    found = open_pair(request.param, folder, target)
-    yield found
-    found.audit()
-    found.ctx.close()
+    opened = open_pair(request.param, folder, target)
+    yield opened
+    opened.audit()
+    opened.ctx.close()
 
 
 @pytest.fixture(scope="module")
 def eagle(folder: Path, target: lb.Model) -> Iterator[Pair]:
     """The bundled head."""
-    found = open_pair("bundled", folder, target)
-    yield found
-    found.ctx.close()
+    opened = open_pair("bundled", folder, target)
+    yield opened
+    opened.ctx.close()
 
 
 @pytest.mark.parametrize("caller", ["prompt", "session", "engine"])
@@ -133,29 +133,31 @@ def test_text_is_that_of_plain_decoding(pair: Pair, caller: str) -> None:
     wanted = [plain(pair.ctx, case) for case in cases]
     for length in (3, "auto"):
         config = lb.SpeculativeConfig(draft_k=length)
-        found, stats = CALLERS[caller](pair.ctx, pair.drafter, config, cases)
-        assert [said.tokens for said in found] == [said.tokens for said in wanted]
-        assert [said.how for said in found] == [said.how for said in wanted]
+        texts, stats = CALLERS[caller](pair.ctx, pair.drafter, config, cases)
+        assert [text.tokens for text in texts] == [text.tokens for text in wanted]
+        assert [text.how for text in texts] == [text.how for text in wanted]
         assert length == "auto" or caller == "engine" or stats.num_drafts > 0
     assert pair.drafter.ctx.usage().cells_used == 0
     pair.audit()
 
 
 def test_other_rules_and_an_entropy_stop_draft(pair: Pair) -> None:
-    """That these rules keep the distribution is shown for them elsewhere; here that they get sources."""
+    """Other tests show that these rules keep the distribution; this one, that they get the sources."""
     for settings in ({"rule": "token"}, {"rule": "block"}, {"draft_k": 6, "entropy_stop": 0.5}):
         sampling = SETTINGS["greedy" if "draft_k" in settings else "seeded"]
-        found = pair.speculator(**settings).generate(PROMPTS[1], max_tokens=20, sampling=sampling)
-        assert len(found.finish().tokens) == 20 or found.finish_reason == "stop"
+        generation = pair.speculator(**settings).generate(
+            PROMPTS[1], max_tokens=20, sampling=sampling
+        )
+        assert len(generation.finish().tokens) == 20 or generation.finish_reason == "stop"
         if "draft_k" in settings:
-            assert found.stats.stop_reasons["entropy"] > 0
+            assert generation.stats.stop_reasons["entropy"] > 0
         else:
-            assert found.stats.num_drafts > 0
+            assert generation.stats.num_drafts > 0
     pair.audit()
 
 
 def test_drafts_of_several_texts_share_decodes(pair: Pair) -> None:
-    """And are those of each alone, also where llama.cpp takes the texts in another order."""
+    """The texts equal those of each request alone, also if llama.cpp processes them in another order."""
     decoder = pair.drafter.ctx.decoder
     branches, requests, alone, n_alone = [], [], [], []
     for prompt in PROMPTS:
@@ -179,7 +181,7 @@ def test_drafts_of_several_texts_share_decodes(pair: Pair) -> None:
 
 
 def test_forgotten_branch_gives_its_sequences_back(pair: Pair) -> None:
-    """The state that is kept for its next generation must not keep the branch."""
+    """The state that is kept for a branch's next generation must not keep the branch alive."""
     speculator, n_free = pair.speculator(), pair.ctx.n_seq_free
     branch = lb.Branch.start(pair.ctx, PROMPTS[0], sampling=SETTINGS["greedy"])
     speculator.generate(branch, max_tokens=6).finish()
@@ -198,8 +200,8 @@ def test_forks_and_rewound_branches_go_on_with_the_state(pair: Pair) -> None:
         decodes = pair.drafter.ctx.decoder.n_decodes
         for child in root.fork_many(2):
             twin = child.fork()
-            found = speculator.generate(child, max_tokens=12).finish().tokens
-            assert found == [t.token for t in twin.generate(12)]
+            token_ids = speculator.generate(child, max_tokens=12).finish().tokens
+            assert token_ids == [t.token for t in twin.generate(12)]
             twin.prune()
             speculator.forget(child)
             child.prune()
@@ -216,9 +218,9 @@ def test_forks_and_rewound_branches_go_on_with_the_state(pair: Pair) -> None:
 def test_snapshots_load_with_and_without_hidden_states(
     eagle: Pair, target: lb.Model, tmp_path: Path
 ) -> None:
-    """Files of contexts without a head are as before; either kind loads in either context.
+    """Files of contexts without a head have not changed. Both kinds load in both kinds of context.
 
-    With hidden states none of the tokens is decoded again.
+    With hidden states no token is decoded again.
     """
     sampling = SETTINGS["seeded"]
     with lb.Context(target, n_ctx=256, n_threads=1) as bare:
@@ -241,8 +243,8 @@ def test_snapshots_load_with_and_without_hidden_states(
                 n_decodes = eagle.ctx.decoder.n_decodes
                 kept_states(eagle.ctx, restored.sequence.seq_id, restored.tokens, 0)
                 assert (eagle.ctx.decoder.n_decodes == n_decodes) == (name == "with")
-                found = eagle.speculator().generate(restored, max_tokens=10)
-                assert found.finish().tokens == wanted and found.stats.num_drafts > 0
+                generation = eagle.speculator().generate(restored, max_tokens=10)
+                assert generation.finish().tokens == wanted and generation.stats.num_drafts > 0
     eagle.audit()
 
 
@@ -256,7 +258,7 @@ def test_snapshots_with_forged_hidden_states_are_refused(eagle: Pair, tmp_path: 
         (nan, good.hidden_layers, True),
         (good.hidden[:-1], good.hidden_layers, True),
         (wide, good.hidden_layers, True),
-        (good.hidden, (0, 1, 2), False),  # of another head: not used
+        (good.hidden, (0, 1, 2), False),  # hidden states for another head are not used
         (good.hidden[:, :5], good.hidden_layers, False),
     ):
         forged = dataclasses.replace(good, hidden=hidden, hidden_layers=layers)
@@ -272,12 +274,12 @@ def test_snapshots_with_forged_hidden_states_are_refused(eagle: Pair, tmp_path: 
 
 
 def test_acceptance_of_the_bundled_head(eagle: Pair) -> None:
-    """A head that read wrong states would have about one token in a thousand accepted."""
+    """If a head read wrong states, about one token in a thousand would be accepted."""
     assert eagle.drafted(PROMPTS[0], "greedy", 80).draft_acceptance_rate > 0.1
 
 
 def test_hidden_states_are_kept_only_while_a_head_reads_them(target: lb.Model) -> None:
-    """Compaction keeps them; they go with the head, which goes when it is closed or dropped."""
+    """Compaction keeps them. They are dropped with the head, when it is closed or garbage."""
     with lb.Context(target, n_ctx=256, n_seq_max=4, n_threads=1) as ctx:
         head = lb.Context(lb.Model(HEAD), target=ctx, owns_model=True)
         with pytest.raises(lb.ConfigError, match="another head"):
@@ -286,9 +288,9 @@ def test_hidden_states_are_kept_only_while_a_head_reads_them(target: lb.Model) -
             before = kept_states(ctx, branch.sequence.seq_id, branch.tokens, 0)
             assert before.shape[1] == 3 * 256
             assert ctx.compact()
-            found = ctx.kv_cache.hidden
-            assert found is not None
-            rows = [row for row in found.all_of(branch.sequence.seq_id) if row is not None]
+            hidden = ctx.kv_cache.hidden
+            assert hidden is not None
+            rows = [row for row in hidden.all_of(branch.sequence.seq_id) if row is not None]
             assert np.array_equal(np.stack(rows), before)
             head.close()
             branch.step()
@@ -305,7 +307,7 @@ def test_hidden_states_are_kept_only_while_a_head_reads_them(target: lb.Model) -
 
 
 def test_draft_of_the_same_text_again_is_the_same(pair: Pair) -> None:
-    """As after an interruption between a draft and its verification, or of the draft itself."""
+    """For example after an interruption of a draft, or between a draft and its verification."""
     tokens = pair.ctx.tokenize(PROMPTS[2])
     with lb.Branch.create(pair.ctx, SETTINGS["seeded"]) as branch:
         branch.prefill(tokens[:-1])
@@ -349,7 +351,7 @@ def engine_texts(pair: Pair | lb.Context, sampling: lb.SamplingParams) -> tuple[
 def test_engine_texts_are_plain_in_contexts_of_other_kinds(
     options: str, own_head: bool, target: lb.Model
 ) -> None:
-    """So are the drafts. The second pass finds the first in a prefix cache, hidden states included."""
+    """The drafts are the same, too. The second pass finds texts and hidden states in the prefix cache."""
     size: dict[str, Any] = {"n_ctx": 1024, "n_seq_max": 4, "n_threads": 1}
     for settings in ("greedy", "seeded"):
         sampling = SETTINGS[settings]
@@ -362,8 +364,8 @@ def test_engine_texts_are_plain_in_contexts_of_other_kinds(
             head = lb.Context(lb.Model(HEAD), target=ctx, owns_model=True, kv_unified=not own_head)
             pair = Pair(ctx, lb.EagleDrafter(head))
             for _ in range(2):
-                engine, found = engine_texts(pair, sampling)
-                assert found == wanted
+                engine, texts = engine_texts(pair, sampling)
+                assert texts == wanted
                 stats = engine.stats.speculative
                 assert (stats.num_draft_tokens, stats.num_accepted_tokens) == drafts
                 assert stats.num_drafts > stats.num_plain_steps
@@ -410,7 +412,7 @@ def test_prefix_that_comes_back_from_host_memory_has_its_hidden_states(
 def test_head_begins_after_the_tokens_whose_states_are_not_known(
     own_head: bool, target: lb.Model
 ) -> None:
-    """The head is opened late, and there is no sequence in which tokens could be decoded again."""
+    """The head is opened late, and no sequence is free in which tokens could be decoded again."""
     for settings in SETTINGS.values():
         with lb.Context(target, n_ctx=512, n_seq_max=2, n_threads=1) as ctx:
             branch = lb.Branch.start(ctx, PROMPTS[0], sampling=settings)
@@ -422,15 +424,15 @@ def test_head_begins_after_the_tokens_whose_states_are_not_known(
             pair = Pair(ctx, lb.EagleDrafter(head))
             speculator = pair.speculator(rule="seeded")
             generation = speculator.generate(branch, max_tokens=24)
-            found = generation.finish().tokens
+            token_ids = generation.finish().tokens
             stats = generation.stats
             assert stats.stop_reasons["capacity"] <= 2 < stats.num_drafts
-            held = head.usage().sequences
-            assert 0 < max(held.values()) < branch.position - 10  # the first pairs are missing
+            n_cells = head.usage().sequences
+            assert 0 < max(n_cells.values()) < branch.position - 10  # the first pairs are missing
             branch.rewind(branch.position - 6)
             again = speculator.generate(branch, max_tokens=6).finish().tokens
-            assert found == [t.token for t in twin.generate(24)]
-            assert again == found[-6:]
+            assert token_ids == [t.token for t in twin.generate(24)]
+            assert again == token_ids[-6:]
             twin.prune()
             speculator.forget(branch)
             branch.prune()
@@ -513,11 +515,11 @@ MISFITS: dict[str, tuple[str, dict[str, Any], str]] = {
 def test_head_that_does_not_fit_is_refused_with_the_reason(
     case: str, folder: Path, target: lb.Model
 ) -> None:
-    """An EAGLE-3 head, or layers, in a file of their own, of which the target is another one."""
+    """An EAGLE-3 head, or MTP layers in a separate file, that belong to another target."""
     kind, options, reason = MISFITS[case]
-    given: dict[str, Any] = {"vocab": "bytes", "weights": "f32", **options}
+    toy_options: dict[str, Any] = {"vocab": "bytes", "weights": "f32", **options}
     try:
-        path = toys.write_toy(folder / "misfit.gguf", kind, **given)
+        path = toys.write_toy(folder / "misfit.gguf", kind, **toy_options)
         if kind == "eagle3":
             head, path = lb.Model(path), toys.write_llama(folder / "fit.gguf", vocab="bytes")
         elif kind == "gemma4":
@@ -539,14 +541,14 @@ def test_head_that_does_not_fit_is_refused_with_the_reason(
 
 
 UNFIT: dict[str, tuple[str, dict[str, Any], str, str]] = {
-    # what is written; what it is; why its layers cannot draft
+    # the file; its kind; why its layers cannot draft
     "none": ("llama", {}, "", "has no MTP layers"),
     "not loaded": ("glm4moe", {}, "mtp", "load_mtp=True"),
     "lacking": ("glm4moe", {"drop": ("blk.2.nextn.eh_proj.weight",)}, "", "lacks the weights|not loaded"),
     # On these llama.cpp would abort.
     "two": ("glm4moe", {"metadata": {"block_count": 4, "nextn_predict_layers": 2}}, "", ""),
     "unfused": ("mimo2", {"drop": ("blk.3.ffn_gate.weight",)}, "", r"needs blk\.3\.ffn_gate"),
-    # It loads this one, and crashes at the first decode of a trunk that is not there.
+    # It loads this file, and crashes at the first decode because the trunk is missing.
     "alone": ("", {}, "mtp-only", "predicts no tokens.*beside their target"),
 }  # fmt: skip
 
@@ -604,16 +606,16 @@ def drafted(pair: Pair, branch: lb.Branch, text: list[int], *limits: int) -> lis
     state = pair.drafter.start(branch.sequence, "seeded")
     try:
         for limit in limits:
-            found = state.propose(text, FixedLength(limit), limit).tokens
+            draft = state.propose(text, FixedLength(limit), limit).tokens
             state.observe(len(text) - 1)
-        return found
+        return draft
     finally:
         state.close()
 
 
 @pytest.mark.parametrize("kind", ["mimo2", "hy_v3"])
 def test_each_of_several_layers_drafts_a_token(kind: str, folder: Path, target: lb.Model) -> None:
-    """They need their own K/V: a layer that has not drafted yet reads all of the text when it does."""
+    """Layers have their own K/V: a layer that drafts for the first time reads the whole text."""
     pair = open_pair(kind, folder, target)
     with pair.ctx as ctx, lb.Branch.create(ctx, SETTINGS["greedy"]) as branch:
         assert isinstance(pair.drafter, lb.MTPDrafter) and pair.drafter.n_layers == 3
@@ -627,8 +629,8 @@ def test_each_of_several_layers_drafts_a_token(kind: str, folder: Path, target: 
         state = pair.drafter.start(branch.sequence, "seeded")
         for n in range(8, len(text) + 1):  # the second and third layers fall behind
             limit = 1 if n < len(text) else 3
-            found = state.propose(text[:n], FixedLength(limit), limit).tokens
-        assert found == whole
+            draft = state.propose(text[:n], FixedLength(limit), limit).tokens
+        assert draft == whole
         state.observe(len(text) - 4)
         assert state.propose(text, FixedLength(3), 3).tokens == whole
         state.observe(len(text) - 1)
@@ -667,7 +669,7 @@ def test_full_cache_of_the_layers_ends_drafts_and_not_the_text(
 def test_layers_without_memory_of_their_own_leave_the_targets_alone(
     folder: Path, target: lb.Model
 ) -> None:
-    """llama.cpp would clear the target's cells with them; what could do that is refused."""
+    """llama.cpp would clear the target's cells with the head's. Calls that could do that are refused."""
     pair = open_pair("gemma4", folder, target)
     head = pair.drafter.ctx
     with pair.ctx as ctx, lb.Branch.start(ctx, PROMPTS[0]) as branch:
@@ -718,8 +720,8 @@ def answer(*arguments: str) -> dict[str, Any]:
     """Return the JSON that a command prints."""
     result = CliRunner().invoke(app, [*arguments, "--json"])
     assert result.exit_code == 0, result.stderr
-    found: dict[str, Any] = json.loads(result.stdout)
-    return found
+    report: dict[str, Any] = json.loads(result.stdout)
+    return report
 
 
 def test_command_line_takes_heads(folder: Path) -> None:

@@ -1,8 +1,8 @@
 """No thread waits for the lock of one context while it holds that of another.
 
-Two threads may each generate on the context that the other one drafts with: with locks inside each
-other both could wait for ever. So the locks note whether they are taken inside another, which does not
-depend on what threads do at the same time.
+Two threads may each generate on the context with which the other one drafts. With nested locks both could
+wait for ever. So the locks note whether they are taken inside another one, which does not depend on the
+timing of threads.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class NotingLock:
     """A lock that notes where it is taken inside another one.
 
     Attributes:
-        faults: for each such place its stack.
-        n_made: how many locks there are.
+        faults: the stack of each such place.
+        n_made: the number of locks.
     """
 
     faults: ClassVar[list[str]] = []
@@ -41,12 +41,12 @@ class NotingLock:
         NotingLock.n_made += 1
 
     def acquire(self, blocking: bool = True) -> bool:
-        held = self._held()
-        if blocking and any(other is not self for other in held) and self not in held:
+        taken = self._held()
+        if blocking and any(other is not self for other in taken) and self not in taken:
             self.faults.append("".join(traceback.format_stack(limit=8)[:-1]))
         if not self._lock.acquire(blocking):
             return False
-        held.append(self)
+        taken.append(self)
         return True
 
     def release(self) -> None:
@@ -56,8 +56,8 @@ class NotingLock:
     def _held(self) -> list[NotingLock]:
         if not hasattr(self._taken, "locks"):
             self._taken.locks = []
-        found: list[NotingLock] = self._taken.locks
-        return found
+        locks: list[NotingLock] = self._taken.locks
+        return locks
 
     def __enter__(self) -> None:
         self.acquire()

@@ -1,4 +1,4 @@
-"""The token indexes against brute force: random streams, rewinds, forks, forgetting."""
+"""The token indexes compared with brute force: random streams, rewinds, forks, forgetting."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FEW = (0, 1, 1 << 8)  # the bytes of a 0 are there between a 1 and a 256, too
 
 
 def chunk(source: random.Random, most: int = 20, alphabet: Sequence[int] = FEW) -> list[int]:
-    """Return a few random tokens of few kinds: many repeats, long matches."""
+    """Return a few random tokens with few values, so that there are many repeats and long matches."""
     return [source.choice(alphabet) for _ in range(source.randint(0, most))]
 
 
@@ -51,7 +51,7 @@ def assert_same(index: TokenIndex, tokens: list[int], shortest: int, longest: in
     assert match.length == best
     newest_first = sorted((position for _, position in places), reverse=True)
     assert [place.position for place in match.places] == newest_first
-    few = index.longest(2)  # the newest of those that follow the longest n-gram indexed
+    few = index.longest(2)  # the newest place after the longest indexed n-gram
     assert few is not None
     assert shortest <= few.length <= best
     assert 1 <= len(few.places) <= 2
@@ -81,9 +81,9 @@ def test_longest_equals_brute_force_whatever_is_done(lengths: tuple[int, ...]) -
                 del known[n:]
             else:
                 texts.append((index.fork(), list(known)))
-            for each in (*texts[-2:], texts[0], (index, known)):
-                assert_same(*each, lengths[0], lengths[-1])
-        if lengths == (1, 2, 3):  # without gaps between the lengths fewer places are the newest
+            for pair in (*texts[-2:], texts[0], (index, known)):
+                assert_same(*pair, lengths[0], lengths[-1])
+        if lengths == (1, 2, 3):  # without gaps between the lengths, fewer places are the newest
             for most in (1, 2, 3):
                 few, every = index.longest(most), index.longest(1000)
                 if every is None:
@@ -121,9 +121,11 @@ def test_floor_ends_a_guess_and_longer_matches_are_trusted_more() -> None:
     assert match.follow(tokens, 9, reach[1]).tokens == [1, 2]
     assert match.follow(tokens, 9, 0.51).tokens == []
     assert doubling(3, 16) == (3, 6, 12, 16) and doubling(5, 5) == (5,)
-    found = [Match(m, match.places).follow(tokens, 1, 0.0).probabilities[0] for m in (1, 2, 8)]
-    assert found == sorted(found)
-    assert found[0] == 0.5
+    probabilities = [
+        Match(m, match.places).follow(tokens, 1, 0.0).probabilities[0] for m in (1, 2, 8)
+    ]
+    assert probabilities == sorted(probabilities)
+    assert probabilities[0] == 0.5
 
 
 # -- many texts ------------------------------------------------------------------------------------
@@ -137,10 +139,10 @@ def test_shared_index_equals_brute_force() -> None:
         shared = SharedIndex((2, 4, 8), max_tokens=4096, most=1000)
         for text in others:
             shared.write(None, text, 0)
-        best, found = brute_longest(others, tokens, 2, 8)
+        best, places = brute_longest(others, tokens, 2, 8)
         longest = shared.longest(tokens)
         assert (longest.length if longest else 0) == best
-        assert len(longest.places if longest else ()) == len(found)
+        assert len(longest.places if longest else ()) == len(places)
         if longest:
             assert all(common_suffix(s[:at], tokens) >= best for s, at in longest.places)
             n_found += 1
@@ -148,7 +150,7 @@ def test_shared_index_equals_brute_force() -> None:
 
 
 def following(shared: SharedIndex, tokens: list[int], skip: object = None) -> list[int] | None:
-    """Return what the texts have after these tokens; None if nowhere."""
+    """Return what follows these tokens in the texts; None if they do not occur."""
     match = shared.longest(tokens, skip=skip)  # type: ignore[arg-type]
     return None if match is None else match.follow(tokens, 9, 0.0).tokens
 
@@ -200,5 +202,5 @@ def test_oldest_text_is_forgotten_first() -> None:
     assert following(shared, [1, 2]) is None and following(shared, [2, 3])
     shared.write(new, [*texts, 163], 63)
     assert following(shared, [2, 3]) is None
-    shared.write(old, [1, 2, 3, 4, 5, 6], 4)  # its segment is gone: it goes on in a new one
+    shared.write(old, [1, 2, 3, 4, 5, 6], 4)  # its segment is gone, so it continues in a new one
     assert following(shared, [3, 4]) == [5, 6]

@@ -1,6 +1,7 @@
-"""Speculators and sessions: forks, rewinds, prunes, room, statistics. Their texts: `test_drafted_text`.
+"""Speculators and sessions: forks, rewinds, prunes, room, statistics.
 
-What a branch holds after random work is compared with a fresh prefill.
+After random work the content of a branch is compared with a fresh prefill. `test_drafted_text` tests the
+texts.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from llamabranch.generation.text import Text
 
 
 class Garden:
-    """Branches with a speculator, and random work on them; each text is compared with the plain one."""
+    """Branches with a speculator, and random work on them. Each text is compared with the plain text."""
 
     def __init__(
         self,
@@ -63,14 +64,14 @@ class Garden:
             self.speak(branch, n)
         elif deed == "leave":  # the generation is abandoned in the middle of a block
             generation = self.speculator.generate(branch)
-            said = [next(generation).token for _ in range(n)]
+            new_tokens = [next(generation).token for _ in range(n)]
             generation.close()
-            assert branch.tokens[-n:] == said
+            assert branch.tokens[-n:] == new_tokens
         elif deed == "fork" and len(self.branches) < 5:
             self.branches.append(branch.fork())
         elif deed == "reseed":
             branch.reseed(int(self.rng.integers(1000)))
-        elif deed == "rewind":  # also into the prompt: what is said then belongs to the grammar
+        elif deed == "rewind":  # into the prompt, too: then the grammar governs the new text
             branch.rewind(max(3, branch.position - 3 * n))
         elif deed == "prune" and len(self.branches) > 1 and not branch.children:
             self.branches.remove(branch)
@@ -133,10 +134,10 @@ def test_second_generation_goes_on_where_the_first_ended(ctx: Context, draft_ctx
 def test_settings_changed_between_generations_reach_the_draft(
     ctx: Context, other_ctx: Context
 ) -> None:
-    """A line that is kept goes on with what its branch draws by now; so does that of a fork."""
+    """A kept draft state continues with what its branch draws now, and so does that of a fork."""
     speculator = Speculator(ctx, lb.ModelDrafter(other_ctx), FIXED)
     with Branch.start(ctx, PROMPTS[0], sampling=WARM) as branch:
-        for seed in range(3):  # the draft learns of the new noise
+        for seed in range(3):  # the draft uses the new noise
             branch.reseed(seed)
             stats = speculator.generate(branch, max_tokens=20).finish().stats
             assert stats.draft_acceptance_rate == 1.0
@@ -187,14 +188,14 @@ def test_draft_with_too_few_sequences_serves_as_many_branches_as_it_can(
         for branch in branches:
             with branch.fork() as twin:
                 expected.append([t.token for t in twin.generate(24)])
-        for _ in range(3):  # each time in turn: lines that waited longest make room
+        for _ in range(3):  # in turn: the states that waited longest make room
             for branch in branches:
                 stats = speculator.generate(branch, max_tokens=8).finish().stats
                 assert stats.num_drafts > 0 or branch.is_stop
         assert [b.generated for b in branches] == expected
         assert speculator.stats.num_accepted_tokens > 0
         running = [speculator.generate(b, max_tokens=8) for b in branches]
-        for _ in range(8):  # all at once: most have to do without
+        for _ in range(8):  # all at once: most have no draft state
             for generation in running:
                 next(generation)
         for branch, generation in zip(branches, running, strict=True):
@@ -207,7 +208,7 @@ def test_draft_with_too_few_sequences_serves_as_many_branches_as_it_can(
 def test_draft_without_room_drafts_again_when_there_is_some(
     n_sequences: int, ctx: Context, draft: lb.Model
 ) -> None:
-    """Without a sequence, and without cells."""
+    """Without a free sequence, and without free cells."""
     expected = [t.token for t in plain(ctx, LONG, WARM, 40)]
     with Context(draft, n_ctx=256, n_seq_max=n_sequences, n_threads=1) as small:
         rival = Branch.start(small, [5] * 100)
@@ -227,7 +228,7 @@ def test_draft_without_room_drafts_again_when_there_is_some(
 def test_plain_steps_are_counted_and_the_reader_s_time_is_not(
     ctx: Context, draft_ctx: Context, drafts: bool
 ) -> None:
-    """Steps nobody is asked in are counted together, also those of a generation that is closed."""
+    """Steps without a draft are counted together, also those of a closed generation."""
     drafter = lb.ModelDrafter(draft_ctx) if drafts else None
     speculator = Speculator(ctx, drafter, SpeculativeConfig(draft_k="auto"))
     read_s = 0.0
@@ -252,7 +253,7 @@ def test_plain_steps_are_counted_and_the_reader_s_time_is_not(
 def test_single_slow_step_is_counted_but_not_learned(
     ctx: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else one pause of the machine would make plain decoding look slow, and any draft worth it."""
+    """Otherwise one pause of the machine would make plain decoding look slow."""
     learned: list[tuple[float, int]] = []
 
     class Spy(FixedLength):
@@ -304,7 +305,7 @@ def test_statistics_add_up_and_are_explained(ctx: Context, draft_ctx: Context) -
 
 
 def test_reading_a_prompt_is_no_draft_steps_time(ctx: Context, draft_ctx: Context) -> None:
-    """The first draft's time is the prompt's: c was that of all drafting over the drafted tokens."""
+    """The first draft also reads the prompt, so its time must not count in c."""
     speculator = Speculator(ctx, lb.ModelDrafter(draft_ctx), SpeculativeConfig(draft_k=1))
     stats = speculator.generate(PROMPTS[0] * 8, max_tokens=20, sampling=WARM).finish().stats
     assert stats.num_draft_steps == stats.num_drafts - 1 > 5
@@ -312,7 +313,7 @@ def test_reading_a_prompt_is_no_draft_steps_time(ctx: Context, draft_ctx: Contex
     unsure = SpeculativeConfig(draft_k=4, entropy_stop=1.0)
     stopped = Speculator(ctx, lb.ModelDrafter(draft_ctx), unsure)
     stats = stopped.generate(PROMPTS[0], max_tokens=40, sampling=WARM).finish().stats
-    assert stats.num_draft_steps > stats.num_draft_tokens  # looking at a step is one, too
+    assert stats.num_draft_steps > stats.num_draft_tokens  # looking at a step counts as a step, too
     copied = Speculator(ctx, lb.SuffixDrafter(), SpeculativeConfig(draft_k=3))
     repeated = copied.generate("one two three one two three one two", max_tokens=20, sampling=WARM)
     stats = repeated.finish().stats
@@ -339,7 +340,7 @@ def test_seed_that_is_given_later_gives_the_text_of_plain_decoding(
         branch.resample(SamplingParams(temperature=0.9, seed=6))
         branch.resample(SamplingParams(temperature=0.8))  # the seed stays
         check(branch)
-        branch.reseed()  # picked here, as the first one was
+        branch.reseed()  # picked at random, as the first one was
         with Branch.restore(ctx, branch.snapshot()) as restored:
             check(restored)
 
@@ -348,12 +349,12 @@ def test_seed_that_is_given_later_gives_the_text_of_plain_decoding(
 
 
 def test_tokens_report_what_plain_decoding_does(ctx: Context, draft_ctx: Context) -> None:
-    """Alternatives too, equal to the bit, whatever the source."""
+    """Alternatives are equal to the bit, too, whatever the source."""
     with Branch.start(ctx, PROMPTS[0], sampling=WARM) as branch:
         expected = list(branch.generate(60, top_logprobs=3))
     speculator = Speculator(ctx, lb.ModelDrafter(draft_ctx), FIXED)
-    found = speculator.generate(PROMPTS[0], max_tokens=60, sampling=WARM, top_logprobs=3)
-    assert [one._replace(source="plain") for one in found] == expected
+    generation = speculator.generate(PROMPTS[0], max_tokens=60, sampling=WARM, top_logprobs=3)
+    assert [token._replace(source="plain") for token in generation] == expected
 
 
 def test_sources_tell_where_tokens_came_from(ctx: Context, draft_ctx: Context) -> None:
@@ -375,7 +376,7 @@ def test_tokens_of_a_session_tell_where_they_came_from(ctx: Context, other_ctx: 
     twin, config = lb.ModelDrafter(other_ctx), SpeculativeConfig(draft_k=3)
     with InferenceSession(ctx, PROMPTS[0], sampling=WARM, config=config) as session:
         tokens = [session.next_token(None if i == 3 else twin) for i in range(13)]
-    # The fourth token was waiting when it was asked for without a drafter: it is not drawn again.
+    # The fourth token was already drawn when it was requested without a drafter: it is not drawn again.
     sources = ["plain", *(["drafted"] * 3 + ["bonus"]) * 3]
     assert [token and token.source for token in tokens] == sources
 
@@ -387,11 +388,11 @@ def test_session_outlives_its_draft_context_and_a_drafter_that_is_refused(
     with InferenceSession(ctx, PROMPTS[0], sampling=WARM, max_tokens=30, config=FIXED) as session:
         with Context(draft, n_ctx=256, n_threads=1) as small, Context(toy, n_threads=1) as strange:
             drafter = lb.ModelDrafter(small)
-            said = [session.next_token(drafter) for _ in range(10)]
+            produced = [session.next_token(drafter) for _ in range(10)]
             with pytest.raises(lb.errors.VocabularyMismatchError):
                 session.next_token(lb.ModelDrafter(strange, translate=False))
-        said += [session.next_token() for _ in range(20)]
-        assert [token.token for token in said if token] == expected
+        produced += [session.next_token() for _ in range(20)]
+        assert [token.token for token in produced if token] == expected
         assert session.next_token() is None
 
 

@@ -1,4 +1,4 @@
-"""The arithmetic of speculation, against enumeration, and the page that prints it."""
+"""The arithmetic of speculation compared with enumeration, and the page that prints it."""
 
 from __future__ import annotations
 
@@ -91,14 +91,14 @@ def amdahl(a: float, gamma: int) -> float:
 
 
 def test_page_prints_the_tables_the_code_makes() -> None:
-    made, best = [], []
+    table, best = [], []
     for gamma in (4, 8):
         for a in (0.7, 0.8):
             figures = [amdahl(a, gamma), expected_tokens(a, gamma)]
             figures += [speedup(a, gamma, c) for c in (0.05, 0.10, 0.20)]
             figures.append(accepted_share(a, gamma))
-            made.append([f"{a:.2f}", str(gamma), *(f"{figure:.2f}" for figure in figures)])
-    assert rows("| a | γ | Amdahl") == made
+            table.append([f"{a:.2f}", str(gamma), *(f"{figure:.2f}" for figure in figures)])
+    assert rows("| a | γ | Amdahl") == table
     for a in (0.5, 0.6, 0.7, 0.8, 0.9):
         lengths = [(best_draft_length(a, c), c) for c in (0.05, 0.10, 0.20)]
         best.append([f"{a:.2f}", *(f"{n}: {speedup(a, n, c):.2f}" for n, c in lengths)])

@@ -85,12 +85,12 @@ class Gbnf:
     def _next(self, ahead: int = 0) -> str:
         return self._text[self._at + ahead : self._at + ahead + 1]
 
-    def _skip(self, what: re.Pattern[str]) -> str:
+    def _skip(self, pattern: re.Pattern[str]) -> str:
         """Skip the text that matches here, and return it."""
-        match = what.match(self._text, self._at)
-        found = match.group() if match else ""
-        self._at += len(found)
-        return found
+        match = pattern.match(self._text, self._at)
+        text = match.group() if match else ""
+        self._at += len(text)
+        return text
 
     def _blank(self, nested: bool) -> None:
         self._skip(_LINES if nested else _SPACE)
@@ -159,12 +159,12 @@ class Gbnf:
 
     def _alternatives(self, nested: bool) -> tuple[list[Sequence], str]:
         """Read alternatives; return them, and their translation."""
-        found = [self._sequence(nested)]
+        sequences = [self._sequence(nested)]
         while self._next() == "|":
             self._at += 1
             self._skip(_LINES)
-            found.append(self._sequence(nested))
-        return [sequence for sequence, _ in found], " | ".join(text for _, text in found)
+            sequences.append(self._sequence(nested))
+        return [sequence for sequence, _ in sequences], " | ".join(text for _, text in sequences)
 
     def _sequence(self, nested: bool) -> tuple[Sequence, str]:
         sequence: Sequence = []
@@ -194,7 +194,9 @@ class Gbnf:
             if c == '"':
                 literal = self._literal()
                 sequence.extend([None] * len(literal))
-                items.append(f"({' '.join(f'/{one}/' for one in literal)})" if literal else "")
+                items.append(
+                    f"({' '.join(f'/{character}/' for character in literal)})" if literal else ""
+                )
             elif c == "[":
                 matched = self._set()
                 sequence.extend([None] if matched else [])
@@ -278,19 +280,19 @@ class Gbnf:
         """Read a string; return its characters as regular expressions."""
         at = self._at
         self._at += 1
-        found: list[str] = []
+        characters: list[str] = []
         while self._next() != '"':
             if not self._next():
                 raise self._fail("the string does not end", at)
-            found.append(self._character())
+            characters.append(self._character())
         self._at += 1
-        return found
+        return characters
 
     def _set(self) -> str:
         """Read a set; return its translation, or "" if it matches the empty text, as in llama.cpp."""
         at = self._at
         self._at += 1
-        found: list[str] = []
+        members: list[str] = []
         opening = "/["
         if self._next() == "^":
             self._at += 1
@@ -298,14 +300,14 @@ class Gbnf:
         while self._next() != "]":
             if not self._next():
                 raise self._fail("the set does not end", at)
-            found.append(self._character())
+            members.append(self._character())
             if self._next() == "-" and self._next(1) != "]":
                 self._at += 1
                 if not self._next():
                     raise self._fail("the set does not end", at)
-                found[-1] += f"-{self._character()}"
+                members[-1] += f"-{self._character()}"
         self._at += 1
-        return f"{opening}{''.join(found)}]/" if found else ""
+        return f"{opening}{''.join(members)}]/" if members else ""
 
     def _character(self) -> str:
         """Read a character; return it as a regular expression."""
@@ -351,9 +353,9 @@ class Gbnf:
         nullable = _nullable(self.rules)
         for empty, forbids_last in ((direct, True), (nullable, False)):
             firsts = {n: list(_leftmost(ways, empty)) for n, ways in self.rules.items()}
-            component = _components({n: [to for to, _ in found] for n, found in firsts.items()})
-            for number, found in firsts.items():
-                for to, is_last in found:
+            component = _components({n: [to for to, _ in symbols] for n, symbols in firsts.items()})
+            for number, symbols in firsts.items():
+                for to, is_last in symbols:
                     # If the recursion is at the end of the alternative, llama.cpp detects it.
                     if component[to] == component[number] and (forbids_last or not is_last):
                         raise self._left_recursion(number)
@@ -403,12 +405,12 @@ class Gbnf:
                     todo.append(number)
         of = _components({number: uses[number] for number in reached})
         depths = dict.fromkeys(of.values(), 0)
-        below: dict[int, set[int]] = {each: set() for each in depths}
+        below: dict[int, set[int]] = {group: set() for group in depths}
         for number in reached:
             depths[of[number]] += _n_nested(self._translations[number])
-            below[of[number]] |= {of[each] for each in uses[number]} - {of[number]}
-        for each in TopologicalSorter(below).static_order():
-            depths[each] += max((depths[other] for other in below[each]), default=0)
+            below[of[number]] |= {of[n] for n in uses[number]} - {of[number]}
+        for group in TopologicalSorter(below).static_order():
+            depths[group] += max((depths[other] for other in below[group]), default=0)
         recursive = len(depths) < len(reached) or any(n in uses[n] for n in reached)
         return reached, recursive, depths[of[self.root]]
 

@@ -95,10 +95,10 @@ class Grammar:
 
     def _compile_schema(self) -> str:
         schema = json_schemas.parse(self.source)
-        for given in (json_schemas.closed(schema), schema):  # a closed schema may be contradictory
-            found, reason = _of_schema(given, self.whitespace)
-            if found:
-                return found
+        for form in (json_schemas.closed(schema), schema):  # a closed schema may be contradictory
+            guidance, reason = _of_schema(form, self.whitespace)
+            if guidance:
+                return guidance
         raise _refusal(schema, reason, self.whitespace)
 
     def _compile_gbnf(self) -> str:
@@ -228,12 +228,12 @@ class Grammar:
         """
         if self.kind != "json_schema":
             return text
-        found = json_schemas.value(self.model, text)
-        if self.model is None and (where := json_schemas.repetition(self.source, found)):
+        value = json_schemas.value(self.model, text)
+        if self.model is None and (where := json_schemas.repetition(self.source, value)):
             raise ParseError(
                 f"the items at {where} are not unique, which the schema requires", text=text
             )
-        return found
+        return value
 
 
 def _of_schema(schema: dict[str, object], whitespace: str) -> tuple[str, str]:
@@ -253,10 +253,10 @@ def _refusal(schema: dict[str, object], reason: str, whitespace: str) -> Grammar
     if reason.startswith(REFUSED):
         return GrammarError(reason)
     path, reason = json_schemas.place(schema, reason, lambda part: _of_schema(part, whitespace)[1])
-    found, is_one_of = _UNSUPPORTED.search(reason), "oneOf constraints" in reason
-    if found or is_one_of:
+    match, is_one_of = _UNSUPPORTED.search(reason), "oneOf constraints" in reason
+    if match or is_one_of:
         hint = "use anyOf if the parts exclude each other anyway" if is_one_of else None
-        keyword = found[1] if found else "oneOf"
+        keyword = match[1] if match else "oneOf"
         return GrammarError(
             f"the JSON-schema keyword {keyword!r} at {path} is not supported", hint=hint
         )
@@ -267,15 +267,15 @@ def _refusal(schema: dict[str, object], reason: str, whitespace: str) -> Grammar
 
 def _choices(source: str) -> list[str]:
     try:
-        found = json.loads(source)
+        choices = json.loads(source)
     except (ValueError, RecursionError) as error:
         raise GrammarError(f"the choices are not a JSON list: {error}") from error
-    if not isinstance(found, list) or not found:
+    if not isinstance(choices, list) or not choices:
         raise GrammarError("a choice needs a list of texts, at least one")
-    for one in found:
-        if not isinstance(one, str) or not one:
-            raise GrammarError(f"a choice must be a text that is not empty, not {one!r:.40}")
-    return found
+    for choice in choices:
+        if not isinstance(choice, str) or not choice:
+            raise GrammarError(f"a choice must be a text that is not empty, not {choice!r:.40}")
+    return choices
 
 
 def _literal(text: str) -> str:

@@ -52,11 +52,11 @@ def compiled(kind: str, source: str, whitespace: str = "any") -> str:
         "regex": lambda: LLMatcher.grammar_from_regex(source),
         "json_schema": lambda: LLMatcher.grammar_from_json_schema(source, overrides=options),
     }
-    found = _guarded(of_kind[kind])
-    reason = _guarded(lambda: LLMatcher.validate_grammar(found))
+    grammar = _guarded(of_kind[kind])
+    reason = _guarded(lambda: LLMatcher.validate_grammar(grammar))
     if reason:
         raise _refusal(reason)
-    return found
+    return grammar
 
 
 def _guarded(call: Callable[[], T]) -> T:
@@ -83,10 +83,10 @@ def _tokenizer(model: Model) -> LLTokenizer:
     from llguidance import LLTokenizer
 
     with _lock:
-        found = _tokenizers.get(model)
-        if found is None:
+        tokenizer = _tokenizers.get(model)
+        if tokenizer is None:
             handle = model.handle
-            found = _guarded(
+            tokenizer = _guarded(
                 lambda: LLTokenizer.from_llamacpp(  # type: ignore[attr-defined]
                     tokens=handle.pieces(),
                     vocab_ptr=handle.vocab_address,
@@ -95,8 +95,8 @@ def _tokenizer(model: Model) -> LLTokenizer:
                     slices=_SLICES,
                 )
             )
-            _tokenizers[model] = found
-        return found
+            _tokenizers[model] = tokenizer
+        return tokenizer
 
 
 class Matcher:
@@ -163,9 +163,9 @@ class Matcher:
         if self._is_ended or self._matcher.is_stopped():
             return []
         self._model.handle  # noqa: B018  (raises ClosedError: the tokenizer needs the model)
-        found = _guarded(self._matcher.compute_ff_tokens)
+        tokens = _guarded(self._matcher.compute_ff_tokens)
         self._check()
-        return found
+        return tokens
 
     def clone(self) -> Matcher:
         """Return an independent copy with the same state."""

@@ -124,16 +124,16 @@ def pointed(reference: object, document: object) -> object:
     """Return the part that a reference within the document points to; None if it points nowhere."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
-    found = document
-    for part in reference[1:].split("/")[1:]:
-        key = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, dict):
-            found = found.get(key)
-        elif isinstance(found, list) and key.isdecimal() and int(key) < len(found):
-            found = found[int(key)]
+    value = document
+    for name in reference[1:].split("/")[1:]:
+        key = name.replace("~1", "/").replace("~0", "~")
+        if isinstance(value, dict):
+            value = value.get(key)
+        elif isinstance(value, list) and key.isdecimal() and int(key) < len(value):
+            value = value[int(key)]
         else:
             return None
-    return found
+    return value
 
 
 def _resolve_anchors(document: Schema) -> None:
@@ -174,13 +174,15 @@ def _takes_all(value: object) -> bool:
 def _takes_names(value: object) -> bool:
     """Return whether a schema allows every property name; names are strings."""
     if isinstance(value, dict) and value.get("type") == "string":
-        value = {name: one for name, one in value.items() if name != "type"}
+        value = {name: constraint for name, constraint in value.items() if name != "type"}
     return _takes_all(value)
 
 
 def _names_nothing(value: object) -> bool:
     """Return whether all dependencies are empty."""
-    return isinstance(value, dict) and all(one == [] or _takes_all(one) for one in value.values())
+    return isinstance(value, dict) and all(
+        dependency == [] or _takes_all(dependency) for dependency in value.values()
+    )
 
 
 _IDLE: dict[str, Callable[[object], bool]] = {
@@ -214,8 +216,8 @@ def _drop_idle(part: Schema) -> None:
         least = part.pop("minContains", 1)
         del part["contains"]
         if isinstance(least, int):
-            given = part.get("minItems", 0)
-            part["minItems"] = max(least, given) if isinstance(given, int) else given
+            min_items = part.get("minItems", 0)
+            part["minItems"] = max(least, min_items) if isinstance(min_items, int) else min_items
 
 
 def _drop_condition(part: Schema) -> None:
@@ -241,7 +243,9 @@ def _write_patterns(part: Schema) -> None:
         part["pattern"] = rust_pattern(str(part["pattern"]))
     by_pattern = part.get("patternProperties")
     if isinstance(by_pattern, dict):
-        part["patternProperties"] = {rust_pattern(name): one for name, one in by_pattern.items()}
+        part["patternProperties"] = {
+            rust_pattern(name): schema for name, schema in by_pattern.items()
+        }
 
 
 def _write_format(part: Schema) -> None:
@@ -269,11 +273,13 @@ def _write_names(part: Schema) -> None:
     names = part.get("propertyNames")
     if not isinstance(names, dict) or "properties" in part or "patternProperties" in part:
         return
-    own = {key: one for key, one in names.items() if key in CONSTRAINTS and key != "type"}
+    own = {
+        key: constraint for key, constraint in names.items() if key in CONSTRAINTS and key != "type"
+    }
     rest = part.get("additionalProperties", True)
     if set(own) in ({"enum"}, {"const"}):
-        given = own["enum"] if "enum" in own else [own["const"]]
-        known = [one for one in cast(list[object], given) if isinstance(one, str)]
+        values = own["enum"] if "enum" in own else [own["const"]]
+        known = [value for value in cast(list[object], values) if isinstance(value, str)]
         part["properties"] = dict.fromkeys(known, rest)
     elif set(own) == {"pattern"} and isinstance(own["pattern"], str):
         part["patternProperties"] = {rust_pattern(own["pattern"]): rest}

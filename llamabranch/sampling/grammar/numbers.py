@@ -72,16 +72,16 @@ def is_exact(value: object) -> bool:
 
 def _bounds(part: Mapping[str, object]) -> tuple[Decimal | None, Decimal | None, bool, bool]:
     """Return the lower and the upper bound of a schema's numbers, and whether each is excluded."""
-    found: list[tuple[Decimal | None, bool]] = []
+    bounds: list[tuple[Decimal | None, bool]] = []
     for side, sign in (("inimum", 1), ("aximum", -1)):
-        given = [
+        limits = [
             (sign * _decimal(part[name]), name.startswith("e"))
             for name in (f"m{side}", f"exclusiveM{side}")
             if is_number(part.get(name))
         ]
-        tightest, excluded = max(given, default=(None, False))
-        found.append((None if tightest is None else sign * tightest, excluded))
-    (least, above), (most, below) = found
+        tightest, excluded = max(limits, default=(None, False))
+        bounds.append((None if tightest is None else sign * tightest, excluded))
+    (least, above), (most, below) = bounds
     return least, most, above, below
 
 
@@ -127,10 +127,10 @@ def rounded(value: object, side: str) -> int | float:
     if abs(number) >= LARGEST:
         return limit
     places = Context(_MOST_DIGITS, _ROUNDING[side], Emax=999_999, Emin=-999_999)
-    found = places.plus(number).quantize(
+    bound = places.plus(number).quantize(
         Decimal(1).scaleb(_LEAST_EXPONENT), _ROUNDING[side], _PLACES
     )
-    return int(found) if found == found.to_integral_value() else float(found)
+    return int(bound) if bound == bound.to_integral_value() else float(bound)
 
 
 def multiple(value: object) -> tuple[int, int]:
@@ -153,13 +153,13 @@ def multiple(value: object) -> tuple[int, int]:
     return int(coefficient), places
 
 
-def check_multiples(found: Iterable[tuple[int, int]]) -> None:
+def check_multiples(multiples: Iterable[tuple[int, int]]) -> None:
     """Check that llguidance can compute the least common multiple of several multiples.
 
     Raises:
         GrammarError: it would overflow.
     """
-    distinct = set(found)
+    distinct = set(multiples)
     places = max((p for _, p in distinct), default=0)
     scaled = sorted(c * 10 ** (places - p) for c, p in distinct)
     if scaled and prod(scaled) * scaled[-1] > _MOST_COMBINED:

@@ -46,23 +46,23 @@ _LONG_CATEGORIES = {
 
 
 def _merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    found: list[tuple[int, int]] = []
+    merged: list[tuple[int, int]] = []
     for first, last in sorted(ranges):
-        if found and first <= found[-1][1] + 1:
-            found[-1] = found[-1][0], max(found[-1][1], last)
+        if merged and first <= merged[-1][1] + 1:
+            merged[-1] = merged[-1][0], max(merged[-1][1], last)
         else:
-            found.append((first, last))
-    return tuple(found)
+            merged.append((first, last))
+    return tuple(merged)
 
 
 def _others(ranges: Ranges) -> Ranges:
     """Return all other code points, without surrogates."""
-    found, start = [], 0
+    gaps, start = [], 0
     for first, last in _merged([*ranges, _SURROGATES]):
         if first > start:
-            found.append((start, first - 1))
+            gaps.append((start, first - 1))
         start = last + 1
-    return tuple([*found, (start, _LAST)] if start <= _LAST else found)
+    return tuple([*gaps, (start, _LAST)] if start <= _LAST else gaps)
 
 
 def _of(text: str) -> Ranges:
@@ -119,22 +119,22 @@ class _Reader:
         self._flags = [_Flags()]
 
     def read(self) -> str:
-        found: list[str] = []
+        pieces: list[str] = []
         while self._at < len(self._pattern):
-            found.append(self._next())
+            pieces.append(self._next())
         if len(self._flags) > 1:
             self._refuse("unclosed group")
-        return "".join(found)
+        return "".join(pieces)
 
     def _refuse(self, reason: str) -> NoReturn:
         raise GrammarError(f"pattern: {reason}")
 
     def _match(self, expression: str) -> re.Match[str] | None:
         """Return the match of a regular expression at this place, and move behind it."""
-        found = re.compile(expression, re.DOTALL).match(self._pattern, self._at)
-        if found is not None:
-            self._at = found.end()
-        return found
+        match = re.compile(expression, re.DOTALL).match(self._pattern, self._at)
+        if match is not None:
+            self._at = match.end()
+        return match
 
     def _next(self) -> str:
         char = self._pattern[self._at]
@@ -165,17 +165,17 @@ class _Reader:
         if not self._has_atom:
             self._refuse(f"nothing to repeat before {self._pattern[self._at : self._at + 8]!r}")
         self._has_atom = False  # a second quantifier may not follow
-        found = self._match(r"([*+?])\??|\{(\d+)(,?)(\d*)\}\??")
-        if found is None:
+        match = self._match(r"([*+?])\??|\{(\d+)(,?)(\d*)\}\??")
+        if match is None:
             self._refuse("unclosed counted repetition")
-        if found[1]:
-            return found[1]
-        least, most = int(found[2]), int(found[4]) if found[4] else None
+        if match[1]:
+            return match[1]
+        least, most = int(match[2]), int(match[4]) if match[4] else None
         if most is not None and most < least:
             self._refuse(f"invalid repetition count range {{{least},{most}}}")
         if least >= _MOST_REPEATS:
             self._refuse(f"no text repeats anything {least} times")
-        if not found[3]:
+        if not match[3]:
             return f"{{{least}}}"
         is_open = most is None or most >= _MOST_REPEATS
         return f"{{{least},}}" if is_open else f"{{{least},{most}}}"
@@ -195,9 +195,9 @@ class _Reader:
         self._flags.append(self._flags[-1])
         return "(?:"
 
-    def _modified(self, found: re.Match[str]) -> str:
-        on, off = found[1], found[2] or ""
-        if not on and not off and found[3] == ":":
+    def _modified(self, match: re.Match[str]) -> str:
+        on, off = match[1], match[2] or ""
+        if not on and not off and match[3] == ":":
             self._flags.append(self._flags[-1])
             return "(?:"
         unknown = set(on + off) - set("is")
@@ -208,7 +208,7 @@ class _Reader:
             (before.ignores_case or "i" in on) and "i" not in off,
             (before.dot_is_all or "s" in on) and "s" not in off,
         )
-        if found[3] == ")":  # flags for the rest of the group: not ECMAScript, but people send it
+        if match[3] == ")":  # flags for the rest of the group: not ECMAScript, but people send it
             self._flags[-1] = flags
             self._has_atom = False
             return f"(?{'' if flags.ignores_case else '-'}i)"
@@ -222,31 +222,31 @@ class _Reader:
             self._refuse("lookarounds not supported: \\b and \\B look at both sides of a position")
         if self._match("[1-9]|k<"):
             self._refuse("backreferences are not supported")
-        found = self._escaped(in_class=False)
-        return found if isinstance(found, str) else self._written(found)
+        escaped = self._escaped(in_class=False)
+        return escaped if isinstance(escaped, str) else self._written(escaped)
 
     def _escaped(self, *, in_class: bool) -> Ranges | str:
         """Return the meaning of an escape, after its backslash, or a property in Rust's syntax."""
         if self._at >= len(self._pattern):
             self._refuse("incomplete escape at the end")
-        if found := self._match("[dDwWsS]"):
-            return _CLASSES[found[0]]
-        if found := self._match(r"([pP])\{([^}]*)\}"):
-            return self._unicode_property(found[1] == "P", found[2])
-        if found := self._match("[tnvfr]"):
-            return _of(_CONTROL[found[0]])
+        if match := self._match("[dDwWsS]"):
+            return _CLASSES[match[0]]
+        if match := self._match(r"([pP])\{([^}]*)\}"):
+            return self._unicode_property(match[1] == "P", match[2])
+        if match := self._match("[tnvfr]"):
+            return _of(_CONTROL[match[0]])
         if self._match(r"0(?!\d)"):
             return ((0, 0),)
-        if found := self._match("c([A-Za-z])"):
-            return _of(chr(ord(found[1]) % 32))
+        if match := self._match("c([A-Za-z])"):
+            return _of(chr(ord(match[1]) % 32))
         high_low = r"u([dD][89abAB][0-9a-fA-F]{2})\\u([dD][c-fC-F][0-9a-fA-F]{2})"
-        if found := self._match(high_low):
-            code = 0x10000 + ((int(found[1], 16) - 0xD800) << 10) + int(found[2], 16) - 0xDC00
+        if match := self._match(high_low):
+            code = 0x10000 + ((int(match[1], 16) - 0xD800) << 10) + int(match[2], 16) - 0xDC00
             return ((code, code),)
-        if found := self._match(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]+)\}"):
-            code = int(found[1] or found[2] or found[3], 16)
+        if match := self._match(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]+)\}"):
+            code = int(match[1] or match[2] or match[3], 16)
             if code > _LAST:
-                self._refuse(f"{found[0]!r} is not a code point")
+                self._refuse(f"{match[0]!r} is not a code point")
             return () if _SURROGATES[0] <= code <= _SURROGATES[1] else ((code, code),)
         if in_class and self._match("b"):
             return _of("\b")
@@ -291,13 +291,13 @@ class _Reader:
                     properties.append(last)
                 else:
                     ranges += last
-        found = _merged(ranges)
+        merged = _merged(ranges)
         # Rust adds the other case of each letter before it negates, so Rust must do the negation.
         if not properties and not (is_negated and self._flags[-1].ignores_case):
-            return self._written(_others(found) if is_negated else found)
+            return self._written(_others(merged) if is_negated else merged)
         if is_negated:
-            found = _merged([*found, (0, 0)])  # see `_written`
-        return f"[{'^' if is_negated else ''}{''.join(properties)}{_listed(found)}]"
+            merged = _merged([*merged, (0, 0)])  # see `_written`
+        return f"[{'^' if is_negated else ''}{''.join(properties)}{_listed(merged)}]"
 
     def _class_item(self) -> Ranges | str:
         if self._at >= len(self._pattern):

@@ -136,26 +136,28 @@ def _repetition(value: object, part: object, document: dict[str, object], path: 
     if isinstance(value, list):
         items, prefix = part.get("items", True), part.get("prefixItems", [])
         first = prefix if isinstance(prefix, list) else []
-        inner = [(f"{path}/{i}", one, first[i] if i < len(first) else items)
-                 for i, one in enumerate(value)]  # fmt: skip
-        texts = [same_text(one) for one in value]
+        inner = [(f"{path}/{i}", item, first[i] if i < len(first) else items)
+                 for i, item in enumerate(value)]  # fmt: skip
+        texts = [same_text(item) for item in value]
         if part.get("uniqueItems") is True and len(set(texts)) < len(texts):
             return path
     else:
         properties, rest = part.get("properties", {}), part.get("additionalProperties", True)
         known = properties if isinstance(properties, dict) else {}
-        inner = [(f"{path}/{k}", one, known.get(k, rest)) for k, one in value.items()]
+        inner = [(f"{path}/{k}", member, known.get(k, rest)) for k, member in value.items()]
     every = part.get("allOf")
-    same = [pointed(part.get("$ref"), document), *(every if isinstance(every, list) else [])]
-    found = [_repetition(one, its, document, at) for at, one, its in inner]
-    found += [_repetition(value, its, document, path) for its in same]
+    schemas = [pointed(part.get("$ref"), document), *(every if isinstance(every, list) else [])]
+    repetitions = [
+        _repetition(inner_value, schema, document, at) for at, inner_value, schema in inner
+    ]
+    repetitions += [_repetition(value, schema, document, path) for schema in schemas]
     kind = "array" if isinstance(value, list) else "object"
     for name in ("anyOf", "oneOf"):
         ways = part.get(name)
         ways = ways if isinstance(ways, list) else []
-        its = [_repetition(value, way, document, path) for way in ways if _may_be(way, kind)]
-        found.append(its[0] if its and all(its) else "")
-    return next(filter(None, found), "")
+        repeated = [_repetition(value, way, document, path) for way in ways if _may_be(way, kind)]
+        repetitions.append(repeated[0] if repeated and all(repeated) else "")
+    return next(filter(None, repetitions), "")
 
 
 def _may_be(part: object, kind: str) -> bool:
@@ -171,15 +173,17 @@ def place(
     defs = {name: schema[name] for name in _DEFS if name in schema}
     end = perf_counter() + _MOST_S
     while True:
-        places = [(f"{path}/{at}", one) for at, one in _within(part) if not at.startswith(_DEFS)]
+        places = [
+            (f"{path}/{at}", inner) for at, inner in _within(part) if not at.startswith(_DEFS)
+        ]
         target = pointed(part.get("$ref"), schema)
         if isinstance(target, dict):
             places.append((str(part["$ref"]), target))
-        for at, one in places:
+        for at, inner in places:
             is_due = at not in seen and perf_counter() < end
-            found = refusal({**defs, **one}) if is_due else ""
-            if found == reason or (is_empty and "Unsatisfiable" in found):
-                path, part, reason = at, one, found
+            inner_reason = refusal({**defs, **inner}) if is_due else ""
+            if inner_reason == reason or (is_empty and "Unsatisfiable" in inner_reason):
+                path, part, reason = at, inner, inner_reason
                 seen.add(at)
                 break
         else:
@@ -193,15 +197,15 @@ def _exclude_each_other(ways: list[object]) -> bool:
     """
     seen: set[str] = set()
     for way in ways:
-        found = _values(way)
-        if not found or any(value in seen or value.split(" ")[0] in seen for value in found):
+        values = _values(way)
+        if not values or any(value in seen or value.split(" ")[0] in seen for value in values):
             return False
         if any(
             value in _TYPES.values() and any(s.startswith(value + " ") for s in seen)
-            for value in found
+            for value in values
         ):
             return False
-        seen.update(found)
+        seen.update(values)
     return True
 
 
@@ -243,25 +247,25 @@ def closed(schema: dict[str, object]) -> dict[str, object]:
 def _copied(value: object) -> object:
     """Return a copy of a JSON value; numbers keep their digits."""
     if isinstance(value, dict):
-        return {name: _copied(one) for name, one in value.items()}
-    return [_copied(one) for one in value] if isinstance(value, list) else value
+        return {name: _copied(member) for name, member in value.items()}
+    return [_copied(item) for item in value] if isinstance(value, list) else value
 
 
 def _applied(part: dict[str, object], document: dict[str, object]) -> list[object]:
     """Return the other schemas that can apply to the same value."""
-    found = [pointed(part["$ref"], document)] if "$ref" in part else []
+    schemas = [pointed(part["$ref"], document)] if "$ref" in part else []
     for name in _COMBINE[:3]:
         ways = part.get(name)
-        found += ways if isinstance(ways, list) else []
-    return found
+        schemas += ways if isinstance(ways, list) else []
+    return schemas
 
 
-def _add_inner(ways: list[object], document: dict[str, object], found: set[int]) -> None:
+def _add_inner(ways: list[object], document: dict[str, object], ids: set[int]) -> None:
     """Add the ids of ``ways``, and of all schemas that apply to the same value."""
     for way in ways:
-        if isinstance(way, dict) and id(way) not in found:
-            found.add(id(way))
-            _add_inner(_applied(way, document), document, found)
+        if isinstance(way, dict) and id(way) not in ids:
+            ids.add(id(way))
+            _add_inner(_applied(way, document), document, ids)
 
 
 def _names(part: object, document: dict[str, object], seen: set[int]) -> dict[str, object] | None:
@@ -273,13 +277,13 @@ def _names(part: object, document: dict[str, object], seen: set[int]) -> dict[st
     is_valid = isinstance(properties, dict) and isinstance(required, list)
     if not is_valid or any(name in part for name in _OPEN):
         return None
-    found: dict[str, object] = {name: True for name in required if isinstance(name, str)}
+    names: dict[str, object] = {name: True for name in required if isinstance(name, str)}
     for way in _applied(part, document):
         more = _names(way, document, seen)
         if more is None:
             return None
-        found |= dict.fromkeys(more, True)
-    return {**properties, **found, **properties}  # its own properties come first
+        names |= dict.fromkeys(more, True)
+    return {**properties, **names, **properties}  # its own properties come first
 
 
 def _is_finite(document: dict[str, object]) -> bool:
@@ -305,9 +309,9 @@ def _parts(document: dict[str, object]) -> Iterator[dict[str, object]]:
     """Yield a schema and all schemas in it."""
     todo = [document]
     while todo:
-        one = todo.pop()
-        yield one
-        todo.extend(part for _, part in _within(one))
+        part = todo.pop()
+        yield part
+        todo.extend(inner for _, inner in _within(part))
 
 
 def _within(part: dict[str, object]) -> Iterator[tuple[str, dict[str, object]]]:
@@ -334,7 +338,7 @@ def _needs(part: dict[str, object], document: dict[str, object]) -> list[list[ob
     if part.get("type") == "array" and isinstance(least, int) and least > 0:
         first = part.get("prefixItems")
         needed += first[:least] if isinstance(first, list) else [part.get("items")]
-    groups: list[list[object]] = [[one] for one in needed if isinstance(one, dict)]
+    groups: list[list[object]] = [[need] for need in needed if isinstance(need, dict)]
     for name in ("anyOf", "oneOf"):
         ways = part.get(name)
         if isinstance(ways, list) and ways and all(isinstance(way, dict) for way in ways):

@@ -84,21 +84,21 @@ def _is_integer(part: Schema) -> bool:
 
 def _constants(part: Schema) -> list[object]:
     """Return the values that ``const`` and ``enum`` name."""
-    given = part.get("enum")
-    values = given if isinstance(given, list) else [part["const"]] if "const" in part else []
+    enum = part.get("enum")
+    values = enum if isinstance(enum, list) else [part["const"]] if "const" in part else []
     if "const" in part and "enum" in part:
-        values = [one for one in values if same_text(one) == same_text(part["const"])]
+        values = [value for value in values if same_text(value) == same_text(part["const"])]
     return values
 
 
 def _numbers_in(value: object) -> Iterator[object]:
     todo = [value]
     while todo:
-        one = todo.pop()
-        if numbers.is_number(one):
-            yield one
-        elif isinstance(one, (list, dict)):
-            todo.extend(one.values() if isinstance(one, dict) else one)
+        item = todo.pop()
+        if numbers.is_number(item):
+            yield item
+        elif isinstance(item, (list, dict)):
+            todo.extend(item.values() if isinstance(item, dict) else item)
 
 
 def same_text(value: object) -> str:
@@ -109,8 +109,8 @@ def same_text(value: object) -> str:
             int(number) if isinstance(number, int) or number.is_integer() else float(number)
         )
     if isinstance(value, dict):
-        return json.dumps({key: same_text(one) for key, one in value.items()}, sort_keys=True)
-    return json.dumps([same_text(one) for one in value] if isinstance(value, list) else value)
+        return json.dumps({key: same_text(member) for key, member in value.items()}, sort_keys=True)
+    return json.dumps([same_text(item) for item in value] if isinstance(value, list) else value)
 
 
 def unique_values(part: Schema) -> list[object] | None:
@@ -121,11 +121,13 @@ def unique_values(part: Schema) -> list[object] | None:
     values = _constants(items)
     if items.get("type") == "boolean" and not values:
         values = [True, False]
-    found = list({same_text(one): one for one in reversed(values) if _fits(one, items)}.values())[
-        ::-1
-    ]
+    unique = list(
+        {
+            same_text(constant): constant for constant in reversed(values) if _fits(constant, items)
+        }.values()
+    )[::-1]
     is_simple = set(items) & CONSTRAINTS <= {"const", "enum", "type"}
-    return found if is_simple and 0 < len(found) <= _MOST_UNIQUE else None
+    return unique if is_simple and 0 < len(unique) <= _MOST_UNIQUE else None
 
 
 _TYPES: Mapping[str, tuple[type, ...]] = {
@@ -181,7 +183,7 @@ class _Rules:
         if id(part) not in self._leads:
             self._leads[id(part)] = False  # for a part that contains itself
             self._leads[id(part)] = any(
-                id(one) in self._hard for _, one in schema_parts(self._document, part)
+                id(inner) in self._hard for _, inner in schema_parts(self._document, part)
             )
         return self._leads[id(part)]
 
@@ -223,8 +225,12 @@ class _Rules:
         schema = part if isinstance(part, dict) else {} if part is not False else {"not": {}}
         if id(part) not in self._leaves:
             inner = schema_parts(self._document, schema)
-            references = [str(one["$ref"]) for _, one in inner if "$ref" in one]
-            if not all(each.startswith(("#/$defs/", "#/definitions/")) for each in references):
+            references = [
+                str(inner_part["$ref"]) for _, inner_part in inner if "$ref" in inner_part
+            ]
+            if not all(
+                reference.startswith(("#/$defs/", "#/definitions/")) for reference in references
+            ):
                 raise _NoRule("a $ref to something that is not a definition")
             defs = {name: self._document[name] for name in _DEFS if name in self._document}
             whole = {**defs, **schema, "x-guidance": self._guidance}
@@ -235,7 +241,7 @@ class _Rules:
         used = set(part) & CONSTRAINTS
         if "const" in used or "enum" in used:
             self._only(used, {"const", "enum", "type", *_BOUNDS})
-            values = [one for one in _constants(part) if _fits(one, part)]
+            values = [value for value in _constants(part) if _fits(value, part)]
             if not values:
                 raise GrammarError(
                     "no text satisfies the JSON schema: no constant fits the other keywords"
@@ -246,7 +252,7 @@ class _Rules:
             self._only(used, {"type", *_BOUNDS, "properties", "required", "additionalProperties",
                               "items", "prefixItems", "minItems", "maxItems", "uniqueItems",
                               "minLength", "maxLength", "pattern", "format"})  # fmt: skip
-            return " | ".join(self._of_type(part, one) for one in types)
+            return " | ".join(self._of_type(part, name) for name in types)
         kind = types[0] if isinstance(types, list) and types else types
         if kind == "integer":
             self._only(used, {"type", *_BOUNDS})
@@ -287,7 +293,7 @@ class _Rules:
         required = part.get("required", [])
         if not isinstance(properties, dict) or part.get("additionalProperties") is not False:
             raise _NoRule("an object with other properties")
-        names = [name for name, one in properties.items() if one is not False]
+        names = [name for name, schema in properties.items() if schema is not False]
         missing = [n for n in cast(Sequence[str], required) if n not in names]
         if missing:
             raise _NoRule("'required'")
@@ -341,17 +347,17 @@ class _Rules:
         if max(least, most or 0) > 1000:
             raise _NoRule("an array of more than 1,000 items")
         n = max(len(prefix), least, most or 0)
-        wanted = [self._rule(prefix[i] if i < len(prefix) else items) for i in range(n)]
-        wanted = wanted if most is None else wanted[:most]
+        item_rules = [self._rule(prefix[i] if i < len(prefix) else items) for i in range(n)]
+        item_rules = item_rules if most is None else item_rules[:most]
         comma = self._comma()
         rest = '""'
         if most is None and items is not False:
             rest = self._add(f"({comma} {self._rule(items)})*")
-        for i in reversed(range(1, len(wanted))):
-            written = f"{comma} {wanted[i]} {rest}"
+        for i in reversed(range(1, len(item_rules))):
+            written = f"{comma} {item_rules[i]} {rest}"
             rest = self._add(written if i < least else f'{written} | ""')
-        head = wanted[0] if wanted else self._rule(items)
-        if not wanted and (items is False or most == 0):
+        head = item_rules[0] if item_rules else self._rule(items)
+        if not item_rules and (items is False or most == 0):
             return self._braces("[", "]", '""')
         whole = self._add(f"{head} {rest}" + ("" if least else ' | ""'))
         return self._braces("[", "]", whole)

@@ -71,10 +71,10 @@ def _as_rule(name: str, grammar: Grammar) -> str:
     """Return the rules of a grammar; the first rule gets this name."""
     if not grammar.guidance:
         raise UnsupportedError("a grammar that names tokens cannot be combined with calls of tools")
-    (found,) = json.loads(grammar.guidance)["grammars"]
-    if found.get("json_schema") is not None:
-        return f"{name}: %json {json.dumps(found['json_schema'], ensure_ascii=False)}"
-    return re.sub(r"(?m)\bstart\b(?=.*:)", name, str(found["lark_grammar"]), count=1)
+    (compiled,) = json.loads(grammar.guidance)["grammars"]
+    if compiled.get("json_schema") is not None:
+        return f"{name}: %json {json.dumps(compiled['json_schema'], ensure_ascii=False)}"
+    return re.sub(r"(?m)\bstart\b(?=.*:)", name, str(compiled["lark_grammar"]), count=1)
 
 
 class _Writer:
@@ -279,8 +279,8 @@ class _Writer:
         required = schema.get("required")
         needs = set(required) if isinstance(required, list) else set()
         members = [
-            (*self._argument(f"arg_{i}_{k}", key, one, schema, tags), key in needs)
-            for k, (key, one) in enumerate(properties.items())
+            (*self._argument(f"arg_{i}_{k}", key, property_schema, schema, tags), key in needs)
+            for k, (key, property_schema) in enumerate(properties.items())
         ]
         inner, may_be_empty = _sequence(members)
         if not inner:
@@ -332,16 +332,16 @@ class _Writer:
         self, schema: object, values: Values | None = None, *, is_flexible: bool = False
     ) -> str:
         """Return a JSON value that follows a schema, spaced as the template writes it."""
-        given = schema if isinstance(schema, Mapping) else {}
+        source = schema if isinstance(schema, Mapping) else {}
         values = values or self._form.values
         try:
-            made = json_schemas.closed(json_schemas.parse(json.dumps(given, ensure_ascii=False)))
+            closed = json_schemas.closed(json_schemas.parse(json.dumps(source, ensure_ascii=False)))
         except RecursionError:
             raise GrammarError("the JSON schema is nested too deep") from None
         options: dict[str, object] = {"whitespace_flexible": is_flexible}
         if not is_flexible:
             options |= {"item_separator": values.item, "key_separator": values.pair}
-        return f"%json {json.dumps({'x-guidance': options, **made}, ensure_ascii=False)}"
+        return f"%json {json.dumps({'x-guidance': options, **closed}, ensure_ascii=False)}"
 
     def _value(
         self, rule: str, schema: object, values: Values, root: object, depth: int = 0
@@ -361,15 +361,15 @@ class _Writer:
         choices = schema.get("anyOf", schema.get("oneOf"))
         kind = schema.get("type")
         if isinstance(kind, list):
-            choices = [{**schema, "type": one} for one in kind]
+            choices = [{**schema, "type": name} for name in kind]
         if depth > 8:
             return self._any(values)
         if isinstance(choices, list) and choices:
-            made = [
-                self._value(f"{rule}_{k}", one, values, root, depth + 1)
-                for k, one in enumerate(choices)
+            rules = [
+                self._value(f"{rule}_{k}", choice, values, root, depth + 1)
+                for k, choice in enumerate(choices)
             ]
-            return self._rule(rule, " | ".join(made))
+            return self._rule(rule, " | ".join(rules))
         if kind == "string":
             return self._text(values)
         if kind in ("integer", "number"):
@@ -388,8 +388,8 @@ class _Writer:
         if kind == "object" and isinstance(properties, Mapping):
             needs = schema.get("required")
             members = []
-            for k, (key, one) in enumerate(properties.items()):
-                value = self._value(f"{rule}_{k}", one, values, root, depth + 1)
+            for k, (key, property_schema) in enumerate(properties.items()):
+                value = self._value(f"{rule}_{k}", property_schema, values, root, depth + 1)
                 written = (key if values.bare_keys else _written(values, key)) + values.pair
                 first, later = self._literal(written), self._literal(values.item + written)
                 is_needed = isinstance(needs, list) and key in needs
@@ -454,9 +454,9 @@ class _Writer:
         if kind == "object" and isinstance(properties, Mapping) and properties:
             needs = schema.get("required")
             members = [
-                (self._rule(f"{rule}_{k}", member(f"{rule}_{k}v", key, one)),) * 2
+                (self._rule(f"{rule}_{k}", member(f"{rule}_{k}v", key, inner)),) * 2
                 + (isinstance(needs, list) and key in needs,)
-                for k, (key, one) in enumerate(properties.items())
+                for k, (key, inner) in enumerate(properties.items())
             ]
             return self._rule(rule, _sequence(members)[0])
         if kind in ("integer", "number", "boolean", "null"):

@@ -20,7 +20,7 @@ def main() -> None:
     """Take both pictures."""
     with open_page(sys.argv[1] if len(sys.argv) > 1 else "smollm2-135m:Q8_0", scale=1.5) as page:
         _fork(page)
-    with open_page("tale-target", scale=1.25) as page:
+    with open_page("tale-target") as page:
         _draft(page)
 
 
@@ -32,7 +32,7 @@ def _fork(page: Any) -> None:
     page.locator("#text").press("End")
     for _ in range(6):
         page.locator("#text").press("ArrowLeft")
-    page.locator("[data-alternative]").nth(1).click()
+    page.locator("[data-alternative]:not([aria-current])").first.click()
     _take(page, "page.png")
 
 

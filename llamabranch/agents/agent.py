@@ -224,8 +224,8 @@ class Agent(Settings, Generic[T]):
             ClosedError: the context or the engine is closed.
             DecodeError: see `AsyncEngine.generate`.
         """
-        answer: Coroutine[None, None, Report[T] | list[Report[T]]] = self.arun(task, n, after)
         with event_loop() as call:
+            answer: Coroutine[None, None, Report[T] | list[Report[T]]] = self.arun(task, n, after)
             return call(answer)
 
     @overload

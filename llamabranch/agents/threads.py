@@ -79,8 +79,13 @@ def event_loop() -> Iterator[Callable[[Coroutine[None, None, T]], T]]:
         return future.result()
 
     def serve() -> None:
-        with suppress(asyncio.CancelledError):  # a function has cancelled all tasks of its loop
+        try:
             asyncio.run(main())
+        except (
+            BaseException
+        ) as error:  # for example, a function has cancelled all tasks of its loop
+            if not started.done():
+                started.set_exception(error)
 
     thread = threading.Thread(target=serve, name="agent", daemon=True)
     thread.start()

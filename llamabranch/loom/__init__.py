@@ -1,15 +1,15 @@
-"""The page: texts as a tree in the browser, made, seen and compared over the server's process.
+"""The page: write, inspect and compare texts as a tree, in a browser, with the model of a running server.
 
 document.py    nodes, and the records that make and change them; undo
-journal.py     the file: records only ever appended, one process that writes
-live.py        events for the tabs; jobs: generating, scoring, replaying as they happen
-searching.py   searches and what is reported of them
-turns.py       conversations by the model's template
-comparing.py   two models on one text, for the page as it is found
+journal.py     the file: records are only appended, by one process
+live.py        events for the tabs; jobs that generate, score and replay
+searching.py   searches, and what they report while they run
+turns.py       conversations, written by the model's chat template
+comparing.py   two models on one text, reported token by token
 formats.py     other looms' files, JSON, Markdown
-page.py        the page's own files, its policy, who may call, the exported HTML
-loom.py        a document over a server's process, and what operations are made of
-operations.py  what the page can be asked to do
+page.py        the page's own files, its security policy, sessions, the exported HTML
+loom.py        a document and its model, and the steps that operations share
+operations.py  what `POST /loom/do` does
 api.py         the routes
 """
 

@@ -1,8 +1,10 @@
-"""The page's requests: its files, its session, the document and its events, operations, files."""
+"""The page's routes: its files, the session, the document, events, operations, import, export."""
 
 from __future__ import annotations
 
 import asyncio
+import re
+from bisect import bisect_right
 from collections.abc import Awaitable, Callable
 from itertools import accumulate
 
@@ -12,7 +14,7 @@ from ..serve.app import Front
 from ..serve.errors import HttpError
 from ..serve.http_call import HttpCall
 from . import formats, page
-from .document import KEPT, turn_columns
+from .document import KEPT, Document, Node, turn_columns
 from .loom import Do, Loom
 from .operations import Operations
 
@@ -25,7 +27,7 @@ Handler = Callable[[Loom, HttpCall], Awaitable[None]]
 
 
 def front_of(loom: Loom) -> Front:
-    """Return what a server has in front of its API for a page."""
+    """Return the routes of the page, which a server puts in front of its API."""
     operations = Operations(loom)
 
     async def do(call: HttpCall) -> None:
@@ -44,7 +46,7 @@ def front_of(loom: Loom) -> Front:
 async def _static(loom: Loom, call: HttpCall) -> None:
     found = page.static_file(call.scope["path"])
     if found is None:
-        raise HttpError(404, "there is nothing at this path")
+        raise HttpError(404, "there is no such file")
     await call.reply(found[0], kind=found[1])
 
 
@@ -81,7 +83,7 @@ async def _tokens(loom: Loom, call: HttpCall) -> None:
         start = max(low, int(query.get("from", low)))
         end = start + int(query["n"]) if "n" in query else node.end
     except ValueError:
-        raise HttpError(400, "from and n are numbers", param="from") from None
+        raise HttpError(400, "from and n must be integers", param="from") from None
     parts, top = node.stretches(start, end), query.get("top") == "1"
     owners = dict.fromkeys([owner for owner, _, _ in parts] + [node])
     kept = {str(name): [raw for o in owners for raw in getattr(o, name)] for name in KEPT}
@@ -103,27 +105,44 @@ async def _next(loom: Loom, call: HttpCall) -> None:
 
 
 async def _find(loom: Loom, call: HttpCall) -> None:
-    document, wanted = loom.document, call.query.get("q", "").lower()
+    wanted = re.compile(re.escape(call.query.get("q", "")), re.IGNORECASE)
     found: list[dict[str, object]] = []
-    for node in document.shown() if wanted else ():
-        text = document.text(node)
-        at = text.lower().find(wanted)
-        if at < 0:
+    for node in loom.document.shown() if call.query.get("q") else ():
+        found += _places(loom.document, node, wanted, len(call.query["q"]))
+        if len(found) >= _MOST_FOUND:
+            break
+    await call.reply({"found": found[:_MOST_FOUND], "more": len(found) >= _MOST_FOUND})
+
+
+def _places(
+    document: Document, node: Node, wanted: re.Pattern[str], n_wanted: int
+) -> list[dict[str, object]]:
+    """Return where a node's own text, or the end of its parent's with it, has what is wanted.
+
+    ``at`` and ``last`` are the first and the last token of the match, as positions in the whole text.
+    """
+    # What a match can begin with: a character of the text before has at most four tokens.
+    start = max(0, node.made.at - 4 * n_wanted)
+    before = [t for o, a, b in node.stretches(start, node.made.at) for t in o.ids[a:b]]
+    n_before = len(document.bytes_of(before))
+    data = document.bytes_of([*before, *node.ids])
+    text = data.decode("utf-8", "surrogateescape")  # bytes that are no text stay one each
+    found: list[dict[str, object]] = []
+    ends: list[int] = []
+    for match in wanted.finditer(text):
+        first, end = (len(text[:i].encode("utf-8", "surrogateescape")) for i in match.span())
+        if end <= n_before:  # the parent's
             continue
+        ends = ends or [*accumulate(len(document.bytes_of([t])) for t in [*before, *node.ids])]
+        line = text[max(0, match.start() - 30) : match.end() + 30]
+        at, last = (start + bisect_right(ends, place) for place in (first, end - 1))
+        found.append({
+            "node": node.id, "at": at, "last": last,
+            "text": line.encode("utf-8", "surrogateescape").decode("utf-8", "replace"),
+        })  # fmt: skip
         if len(found) == _MOST_FOUND:
             break
-        ends = [*accumulate(len(document.bytes_of([token])) for token in node.ids)]
-        begin, last = (len(text[:i].encode()) for i in (at, at + len(wanted)))
-        n_before, n_last = (sum(end <= place for end in ends) for place in (begin, last - 1))
-        line = text[max(0, at - 30) : at + len(wanted) + 30]
-        found.append(
-            {
-                "node": node.id, "text": line,
-                "at": min(node.made.at + n_before, node.end - 1),
-                "last": min(node.made.at + n_last, node.end - 1),
-            }
-        )  # fmt: skip
-    await call.reply({"found": found, "more": len(found) == _MOST_FOUND})
+    return found
 
 
 async def _events(loom: Loom, call: HttpCall) -> None:
@@ -150,8 +169,8 @@ async def _import(loom: Loom, call: HttpCall) -> None:
     model = loom.service.model
     data = await call.body(_MOST_UPLOAD)
     kind, found, n_lost = await asyncio.to_thread(formats.read, data, _MOST_NODES, model.is_of)
-    warnings = [f"{n_lost:,} nodes without a way to a root were left out."] if n_lost else []
-    is_own = kind in ("json", "agent")  # read as UTF-8, whatever is around it
+    warnings = [f"{n_lost:,} nodes whose parents are missing were left out."] if n_lost else []
+    is_own = kind in ("json", "journal", "agent")  # always read as UTF-8
     if not is_own and await asyncio.to_thread(formats.encoding_of, data) == "cp1252":
         warnings.append("The file is not UTF-8: it was read as Windows-1252 (Latin-1).")
     nodes = loom.make(await asyncio.to_thread(loom.copied, found))

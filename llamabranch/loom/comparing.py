@@ -1,4 +1,4 @@
-"""Comparing two models while one looks: what is found is reported as it comes, and kept at its end."""
+"""Compare two models: each token is reported once it is scored, and the whole is kept at the end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _UNEQUAL = "The models have different tokenizers"
 
 
 async def compare(loom: Loom, do: Do, node: Node, at: int) -> dict[str, object]:
-    """Let both models read a node, or write one from it; B writes alone what ``do.model`` asks of it."""
+    """Score a node with both models, or write a new one with them; with ``do.model`` B writes alone."""
     partner = loom.partner_of()
     if partner is None:
         raise HttpError(409, _NO_MODEL, param="node")
@@ -33,7 +33,7 @@ async def compare(loom: Loom, do: Do, node: Node, at: int) -> dict[str, object]:
         found = _Comparison(loom, partner, node, do)
         return loom.started(loom.start("compare", found.read if same else found.spans, node))
     if not same:
-        raise HttpError(409, f"{_UNEQUAL}: they cannot share a step")
+        raise HttpError(409, f"{_UNEQUAL}: they cannot write one text together")
     writer = "B" if do.op == "continue" else do.writer
     made = loom.made(do, 0, "sampled", at, writer)
     await loom.request(Node(made, node), do.max_tokens)
@@ -43,7 +43,7 @@ async def compare(loom: Loom, do: Do, node: Node, at: int) -> dict[str, object]:
 
 
 class _Comparison:
-    """What was found of a node's tokens from a position on."""
+    """The scores of a node's tokens under both models, from a position on."""
 
     def __init__(self, loom: Loom, partner: Context, node: Node, do: Do) -> None:
         self._loom = loom
@@ -51,13 +51,13 @@ class _Comparison:
         self._node = node
         self._do = do
         self._params = loom.params(node.made)
-        self._first_seed: int | None = None  # where B first draws another token
-        self._partner: Node | None = None  # what B writes by itself from there on
+        self._first_seed: int | None = None  # the first position where B draws another token
+        self._partner: Node | None = None  # the node that B continues from there
         self._at = 0
         self._columns: dict[str, list[object]] = {}
 
     async def read(self, job: PageJob) -> None:
-        """Let both read all tokens of the node."""
+        """Score all tokens of the node with both models."""
 
         def report(at: int, places: list[PairScore]) -> bool:
             self._loom.call(self._take, at, places)
@@ -71,7 +71,7 @@ class _Comparison:
             self._end(job)
 
     async def write(self, job: PageJob) -> None:
-        """Let one write and the other read; where they part, let B continue by itself if asked to."""
+        """Let one model write and the other score; in mode "part" B then continues alone."""
 
         def report(place: PairScore) -> bool:
             self._loom.call(self._wrote, place)
@@ -97,11 +97,10 @@ class _Comparison:
             await loom.score(job, self._partner)
 
     async def spans(self, job: PageJob) -> None:
-        """Let both read the text, each with its own tokens."""
+        """Score the text with both models, each with its own tokens."""
         found = await asyncio.to_thread(spans, self._both, self._node.tokens())
         why = (
-            f"{_UNEQUAL}, so their distributions are over different tokens: bits per byte can be "
-            "compared, KL divergences cannot"
+            f"{_UNEQUAL}, so there is no KL divergence between them: bits per byte can be compared"
         )
         sums = totals(found)
         data = self._event(0, {"spans": found, "totals": sums, "why": why})
@@ -110,12 +109,12 @@ class _Comparison:
         job.result = {"mode": "read", "n": len(found), **sums}
 
     async def _is_read(self, job: PageJob, tokens: Sequence[int]) -> bool:
-        """Let A read the text before; return whether the job continues."""
+        """Let A process the text before; return False if the job was stopped meanwhile."""
         await self._loom.read(job, tokens)
         return not job.is_stopped
 
     def _watch(self, job: PageJob) -> OnPromptProgress:
-        """Return what is called while B reads the text before: Stop ends the decode, too."""
+        """Return a callback for the time that B processes the text before: Stop ends its decode, too."""
         partner = self._both[1]
 
         def watch(read: PromptProgress) -> None:
@@ -156,13 +155,13 @@ class _Comparison:
         loom.emit("compare", self._event(at, columns))
 
     def _wrote(self, place: PairScore) -> None:
-        """Take a token that was written, and its scores."""
+        """Take a new token with its scores."""
         self._loom.take(self._node, [place.score], "s")
         self._loom.send_tokens()
         self._take(self._node.end - 1, [place])
 
     def _part(self, job: PageJob, token: int) -> None:
-        """Take a token that B writes by itself."""
+        """Take a token that B writes alone."""
         loom, made, partner = self._loom, self._node.made, self._partner
         if self._first_seed is None:
             return
@@ -182,7 +181,7 @@ class _Comparison:
         loom.note(partner, start, start + 1)
 
     def _end(self, job: PageJob) -> None:
-        """Report the means and where they part first, and keep it with the node."""
+        """Report the means and the first differences, and keep all scores with the node."""
         columns, n = self._columns, len(self._columns.get("kl", ()))
         means = {
             name: short(

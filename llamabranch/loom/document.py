@@ -1,8 +1,8 @@
 """The document: nodes, and the records that make and change them.
 
-All that happens to a document is a record, and `Document.apply` is the one place where a record does
-something: the same when it is made and when it is read again. A node never changes its tokens; what is
-undone is hidden. Positions count the tokens of a node's whole text, from its root on.
+Every change of a document is a record, and only `Document.apply` carries records out, new ones and those
+read from a file. The tokens of a node never change; an undone node is hidden. Positions count the tokens
+of a node's whole text, from its root on.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ KeptName = Literal["rounds", "compare", "searches"]
 Mode = Literal["text", "chat"]
 KEPT: tuple[KeptName, ...] = get_args(KeptName)
 _GENERATED = frozenset("sfdbc")
-_SHOWN, _LISTED = 40, 20  # characters of a text: of a node, and in a list of more than _MANY
+_SHOWN, _LISTED = 40, 20  # characters of a node's text, and in a list of more than _MANY nodes
 _MANY = 2000
 
 
 class Record(Struct, tag_field="op", omit_defaults=True, kw_only=True):
-    """A line of the journal: its revision, when it was written (ms), and who asked for its action."""
+    """A line of the journal: its revision, its time in ms, and the id of the request for its action."""
 
     r: int = 0
     t: int = 0
@@ -48,7 +48,7 @@ class Record(Struct, tag_field="op", omit_defaults=True, kw_only=True):
 
 
 class Head(Record, tag="head", kw_only=True):
-    """The first line: what the numbers are of."""
+    """The first line: the model and K/V type that the numbers come from."""
 
     version: int = 1
     model: str = ""
@@ -59,8 +59,8 @@ class Head(Record, tag="head", kw_only=True):
 class Turn(Struct, omit_defaults=True):
     """A turn of a conversation, by positions in the text.
 
-    The template's own tokens come first, from ``at`` on; what the turn says is from ``begin`` to ``end``,
-    where None is the end of the text. ``text`` is what was written for it, None = what its tokens say.
+    The template's own tokens come first, from ``at`` on. The message is from ``begin`` to ``end``, where
+    None is the end of the text. ``text`` is the message as it was typed; None = the text of its tokens.
     """
 
     role: str
@@ -71,10 +71,10 @@ class Turn(Struct, omit_defaults=True):
 
 
 class Made(Record, tag="node", kw_only=True):
-    """A node; ``a`` is the action that made it, 0 = this record begins one.
+    """A node. ``a`` is the revision of the action that made it; 0 = this record begins an action.
 
-    ``turns`` are those of a conversation that its tokens begin or end; ``tools`` and ``variables`` are
-    what the template is given besides the messages, in the node that begins the conversation.
+    ``turns`` are the turns of a conversation that begin or end in its tokens. The node that begins the
+    conversation also has ``tools`` and ``variables`` for the chat template.
     """
 
     id: str
@@ -99,7 +99,7 @@ class Made(Record, tag="node", kw_only=True):
 
 
 class Tokens(Record, tag="tok", kw_only=True):
-    """Tokens of a node from its own ``at`` on: new ones, or numbers of those that are there."""
+    """Tokens of a node, from its own token number ``at`` on: new tokens, or new numbers of known ones."""
 
     id: str = ""
     at: int = 0
@@ -118,7 +118,7 @@ class Pieces(Record, tag="voc", kw_only=True):
 
 
 class Ended(Record, tag="end", kw_only=True):
-    """How the generation of a node has ended; ``read`` prompt tokens were evaluated."""
+    """How the generation of a node ended; ``read`` prompt tokens were processed."""
 
     id: str
     reason: str
@@ -128,7 +128,7 @@ class Ended(Record, tag="end", kw_only=True):
 
 
 class Kept(Record, tag="keep", kw_only=True):
-    """What else is known of a node, as it is sent: a round of speculation, a comparison, a search."""
+    """A round of speculation, a comparison or a search of a node, as the page gets it."""
 
     id: str
     name: KeptName
@@ -136,10 +136,10 @@ class Kept(Record, tag="keep", kw_only=True):
 
 
 class Change(Record, tag="set", kw_only=True):
-    """A bookmark, a note or a mark of deletion.
+    """A bookmark, a note or a deletion.
 
-    Two are no actions: "current", the node that is looked at, and "hidden", a node that was stopped
-    before its first token.
+    Two names are not actions and cannot be undone: "current", the node that is shown, and "hidden", a
+    node that was stopped before its first token.
     """
 
     id: str
@@ -149,14 +149,14 @@ class Change(Record, tag="set", kw_only=True):
 
 
 class Bar(Record, tag="bar", kw_only=True):
-    """The settings that texts, or answers of a chat, are continued with; choosing them is no action."""
+    """The sampling settings of texts or of chats. Changing them is not an action."""
 
     mode: Mode
     fields: dict[str, object]
 
 
 class Undo(Record, tag="undo", kw_only=True):
-    """Takes an action back, or does it again."""
+    """Undoes an action, or redoes it."""
 
     of: int
     again: bool = False
@@ -167,7 +167,7 @@ AnyRecord = Head | Made | Tokens | Pieces | Ended | Kept | Change | Bar | Undo
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A text: the first ``made.at`` tokens of its parent's, and its own; of each all that is known."""
+    """A text: the first ``made.at`` tokens of its parent's text, then its own tokens."""
 
     made: Made
     parent: Node | None
@@ -178,7 +178,7 @@ class Node:
     src: list[str] = field(default_factory=list)
     top: list[Raw] = field(default_factory=list)
     ended: Ended | None = None
-    hidden: bool = True  # until the record that makes it is applied
+    hidden: bool = True  # until its record is applied
     bookmark: bool = False
     note: str = ""
     deleted: bool = False
@@ -199,7 +199,7 @@ class Node:
 
     @property
     def reason(self) -> str | None:
-        """How its generation ended, "running" or "interrupted"; None where nothing was generated."""
+        """How its generation ended, "running" or "interrupted"; None if nothing was generated."""
         if self.ended is not None:
             return self.ended.reason
         if self.made.seed is None:
@@ -208,11 +208,11 @@ class Node:
 
     @property
     def n_given(self) -> int:
-        """How many of its own tokens were not generated: they come first."""
+        """How many of its own tokens were not generated. They come first."""
         return next((i for i, s in enumerate(self.src) if s in _GENERATED), len(self.src))
 
     def stretches(self, start: int = 0, end: int | None = None) -> list[tuple[Node, int, int]]:
-        """Return who owns the tokens from ``start`` to ``end``: nodes with ranges of their own tokens."""
+        """Return the nodes that own the tokens from ``start`` to ``end``, with ranges of own tokens."""
         found, node, end = [], self, self.end if end is None else min(end, self.end)
         owner: Node | None = node
         while owner is not None and end > start:
@@ -235,7 +235,7 @@ class Node:
         )  # fmt: skip
 
     def summary(self) -> dict[str, object]:
-        """Return means of its own tokens, for its row."""
+        """Return the mean log-probability and entropy of its own tokens, for its row in the tree."""
         lp, h = ([x for x in column if x is not None] for column in (self.lp, self.h))
         return {
             "lp": round(sum(lp) / len(lp), 2) if lp else None,
@@ -245,7 +245,7 @@ class Node:
 
 @dataclass(slots=True)
 class Action:
-    """What can be undone: attributes of nodes, as they were and as they became."""
+    """What can be undone: (node, attribute, old value, new value)."""
 
     r: int
     op: str
@@ -253,7 +253,7 @@ class Action:
 
 
 class Document:
-    """All nodes, what can be undone, and the newest revision."""
+    """All nodes, the actions that can be undone and redone, and the newest revision."""
 
     def __init__(self) -> None:
         self.head: Head | None = None
@@ -263,15 +263,15 @@ class Document:
         self.undone: list[Action] = []
         self.current: str | None = None
         self.rev = 0
-        self.asked: dict[str, int] = {}  # actions, by what asked for them
+        self.asked: dict[str, int] = {}  # revisions of actions, by the ids of their requests
         self.bars: dict[Mode, dict[str, object]] = {}
         self._n_made = 0
 
     def apply(self, record: Record) -> None:
-        """Do what a record says.
+        """Carry out a record.
 
         Raises:
-            LookupError, ValueError: it fits nothing that is here; nothing has changed.
+            LookupError, ValueError: it does not fit the document; nothing has changed.
         """
         match record:
             case Made():
@@ -302,7 +302,7 @@ class Document:
                 if record.again:
                     source, other = other, source
                 if not source or source[-1].r != record.of:
-                    raise ValueError(f"there is no action {record.of} to take")
+                    raise ValueError(f"there is no action {record.of} to undo or redo")
                 action = source.pop()
                 other.append(action)
                 for node, name, old, new in action.changes[:: 1 if record.again else -1]:
@@ -325,7 +325,7 @@ class Document:
         setattr(node, name, value)
 
     def _drop(self, node: Node) -> None:
-        """Hide a node for good: no undo and no redo brings it back."""
+        """Hide a node for good: undo and redo do not bring it back."""
         node.hidden = True
         for actions in (self.done, self.undone):
             for action in actions:
@@ -334,8 +334,8 @@ class Document:
 
     @staticmethod
     def put(node: Node, new: Tokens) -> None:
-        """Put tokens into a node, behind its own or in their place."""
-        # The ids last: who reads in another thread finds numbers for all of them.
+        """Put tokens into a node: append them, or replace known ones."""
+        # The ids last: another thread that reads finds numbers for all ids.
         columns, n = ("lp", "h", "rk", "src", "top", "ids"), len(new.ids)
         if node.made.kind == "taken" and not new.at and new.src[:1] == "t":  # as 0.3 wrote it
             new.src = "k" + new.src[1:]
@@ -346,7 +346,7 @@ class Document:
             getattr(node, name)[new.at : new.at + n] = getattr(new, name)
 
     def name(self, i: int = 0) -> str:
-        """Return the name of the next node, or of one of those after it."""
+        """Return the name of the next node, or of the ``i``-th node after it."""
         return f"n{self._n_made + 1 + i}"
 
     def shown(self) -> Iterator[Node]:
@@ -354,7 +354,7 @@ class Document:
         return (node for node in [*self.nodes.values()] if not node.hidden)
 
     def records(self) -> Iterator[AnyRecord]:
-        """Yield records that make what is shown, in the order of the actions that made it."""
+        """Yield records that make the shown nodes again, in the order of their actions."""
         if self.head is not None:
             yield self.head
         yield Pieces(p=self.pieces)
@@ -377,22 +377,22 @@ class Document:
             yield Change(id=self.current, name="current")
 
     def learn(self, model: Model, ids: Iterable[int]) -> Pieces | None:
-        """Return a record with the texts of ids that are new, if there are any."""
+        """Return a record with the texts of new token ids, None if all are known."""
         new = {token: token_piece(model, token) for token in set(ids) - self.pieces.keys()}
         return Pieces(p=new) if new else None
 
     def bytes_of(self, ids: Iterable[int], *, names: bool = False) -> bytes:
-        """Return the text of tokens; control tokens have none, unless with their ``names``."""
+        """Return the text of tokens as UTF-8. Control tokens have no text; with ``names`` their names."""
         return b"".join(_bytes(self.pieces[token], names=names) for token in ids)
 
     def written(self, ids: Iterable[int]) -> str:
-        """Return the text of tokens with the names of control tokens, as it is shown and typed."""
+        """Return the text of tokens with the names of control tokens, as the page shows it."""
         return self.bytes_of(ids, names=True).decode("utf-8", "replace")
 
     def turns(self, node: Node, end: int | None = None) -> list[Turn]:
         """Return the turns of a node's text, or of its first ``end`` tokens; the last may be cut short.
 
-        The turns of a node take the place of those from there on that its parents have.
+        A node's own turns replace those of its parents from their position on.
         """
         found: list[Turn] = []
         for owner, _, b in node.stretches(0, end):
@@ -407,17 +407,17 @@ class Document:
         return found
 
     def text(self, node: Node, *, own: bool = True) -> str:
-        """Return the text of a node's own tokens, or all of it."""
+        """Return the text of a node's own tokens, or with ``own=False`` its whole text."""
         return self.bytes_of(node.ids if own else node.tokens()).decode("utf-8", "replace")
 
     # -- as the page gets it ---------------------------------------------------------------------------
 
     def counts(self) -> dict[str, object]:
-        """Return how many actions can be undone and done again."""
+        """Return how many actions can be undone and redone."""
         return {"undo": len(self.done), "redo": len(self.undone)}
 
     def node_fields(self, node: Node) -> dict[str, object]:
-        """Return all of a node but its tokens; ``flags`` has what is there besides them, as bits."""
+        """Return everything about a node but its tokens; ``flags`` are the bits of FLAGS in store.js."""
         made, ended = node.made, node.ended
         marks = node.deleted, made.seam, node.rounds, node.compare, node.bookmark, node.note
         return {
@@ -433,7 +433,7 @@ class Document:
         }  # fmt: skip
 
     def listed(self) -> dict[str, list[object]]:
-        """Return all nodes in columns, without what only few have."""
+        """Return all nodes in columns, with the fields that every node has."""
         names = ["id", "parent", "at", "n", "kind", "by", "reason", "flags", "text"]
         names += ["lp", "h", "known"]
         nodes = [self.node_fields(node) for node in self.shown()]
@@ -455,7 +455,7 @@ class Document:
 
 
 def turn_columns(turns: Iterable[Turn]) -> list[tuple[str, int, int, int | None]]:
-    """Return turns as the page gets them: role, where it begins, and what it says, from and to."""
+    """Return turns as the page gets them: role, ``at``, ``begin``, ``end``."""
     return [(turn.role, turn.at, turn.begin, turn.end) for turn in turns]
 
 
@@ -473,12 +473,12 @@ class _Alternative(Struct, array_like=True):
 
 
 def decoded(raw: Raw) -> list[tuple[int, Number]]:
-    """Return the most probable tokens of a place; what else is reported of them is left out."""
+    """Return the most probable tokens at a position with their log-probabilities."""
     return [(one.token, one.lp) for one in msgspec.json.decode(raw, type=list[_Alternative])]
 
 
 def digest(ids: Sequence[int], logprobs: Sequence[Number]) -> str:
-    """Return the hash of tokens and their log-probabilities: the same only to the bit."""
+    """Return a hash of tokens and log-probabilities. It is equal only if they are equal to the bit."""
     numbers = np.array([math.nan if x is None else x for x in logprobs], dtype="<f4")
     data = np.asarray(ids, dtype="<i4").tobytes() + numbers.tobytes()
     return hashlib.sha256(data).hexdigest()

@@ -1,16 +1,16 @@
-"""Documents as other programs have them: four looms, JSON that keeps all, Markdown, and one HTML file.
+"""Import and export: JSON that keeps everything, Markdown, one HTML file, and loomsidian's JSON.
 
-Journals of agents are read too, but not written.
+Only read are journals of the page and of agents, mikupad's sessions, and trees in JSON: nested nodes,
+or nodes that name their parents. Other looms write one of the two.
 
-Other looms fork at the ends of nodes only, so a node is written as the texts between its forks.
-Nothing here recurses: a text of a thousand tokens may be nested a thousand deep.
+These looms fork at the ends of nodes only, so a node is written as the texts between its forks.
+Nothing here recurses: a file may be nested as deep as a text has tokens.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-import math
 import re
 from base64 import b64decode
 from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE, BOM_UTF32_BE, BOM_UTF32_LE
@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from io import BytesIO
-from typing import NamedTuple
 
 import msgspec
 from msgspec import Raw
@@ -28,7 +27,8 @@ from ..errors import ConfigError
 from ..serve.fields import SamplingFields
 from . import page
 from .agents import document_of
-from .document import AnyRecord, Document, Made, Node, Number, Tokens, decoded
+from .document import AnyRecord, Document, Made, Node, Tokens, decoded
+from .journal import replay
 
 __all__ = ["Item", "encoding_of", "export", "items_of", "read"]
 
@@ -37,7 +37,6 @@ _MOST_UNPACKED = 1 << 29
 _DATA = re.compile(rb'<script type="application/json" id="loom-data">([A-Za-z0-9+/=\s]*)</script>')
 _CONTROL = re.compile(rb"[\x01-\x08\x0e-\x1a\x1c-\x1f]")  # JSON escapes all of them
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_HALVES = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 _BRACKETS = re.compile(r"\s*(?:[\[{]\s*)?([\[{])\s*([^\s\[{]?)")
 _KEY = re.compile(r'"(?:[^"\\]|\\.)*(?:"\s*(?::|$)|$)')
 _MARKS = {
@@ -52,6 +51,9 @@ _BINARY = {
 }  # fmt: skip
 _BESIDE = {"memoryTokens": "memory", "authorNoteTokens": "author's note"}
 _TOKEN = re.compile(r'[\s,:]*([{}\[\]]|"(?:[^"\\]|\\.)*"|[^\s{}\[\],:"]+)')
+_HEAD = b'{"op":"head",'  # of the file of a document
+_NAMES = ("json", "html", "markdown", "markdown-tree", "loomsidian")
+_TEXTS = "it reads plain text, exported pages (html, json), loomsidian, mikupad and trees in JSON"
 _JSON, _MARKDOWN = b"application/json", b"text/markdown; charset=utf-8"
 _encode = msgspec.json.encode
 Values = Mapping[str, object]
@@ -59,57 +61,29 @@ Values = Mapping[str, object]
 
 @dataclass
 class Item:
-    """A text between two places where something forks; an added root has none.
+    """A stretch of text between two forks.
 
     Attributes:
-        parts: texts of its tokens, or of several together, each with its log-probability if known.
-        parent: the number of an earlier one, -1 of none.
-        id, time, is_finished: of a document's node, for other programs.
+        parent: the index of its parent in the list; -1 = it is a root.
+        id: a name for other programs.
     """
 
-    parts: list[tuple[str, Number]]
+    text: str
     parent: int = -1
     by: str = "import"
     bookmark: bool = False
     note: str = ""
-    id: str = "root"
-    time: int = 0
-    is_finished: bool = False
+    id: str = ""
     children: list[int] = field(default_factory=list)
 
-    @property
-    def text(self) -> str:
-        """All of it."""
-        return "".join(text for text, _ in self.parts)
 
+def items_of(document: Document) -> list[Item]:
+    """Return the texts that are shown and not deleted, parents first.
 
-class _Shape(NamedTuple):
-    """How a loom writes a document.
-
-    Attributes:
-        fields: its name of each thing that `_fields` gives of a node.
-        around: returns the whole, given the document, its title, its items, and these as JSON.
-        is_nested: nodes hold their children, so they come as objects with commas between; else as a map.
-        has_tokens: each token is a node.
-        has_one_root: several roots are put under an empty one.
-    """
-
-    fields: dict[str, str]
-    around: Callable[[Document, str, Sequence[Item], bytes], object]
-    is_nested: bool = False
-    has_tokens: bool = False
-    has_one_root: bool = False
-
-
-def items_of(
-    document: Document, *, has_tokens: bool = False, has_one_root: bool = False
-) -> list[Item]:
-    """Return what is shown and not deleted, parents first; see `_Shape` for the arguments.
-
-    Log-probabilities are those of single tokens; marks of a node are at its end.
+    Bookmarks and notes are on the last item of a node.
     """
     cuts: dict[Node, set[int]] = {}
-    owners: dict[Node, Node | None] = {}  # in whose own tokens a node begins
+    owners: dict[Node, Node | None] = {}  # the node in whose own tokens another one begins
     for node in document.shown():
         if node.deleted or not (node.parent is None or node.parent in cuts):
             continue
@@ -117,26 +91,21 @@ def items_of(
         while owner is not None and owner.parent is not None and node.made.at <= owner.made.at:
             owner = owner.parent
         owners[node] = owner
-        n = len(node.ids)
-        cuts[node] = set(range(1, n)) | {n} if has_tokens else {n}
+        cuts[node] = {len(node.ids)}
         if owner is not None:
             cuts[owner].add(node.made.at - owner.made.at)
-    is_alone = sum(owner is None for owner in owners.values()) == 1
-    found = [Item([], by="user")] if has_one_root and not is_alone else []
-    top = len(found) - 1
+    found: list[Item] = []
     ending: dict[tuple[Node, int], int] = {}
     for node, owner in owners.items():
         made = node.made
-        a, parent = 0, top if owner is None else ending[owner, made.at - owner.made.at]
+        a, parent = 0, -1 if owner is None else ending[owner, made.at - owner.made.at]
         for b in sorted(cuts[node] - {0}) or [0]:
             text = document.bytes_of(node.ids[a:b]).decode("utf-8", "replace")
-            lp = node.lp[a] if has_tokens and b > a else None
             if parent >= 0:
                 found[parent].children.append(len(found))
-            item = Item([(text, lp)], parent, made.by, id=f"{node.id}-{a}", time=made.t)
+            item = Item(text, parent, made.by, id=f"{node.id}-{a}")
             if b == len(node.ids):
                 item.bookmark, item.note = node.bookmark, node.note
-                item.is_finished = node.reason == "stop"
             a, parent = b, len(found)
             ending[node, b] = parent
             found.append(item)
@@ -159,7 +128,7 @@ def export(
     """Return a document in a format: its bytes, a name for the file, and its type.
 
     Raises:
-        ConfigError: there is no such format, or it needs a node.
+        ConfigError: the format is unknown, or it needs a node.
     """
     safe = re.sub(r"[^A-Za-z0-9._-]+", "_", title) or "loom"
     if kind in ("json", "html"):
@@ -170,18 +139,13 @@ def export(
         return data, f"{safe}.json", _JSON
     if kind == "markdown":
         if node is None:
-            raise ConfigError("node is needed: Markdown has the text of one path")
+            raise ConfigError("node is needed: Markdown contains the text of one path")
         return document.text(node, own=False).encode(), f"{safe}.md", _MARKDOWN
     if kind == "markdown-tree":
         return _bullets(items_of(document)).encode(), f"{safe}.md", _MARKDOWN
-    shape = _SHAPES.get(kind)
-    if shape is None:
-        raise ConfigError(f"format must be one of {_NAMES}, not {kind!r:.40}")
-    parts = items_of(document, has_tokens=shape.has_tokens, has_one_root=shape.has_one_root)
-    nodes = _nested(parts, shape) if shape.is_nested else _encode(
-        {part.id: _fields(parts, i, shape) for i, part in enumerate(parts)}
-    )  # fmt: skip
-    return _encode(shape.around(document, title, parts, nodes)), f"{safe}.{kind}.json", _JSON
+    if kind == "loomsidian":
+        return _encode(_loomsidian(document)), f"{safe}.{kind}.json", _JSON
+    raise ConfigError(f"format must be one of {', '.join(_NAMES)}, not {kind!r:.40}")
 
 
 def _whole(document: Document, title: str, top: int, models: object) -> Values:
@@ -205,89 +169,20 @@ def _bullets(parts: Sequence[Item]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _fields(parts: Sequence[Item], i: int, shape: _Shape) -> Values:
-    """Return a node with the fields that a loom writes; nested ones without those that are None."""
-    part = parts[i]
-    lp = (part.parts[0][1] if part.parts else None) or 0.0
-    found: dict[str, object] = {
-        "id": part.id, "text": part.text, "no": False,
-        "parent": parts[part.parent].id if part.parent >= 0 else None,
-        "children": [parts[child].id for child in part.children],
-        "author": "model" if part.by in ("A", "B") else "user", "time": part.time,
-        "bookmark": part.bookmark, "logprob": lp, "prob": math.exp(lp), "finished": part.is_finished,
+def _loomsidian(document: Document) -> Values:
+    items = items_of(document)
+    nodes = {
+        item.id: {
+            "text": item.text, "parentId": items[item.parent].id if item.parent >= 0 else None,
+            "collapsed": False, "unread": False, "bookmarked": item.bookmark,
+        }
+        for item in items
     }  # fmt: skip
-    fields = shape.fields.items()
-    return {n: found[key] for n, key in fields if found[key] is not None or not shape.is_nested}
-
-
-def _nested(parts: Sequence[Item], shape: _Shape) -> bytes:
-    """Return the roots as JSON objects that hold their ``children``, with commas between."""
-    out: list[bytes] = []
-    roots = [i for i, part in enumerate(parts) if part.parent < 0]
-    waiting: list[int | bytes] = [*reversed(roots)]
-    while waiting:
-        i = waiting.pop()
-        if isinstance(i, bytes):
-            out.append(i)
-            continue
-        if out and out[-1].endswith(b"}"):
-            out.append(b",")
-        out.append(_encode(_fields(parts, i, shape))[:-1] + b',"children":[')
-        waiting += [b"]}", *reversed(parts[i].children)]
-    return b"".join(out)
-
-
-def _current(document: Document, parts: Sequence[Item]) -> str | None:
-    here = [part.id for part in parts if part.id.rpartition("-")[0] == document.current]
-    return next(iter([*here, *(part.id for part in parts)]), None)
-
-
-def _chapters_of(parts: Sequence[Item]) -> dict[str, Values]:
-    noted = {f"c{i}": part for i, part in enumerate(parts) if part.note}
-    return {c: {"id": c, "root_id": part.id, "title": part.note} for c, part in noted.items()}
-
-
-_SHAPES = {
-    "logitloom": _Shape(
-        {"id": "id", "text": "text", "logprob": "logprob", "prob": "prob", "branchFinished": "finished"},
-        lambda document, title, parts, nodes: {
-            "isLogitLoomTreeVersion": "logit-loom-tree-v1",
-            "modelName": document.head.model if document.head else title,
-            "modelSettings": {"kind": "base"}, "roots": Raw(b"[%b]" % nodes),
-        },
-        is_nested=True, has_tokens=True,
-    ),
-    "loomsidian": _Shape(
-        {"text": "text", "parentId": "parent", "collapsed": "no", "unread": "no",
-         "bookmarked": "bookmark"},
-        lambda document, title, parts, nodes: {
-            "current": _current(document, parts), "hoisted": [], "searchTerm": "",
-            "generating": None, "nodes": Raw(nodes),
-        },
-    ),
-    "socketteer": _Shape(
-        {"id": "id", "text": "text", "bookmark": "bookmark", "parent_id": "parent"},
-        lambda document, title, parts, nodes: {
-            "root": Raw(nodes), "chapters": _chapters_of(parts), "selected_node_id": None,
-        },
-        is_nested=True, has_one_root=True,
-    ),
-    "socketteer-simple": _Shape(
-        {"text": "text"}, lambda document, title, parts, nodes: Raw(nodes), is_nested=True,
-        has_one_root=True,
-    ),
-    "exoloom": _Shape(
-        {"content": "text", "authorType": "author", "parentId": "parent", "childrenIds": "children",
-         "createdAt": "time", "bookmarked": "bookmark"},
-        lambda document, title, parts, nodes: {
-            "loomType": "Exoloom", "schemaVersion": 1, "lens": {},
-            "tree": {"title": title, "rootNodeId": parts[0].id, "nodes": Raw(nodes)},
-        },
-        has_one_root=True,
-    ),
-}  # fmt: skip
-_NAMES = ", ".join(("json", "html", "markdown", "markdown-tree", *_SHAPES))
-_TEXTS = f"it reads plain text, exported pages (html, json), {', '.join(_SHAPES)} and mikupad"
+    here = [name for name in nodes if name.rpartition("-")[0] == document.current]
+    current = next(iter([*here, *nodes]), None)
+    return {
+        "current": current, "hoisted": [], "searchTerm": "", "generating": None, "nodes": nodes,
+    }  # fmt: skip
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -300,23 +195,28 @@ class _File(msgspec.Struct):
 def read(
     data: bytes, most: int, is_ours: Callable[[str], bool]
 ) -> tuple[str, Document | list[Item], int]:
-    """Return what a file is, what is in it, and how many nodes without a way to a root were left out.
+    """Return a file's format, its content, and how many nodes whose parents are missing were left out.
 
-    A file of the page whose fingerprint ``is_ours`` is a document; all others are texts, parents first.
+    A file of the page for which ``is_ours(fingerprint)`` is true is read as a document, all others as
+    items, parents first.
 
     Raises:
-        ConfigError: it is of none of the formats, or has more than ``most`` nodes.
+        ConfigError: the format is unknown, or there are more than ``most`` nodes.
     """
     found = _DATA.search(data)
     if found is not None:
         data = _unpacked(found[1])
     if begins_a_run(data):
-        document = document_of(data, most)
-        is_same = document.head is not None and is_ours(document.head.fingerprint)
-        return "agent", document if is_same else items_of(document), 0
+        return "agent", _ours(document_of(data, most), most, is_ours), 0
+    if data.startswith(_HEAD):
+        document = Document()
+        _, wrong = replay(document, data)
+        if wrong is not None:
+            raise ConfigError(f"this file of the page is damaged: {wrong}")
+        return "journal", _ours(document, most, is_ours), 0
     text = _decoded(data)
     if not text.strip():
-        raise ConfigError("the file is empty: it has no text", hint=_TEXTS)
+        raise ConfigError("the file is empty", hint=_TEXTS)
     if text.lstrip()[0] not in "{[":
         return "markdown", [_story(text)], 0
     try:
@@ -327,24 +227,17 @@ def read(
         return "markdown", [_story(text)], 0
     match value:
         case {"format": str(marker)} if marker == _MARKER:
-            document = _own(text.encode("utf-8", "replace"), most)
-            is_same = document.head is not None and is_ours(document.head.fingerprint)
-            return "json", document if is_same else items_of(document), 0
-        case {"isLogitLoomTreeVersion": _, "roots": list(roots)}:
-            return "logitloom", *_items(roots, most)
-        case {"loomType": "Exoloom", "tree": {"nodes": dict() | list() as nodes}}:
-            return "exoloom", *_flat(nodes, most)
-        case {"nodes": dict() | list() as nodes}:
+            document = _own(text.encode("utf-8", "replace"))
+            return "json", _ours(document, most, is_ours), 0
+        case {"nodes": dict() | list() as nodes} | {"tree": {"nodes": dict() | list() as nodes}}:
             return "loomsidian", *_flat(nodes, most)
-        case {"root": dict() as root, "chapters": chapters}:
-            return "socketteer", *_items([root], most, notes=_chapters(chapters))
-        case {"root": dict() as root}:
-            return "socketteer", *_items([root], most)
-        case {"text": str()} as root:
-            return "socketteer-simple", *_items([root], most)
+        case {"roots": list(roots)}:
+            return "tree", *_items(roots, most)
+        case {"root": dict() as root} | ({"text": str()} as root):
+            return "tree", *_items([root], most)
         case dict() as saved if sessions := _sessions(saved):
             return "mikupad", *_items_of_sessions(sessions, most)
-    raise ConfigError("this JSON is in no format that the page reads", hint=_TEXTS)
+    raise ConfigError("the page cannot read this kind of JSON", hint=_TEXTS)
 
 
 def _unpacked(data: bytes) -> bytes:
@@ -361,11 +254,11 @@ def _unpacked(data: bytes) -> bytes:
 def encoding_of(data: bytes) -> str:
     """Return the encoding of a text file, by its byte order mark or by its bytes.
 
-    Without a mark it is UTF-8 if the bytes are, and UTF-16 if every second byte is 0. All else is taken
-    for Windows-1252, which has the characters of Latin-1.
+    Without a mark it is UTF-16 if half of every second byte is 0, else UTF-8 if the bytes are valid.
+    Anything else is read as Windows-1252, which contains Latin-1.
 
     Raises:
-        ConfigError: it is no text.
+        ConfigError: this is not a text.
     """
     for begin, what in _BINARY.items():
         if data.startswith(begin):
@@ -390,9 +283,9 @@ def encoding_of(data: bytes) -> str:
 
 
 def _decoded(data: bytes) -> str:
-    """Return a file's text, with line ends as ``\\n``; it may have halves of characters."""
+    """Return a file's text, with line ends as ``\\n``. It may contain single surrogates."""
     name = encoding_of(data)
-    if name == "cp1252":  # five bytes have no character there: they are those of Latin-1
+    if name == "cp1252":  # five bytes are undefined there: read them as Latin-1
         text = "".join(bytes([b]).decode(name, "ignore") or chr(b) for b in range(256))
         text = data.decode("latin-1").translate(dict(enumerate(text)))
     else:
@@ -411,11 +304,11 @@ def _whole_characters(text: str) -> str:
 
 
 def _story(text: str) -> Item:
-    return Item([(_whole_characters(text), None)])
+    return Item(_whole_characters(text))
 
 
 def _begins_story(text: str) -> bool:
-    """Return whether a text that begins with a bracket, and is no JSON, is meant to be read."""
+    """Return whether a text that begins with a bracket, and is not JSON, is meant as a text."""
     match = _BRACKETS.match(text)
     if match is None or not match[2] or match[2] in "{}[]":
         return False
@@ -423,20 +316,22 @@ def _begins_story(text: str) -> bool:
 
 
 def _parsed(text: str) -> object:
-    """Return a JSON value; one that is nested deeply, too."""
+    """Return a JSON value, however deeply it is nested."""
     try:
         return msgspec.json.decode(text)
     except RecursionError:
         pass
     except (msgspec.DecodeError, UnicodeEncodeError) as error:
         try:
-            return json.loads(text)  # it also takes a half surrogate: programs cut texts there
+            return json.loads(text)  # it accepts single surrogates: programs cut texts there
         except RecursionError:
             pass
         except ValueError:
-            raise ConfigError(f"this is no JSON: {error}") from None
+            raise ConfigError(f"this is not JSON: {error}") from None
     top: list[object] = []
-    open_: list[tuple[object, str | None]] = [(top, None)]  # containers, and the key that waits
+    open_: list[tuple[object, str | None]] = [
+        (top, None)
+    ]  # containers, each with the key of the next value
     try:
         for match in _TOKEN.finditer(text):
             token = match[1]
@@ -456,32 +351,30 @@ def _parsed(text: str) -> object:
             if token in "{[":
                 open_.append((value, None))
     except (ValueError, IndexError):
-        raise ConfigError(f"this is no JSON at {token[:40]!r}") from None
+        raise ConfigError(f"this is not JSON at {token[:40]!r}") from None
     if len(top) != 1 or len(open_) != 1:
-        raise ConfigError("this is no JSON: it is not closed")
+        raise ConfigError("this is not JSON: a bracket is not closed")
     return top[0]
 
 
 def _str(value: object) -> str:
-    """Return a value that is a text; half a character at an end may belong to the text beside it."""
+    """Return a value if it is a string, else the empty string."""
     return value if isinstance(value, str) else ""
 
 
 def _items(
-    roots: Sequence[object],
-    most: int,
-    below: Callable[[Values], object] | None = None,
-    notes: Mapping[str, str] | None = None,
+    roots: Sequence[object], most: int, below: Callable[[Values], object] | None = None
 ) -> tuple[list[Item], int]:
-    """Return nodes, parents first, and how many entries were not nodes; an empty root is left out.
+    """Return items, parents first, and how many entries were not nodes. An empty root is left out.
 
     Args:
-        roots, most: nodes without a parent; how many there may be.
-        below: returns what begins with a node. None = nodes hold their ``children``, and a node
-            with a single child is joined with it: their programs have a node for each token.
-        notes: by the ids of nodes.
+        roots: nodes without a parent.
+        most: how many nodes there may be.
+        below: returns a node's children. None = nodes have ``children``, and a node with a single child
+            is joined with it: such programs make a node for each token.
     """
     items: list[Item] = []
+    texts: list[list[str]] = []  # of each item
     waiting = [(root, -1, False) for root in reversed(roots)]
     n_seen = n_lost = 0
     while waiting:
@@ -492,39 +385,26 @@ def _items(
         if not isinstance(node, dict):
             n_lost += 1
             continue
-        text, lp = _str(node.get("text", node.get("content"))), node.get("logprob")
-        if "prob" not in node or not isinstance(lp, float | int) or not math.isfinite(lp):
-            lp = None
-        part = text, None if lp is None else float(lp)
+        text = _str(node.get("text", node.get("content")))
         mark = True in (node.get("bookmark"), node.get("bookmarked"))
-        note = _whole_characters((notes or {}).get(str(node.get("id")), ""))
         at, before = len(items), items[parent] if is_only and parent >= 0 else None
-        if before is not None and not before.note and not before.bookmark:
-            _append(before.parts, part)
-            before.note, before.bookmark, at = note, mark, parent
+        if before is not None and not before.bookmark:
+            texts[parent].append(text)
+            before.bookmark, at = mark, parent
         elif text or parent >= 0:
-            by = {"user": "user", "model": "A"}.get(str(node.get("authorType")), "import")
-            items.append(Item([part], parent, by, mark, note))
+            items.append(Item("", parent, bookmark=mark))
+            texts.append([text])
         else:
             at = -1
         found = node.get("children") if below is None else below(node)
         children = found if isinstance(found, list) else []
         is_only = below is None and len(children) == 1
         waiting += [(child, at, is_only) for child in reversed(children)]
-    for item in items:
-        item.parts = [(_whole_characters(text), lp) for text, lp in item.parts]
-    return items, n_lost
-
-
-def _append(parts: list[tuple[str, Number]], part: tuple[str, Number]) -> None:
-    """Append a text; where it begins with the other half of a character, it is one with that before."""
-    if parts and _HALVES.match(parts[-1][0][-1:] + part[0][:1]):
-        part = parts.pop()[0] + part[0], None
-    parts.append(part)
+    return _joined(items, texts), n_lost
 
 
 def _flat(nodes: Values | Sequence[object], most: int) -> tuple[list[Item], int]:
-    """Return the nodes of a map, or of a list, that name their parents, and how many lead nowhere."""
+    """Return the items of nodes that name their parents, and how many have a missing parent."""
     if not isinstance(nodes, dict):
         nodes = {str(node.get("id")): node for node in nodes if isinstance(node, dict)}
     children: dict[str | None, list[Values]] = {}
@@ -538,14 +418,14 @@ def _flat(nodes: Values | Sequence[object], most: int) -> tuple[list[Item], int]
 
 
 def _sessions(saved: Values) -> list[Values]:
-    """Return mikupad's sessions with a prompt: a file has one, an exported database many."""
+    """Return mikupad's sessions that have a prompt: a session's file has one, a database many."""
     stores = [store for store in saved.values() if isinstance(store, list)]
     entries = [entry.get("value") for store in stores for entry in store if isinstance(entry, dict)]
     found: list[Values] = []
     for session in (saved, *entries):
         if not isinstance(session, dict) or "prompt" not in session:
             continue
-        # In the file of a session each value is JSON, as a text.
+        # In a session's file each value is a string that contains JSON.
         read = {name: _unquoted(session.get(name)) for name in ("prompt", *_BESIDE)}
         chunks = read["prompt"]
         if isinstance(chunks, list) and all(isinstance(c, dict) and "content" in c for c in chunks):
@@ -562,42 +442,50 @@ def _unquoted(value: object) -> object:
 
 
 def _items_of_sessions(sessions: Sequence[Values], most: int) -> tuple[list[Item], int]:
-    """Return sessions as paths, a node for what was typed and one for what was generated after it.
+    """Return each session as a path that alternates between typed and generated nodes.
 
-    What mikupad puts around a text, its memory and the author's note, is in the note of the first node.
+    mikupad's memory and author's note become the note of the first node.
     """
     items: list[Item] = []
+    texts: list[list[str]] = []
     for session in sessions:
         chunks, parent = session["prompt"], -1
         beside = [(what, session[name]) for name, what in _BESIDE.items()]
-        texts = [(what, _str(b.get("text"))) for what, b in beside if isinstance(b, dict)]
-        note = "\n".join(f"{what}: {_whole_characters(text)}" for what, text in texts if text)
+        notes = [(what, _str(b.get("text"))) for what, b in beside if isinstance(b, dict)]
+        note = "\n".join(f"{what}: {_whole_characters(text)}" for what, text in notes if text)
         for chunk in chunks if isinstance(chunks, list) else ():
-            text, by = _str(chunk.get("content")), "import"
-            if chunk.get("type") == "user":
-                by = "user"
+            by = "user" if chunk.get("type") == "user" else "import"
             if parent < 0 or items[-1].by != by:
-                items.append(Item([], parent, by, note=note if parent < 0 else ""))
+                items.append(Item("", parent, by, note=note if parent < 0 else ""))
+                texts.append([])
                 parent = len(items) - 1
                 if len(items) > most:
                     raise _too_large(most)
-            _append(items[-1].parts, (text, None))
-    for item in items:
-        item.parts = [(_whole_characters(item.text), None)]
-    return items, 0
+            texts[-1].append(_str(chunk.get("content")))
+    return _joined(items, texts), 0
+
+
+def _joined(items: list[Item], texts: Sequence[Sequence[str]]) -> list[Item]:
+    """Give each item its text. A surrogate pair may be split between two parts of it."""
+    for item, parts in zip(items, texts, strict=True):
+        item.text = _whole_characters("".join(parts))
+    return items
 
 
 def _too_large(most: int) -> ConfigError:
-    return ConfigError(f"the file is too large: at most {most:,} nodes can be taken")
+    return ConfigError(f"the file is too large: at most {most:,} nodes are read")
 
 
-def _chapters(given: object) -> dict[str, str]:
-    chapters = given.values() if isinstance(given, dict) else ()
-    return {str(c.get("root_id")): _str(c.get("title")) for c in chapters if isinstance(c, dict)}
+def _ours(document: Document, most: int, is_ours: Callable[[str], bool]) -> Document | list[Item]:
+    """Return a document of this model as it is, and one of another model as texts."""
+    if len(document.nodes) > most:
+        raise _too_large(most)
+    is_same = document.head is not None and is_ours(document.head.fingerprint)
+    return document if is_same else items_of(document)
 
 
-def _own(data: bytes, most: int) -> Document:
-    """Return the document in the page's own JSON: the records that make it."""
+def _own(data: bytes) -> Document:
+    """Return the document in the page's own JSON."""
     document = Document()
     try:
         for record in msgspec.json.decode(data, type=_File).records:
@@ -606,6 +494,4 @@ def _own(data: bytes, most: int) -> Document:
             document.apply(record)
     except (msgspec.MsgspecError, LookupError, ValueError, RecursionError) as error:
         raise ConfigError(f"this file of the page is damaged: {error}") from None
-    if len(document.nodes) > most:
-        raise ConfigError(f"the file has {len(document.nodes):,} nodes, at most {most:,} are taken")
     return document

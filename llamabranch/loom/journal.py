@@ -1,7 +1,7 @@
-"""The file of a document: one record a line, only ever appended, and one process that writes.
+"""The file of a document: one record per line, only appended, written by one process.
 
-A line that was cut by the end of its process is dropped; any other line that cannot be read ends the
-reading, and the file is not written then. While the disk refuses, lines are kept and tried again.
+An incomplete last line is dropped: its process ended while writing it. Any other damaged line ends the
+reading, and the file opens read-only. If the disk is full, lines are kept and written later.
 """
 
 from __future__ import annotations
@@ -20,26 +20,47 @@ from ..errors import ConfigError
 from ..files import atomic_write
 from .document import AnyRecord, Document, Head, Record
 
-__all__ = ["Journal"]
+__all__ = ["Journal", "replay"]
 
 _read = msgspec.json.Decoder(AnyRecord).decode
 _BAD = (msgspec.MsgspecError, LookupError, ValueError, RecursionError)
+
+
+def replay(document: Document, data: bytes) -> tuple[int, str | None]:
+    """Apply the records of a file to a document.
+
+    Returns:
+        How many bytes were applied: a last line that was cut off is left out. And what is wrong with
+        the line after them, None if nothing is.
+    """
+    *lines, _ = data.split(b"\n")  # after a last line that is whole comes b""
+    size = 0
+    for number, line in enumerate(lines, 1):
+        try:
+            record = _read(line)
+            if isinstance(record, Head) != (number == 1):
+                raise ValueError("the head is the first line, and only that")
+            document.apply(record)
+        except _BAD as error:
+            return size, f"line {number} is damaged: {error}"
+        size += len(line) + 1
+    return size, None
 
 
 class Journal:
     """Opens a file, and reads it into a document.
 
     Args:
-        path: the file; made with the first record.
-        document: gets what is in it.
+        path: the file; it is created if it does not exist.
+        document: gets the records of the file.
         read_only: write nothing.
 
     Raises:
-        ConfigError: it cannot be read, or is no journal.
+        ConfigError: it cannot be read, or is not a journal.
 
     Attributes:
-        read_only: why nothing is written; None = it is.
-        error: why the last lines are not on the disk yet; None = they are.
+        read_only: why nothing is written; None = the file is written.
+        error: why the last lines are not on the disk yet; None = all are.
     """
 
     def __init__(self, path: Path, document: Document, *, read_only: bool = False) -> None:
@@ -73,28 +94,16 @@ class Journal:
             self.read_only = f"it cannot be written: {error.strerror or error}"
 
     def _load(self, data: bytes) -> None:
-        lines = data.split(b"\n")
-        torn = lines.pop()  # "" after a last line that is whole
-        size = 0
-        for number, line in enumerate(lines, 1):
-            try:
-                record = _read(line)
-                if isinstance(record, Head) != (number == 1):
-                    raise ValueError("the head is the first line, and only that")
-                self._document.apply(record)
-            except _BAD as error:
-                if number == 1:
-                    break
-                self.read_only = f"line {number} is damaged: {error}"
-                return
-            size += len(line) + 1
+        size, wrong = replay(self._document, data)
         if data and not size:
             raise ConfigError(
-                f"{self.path} is no file of the page: it does not begin with a head",
+                f"{self.path} was not written by the page: its first line is not a head",
                 hint="import files of other programs in the page, or name another file",
             )
         self._size = size
-        if torn and self._file is not None and self.read_only is None:
+        if wrong is not None:
+            self.read_only = wrong
+        elif size < len(data) and self._file is not None and self.read_only is None:
             self._file.truncate(size)
 
     # -- writing ---------------------------------------------------------------------------------------
@@ -111,7 +120,7 @@ class Journal:
         return self.error is None and not self._lines
 
     def write(self) -> bool:
-        """Write what is kept; False if the disk refuses, and it is kept longer."""
+        """Write the waiting lines; return False if the disk refuses: they keep waiting."""
         if self._file is None or self.read_only is not None:
             self._lines.clear()
             return True
@@ -130,7 +139,7 @@ class Journal:
         return True
 
     def sync(self) -> None:
-        """Wait until the disk has what was written; in any thread."""
+        """Wait until what was written is on the disk. Any thread may call this."""
         try:
             if self._file is not None:
                 os.fsync(self._file.fileno())
@@ -140,10 +149,10 @@ class Journal:
             self.error = f"cannot write {self.path.name}: {error.strerror or error}"
 
     def rewrite(self, records: Iterable[Record]) -> None:
-        """Put a new file with these records in the place of the old one, which stays as .bak.
+        """Replace the file by one with these records. The old file is kept with the suffix .bak.
 
         Raises:
-            OSError: it cannot be written; the old file is as it was.
+            OSError: it cannot be written; the old file is unchanged.
         """
         backup = self.path.with_name(self.path.name + ".bak")
         with atomic_write(backup) as file:
@@ -158,7 +167,7 @@ class Journal:
         self._file, self._size = self.path.open("ab", buffering=0), size
 
     def close(self) -> None:
-        """Write the rest, and let others write."""
+        """Write the rest and release the file."""
         self.write()
         self.sync()
         self._release()
@@ -171,7 +180,7 @@ class Journal:
 
 
 def _locked(file: IO[bytes]) -> bool:
-    """Lock a file for this process until it is closed; False if another one has it."""
+    """Lock a file for this process until it is closed; return False if another process has locked it."""
     try:
         if sys.platform == "win32":
             import msvcrt

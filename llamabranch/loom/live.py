@@ -1,8 +1,8 @@
-"""What happens while one looks: events for the tabs, and the jobs that make tokens.
+"""Events for the tabs, and the jobs that generate and score tokens.
 
-Everything here belongs to the event loop. Threads (the engine's, those of searches and comparisons) hand
-over what they have with `Live.call`. Tokens wait at most 50 ms for an event, 0.1 s where the model needs
-all cores, and for the file.
+Everything here runs in the event loop. Other threads (the engine's, searches, comparisons) hand over
+results with `Live.call`. Tokens are sent within 50 ms, or 0.1 s if the model needs all cores, and
+written to the file within 0.1 s.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from ..serve.generation import Update, all_texts, updates
 from ..serve.http_call import HttpCall
 from ..serve.service import Service
 from ..speculative import RoundTrace
-from .document import Change, Document, Ended, Kept, KeptName, Node, Number, Record, Tokens, digest
+from .document import Change, Document, Ended, Kept, KeptName, Node, Record, Tokens, digest
 from .journal import Journal
 from .turns import answers
 
 __all__ = ["MOST_TOP", "Live", "PageJob", "Work", "leaves_cores"]
 
 _EVENT_S, _BUSY_EVENT_S, _WRITE_S, _SYNC_S, _BEAT_S = 0.05, 0.1, 0.09, 1.0, 15.0
-_MOST_EVENTS = 4096  # that a tab can have missed
-_FEW = 64  # tokens whose reading is not reported
+_MOST_EVENTS = 4096  # that a tab may have missed
+_FEW = 64  # tokens that are read without a report
 _HELD = 8  # tokens of a tag, or of a character
 MOST_TOP = 10
 _SOURCES = {"plain": "s", "drafted": "d", "forced": "f", "bonus": "b", "corrected": "c"}
@@ -56,7 +56,7 @@ def leaves_cores(ctx: Context) -> bool:
 
 @dataclass(eq=False)
 class PageJob:
-    """Something that runs: its nodes, and how it went."""
+    """Something that runs: its nodes, its state, its result."""
 
     id: str
     op: str
@@ -71,7 +71,7 @@ class PageJob:
     is_stopped: bool = False
     names: list[str] = field(default_factory=list)  # of the engine's requests
     reads: Context | None = None  # of the second model, while it reads the text
-    places: list[SearchNode] = field(default_factory=list)  # that a search has looked at
+    places: list[SearchNode] = field(default_factory=list)  # that a search has reported
 
     def as_dict(self) -> dict[str, object]:
         """Return what the page gets."""
@@ -81,17 +81,17 @@ class PageJob:
 
 
 class _Thought:
-    """The thought of an answer that must follow something, as far as it is sure.
+    """The tokens of a thought, before an answer that must follow a grammar or a constraint.
 
-    Its last tokens may be drawn again under what the answer must follow: they wait for its end.
+    The last tokens of the thought may still be drawn again, so they wait until it ends.
     """
 
     def __init__(self) -> None:
         self._waiting: list[Produced] = []
-        self._n = 0  # that were given out
+        self._n = 0  # that were returned
 
     def new(self, update: Update) -> list[Produced]:
-        """Return the tokens that an update makes sure."""
+        """Return the tokens that will not change after this update."""
         self._waiting += update.thoughts
         sure, self._waiting = self._waiting[:-_HELD], self._waiting[-_HELD:]
         ended = update.ended_thought
@@ -108,11 +108,11 @@ class Live:
 
     Args:
         path: its file.
-        service_of: returns the server's service, None while the model loads.
+        service_of: returns the server's service, or None while the model loads.
         read_only: never write the file.
 
     Raises:
-        ConfigError: the page did not write the file.
+        ConfigError: the file was not written by the page.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Live:
         self._lost = 0  # the newest event that is not in the ring any more
         self._news: set[asyncio.Event] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        # Own tokens that are not reported, and not in the journal.
+        # Own tokens that are neither sent nor in the journal.
         self._unsent: dict[Node, tuple[int, int]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None  # the server's, once a tab listens
         self._timer: asyncio.TimerHandle | None = None
@@ -139,7 +139,7 @@ class Live:
         """The server's service. Raises HttpError while the model loads."""
         service = self.service_of()
         if service is None:
-            raise HttpError(503, "the model is being loaded")
+            raise HttpError(503, "the model is still loading")
         return service
 
     # -- events ----------------------------------------------------------------------------------------
@@ -156,13 +156,13 @@ class Live:
             each.set()
 
     def send_nodes(self, *nodes: Node, cid: str = "") -> None:
-        """Send what nodes are now; ``cid`` is of the action that has made them."""
+        """Send the current state of nodes; ``cid`` is the id of the request that made them."""
         for node in nodes:
             found = self.document.node_fields(node)
             self.emit("node", {"rev": self.document.rev, "node": found, "cid": cid})
 
     async def stream(self, call: HttpCall, since: str) -> None:
-        """Send all events after ``since``, and from now on those that come."""
+        """Send all events after ``since``, then new ones as they come."""
         self._loop = asyncio.get_running_loop()
         await call.body()
         call.exempt()
@@ -193,40 +193,40 @@ class Live:
             self._news.discard(news)
 
     def call(self, function: Callable[..., None], *args: object) -> None:
-        """Call a function in the event loop; from any thread."""
+        """Call a function in the event loop. Any thread may call this."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(lambda: function(*args))
 
     def send_undo(self) -> None:
-        """Send how many actions can be undone and done again."""
+        """Send how many actions can be undone and redone."""
         self.emit("set", {"rev": self.document.rev, **self.document.counts()})
 
     # -- records ---------------------------------------------------------------------------------------
 
     def add(self, *records: Record) -> None:
-        """Add records to the document and its file, behind the tokens before them."""
+        """Add records to the document and its file, after the tokens that came before."""
         self.send_tokens()
         for record in records:
             self.journal.add(record)
 
     def keep(self, node: Node, name: KeptName, data: object) -> None:
-        """Keep with a node what is known of it besides its tokens, as it is sent."""
+        """Keep a round, a comparison or a search with a node."""
         self.journal.add(Kept(id=node.id, name=name, data=Raw(_encode(data))))
 
     async def confirm(self) -> None:
-        """Write and sync all records. Raises HttpError if the disk refuses: they are kept."""
+        """Write and sync all records. Raises HttpError if the disk refuses; the records are kept."""
         before = self.journal.error
         if self.journal.write():
             await asyncio.to_thread(self.journal.sync)
         if self.journal.error is not None:
             self.emit("set", {"file": self.file})
-            message = f"{self.journal.error}; the page keeps what is not saved, and tries again"
+            message = f"{self.journal.error}; nothing is lost: the page tries again"
             raise HttpError(507, message, kind="disk_error")
         if before is not None:
             self.emit("set", {"file": self.file})
 
     def open(self, path: Path) -> None:
-        """Read a file in the place of the document."""
+        """Replace the document by that of another file."""
         self.add()
         self.journal.close()
         rev = self.document.rev
@@ -237,7 +237,7 @@ class Live:
 
     @property
     def file(self) -> dict[str, object]:
-        """What is shown of the file."""
+        """The file's name and state, for the page's header."""
         journal = self.journal
         saved = journal.saved and not self._unsent
         return {
@@ -246,7 +246,7 @@ class Live:
         }  # fmt: skip
 
     def columns(self, node: Node, a: int, b: int, *, top: bool = True) -> dict[str, object]:
-        """Return own tokens of a node from ``a`` to ``b``; of an answer its thoughts and calls too."""
+        """Return own tokens of a node from ``a`` to ``b``, and where its thoughts and calls are."""
         found, service = self.document.columns(node, a, b, top=top), self.service_of()
         parts = answers(self.document, service.model, node) if service is not None else []
         return found | {"answers": parts} if parts else found
@@ -261,7 +261,7 @@ class Live:
         return {name: parts for name, parts in found.items() if parts}
 
     def note(self, node: Node, a: int, b: int) -> None:
-        """Note own tokens of a node that are new, or have new numbers."""
+        """Mark own tokens of a node as new, or as having new numbers."""
         old = self._unsent.get(node, (a, b))
         self._unsent[node] = min(old[0], a), max(old[1], b)
         if self._timer is None:  # the first tokens after a pause are sent at once
@@ -270,11 +270,11 @@ class Live:
 
     @property
     def _event_s(self) -> float:
-        """Seconds between two events: a tab that draws takes time of a model that needs all cores."""
+        """Seconds between two events. Drawing takes time from a model that needs all cores."""
         return _EVENT_S if leaves_cores(self.service.ctx) else _BUSY_EVENT_S
 
     def _tick(self) -> None:
-        """Send tokens, write them every other time, and sync once a second."""
+        """Send tokens, write them to the file every second time, and sync once a second."""
         self._timer = None
         self.send_tokens()
         loop, self._sent = asyncio.get_running_loop(), perf_counter()
@@ -290,7 +290,7 @@ class Live:
             self._timer = loop.call_later(self._event_s, self._tick)
 
     def send_tokens(self) -> None:
-        """Send the tokens that no event has reported yet, and add them to the file."""
+        """Send the tokens that were not sent yet, and add them to the file."""
         waiting, self._unsent = self._unsent, {}
         for node, (a, b) in waiting.items():
             self.emit("tokens", self.columns(node, a, b))
@@ -306,7 +306,7 @@ class Live:
         nodes: Sequence[Node] = (),
         kind: str | None = None,
     ) -> PageJob:
-        """Begin a job: it and, once it has ended, its nodes are reported to its tabs."""
+        """Start a job. Tabs get its state, and its nodes when it ends."""
         job = PageJob(f"j{next(self._numbers)}", op, node.id if node else None, [*nodes], kind)
         self.jobs[job.id] = job
         self._loop = asyncio.get_running_loop()
@@ -324,14 +324,14 @@ class Live:
             job.state = "stopped" if job.is_stopped else "done"
         except Exception as error:
             job.state = "stopped" if job.is_stopped else "failed"
-            if not job.is_stopped:  # else it says that it was cancelled
+            if not job.is_stopped:  # the error of a stopped job is its cancellation
                 self._fail(job, error)
         job.message = None
         for node in job.nodes:
             node.job = None
             if node.made.seed is not None and node.ended is None:
                 self.add(Ended(id=node.id, reason="stopped" if job.is_stopped else "error"))
-        # What was stopped before its first token leaves no branch.
+        # A node that was stopped before its first token is dropped.
         parents = {node.parent for node in self.document.nodes.values()}
         cut = job.nodes if job.state != "done" else ()
         empty = [node for node in cut if not node.ids and node not in parents]
@@ -349,7 +349,7 @@ class Live:
         self.emit("error", {**job.error, "job": job.id})
 
     async def close(self) -> None:
-        """End all jobs, and the file."""
+        """End all jobs and close the file."""
         for task in [*self._tasks]:
             task.cancel()
         for job in self.jobs.values():
@@ -360,11 +360,11 @@ class Live:
 
     @property
     def running(self) -> list[PageJob]:
-        """The jobs that have not ended."""
+        """The jobs that still run."""
         return [job for job in self.jobs.values() if job.state == "running"]
 
     def stop(self, jobs: Iterable[PageJob]) -> list[str]:
-        """End jobs at their next step; return their names."""
+        """Stop jobs at their next step; return the ids of those that ran."""
         running = [job for job in jobs if job.state == "running"]
         for job in running:
             job.is_stopped = True
@@ -377,7 +377,7 @@ class Live:
     # -- tokens ----------------------------------------------------------------------------------------
 
     def scored(self, name: str, scored: Sequence[Scored], src: str, at: int) -> Tokens:
-        """Return a record of scored tokens; the texts of new ones are in the document then."""
+        """Return a record of scored tokens. The texts of new ones are added to the document."""
         tops = [[(a.token, short(a.logprob)) for a in one.alternatives] for one in scored]
         self.learn([one.token for one in scored] + [token for top in tops for token, _ in top])
         return Tokens(
@@ -387,13 +387,13 @@ class Live:
         )  # fmt: skip
 
     def take(self, node: Node, scored: Sequence[Scored], src: str, at: int | None = None) -> None:
-        """Put tokens into a node at its end, or their numbers from its own ``at`` on."""
+        """Append tokens to a node, or set the numbers of its own tokens from number ``at`` on."""
         start = len(node.ids) if at is None else at
         self.document.apply(self.scored(node.id, scored, src, start))
         self.note(node, start, start + len(scored))
 
     def learn(self, ids: Iterable[int]) -> None:
-        """Keep the texts of tokens that are new."""
+        """Add the texts of new tokens to the document."""
         pieces = self.document.learn(self.service.model, ids)
         if pieces is not None:
             self.journal.add(pieces)
@@ -403,19 +403,18 @@ class Live:
         name: str,
         ids: Sequence[int],
         src: str,
-        lps: Sequence[Number] | None = None,
         at: int = 0,
     ) -> list[Record]:
-        """Return records of tokens without other numbers, with their texts."""
+        """Return records of tokens without numbers."""
         n, pieces = len(ids), self.document.learn(self.service.model, ids)
         new = Tokens(
-            id=name, at=at, ids=[*ids], lp=[*(lps or [None] * n)], h=[None] * n, rk=[None] * n,
+            id=name, at=at, ids=[*ids], lp=[None] * n, h=[None] * n, rk=[None] * n,
             src=src * n, top=[Raw(b"[]")] * n,
         )  # fmt: skip
         return [*([pieces] if pieces else ()), *([new] if n else ())]
 
     def _on_reading(self, job: PageJob, read: PromptProgress) -> None:
-        """Show how much of a text a job has read."""
+        """Report how much of a prompt a job has processed."""
         message = None
         if read.n_total - read.n_cached > _FEW and read.n_read < read.n_total:
             message = f"reading {read.n_read:,} of {read.n_total:,} tokens"
@@ -424,7 +423,7 @@ class Live:
             self.emit("job", job.as_dict())
 
     def _watched(self, job: PageJob, request: Request) -> Request:
-        """Return a request of a job that shows how much of its prompt is read."""
+        """Return a job's request that reports how much of its prompt is processed."""
 
         def report(read: PromptProgress) -> None:
             self.call(self._on_reading, job, read)
@@ -432,7 +431,7 @@ class Live:
         return replace(request, on_prompt_progress=report)
 
     def _on_round(self, node: Node, trace: RoundTrace) -> None:
-        """Keep and send a round of speculation."""
+        """Keep a round of speculation and send it."""
         following, draft, pieces = trace.following, trace.draft, self.document.pieces
         if following is None:
             return
@@ -451,7 +450,7 @@ class Live:
         self.emit("round", found)
 
     async def generate(self, job: PageJob, work: Sequence[tuple[Node, Request]]) -> None:
-        """Run requests to their ends, each for a node of its own."""
+        """Run requests until they end. Each one fills a node."""
         if job.is_stopped:
             return
         nodes = {f"loom-{job.id}-{node.id}": node for node, _ in work}
@@ -495,7 +494,7 @@ class Live:
         })  # fmt: skip
 
     async def score(self, job: PageJob, node: Node) -> None:
-        """Score the tokens of a node's text that have no numbers yet."""
+        """Score the tokens of a node's text that have no log-probability yet."""
         parts = node.stretches()
         unknown = [
             owner.made.at + i
@@ -511,28 +510,28 @@ class Live:
             at = position - owner.made.at
             if owner.lp[at] is None:
                 self.take(owner, [scored], owner.src[at], at)
-                # From the first on: a tab takes no tokens behind those it lacks.
+                # From the first one on: a tab ignores tokens after those that it lacks.
                 self.note(owner, 0, at)
 
     async def scored_path(
         self, tokens: Sequence[int], start: int, job: PageJob | None = None
     ) -> list[tuple[TokenScore, int]]:
-        """Return scores of tokens from ``start`` on, each with its position."""
+        """Return the scores of tokens from ``start`` on, each with its position."""
         first = max(1, start)
         request = Request([*tokens], max_tokens=0, prompt_logprobs=MOST_TOP, logprobs_from=first)
         scored = enumerate((await self._result(request, job)).prompt_logprobs or ())
         return [(one, i) for i, one in scored if one is not None]
 
     async def read(self, job: PageJob, tokens: Sequence[int]) -> None:
-        """Let the engine read a text that a thread of the job will begin with.
+        """Let the engine process the text that a thread of the job starts from.
 
-        The thread finds it in the cache. So the reading is shown, and Stop ends it.
+        The thread then finds it in the cache. This way progress is shown, and Stop works.
         """
         if self.service.ctx.prefix_cache is not None and len(tokens) > _FEW:
             await self._result(Request([*tokens], max_tokens=0), job)
 
     async def _result(self, request: Request, job: PageJob | None) -> Result:
-        """Return the result of a request, which is one of a job."""
+        """Return the result of a request, as part of a job if there is one."""
         if job is not None:
             name = f"loom-{job.id}-{token_hex(4)}"
             request = self._watched(job, replace(request, id=name))
@@ -541,13 +540,13 @@ class Live:
         return text.result
 
     async def following(self, tokens: Sequence[int]) -> Produced | None:
-        """Return what follows a text, with the most probable tokens; it is never the end."""
+        """Return the next token of a text with the most probable ones; it is never an end token."""
         request = self.service.next_request(tokens, MOST_TOP)
         (text,) = await all_texts(self.service, [request])
         return next(iter(text.result.emitted), None)
 
     async def replay(self, job: PageJob, node: Node, request: Request) -> None:
-        """Generate a node's text again and report the first difference."""
+        """Generate a node's text again and report the first token that differs."""
         first = node.n_given
         old = [*zip(node.ids[first:], node.lp[first:], strict=True)]
         new: list[tuple[int, float | None]] = []
@@ -562,7 +561,7 @@ class Live:
             new[i] = (
                 token,
                 old_lp if lp is None else lp,
-            )  # written to end a thought, and scored since
+            )  # it was written to end a thought, and scored later
         pairs = zip_longest(old, new)
         at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
         message = f"same {n} tokens, same log-probabilities, bit for bit"
@@ -570,6 +569,6 @@ class Live:
             what = "token" if [t for t, _ in old] != [t for t, _ in new] else "log-probability"
             message = f"the first different {what} is number {at + 1} of {n}"
             if not self.service.is_exact:
-                message += ": this model's results depend on what else is computed"
+                message += ": this model's results depend on what else is in the batch"
         position = None if at is None else node.made.at + first + at
         job.result = {"same": at is None, "n": n, "first": position, "message": message}

@@ -1,4 +1,4 @@
-"""One document over the server's process: its file, who may call, and what operations are made of."""
+"""One document and its model: its file, its access, and the steps that operations share."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _MOST_SENT = 500  # nodes of one action, each by an event; their tokens
 
 
 class TextSettings(Struct, kw_only=True):
-    """How a text is sampled, where it stops, and what it must follow."""
+    """How a text is sampled, where it stops, and which grammar or constraint it follows."""
 
     seed: Seed | None = None
     sampling: SamplingFields | None = None
@@ -95,7 +95,7 @@ class Do(TextSettings, kw_only=True):
 
 
 class BarFields(TextSettings, kw_only=True, omit_defaults=True):
-    """What texts are continued with, as the bar beside Continue keeps it."""
+    """The settings of the bar beside Continue."""
 
     n: Annotated[int, Meta(ge=1)] | None = None
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
@@ -105,7 +105,7 @@ async def text_grammar(settings: TextSettings | Made) -> Grammar | None:
     """Return the grammar that a text must follow, or None.
 
     Raises:
-        HttpError: it is invalid, or there are two.
+        HttpError: the grammar is invalid, or there are several.
     """
     outputs = StructuredOutputs(regex=settings.regex, choice=settings.choice)
     fields = TextFields(
@@ -120,13 +120,13 @@ class Loom(Live):
     Args:
         path, service_of, read_only: as for `Live`.
         port: where the server listens.
-        partner_of: returns the context of the model to compare with; None = no such model.
-        draft: what drafts, by name.
-        settings_file: where the page's settings are kept.
-        constraint: its name and the function, which texts can be made to follow.
+        partner_of: returns the context of the model to compare with, or None.
+        draft: the name of the drafter.
+        settings_file: where the settings of all documents are kept.
+        constraint: the name of a constraint that texts can follow, and its function.
 
     Raises:
-        ConfigError: the page did not write the file.
+        ConfigError: the file was not written by the page.
     """
 
     def __init__(
@@ -150,20 +150,20 @@ class Loom(Live):
         self._constraint = constraint
 
     def ready(self) -> None:
-        """Report to the tabs that the model is there; a file of another model is not written."""
+        """Tell the tabs that the model is loaded. A file of another model becomes read-only."""
         model, ctx = self.service.model, self.service.ctx
         head, journal = self.document.head, self.journal
         if head is None and journal.read_only is None:
             fingerprint, kv_type = model.fingerprint, ctx.kv_type
             self.add(Head(model=model.name, fingerprint=fingerprint, kv_type=kv_type))
         elif head is not None and not model.is_of(head.fingerprint):
-            message = f"it is of the model {head.model}, this one is {model.name}"
+            message = f"it was written with the model {head.model}, and this is {model.name}"
             journal.read_only = journal.read_only or message
         self.emit("model", self.models())
         self.emit("set", {"file": self.file})
 
     def models(self) -> dict[str, object]:
-        """Return what is reported of the models, and what they do."""
+        """Return what the page shows about the models."""
         service, partner = self.service_of(), self.partner_of()
         if service is None:
             models = {"A": None, "B": None}
@@ -182,13 +182,13 @@ class Loom(Live):
         return {"state": "ready", "models": {"A": a, "B": b}, "loading": None}
 
     def opening(self, message: str) -> None:
-        """Report how far a model is opened; from any thread."""
+        """Report how far a model is loaded. Any thread may call this."""
         if message != self._loading["message"]:
             self._loading = {"message": message}
             self.call(self.emit, "model", {"loading": self._loading})
 
     def again(self, cid: str) -> dict[str, object] | None:
-        """Return the answer to what was asked for before, also by another process; None = it was not."""
+        """Return the answer to a request that was done before, also by an earlier process; else None."""
         r, document = self.document.asked.get(cid), self.document
         if r is None:
             return None
@@ -197,7 +197,7 @@ class Loom(Live):
         return {"nodes": found, **({"node": found[0]} if found else {})}
 
     def node(self, name: str | None) -> Node:
-        """Return a node that is shown. Raises HttpError if it does not exist."""
+        """Return a node. Raises HttpError if it does not exist or was undone."""
         node = self.document.nodes.get(name or "")
         if node is None or node.hidden:
             raise HttpError(404, f"there is no node {str(name)[:40]!r}", param="node")
@@ -211,7 +211,7 @@ class Loom(Live):
 
     @property
     def settings(self) -> dict[str, object]:
-        """What the page has kept: keys, theme, and so on."""
+        """The settings of all documents: keys, theme and so on."""
         try:
             return msgspec.json.decode(read_small(self._settings_file), type=dict[str, object])
         except (OSError, msgspec.MsgspecError):
@@ -224,14 +224,14 @@ class Loom(Live):
             with atomic_write(self._settings_file) as file:
                 file.write(msgspec.json.encode(kept))
         except OSError as error:
-            message = f"the settings cannot be kept: {error.strerror or error}"
+            message = f"the settings cannot be saved: {error.strerror or error}"
             raise HttpError(507, message, kind="disk_error") from None
         self.emit("set", {"rev": self.document.rev, "settings": kept})
 
     # -- nodes -----------------------------------------------------------------------------------------
 
     def made(self, do: Do, i: int, kind: str, at: int, by: str = "A") -> Made:
-        """Return the record of a node that is to be generated, with a seed of its own."""
+        """Return the record of a node to generate, with its own seed."""
         do.seed = do.seed or str(secrets.randbits(31))
         seed = int(do.seed)
         return Made(
@@ -258,12 +258,12 @@ class Loom(Live):
     async def request(
         self, node: Node, max_tokens: int | None, *, again: bool = False, draft: int | None = None
     ) -> Request:
-        """Return the request that continues a node, or ``again`` generates what it has.
+        """Return the request that continues a node, or with ``again`` the request that generated it.
 
         ``draft`` is how many tokens to draft in each round; None = as the server does.
 
         Raises:
-            HttpError, LlamaBranchError: its settings cannot be generated with.
+            HttpError, LlamaBranchError: the settings are invalid.
         """
         made, n_given = node.made, node.n_given
         grammar = await text_grammar(made)
@@ -271,10 +271,12 @@ class Loom(Live):
         if made.constraint is not None and self._constraint is not None:
             constraint = self._constraint[1]
         if made.constraint is not None and made.constraint != self.constraint_name():
-            raise HttpError(409, f"the text follows another constraint: {made.constraint}")
+            raise HttpError(
+                409, f"the text follows a constraint that is not loaded: {made.constraint}"
+            )
         at = made.at + n_given if again else node.end
         tokens, continues, thinking = node.tokens(at), at - made.at - n_given, None
-        if grammar or constraint or made.stop:  # what these say counts from the answer on
+        if grammar or constraint or made.stop:  # these apply to the answer, not to the thought
             thinking, begin = thinking_at(self.document, self.service.model, node, at)
             continues = min(continues, at - begin)
         self.service.check_room(tokens, max_tokens)
@@ -285,7 +287,7 @@ class Loom(Live):
         )  # fmt: skip
 
     def make(self, records: Iterable[Record], cid: str = "") -> list[Node]:
-        """Add nodes and their tokens as one action, which ``cid`` has asked for; return them."""
+        """Add nodes and their tokens as one action, and return them. ``cid`` is the id of its request."""
         nodes: list[Node] = []
         first = 0
         for record in records:
@@ -300,17 +302,17 @@ class Loom(Live):
         else:
             self.send_nodes(*nodes, cid=cid)
             if sum(len(node.ids) for node in nodes) <= _MOST_SENT:
-                for node in filter(lambda node: node.ids, nodes):  # no tab has to ask for them
+                for node in filter(lambda node: node.ids, nodes):  # so tabs need not ask for them
                     self.emit("tokens", self.columns(node, 0, len(node.ids)))
         self.send_undo()
         return nodes
 
     def started(self, job: PageJob, nodes: Sequence[Node] = ()) -> dict[str, object]:
-        """Return the answer of an operation that still runs."""
+        """Return the answer for an operation whose job still runs."""
         return {"job": job.id, "nodes": [self.document.node_fields(node) for node in nodes]}
 
     def branch(self, node: Node) -> str:
-        """Return a branch of the API with a node's text and settings."""
+        """Make a branch of ``/v1/branches`` with a node's text and settings; return its id."""
         sampling = self.params(node.made).replace(seed=int(node.made.seed or 0))
         tokens = node.tokens()
         branch = BranchNode(tokens, len(tokens), sampling)
@@ -319,7 +321,7 @@ class Loom(Live):
         return branch.id
 
     def start_scoring(self, *nodes: Node) -> PageJob:
-        """Score what has no numbers yet in these nodes' texts, one after the other."""
+        """Start a job that scores the tokens without numbers in these nodes' texts."""
 
         async def work(job: PageJob) -> None:
             for node in nodes:
@@ -329,7 +331,7 @@ class Loom(Live):
         return self.start("score", work, nodes[0])
 
     def copied(self, found: Document | Sequence[Item]) -> list[Record]:
-        """Return the records of what was read from another file, under names that are free here."""
+        """Return records that add what was read from another file, with new names."""
         if not isinstance(found, Document):
             return self._from_texts(found)
         names = {node.id: self.document.name(i) for i, node in enumerate(found.shown())}
@@ -362,17 +364,12 @@ class Loom(Live):
         for i, item in enumerate(items):
             name, root = self.document.name(i), item.parent < 0
             at, parent = (0, None) if root else (ends[item.parent], self.document.name(item.parent))
-            ids: list[int] = []
-            lps: list[float | None] = []
-            for text, lp in item.parts:
-                if root and not ids:
-                    new = model.prompt_tokens(text, parse_special=False)
-                else:
-                    new = model.tokenize(text, add_special=False, parse_special=False)
-                ids += new
-                lps += [lp] if len(new) == 1 else [None] * len(new)
+            if root:
+                ids = model.prompt_tokens(item.text, parse_special=False)
+            else:
+                ids = model.tokenize(item.text, add_special=False, parse_special=False)
             records.append(Made(id=name, parent=parent, at=at, kind="imported", by=item.by))
-            records += self.plain(name, ids, "p" if root else "t", lps)
+            records += self.plain(name, ids, "p" if root else "t")
             ends.append(at + len(ids))
             if item.bookmark:
                 records.append(Change(id=name, name="bookmark"))

@@ -1,4 +1,4 @@
-"""What POST /loom/do does: each operation takes its fields, and where in the document it begins."""
+"""What POST /loom/do does. Each operation gets its fields, a node, and a position in its text."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ Answer = dict[str, object]
 class _Operation(NamedTuple):
     run: Callable[[Loom, Do, Node, int], Coroutine[object, object, Answer]]
     needs_node: bool = False
-    needs_file: bool = True  # that can be written
+    needs_file: bool = True  # a writable one
 
 
 class Operations:
-    """Does what is asked, once: a repeated ``cid`` gets the first answer."""
+    """Does each request once: a repeated ``cid`` gets the first answer."""
 
     def __init__(self, loom: Loom) -> None:
         self._loom = loom
@@ -41,7 +41,8 @@ class Operations:
         """Return the answer to an operation.
 
         Raises:
-            HttpError, LlamaBranchError: it is refused: nothing was done. 507: it is done, not saved.
+            HttpError, LlamaBranchError: it was refused, and nothing was done. Status 507: it was done,
+                but is not saved yet.
         """
         answer = self._answers.get(do.cid)
         if answer is None:
@@ -67,7 +68,7 @@ class Operations:
             loom.check_writable()
         if do.node is None and operation.needs_node:
             raise HttpError(400, f"{do.op} needs a node", param="node")
-        # Without a node: before all texts.
+        # Without a node: a new root.
         node = Node(Made(id=""), None) if do.node is None else loom.node(do.node)
         at = node.end if do.at is None else do.at
         if not (do.node is not None) <= at <= node.end:
@@ -102,9 +103,9 @@ async def _type(loom: Loom, do: Do, node: Node, at: int) -> Answer:
 def _same_tokens(
     document: Document, ids: list[int], text: str, *, special: bool
 ) -> tuple[int, str]:
-    """Return how many tokens an edited text begins with, in whole characters, and the rest of it.
+    """Return how many of the tokens an edited text keeps, and the rest of the text.
 
-    A control token is its name where ``special``, else nothing that can be typed.
+    The kept tokens are whole characters. With ``special`` a control token is typed as its name.
     """
     rest = [text.encode()]
     for token in ids:
@@ -114,13 +115,13 @@ def _same_tokens(
         if not piece or not rest[-1].startswith(piece):
             break
         rest.append(rest[-1][len(piece) :])
-    while len(rest) > 1 and 0x80 <= (rest[-1] or b" ")[0] < 0xC0:  # inside a character
+    while len(rest) > 1 and 0x80 <= (rest[-1] or b" ")[0] < 0xC0:  # inside of a character
         rest.pop()
     return len(rest) - 1, rest[-1].decode("utf-8", "replace")
 
 
 async def _tokenized(loom: Loom, do: Do, node: Node, at: int, text: str) -> tuple[list[int], bool]:
-    """Return the tokens of a text behind a node's, and whether all at once would be others."""
+    """Return the tokens of a text after a node's, and whether tokenizing all at once gives others."""
     special = do.parse_special
     if do.node is None:
         return await loom.service.tokenize(text, parse_special=special), False
@@ -137,7 +138,7 @@ async def _tokenized(loom: Loom, do: Do, node: Node, at: int, text: str) -> tupl
 
 
 async def _score(loom: Loom, do: Do, node: Node, at: int) -> Answer:
-    """Score a node's text, or a text after it that is not kept."""
+    """Score a node's text, or a text after it that is not added."""
     if do.text is None and do.node is None:
         raise HttpError(400, "score needs a node or a text", param="node")
     if do.text is None:
@@ -159,22 +160,22 @@ async def _score(loom: Loom, do: Do, node: Node, at: int) -> Answer:
 
 
 async def _chat(loom: Loom, do: Do, node: Node, at: int) -> Answer:
-    """Begin a conversation, add a turn to one, or write one of its turns anew; an answer can follow."""
+    """Begin a conversation, add a turn, or replace a turn; an answer can follow."""
     document, model = loom.document, loom.service.model
     if model.chat_template is None:
         raise HttpError(409, "the model has no chat template: begin a text instead")
     turns, after = document.turns(node, at) if do.node is not None else [], list[Turn]()
     if do.node is not None and not turns:
-        raise HttpError(409, "this text is no conversation", param="node")
+        raise HttpError(409, "this text is not a conversation", param="node")
     if do.turn is not None:
         if not 0 <= do.turn < len(turns):
             raise HttpError(400, f"turn must be 0 to {len(turns) - 1}", param="turn")
         do.role = turns[do.turn].role  # type: ignore[assignment]  # one of these
-        # Who changes what the system says asks the same again.
+        # After an edited system message the same question is asked again.
         after = turns[do.turn + 1 : do.turn + 2] if do.role == "system" else []
         turns = turns[: do.turn]
     elif do.role == "assistant":
-        raise HttpError(400, "an answer can be edited, not added: give its turn", param="role")
+        raise HttpError(400, "an answer can only be edited: give its turn", param="role")
     root = beginning(node)
     name = document.name()
     made = Made(id=name, kind="chat", by="user", tools=do.tools, variables=root.variables)
@@ -202,7 +203,7 @@ async def _chat(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     if do.node is None and not (do.text or "").strip():
         raise HttpError(400, "the message is empty", param="text")
     new = await asyncio.to_thread(written)
-    if do.node is not None and not new.ids:  # it is there
+    if do.node is not None and not new.ids:  # nothing changed
         return {"node": document.node_fields(node), "same": True, "at": new.at}
     loom.service.check_room([*node.tokens(new.at), *new.ids], 0)
     made.parent, made.at, made.turns = do.node if new.at else None, new.at, new.turns
@@ -214,7 +215,7 @@ async def _chat(loom: Loom, do: Do, node: Node, at: int) -> Answer:
 
 
 async def _bar(loom: Loom, do: Do, node: Node, at: int) -> Answer:
-    """Keep what texts, or answers, are continued with; what cannot be generated with is refused."""
+    """Keep the settings of texts or of chats. Invalid ones are refused."""
     try:
         bars = msgspec.convert(do.set, dict[Mode, BarFields])
     except msgspec.ValidationError as error:
@@ -235,7 +236,7 @@ async def _bar(loom: Loom, do: Do, node: Node, at: int) -> Answer:
 async def _continue(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     if do.resume:
         if node.reason != "interrupted":
-            raise HttpError(409, "only a text that was interrupted can be resumed", param="node")
+            raise HttpError(409, "only an interrupted text can be resumed", param="node")
         most = node.made.max_tokens or do.max_tokens
         return _begin(loom, do, [node], most - (len(node.ids) - node.n_given))
     if do.model == "B":
@@ -268,7 +269,7 @@ async def _fork(loom: Loom, do: Do, node: Node, at: int) -> Answer:
         made.seed = None
     await loom.request(Node(made, node), do.max_tokens)
     records = loom.plain(made.id, [do.token], "k")
-    for owner, i, _ in node.stretches(at, at + 1):  # what is known of the place
+    for owner, i, _ in node.stretches(at, at + 1):  # known numbers of this position
         top = [*zip(decoded(owner.top[i]), range(1, 99), strict=False)]
         for found in ((p, rank) for (token, p), rank in top if token == do.token):
             tokens = records[-1]
@@ -285,7 +286,7 @@ async def _fork(loom: Loom, do: Do, node: Node, at: int) -> Answer:
 
 async def _replay(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     if node.made.seed is None or node.reason == "running" or node.made.by != "A":
-        raise HttpError(409, "only a text that A has generated can be replayed", param="node")
+        raise HttpError(409, "only a text that model A generated can be replayed", param="node")
     is_cut = node.reason in ("stopped", "interrupted", "error")
     n = len(node.ids) - node.n_given if is_cut else node.made.max_tokens
     request = await loom.request(node, n, again=True)
@@ -317,7 +318,7 @@ async def _search(loom: Loom, do: Do, node: Node, at: int) -> Answer:
 
 
 async def _adopt(loom: Loom, do: Do, node: Node, at: int) -> Answer:
-    """Take a text that a search has found, or a script's whole tree of branches."""
+    """Make nodes of a text that a search found, or of a script's whole tree of branches."""
     document, records = loom.document, list[Record]()
     if do.branch is not None:
         given = loom.service.branches[do.branch]
@@ -393,7 +394,10 @@ async def _undo(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     loom.send_nodes(*touched)
     loom.send_undo()
     is_deletion = any(name == "deleted" for _, name, *_ in action.changes)
-    done = {"op": "delete" if is_deletion else action.op, "nodes": [node.id for node in touched]}
+    done = {
+        "op": "delete" if is_deletion else action.op, "nodes": [node.id for node in touched],
+        "node": document.node_fields(touched[0]),  # as it is now: events may come later
+    }  # fmt: skip
     return {"redone" if again else "undone": done, **document.counts()}
 
 
@@ -404,25 +408,25 @@ async def _settings(loom: Loom, do: Do, node: Node, at: int) -> Answer:
 
 def _check_idle(loom: Loom) -> None:
     if loom.running:
-        raise HttpError(409, "something is being generated: stop it first")
+        raise HttpError(409, "a job is running: stop it first")
 
 
 async def _compact(loom: Loom, do: Do, node: Node, at: int) -> Answer:
-    """Write the file again without what was undone, and read it."""
+    """Rewrite the file without what was undone, and open it."""
     await loom.confirm()
     _check_idle(loom)
     journal = loom.journal
     try:
         journal.rewrite(loom.document.records())
     except OSError as error:
-        message = f"the file cannot be written again: {error.strerror or error}"
+        message = f"the file cannot be rewritten: {error.strerror or error}"
         raise HttpError(507, message, kind="disk_error") from None
     loom.open(journal.path)
     return {}
 
 
 async def _reread(loom: Loom, do: Do, node: Node, at: int) -> Answer:
-    """Copy the document with this model's tokens, and open the copy."""
+    """Copy the document, tokenized by this model, and open the copy."""
     _check_idle(loom)
     items, path = items_of(loom.document), loom.journal.path
     stem = path.name.removesuffix(".loom.jsonl")

@@ -1,4 +1,4 @@
-"""The page's files, who may have them and call, the browser's policy, and a document as one HTML file."""
+"""The page's files, sessions and access, the browser's security policy, and the exported HTML file."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def static_file(path: str) -> tuple[bytes, bytes] | None:
 
 
 class Guard:
-    """Lets nobody else in; its headers tell a browser what the page may do.
+    """Checks that a request comes from the page or from a script with the key.
 
     Args:
-        port: the page's.
+        port: where the page is served.
 
     Attributes:
-        key: for ``Authorization: Bearer``.
+        key: what scripts send as ``Authorization: Bearer``.
     """
 
     headers = _HEADERS
@@ -73,16 +73,16 @@ class Guard:
         self._sessions: set[str] = set()
 
     def link(self) -> str:
-        """Return a new token for a link: it works once, and for five minutes."""
+        """Return a new token for a link. It works once, within five minutes."""
         token = secrets.token_urlsafe(32)
         self._links[token] = monotonic() + _LINK_S
         return token
 
     def session(self, token: str) -> bytes:
-        """Return the cookie for a token. Raises HttpError if it is used, old or wrong."""
+        """Return the session cookie for a token. Raises HttpError if it is used, expired or wrong."""
         if self._links.pop(token, 0.0) < monotonic():
             raise HttpError(
-                401, "this link was used, or is too old: Enter in the terminal prints another"
+                401, "this link was used or has expired: press Enter in the terminal for a new one"
             )
         value = secrets.token_urlsafe(32)
         self._sessions.add(value)
@@ -101,7 +101,7 @@ class Guard:
         if origin != f"http://{host}" and (origin is not None or not (is_read or is_script)):
             raise HttpError(403, "a request that changes something must come from the page itself")
         if given.get(b"sec-fetch-site", "same-origin") not in {"same-origin", *["none"] * is_read}:
-            raise HttpError(403, "pages of other sites may not call")
+            raise HttpError(403, "requests from other sites are refused")
         path = scope["path"]
         is_known = is_script or self._has_cookie(given) or path == "/loom/session"
         if not is_known and not (is_read and static_file(path) is not None):
@@ -116,7 +116,7 @@ class Guard:
 
 
 def _joined(name: str, seen: set[str]) -> str:
-    """Return a module behind those it imports, each once, as one script."""
+    """Return a module and those it imports as one script, imported ones first and each once."""
     if name in seen:
         return ""
     seen.add(name)
@@ -126,7 +126,7 @@ def _joined(name: str, seen: set[str]) -> str:
 
 
 def html_file(data: bytes, title: str) -> bytes:
-    """Return the page with a document in it, as JSON: it needs no server and makes no request."""
+    """Return the page as one HTML file that contains a document (JSON). It makes no request."""
     script = _joined("static.js", set()).replace("</script", "<\\/script")
     style = (_APP / "app.css").read_text(encoding="utf-8")
     hashes = [b64encode(sha256(text.encode()).digest()).decode() for text in (script, style)]

@@ -1,4 +1,4 @@
-"""Searches from a text, watched while they run: their options, their reports, what scores texts."""
+"""Searches from a node: their options, reports while they run, and what scores their texts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Count = Annotated[int, Meta(ge=1)]
 
 
 class SearchOptions(Struct, kw_only=True, forbid_unknown_fields=True):
-    """What a search takes, by the names of `llamabranch.search`; no kind takes all."""
+    """Options of a search, named as in `llamabranch.search`. Each kind uses some of them."""
 
     width: Annotated[int, Meta(ge=1, le=256)] | None = None
     max_tokens: Count = 32
@@ -54,7 +54,7 @@ class SearchOptions(Struct, kw_only=True, forbid_unknown_fields=True):
     temperature: float | None = None
 
     def params(self, kind: Kind, sampling: SamplingParams) -> SamplingParams:
-        """Return a node's settings as they are for a search; SMC needs every token possible."""
+        """Return a node's sampling settings for a search. For SMC every token must be possible."""
         if kind == "smc":
             sampling = sampling.replace(top_k=0, top_p=1.0, min_p=0.0)
         if self.seed is not None:
@@ -65,7 +65,7 @@ class SearchOptions(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Watch(SearchObserver):
-    """Looks at a search while it runs, in its thread, and reports what is new in its tree."""
+    """Observes a search in its thread, and reports what is new in its tree."""
 
     def __init__(self, live: Live, job: PageJob) -> None:
         self.live = live
@@ -75,13 +75,13 @@ class Watch(SearchObserver):
         self._looked = 0.0
 
     def __call__(self, stats: SearchStats) -> bool | None:
-        """Look at the tree, at most 20 times a second; end the search if its job was stopped."""
+        """Report the tree, at most 20 times a second. True, after a stop, ends the search."""
         if perf_counter() - self._looked >= _LOOK_S:
             self.look(stats)
         return self.job.is_stopped
 
     def look(self, stats: SearchStats, **more: object) -> None:
-        """Report what is new."""
+        """Report new nodes and those whose score, visits or status changed."""
         if self.root is None:
             return
         add, changed = [], []
@@ -104,7 +104,7 @@ class Watch(SearchObserver):
         self._looked = perf_counter()
 
     def end(self, found: SearchResult) -> dict[str, object]:
-        """Report the rest; return what is kept of the search, with as much of its tree as is kept."""
+        """Report the rest; return what the document keeps: the results and the first 2,000 nodes."""
         votes = {str(answer): n for answer, n in found.votes.items()}
         self.look(found.stats, **({"votes": votes} if votes else {}))
         best = [
@@ -133,13 +133,14 @@ def search(
     """Search from a text, in a thread of its own.
 
     Raises:
-        ConfigError: an option is out of range. And what the search raises.
+        ConfigError: an option is out of range.
+        LlamaBranchError: the search fails.
     """
     n, most, stop = asked.width or _WIDTHS[kind], asked.max_tokens, asked.stop
     with Branch.start(ctx, tokens, sampling=asked.params(kind, sampling)) as branch:
 
         def reward(text: str) -> float:
-            """Return e to the mean log-probability of a text: what is searched for by steps."""
+            """Return exp of the mean log-probability of a text."""
             scores = branch.score(text) if text else []
             return math.exp(sum(s.logprob for s in scores) / len(scores)) if scores else 0.0
 
@@ -165,7 +166,7 @@ def search(
 
 
 class _Wanted(Potential):
-    """Texts that are wanted, each worth e^2, and texts that must not be there."""
+    """Multiplies the weight by e^2 for each wanted text; texts to avoid set it to 0."""
 
     def __init__(self, want: Sequence[str], avoid: Sequence[str]) -> None:
         self._want = want

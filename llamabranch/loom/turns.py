@@ -1,7 +1,7 @@
-"""Conversations in a document: turns written by the model's template, behind a text that may be there.
+"""Conversations in a document: turns are rendered by the model's chat template.
 
-The template writes the whole conversation each time. The page keeps those tokens of the text that the
-template writes too, and forks where it writes others: many templates leave out earlier thoughts.
+The template renders the whole conversation each time. The page keeps the tokens of the text as far as the
+rendered ones are equal, and forks where they differ: many templates leave out earlier thoughts.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ __all__ = [
     "thinking_at", "write",
 ]  # fmt: skip
 
-_DATES = {"date_string": "%d %b %Y", "datetime": "%b %d %Y"}  # what llama.cpp tells templates
-_CONTROL = b"\xff"  # before the number of a control token: no text has this byte
+_DATES = {"date_string": "%d %b %Y", "datetime": "%b %d %Y"}  # llama.cpp passes these to templates
+_CONTROL = b"\xff"  # before the id of a control token: UTF-8 has no such byte
 
 
 class Talk(NamedTuple):
-    """A conversation as its template gets it: messages, OpenAI's tool objects, other variables."""
+    """The template's input: messages, OpenAI's tool objects, other variables."""
 
     messages: list[dict[str, object]]
     tools: Sequence[Mapping[str, object]] = ()
     variables: Mapping[str, object] = {}
 
     def tokens(self, model: Model, n: int | None = None, *, generates: bool = True) -> list[int]:
-        """Return the tokens of all messages or the first ``n``, up to where an answer begins."""
+        """Return the tokens of all messages, or of the first ``n``, up to where an answer begins."""
         tools = Tools(self.tools, None, model.turn_format)
         given = conversation(
             model, self.messages[:n], tools, self.variables, continues=False, generates=generates
@@ -46,12 +46,12 @@ class Talk(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What continues a text as a conversation.
+    """Tokens that continue a text as a conversation.
 
     Attributes:
-        at: how many of the text's tokens stay.
-        ids: the tokens behind them.
-        turns: those that the new tokens begin or end.
+        at: how many of the text's tokens are kept.
+        ids: the tokens after them.
+        turns: the turns that begin or end in the new tokens.
     """
 
     at: int
@@ -60,12 +60,12 @@ class Written(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A part of an answer that is drawn apart, by positions of tokens.
+    """A thought or a call in an answer, by positions of tokens.
 
     Attributes:
-        kind: "thought"; "thinking", a thought that has not ended; "call".
+        kind: "thought", "thinking" (a thought that has not ended) or "call".
         start, end: its tokens.
-        calls: the names and arguments of what is called.
+        calls: the names of called functions and their arguments.
     """
 
     kind: str
@@ -75,7 +75,7 @@ class Part(NamedTuple):
 
 
 def chat_fields(model: Model) -> dict[str, object] | None:
-    """Return what the page is told of the model's turns; None where it has no chat template."""
+    """Return the roles that the chat template knows; None if there is no template."""
     if model.chat_template is None:
         return None
     known = model.turn_format.parts.roles & {"system", "tool"}
@@ -83,12 +83,12 @@ def chat_fields(model: Model) -> dict[str, object] | None:
 
 
 def beginning(node: Node) -> Made:
-    """Return the record that begins a node's conversation, with its tools; an empty one if none does."""
+    """Return the record that begins a node's conversation, with its tools; else an empty one."""
     return next((owner.made for owner, *_ in node.stretches() if owner.made.turns), Made(id=""))
 
 
 def answers(document: Document, model: Model, node: Node) -> list[tuple[int, list[Part]]]:
-    """Return the parts of the answers that a node's own tokens are in, each with where it begins."""
+    """Return the parts of the answers in a node's own tokens, each answer with its beginning."""
     found: list[tuple[int, list[Part]]] = []
     turns = document.turns(node) if model.chat_template is not None else []
     for turn in turns:
@@ -115,7 +115,7 @@ def _parts(document: Document, model: Model, node: Node, turn: Turn) -> list[Par
             start = 0
         first = max(bisect_right(ends, start), found[-1].end - begin if found else 0)
         last = min(bisect_left(ends, end) + 1, len(ends))
-        if kind == "thought":  # with the white space after it
+        if kind == "thought":  # with the whitespace after it
             last = bisect_right(ends, end + len(text[end:]) - len(text[end:].lstrip()))
         if last > first:
             calls = [(call.name, call.arguments) for call in span.calls]
@@ -126,7 +126,7 @@ def _parts(document: Document, model: Model, node: Node, turn: Turn) -> list[Par
 
 
 def _read(document: Document, model: Model, node: Node, turn: Turn) -> tuple[TurnReader, str]:
-    """Return an answer, read, and its text."""
+    """Return the reader of an answer, and the answer's text."""
     ids, form = node.tokens(turn.end), model.turn_format
     header, text = (
         document.written(part) for part in (ids[turn.at : turn.begin], ids[turn.begin :])
@@ -141,7 +141,7 @@ def _read(document: Document, model: Model, node: Node, turn: Turn) -> tuple[Tur
 def thinking_at(
     document: Document, model: Model, node: Node, at: int
 ) -> tuple[Thinking | None, int]:
-    """Return the thought that a text continues with, or None, and where its answer begins."""
+    """Return the thought that a text continues with, or None, and where the answer begins."""
     turns, ids = document.turns(node, at), node.tokens(at)
     if model.chat_template is None or not turns or turns[-1].role != "assistant":
         return None, 0
@@ -155,7 +155,7 @@ def thinking_at(
 
 
 def dates_for(model: Model) -> dict[str, object]:
-    """Return today's date for a template that asks for it: a conversation keeps that of its first day."""
+    """Return today's date for a template that uses it. A conversation keeps the date of its beginning."""
     template, today = model.chat_template or "", date.today()
     return {name: today.strftime(form) for name, form in _DATES.items() if name in template}
 
@@ -163,7 +163,7 @@ def dates_for(model: Model) -> dict[str, object]:
 def messages_of(
     document: Document, model: Model, node: Node, turns: Sequence[Turn]
 ) -> list[dict[str, object]]:
-    """Return turns of a node's text as messages: of answers, thoughts and calls are apart."""
+    """Return turns of a node's text as messages; thoughts and calls are fields of their own."""
     found: list[dict[str, object]] = []
     last_call = ""
     for turn in turns:
@@ -194,17 +194,18 @@ def write(
     known: Sequence[Turn],
     answer: str | None = None,
 ) -> Written:
-    """Return what continues the tokens ``before`` as a conversation, up to where an answer begins.
+    """Return tokens that continue ``before`` as a conversation, up to where an answer begins.
 
     Args:
-        model, talk: writes the conversation.
-        before: the tokens of the text; it may be another conversation.
-        known: the turns in it.
-        answer: the beginning of the answer; its control tokens are parsed.
+        model: its chat template renders the conversation.
+        talk: the conversation.
+        before: the tokens of the text so far, which may differ from the conversation.
+        known: the turns in ``before``.
+        answer: the beginning of the answer, with control tokens.
 
     Raises:
         ConfigError: the template refuses the messages.
-        LlamaBranchError: it cannot be rendered.
+        LlamaBranchError: the template cannot be rendered.
     """
     full = talk.tokens(model)
     n_prompt = len(full)
@@ -214,7 +215,7 @@ def write(
     places = _common([_word(model, token) for token in before], words)
     at, skipped = places[-1]
     spans = _Spans(model, talk, full, n_prompt, words, places)
-    stays = 0  # turns that are whole before the fork
+    stays = 0  # turns that end before the fork
     while stays < min(len(known), len(talk.messages)) and (known[stays].end or at + 1) < at:
         stays += 1
     turns, low = [], spans.boundary(stays)
@@ -228,7 +229,7 @@ def write(
 
 
 class _Spans:
-    """Where messages are in a conversation's tokens, found by rendering it without the later ones."""
+    """Finds where messages are in a conversation's tokens, by rendering it without the later ones."""
 
     def __init__(
         self,
@@ -241,25 +242,25 @@ class _Spans:
     ) -> None:
         self._model, self._full, self._n_prompt = model, full, n_prompt
         self._words, self._places = words, places
-        # An answer at the end may be written with a thought that is left out once others follow.
+        # A template may render the thought of the last answer and leave it out once turns follow.
         bare = [{k: v for k, v in m.items() if k != "reasoning_content"} for m in talk.messages]
         self._talks = [talk] if bare == talk.messages else [talk, talk._replace(messages=bare)]
 
     def boundary(self, n: int, *, generates: bool = False) -> int:
-        """Return how many tokens the first ``n`` messages have in the whole."""
+        """Return how many tokens of the conversation the first ``n`` messages have."""
         if n == 0:
             return 0
         most, prompt = 0, self._full[: self._n_prompt]
         for talk in self._talks:
             try:
                 part = talk.tokens(self._model, n, generates=generates)
-            except LlamaBranchError:  # a template may refuse a part of a conversation
+            except LlamaBranchError:  # a template may refuse part of a conversation
                 continue
             most = max(most, n_common(part, prompt))
         return most
 
     def position(self, token: int) -> int:
-        """Return where a token of the whole is in the new text."""
+        """Return the position in the new text of a token of the conversation."""
         at, skipped = self._places[-1]
         if token >= skipped:
             return at + token - skipped
@@ -271,9 +272,9 @@ class _Spans:
         """Return the turn of message ``i``.
 
         Args:
-            i, message: its number, and itself.
-            low, high: where it begins and ends in the whole.
-            old: the turn as it is in the text that stays.
+            i, message: its index, and the message.
+            low, high: where it begins and ends in the conversation.
+            old: the turn in the text that is kept.
         """
         role, text = str(message["role"]), message.get("content")
         if role == "assistant":
@@ -289,7 +290,7 @@ class _Spans:
         )
 
     def _span(self, low: int, high: int, text: str) -> tuple[int, int]:
-        """Return the tokens from ``low`` to ``high`` that a text has, behind the template's own."""
+        """Return which tokens from ``low`` to ``high`` are a text, without the template's own."""
         words = self._words[low:high]
         joined, wanted = b"".join(words), text.strip().encode()
         where = joined.rfind(wanted) if wanted else -1
@@ -307,13 +308,13 @@ def _word(model: Model, token: int) -> bytes:
 
 
 def _common(a: Sequence[bytes], b: Sequence[bytes]) -> list[tuple[int, int]]:
-    """Return after how many words each of two lists has the same text, as long as they have."""
+    """Return pairs (i, j) for which ``a[:i]`` and ``b[:j]`` are the same bytes and whole characters."""
     found, i, j = [(0, 0)], 0, 0
     left, right = b"", b""
     while True:
         if not left and not right:
             following = b[j][:1] if j < len(b) else b""
-            if not b"\x80" <= following < b"\xc0":  # else it is inside a character
+            if not b"\x80" <= following < b"\xc0":  # a character ends here
                 found.append((i, j))
         if not left:
             if i == len(a):

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import json
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from datetime import date
 from enum import Enum
@@ -383,6 +383,23 @@ def test_a_function_that_cancels_everything_ends_the_run(stage: Context) -> None
         agent.run("calls: go")
     with pytest.raises(ClosedError, match="cancelled the tasks"):
         list(agent.stream("calls: go"))
+    assert agent.run("one: go").text == "It is three."
+
+
+def test_an_event_loop_that_cannot_be_made_is_an_error(
+    stage: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop needs files, of which a process may have no more."""
+
+    def run(main: Coroutine[None, None, None]) -> None:
+        main.close()
+        raise OSError(24, "Too many open files")
+
+    agent = Agent(stage, tools=[add])
+    with monkeypatch.context() as patched:
+        patched.setattr(asyncio, "run", run)
+        with pytest.raises(OSError, match="open files"):
+            agent.run("one: go")
     assert agent.run("one: go").text == "It is three."
 
 

@@ -23,6 +23,29 @@ QUIET = [  # no requests of the browser's own
     "--disable-domain-reliability", "--disable-sync", "--metrics-recording-only", "--no-first-run",
     "--no-pings",
 ]  # fmt: skip
+# Colours as Chromium paints them, so that oklch() and color-mix() are read as numbers; layers that are
+# translucent are painted one over the other, from the page's own up.
+CONTRAST = """([selector]) => {
+  const pen = Object.assign(document.createElement("canvas"), {width: 1, height: 1}).getContext("2d",
+    {willReadFrequently: true});
+  const painted = (colours) => {
+    pen.clearRect(0, 0, 1, 1);
+    for (const colour of colours) { pen.fillStyle = colour; pen.fillRect(0, 0, 1, 1); }
+    return [...pen.getImageData(0, 0, 1, 1).data].slice(0, 3);
+  };
+  const light = (rgb) => {
+    const linear = (x) => (x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4);
+    const [r, g, b] = rgb.map((x) => linear(x / 255));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  return [...document.querySelectorAll(selector)].filter((each) => each.offsetParent).map((element) => {
+    const under = [];
+    for (let up = element; up; up = up.parentElement) under.unshift(getComputedStyle(up).backgroundColor);
+    const [ink, paper] = [[...under, getComputedStyle(element).color], under].map(painted).map(light);
+    const ratio = (Math.max(ink, paper) + 0.05) / (Math.min(ink, paper) + 0.05);
+    return [element.className, ratio, paper];
+  });
+}"""
 PATIENCE_MS = float(os.environ.get("PATIENCE_MS", 60_000))  # the machine may be busy
 
 

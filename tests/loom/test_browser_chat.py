@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from browsing import (
+    CONTRAST,
     afresh,
     asked,
     axe,
@@ -159,6 +160,11 @@ def test_a_reply_continues_and_turns_are_edited_and_answered_again(page: Page) -
     box.press("Control+Enter")
     page.locator("#text .turn.said", has_text="new house").wait_for()
     idle(page)
+    rows = page.locator("#rows > :not([hidden]) .words").all_inner_texts()
+    for start in ("Who lived in the", "old house?", "new house?"):  # the question forks inside
+        assert [row for row in rows if row.startswith(start)], rows
+    assert [row for row in rows if "<|im_start" in row or "assistant" in row] == []
+    idle(page)
     assert [role for role, _ in turns(page)] == ["system", "user", "assistant"]
     assert turns(page)[2][1]
 
@@ -196,6 +202,47 @@ def test_thoughts_fold_and_calls_are_cards(page: Page) -> None:
     assert page.locator("#text .turn.thought").count() == 0
     assert page.locator("#text .turn.call").count() == 1
     assert turns(page)[2:4] == [("assistant", "A fox lived there."), ("user", "Why?")]
+
+
+def test_a_box_to_write_in_is_shown_with_its_buttons(page: Page) -> None:
+    talk(page)
+    for text in ("And then?", "Why?"):
+        page.locator("#text").press("Enter")
+        send = page.locator(".typing button.main")
+        send.wait_for()
+        seen = page.evaluate(
+            """() => document.querySelector(".typing").getBoundingClientRect().bottom
+            <= document.querySelector("#columns .scroller").getBoundingClientRect().bottom"""
+        )
+        assert seen, text
+        page.locator(".typing textarea").fill(text)
+        send.click()
+        page.locator("#text .turn.said", has_text=text).wait_for()
+        idle(page)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_thoughts_calls_and_chips_have_contrast(
+    chromium: Browser, served: Opened, scheme: str
+) -> None:
+    with afresh(chromium, served, color_scheme=scheme) as page:
+        talk(page)
+        edit_answer(page, ANSWER)
+        page.locator("#text").press("t")
+        page.locator("#text .turn.thought [data-token]").first.wait_for()
+        idle(page)
+        kinds = {"thought", "call", "said", "markup"}
+        shown = page.locator("#text .turn").evaluate_all("all => all.map(e => e.classList[1])")
+        assert kinds <= set(shown)
+        for i in range(7):  # every bin, also those that no token has
+            page.evaluate(
+                """bin => { for (const token of document.querySelectorAll("#text .t")) {
+                token.className = token.className.replace(/\\bb[0-9x]/, `b${bin}`); } }""",
+                i,
+            )
+            measured = page.evaluate(CONTRAST, ["#text .t"])
+            assert any("control" in name for name, _, _ in measured)
+            assert [each for each in measured if each[1] < 4.5] == []
 
 
 def test_the_tools_box_tells_the_model_of_tools(page: Page) -> None:
@@ -297,6 +344,15 @@ def test_the_bar_is_kept_in_the_document_and_used(chromium: Browser, tmp_path: P
         assert (made["n"], made["sampling"]["temperature"], made["stop"]) == (5, 0.5, ["xyz"])
         # A preset of one's own is kept for all documents; what is wrong is told in the dialog.
         page.locator("#text").press("G")
+        for name, bad, told_of in (
+            ("n", "2.5", "whole number"), ("temperature", "hot", "not a number"),
+            ("seed", "lucky", "seed: “lucky”"), ("temperature", "-1", "must be"),
+        ):  # fmt: skip
+            was = page.locator(f"dialog [name={name}]").input_value()
+            page.locator(f"dialog [name={name}]").fill(bad)
+            page.locator("dialog button[value=keep]").click()
+            told(page, "dialog .wrong", told_of)
+            page.locator(f"dialog [name={name}]").fill(was)
         page.locator("dialog [name=kind]").select_option("json_schema")
         page.locator("dialog [name=follow]").fill('{"type": "integer"')
         page.locator("dialog button[value=keep]").click()
@@ -306,7 +362,7 @@ def test_the_bar_is_kept_in_the_document_and_used(chromium: Browser, tmp_path: P
         told(page, "dialog .wrong", "schema")
         page.locator("dialog [name=follow]").fill('{"enum": ["north", "south"]}')
         page.locator("dialog [aria-label='Name of the preset']").fill("a wind")
-        page.locator("dialog button", has_text="Keep as a preset").click()
+        page.locator("dialog button", has_text="Save as a preset").click()
         page.locator("dialog option", has_text="a wind").wait_for(state="attached")
         page.locator("dialog button[value=go]").click()
         idle(page)

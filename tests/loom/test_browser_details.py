@@ -149,6 +149,33 @@ def test_no_label_is_cut_inside_a_character(page: Page) -> None:
         assert words and words == unit * (len(words) // len(unit)), words
 
 
+def test_a_find_in_an_exported_file_finds_every_place(
+    chromium: Browser, page: Page, tmp_path: Path
+) -> None:
+    node = imported(page, "A wizard.* and a (wizard) met a Wizard")
+    n = len(tokens(page))
+    other = do(page, "type", node=node, at=n, text=" and a witch")["node"]["id"]
+    idle(page)
+    show(page, other)
+    file = exported(page, tmp_path)
+    shown = chromium.new_context().new_page()
+    shown.goto(file.as_uri())
+    state(shown, "read-only")
+    idle(shown)
+    for wanted, count in (("wizard", 3), ("wizard.*", 1), ("(wizard)", 1), ("wizard and a wit", 1)):
+        for opened in (page, shown):
+            opened.locator("#find").fill(wanted)
+            told(opened, "#found", f"^{count}$")
+            opened.locator("#find").press("Enter")
+            idle(opened)
+            i = int(opened.locator("#text [aria-selected=true]").get_attribute("data-token") or -1)
+            text = "".join(tokens(opened)[: i + 1]).lower()
+            assert wanted.lower() in text[-len(wanted) - 3 :], wanted
+    shown.locator("#find").fill("")
+    told(shown, "#found", "^$")
+    shown.context.close()
+
+
 def test_what_tokens_share_is_drawn_as_one(page: Page) -> None:
     text = f"We are {FAMILY} and {THUMB} e\u0301 {FLAG}."
     imported(page, text)
@@ -262,6 +289,104 @@ def test_undo_shows_a_deleted_branch_again(page: Page) -> None:
     shown = tokens(page)
     press(page, "u", at="#text")
     assert tokens(page) == shown
+
+
+def test_redo_shows_what_it_does_again(page: Page) -> None:
+    written(page)
+    press(page, "g", at="#text")
+    page.locator(".shoot").first.click()
+    idle(page)
+    for way in ("continue", "take", "type", "delete"):
+        if way == "continue":
+            page.locator("#text [data-token]").nth(4).click()
+            press(page, "g", at="#text")
+        elif way == "take":
+            page.locator("#text [data-token]").nth(6).hover()
+            page.locator("#token-pane[data-position='6']").wait_for()
+            page.locator("[data-alternative]:not([aria-current])").first.click()
+            idle(page)
+        elif way == "type":
+            page.locator("#text").press("Enter")
+            page.locator(".typing textarea").fill(" and so they slept")
+            press(page, "Escape")
+        else:
+            press(page, "Delete", at="#text")
+        after = chosen(page), tokens(page)
+        press(page, "u", at="#text")
+        assert (chosen(page), tokens(page)) != after, way
+        press(page, "U", at="#text")
+        assert (chosen(page), tokens(page)) == after, way
+        told(page, "#status", "Redone")
+        if way == "continue":
+            page.locator(".shoot").nth(2).click()
+            idle(page)
+
+
+def test_a_deleted_text_is_shown_no_more(page: Page) -> None:
+    node = imported(page, "A text that stands alone")
+    n = int(page.locator("#marks").inner_text().removeprefix("★ "))
+
+    def marked(count: int) -> None:
+        told(page, "#marks", f"★ {count}$")
+
+    do(page, "set", node=node, bookmark=True)
+    marked(n + 1)
+    press(page, "Delete", at="#text")
+    assert page.locator("#empty").is_visible()
+    marked(n)
+    page.reload()
+    idle(page)
+    assert chosen(page) != node
+    show(page, node)
+    press(page, "u", at="#text")
+    assert "".join(tokens(page)) == "A text that stands alone"
+    marked(n + 1)
+    # Where a branch is deleted, so is what begins in it.
+    child = do(page, "type", node=node, text=" and its end")["node"]["id"]
+    do(page, "set", node=child, bookmark=True)
+    marked(n + 2)
+    do(page, "delete", node=node)
+    marked(n)
+
+
+def test_undo_of_an_import_shows_what_was_shown_before(page: Page) -> None:
+    written(page)
+    before = chosen(page), tokens(page)
+    page.locator("#text").press("E")
+    file: Any = {"name": "a.txt", "mimeType": "text/plain", "buffer": b"A king slept."}
+    page.locator("dialog input[type=file]").set_input_files(file)
+    page.locator("dialog[open]").wait_for(state="detached")
+    idle(page)
+    assert "".join(tokens(page)) == "A king slept."
+    press(page, "u", at="#text")
+    assert (chosen(page), tokens(page)) == before
+    press(page, "U", at="#text")
+    assert "".join(tokens(page)) == "A king slept."
+
+
+def test_half_a_character_is_no_error(page: Page) -> None:
+    """A program that cuts an emoji in two leaves half of it in the clipboard."""
+    cut = "An owl \\ud83d sat"
+    put = """([selector, text]) => { const box = document.querySelector(selector);
+        box.value = JSON.parse('"' + text + '"');
+        box.dispatchEvent(new Event("input")); }"""
+    page.evaluate(put, ["#begin", cut])
+    page.locator("#start").click()
+    page.locator("#empty").wait_for(state="hidden")
+    idle(page)
+    assert "".join(tokens(page)) == "An owl \ufffd sat"
+    page.locator("#text").press("Enter")
+    page.evaluate(put, [".typing textarea", " \\ude00 here"])
+    page.locator(".preview .t").first.wait_for()
+    press(page, "Escape")
+    assert "".join(tokens(page)) == "An owl \ufffd sat \ufffd here"
+    set_to = "page and \\ud83d"
+    page.locator("#bar-said").click()
+    page.evaluate(put, ["dialog [name=stop]", set_to])
+    page.locator("dialog button[value=keep]").click()
+    page.locator("dialog[open]").wait_for(state="detached")
+    assert "stop at “page and \ufffd”" in page.locator("#bar-said").inner_text()
+    do(page, "bar", set={"text": {}})
 
 
 def test_a_find_leaves_out_what_is_gone(page: Page) -> None:
@@ -381,6 +506,13 @@ def test_errors_of_a_dialog_are_in_the_dialog(page: Page, tmp_path: Path) -> Non
     in_dialog(page, "S", options__width="9999", options__max_tokens="4")
     told(page, "dialog .wrong", "256")
     assert page.locator("dialog[open]").count() == 1
+    for name, bad, told_of in (("width", "wide", "width: “wide” is not a whole number"),
+                               ("width", "1.5", "whole number"), ("temperature", "hot", "not a number"),
+                               ("seed", "lucky", "seed: “lucky”")):  # fmt: skip
+        page.locator(f"dialog [name='options.{name}']").fill(bad)
+        page.locator("dialog button.main").click()
+        told(page, "dialog .wrong", told_of)
+        page.locator(f"dialog [name='options.{name}']").fill("")
     page.locator("dialog [name='options.width']").fill("2")
     page.locator("dialog button.main").click()
     page.wait_for_function("() => !document.querySelector('dialog[open]')")
@@ -420,6 +552,20 @@ def test_what_was_stopped_is_not_read_again_by_itself(page: Page) -> None:
     ops = [json.loads(body).get("op") for body in asked_for if body.startswith("{")]
     assert "stop" in ops
     assert "score" not in ops
+
+
+def test_a_reload_shows_what_is_being_written(page: Page) -> None:
+    node = imported(page, "The king who never stopped to speak said")
+    do(page, "continue", node=node, n=4, max_tokens=900)
+    page.locator(".shoot").nth(3).wait_for()
+    page.reload()
+    page.wait_for_function(  # the list of nodes has 40 characters of each
+        """() => { const all = [...document.querySelectorAll(".shoot")];
+        return all.length === 4 && all.every(each => each.textContent.length > 60); }"""
+    )
+    assert asked(page, "/loom/doc")["jobs"]  # it is still written
+    page.locator("#text").press("Escape")
+    idle(page)
 
 
 # -- letters ---------------------------------------------------------------------------------------
@@ -506,12 +652,22 @@ def test_fingers_reach_everything(chromium: Browser, served: Opened) -> None:
             targets = page.locator("button, label > span, [role=treeitem]").evaluate_all(sizes)
             assert len(targets) > 12
             assert [each for each in targets if min(each[1:]) < 44] == []
+        room = """() => [document.querySelector("#columns").clientHeight / innerHeight,
+            document.documentElement.scrollHeight - innerHeight]"""
+        high, beyond = page.evaluate(room)
+        assert high > 0.35 and beyond <= 0  # one reads the text
         page.locator("#text [data-token]").nth(4).tap()
         other = page.locator("[data-alternative]:not([aria-current])").first
         other.wait_for()  # one tap shows them
         idle(page)
         assert other.bounding_box() is not None and page.locator("#text .cursor").is_visible()
         assert min(page.locator("[data-alternative]").evaluate_all(sizes)[0][1:]) >= 44
+        stop = """() => { const stop = document.querySelector("#actions [data-action=stop]");
+            stop.hidden = false; // as while something is written
+            const isSeen = stop.offsetParent !== null && stop.getBoundingClientRect().height >= 44;
+            stop.hidden = true;
+            return isSeen; }"""
+        assert page.evaluate(stop)
         other.tap()
         idle(page)
         assert chosen(page) != written_here
@@ -525,7 +681,22 @@ def test_fingers_reach_everything(chromium: Browser, served: Opened) -> None:
             for each in page.locator("button, summary").evaluate_all(sizes)
             if min(each[1:]) < 44
         ] == []
-        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert page.evaluate("innerWidth") == 390  # it is not zoomed out for what is too wide
+
+
+def test_a_phone_shows_rounds_and_the_text_beside_them(chromium: Browser, tmp_path: Path) -> None:
+    narrow: dict[str, Any] = {**PHONE, "viewport": {"width": 360, "height": 740}}
+    with Opened(tmp_path) as running, visiting(chromium, running, **narrow) as page:
+        idle(page)
+        page.locator("[data-card=draft]").tap()
+        page.locator("#live-body .round").nth(3).wait_for()
+        idle(page)
+        rounds = page.locator("#live-body .round").evaluate_all(
+            "all => all.map(each => each.getBoundingClientRect().right)"
+        )
+        assert max(rounds) <= 360
+        assert page.evaluate("document.querySelector('#columns').clientHeight") > 100
+        assert page.evaluate("innerWidth") == 360
 
 
 # -- drafts ----------------------------------------------------------------------------------------

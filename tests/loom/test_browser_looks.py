@@ -6,36 +6,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
-from browsing import axe, begin, idle, state, visiting
+from browsing import CONTRAST, axe, begin, idle, state, visiting
 from paging import Opened
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 LENSES = ("probability", "entropy", "rank", "source", "divergence", "change")
-# Colours as Chromium paints them, so that oklch() and color-mix() are read as numbers; layers that are
-# translucent are painted one over the other, from the page's own up.
-CONTRAST = """([selector]) => {
-  const pen = Object.assign(document.createElement("canvas"), {width: 1, height: 1}).getContext("2d",
-    {willReadFrequently: true});
-  const painted = (colours) => {
-    pen.clearRect(0, 0, 1, 1);
-    for (const colour of colours) { pen.fillStyle = colour; pen.fillRect(0, 0, 1, 1); }
-    return [...pen.getImageData(0, 0, 1, 1).data].slice(0, 3);
-  };
-  const light = (rgb) => {
-    const linear = (x) => (x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4);
-    const [r, g, b] = rgb.map((x) => linear(x / 255));
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  };
-  return [...document.querySelectorAll(selector)].filter((each) => each.offsetParent).map((element) => {
-    const under = [];
-    for (let up = element; up; up = up.parentElement) under.unshift(getComputedStyle(up).backgroundColor);
-    const [ink, paper] = [[...under, getComputedStyle(element).color], under].map(painted).map(light);
-    const ratio = (Math.max(ink, paper) + 0.05) / (Math.min(ink, paper) + 0.05);
-    return [element.className, ratio, paper];
-  });
-}"""
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +106,7 @@ def test_a_page_without_a_session_asks_for_a_link(chromium: Browser, served: Ope
     page = chromium.new_page()
     page.goto(served.url)
     state(page, "no-session")
-    assert "fresh link" in page.locator("#bar").inner_text()
+    assert "open the new link" in page.locator("#bar").inner_text()
     page.evaluate(axe())
     assert violations(page) == []
     page.close()

@@ -16,7 +16,6 @@ from llamabranch import ConfigError
 from llamabranch.loom import formats
 from llamabranch.loom.document import Change, Document, Head, Made, Pieces, Tokens
 
-TREES = ("logitloom", "loomsidian", "socketteer", "socketteer-simple", "exoloom")
 HOSTILE = (
     "</script><img src=x onerror=alert(1)>", "\u202eright to left", "\x1b[31m", "\x00", "a\u0301" * 50,
     "\ud800", '"},{"', "\\", "\u2028",
@@ -86,20 +85,13 @@ def test_a_short_text_with_a_control_character_is_no_binary_file() -> None:
 
 
 @given(documents())
-def test_a_tree_comes_back_from_every_format(document: Document) -> None:
+def test_a_tree_comes_back_from_loomsidian(document: Document) -> None:
     shown = [*document.shown()]
-    lps = [lp for node in shown for lp in node.lp]
-    for kind in TREES:
-        data, _, _ = formats.export(document, kind, None)
-        found, items, n_lost = formats.read(data, 1000, "print".__eq__)
-        assert found == kind and n_lost == 0
-        assert of_items(items) == of_document(document)
-        assert isinstance(items, list)
-        if kind in ("loomsidian", "socketteer", "exoloom"):
-            assert sum(item.bookmark for item in items) == sum(node.bookmark for node in shown)
-        if kind == "logitloom":  # log-probabilities too, 0 where there is none
-            known = sorted(lp for item in items for _, lp in item.parts if lp is not None)
-            assert known == sorted(lp or 0.0 for lp in lps)
+    data, _, _ = formats.export(document, "loomsidian", None)
+    found, items, n_lost = formats.read(data, 1000, "print".__eq__)
+    assert found == "loomsidian" and n_lost == 0 and isinstance(items, list)
+    assert of_items(items) == of_document(document)
+    assert sum(item.bookmark for item in items) == sum(node.bookmark for node in shown)
     for node in shown:
         data, _, _ = formats.export(document, "markdown", node)
         assert data.decode() == document.text(node, own=False)
@@ -127,8 +119,8 @@ def nested(depth: int) -> str:
 @pytest.mark.parametrize("depth", [3, 3000, 60_000])
 def test_deep_trees_are_read(depth: int) -> None:
     kind, items, _ = formats.read(nested(depth).encode(), 100_000, "".__eq__)
-    assert kind == "socketteer-simple" and isinstance(items, list)
-    assert len(items) == 1 and len(items[0].parts) == depth
+    assert kind == "tree" and isinstance(items, list)
+    assert [item.text for item in items] == ["a" * depth]
 
 
 def test_deep_trees_are_written() -> None:
@@ -137,11 +129,10 @@ def test_deep_trees_are_written() -> None:
     for i in range(3000):  # each node forks off the one before
         document.apply(Made(id=f"n{i}", parent=f"n{i - 1}" if i else None, at=i, r=i + 1))
         document.apply(tokens(f"n{i}", [0, 1], [None, None]))
-    for kind in TREES:
-        data, _, _ = formats.export(document, kind, None)
-        _, items, _ = formats.read(data, 100_000, "".__eq__)
-        assert isinstance(items, list)
-        assert sum(len(item.text) for item in items) == 6000
+    data, _, _ = formats.export(document, "loomsidian", None)
+    _, items, _ = formats.read(data, 100_000, "".__eq__)
+    assert isinstance(items, list)
+    assert sum(len(item.text) for item in items) == 6000
 
 
 @pytest.mark.parametrize(
@@ -168,8 +159,8 @@ def test_too_many_nodes_are_refused() -> None:
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4),
     lambda inner: st.lists(inner, max_size=4)
     | st.dictionaries(
-        st.sampled_from(["nodes", "root", "roots", "text", "children", "parentId", "tree", "loomType",
-                         "isLogitLoomTreeVersion", "id", "chapters", "format", "logprob", "prob"]),
+        st.sampled_from(["nodes", "root", "roots", "text", "children", "parentId", "tree",
+                         "id", "format"]),
         inner, max_size=5),
     max_leaves=24,
 ))  # fmt: skip
@@ -184,48 +175,36 @@ def test_no_json_breaks_the_reader(value: object) -> None:
         item.text.encode()
 
 
-ENDS = {"branchFinished": True, "children": []}
-LOGITLOOM = {"isLogitLoomTreeVersion": "logit-loom-tree-v1", "modelName": "m", "roots": [
-    {"id": "a", "text": "One", "logprob": -0.5, "prob": 0.6, "branchFinished": False, "children": [
-        {"id": "b", "text": " two", "logprob": -1.5, "prob": 0.2, **ENDS},
-        {"id": "c", "text": " three", "logprob": -2.5, "prob": 0.1, **ENDS},
-    ]}]}  # fmt: skip
 LOOMSIDIAN = {"nodes": [
     {"id": "y", "text": " two", "parentId": "x", "bookmarked": True},
     {"id": "x", "text": "One", "parentId": None},
     {"id": "z", "text": "lost", "parentId": "nobody"},
 ]}  # fmt: skip
-SOCKETTEER = {
-    "root": {"id": "r", "text": "", "children": [
-        {"id": "s", "text": "One", "children": []}, {"id": "t", "text": "Two", "children": []}, 3,
-    ]},
-    "chapters": {"c": {"id": "c", "root_id": "t", "title": "Second"}}, "selected_node_id": "s",
-}  # fmt: skip
-EXOLOOM = {"loomType": "Exoloom", "schemaVersion": 1, "lens": {}, "tree": {
-    "title": "t", "rootNodeId": "r", "nodes": {
-        "r": {"content": "One", "authorType": "user", "parentId": None, "childrenIds": ["s"]},
-        "s": {"content": " two", "authorType": "model", "parentId": "r", "childrenIds": []},
-    }}}  # fmt: skip
+FORK = [{"text": " two", "prob": 0.2, "children": []}, {"text": " three", "children": []}]
+NESTED = {"id": "a", "text": "One", "logprob": -0.5, "children": FORK}
+FLAT = {"r": {"content": "One", "parentId": None}, "s": {"content": " two", "parentId": "r"},
+        "t": {"content": " three", "parentId": "r"}}  # fmt: skip
 
 
-def test_shapes_of_other_programs_are_read() -> None:
+def test_trees_of_other_programs_are_read() -> None:
     def told(data: object) -> tuple[str, int, list[formats.Item]]:
         kind, items, n_lost = formats.read(json.dumps(data).encode(), 99, "".__eq__)
         assert isinstance(items, list)
         return kind, n_lost, items
 
-    _, _, items = told(LOGITLOOM)
-    assert [(item.parts, item.parent) for item in items] == [
-        ([("One", -0.5)], -1), ([(" two", -1.5)], 0), ([(" three", -2.5)], 0),
-    ]  # fmt: skip
     kind, n_lost, items = told(LOOMSIDIAN)
     assert (kind, n_lost) == ("loomsidian", 1)
-    assert [(item.parts[0][0], item.bookmark) for item in items] == [("One", False), (" two", True)]
-    kind, n_lost, items = told(SOCKETTEER)
-    assert (kind, n_lost) == ("socketteer", 1)
-    assert [(item.parent, item.note) for item in items] == [(-1, ""), (-1, "Second")]
-    kind, _, items = told(EXOLOOM)
-    assert kind == "exoloom" and [item.by for item in items] == ["user", "A"]
+    assert [(item.text, item.bookmark) for item in items] == [("One", False), (" two", True)]
+    for file, kind in (
+        (NESTED, "tree"), ({"roots": [NESTED], "modelName": "m"}, "tree"),
+        ({"root": {"text": "", "children": [NESTED]}, "chapters": {}}, "tree"),
+        ({"nodes": FLAT}, "loomsidian"), ({"tree": {"nodes": FLAT}, "lens": {}}, "loomsidian"),
+    ):  # fmt: skip
+        found, n_lost, items = told(file)
+        assert (found, n_lost) == (kind, 0)
+        texts = [(item.text, item.parent) for item in items]
+        assert texts == [("One", -1), (" two", 0), (" three", 0)]
+    assert told({"root": {"text": "One", "children": [3]}})[1] == 1
 
 
 def test_imports_over_http_make_one_action(tmp_path: Path) -> None:
@@ -233,7 +212,7 @@ def test_imports_over_http_make_one_action(tmp_path: Path) -> None:
         root = page.type("Once upon a time")
         page.grow(root["id"], 2, max_tokens=8, seed="4")
         texts, n = {page.text(each) for each in page.nodes()}, len(page.nodes())
-        for kind in (*TREES, "json"):
+        for kind in ("loomsidian", "json"):
             data = page.get("/loom/export", format=kind).content
             answer = page.api.post("/loom/import", content=data)
             assert answer.status_code == 200, answer.text
@@ -279,7 +258,7 @@ def test_texts_are_read_in_the_encoding_they_have(encoding: str) -> None:
     assert text_of(STORY.replace("\n", "\r\n").encode(encoding)) == STORY
     tree = json.dumps({"text": STORY, "children": []}, ensure_ascii=False)
     kind, items, _ = formats.read(tree.encode(encoding), 100, "".__eq__)
-    assert kind == "socketteer-simple" and isinstance(items, list)
+    assert kind == "tree" and isinstance(items, list)
     assert items[0].text == STORY
 
 
@@ -403,3 +382,35 @@ def test_sessions_of_mikupad_are_read() -> None:
 def test_a_weave_of_tapestry_is_told() -> None:
     with pytest.raises(ConfigError, match="Tapestry"):
         formats.read(b"VersionedTapestryWeave__" + bytes(200), 99, "".__eq__)
+
+
+def test_the_file_of_a_document_is_imported(tmp_path: Path) -> None:
+    """Who kept ``tale.loom.jsonl`` and has another document open imports the one into the other."""
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    with Paged(tmp_path / "a") as page:
+        root = page.type("Once upon a time")
+        made = page.grow(root["id"], max_tokens=6, seed="4")
+        page.type(" a king", root["id"])
+        page.do("undo")
+        text, numbers = page.text(made["id"]), page.tokens(made["id"])["lp"]
+        page.do("set", node=made["id"], note="mine")
+        file = page.loom.journal.path
+    data = file.read_bytes()
+    with Paged(tmp_path / "b") as page:
+        for cut in (data, data + b'{"op":"node","id"'):  # its process may have died in a line
+            answer = page.api.post("/loom/import", content=cut)
+            assert answer.status_code == 200, answer.text
+            assert (answer.json()["format"], answer.json()["count"]) == ("journal", 2)
+            new = page.nodes()[-1]
+            assert page.text(new) == text and page.doc()["notes"][new] == "mine"
+            assert page.tokens(new)["lp"] == numbers
+        lines = data.splitlines(keepends=True)
+        damaged = b"".join([*lines[:2], b"{\n", *lines[2:]])
+        told = page.api.post("/loom/import", content=damaged)
+        assert told.status_code == 400 and "line 3 is damaged" in told.text
+    with pytest.raises(ConfigError, match="at most 1 nodes"):
+        formats.read(data, 1, "".__eq__)
+    kind, items, _ = formats.read(data, 99, "another".__eq__)  # of another model: its texts
+    assert kind == "journal" and isinstance(items, list)
+    assert "".join(item.text for item in items) == text

@@ -142,7 +142,7 @@ def refusal(page: Paged) -> str:
 def test_other_files_are_refused_and_left_alone(tmp_path: Path, data: bytes) -> None:
     file = tmp_path / "other.loom.jsonl"
     file.write_bytes(data)
-    with pytest.raises(ConfigError, match="no file of the page"):
+    with pytest.raises(ConfigError, match="not written by the page"):
         Journal(file, Document())
     assert file.read_bytes() == data
 
@@ -202,7 +202,7 @@ def test_a_file_of_another_model_is_read_and_can_be_copied(tmp_path: Path) -> No
     data = re.sub(rb'"fingerprint":"[^"]*"', b'"fingerprint":"other"', file.read_bytes(), count=1)
     file.write_bytes(data)
     with Paged(tmp_path) as page:
-        assert "of the model" in refusal(page)
+        assert "written with the model" in refusal(page)
         assert page.tokens(node, top=1) == numbers
         name = page.do("reread")["file"]
         assert name == "tale.2.loom.jsonl" and page.doc()["file"]["read_only"] is None

@@ -211,6 +211,34 @@ def test_marks_notes_and_finding(page: Paged, root: Any) -> None:
     page.do("delete", node=node, restore=True)
 
 
+def test_a_find_finds_every_place(tmp_path: Path) -> None:
+    """Also the second one of a node, one that a fork cuts, and one behind odd characters."""
+    with Paged(tmp_path) as page:
+
+        def places(q: str) -> list[tuple[str, str]]:
+            """Return the nodes and the texts of the tokens of the matches."""
+            found = []
+            for each in page.get("/loom/find", q=q).json()["found"]:
+                words = page.tokens(each["node"], path=1)["text"]
+                assert all(isinstance(word, str) for word in words[each["at"] : each["last"] + 1])
+                assert q.lower() in each["text"].lower()
+                found.append((each["node"], "".join(words[each["at"] : each["last"] + 1]).strip()))
+            return found
+
+        root = page.type("A fox and a fox met a Fox")["id"]
+        assert places("fox") == [(root, "fox"), (root, "fox"), (root, "Fox")]
+        n = page.doc()["nodes"]["n"][0]
+        child = page.type(" in the wood", root)["id"]
+        other = page.type(" and a wolf", root, at=n)["id"]
+        assert places("Fox in the") == [(child, "Fox in the")]
+        assert places("fox and a wolf") == [(other, "Fox and a wolf")]
+        assert places("a fox.*") == []  # it is a text, not a pattern
+        odd = page.type("İİİİ 👩‍👩‍👧 İstanbul lies by the sea")["id"]
+        assert places("by the sea") == [(odd, "by the sea")]
+        far = page.type(" 👩‍👩‍👧 by the lake", odd, at=3)["id"]
+        assert places("the lake") == [(far, "the lake")]
+
+
 def test_undo_goes_back_to_nothing_and_forward_again(tmp_path: Path) -> None:
     with Paged(tmp_path) as page:
         root = page.type(START)

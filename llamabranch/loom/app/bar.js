@@ -1,7 +1,7 @@
 // @ts-check
 // The sampling bar: what texts, or answers of a chat, are continued with; kept in the document. Presets, and what a text must follow.
-import { $, fill, h, plural, redraw, short, tell, visible } from "./dom.js";
-import { backend, net } from "./net.js";
+import { $, fill, h, plural, redraw, short, tell, typedNumber, visible } from "./dom.js";
+import { backend, bodyOf, net } from "./net.js";
 import { stateOf, store } from "./store.js";
 
 /** @typedef {Record<string, any>} Bar */
@@ -49,7 +49,7 @@ export function sentenceOf(mode) {
 
 /** Keep a bar in the document. Raises what the server refuses. @param {string} mode @param {Bar} bar */
 async function keepBar(mode, bar) {
-  const body = JSON.stringify({ cid: crypto.randomUUID(), op: "bar", set: { [mode]: bar } });
+  const body = bodyOf({ cid: crypto.randomUUID(), op: "bar", set: { [mode]: bar } });
   const { bars } = stateOf(net) === "read-only" ? { bars: { ...store.doc.bars, [mode]: bar } }
     : await backend.ask("/loom/do", { method: "POST", body });
   store.doc.bars = bars;
@@ -60,16 +60,10 @@ async function keepBar(mode, bar) {
 function read(form) {
   const data = new FormData(form);
   const of = (/** @type {string} */ name) => String(data.get(name) ?? "").trim();
-  const number = (/** @type {string} */ name, /** @type {string} */ words) => {
-    if (of(name) === "") return null;
-    if (Number.isNaN(Number(of(name)))) throw new Error(`“${of(name)}” is not a number: ${words}`);
-    return Number(of(name));
-  };
-  /** @type {Bar} */ const bar = {};
-  for (const [name, words] of [["n", "how many"], ["max_tokens", "tokens"]]) bar[name] = number(name, words);
-  bar.sampling = {};
-  for (const [name, words] of NUMBERS_OF_BAR) bar.sampling[name] = number(name, words);
-  if (of("seed")) bar.seed = of("seed");
+  /** @type {Bar} */ const bar = { sampling: {} };
+  for (const [name, words] of [["n", "how many"], ["max_tokens", "tokens"]]) bar[name] = typedNumber(of(name), words, true);
+  for (const [name, words] of NUMBERS_OF_BAR) bar.sampling[name] = typedNumber(of(name), words, name === "top_k");
+  if (typedNumber(of("seed"), "seed", true) != null) bar.seed = of("seed"); // more digits than a number has
   if (data.get("stop")) bar.stop = [String(data.get("stop"))];
   const kind = of("kind"), text = String(data.get("follow") ?? "");
   if (kind === "constraint") bar.constraint = true;
@@ -108,7 +102,7 @@ export function openBar(mode, proceed, setting) {
   };
   const presets = h("select", { onchange: () => show(all()[presets.value] ?? barOf(mode)) });
   const all = () => ({ ...PRESETS[mode], ...(store.doc.settings.presets?.[mode] ?? {}) });
-  const list = () => fill(presets, h("option", { value: "now" }, "as it is now"),
+  const list = () => fill(presets, h("option", { value: "now" }, "current"),
     Object.keys(all()).map((name) => h("option", { value: name }, name)));
   const name = h("input", { placeholder: "name", "aria-label": "Name of the preset", spellcheck: false, autocomplete: "off" });
   const isTalk = mode === "chat";
@@ -117,10 +111,10 @@ export function openBar(mode, proceed, setting) {
     h("label", {}, h("span", {}, "preset"), presets),
     input("n", isTalk ? "answers" : "texts", FIRST[mode].n),
     input("max_tokens", isTalk ? "tokens at most" : "tokens", FIRST[mode].max_tokens),
-    NUMBERS_OF_BAR.map(([id, words]) => input(`${id}`, words, usual[id])), input("seed", "seed", "another each time"),
+    NUMBERS_OF_BAR.map(([id, words]) => input(`${id}`, words, usual[id])), input("seed", "seed", "random"),
     input("stop", "stop at"), h("label", {}, h("span", {}, "the text must follow"), kind), box,
-    h("div", { class: "row" }, name, h("button", { type: "button", onclick: () => save() }, "Keep as a preset"),
-      h("button", { type: "button", onclick: () => drop() }, "Forget the preset")),
+    h("div", { class: "row" }, name, h("button", { type: "button", onclick: () => save() }, "Save as a preset"),
+      h("button", { type: "button", onclick: () => drop() }, "Delete the preset")),
     h("div", { class: "foot" }, wrong, h("p", { class: "row" },
       proceed && h("button", { type: "submit", class: "main", value: "go" }, isTalk ? "Keep and answer" : "Keep and continue"),
       h("button", { type: "submit", value: "keep", class: proceed ? "" : "main" }, "Keep"),
@@ -148,12 +142,13 @@ export function openBar(mode, proceed, setting) {
   }
   async function drop() {
     const { presets: kept = {} } = store.doc.settings, { [presets.value]: gone, ...rest } = kept[mode] ?? {};
-    if (!gone) return failed(new Error("Choose a preset of your own."));
+    if (!gone) return failed(new Error("Choose one of your own presets first."));
     await setting("presets", { ...kept, [mode]: rest });
     list();
   }
   form.onsubmit = async (/** @type {any} */ event) => {
     event.preventDefault(); // what is refused is told here
+    wrong.textContent = "";
     try {
       await keepBar(mode, read(form));
     } catch (error) {
@@ -161,7 +156,7 @@ export function openBar(mode, proceed, setting) {
     }
     dialog.close();
     if (event.submitter?.value === "go") proceed?.();
-    else tell(`From now on: ${sentenceOf(mode)}.`);
+    else tell(`Now: ${sentenceOf(mode)}.`);
   };
   list();
   show(barOf(mode));

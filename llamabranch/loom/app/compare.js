@@ -40,7 +40,7 @@ function spanTable({ spans, totals, why }) {
   return [
     h("p", { class: "dim" }, why),
     h("p", {}, `${totals.bytes} bytes: A ${short(totals.bpbA)}, B ${short(totals.bpbB)} bits per byte.`),
-    h("p", { class: "dim" }, "Bits of each span. Underlined: the most probable next texts differ after it."),
+    h("p", { class: "dim" }, "Bits of each span. Underlined: after this span the models would continue differently."),
     h("table", { class: "spans" },
       h("thead", {}, h("tr", {}, ["span", "A", "B", "B − A"].map((name) => h("th", { scope: "col" }, name)))),
       h("tbody", {}, spans.slice(0, 400).map((/** @type {any} */ [[begin, end], , , [bitsA, bitsB], agree]) =>
@@ -111,8 +111,8 @@ export function startCompare() {
   listeners.push((name, { op, state, result }) => {
     if (name !== "job" || op !== "compare" || state !== "done" || !result) return;
     const { n, kl, same, first_greedy: greedy, first_seed: seed } = result;
-    const facts = [kl != null && `mean KL(A, B) ${short(kl)} nats, same top token ${short(100 * same)} %`,
-      greedy != null && `another one first at ${greedy}`, seed != null && `with A's seed B draws another token at ${seed}`];
+    const facts = [kl != null && `mean KL(A, B) ${short(kl)} nats, the same most probable token in ${short(100 * same)} %`,
+      greedy != null && `first difference at token ${greedy}`, seed != null && `with A's seed B first draws another one at token ${seed}`];
     tell([`${n} tokens compared`, facts.filter(Boolean).join(", ")].filter(Boolean).join(": ") + ".");
     redraw(["compare"]);
   });

@@ -109,6 +109,15 @@ export function short(x) {
   return size >= 100 ? x.toFixed(0) : String(Number(x.toPrecision(3)));
 }
 
+/** A number that was typed; null for nothing. Raises what is wrong with it. @param {string} text @param {string} words what it is
+ * @param {boolean} isWhole */
+export function typedNumber(text, words, isWhole) {
+  if (!text.trim()) return null;
+  const x = Number(text);
+  if (Number.isFinite(x) && (!isWhole || Number.isInteger(x))) return x;
+  throw new Error(`${words}: “${text}” is not a ${isWhole ? "whole " : ""}number`);
+}
+
 /** @param {number} count @param {string} one @param {string} [many] */
 export const plural = (count, one, many = one + "s") =>
   `${count.toLocaleString("en")} ${count === 1 ? one : many}`;

@@ -49,7 +49,7 @@ const numbers = (/** @type {import("./store.js").Path} */ c, /** @type {number} 
 /** The ten most probable tokens as buttons. @param {import("./store.js").Path} c @param {number} i */
 function alternatives(c, i) {
   const top = topsAt(i);
-  if (!top?.length) return h("p", { class: "dim" }, top ? "What else was probable here is not known." : "…");
+  if (!top?.length) return h("p", { class: "dim" }, top ? "The alternatives at this position are unknown." : "…");
   const most = Math.exp(top[0]?.[1] ?? 0);
   const rest = 1 - top.reduce((sum, [, lp]) => sum + Math.exp(lp ?? -Infinity), 0);
   return [h("ol", { class: "top" }, top.map(([token, lp, piece], place) => {
@@ -59,7 +59,7 @@ function alternatives(c, i) {
       "--share": `${(100 * Math.exp(lp ?? -Infinity)) / most}%`, onclick: () => take(i, token),
     }, h("kbd", {}, place === 9 ? "0" : place + 1), h("span", { class: "word" }, named(piece)),
     h("span", { class: "share" }, percent(lp))));
-  })), rest > 0.0005 && h("p", { class: "dim rest" }, `all others ${short(100 * rest)} %`)];
+  })), rest > 0.0005 && h("p", { class: "dim rest" }, `all other tokens ${short(100 * rest)} %`)];
 }
 
 /** What B says of the token. @param {import("./store.js").Path} c @param {number} i */
@@ -70,7 +70,7 @@ function second(c, i) {
   const draw = c.draw[i] >= 0 && c.draw[i] !== c.ids[i];
   return [h("h3", {}, "Under B"), h("dl", {},
     fact("p", percent(c.lpB[i])), fact("KL(A, B)", `${short(c.kl[i])} nats`), fact("KL(B, A)", `${short(c.klr[i])} nats`),
-    c.same[i] >= 0 ? fact("top token", c.same[i] === 1 ? "the same" : "another") : [],
+    c.same[i] >= 0 ? fact("most probable", c.same[i] === 1 ? "the same token" : "another token") : [],
     draw ? fact("with A's seed", "B draws another token") : []),
   topB?.[i - at]?.length ? h("p", { class: "topb" }, topB[i - at].slice(0, 5).map((/** @type {any} */ [, lp, piece]) =>
     h("span", {}, named(piece), h("small", {}, ` ${percent(lp)}`)))) : null];
@@ -86,7 +86,7 @@ function origin(c, i) {
   const round = node.rounds.find(({ at, draft }) => i >= at && i <= at + draft.length);
   const sampling = Object.entries(node.sampling ?? {}).map(([name, value]) => `${name} ${value}`).join(", ");
   return [h("h3", {}, "Origin"), h("dl", {},
-    fact("source", /** @type {any} */ (SOURCES)[c.src[i]] ?? "not known"),
+    fact("source", /** @type {any} */ (SOURCES)[c.src[i]] ?? "unknown"),
     round ? fact("round", `${round.accepted} of ${round.draft.length} drafted accepted`) : [],
     node.by === "A" || node.by === "B" ? fact("written by", store.doc.models[node.by]?.name ?? node.by) : [],
     node.seed != null ? fact("seed", node.seed) : [],

@@ -13,15 +13,15 @@ export const ACTIONS = [
   ["last", "tree", "the last branch", ["End"]],
   ["toggle", "tree", "open or close", ["Space"]],
   ["children", "tree", "show the children only", ["Shift+Space"]],
-  ["text.left", "text", "the token before", ["ArrowLeft"]],
-  ["text.right", "text", "the token after", ["ArrowRight"]],
+  ["text.left", "text", "the previous token", ["ArrowLeft"]],
+  ["text.right", "text", "the next token", ["ArrowRight"]],
   ["text.first", "text", "the first token", ["Home"]],
   ["text.last", "text", "the last token", ["End"]],
   ["text.surprise", "text", "the next surprise, p < .05", ["}"]],
-  ["text.surpriseBack", "text", "the surprise before", ["{"]],
+  ["text.surpriseBack", "text", "the previous surprise", ["{"]],
   ["pin", "", "pin the inspector", ["i"]],
   ["continue", "", "continue, as the bar says", ["g", "Ctrl+Enter"]],
-  ["options", "", "how to continue: the bar", ["G"]],
+  ["options", "", "how to continue: opens the bar", ["G"]],
   ["type", "", "type from here; reply in a chat", ["Enter"]],
   ["edit", "", "edit what follows; this turn in a chat", ["e"]],
   ["retry", "", "answer again, in a chat", ["R"]],
@@ -29,7 +29,7 @@ export const ACTIONS = [
   ["stop", "", "stop", ["Escape"]],
   ["replay", "", "replay with the same seed", ["r"]],
   ["lens", "", "the next lens", ["v"]],
-  ["lensBack", "", "the lens before", ["V"]],
+  ["lensBack", "", "the previous lens", ["V"]],
   ["ghosts", "", "show or hide rejected drafts", ["x"]],
   ["search", "", "search from here", ["S"]],
   ["compare", "", "compare here", ["d"]],
@@ -40,7 +40,7 @@ export const ACTIONS = [
   ["hoist", "", "show this branch alone", ["H"]],
   ["undo", "", "undo", ["u", "Ctrl+z"]],
   ["redo", "", "redo", ["Ctrl+Shift+Z", "U"]],
-  ["find", "", "find in all nodes", ["/"]],
+  ["find", "", "find in all branches", ["/"]],
   ["copy", "", "copy the text", ["c"]],
   ["export", "", "export and import", ["E"]],
   ["help", "", "help and keys", ["?"]],
@@ -78,7 +78,7 @@ export function keyTable(setting) {
     const button = h("button", { type: "button", title: `${title}: change the key` });
     const show = () => void (button.textContent = keysOf(name).join("  ") || "off");
     show();
-    button.onclick = () => (button.textContent = "press a key; Delete: off, Backspace: as at first");
+    button.onclick = () => (button.textContent = "press a key (Delete: off, Backspace: default)");
     button.onblur = show;
     button.onkeydown = async (/** @type {KeyboardEvent} */ event) => {
       if (!button.textContent?.startsWith("press") || ["Shift", "Control", "Alt", "Meta", "Tab"].includes(event.key)) return;
@@ -87,7 +87,7 @@ export function keyTable(setting) {
       const key = keyName(event);
       const other = ACTIONS.find(([each, place]) =>
         each !== name && keysOf(each).includes(key) && (!place || !where || place === where));
-      if (other && key !== "Delete") tell(`${key} is the key of “${other[2]}”.`);
+      if (other && key !== "Delete") tell(`${key} is already the key of “${other[2]}”.`);
       else if (event.key !== "Escape") {
         const { [name]: _, ...others } = store.doc.settings.keys ?? {};
         await setting("keys", key === "Backspace" ? others : { ...others, [name]: key === "Delete" ? [] : [key] });
@@ -97,5 +97,5 @@ export function keyTable(setting) {
     return h("tr", {}, h("th", { scope: "row" }, title, where && h("small", {}, ` in the ${where}`)), h("td", {}, button));
   });
   return h("table", { class: "keys" }, h("tbody", {}, rows,
-    h("tr", {}, h("th", { scope: "row" }, "take the alternative of that place"), h("td", {}, h("kbd", {}, "1 … 9, 0")))));
+    h("tr", {}, h("th", { scope: "row" }, "take that alternative"), h("td", {}, h("kbd", {}, "1 … 9, 0")))));
 }

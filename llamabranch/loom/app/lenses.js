@@ -26,24 +26,24 @@ const LEAST = [0.9, 0.5, 0.2, 0.05, 0.01, 0.001];
 
 /** @type {Lens[]} */
 export const LENSES = [
-  { name: "probability", says: "How probable the model found each token: pale is what it expected, strong is a surprise.",
+  { name: "probability", says: "How probable the model found each token. Pale tokens were expected, strong ones are a surprise.",
     title: "Probability", value: (c, i) => Math.exp(c.lp[i]), cue: () => "",
     bins: [...LEAST.map((edge) => `≥ ${bare(edge)}`), "less"], bin: (p) => LEAST.filter((edge) => p < edge).length },
-  { name: "entropy", says: "How open the choice was at each place, whatever was taken: strong is where many tokens would have done.",
+  { name: "entropy", says: "How open the choice was at each position. A strong colour means that many tokens were possible.",
     title: "Entropy", value: (c, i) => c.h[i], cue: (bin) => "·".repeat(bin / 2),
     ...rising([0.1, 0.5, 1, 2, 3, 5]) },
-  { name: "rank", says: "The place of each token among all, by probability: the number is shown from 2 on.",
+  { name: "rank", says: "The rank of each token by probability: 1 is the most probable. Ranks from 2 on are shown as numbers.",
     title: "Rank", value: (c, i) => c.rk[i], cue: (bin, c, i) => (bin ? String(c.rk[i]) : ""),
     ...rising([2, 3, 6, 11, 101], ["1", "2", "3–5", "6–10", "11–100", "more"]) },
   { name: "source", says: "Where each token comes from: you, the sampler, a grammar, or a draft that was accepted.",
     title: "Source", value: (c, i) => (c.src[i] ? LETTERS.indexOf(c.src[i]) : NaN),
     cue: (bin) => (bin ? LETTERS[bin] : ""), bin: (place) => place,
     bins: ["prompt", "typed", "sampled", "forced", "drafted", "bonus", "corrected", "picked"] },
-  { name: "divergence", says: "How far model B's probabilities are from A's at each place. It needs a comparison.",
+  { name: "divergence", says: "How far model B's probabilities are from A's at each position. This needs a comparison.",
     title: "Divergence", value: (c, i) => c.kl[i],
     cue: (bin, c, i) => (c.same[i] !== 0 ? "" : i === c.same.indexOf(0) ? "⚑" : "▲"),
     ...rising([0.001, 0.01, 0.05, 0.1, 0.5, 1]) },
-  { name: "change", says: "Whether B finds the token more probable than A, or less. It needs a comparison.",
+  { name: "change", says: "Whether B finds the token more or less probable than A does. This needs a comparison.",
     title: "Change", value: (c, i) => c.lpB[i] - c.lp[i], cue: (bin) => (bin > 3 ? "+" : bin < 3 ? "−" : ""),
     ...rising([-2, -0.5, -0.1, 0.1, 0.5, 2], ["< −2", "< −.5", "< −.1", "± .1", "> .1", "> .5", "> 2"]) },
 ];
@@ -80,7 +80,7 @@ export function turn(by) {
  * through the tokens of a bin.
  * @param {Columns} c @param {(bin: number) => void} visit */
 export function drawLegend(c, visit) {
-  const names = [...lens.bins, "not known"], unknown = lens.bins.length;
+  const names = [...lens.bins, "unknown"], unknown = lens.bins.length;
   const counts = names.map(() => 0);
   for (let i = 0; i < c.n; i++) counts[binOf(c, i) < 0 ? unknown : binOf(c, i)]++;
   const box = $("legend");

@@ -75,7 +75,7 @@ function drawRounds(/** @type {Loose[]} */ all, /** @type {any} */ job) {
   return h("div", { class: "panel" }, h("div", { class: "totals" }, job,
     h("p", {}, `${sum.drafted} drafted = ${sum.accepted} accepted + ${sum.rejected} rejected + ${sum.unreached} not reached.`),
     h("p", {}, `${short(1 + sum.accepted / all.length)} tokens a round; ${short((100 * sum.draft) / (spent || 1))} % of the time for drafts.`),
-    bars("Accepted, by place in the draft, percent", sum.byPosition.map(([yes, n]) => [(100 * yes) / n, `${yes} of ${n}`]))),
+    bars("Accepted by position in the draft, in percent", sum.byPosition.map(([yes, n]) => [(100 * yes) / n, `${yes} of ${n}`]))),
   h("ol", { class: "rounds", role: "list", tabIndex: 0, "aria-label": "Rounds" },
     all.slice(-LISTED).map((round, i, some) => roundLine(round, i === (at < 0 ? some.length - 1 : at)))));
 }
@@ -111,11 +111,11 @@ function drawSearch(/** @type {Search} */ search) {
   }
   const counted = Object.entries(votes).sort((a, b) => b[1] - a[1]);
   return h("div", { class: "panel" }, h("div", { class: "totals" },
-    h("p", {}, `${kind.replace(/_/g, " ")}: ${state}, ${plural(nodes.length, "place")}, `,
+    h("p", {}, `${kind.replace(/_/g, " ")}: ${state}, ${plural(nodes.length, "node")}, `,
       `${short(stats.tokens_decoded)} tokens decoded, ${short(stats.tokens_shared)} shared, ${short(stats.elapsed_s)} s`),
     h("p", {}, state === "running" && h("button", { type: "button", onclick: () => act("stop", { job }) }, "Stop"),
       h("button", { type: "button", onclick: () => { searches.delete(job); redraw(["live"]); } }, "Close")),
-    sizes.length > 0 && bars("Effective number of particles, by step, percent of the most",
+    sizes.length > 0 && bars("Effective number of particles by step, in percent of the largest",
       sizes.slice(-9).map((size) => [(100 * size) / Math.max(...sizes), `effective size ${short(size)}`])),
     counted.length > 0 && h("table", {}, h("tbody", {}, counted.map(([answer, n]) =>
       h("tr", {}, h("th", { scope: "row" }, visible(answer)), h("td", {}, plural(n, "vote"))))))),
@@ -138,7 +138,7 @@ async function adopt({ job, adopted }, leaf) {
   adopted.set(leaf, answer.nodes.at(-1).id);
   select(answer.nodes.at(-1).id);
   drawn = "";
-  tell(answer.same ? "It is a branch of the document already." : "Adopted: it is a branch of the document now.");
+  tell(answer.same ? "This is already a branch of the document." : "Adopted: this is a branch of the document now.");
 }
 
 function drawLive() {
@@ -148,7 +148,7 @@ function drawLive() {
   const latest = all.at(-1);
   const running = runningJob(), sum = totals(all);
   const rate = (running ? "" : rates.get(store.current ?? "")) ?? "";
-  set($("live-line"), { textContent: running?.message ?? (search && !latest ? `${search.kind.replace(/_/g, " ")}: ${plural(search.nodes.length, "place")}`
+  set($("live-line"), { textContent: running?.message ?? (search && !latest ? `${search.kind.replace(/_/g, " ")}: ${plural(search.nodes.length, "node")}`
     : latest ? `${sentence(latest)} · ${sum.accepted} of ${sum.drafted} accepted${rate && ` · ${rate}`}` : rate) });
   const body = $("live-body");
   for (const each of [body, $("pause")]) set(each, { hidden: !isOpen });
@@ -162,7 +162,7 @@ function drawLive() {
   const inside = body.contains(document.activeElement) && document.activeElement?.classList.contains("rounds");
   const job = running && running.id !== search?.job && drawJob(running);
   fill(body, search ? [job, drawSearch(search)] : all.length ? drawRounds(all, job) : [job, h("p", { class: "dim" },
-    running ? "Drafts are shown here as they are judged." : "Nothing was drafted here. Rounds of speculation and searches are shown while they run.")]);
+    running ? "Drafts are shown here as they are judged." : "No tokens were drafted here. Drafts and searches are shown while they run.")]);
   const list = body.querySelector(".rounds");
   list?.querySelector(".chosen")?.scrollIntoView({ block: "nearest" });
   if (inside) list?.focus();

@@ -1,11 +1,12 @@
 // @ts-check
 // The page as a whole: its state, what actions do, typing, dialogs. Everything else is in the modules it joins.
 import {
-  $, attribute, check, fill, h, label, later, pace, paints, plural, radios, redraw, set, tell, visible, visibleTexts, warn,
+  $, attribute, check, fill, h, label, later, pace, paints, plural, radios, redraw, set, tell, typedNumber, visible,
+  visibleTexts, warn,
 } from "./dom.js";
 import { LENSES, binOf, choose, drawLegend, turn } from "./lenses.js";
 import { act, backend, connect, get, listeners, net } from "./net.js";
-import { FLAGS, Tokens, look, select, stateOf, store, texts, view } from "./store.js";
+import { FLAGS, Tokens, look, putNode, select, stateOf, store, texts, view } from "./store.js";
 import { goTo, segmentOf, startTree, treeMoves } from "./tree.js";
 import { foldThoughts, moveTo, place, seek, shownPath, startText, textMoves, tokenSpan } from "./text.js";
 import { isChat, turnAt } from "./turns.js";
@@ -83,7 +84,7 @@ function drawWhere() {
   $("go").firstChild.textContent = answered ? "Reply" : `Continue ${where}`;
   $("go").lastChild.textContent = keysOf("continue")[0] ?? "";
   const words = { type: chat && isAtEnd() ? "Reply" : `Type ${where}`,
-    edit: chat ? "Edit this turn" : view.cursor < 0 ? "Edit the last stretch"
+    edit: chat ? "Edit this turn" : view.cursor < 0 ? "Edit what follows the last fork"
       : `Edit from “${shownPath().shown[view.cursor]?.trim() ?? ""}” on`,
     retry: "Answer again", search: `Search ${where}`, compare: `Compare ${where}` };
   for (const [action, title] of Object.entries(words)) {
@@ -96,8 +97,11 @@ function drawWhere() {
   more.hidden = !chat;
   typed.hidden = answered; // Continue says so
   const c = shownPath(), last = c.turns.at(-1);
-  $("reply").hidden = !(chat && view.typingAt < 0 && isAtEnd() && last?.role === "assistant" && c.n > last.begin
+  const reply = $("reply"), scroller = $("text").parentElement, was = reply.hidden;
+  const isBelow = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < 60;
+  reply.hidden = !(chat && view.typingAt < 0 && isAtEnd() && last?.role === "assistant" && c.n > last.begin
     && ["ready", "disk-error"].includes(stateOf(net)) && !exported());
+  if (was && !reply.hidden && isBelow) reply.scrollIntoView({ block: "nearest" });
   for (const id of ["bar-said", "bar-begin"]) {
     const said = sentenceOf(mode());
     if ($(id).firstChild?.textContent !== said) fill($(id), said, " ", h("kbd", {}, keysOf("options")[0] ?? ""));
@@ -147,7 +151,7 @@ function openBox({ at, label: title, value = "", scored = false, edit = false, r
     columns.write(0, answer.tokens);
     const words = visibleTexts(texts(columns.pieces));
     fill(preview, words.map((word, i) => tokenSpan(columns, i, word)).slice(-100));
-    attribute(preview, "data-seam", answer.seam ? "A seam: read as one text, these would be other tokens." : null);
+    attribute(preview, "data-seam", answer.seam ? "A seam: tokenized as one text, these would be other tokens." : null);
   };
   const form = h("div", { class: "typing" }, h("p", { class: "row dim" }, title, roles.length > 1 && role), box, preview,
     note && h("p", { class: "dim note" }, note), h("p", { class: "row" },
@@ -160,14 +164,14 @@ function openBox({ at, label: title, value = "", scored = false, edit = false, r
   look({ typingAt: at });
   $("after").prepend(form);
   box.focus();
-  box.scrollIntoView({ block: "nearest" });
+  form.scrollIntoView({ block: "nearest" });
 }
 
 /** What a box says of control tokens. @param {boolean} parsed */
 const controlNote = (parsed) => {
   const { eos, chat } = store.doc.models.A ?? {};
   if (!eos || (!parsed && !chat)) return "";
-  return parsed ? `Control tokens, such as ${eos}, are read as such.` : `A control token, such as ${eos}, stays text in a message.`;
+  return parsed ? `Control tokens, such as ${eos}, are parsed.` : `Control tokens, such as ${eos}, are plain text in a message.`;
 };
 
 /** Type after a position, or edit all that follows. @param {number} at @param {boolean} edit */
@@ -213,6 +217,7 @@ async function begin(proceed = go) {
   } catch (error) {
     return tell(`The tools are not JSON: ${/** @type {Error} */ (error).message}`);
   }
+  if (!text.trim()) tell("Write a beginning first.");
   const answer = text.trim() && (await (chat ? act("chat", { node: null, text, tools, system: $("system").value.trim() || null })
     : act("type", { node: null, text })));
   if (!answer) return $("begin").focus();
@@ -277,22 +282,29 @@ function ask(title, fields, verb, done, more = []) {
     if (!(/** @type {any} */ (event.submitter)?.value)) return;
     event.preventDefault();
     fill(form.querySelector(".wrong"));
-    if (await done(valuesOf(new FormData(form)))) dialog.close();
+    try {
+      if (await done(valuesOf(new FormData(form), fields))) dialog.close();
+    } catch (error) {
+      warn(/** @type {Error} */ (error).message);
+    }
   };
   dialog.onclose = () => document.activeElement !== $("tree") && $("text").focus();
   dialog.showModal();
 }
 
-const WORDS = ["seed", "answer", "note"], LISTS = ["stop", "want"];
+const WORDS = ["seed", "answer", "note"], LISTS = ["stop", "want"], WHOLE = ["max_tokens", "width"];
 
-/** What a form holds: numbers where they are, lists of one text; "a.b" is b of an object a. @param {FormData} form */
-function valuesOf(form) {
+/** What a form holds: numbers, words, lists of one text; "a.b" is b of an object a. Raises what is no number.
+ * @param {FormData} form @param {any[][]} fields as those of a dialog */
+function valuesOf(form, fields) {
   /** @type {Record<string, any>} */ const found = {};
-  for (const [name, value] of form) {
-    const [own, of] = name.split(".").reverse();
+  for (const [name, words, , choices] of fields) {
+    const value = String(form.get(name) ?? ""), [own, of] = name.split(".").reverse();
     const into = of ? (found[of] ??= {}) : found;
-    const isText = WORDS.includes(own) || Number.isNaN(Number(value));
-    if (value !== "" || own === "note") into[own] = LISTS.includes(own) ? [value] : isText ? value : Number(value);
+    if (value === "" && own !== "note") continue;
+    if (own === "seed") typedNumber(value, words, true); // it stays a text: it may have more digits than a number
+    if (choices || WORDS.includes(own)) into[own] = value;
+    else into[own] = LISTS.includes(own) ? [value] : typedNumber(value, words, WHOLE.includes(own));
   }
   return found;
 }
@@ -301,22 +313,24 @@ function valuesOf(form) {
 const SEARCHES = {
   beam: "Keeps the texts that are most probable as a whole, and continues all of them.",
   best_of_n: "Draws several texts, and shows the best by its score first.",
-  smc: "Many texts run side by side: those with what you want multiply, the others end.",
-  vote: "Draws several texts, finds the answer in each, and counts which one most agree on.",
-  steps: "Writes line by line, and keeps the best lines each time.",
-  tree: "Continues the text that has promised most so far, as in a game.",
+  smc: "Runs many texts side by side. Texts with what you want are copied, the others end.",
+  vote: "Draws several texts, finds the answer in each, and counts which answer is given most often.",
+  steps: "Writes in short steps, and keeps the best texts after each step.",
+  tree: "Always continues the most promising text so far, as a chess program does.",
 };
 /** @type {Record<string, string>} each comparison in one line */
 const COMPARISONS = {
-  read: "Both models read the text that is here: how far apart are their probabilities, token by token?",
-  lockstep: "One model writes, the other reads along, and the difference appears with each token.",
-  part: "Both write with the same seed; where B would draw another token, two texts continue side by side.",
+  read: "Both models score this text. You see how far apart their probabilities are, token by token.",
+  lockstep: "One model writes and the other scores each token. The difference appears as they go.",
+  part: "Both write with the same seed. Where B would draw another token, two texts continue side by side.",
 };
 
 const FORMATS = {
   html: "one HTML file to read", json: "JSON, everything", markdown: "Markdown, this path", "markdown-tree": "Markdown, the tree",
-  logitloom: "logitloom", loomsidian: "loomsidian", socketteer: "socketteer", exoloom: "exoloom",
+  loomsidian: "JSON for loomsidian",
 };
+
+/** @type {Map<string, any>} what was shown before a branch was deleted, or a text imported */ const shownBefore = new Map();
 
 async function bring(/** @type {any} */ file) {
   if (!file) return;
@@ -324,16 +338,20 @@ async function bring(/** @type {any} */ file) {
   const answer = await backend.ask("/loom/import", { method: "POST", body: file }).catch((error) => warn(error.message));
   if (!answer) return;
   $("dialog").close();
-  if (answer.nodes.length) select(answer.nodes[0].id);
+  const [first] = answer.nodes;
+  if (first) {
+    shownBefore.set(first.id, [store.current, store.end]);
+    select(first.id);
+  }
   tell(`${plural(answer.count, "node")} imported. ${(answer.warnings ?? []).join(" ")}`);
 }
 
-const bookmarked = () => [...store.nodes.values()].filter(({ flags }) =>
-  flags & FLAGS.bookmark && (store.showDeleted || !(flags & FLAGS.deleted)));
+const bookmarked = () => [...store.nodes.values()].filter(({ flags, id }) => flags & FLAGS.bookmark && segmentOf(id));
 
 const selected = () => store.nodes.get(store.current ?? "");
 
-/** @type {Map<string, any>} what was shown when a branch was deleted */ const shownBefore = new Map();
+/** Show where a branch begins, since it is deleted; the first screen, where it is a whole text. @param {any} node */
+const leave = ({ parent, at }) => (parent ? select(parent, at) : run.new());
 
 /** @type {Record<string, string[]>} */
 const MENU = {
@@ -364,7 +382,7 @@ const run = {
   },
   retry: () => {
     const c = shownPath();
-    return isChat(c) ? retry(view.cursor < 0 ? c.turns.length - 1 : turnAt(c, view.cursor)) : tell("This text is no conversation.");
+    return isChat(c) ? retry(view.cursor < 0 ? c.turns.length - 1 : turnAt(c, view.cursor)) : tell("This text is not a chat.");
   },
   thoughts: () => {
     const { count, folded } = foldThoughts();
@@ -384,8 +402,8 @@ const run = {
   },
   search: () => ask("Search from here", [["kind", "kind", "", SEARCHES],
     ["options.width", "width"], ["options.max_tokens", "tokens", 32], ["options.temperature", "temperature"],
-    ["options.seed", "seed"], ["options.want", "text that is wanted (smc)"],
-    ["options.answer", "answer, a regular expression (vote)"]], "Search",
+    ["options.seed", "seed"], ["options.want", "text you want (smc)"],
+    ["options.answer", "answer: a regular expression (vote)"]], "Search",
   (fields) => act("search", { node: store.current, at: place(), ...fields })),
   compare: () => {
     const { B } = store.doc.models;
@@ -402,42 +420,51 @@ const run = {
     });
   },
   bookmark: () => selected() && act("set", { node: store.current, bookmark: !(selected()?.flags & FLAGS.bookmark) }),
-  note: () => ask("Note", [["note", "note of this branch", selected()?.note]], "Keep",
-    ({ note }) => act("set", { node: store.current, note: String(note) })),
+  note: () => ask("Note", [["note", "note on this branch", selected()?.note]], "Keep",
+    ({ note }) => act("set", { node: store.current, note })),
   delete: async () => {
     const segment = segmentOf(store.current);
     if (!segment) return;
-    const { first, from, parent } = segment;
-    if (from > first.at) return tell("Other branches fork from this one: delete them, or where it begins.");
+    const { first, from } = segment;
+    if (from > first.at) return tell("Other branches fork from this one. Delete it where it begins, or delete them first.");
     const restore = Boolean(first.flags & FLAGS.deleted);
     const shown = [store.current, store.end];
     if (!(await act("delete", { node: first.id, restore })) || restore || store.showDeleted) return;
     shownBefore.set(first.id, shown);
-    if (parent) goTo(parent);
+    leave(first);
     tell("Deleted; u brings it back.");
   },
-  compact: async () => (await act("compact")) && tell("The file was written anew; the old one is beside it, as .bak."),
+  compact: async () => (await act("compact")) && tell("The file was rewritten. The old one is next to it and ends in .bak."),
   undo: async () => {
-    const { op, nodes: [node] = [] } = (await act("undo"))?.undone ?? {};
-    if (op === "delete" && !(store.nodes.get(node)?.flags & FLAGS.deleted)) select(...(shownBefore.get(node) ?? [node, null]));
+    const { op, node } = (await act("undo"))?.undone ?? {};
+    if (op) putNode(node);
+    const [before, end] = shownBefore.get(node?.id) ?? [node?.id, null];
+    if (op === "delete" ? !(node.flags & FLAGS.deleted) : !store.current && before !== node?.id) select(before, end);
     tell(op ? "Undone." : "There is nothing to undo.");
   },
-  redo: async () => tell((await act("redo")) ? "Done again." : "There is nothing to redo."),
+  redo: async () => {
+    const { op, node, nodes = [] } = (await act("redo"))?.redone ?? {};
+    if (op) putNode(node);
+    if (op === "delete" && node.flags & FLAGS.deleted && !store.showDeleted) leave(node);
+    else if (nodes.length > 1 && node.parent) select(node.parent, node.at); // where all of them begin
+    else if (op && op !== "set") select(node.id); // a bookmark or a note moves nothing
+    tell(op ? "Redone." : "There is nothing to redo.");
+  },
   find: () => $("find").focus(),
   copy: copyText,
   mono: () => setting("mono", !isMono()),
   export: () => (keepPlace(), ask("Export and import", [], "", () => {}, [
     h("ul", { class: "formats" }, Object.entries(FORMATS).map(([format, words]) => h("li", {},
       h("a", { href: `/loom/export?format=${format}&node=${store.current ?? ""}`, download: "" }, words)))),
-    h("label", {}, h("span", {}, "import a file of any of these"),
+    h("label", {}, h("span", {}, "import a file: one of these, mikupad’s, or a text"),
       h("input", { type: "file", onchange: (/** @type {any} */ event) => bring(event.target.files[0]) }))])),
   help: () => ask("Help and keys", [], "", () => {}, [
     h("p", {}, "Keys act while the tree or the text has the focus. Click a key to change it."), keyTable(setting)]),
   menu: () => ask("Menu", [], "", () => {}, [h("div", { class: "menus" }, Object.entries(MENU).map(([title, names]) =>
     h("div", {}, h("h3", {}, title), h("ul", { class: "menu" }, names.map((name) => h("li", {},
       h("button", { type: "button", onclick: () => ($("dialog").close(), run[name]()) },
-        { deleted: "show or hide deleted branches", mono: "letters of one width", theme: "light or dark", new: "begin another text or chat",
-          compact: "write the file anew without what was undone" }[name]
+        { deleted: "show or hide deleted branches", mono: "monospace font", theme: "light or dark", new: "begin another text or chat",
+          compact: "rewrite the file without what was undone" }[name]
           ?? ACTIONS.find(([each]) => each === name)?.[2] ?? name, " ", h("kbd", {}, keysOf(name)[0] ?? ""))))))))]),
   bookmarks: () => {
     const visit = (/** @type {string} */ id) => {
@@ -451,7 +478,7 @@ const run = {
         h("span", { class: "word" }, label(text) || "…"), note && h("small", {}, visible(note))));
     const marked = bookmarked();
     ask("Bookmarks", [], "", () => {}, [marked.length ? h("ul", { class: "menu" }, marked.map(line))
-      : h("p", { class: "dim" }, `None yet: ${keysOf("bookmark")[0] ?? "the menu"} marks the branch that is shown.`)]);
+      : h("p", { class: "dim" }, `None yet. ${keysOf("bookmark")[0] ?? "The menu"} bookmarks the branch you see.`)]);
   },
   deleted: () => {
     store.showDeleted = !store.showDeleted;
@@ -492,13 +519,13 @@ function drawState() {
   $("file").textContent = visible(doc.file.name ?? "llamabranch");
   $("saved").textContent = exported() ? "exported" : doc.file.error ? "not saved" : doc.file.read_only ? "read-only" : "saved";
   fill($("models"), A && h("span", {}, B ? h("b", {}, "A ") : null, visible(A.name)), B && h("span", {}, h("b", {}, "B "), visible(B.name)),
-    A?.batch_invariant === false && h("span", { class: "badge", title: "Sums depend on what else is in the batch." }, "replay may differ"));
+    A?.batch_invariant === false && h("span", { class: "badge", title: "Results depend on what else is in the batch." }, "replay may differ"));
   $("theme").textContent = isDark() ? "Light" : "Dark";
   const job = [...store.jobs.values()].find((each) => each.state === "running" && each.message);
   const message = {
-    "no-session": "This page has no session. Press Enter in the terminal where llamabranch runs, and open the fresh link.",
-    "connection-lost": "The connection is lost. Trying again; what you type is kept.",
-    "disk-error": `The file cannot be written: ${doc.file.error}. Nothing is discarded.`,
+    "no-session": "This page has no session. Press Enter in the terminal where llamabranch runs, and open the new link.",
+    "connection-lost": "The connection is lost. The page tries again; what you type is kept.",
+    "disk-error": `The file cannot be written: ${doc.file.error}. Nothing is lost; the page tries again.`,
     "read-only": exported() ? "" : doc.file.read_only,
     "reading-again": job?.message,
   }[state];
@@ -531,12 +558,12 @@ function drawState() {
 /** Beginnings that run at a click. @type {Record<string, Record<string, string>>} */
 const CARDS = {
   sentence: { title: "Continue a sentence", text: "Once upon a time there was a little fox who",
-    chat: "Tell me about a little fox, in three sentences.", line: "Coloured by how probable each token was." },
+    chat: "Tell me about a little fox, in three sentences.", line: "Each token is coloured by its probability." },
   draft: { title: "Watch a draft being judged", text: "The old king called his three sons and said",
     chat: "Count from one to twenty in words.",
-    line: "A draft guesses tokens, the model accepts or rejects them.", without: "It needs a draft: start with --draft auto." },
+    line: "Tokens are drafted ahead, and the model accepts or rejects each of them.", without: "This needs drafts: start with --\u2060draft auto." },
   models: { title: "Compare two models", text: "The moral of the story is that", chat: "What is the moral of a fable?",
-    line: "", without: "It needs a second model: start with --compare MODEL2." },
+    line: "", without: "This needs a second model: start with --\u2060compare MODEL2." },
 };
 
 let modeFor = ""; // the model that the switch was set for
@@ -552,7 +579,7 @@ function drawBeginning(A, B) {
   }
   const isTalk = begins() === "chat";
   $("mode-line").textContent = !A ? "" : !chat ? "This model has no chat template: it continues texts." : isTalk
-    ? "The model's template writes the turns." : "The model continues what you write, as it is.";
+    ? "The model's chat template formats the turns." : "The model continues exactly what you write.";
   $("system-box").hidden = !isTalk || !chat?.roles.includes("system");
   $("tools-box").hidden = !isTalk;
   $("begin-note").textContent = A ? controlNote(!isTalk) || "" : "";
@@ -566,7 +593,7 @@ function drawBeginning(A, B) {
     h("button", { type: "button", class: "card", "data-card": card, "data-model": "", value: words[isTalk ? "chat" : "text"] },
       h("b", {}, isTalk && card === "sentence" ? "Ask something" : title),
       h("span", {}, A && !(/** @type {any} */ (can)[card]) ? without
-        : line || `${visible(A?.name ?? "A")} and ${visible(B?.name ?? "B")} on one text.`))));
+        : line || `${visible(A?.name ?? "A")} and ${visible(B?.name ?? "B")} on the same text.`))));
   const facts = [...LENSES.map(({ title, says }) => [title, says]),
     ...Object.entries(SEARCHES).map(([name, says]) => [`Search: ${name.replace(/_/g, " ")}`, says]),
     ...Object.entries(COMPARISONS).map(([name, says]) => [`Compare: ${name}`, says])];
@@ -655,6 +682,7 @@ export function start() {
   $("start").onclick = () => begin();
   onSubmit($("begin"), begin);
   onSubmit($("system"), begin);
+  $("about").ontoggle = () => $("about").open && $("about").scrollIntoView({ block: "start" });
   const typing = later(60);
   $("find").oninput = () => typing(() => $("find").value !== sought && find());
   $("find").onkeydown = (/** @type {KeyboardEvent} */ event) => {

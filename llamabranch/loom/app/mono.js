@@ -1,5 +1,5 @@
 // @ts-check
-// Letters of one width: on by themselves where a text is code, on and off by a switch that is kept.
+// The monospace font: on by itself where a text is code; a switch turns it on and off, and is kept.
 import { attribute } from "./dom.js";
 import { store } from "./store.js";
 import { shownPath } from "./text.js";
@@ -23,7 +23,7 @@ export function isCode(text) {
 
 let lookedAt = "", seemsCode = false;
 
-/** Whether the letters have one width now: as the switch says, or as the text is. */
+/** Whether the font is monospace now: as the switch says, or because the text is code. */
 export function isMono() {
   const kept = store.doc.settings?.mono;
   if (kept != null) return kept === true;
@@ -32,7 +32,7 @@ export function isMono() {
   return seemsCode;
 }
 
-/** Dress the page. */
+/** Set the font of the page. */
 export function drawMono() {
   document.documentElement.toggleAttribute("data-mono", isMono());
   for (const button of document.querySelectorAll("[data-action=mono]")) attribute(button, "aria-pressed", String(isMono()));

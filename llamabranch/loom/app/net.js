@@ -36,6 +36,9 @@ export function get(/** @type {string} */ path, /** @type {Record<string, any>} 
   return backend.ask(`${path}?${search}`);
 }
 
+/** The body of an action: half a character, as programs leave it in the clipboard, is U+FFFD. @param {Record<string, any>} fields */
+export const bodyOf = (fields) => JSON.stringify(fields, (_, value) => (typeof value === "string" ? value.toWellFormed() : value));
+
 /** @type {Map<string, (node: any) => void>} what waits for the first node of an action, by the action's id */
 const beginnings = new Map();
 
@@ -54,7 +57,7 @@ const QUIET = ["set", "settings", "score"]; // what the page does by itself: the
  * for the disk @returns {Promise<any>} */
 export async function act(op, fields = {}, first) {
   const cid = crypto.randomUUID();
-  const body = JSON.stringify({ cid, op, ...fields });
+  const body = bodyOf({ cid, op, ...fields });
   if (first) beginnings.set(cid, first);
   if (!QUIET.includes(op)) hush();
   for (let wait = 250; ; wait = Math.min(4000, 2 * wait)) {
@@ -129,7 +132,12 @@ export const fetchNext = (key, node, at) => once(key, async () => {
 
 /** @type {Record<string, (data: any) => string[]>} what an event changes, and the parts to draw again */
 const EVENTS = {
-  node: ({ node, cid }) => (putNode(node), begun(cid, node), ["tree", "text", "inspect"]),
+  node: ({ node, cid }) => {
+    const marks = store.nodes.get(node.id)?.flags;
+    putNode(node);
+    begun(cid, node);
+    return ["tree", "text", "inspect", ...(marks === node.flags ? [] : ["state"])];
+  },
   tokens: (data) => (putTokens(data), ["tree", "text", "live"]), // the inspector and the legend when all are there
   round: (data) => (putRound(data), ["live"]),
   compare: (data) => (putCompare(data), ["text", "inspect", "compare", "tree", "legend"]),

@@ -2,20 +2,29 @@
 // The page in an exported file: the document is in its data block, nothing is requested, nothing is written.
 import { $, tell } from "./dom.js";
 import { backend, fetchDoc } from "./net.js";
-import { FLAGS, putCompare, putNode, putRound, putTokens, store, texts } from "./store.js";
+import { FLAGS, pieces, putCompare, putNode, putRound, putTokens, store, texts } from "./store.js";
 import { start } from "./main.js";
 
-/** Places where a text is, by node. @param {string} q */
+/** The places where the texts of nodes have something, as the server finds them. @param {string} q */
 function findIn(q) {
-  const wanted = q.toLowerCase();
+  const wanted = new RegExp(q.replace(/[\\^$.*+?()[\]{}|/]/g, "\\$&"), "giu");
   const found = [];
-  for (const node of store.nodes.values()) {
-    const words = texts(node.tokens.pieces);
-    const where = words.join("").toLowerCase().indexOf(wanted);
-    if (where < 0) continue;
-    let i = 0;
-    for (let sum = words[0].length; sum <= where; sum += words[i].length) i++;
-    found.push({ node: node.id, at: node.at + i, text: words.slice(Math.max(0, i - 6), i + 6).join("") });
+  for (const node of q ? store.nodes.values() : []) {
+    const begin = Math.max(0, node.at - 4 * q.length); // a match may begin in the text before
+    const words = texts(pieces(node.id, null).filter(({ to }) => to > begin).flatMap(({ id, from, to }) => {
+      const { at, tokens } = /** @type {any} */ (store.nodes.get(id));
+      return tokens.pieces.slice(Math.max(from, begin) - at, to - at);
+    }));
+    const text = words.join(""), start = words.slice(0, node.at - begin).join("").length;
+    const tokenAt = (/** @type {number} */ place) => {
+      let i = 0;
+      for (let sum = words[0].length; sum <= place; sum += words[i].length) i++;
+      return begin + i;
+    };
+    for (const { index, 0: { length } } of text.matchAll(wanted)) {
+      const end = index + length;
+      if (end > start) found.push({ node: node.id, at: tokenAt(index), last: tokenAt(end - 1), text: text.slice(Math.max(0, index - 30), end + 30) });
+    }
   }
   return { found: found.slice(0, 200), more: found.length > 200 };
 }
@@ -28,21 +37,21 @@ const answering = ({ title, models }) => async (/** @type {string} */ path) => {
     return { state: "ready", file: { name: title, read_only: "This is an exported file.", saved: true, error: null }, models,
       settings: {}, nodes: { id: [] }, undo: 0, redo: 0 };
   }
-  throw Object.assign(new Error("This is an exported file: it has no model."), { status: 409 });
+  throw Object.assign(new Error("This is an exported file. It has no model."), { status: 409 });
 };
 
 const FRESH = { parent: null, at: 0, n: 0, kind: "typed", by: "user", reason: null, flags: 0, text: "", note: "" };
 
 /** Do what the records of a document say, see document.py. @param {any[]} records */
 function apply(records) {
-  /** @type {Record<number, any>} */ let pieces = {};
+  /** @type {Record<number, any>} */ let vocabulary = {};
   for (const { op, id, name, value, data, p, ...rest } of records) {
     const node = /** @type {any} */ (store.nodes.get(id));
-    if (op === "voc") pieces = p;
+    if (op === "voc") vocabulary = p;
     if (op === "node") putNode({ ...FRESH, ...rest, id, flags: rest.seam ? FLAGS.seam : 0,
       turns: (rest.turns ?? []).map((/** @type {any} */ turn) => [turn.role, turn.at, turn.begin, turn.end ?? null]) });
-    if (op === "tok") putTokens({ ...rest, node: id, at: node.at + (rest.at ?? 0), text: rest.ids.map((/** @type {number} */ t) => pieces[t]),
-      top: rest.top.map((/** @type {any[]} */ top) => top.map(([t, lp]) => [t, lp, pieces[t]])) });
+    if (op === "tok") putTokens({ ...rest, node: id, at: node.at + (rest.at ?? 0), text: rest.ids.map((/** @type {number} */ t) => vocabulary[t]),
+      top: rest.top.map((/** @type {any[]} */ top) => top.map(([t, lp]) => [t, lp, vocabulary[t]])) });
     if (op === "end") Object.assign(node, rest);
     if (name === "rounds") putRound(data);
     if (name === "compare") putCompare(data);
@@ -66,4 +75,4 @@ async function readExport() {
   if (!store.current) tell("The exported document is empty.");
 }
 
-if ($("loom-data")) readExport().catch((error) => tell(`The data of this file cannot be read: ${error.message}`));
+if ($("loom-data")) readExport().catch((error) => tell(`The document in this file cannot be read: ${error.message}`));

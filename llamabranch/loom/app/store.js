@@ -149,7 +149,8 @@ export function putDoc(doc) {
   store.doc = { ...store.doc, ...rest };
   store.jobs = new Map((doc.jobs ?? []).map((/** @type {Loose} */ job) => [job.id, job]));
   if (!store.current || !store.nodes.has(store.current)) {
-    store.current = doc.current && store.nodes.has(doc.current) ? doc.current : (doc.nodes.id.at(-1) ?? null);
+    const isThere = (/** @type {string} */ id) => store.nodes.has(id) && !isGone(store.nodes.get(id));
+    store.current = isThere(doc.current) ? doc.current : doc.nodes.id.findLast(isThere) ?? null;
     store.end = null;
   }
   store.revision++;
@@ -184,7 +185,8 @@ export function putTokens(columns) {
     node.n = end;
     store.grown.add(node.id);
   }
-  if (at > node.tokens.n) return; // what is before it is fetched when it is shown
+  node.lacks = at > node.tokens.n; // what is before it is fetched when it is shown
+  if (node.lacks) return;
   if (node.tokens === NONE) node.tokens = new Tokens(end);
   node.tokens.write(at, columns);
   if (columns.answers) node.answers = columns.answers;
@@ -219,6 +221,12 @@ export function holder(node) {
   let parent = node.parent ? store.nodes.get(node.parent) : undefined;
   while (parent && node.at <= parent.at) parent = parent.parent ? store.nodes.get(parent.parent) : undefined;
   return parent;
+}
+
+/** Whether a node, or what it begins in, is deleted. @param {Node | undefined} node */
+function isGone(node) {
+  for (; node; node = holder(node)) if (node.flags & FLAGS.deleted) return true;
+  return false;
 }
 
 /** @typedef {Tokens & {text: string[], shown: string[], owners: {id: string, from: number, to: number}[], missing: number,

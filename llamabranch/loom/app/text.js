@@ -270,7 +270,7 @@ function drawShoots() {
     button.segment = segment;
     if (button.key === key) return;
     button.key = key;
-    if (count < wanted && segment.first.reason !== "running") void fetchPath(id, at, n);
+    if (count < wanted && (segment.first.reason !== "running" || segment.first.lacks)) void fetchPath(id, at, n);
     const words = visibleTexts(texts(tokens.pieces.slice(begin, begin + count)));
     const tail = words.length === 0 ? visible(text) || "…" : segment.to - segment.from > SHOOT_TOKENS ? "…" : "";
     [...words, tail].forEach((word, j) => {

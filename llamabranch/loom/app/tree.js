@@ -159,7 +159,7 @@ function step(/** @type {number} */ by) {
 
 /** The text a row begins with: no more than is before the next fork. @param {Segment} segment */
 function wording({ parts, from, to }) {
-  for (const { turns, tokens, at } of parts) { // of a conversation what is said, without the template's own tokens
+  for (const { turns, tokens, at } of from === 0 ? parts : []) { // a conversation: its first question
     const said = (/** @type {any[]} */ [role, , begin]) => role === "user" && begin >= Math.max(from, at) && begin < to;
     const [, , begin, end] = turns?.find(said) ?? [];
     if (begin == null || tokens.n <= begin - at) continue;
@@ -167,20 +167,22 @@ function wording({ parts, from, to }) {
   }
   /** @type {import("./store.js").Piece[]} */ const pieces = [];
   let isCut = false;
-  for (const { tokens, text, at, n } of parts) {
+  const isTalk = parts.some(({ turns }) => turns?.length); // what is said, without the template's own tokens
+  for (const { tokens, text, at, n, turns } of parts) {
     const begin = Math.max(0, from - at), end = Math.min(n, to - at, begin + WORDED);
     if (tokens.n < end && begin === 0 && end === n) { // its tokens are not here: what the document tells of its beginning
       pieces.push(text);
       isCut = [...text].length >= TOLD;
       break;
     }
-    pieces.push(...tokens.pieces.slice(begin, end));
+    pieces.push(...tokens.pieces.slice(begin, end).filter((piece, i) => !isTalk || (typeof piece === "string" || Array.isArray(piece))
+      && !turns?.some((/** @type {any[]} */ [, a, b]) => at + begin + i >= a && at + begin + i < b)));
     isCut = tokens.n < end || end < Math.min(n, to - at);
     if (isCut || pieces.length >= WORDED) break;
   }
   const isInside = (/** @type {any} */ piece) => Array.isArray(piece) && (piece[0] & 0xc0) === 0x80; // of a character
   while (isInside(pieces[0])) pieces.shift();
-  const words = texts(pieces).join("").replace(/\ufffd+$/, "");
+  const said = texts(pieces).join("").replace(/\ufffd+$/, ""), words = isTalk ? said.trim() : said;
   return (isCut ? clip(words, words.length - 1) : words) || "…"; // the last character may be incomplete
 }
 
@@ -277,7 +279,7 @@ function drawTree() {
   resting(() => { // fetch the tokens of rows that stay in view
     const parts = rows.slice(begin, begin + count).flatMap((segment) => segment.parts.slice(0, 4));
     for (const node of parts) {
-      if (node.tokens.n < node.n && node.reason !== "running") void fetchPath(node.id, node.at, node.n);
+      if (node.tokens.n < node.n && (node.reason !== "running" || node.lacks)) void fetchPath(node.id, node.at, node.n);
     }
   });
   set($("hoisted"), { hidden: !hoisted });

@@ -165,9 +165,7 @@ class Agent(Settings, Generic[T]):
             _ = turns.free, turns.forced, turns.last
         except GrammarError as error:
             raise ConfigError(f"tools: {error.message}", hint=error.hint) from None
-        prompt = turns.prompt(
-            asked(self.messages, "x")
-        )  # raises now if the template refuses
+        prompt = turns.prompt(asked(self.messages, "x"))  # the template may refuse it
         plan_thinking(model, prompt, think, has_calls=bool(self.tools))
         if self.journal is not None:
             head(self, ["x"], 1, None, 0)  # raises now if the journal cannot hold the settings

@@ -572,8 +572,7 @@ class Branch:
         self.resample(self.sampling.replace(logit_bias=bias))
 
     def resample(self, sampling: SamplingParams) -> None:
-        """Use other sampling settings for the tokens that follow; if they have no seed, the seed
-        stays."""
+        """Use other settings for the tokens that follow; if they have no seed, the seed stays."""
         with self._lock:
             sequence = self.sequence
             sequence.check_usable()

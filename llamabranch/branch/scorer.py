@@ -176,8 +176,7 @@ class _Text:
 
 
 class _Path:
-    """Tokens to decode: those of its last text, without the final one. Its other texts begin that
-    text."""
+    """Tokens to decode: those of its last text, without the final one. Other texts begin that text."""
 
     def __init__(self, text: _Text, n_shared: int) -> None:
         self.tokens = text.tokens[:-1]
@@ -402,8 +401,8 @@ class _Reading:
             shown += [(texts, position) for position in range(first, node.end)]
 
         def show(n_before: int, rows: list[LogitsRow]) -> None:
-            batch_rows = shown[n_before : n_before + len(rows)]
-            for (texts, position), row in zip(batch_rows, rows, strict=True):
+            targets = shown[n_before : n_before + len(rows)]
+            for (texts, position), row in zip(targets, rows, strict=True):
                 for text in texts:
                     self._show(text, position + 1, row)
 

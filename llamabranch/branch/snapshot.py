@@ -201,9 +201,8 @@ class Snapshot:
                 for array in arrays:
                     file.write(array)
         except (OSError, ValueError) as error:  # ValueError: a path with a null byte
-            is_missing = isinstance(
-                error, FileNotFoundError
-            )  # its message names the temporary file
+            # The message of this error names the temporary file.
+            is_missing = isinstance(error, FileNotFoundError)
             why = f"there is no folder {path.parent}" if is_missing else error
             raise SnapshotError(
                 f"the snapshot cannot be written: {why}",

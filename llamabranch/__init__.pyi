@@ -29,13 +29,13 @@ from .chat import (
     Chat as Chat,
 )
 from .context import (
-    Context as Context,
     ContextParams as ContextParams,
     PromptProgress as PromptProgress,
     TokenScore as TokenScore,
 )
 from .engine import (
     AsyncEngine as AsyncEngine,
+    Context as Context,
     Engine as Engine,
     Event as Event,
     Request as Request,

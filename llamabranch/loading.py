@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypedDict, cast
 
 from .arguments import function, instance, nearest, shown
-from .context import Context
+from .context import Context as AnyContext
 from .context.params import ContextOptions
+from .engine.context import Context
 from .errors import ConfigError
 from .model import Model
 from .native import set_log_level
@@ -48,7 +49,7 @@ def load(
     on_measuring: Callable[[str], object] | None = None,
     download: bool | None = None,
     verbose: bool = False,
-    target: Context | None = None,
+    target: AnyContext | None = None,
     **options: Unpack[LoadOptions],
 ) -> Context:
     """Load a model and create a context for it.
@@ -107,7 +108,7 @@ def load(
             raise ConfigError(f"load() has no option {name!r}", hint=hint)
     if target is not None:
         hint = "pass the context that generates, for example lb.load(), not its model or name"
-        instance("target", target, Context, hint)
+        instance("target", target, AnyContext, hint)
     if name_or_path is not None and not isinstance(name_or_path, (str, os.PathLike)):
         raise ConfigError(f"a model is a path or a name, not {shown(name_or_path)}")
     path = resolve(BUNDLED_TARGET if name_or_path is None else name_or_path, download=download)

@@ -27,7 +27,7 @@ from ..errors import (
     UsageError,
 )
 from ..generation.drafter import Drafter
-from ..generation.drafting import Drafting, SpeculativeConfig, checked_config
+from ..generation.drafting import Drafting, SpeculativeConfig
 from ..generation.generation import Generation, OutputBuffer
 from ..generation.output import Produced
 from ..generation.text import Text
@@ -77,7 +77,6 @@ class Branch:
         self._lock = ctx.lock
         self._children: weakref.WeakSet[Branch] = weakref.WeakSet()
         self._serial = next(_serial)
-        self._draftings: list[Drafting] = [] if parent is None else parent._draftings
         if parent is not None:
             parent._children.add(self)
 
@@ -447,8 +446,8 @@ class Branch:
         Args:
             max_tokens: the most tokens to generate; None = until the model stops or the cache is full.
             stop: strings that end the text.
-            drafter: proposes tokens; None = plain decoding. This branch and its forks keep the drafter's
-                state, and what was learned about it, until you pass another drafter.
+            drafter: proposes tokens; None = plain decoding. The branch keeps the drafter's state until
+                you pass another drafter, and its forks begin with copies of the state.
             config: how much to draft, and by which rule drafts are accepted.
             top_logprobs: how many alternatives to report with each token.
             constraint: a function that gets the text generated since the last prompt or appended token,
@@ -466,7 +465,7 @@ class Branch:
                 id -1.
         """
         output, n = OutputBuffer(max_tokens, stop), whole("top_logprobs", top_logprobs, 0)
-        drafting = Drafting.of(self._draftings, self.ctx, drafter, checked_config(config))
+        drafting = Drafting(self.ctx, drafter, config)
         state = None
         if constraint is not None:
             state = ConstraintState(ConstraintCalls(constraint), self.ctx.model, stop_strings(stop))
@@ -657,7 +656,7 @@ class Branch:
             heir._children, heir._serial = weakref.WeakSet(), next(_serial)
             self.ctx.sequences.transfer(self.seq_id, heir)
             self.sequence = ours = copy.copy(heir.sequence)
-            ours.is_pruned, ours.row = True, None
+            ours.is_pruned, ours.row, ours.draft_state = True, None, None
             ours.tokens, ours.surprisals = [*ours.tokens], [*ours.surprisals]
             ours.appended = [*ours.appended]
             return heir

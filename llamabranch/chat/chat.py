@@ -17,11 +17,11 @@ from uuid import uuid4
 from ..arguments import whole
 from ..branch import Branch, Produced
 from ..branch.tree import BranchTree
-from ..context import Context
 from ..context.context import text_context
 from ..context.prefix_cache import n_common
 from ..context.progress import OnPromptProgress
 from ..engine.completion import tool_grammar
+from ..engine.context import Context
 from ..errors import (
     BranchStateError,
     CacheFullError,

@@ -163,7 +163,7 @@ class BenchReport:
     bench: PairBench
     machine: Machine
     names: Sequence[str]
-    drafts: Sequence[lb.Context]
+    drafts: Sequence[lb.context.Context]
     options: Sequence[str]
 
     def command(self) -> str | None:

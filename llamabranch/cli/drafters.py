@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import llamabranch as lb
-from llamabranch import ConfigError, Context, Drafter, Model, hub
+from llamabranch import ConfigError, Drafter, Model, hub
 
 from .console import Console
 
@@ -94,7 +94,7 @@ def has_model(parts: Sequence[str]) -> bool:
     return any(map(is_model, parts))
 
 
-def make_drafter(parts: Sequence[str], open_model: Callable[[str], Context]) -> Drafter:
+def make_drafter(parts: Sequence[str], open_model: Callable[[str], lb.context.Context]) -> Drafter:
     """Return the drafter that ``parts`` name, with its models opened.
 
     ``open_model`` gets the name of each model, or ``mtp``, and opens heads for the target.

@@ -73,7 +73,7 @@ class InterruptHandler:
         requested: whether there was a Ctrl-C.
     """
 
-    def __init__(self, contexts: Sequence[lb.Context] = ()) -> None:
+    def __init__(self, contexts: Sequence[lb.context.Context] = ()) -> None:
         self.requested = False
         self._contexts = contexts
 

@@ -3,21 +3,14 @@
 request.py    a request, its events and its result; requests as they are read; the engine's totals
 job.py        a request, and its texts, which are jobs: their states, segments, what they put out
 scheduler.py  which jobs hold a sequence: admission, shared beginnings, parking, preemption
-engine.py     requests at any time, or all of a job; the core: schedule, run, take
+core.py       a step of all jobs: schedule, run, take
+completion.py  the plan of one call: from prompts to requests, and from results to the answer
+context.py    the context that users have, with `complete` and `chat`
+engine.py     requests at any time, or all of a job
 async_engine.py  the engine on a thread of its own
-completion.py  one call from prompts to texts: `Context.complete` and `chat`
 openai.py     OpenAI's shapes, for results and for the server
 """
 
-from .async_engine import AsyncEngine
-from .engine import Engine
-from .request import EngineStats, Event, Request, Result
+from ..lazy import attach
 
-__all__ = [
-    "AsyncEngine",
-    "Engine",
-    "EngineStats",
-    "Event",
-    "Request",
-    "Result",
-]
+__getattr__, __dir__, __all__ = attach(__name__, __file__)  # `load` needs no event loop

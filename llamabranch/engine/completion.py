@@ -1,12 +1,12 @@
 """One call from prompts to texts, for `complete`, `chat` and their asynchronous forms.
 
-A call is checked completely before anything is decoded. The context keeps the engine that runs it, with
-its drafter and what that has learned; K/V stays in the context's prefix cache.
+A call is checked completely before anything is decoded. Then an engine is built for it; K/V stays in the
+context's prefix cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, NamedTuple, cast
 
@@ -18,6 +18,7 @@ from ..context.context import text_context
 from ..context.params import DEFAULT_N_CTX
 from ..context.progress import OnPromptProgress
 from ..errors import CacheFullError, ConfigError, DecodeInterruptedError, UnsupportedError
+from ..generation.drafting import Drafting
 from ..model import Message, Model, chat_messages, is_chat
 from ..model.thoughts import (
     Thinking,
@@ -30,10 +31,12 @@ from ..model.tools import Tool, Tools, conversation
 from ..sampling import SamplingParams, SamplingSettings
 from ..sampling.constraint import ConstraintLike
 from ..sampling.grammar import Grammar, turn_grammar
+from ..sampling.noise import random_seed
 from ..sampling.params import check_names, settings_of
+from ..speculative import Drafter
 from ..speculative.combined import DrafterChoice, auto_drafter
-from .engine import Engine
-from .request import Event, Request, Result
+from .core import EngineCore
+from .request import EngineStats, Event, Request, RequestSource, Result
 
 __all__ = [
     "ChatOptions",
@@ -55,6 +58,7 @@ Conversations = Sequence[Sequence[Message]]
 _Prompt = str | Sequence[int] | Messages
 Prompts = list[str] | tuple[str, ...] | Sequence[Sequence[int]] | Conversations
 Events = Generator[Event, None, None]
+_MAX_TOKENS = 128  # of a text without a limit
 T = TypeVar("T", default=object)  # the type of parsed values
 
 
@@ -142,10 +146,15 @@ class Completion:
                 result.pieces = {}
         return event if event.id == name else replace(event, id=name)
 
-    def take_all(self, results: Iterable[Result]) -> None:
-        """Keep results of an engine, whose ids are the numbers of the prompts."""
-        for result in results:
-            self.take(int(result.id), Event(result.id, result.sample, result=result))
+    def events(self, events: Events) -> Events:
+        """Yield events whose ids are the numbers of the prompts, in the form for the caller.
+
+        Raises:
+            LlamaBranchError: at the end, as ``check`` does.
+        """
+        for event in events:
+            yield self.take(int(event.id), event)
+        self.check()
 
     def check(self) -> None:
         """Raise the error that ended the texts, if none of them has a token."""
@@ -280,7 +289,7 @@ def _planned(
         with placed(_place(index, planned)):
             if len(tokens) > ctx.n_ctx_seq:
                 raise CacheFullError.of_prompt(len(tokens), ctx.n_ctx_seq)
-            requests.append(replace(common, prompt=tokens, thinking=thinking))
+            requests.append(common.of_prompt(tokens, thinking))
     return Completion(
         requests, [], is_list=False, tools=tools, drafter=options.get("drafter", "auto"),
         scores=scores, model=ctx.model, asked=asked,
@@ -380,46 +389,38 @@ def _grammar(options: TextOptions) -> Grammar | None:
     return Grammar(grammar) if isinstance(grammar, str) else grammar
 
 
-# -- with the engine that a context keeps ----------------------------------------------------------
+def run(
+    ctx: Context, plan: Completion, drafters: dict[bool, Drafter], *, stream: bool
+) -> Result | list[Result] | Events:
+    """Generate the texts of a call.
 
-
-def run(ctx: Context, plan: Completion, *, stream: bool) -> Result | list[Result] | Events:
-    """Generate the texts of a call; ``stream``: return an iterator of events.
+    Args:
+        ctx, plan: what generates what.
+        drafters: keeps the drafters "auto", for texts without a grammar (False) and with one (True).
+        stream: return an iterator of events.
 
     Raises:
-        LlamaBranchError: no text has a token, and this is why; with ``stream`` after the last event.
+        LlamaBranchError: the reason why no text has a token; with ``stream`` after the last event.
     """
-    structured = any(request.grammar is not None for request in plan.requests)
-    engine = _engine(ctx, plan.drafter, structured)
-    if stream:
-        return _events(engine, plan)
-    try:
-        results = engine.generate(plan.requests)
-    except DecodeInterruptedError as error:
-        plan.take_all(cast("Sequence[Result]", error.results))
-        error.results = [found[0] for found in plan.found if found]
-        raise
-    plan.take_all(results)
-    return plan.answer()
-
-
-def _events(engine: Engine, plan: Completion) -> Events:
-    yield from (plan.take(int(event.id), event) for event in engine.stream(plan.requests))
-    plan.check()
-
-
-def _engine(ctx: Context, drafter: DrafterChoice, structured: bool) -> Engine:
-    """Return the engine that a context keeps for a drafter, or for a kind of texts."""
-    name = "plain" if drafter is None else "drafter"
-    if drafter == "auto":
-        name = "structured" if structured else "text"
+    drafter = plan.drafter
     with ctx.lock:
         ctx.decoder.check_open()
-        engine = ctx.attached.get(name)
-        if not isinstance(engine, Engine) or (name == "drafter" and drafter is not engine.drafter):
-            ctx.keep_prefixes(DEFAULT_N_CTX)
-            if drafter == "auto":
-                drafter = auto_drafter(ctx, structured=structured)
-            engine = Engine(ctx, drafter, wait_s=0.5)
-            ctx.attached[name] = engine
-        return engine
+        ctx.keep_prefixes(DEFAULT_N_CTX)
+        if drafter == "auto":
+            structured = any(request.grammar is not None for request in plan.requests)
+            if structured not in drafters:
+                drafters[structured] = auto_drafter(ctx, structured=structured)
+            drafter = drafters[structured]
+    drafting = Drafting(ctx, drafter, batched=True)
+    core = EngineCore(drafting, EngineStats(), wait_s=0.5, max_tokens=_MAX_TOKENS)
+    source = RequestSource(plan.requests, ())
+    events = plan.events(core.stream(source, random_seed(), reports_tokens=stream))
+    if stream:
+        return events
+    try:
+        for _ in events:
+            pass
+    except DecodeInterruptedError as error:
+        error.results = [results[0] for results in plan.found if results]
+        raise
+    return plan.answer()

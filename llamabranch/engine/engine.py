@@ -6,41 +6,34 @@ import math
 import os
 import threading
 import weakref
-from collections import deque
-from collections.abc import Callable, Collection, Generator, Sequence
-from contextlib import ExitStack, closing, suppress
-from time import perf_counter, sleep
+from collections.abc import Callable, Collection, Generator
+from contextlib import ExitStack, closing
+from typing import cast
 
 from ..arguments import bounded, function, instance, whole
-from ..branch import Produced
-from ..context import Context
+from ..context import Context as AnyContext
 from ..context.context import text_context
 from ..context.params import DEFAULT_N_CTX, MOST_WITH_PREFIXES
 from ..errors import (
-    CapacityError,
     ClosedError,
     ConfigError,
-    ConstraintError,
     DecodeInterruptedError,
-    LlamaBranchError,
     QueueFullError,
 )
 from ..generation.drafting import Drafting
-from ..generation.loop import RunningText, Step
 from ..hub import resolve
 from ..model import Model
-from ..native.interrupts import HeldInterrupts
 from ..sampling import SamplingParams
 from ..sampling.noise import derive_seed, random_seed
 from ..sampling.params import settings_of
-from ..speculative import Drafter, NullDrafter, SpeculativeConfig, SpeculativeStats
+from ..speculative import Drafter, NullDrafter, SpeculativeConfig
 from ..speculative.combined import DrafterChoice, auto_drafter
-from .job import Job, State, Submission
+from .context import Context
+from .core import EngineCore
 from .request import (
     AnyRequest,
     EngineStats,
     Event,
-    Request,
     Requests,
     RequestSource,
     Result,
@@ -48,13 +41,11 @@ from .request import (
     as_request,
     identity,
 )
-from .scheduler import Scheduler
 
-__all__ = ["Engine", "EngineCore", "Target"]
+__all__ = ["Engine", "Target"]
 
-Target = Context | Model | str | os.PathLike[str]
+Target = AnyContext | Model | str | os.PathLike[str]
 _PARALLEL = 8  # texts at a time of an engine that opens its model: each has its part of the cache
-_POLL_S = 0.02  # how often to check whether others have freed a sequence
 
 
 class Engine:
@@ -157,29 +148,8 @@ class Engine:
 
     def _new_core(self, expected: Collection[str] = ()) -> EngineCore:
         return EngineCore(
-            self._drafting, self.stats, self._parallel, self._wait_s, expected=expected
-        )
-
-    def _add(
-        self,
-        core: EngineCore,
-        request: Request,
-        name: str,
-        samples: list[int],
-        seed: int,
-        *,
-        reports_tokens: bool,
-    ) -> None:
-        """Queue the texts ``samples`` of a request, whose id is ``name``.
-
-        Raises:
-            ConfigError, TokenizeError: its prompt or its stop strings are invalid; it is not queued.
-        """
-        core.add(
-            Submission(
-                request, name, core.n_added, self._drafting, self.sampling, self._max_tokens, seed,
-                samples, reports_tokens=reports_tokens,
-            )
+            self._drafting, self.stats, self._parallel, self._wait_s, sampling=self.sampling,
+            max_tokens=self._max_tokens, expected=expected,
         )  # fmt: skip
 
     def __enter__(self) -> Engine:
@@ -216,11 +186,13 @@ class Engine:
                     f"the queue is full: {n_waiting} requests wait, max_waiting is {most}",
                     hint="add it again after some steps, or raise max_waiting",
                 )
-            samples = list(range(n))
-            self._add(
-                self.core, as_request(request), name, samples, self._draw_seed(),
+            self.core.add(
+                as_request(request),
+                name,
+                range(n),
+                self._draw_seed(),
                 reports_tokens=reports_tokens,
-            )  # fmt: skip
+            )
             return name
 
     def step(self) -> list[Event]:
@@ -342,50 +314,9 @@ class Engine:
     ) -> Generator[Event, None, None]:
         """Return an iterator over the events of all steps, until ``source`` and all requests end."""
         self._check_open()
-        core, seed = self._new_core(source.expected), self._draw_seed()
+        core = self._new_core(source.expected)
         self._streams.append(weakref.ref(core, self._streams.remove))
-
-        def feed() -> bool:
-            """Add the next request; False at the end. One that cannot be queued ends with its error."""
-            if (asked := next(source, None)) is None:
-                return False
-            name, request, samples, error = asked
-            if name in core and error is None:
-                error = ConfigError(f"two unfinished requests have the id {name!r}")
-            try:
-                if error is None:
-                    self._add(core, request, name, samples, seed, reports_tokens=reports_tokens)
-            except LlamaBranchError as refused:
-                error = refused
-            if error is not None:
-                core.refuse(name, request, samples, error)
-            source.expected.discard(name)  # once it is known here
-            return True
-
-        return self._steps(core, source, feed)
-
-    def _steps(
-        self, core: EngineCore, source: RequestSource, feed: Callable[[], bool]
-    ) -> Generator[Event, None, None]:
-        ahead = max(2, self.target.n_seq_max)  # requests that wait, besides those that run
-        more = True
-        try:
-            while True:
-                while more and core.n_ahead < ahead:
-                    more = feed()
-                if not core.has_unfinished:
-                    if source.failure is not None:
-                        raise source.failure
-                    return
-                try:
-                    events = core.step()
-                except DecodeInterruptedError:
-                    core.abort_all()
-                    yield from core.drain()
-                    raise
-                yield from events
-        finally:
-            core.close()
+        return core.stream(source, self._draw_seed(), reports_tokens=reports_tokens)
 
     def explain(self) -> str:
         """Return a description of its drafting and batching, with the measurements behind it."""
@@ -398,9 +329,9 @@ class Engine:
 
 
 def _context(target: object, drafter: DrafterChoice, parallel: int | None) -> Context:
-    """Return the context that generates, one of the engine's own unless it is given."""
+    """Return ``target`` if it is a context; open one for a model."""
     if not isinstance(target, (Model, str, os.PathLike)):
-        return text_context("target", target)
+        return cast(Context, text_context("target", target))
     model = target if isinstance(target, Model) else Model(resolve(target))
     try:
         n = _PARALLEL if parallel is None else parallel
@@ -416,405 +347,3 @@ def _context(target: object, drafter: DrafterChoice, parallel: int | None) -> Co
         if model is not target:
             model.close()
         raise
-
-
-class EngineCore:
-    """Requests that share decodes: those of one ``stream``, or those added to the engine.
-
-    ``add`` and ``abort`` may be called from any thread, all else from one at a time.
-
-    Args:
-        drafting: who drafts for all texts, and on which context.
-        stats: gets what it does.
-        parallel: how many texts run at a time at most; None = as many as there are sequences.
-        wait_s: how long to wait, seconds, while others hold all sequences.
-        expected: ids of requests that are not added yet, to which ``abort`` applies as well.
-
-    Attributes:
-        scheduler: which of its texts hold a sequence.
-        n_added: how many requests were added.
-        n_decoded: how many tokens its steps have decoded.
-    """
-
-    def __init__(
-        self,
-        drafting: Drafting,
-        stats: EngineStats,
-        parallel: int | None = None,
-        wait_s: float = 0.0,
-        *,
-        expected: Collection[str] = (),
-    ) -> None:
-        self.n_added = self.n_decoded = 0
-        self._ctx = drafting.ctx
-        self._loop = drafting.loop
-        self._stats = stats
-        self.scheduler = Scheduler(drafting.ctx, parallel, stats)
-        self._wait_s = wait_s
-        self._expected = expected
-        self._n_idle = 0  # polls for a sequence without a decode
-        self._n_decodes = -1
-        self._added: deque[Submission] = deque()
-        self._aborted: deque[Submission] = deque()
-        self._aborted_ahead: set[str] = set()  # of those expected
-        self._events: list[Event] = []  # still to be returned
-        self._failure: LlamaBranchError | None = None  # raised once those are
-        self._is_broken_off = False  # an exception has left a step in the middle
-        # Whether the running decode reads prompts, and whether an abort has stopped it.
-        self._stopping = threading.Lock()
-        self._reads = self._has_stopped = False
-
-    # -- requests ------------------------------------------------------------------------------------
-
-    def add(self, submission: Submission) -> None:
-        """Queue the texts of a request."""
-        self.n_added += 1
-        if submission.samples:
-            self._added.append(submission)
-            if submission.name in self._aborted_ahead:
-                self._aborted.append(submission)
-
-    def refuse(
-        self, name: str, request: Request, samples: Sequence[int], error: LlamaBranchError
-    ) -> None:
-        """Report an error as the result of each text of a request that cannot be queued."""
-        self.n_added += 1
-        seed = 0 if request.sampling is None else request.sampling.seed or 0
-        for i in samples:
-            stats = SpeculativeStats()
-            result = Result(name, i, request.prompt, "", [], "error", seed, stats, error=error)
-            self._events.append(Event(name, i, result=result))
-
-    def abort(self, name: str) -> None:
-        """End a request at the next step; its results hold what was generated.
-
-        A decode that reads its prompt is stopped, which can take seconds: the step has then changed
-        nothing, and the other texts repeat it. An unknown id is ignored.
-        """
-        if name in self._expected:
-            self._aborted_ahead.add(name)
-        submission = self._find(name)  # also if it has just been added
-        if submission is not None and not submission.is_aborted:
-            submission.is_aborted = True
-            self._aborted.append(submission)
-            with self._stopping:
-                if self._reads and any(j.is_reading for j in list(submission.jobs.values())):
-                    self._has_stopped = True
-                    self._ctx.interrupt()
-
-    def abort_all(self) -> None:
-        """End all requests at the next step."""
-        self._aborted.extend(self.scheduler.unfinished() + list(self._added))
-
-    def __contains__(self, name: str) -> bool:
-        """Return whether a request of this id is unfinished."""
-        return self._find(name) is not None
-
-    def _find(self, name: str) -> Submission | None:
-        """Return the unfinished request of this id."""
-        waiting = next((s for s in list(self._added) if s.name == name), None)
-        return waiting or self.scheduler.find(name)
-
-    @property
-    def n_waiting(self) -> int:
-        """How many requests have a text that has never had a sequence."""
-        return len(self._added) + self.scheduler.n_waiting
-
-    @property
-    def n_ahead(self) -> int:
-        """How many requests wait, or were refused and not yet reported."""
-        return self.n_waiting + len(self._events)
-
-    @property
-    def has_unfinished(self) -> bool:
-        """True if a request has no result yet, or an event has not been returned."""
-        return bool(self._added or self._events or self._failure or not self.scheduler.is_idle)
-
-    @property
-    def is_stalled(self) -> bool:
-        """True if nothing can continue until a paused request is resumed or another one is added."""
-        scheduler = self.scheduler
-        return not (self._added or self._events or self._failure or self._aborted) and (
-            scheduler.is_stalled
-        )
-
-    # -- steps ---------------------------------------------------------------------------------------
-
-    def step(self) -> list[Event]:
-        """Run one step; return its events.
-
-        Raises:
-            DecodeError: the decode failed or was interrupted. The requests are as before; the next call
-                continues them.
-        """
-        if self._failure is None or self._events:
-            self.advance()
-        failure = self._failure
-        if failure is not None and not self._events:
-            self._failure = None
-            raise failure
-        return self._take_events()
-
-    def drain(self) -> list[Event]:
-        """Run steps until all requests have ended; return their events. What it raises loses none.
-
-        Raises:
-            DecodeError: a decode failed. An interrupted one is repeated.
-        """
-        while self._added or not self.scheduler.is_idle:
-            self.advance()
-            failure, self._failure = self._failure, None
-            if failure is not None and not isinstance(failure, DecodeInterruptedError):
-                raise failure
-        return self._take_events()
-
-    def _take_events(self) -> list[Event]:
-        events: list[Event] = []
-        try:  # they are returned, or kept for the next step, whatever is raised here
-            events, self._events = self._events, []
-            return events
-        except BaseException:
-            self._events = events + self._events
-            raise
-
-    def advance(self) -> None:
-        """Run one step; ``step`` returns its events, and raises what it has met."""
-        start = perf_counter()
-        with HeldInterrupts() as held:
-            try:
-                if self._is_broken_off:
-                    self._recover()
-                self._is_broken_off = True
-                try:
-                    self._step()
-                except LlamaBranchError as error:
-                    if held.caught is None:
-                        self._failure = error
-                self._is_broken_off = False
-            except BaseException:
-                self._recover()
-                raise
-            finally:
-                self._stats.elapsed_s += perf_counter() - start
-
-    def _recover(self) -> None:
-        """Queue all texts again after an interrupted step; they continue after their last token."""
-        ended = {(event.id, event.sample) for event in self._events if event.result is not None}
-        for submission in self.scheduler.unfinished():
-            for job in list(submission.jobs.values()):
-                if (job.name, job.sample) in ended:
-                    with suppress(Exception):
-                        self.scheduler.finish(job)
-        self.scheduler.rebuild()
-        self._is_broken_off = False
-
-    def close(self) -> None:
-        """Free all sequences; requests without a result get none."""
-        with HeldInterrupts():
-            self._added.clear()
-            self._events.clear()
-            self.scheduler.close()
-
-    def _step(self) -> None:
-        jobs, reading = self._schedule()
-        announced = [event for job in reading if not job.is_announced for event in job.note_read()]
-        if announced:  # before a decode that can take seconds
-            self._events += announced
-            return
-        if jobs or reading:
-            running = [
-                (job.running, -1 if job.state is State.CLOSING else job.output.draft_limit)
-                for job in jobs
-                if job.running
-            ]
-            step = self._run(running, reading)
-            if step is None:
-                return
-            self.n_decoded += step.n_tokens
-            self._stats.target_forward_passes += step.n_tokens > 0
-            self._stats.draft_forward_passes += step.n_draft_decodes
-            self._postprocess([*jobs, *reading], step)
-
-    def _run(
-        self, running: Sequence[tuple[RunningText, int]], reading: Sequence[Job]
-    ) -> Step | None:
-        """Run a step of the loop; None if ``abort`` has stopped it: then nothing has changed."""
-        if not reading:
-            return self._loop.step(running)
-        self._reads = True
-        try:
-            return self._loop.step(running, reading)
-        except DecodeInterruptedError:
-            with self._stopping:
-                if not self._has_stopped:
-                    raise
-            return None
-        finally:
-            with self._stopping:
-                self._reads = False
-                if self._has_stopped:  # the decode may have ended before
-                    self._has_stopped = False
-                    self._ctx.resume()
-
-    # -- a step --------------------------------------------------------------------------------------
-
-    def _schedule(self) -> tuple[list[Job], list[Job]]:
-        """Take the requests that were added or aborted since the last step, and admit those that fit.
-
-        Returns:
-            the texts that are generated, and those whose prompt is read.
-        """
-        scheduler = self.scheduler
-        while self._added:
-            scheduler.add(self._added[0])
-            self._added.popleft()
-        while self._aborted:
-            submission = self._aborted[0]
-            if scheduler.find(submission.name) is submission:
-                for job in scheduler.jobs_of(submission):
-                    self.end(job, "cancelled")
-            self._aborted.popleft()
-        for job in scheduler.admit():
-            self._fail(job, job.error)
-        if scheduler.no_sequence is None:
-            self._n_idle = 0
-        elif not self._waits():  # others hold all sequences of the context
-            while (waiting := scheduler.head()) is not None:
-                self.end(waiting, "capacity", scheduler.no_sequence)
-        active = scheduler.active
-        reading = [job for job in active if job.is_reading]
-        for job in reading:
-            if not job.n_uncached:
-                self._begin(job)
-        return [job for job in active if job.running], [job for job in reading if job.is_reading]
-
-    def _waits(self) -> bool:
-        """Sleep briefly; return False once ``wait_s`` has passed without a decode on the context.
-
-        Polls are counted, not seconds, so that a suspended machine does not use up the time.
-        """
-        n_decodes = self._ctx.decoder.n_decodes
-        if n_decodes != self._n_decodes:
-            self._n_decodes, self._n_idle = n_decodes, 0
-        if self._n_idle * _POLL_S >= self._wait_s:
-            return False
-        self._n_idle += 1
-        sleep(_POLL_S)
-        return True
-
-    def _postprocess(self, jobs: list[Job], step: Step) -> None:
-        """Begin texts whose prompt is read, report the emitted tokens, end what has ended."""
-        try:
-            for job in jobs:
-                self._take(job)
-            if step.no_room is not None:  # the newest request gives way, the last one ends
-                if self.scheduler.preempt():
-                    self._stats.preemptions += 1
-                else:
-                    self.end(self.scheduler.active[0], "capacity", step.no_room)
-        except LlamaBranchError:  # of a drafter that cannot close a state: the others have accepted
-            self._recover()
-            raise
-
-    def _take(self, job: Job) -> None:
-        """Take what a step has brought to a text."""
-        running = job.running
-        if running is not None:
-            self._add(job, running.emitted, running.error)
-        elif job.error is not None:
-            self._fail(job, job.error)
-        elif job.n_decoded:
-            self._stats.prompt_tokens += job.n_decoded
-            self._events += job.note_read()
-            if not job.n_uncached:
-                self._begin(job)
-
-    def _begin(self, job: Job) -> None:
-        """Let a text run that has read all."""
-        try:
-            emitted = job.begin()
-        except LlamaBranchError as failure:
-            self._fail(job, failure)
-        else:
-            self._add(job, emitted, None)
-
-    def _add(self, job: Job, emitted: Sequence[Produced], error: LlamaBranchError | None) -> None:
-        """Add tokens to a running text. After them it may begin its answer, be parked, or end."""
-        has_segments = job.ends is not None
-        closes = has_segments and (job.state is State.CLOSING or job.is_at_end())
-        for one in emitted:
-            if job.output.finish_reason is None and not closes:
-                if has_segments and (closes := job.is_at_end(one)):
-                    break
-                self._events += job.emit(one)
-                closes = has_segments and job.is_at_end()
-        if emitted:
-            job.note_token()
-            if job.equals and job.shares_thought:
-                for each in job.equals:
-                    self._give(each, emitted)
-            elif job.equals and job.running is not None:
-                self._part(job, job.running)
-        reason = job.output.finish_reason
-        if error is not None:
-            if reason is not None:
-                self.end(job, reason)
-            else:
-                self._fail(job, error)
-        elif closes:
-            job.close_segment()
-            if not job.text.is_behind:
-                job.rest()
-                self.scheduler.park(job)
-        elif reason is not None and job.ends_thought:
-            for each in (job, *job.equals):
-                self._events += each.break_off()
-            self._events += self.scheduler.answer(job)
-        elif reason is not None:
-            self.end(job, reason)
-
-    def _part(self, job: Job, running: RunningText) -> None:
-        """Give equal texts their tokens; those that drew another one run by themselves from now on."""
-        emitted = running.emitted
-        job.equals, apart = running.part(job.equals)
-        for drawn, group in [(emitted, job.equals), *apart]:
-            for each in group:
-                self._give(each, drawn)
-        for _, (first, *others) in apart:
-            first.equals = others
-            reason = first.output.finish_reason
-            try:
-                if first.ends_thought:
-                    self._events += self.scheduler.answer(first)
-                    self.scheduler.requeue(first)
-                elif reason is not None:
-                    self.end(first, reason)
-                elif self.scheduler.part(first, job):
-                    first.begin()
-            except LlamaBranchError as error:
-                self._fail(first, error)
-
-    def _give(self, job: Job, drawn: Sequence[Produced]) -> None:
-        """Give a text that is equal to another what was drawn for it."""
-        for one in drawn:
-            if job.output.finish_reason is None:
-                self._events += job.emit(one)
-        job.note_token()
-
-    def _fail(self, job: Job, error: LlamaBranchError | None) -> None:
-        self.end(job, "capacity" if isinstance(error, CapacityError) else "error", error)
-
-    def end(self, job: Job, reason: str, error: LlamaBranchError | None = None) -> None:
-        """Report the result of a text and of those that are equal, and free what they hold."""
-        if isinstance(error, ConstraintError):
-            reason, error = "constraint", None
-        for each in (job, *job.equals):
-            if not each.has_ended:
-                self._events += each.break_off(reason)
-                each.error = error
-                if each.submission.beginning is None:  # else a search looks at its jobs itself
-                    result = each.result(reason, error)
-                    self._events.append(Event(each.name, each.sample, result=result))
-                    self._stats.generated_tokens += len(result.tokens)
-                self.scheduler.finish(each)
-                self._stats.speculative.add(each.stats)

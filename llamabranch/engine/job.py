@@ -17,7 +17,7 @@ from ..branch import Branch, Produced
 from ..context.logits import LogitsRow, TokenScore
 from ..context.progress import Reading
 from ..errors import CapacityError, ConfigError, LlamaBranchError
-from ..generation.drafter import DraftState, FixedLength, propose
+from ..generation.drafter import NO_STATE, DraftState, FixedLength, propose
 from ..generation.drafting import Drafting
 from ..generation.generation import OutputBuffer
 from ..generation.loop import RunningText
@@ -486,7 +486,7 @@ class Job:
                 ConstraintState(self.constraint, model, request.stop, request.stop_tokens)
             )
         source, n_shared = self.shared
-        beginning, drafts = self.submission.beginning, loop.drafter is not None
+        beginning, drafts = self.submission.beginning, True
         before, self._before = self._before, None
         if beginning is not None:
             like, n_shared = beginning.draft_state(), len(self.submission.prompt)
@@ -500,10 +500,13 @@ class Job:
             and source.grammar == self.grammar
         ):
             like = source.running.state  # so the drafter, too, reads a shared prompt only once
-        drafts = drafts and output.finish_reason is None
-        top = request.top_logprobs or 0
-        self.running = running = loop.open(
-            self.text, rule, self.stats, top, drafts=drafts, like=like
+        state: DraftState = NO_STATE
+        if drafts and loop.drafter is not None and output.finish_reason is None:
+            with suppress(CapacityError):  # without room for it there are no drafts
+                start = loop.drafter.start
+                state = start(self.text, rule_name(rule)) if like is None else like.fork(self.text)
+        self.running = running = RunningText(
+            self.text, state, loop.length.stream(), rule, self.stats, request.top_logprobs or 0
         )
         if request.draft_k is not None:
             running.length = FixedLength(request.draft_k, drafting.config.entropy_stop)

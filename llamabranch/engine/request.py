@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -182,6 +183,12 @@ class Request:
                 "min_tokens cannot be combined with a grammar, a constraint or continues",
                 hint="make the grammar require a longer text (minLength, minItems)",
             )
+
+    def of_prompt(self, tokens: list[int], thinking: Thinking | None) -> Request:
+        """Return the request with other prompt tokens, which are known to be valid; checks nothing."""
+        request = copy(self)
+        request.__dict__.update(prompt=tokens, thinking=thinking)
+        return request
 
 
 @dataclass(repr=False)

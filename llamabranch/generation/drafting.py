@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from ..arguments import instance, real, whole
 from ..context import Context
@@ -28,7 +30,7 @@ from .loop import Loop, RunningText
 from .text import Text
 from .verify import RULES, Rule, rule_name
 
-__all__ = ["Drafting", "SpeculativeConfig", "checked_config", "draft_length"]
+__all__ = ["Drafting", "SpeculativeConfig", "draft_length"]
 
 
 @dataclass(frozen=True)
@@ -75,22 +77,17 @@ class SpeculativeConfig:
             object.__setattr__(self, "entropy_stop", stop)
 
 
-def checked_config(config: SpeculativeConfig | None) -> SpeculativeConfig:
-    """Return ``config``, or the default for None; raise ConfigError for anything else."""
-    return instance("config", SpeculativeConfig() if config is None else config, SpeculativeConfig)
-
-
 class Drafting:
-    """One drafter's work for the texts of a context, and what is learned from it.
+    """One drafter's work for the texts of a context.
 
-    Draft states of texts that may be continued are kept, so that the drafter decodes no text twice.
-    A text without a state gets a fork of its nearest ancestor's, or a new one. ``observe`` tells a
-    state how many of its tokens are still those of its text. When the drafter's context runs out of
-    sequences, the states that were returned first are closed.
+    A text has at most one draft state, of the drafter that drafted last for it. It is kept between
+    generations, so that the drafter decodes no text twice. A text without one gets a fork of its
+    nearest ancestor's, or a new one. ``observe`` tells a state how many of its tokens are still those
+    of its text. When a draft model runs out of sequences, the states that were returned first are
+    closed.
 
     Threads may share one `Drafting`. A state belongs to the thread that uses it, or that is forking
-    it. The lock is never held during a call of a state, since such a call may wait for a context's
-    lock.
+    it. No lock is held during a call of a state, since such a call may wait for a context's lock.
 
     Args:
         ctx: the context that generates.
@@ -114,35 +111,13 @@ class Drafting:
     ) -> None:
         self.ctx = text_context("target", ctx)
         self.drafter = checked_drafter(drafter, ctx.model)
-        self.config = checked_config(config)
+        config = SpeculativeConfig() if config is None else config
+        self.config = instance("config", config, SpeculativeConfig)
         self.stats = SpeculativeStats()
-        self._lock = forkable_lock()
-        self._kept: weakref.WeakKeyDictionary[Text, _Kept] = weakref.WeakKeyDictionary()
         if isinstance(self.drafter, NullDrafter) or (batched and not ctx.kv_cache.undoes(1)):
             self.loop = Loop(ctx, FixedLength(0))  # without a drafter there are no drafts
         else:
             self.loop = Loop(ctx, draft_length(self.config, self.drafter, ctx), self.drafter)
-
-    @classmethod
-    def of(
-        cls,
-        last: list[Drafting],
-        ctx: Context,
-        drafter: Drafter | None,
-        config: SpeculativeConfig,
-    ) -> Drafting:
-        """Return the drafting of branches with a common origin: the ``last`` one, or a new one."""
-        if drafter is None:
-            return cls(ctx, None, config)
-        # Compared by identity, since a drafter need not be hashable.
-        for found in last:
-            if found.drafter is drafter and found.config == config:
-                return found
-        made = cls(ctx, drafter, config)
-        while last:
-            last.pop().forget_all()  # its states may hold the sequences that the next ones need
-        last.append(made)
-        return made
 
     @property
     def length(self) -> DraftLength:
@@ -165,18 +140,20 @@ class Drafting:
         text, state = running.text, running.state
         if state is NO_STATE:
             return
-        with self._lock:
-            kept = self._kept.pop(text, None)  # None: another thread has removed it
-            if kept is not None and keep and text.state != "pruned" and not text.ctx.closed:
-                kept.tokens = running.seen or kept.tokens if is_changed else list(text.shown)
-                kept.is_used = False
-                self._kept[text] = kept
-                return
+        with _lock:
+            kept = _kept(text)
+            if kept is not None and kept.state is state:  # else another thread has replaced it
+                if keep and not text.is_pruned and not text.ctx.closed:
+                    kept.tokens = running.seen or kept.tokens if is_changed else list(text.shown)
+                    kept.returned = next(_returns)
+                    kept.is_used = False
+                    return
+                text.draft_state = None
         state.close()
 
     def add_stats(self, stats: SpeculativeStats) -> None:
         """Add the counts and times of a finished generation."""
-        with self._lock:
+        with _lock:
             self.stats.add(stats)
 
     def explain(self) -> str:
@@ -185,7 +162,7 @@ class Drafting:
         if drafter is None:
             return "plain decoding: there is no drafter"
         stats = SpeculativeStats()
-        with self._lock:
+        with _lock:
             stats.add(self.stats)
         lines = [f"drafter: {drafter.name}; {self.length.explain()}"]
         if stats.num_drafts:
@@ -205,91 +182,109 @@ class Drafting:
 
     def _state(self, text: Text, rule: Rule) -> DraftState:
         """Return the state that drafts for ``text`` after its last token."""
-        with self._lock:
-            pruned = [other for other in list(self._kept) if other.state == "pruned"]
-        for other in pruned:
-            self.forget(other)
-        found = self._use(text, text, rule, draws_alike=True)
-        if found is not None:
-            found.state.observe(n_common(found.tokens, text.shown))
-            return found.state
+        kept = self._use(text, text, rule, draws_alike=True)
+        if kept is not None:
+            kept.state.observe(n_common(kept.tokens, text.shown))
+            return kept.state
         while True:
             try:
                 state = self._make(text, rule)
                 break
             except CapacityError:
-                if not self.forget_oldest():  # no room for a draft state: decode plainly
+                if not self._free_oldest():  # no room for a draft state: decode plainly
                     return NO_STATE
-        self.forget(text)
+        _free(text)
         if state is not NO_STATE:
-            with self._lock:
-                self._kept[text] = _Kept(state, _made_for(text, rule))
+            with _lock:
+                text.draft_state = _Kept(state, self.drafter, _made_for(text, rule))
+                _holders.add(text)
         return state
 
     def _use(
         self, holder: Text, text: Text, rule: Rule, *, draws_alike: bool = False
     ) -> _Kept | None:
-        """Return the state kept for ``holder``, marked as in use, or None if it cannot draft for
-        ``text``.
+        """Return the state of ``holder``, marked as in use, or None if it cannot draft for ``text``.
 
-        It cannot if its prompt was cut short. With ``draws_alike`` it also needs the same seed and
-        settings.
+        It cannot if it is another drafter's, or its prompt was cut short. With ``draws_alike`` it also
+        needs the same seed and settings.
         """
         n = 4 if draws_alike else 2
-        with self._lock:
-            found = self._kept.get(holder)
-            if found is None or found.is_used or found.made_for[:n] != _made_for(text, rule)[:n]:
+        with _lock:
+            kept = _kept(holder)
+            if kept is None or kept.is_used or kept.drafter is not self.drafter:
                 return None
-            found.is_used = True
-            return found
+            if kept.made_for[:n] != _made_for(text, rule)[:n]:
+                return None
+            kept.is_used = True
+            return kept
 
     def _make(self, text: Text, rule: Rule) -> DraftState:
         relative: Text | None = text  # with a new seed or new settings it forks its own state
         while relative is not None:
-            found = self._use(relative, text, rule)
-            if found is not None:
+            kept = self._use(relative, text, rule)
+            if kept is not None:
                 try:
-                    state = found.state.fork(text)
-                    state.observe(n_common(found.tokens, text.shown))
+                    state = kept.state.fork(text)
+                    state.observe(n_common(kept.tokens, text.shown))
                     return state
                 finally:
-                    with self._lock:
-                        found.is_used = False
-                        is_kept = self._kept.get(relative) is found
+                    with _lock:
+                        kept.is_used = False
+                        is_kept = relative.draft_state is kept
                     if not is_kept:  # another thread removed or replaced it meanwhile
-                        found.state.close()
+                        kept.state.close()
             relative = relative.parent
         return self.drafter.start(text, rule_name(rule))
 
     def forget(self, text: Text) -> None:
-        """Free the draft state kept for ``text``, if there is one."""
-        with self._lock:
-            kept = self._kept.pop(text, None)
-        if kept is not None and not kept.is_used:  # otherwise the thread that uses it closes it
-            kept.state.close()
+        """Free the draft state of ``text`` if it is this drafter's."""
+        kept = _kept(text)
+        if kept is not None and kept.drafter is self.drafter:
+            _free(text)
 
-    def forget_oldest(self) -> bool:
-        """Free the least recently used state; return False if no state is held, or all are in use."""
-        with self._lock:
-            kept = [text for text, its in list(self._kept.items()) if not its.is_used]
-        for text in kept[:1]:
-            self.forget(text)
-        return bool(kept)
+    def _free_oldest(self) -> bool:
+        """Free the least recently used state that takes room from this drafter; False without one."""
+        with _lock:
+            every = [(kept, text) for text in _holders if (kept := _kept(text)) is not None]
+            ours = [pair for pair in every if not pair[0].is_used and self._shares(pair[0].drafter)]
+        if not ours:
+            return False
+        _free(min(ours, key=lambda pair: pair[0].returned)[1])
+        return True
 
-    def forget_all(self) -> None:
-        """Free all kept draft states."""
-        while self.forget_oldest():
-            pass
+    def _shares(self, other: Drafter) -> bool:
+        """Return whether another drafter is this one, or drafts with the same context."""
+        ours = self.drafter.contexts
+        return other is self.drafter or any(a is b for a in ours for b in other.contexts)
 
 
 @dataclass(eq=False)
 class _Kept:
-    """A state, the key it was made for, and the tokens of its text when it was returned."""
+    """The draft state of a text, what it was made for, and the text's tokens when it was returned."""
 
     state: DraftState
+    drafter: Drafter
     made_for: tuple[Rule, int, int, SamplingParams]
     tokens: Sequence[int] = ()
+    returned: int = 0  # which return of any state that was
     is_used: bool = True  # a thread drafts with it or forks it; no other thread may use it now
+
+
+_lock = forkable_lock()  # for the draft states of all texts
+_holders: weakref.WeakSet[Text] = weakref.WeakSet()  # texts that have had one
+_returns = itertools.count(1)
+
+
+def _kept(text: Text) -> _Kept | None:
+    return cast("_Kept | None", text.draft_state)
+
+
+def _free(text: Text) -> None:
+    """Free the draft state of ``text``, if there is one."""
+    with _lock:
+        kept, text.draft_state = _kept(text), None
+    if kept is not None and not kept.is_used:  # otherwise the thread that uses it closes it
+        kept.state.close()
 
 
 def _made_for(text: Text, rule: Rule) -> tuple[Rule, int, int, SamplingParams]:

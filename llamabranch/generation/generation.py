@@ -18,10 +18,11 @@ from ..model import NO_TOKEN, StopStrings
 from ..sampling.constraint import ConstraintState
 from .drafter import SpeculativeStats
 from .drafting import Drafting
+from .loop import RunningText
 from .output import Produced
 from .text import Text
 
-__all__ = ["Emission", "Generation", "OutputBuffer"]
+__all__ = ["Generation", "OutputBuffer", "Solo"]
 
 
 class OutputBuffer:
@@ -142,50 +143,96 @@ class OutputBuffer:
         return Produced(NO_TOKEN, held, True, math.nan, math.nan)
 
 
-class Emission:
-    """Gives out the tokens of a text one at a time, from rounds that may produce several.
+class Solo:
+    """A text that runs by itself: a job without a queue. Its tokens are given out one at a time.
 
-    Between two tokens someone else may change the text; the output then continues after the change.
+    Between two of them others may change the text; the output then continues after the change.
 
     Args:
-        text: generates; the output begins at its end.
+        text: has read its prompt; the output continues it.
         output: takes the tokens.
-
-    Attributes:
-        waiting: tokens of the last round that are not given out yet. If it is empty, run another
-            round before the next call of ``next``.
+        stats: counts the rounds.
+        n_alternatives: how many of the most probable tokens are reported with each token.
+        constraint: applies to the text after the last token that was read.
+        keeps: whether somebody may continue the text. If not, nothing of it is kept at the end.
     """
 
-    def __init__(self, text: Text, output: OutputBuffer) -> None:
-        self._text = text
-        self._output = output
-        self._base = text.position - len(output.tokens)  # where the output begins
-        self._version = text.version
-        self.waiting: list[Produced] = []
+    def __init__(
+        self,
+        text: Text,
+        output: OutputBuffer,
+        stats: SpeculativeStats,
+        n_alternatives: int = 0,
+        constraint: ConstraintState | None = None,
+        *,
+        keeps: bool = True,
+    ) -> None:
+        self._keeps = keeps
+        self._text, self._output, self._stats = text, output, stats
+        self._n_alternatives, self._constraint = n_alternatives, constraint
+        self._version: int | None = None  # of the text, as this object left it; None: not begun
+        self._start = 0  # the position in the text where the output begins
+        self._running: dict[Drafting, RunningText] = {}
 
-    def resume(self) -> bool:
-        """Continue from the text as it is now; return whether someone else has changed it."""
-        if self._text.version == self._version:
-            return False
-        self.waiting.clear()
-        self._base = self._text.position - len(self._output.tokens)
-        return True
+    def next(self, drafting: Drafting) -> Produced | None:
+        """Give out the next token; None if it has no text to emit.
 
-    def next(self) -> Produced | None:
-        """Give out the next waiting token; None if it shows nothing."""
+        If none is left of the last round, another round runs, with the drafts of ``drafting``.
+        """
         text, output = self._text, self._output
-        shown = output.add(self.waiting.pop(0))
-        text.n_held = len(text.tokens) - self._base - len(output.tokens)
+        if text.version != self._version:
+            self._follow()
+        try:
+            if not text.held:
+                running = self._running.get(drafting) or self._open(drafting)
+                running.limit = output.draft_limit
+                text.held = drafting.loop.round(running)
+            shown = output.add(text.held[0])
+            del text.held[0]
+        except BaseException:
+            self._version = text.version  # whatever has changed, this round has changed it
+            self.end(decodes=False)
+            raise
         self._version = text.version
         return shown
 
+    def _follow(self) -> None:
+        """Continue from the text as others have left it."""
+        text = self._text
+        text.held = []
+        self._close(is_changed=True)
+        self._start = text.position - len(self._output.tokens)
+        if self._constraint is not None:
+            text.constrain(self._constraint)
+        self._version = text.version
+
+    def _open(self, drafting: Drafting) -> RunningText:
+        running = drafting.open(self._text, self._stats, self._n_alternatives)
+        self._running[drafting] = running
+        return running
+
+    def _close(self, *, is_changed: bool) -> None:
+        while self._running:
+            drafting, running = self._running.popitem()
+            drafting.close(running, keep=self._keeps, is_changed=is_changed)
+
     def end(self, *, decodes: bool) -> None:
-        """Leave the text with exactly the tokens given out; ``decodes`` as in `Text.end_at`."""
-        # If the context was closed, the sampler of the text may be freed already.
-        with suppress(ClosedError):
-            if not self._text.ctx.closed:
-                self._text.end_at(self._base + len(self._output.tokens), decodes=decodes)
-        self._version = self._text.version
+        """Leave the text with exactly the tokens that were given out; ``next`` may continue it.
+
+        ``decodes``: see `Text.end_at`.
+        """
+        text = self._text
+        is_changed = text.version != self._version
+        if is_changed:
+            self._start = text.position - len(self._output.tokens)
+        try:
+            # If the context was closed, the sampler of the text may be freed already.
+            with suppress(ClosedError):
+                if self._keeps and not text.ctx.closed:
+                    text.end_at(self._start + len(self._output.tokens), decodes=decodes)
+            self._version = text.version
+        finally:
+            self._close(is_changed=is_changed)
 
 
 class Generation:
@@ -303,35 +350,18 @@ def _run(
     with text.generating():
         is_consumed = True
         text.finish_reason = output.finish_reason
+        solo = Solo(text, output, stats, n_alternatives, constraint, keeps=release is None)
         try:
-            if constraint is not None:
-                text.constrain(constraint)
-            running = drafting.open(text, stats, n_alternatives)
-            emission, is_changed = Emission(text, output), False
             try:
                 while output.finish_reason is None:
-                    if is_changed:
-                        if constraint is not None:
-                            text.constrain(constraint)
-                        drafting.close(running, keep=True, is_changed=True)
-                        running, is_changed = drafting.open(text, stats, n_alternatives), False
-                    if not emission.waiting:
-                        emission.waiting = drafting.loop.round(running, output.draft_limit)
-                    shown = emission.next()
+                    shown = solo.next(drafting)
                     text.finish_reason = output.finish_reason
                     if shown is not None:
                         is_consumed = False
-                        try:
-                            yield shown
-                            is_consumed = True
-                        finally:
-                            is_changed = emission.resume()
+                        yield shown
+                        is_consumed = True
             finally:
-                try:
-                    if release is None:
-                        emission.end(decodes=output.finish_reason is not None)
-                finally:
-                    drafting.close(running, keep=release is None, is_changed=is_changed)
+                solo.end(decodes=output.finish_reason is not None)
         except LlamaBranchError as error:
             is_dead_end = isinstance(error, ConstraintError)
             reason = "capacity" if isinstance(error, CapacityError) else None

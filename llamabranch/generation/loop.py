@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -39,7 +38,7 @@ from .drafter import (
 )
 from .output import Produced
 from .text import Text
-from .verify import Plan, RoundTrace, Rule, rule_name
+from .verify import Plan, RoundTrace, Rule
 
 __all__ = ["Loop", "Reader", "RunningText", "Step"]
 
@@ -65,7 +64,8 @@ class RunningText:
         n_decoded: how many of its tokens that step decoded.
         error: why it cannot continue; also set if its part of a non-unified KV cache is full.
         draft: the draft of this round.
-        draws: whether a token is drawn after the last one is decoded.
+        limit: the most tokens to draft in the next step.
+        draws: whether a token is drawn in it, after the last one is decoded. If not, nothing is drafted.
         seen: the tokens that the draft state got with its last call.
         on_round: called after each round with a draft; None = nobody listens.
         done: the outcome of the last step, as a length learns from it.
@@ -94,7 +94,7 @@ class RunningText:
         self.emitted: list[Produced] = []
         self.n_decoded = 0
         self.error: LlamaBranchError | None = None
-        self.draws = True
+        self.limit, self.draws = 0, True
         self.done = _PLAIN
         self._alone = alone
         self._n_alternatives = n_alternatives
@@ -187,7 +187,7 @@ class RunningText:
     def request(self, limit: int) -> DraftRequest | None:
         """Return the request for a draft of at most ``limit`` tokens; None for a round without one."""
         limit = min(limit, self.length.limit)
-        if limit <= 0:
+        if limit <= 0 or not self.draws:
             return None
         self.report()
         tokens = self.text.tokens
@@ -410,36 +410,8 @@ class Loop:
         self.length = length
         self.drafter = drafter
 
-    def open(
-        self,
-        text: Text,
-        rule: Rule,
-        stats: SpeculativeStats,
-        n_alternatives: int = 0,
-        *,
-        drafts: bool = True,
-        like: DraftState | None = None,
-    ) -> RunningText:
-        """Return ``text``, ready to run beside others.
-
-        Args:
-            text: has read its prompt.
-            rule, stats, n_alternatives: see `RunningText`.
-            drafts: whether to draft for it. There are no drafts if the drafter has no room for it.
-            like: the draft state of a text with the same beginning. The drafter then need not read
-                those tokens again.
-        """
-        state: DraftState = NO_STATE
-        if drafts and self.drafter is not None:
-            with suppress(CapacityError):
-                if like is None:
-                    state = self.drafter.start(text, rule_name(rule))
-                else:
-                    state = like.fork(text)
-        return RunningText(text, state, self.length.stream(), rule, stats, n_alternatives)
-
-    def round(self, running: RunningText, limit: int) -> list[Produced]:
-        """Run a step of one text by itself, drafting at most ``limit`` tokens; return what it emits."""
+    def round(self, running: RunningText) -> list[Produced]:
+        """Run a step of one text by itself; return what it emits."""
         text = running.text
         if not text.is_behind:
             return [running.draw()]
@@ -448,21 +420,17 @@ class Loop:
                 running.advance()
             running.conclude()
             return running.emitted
-        step = self._run([(running, limit)], ())
+        step = self._run([running], ())
         error = step.no_room or running.error
         if error is not None:
             raise error
         return running.emitted
 
-    def step(
-        self, running: Sequence[tuple[RunningText, int]], readers: Sequence[Reader] = ()
-    ) -> Step:
+    def step(self, running: Sequence[RunningText], readers: Sequence[Reader] = ()) -> Step:
         """Run a step of all texts, and read as many prompt tokens as fit beside them.
 
         Args:
-            running: the texts, each with the most tokens that may be drafted for it. With -1 its
-                last token is decoded, and none is drawn after it. The cache lacks the last token of
-                each.
+            running: the texts; the cache lacks the last token of each.
             readers: texts that are read in the same decode.
 
         Raises:
@@ -473,41 +441,39 @@ class Loop:
         if step.n_tokens and running and self.drafter is not None:
             # the time of a decode that also read texts is not comparable
             verify_s = math.nan if readers else step.verify_s
-            self.length.learn([each.done for each, _ in running], step.n_tokens, verify_s)
+            self.length.learn([each.done for each in running], step.n_tokens, verify_s)
         return step
 
-    def _run(self, running: Sequence[tuple[RunningText, int]], readers: Sequence[Reader]) -> Step:
+    def _run(self, running: Sequence[RunningText], readers: Sequence[Reader]) -> Step:
         step = Step()
-        every = [each for each, _ in running]
-        for each, limit in running:
-            each.emitted, each.n_decoded, each.error, each.draws = [], 0, None, limit >= 0
-            each.done = _PLAIN
+        for each in running:
+            each.emitted, each.n_decoded, each.error, each.done = [], 0, None, _PLAIN
         for reader in readers:
             reader.n_decoded, reader.error = 0, None
         try:
             step.n_draft_decodes = self._draft(running, len(readers))
             try:
-                self._decode(step, every, readers)
+                self._decode(step, running, readers)
             except CapacityError:
-                if not any(each.draft.tokens for each in every):
+                if not any(each.draft.tokens for each in running):
                     raise
-                for each in every:
+                for each in running:
                     if each.draft.tokens:
                         each.stats.count_stop("no room to verify")
                     each.drop_draft()
-                self._decode(step, every, readers)
+                self._decode(step, running, readers)
         except LlamaBranchError as error:
-            for each in every:
+            for each in running:
                 each.drop_draft()
             if not isinstance(error, CacheFullError):
                 raise
-            self._note_full(step, [*every, *readers], error)
+            self._note_full(step, [*running, *readers], error)
             return step
         except BaseException:
-            for each in every:
+            for each in running:
                 each.abandon()
             raise
-        for each in every:
+        for each in running:
             if each.error is None:
                 try:
                     each.conclude()
@@ -515,21 +481,21 @@ class Loop:
                     each.error = error
         return step
 
-    def _draft(self, running: Sequence[tuple[RunningText, int]], n_readers: int) -> int:
+    def _draft(self, running: Sequence[RunningText], n_readers: int) -> int:
         """Give each text a draft that fits into the decode; return how often the drafter decoded."""
         ctx, drafter = self._ctx, self.drafter
         if drafter is None:
             return 0
         if n_readers and not ctx.kv_cache.can_draft:
-            for each, _ in running:  # a decode that also reads cannot be undone
+            for each in running:  # a decode that also reads cannot be undone
                 each.set_draft(NO_DRAFT)
             return 0
         asked: list[RunningText] = []
         requests: list[DraftRequest] = []
-        for each, limit in running:
+        for each in running:
             n_lacking = int(each.text.is_behind)
-            limit = ctx.kv_cache.room(each.text.seq_id, limit + n_lacking) - n_lacking
-            request = each.request(limit)
+            room = ctx.kv_cache.room(each.text.seq_id, each.limit + n_lacking) - n_lacking
+            request = each.request(room)
             if request is None:
                 each.set_draft(NO_DRAFT)
             else:
@@ -546,7 +512,7 @@ class Loop:
             n_decodes += draft.n_decodes
             each.set_draft(draft)
         if len(running) > 1:
-            self._fit_together([each for each, _ in running])
+            self._fit_together(running)
         return n_decodes
 
     def _fit_together(self, running: Sequence[RunningText]) -> None:

@@ -49,9 +49,11 @@ class Text:
         finish_reason: why the last generation ended, as its output says; None before the first.
         is_pruned: True once the sequence id was returned.
         row: the logits after the last token; None or invalid if unavailable, see ``logits_row``.
-        n_held: how many tokens at the end were accepted by a round but not given out yet. Code that
-            changes the text, or asks for its next token, drops them.
+        held: what the last round has brought and nobody has given out yet. All but an EOG token are
+            at the end of ``tokens``. Code that changes the text, or asks for its next token, drops
+            them.
         version: changes with each change of the text.
+        draft_state: drafts for it between its generations, see `Drafting`; None if nothing does.
     """
 
     def __init__(
@@ -79,8 +81,9 @@ class Text:
         self.finish_reason: str | None = None
         self.is_pruned = False
         self.row: LogitsRow | None = None
-        self.n_held = 0
+        self.held: list[Produced] = []
         self.version = 0
+        self.draft_state: object = None
         self._seed = seed
         self._cache = ctx.kv_cache
         self._decoder = ctx.decoder
@@ -108,6 +111,11 @@ class Text:
     # -- properties --------------------------------------------------------------------------------
 
     @property
+    def n_held(self) -> int:
+        """How many of ``tokens`` are not given out yet."""
+        return len(self.held) - self.held[-1].is_stop if self.held else 0
+
+    @property
     def position(self) -> int:
         """How many tokens are given out; the position of the next one."""
         return len(self.tokens) - self.n_held
@@ -115,7 +123,7 @@ class Text:
     @property
     def shown(self) -> list[int]:
         """The tokens that are given out. Do not change the list."""
-        return self.tokens[: -self.n_held] if self.n_held else self.tokens
+        return self.tokens[: self.position] if self.held else self.tokens
 
     @property
     def sampling(self) -> SamplingParams:
@@ -239,6 +247,7 @@ class Text:
     def release(self) -> None:
         """Free the sequence id."""
         self.is_pruned = True
+        self.draft_state = None  # its sequence is freed as soon as nobody uses it
         self.set_row(None)
         if not self._owned_by_prefix_cache:
             self.ctx.sequences.free(self.seq_id)
@@ -251,7 +260,7 @@ class Text:
         If they are unavailable the last token is decoded. Checks that the text is usable.
         """
         self.check_usable()
-        if self.n_held:
+        if self.held:
             self.drop_held()
         row = self.row
         if row is not None and row.is_valid:
@@ -291,7 +300,7 @@ class Text:
 
     def produce(self) -> Produced:
         """Return the next token. It is drawn once, until the state changes."""
-        if self._produced is None or self.n_held:
+        if self._produced is None or self.held:
             return self.produce_from(self.logits_row())
         self.check_usable()
         return self._produced
@@ -447,7 +456,7 @@ class Text:
 
         The caller has checked that it is in the vocabulary.
         """
-        if self.n_held or self._cache.next_position(self.seq_id) != len(self.tokens):
+        if self.held or self._cache.next_position(self.seq_id) != len(self.tokens):
             self.check_usable()
             self.settle()
         row = self.logits_row()
@@ -634,7 +643,7 @@ class Text:
             self.n_prompt, self.appended, self.sampler = n_prompt, appended, sampler
             self._incomplete = None
             self.finish_reason = None
-            self.n_held = 0
+            self.held = []
             self.version += 1
 
         try:
@@ -667,7 +676,7 @@ class Text:
             reason = self.finish_reason
             if len(self.tokens) > position:
                 self.rewind(position)
-            self.n_held = 0
+            self.held = []
             if decodes:
                 with suppress(CapacityError):
                     self.settle()

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 from ..branch import Branch, Produced
-from ..engine.engine import EngineCore
+from ..engine.core import EngineCore
 from ..engine.job import Beginning, Job, SegmentEnd, State, Submission
 from ..engine.request import EngineStats, Request
 from ..errors import CapacityError, DecodeInterruptedError
 from ..generation.drafting import Drafting
 from ..generation.generation import OutputBuffer
 from ..generation.text import Text
+from ..native.interrupts import HeldInterrupts
 from ..speculative import Drafter, SpeculativeConfig
 from .node import SearchNode
 from .result import Hypothesis
@@ -177,16 +179,19 @@ class Samples:
         running = [sample for sample in group if not sample.is_finished]
         for sample in running:
             self._core.scheduler.go_on(sample.job, ends)
-        while running:
-            try:
-                self._step()
-            except DecodeInterruptedError as error:
-                tree.was_cancelled(error)
-            running = self._noted(running)
-            if tree.is_cancelled or after():
-                for sample in running:
-                    self.end(sample, "cancelled")
+        # Each step holds interrupts. Around all of them this costs little: only the outermost block
+        # changes the handler, which takes as long as other work of a step.
+        with HeldInterrupts() as held:
+            while running and held.caught is None:
+                try:
+                    self._step()
+                except DecodeInterruptedError as error:
+                    held.let(partial(tree.was_cancelled, error))
                 running = self._noted(running)
+                if tree.is_cancelled or held.let(after):
+                    for sample in running:
+                        self.end(sample, "cancelled")
+                    running = self._noted(running)
 
     def _noted(self, running: Sequence[Sample]) -> list[Sample]:
         """Return the texts whose segment has not ended, after adding the nodes of the others."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from time import perf_counter
 from typing import Literal
 
 from ..arguments import instance, items, placed
 from ..context import Context
-from ..errors import ConfigError, GrammarError, LlamaBranchError
+from ..errors import ConfigError, GrammarError
 from ..generation.drafter import (
     Draft,
     Drafter,
@@ -367,18 +366,13 @@ class _ForcedState:
 def auto_drafter(ctx: Context, *, structured: bool | None = None) -> Drafter:
     """Return a drafter that combines copied text, the model's MTP layers, and text that a grammar forces.
 
-    ``structured``: whether texts have a grammar; None = some of them have. The context of the MTP layers
-    is opened once, and ``ctx`` keeps it.
+    ``structured``: whether texts have a grammar; None = some of them have.
     """
-    head = None
-    if ctx.model.n_mtp_layers:
-        with ctx.lock, suppress(LlamaBranchError):  # such as memory that is in use
-            head = ctx.attached.get("head") or Context(ctx.model, target=ctx)
-            ctx.attached["head"] = head
+    head = ctx.mtp_head()
 
     def copying(min_match: int) -> Drafter:
         values = SuffixDrafter(min_match=min_match, shared_tokens=0)
-        return ChainDrafter([values, MTPDrafter(head)]) if isinstance(head, Context) else values
+        return ChainDrafter([values, MTPDrafter(head)]) if head is not None else values
 
     if structured is False:
         return copying(2)

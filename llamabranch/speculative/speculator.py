@@ -11,7 +11,7 @@ from ..context import Context
 from ..errors import ClosedError, ConfigError, LlamaBranchError
 from ..generation.drafter import Drafter, DraftLength, SpeculativeStats
 from ..generation.drafting import Drafting, SpeculativeConfig
-from ..generation.generation import Emission, Generation, OutputBuffer
+from ..generation.generation import Generation, OutputBuffer, Solo
 from ..model import Prompt
 from ..sampling import SamplingParams
 from ..sampling.grammar import Grammar
@@ -130,7 +130,7 @@ class InferenceSession:
         self.branch = _start_or_continue(target, prompt, sampling, grammar, parse_special)
         self._owned = self.branch is not prompt
         self._text = self.branch.sequence
-        self._emission = Emission(self._text, self._output)
+        self._solo = Solo(self._text, self._output, self.stats, keeps=not self._owned)
         self._closed = False
         self._generating = ExitStack()  # until it is closed or forgotten
         self._generating.enter_context(self._text.generating())
@@ -170,28 +170,17 @@ class InferenceSession:
             raise ClosedError("the session is closed")
         if self.finish_reason is not None:
             return None
-        self._emission.resume()
+        drafting = self._draftings.get(id(drafter))
+        if drafting is None:
+            drafting = Drafting(self._target, drafter, self._config)
+            self._draftings[id(drafter)] = drafting
         try:
-            if not self._emission.waiting:
-                self._emission.waiting = self._round(drafter)
-            shown = self._emission.next()
-        except BaseException as error:
-            self._emission.end(decodes=False)
-            # A later call may succeed, once there is room again.
-            self._output.is_stuck = isinstance(error, LlamaBranchError)
+            shown = self._solo.next(drafting)
+        except LlamaBranchError:
+            self._output.is_stuck = True  # a later call may succeed, once there is room again
             raise
         self.stats.num_emitted_tokens = len(self._output.tokens)
         return shown
-
-    def _round(self, drafter: Drafter | None) -> list[Produced]:
-        found = self._draftings.get(id(drafter))
-        if found is None:
-            found = self._draftings[id(drafter)] = Drafting(self._target, drafter, self._config)
-        running = found.open(self._text, self.stats)
-        try:
-            return found.loop.round(running, self._output.draft_limit)
-        finally:
-            found.close(running, keep=True)
 
     def close(self) -> None:
         """End here. A branch that was given keeps exactly the returned tokens. Idempotent."""
@@ -200,15 +189,11 @@ class InferenceSession:
         self._closed = True
         self._generating.close()
         self._output.break_off()
+        self._solo.end(decodes=True)
         for drafting in self._draftings.values():
             drafting.forget(self._text)
-        if self.branch.ctx.closed:
-            return
-        if self._owned:
+        if self._owned and not self.branch.ctx.closed:
             self.branch.prune()
-        else:
-            self._emission.resume()
-            self._emission.end(decodes=True)
 
     def __enter__(self) -> InferenceSession:
         return self

@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -359,6 +359,35 @@ def test_interrupted_engine_leaves_clean_contexts_and_generates_the_same_again(
         lb.Speculator(ctx, drafter, config).generate(branch, max_tokens=60).finish()
     draft_ctx.audit()
     check_goes_on(branch, ctx)
+
+
+def test_search_changes_the_handler_once_and_its_observer_is_interrupted_at_once(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes: list[object] = []
+
+    def counted(number: int, handler: Any) -> object:
+        changes.append(handler)
+        return signal.signal(number, handler)
+
+    handlers = SimpleNamespace(signal=counted, getsignal=signal.getsignal)
+    monkeypatch.setattr("llamabranch.native.interrupts._signal", handlers)
+    is_late: list[bool] = []
+
+    def watch(stats: lb.search.SearchStats) -> None:
+        if stats.steps == 5:
+            ctrl_c()
+            is_late.append(True)
+
+    with Branch.start(ctx, "Once upon a time", temperature=0.9, seed=3) as branch:
+        assert lb.search.best_of_n(branch, 3, 20).stats.steps > 10
+        assert len(changes) == 4  # around all steps, and when the sequences are returned
+        with pytest.raises(KeyboardInterrupt):
+            lb.search.best_of_n(branch, 3, 20, on_step=watch)
+        assert not is_late
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        check_goes_on(branch, ctx)
+        assert ctx.n_seq_free == ctx.n_seq_max - 1
 
 
 @pytest.mark.parametrize("call", [3, 9])

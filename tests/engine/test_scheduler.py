@@ -10,7 +10,7 @@ import pytest
 import llamabranch as lb
 from llamabranch import Branch, Context, Request
 from llamabranch.engine import EngineStats
-from llamabranch.engine.engine import EngineCore
+from llamabranch.engine.core import EngineCore
 from llamabranch.engine.job import (
     TRANSITIONS,
     Beginning,

@@ -1,4 +1,4 @@
-"""Three questions to one document, each a fork: the document is read once, the answers are typed.
+"""Three questions to one document, each in a fork: the document is read once, each answer is an object.
 
 python examples/agents_document.py [MODEL]
 """
@@ -34,7 +34,7 @@ def answer(report: lb.agents.Report[Finding]) -> object:
 
 def main() -> None:
     name = sys.argv[1] if sys.argv[1:] else lb.hub.default_model()
-    template = "chatml" if name == lb.hub.BUNDLED_TARGET else None  # the bundled model has none
+    template = "chatml" if name == lb.hub.BUNDLED_TARGET else None  # which has no template
     with lb.load(name, n_ctx=4096, chat_template=template) as ctx:
         trunk = [("system", "Answer from the contract, in one sentence."), ("user", CONTRACT)]
         reader = lb.Agent(

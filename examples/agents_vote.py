@@ -50,7 +50,7 @@ async def solve(ctx: lb.Context) -> None:
 
 def main() -> None:
     name = sys.argv[1] if sys.argv[1:] else lb.hub.default_model()
-    template = "chatml" if name == lb.hub.BUNDLED_TARGET else None  # the bundled model has none
+    template = "chatml" if name == lb.hub.BUNDLED_TARGET else None  # which has no template
     with lb.load(name, n_ctx=4096, chat_template=template) as ctx:
         asyncio.run(solve(ctx))
 

@@ -1,6 +1,7 @@
 """A conversation of ten turns with a retry and an edit: only new tokens are processed.
 
-The bundled target was not trained on conversations: a template makes one of a tale that two tell in turn.
+The bundled target was not trained on conversations. So the template only joins the messages, and two
+people tell a tale in turn.
 """
 
 import llamabranch as lb

@@ -1,4 +1,4 @@
-"""A rule in Python: texts without the letter e, drawn token by token, weighted, and by whole texts."""
+"""A rule in Python: texts without the letter e, drawn by token, with weights, and as whole texts."""
 
 import math
 

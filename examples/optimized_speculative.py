@@ -44,7 +44,7 @@ def main() -> None:
 
         step_s = plain.stats.plain_time_s / plain.stats.num_plain_steps
         c = stats.draft_step_s / step_s
-        v = max(1.0, stats.verify_time_s / stats.num_drafts / step_s)  # less is noise
+        v = max(1.0, stats.verify_time_s / stats.num_drafts / step_s)  # a value below 1 is noise
         expected = lb.theory.speedup(stats.alpha_hat, DRAFT_LENGTH, c, v)
         best = lb.theory.best_draft_length(
             stats.alpha_hat, c, lambda n: 1 + (v - 1) * (n - 1) / DRAFT_LENGTH

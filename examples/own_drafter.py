@@ -1,4 +1,4 @@
-"""A drafter with a state for each text: it draws from the tokens that followed the last one before."""
+"""A drafter with a state for each text: it draws one of the tokens that have followed the last token."""
 
 import copy
 from collections import defaultdict
@@ -27,7 +27,7 @@ class Followers(lb.Drafter):  # the drafter, and the state of each text
         for token in tokens[len(self.seen) - 1 :]:  # what is new since the last call
             self.after[self.seen[-1]].append(token)
             self.seen.append(token)
-        # Under "seeded" the target's noise: both often draw the same. Else noise that is independent.
+        # Under "seeded" both use the same noise and often draw the same token; else it is independent.
         seed = self.seed if self.rule == "seeded" else int(self.noise.integers(1 << 62))
         draft, last = Draft(drafter="followers"), tokens[-1]
         while len(draft.tokens) < limit and self.after[last]:
@@ -37,7 +37,7 @@ class Followers(lb.Drafter):  # the drafter, and the state of each text
         return draft
 
     def observe(self, n_tokens: int) -> None:
-        while len(self.seen) > n_tokens + 1:  # after a rewind; what was only drafted is not noted
+        while len(self.seen) > n_tokens + 1:  # after a rewind
             del self.seen[-1]
             self.after[self.seen[-1]].pop()
 

@@ -2,8 +2,8 @@
 
     python quantisation.py model-bf16.gguf model-q8_0.gguf model-q4_0.gguf
 
-Without arguments it compares the bundled models, which are no quantisations of one model, as the
-numbers show.
+Without arguments it compares the bundled models, which are two different models, as the numbers
+show.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Constrained text by sequential Monte Carlo against masking: the bias of masking, in numbers.
+"""Constrained text by sequential Monte Carlo and by masking: the bias of masking, in numbers.
 
 Masking draws the first word by its own probability, even if what the grammar demands next is improbable.
 """

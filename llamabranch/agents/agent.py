@@ -50,7 +50,7 @@ _MOST_SAMPLES = 1000
 
 
 class Agent(Settings, Generic[T]):
-    """A model that does tasks in turns: it may call functions, read their results, and answers.
+    """A model that does tasks in turns. It may call functions and read their results before it answers.
 
     Several tasks, samples, sub-agents and forks run together on one context; the common beginning of
     their prompts is processed once. In a batch-invariant context, with the same seed and equal results of
@@ -68,19 +68,20 @@ class Agent(Settings, Generic[T]):
             are. An agent is a function ``name(task)``, described by its ``about``; it runs on the engine
             of its caller.
         output: the type of the answer: a pydantic model, or anything that `Grammar.from_json_schema`
-            takes. After its answer the agent is asked for it as JSON; ``report.parsed`` is an instance.
+            takes. After its answer the agent is asked to repeat it as JSON; ``report.parsed`` is an
+            instance of the type.
         name, about: its name and description if it is a tool of another agent.
         tool_choice: for the first turn: "auto", "required", "none", or the name of a function.
         parallel_calls: whether a turn may have several calls.
         max_turns: the most turns of a task. The last one has no calls.
         max_tokens: the most tokens of a task, of all turns together.
-        max_seconds: the most seconds of a task; None = no limit. The text so far stays.
+        max_seconds: the most seconds of a task; None = no limit. The text written so far is kept.
         tool_seconds: the most seconds of a function. If it takes longer, the model is told so; its thread
             cannot be stopped and continues.
         result_tokens: the most tokens of a result that the model reads. A longer result is cut in its
             middle: the model reads three quarters of this from its beginning, and the rest from its end.
-        think: False: the model does not think before it answers, True: it does; a number: the most
-            tokens of a thought; None = as its template does.
+        think: False = the model does not think before it answers; True = it does; a number = the most
+            tokens of a thought; None = the default of its template.
         forks: offer the model a function ``fork(tasks)``: copies of the agent continue from everything
             that it has read and do one task each, and it gets their answers.
         tell: exceptions, besides ToolError, whose text the model is told. Any other exception of a
@@ -164,10 +165,10 @@ class Agent(Settings, Generic[T]):
             _ = turns.free, turns.forced, turns.last
         except GrammarError as error:
             raise ConfigError(f"tools: {error.message}", hint=error.hint) from None
-        prompt = turns.prompt(asked(self.messages, "x"))  # what is refused is refused now
+        prompt = turns.prompt(asked(self.messages, "x"))  # the template may refuse it
         plan_thinking(model, prompt, think, has_calls=bool(self.tools))
         if self.journal is not None:
-            head(self, ["x"], 1, None, 0)  # what cannot be written is refused now
+            head(self, ["x"], 1, None, 0)  # raises now if the journal cannot hold the settings
         context.keep_prefixes()
         if context.prefix_cache is None:
             warn(
@@ -188,13 +189,13 @@ class Agent(Settings, Generic[T]):
 
     def _choice(self) -> object:
         """Return OpenAI's ``tool_choice``."""
-        given, tools = self.tool_choice, self.tools
-        if given in ("auto", "none") or (given == "required" and tools):
-            return given
-        if isinstance(given, str) and given in tools:
-            return {"type": "function", "function": {"name": given}}
+        choice, tools = self.tool_choice, self.tools
+        if choice in ("auto", "none") or (choice == "required" and tools):
+            return choice
+        if isinstance(choice, str) and choice in tools:
+            return {"type": "function", "function": {"name": choice}}
         names = ", ".join(("auto", "none", *(("required", *tools) if tools else ())))
-        raise ConfigError(f"unknown tool_choice {given!r:.60}", hint=f"tool_choice: {names}")
+        raise ConfigError(f"unknown tool_choice {choice!r:.60}", hint=f"tool_choice: {names}")
 
     # -- four ways to run it -----------------------------------------------------------------------
 
@@ -300,8 +301,8 @@ async def conduct(
     Args:
         agent, task, n, after: as for `Agent.run`.
         listen: gets all steps, texts in pieces; None = nobody.
-        seed: that of the run; None = the agent's.
-        recorded: see `Session`; then texts come whole.
+        seed: the seed of the run; None = the agent's.
+        recorded: see `Session`. In a replay texts do not come in pieces.
 
     Raises:
         LlamaBranchError: see `Agent.run`.
@@ -330,44 +331,44 @@ async def conduct(
     return reports
 
 
-# -- what is given -----------------------------------------------------------------------------------
+# -- arguments ---------------------------------------------------------------------------------------
 
 
 def _known(tools: object, context: Context, *, forks: bool) -> dict[str, Tool]:
     """Return tools by name.
 
     Raises:
-        ConfigError: one is no function or agent, or two have one name.
+        ConfigError: a tool is neither a function nor an agent, or two have the same name.
     """
     if isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Sequence):
         raise ConfigError(
             f"tools must be a list of functions and agents, not {tools!r:.60}",
             hint="tools=[weather]",
         )
-    found: dict[str, Tool] = {}
-    for index, given in enumerate([*tools, fork_tool()] if forks else tools):
+    by_name: dict[str, Tool] = {}
+    for index, item in enumerate([*tools, fork_tool()] if forks else tools):
         with placed(f"tools[{index}]"):
-            if isinstance(given, Tool):  # the fork, or from a journal
-                tool = given
-            elif isinstance(given, Agent):
-                if given.context is not context:
+            if isinstance(item, Tool):  # the fork, or from a journal
+                tool = item
+            elif isinstance(item, Agent):
+                if item.context is not context:
                     raise ConfigError(
-                        f"the agent {given.name!r} has another context",
+                        f"the agent {item.name!r} has another context",
                         hint="an agent among the tools runs where its caller runs: give it that target",
                     )
-                tool = agent_tool(given)
-            elif callable(given):
-                tool = tool_of(given)
+                tool = agent_tool(item)
+            elif callable(item):
+                tool = tool_of(item)
             else:
                 raise ConfigError(
-                    f"a tool must be a function or an Agent, not {given!r:.60}",
+                    f"a tool must be a function or an Agent, not {item!r:.60}",
                     hint="give the function itself: tools=[weather]",
                 )
-            if tool.name in found:
+            if tool.name in by_name:
                 hint = "forks=True adds the tool fork" if forks else None
                 raise ConfigError(f"two tools have the name {tool.name!r}", hint=hint)
-        found[tool.name] = tool
-    return found
+        by_name[tool.name] = tool
+    return by_name
 
 
 def _output(output: object) -> Grammar | None:
@@ -400,9 +401,9 @@ def _tasks(task: object) -> list[str]:
     tasks = [task] if isinstance(task, str) else task
     if isinstance(tasks, (bytes, Mapping)) or not isinstance(tasks, Sequence) or not tasks:
         raise ConfigError(f"a task must be a text, or a list of texts, not {task!r:.60}")
-    for one in tasks:
-        if not isinstance(one, str) or not one.strip():
-            raise ConfigError(f"a task must be a text that is not empty, not {one!r:.60}")
+    for text in tasks:
+        if not isinstance(text, str) or not text.strip():
+            raise ConfigError(f"a task must be a text that is not empty, not {text!r:.60}")
     return list(tasks)
 
 

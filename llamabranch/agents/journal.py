@@ -92,7 +92,7 @@ class Recorded:
 
     Attributes:
         head: its first line.
-        steps: of each path, in order.
+        steps: the steps of each path, in order.
         pieces: the texts of tokens, by their ids as text.
     """
 

@@ -53,13 +53,13 @@ def replay(
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
     runs = read(data, path)
-    found = runs[whole("run", run, -len(runs), len(runs) - 1)]
-    if found.head.get("fingerprint") != context.model.fingerprint:
+    recorded = runs[whole("run", run, -len(runs), len(runs) - 1)]
+    if recorded.head.get("fingerprint") != context.model.fingerprint:
         raise ConfigError(
-            f"{path} is of another model: {found.head.get('model')!r:.80}, not {context.model.name!r}",
+            f"{path} is of another model: {recorded.head.get('model')!r:.80}, not {context.model.name!r}",
             hint="open the context with that model",
         )
-    steps = _again(found, target, context)
+    steps = _again(recorded, target, context)
     return iter(steps)
 
 
@@ -67,21 +67,21 @@ class _Differs(Exception):
     """A step differs from the recorded one."""
 
 
-def _agent(target: Context | AsyncEngine, given: object) -> Agent:
-    """Return an agent as a head describes it: its functions are known, but not there."""
-    arguments = dict(cast("dict[str, object]", given))
+def _agent(target: Context | AsyncEngine, description: object) -> Agent:
+    """Return the agent that a head describes. Its functions have names but cannot be called."""
+    arguments = dict(cast("dict[str, object]", description))
     tools: list[object] = []
     for tool in cast("list[dict[str, dict[str, object]]]", arguments.pop("tools")):
         is_agent = "agent" in tool
         tools.append(_agent(target, tool["agent"]) if is_agent else Tool(tool["function"]))
     sampling = SamplingParams.from_dict(cast("dict[str, object]", arguments["sampling"]))
-    # A path that a clock has ended ends where it did, so that no clock is needed.
+    # The journal shows where a path ran out of time, so no clock is needed.
     arguments |= {"tools": tools, "sampling": sampling, "max_seconds": None}
     return Agent(target, **arguments)  # type: ignore[arg-type]
 
 
-def _again(found: Recorded, target: Context | AsyncEngine, context: Context) -> list[Step]:
-    head = found.head
+def _again(recorded: Recorded, target: Context | AsyncEngine, context: Context) -> list[Step]:
+    head = recorded.head
     try:
         agent = _agent(target, head["agent"])
         after = _report(head.get("after"), agent)
@@ -91,23 +91,23 @@ def _again(found: Recorded, target: Context | AsyncEngine, context: Context) -> 
         raise ParseError(f"the head of the journal is damaged: {error}") from None
     is_same = head.get("kv_type") == context.kv_type and head.get("exact") is True
     is_exact = is_same and context.capabilities.batch_invariant
-    told: list[Step] = []
-    left = {name: deque(steps) for name, steps in found.steps.items()}
+    repeated: list[Step] = []
+    left = {name: deque(steps) for name, steps in recorded.steps.items()}
     differs: set[str] = set()
 
     def listen(step: Step) -> None:
         expected = left.get(step.path)
-        if any(step.path == each or step.path.startswith(f"{each}/") for each in differs):
+        if any(step.path == path or step.path.startswith(f"{path}/") for path in differs):
             return
         if not expected:
-            return  # what comes after the end of the journal
+            return  # a step after the end of the journal
         if step.kind == "end" and step.text == "cut" and all(s.kind == "result" for s in expected):
-            told.extend(expected)  # those that were there before a result that is missing
+            repeated.extend(expected)  # the results before the missing one
             expected.clear()
             return
         known = expected.popleft()
         if _same(step, known):
-            told.append(known)
+            repeated.append(known)
             return
         where = f"the {known.kind} of turn {known.turn} of path {known.path}"
         at = n_common(step.tokens, known.tokens)
@@ -116,14 +116,14 @@ def _again(found: Recorded, target: Context | AsyncEngine, context: Context) -> 
         if is_exact:
             raise _Differs(text, step.text)
         differs.add(step.path)
-        told.append(Step("differs", text, step.agent, step.path, step.turn))
+        repeated.append(Step("differs", text, step.agent, step.path, step.turn))
 
     try:
         with event_loop() as call:
-            call(conduct(agent, tasks, n, after, listen, seed=seed, recorded=found.steps))
+            call(conduct(agent, tasks, n, after, listen, seed=seed, recorded=recorded.steps))
     except _Differs as error:
         raise ParseError(error.args[0], text=error.args[1]) from None
-    return told
+    return repeated
 
 
 def _same(step: Step, known: Step) -> bool:
@@ -132,11 +132,11 @@ def _same(step: Step, known: Step) -> bool:
     return replace(step, error="") == replace(known, error="")
 
 
-def _report(given: object, agent: Agent) -> Report | None:
+def _report(description: object, agent: Agent) -> Report | None:
     """Return the parts of a report that a run needs to continue after it."""
-    if not isinstance(given, Mapping):
+    if not isinstance(description, Mapping):
         return None
-    messages = cast("list[dict[str, object]]", given.get("messages"))
-    tokens = cast("Sequence[int]", given.get("tokens"))
-    reason = str(given.get("finish_reason"))
+    messages = cast("list[dict[str, object]]", description.get("messages"))
+    tokens = cast("Sequence[int]", description.get("tokens"))
+    reason = str(description.get("finish_reason"))
     return Report("", reason, messages, list(tokens), 0, AgentStats(), agent=agent)

@@ -118,7 +118,7 @@ class Report(Generic[T]):
         text: the answer; with ``output`` its JSON.
         finish_reason: "stop"; "length": ``max_tokens``; "turns": ``max_turns``; "time": ``max_seconds``;
             "capacity": the context is full; "cancelled"; "error".
-        limit: what made its last turn the last, in which it was told to answer without another call:
+        limit: the limit that made this turn the last one, so that the agent was told not to call again:
             "turns", "length", "capacity", or "repeats" if it had only repeated calls for three turns.
             None if the agent ended by itself.
         error: the error that ended it, if any. If a tool raised an exception, it is a `ToolError` whose
@@ -130,7 +130,7 @@ class Report(Generic[T]):
         seed: the seed of its turns.
         choices: the reports of all samples of the task, including this one.
         stats: its cost.
-        grammar: that of the answer, of an agent with ``output``.
+        grammar: the grammar of the answer, if the agent has ``output``.
         exact: whether all turns were made in a batch-invariant context: then the same seed gives the same
             text again, whatever else runs.
     """
@@ -148,7 +148,7 @@ class Report(Generic[T]):
     choices: list[Report[T]] = field(default_factory=list, repr=False)
     grammar: Grammar | None = field(default=None, repr=False)
     exact: bool = False
-    agent: object = field(default=None, repr=False)  # that made it, and may continue from here
+    agent: object = field(default=None, repr=False)  # the agent that made it, and may continue it
 
     @property
     def parsed(self) -> T:
@@ -168,7 +168,7 @@ class Report(Generic[T]):
         return cast(T, self.grammar.parse(self.text))
 
     def parsed_or(self, default: S) -> T | S:
-        """Return ``parsed``, or ``default`` where it raises."""
+        """Return ``parsed``, or ``default`` if it raises."""
         try:
             return self.parsed
         except ParseError:

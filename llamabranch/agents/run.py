@@ -34,8 +34,8 @@ from .turns import Messages
 __all__ = ["AgentPath", "Session", "asked", "paths"]
 
 _LAST = "That was the last call. Use the results to answer the question."
-_LONG_TASK = 200  # characters of a task that is not repeated before the last turn
-_ROOM = 256  # tokens and cells that the last turn has, or an eighth of max_tokens
+_LONG_TASK = 200  # a task of more characters is not repeated before the last turn
+_ROOM = 256  # tokens and cells kept for the last turn, or an eighth of max_tokens if that is less
 _MOST_FAILED = 3  # turns in a row in which all calls failed
 _REPEATED = "made already; its result is above"
 _AROUND = 64  # tokens that a template writes around a result
@@ -44,61 +44,62 @@ _AS_JSON = "Give your answer as JSON."
 _FOLLOWS = "Give your answer as JSON that follows this schema:\n{schema}"
 _NAMED = re.compile(r'"name"\s*:\s*"([^"\\]{1,64})"')
 _numbers = count()
-_LEAVE_S = 1.0  # that an async tool has to end when it is cancelled
+_LEAVE_S = 1.0  # the time in which a cancelled async tool has to end
 
 
 def asked(messages: Messages, task: str) -> list[dict[str, object]]:
     """Return a conversation with a task, which is joined to a user's message at its end."""
-    found = [dict(one) for one in messages]
-    if found and found[-1]["role"] == "user":  # templates refuse two in a row
-        found[-1]["content"] = f"{found[-1]['content']}\n\n{task}"
-        return found
-    return [*found, {"role": "user", "content": task}]
+    conversation = [dict(message) for message in messages]
+    if conversation and conversation[-1]["role"] == "user":  # templates refuse two in a row
+        conversation[-1]["content"] = f"{conversation[-1]['content']}\n\n{task}"
+        return conversation
+    return [*conversation, {"role": "user", "content": task}]
 
 
 def seed_of(seed: int, path: str) -> int:
-    """Return the seed of a path, where that of path "0.0" is ``seed``."""
+    """Return the seed of a path; path "0.0" has ``seed`` itself."""
     return seed if path == "0.0" else derive_seed(seed, seed_from_text(path))
 
 
 def paths(
     agent: Settings, tasks: Sequence[str], n: int, after: Report | None, seed: int
 ) -> list[AgentPath]:
-    """Return the paths of a call: ``n`` of each task.
+    """Return the paths of a call: ``n`` for each task.
 
     Raises:
         LlamaBranchError: the template refuses a task, or it does not fit into the context.
     """
-    found = []
+    agent_paths = []
     most = agent.context.n_ctx_seq
     for i, task in enumerate(tasks):
         before = agent.messages if after is None else after.messages
         own = () if after is None else after.tokens
         messages = asked(before, task)
         if after is not None and after.finish_reason == "stop":
-            new = messages[len(before) :]  # the tokens of others are not all of their messages
+            new = messages[len(before) :]  # otherwise the tokens may lack messages
             prompt, n_lost = agent.turns.following(own, before, new, is_turn=False)
         else:
             prompt, n_lost = agent.turns.whole(own, messages)
         if len(prompt) >= most:
             raise CacheFullError.of_prompt(len(prompt), most)
         for name in (f"{i}.{j}" for j in range(n)):
-            found.append(
+            agent_paths.append(
                 AgentPath(agent, name, seed_of(seed, name), task, messages, prompt, own, n_lost)
             )
-    return found
+    return agent_paths
 
 
 @dataclass(eq=False)
 class Session:
-    """What the paths of one call share.
+    """The state that the paths of one call share.
 
     Attributes:
-        engine: runs their requests.
-        seed: of path "0.0"; those of others are derived from it.
-        listen: gets every step; of texts their pieces, unless it is a replay.
+        engine: the engine that runs their requests.
+        seed: the seed of path "0.0"; the seeds of other paths are derived from it.
+        listen: gets every step. Texts come in pieces, unless it is a replay.
         journal: gets every step whole.
-        recorded: of a replay the steps of each path: results come from there, and a path ends with them.
+        recorded: in a replay, the recorded steps of each path. Results are taken from them, and a path
+            ends where they end.
         steps: all steps so far.
         stats: the cost of each path.
         number: identifies the requests; those of a run that was cancelled may end later.
@@ -119,7 +120,7 @@ class Session:
         return self.listen is not None and self.recorded is None
 
     def tell(self, step: Step, *, is_piece: bool = False) -> None:
-        """Pass a step on, and keep it; a piece of a text is passed on only."""
+        """Pass a step on, and keep it; a piece of a text is only passed on."""
         if not is_piece:
             self.steps.append(step)
             if self.journal is not None:
@@ -134,7 +135,7 @@ class Session:
 
 
 class _Raised(Exception):
-    """A function has raised what ends the agent."""
+    """A function has raised an exception that ends the agent."""
 
 
 class _Ended(Exception):
@@ -149,9 +150,9 @@ class AgentPath:
     """An agent's conversation: one sample of a task, a task of a sub-agent, or a fork.
 
     Args:
-        agent: whose it is.
+        agent: the agent that has the conversation.
         name, seed: its name, and the seed of its turns.
-        task: what is shown of its first prompt.
+        task: the text that is shown for its first prompt.
         messages: the conversation, up to the message that is answered first.
         prompt: its tokens.
         own: the tokens that the agent had before.
@@ -176,7 +177,7 @@ class AgentPath:
         is_long = len(task) > _LONG_TASK
         self._last_words = _LAST if is_long else f"{_LAST} {task}"
         self._turns, self._context = agent.turns, agent.context
-        self._messages, self._tokens = [dict(one) for one in messages], list(own)
+        self._messages, self._tokens = [dict(message) for message in messages], list(own)
         self._n_evaluated = len(own)  # tokens that the model has read, from the first on
         self._is_fork = caller is not None
         self._turn: int = 0 if caller is None else caller._turn + 1
@@ -279,8 +280,8 @@ class AgentPath:
         """Let the model write a turn, and tell what it wrote.
 
         Args:
-            grammar: that of the turn.
-            tools: what it may call; None = no text is read as a call.
+            grammar: the grammar of the turn.
+            tools: the tools that it may call; None = no text is read as a call.
             think: see `Agent`.
         """
         model, salt = self._context.model, f"{self._name}/{self._turn}"
@@ -307,7 +308,7 @@ class AgentPath:
         return turn
 
     def _unknown_calls(self, turn: Turn, salt: str) -> Turn:
-        """Return a turn that is nothing but calls of unknown functions with these calls."""
+        """Return the turn; if its text is only calls of unknown functions, with these calls."""
         unknown = set(_NAMED.findall(turn.content)) - self._agent.tools.keys()
         named = [{"type": "function", "function": {"name": name}} for name in sorted(unknown)]
         if not named:
@@ -319,7 +320,7 @@ class AgentPath:
         return Turn(turn.thought, "", other.calls)
 
     def _reason(self, result: Result) -> str:
-        """Return how the path ends, by how a request has ended."""
+        """Return why the path ends, from the result of its last request."""
         if result.finish_reason == "cancelled" and self._seconds_left() <= 0:
             return "time"
         return "error" if result.finish_reason == "constraint" else result.finish_reason
@@ -371,12 +372,12 @@ class AgentPath:
 
     def _tell_event(self, event: Event, reader: TurnReader | None) -> None:
         """Tell the piece of a text that an event has."""
-        one = event.emitted
+        produced = event.emitted
         if event.is_thought:
             if event.thought:
                 self._tell_piece("thought", event.thought)
-        elif one is not None and reader is not None:
-            text = one.text if one.is_stop else token_text(self._context.model, one)
+        elif produced is not None and reader is not None:
+            text = produced.text if produced.is_stop else token_text(self._context.model, produced)
             self._tell_pieces(reader.feed(text))
         elif event.text:
             self._tell_piece("text", event.text)
@@ -412,35 +413,35 @@ class AgentPath:
     async def _call_all(self, calls: Sequence[ToolCall]) -> list[Step]:
         """Make the calls of a turn together; return their results in the order of the calls."""
         try:
-            made = await all_done(
+            results = await all_done(
                 [self._call(calls, call, number) for number, call in enumerate(calls)]
             )
         except _Raised as raised:
             name, error = raised.args
             text = _message(error)
             self._tell("result", text, name=name, error="raised")
-            told = ToolError(
+            tool_error = ToolError(
                 ": ".join(filter(None, (f"{name} raised {type(error).__name__}", text)))
             )
-            told.__cause__ = error
-            raise _Ended("error", told) from error
-        for step in made:
+            tool_error.__cause__ = error
+            raise _Ended("error", tool_error) from error
+        for step in results:
             self._session.tell(step)
-        self._n_failed = self._n_failed + 1 if all(step.error for step in made) else 0
+        self._n_failed = self._n_failed + 1 if all(step.error for step in results) else 0
         if self._n_failed >= _MOST_FAILED:
-            if any(step.text != f"error: {_REPEATED}" for step in made):
-                why = f"all calls of {_MOST_FAILED} turns failed; the last: {made[-1].text}"
+            if any(step.text != f"error: {_REPEATED}" for step in results):
+                why = f"all calls of {_MOST_FAILED} turns failed; the last: {results[-1].text}"
                 raise _Ended("error", ToolError(why, hint="report.steps has all of them"))
             self._limit = "repeats"  # it has its results, and only has to answer
         if self._seconds_left() <= 0:
             raise _Ended("time")
-        return made
+        return results
 
     async def _call(self, calls: Sequence[ToolCall], call: ToolCall, number: int) -> Step:
         """Make one call, and return its result.
 
         Raises:
-            _Raised: the function raised what the model is not told.
+            _Raised: the function raised an exception that the model is not told.
         """
         begun, error = perf_counter(), ""
         try:
@@ -551,7 +552,7 @@ class AgentPath:
 
     @staticmethod
     def _told(report: Report, name: str, *, raises: bool = True) -> str:
-        """Return what an agent hears of another one's run."""
+        """Return the result of a run as text for the agent that called it."""
         if report.finish_reason in ("stop", "length", "time", "turns") and report.text:
             return report.text
         why = report.error.message if report.error is not None else report.finish_reason
@@ -561,12 +562,12 @@ class AgentPath:
 
     # -- what follows --------------------------------------------------------------------------------
 
-    def _continue(self, calls: Sequence[ToolCall], made: Sequence[Step]) -> None:
+    def _continue(self, calls: Sequence[ToolCall], results: Sequence[Step]) -> None:
         """Add the results of calls to the conversation, and begin the next turn."""
         n_cells = self._context.n_ctx_seq
         cells = n_cells - len(self._tokens) - self._room
         most = min(self._agent.result_tokens, max(16, cells // len(calls) - _AROUND))
-        texts = [shortened(self._context.model, step.text, most) for step in made]
+        texts = [shortened(self._context.model, step.text, most) for step in results]
 
         def following() -> tuple[list[dict[str, object]], list[int], int]:
             new = [_result(call, text) for call, text in zip(calls, texts, strict=True)]
@@ -591,7 +592,7 @@ class AgentPath:
         self._add(prompt, n_lost)
 
     async def _answer_typed(self, grammar: Grammar) -> None:
-        """Ask for the answer as JSON; once more where the type refuses it."""
+        """Ask for the answer as JSON, and once more if the type refuses it."""
         question = _AS_JSON
         schema = json.dumps(json.loads(grammar.source), ensure_ascii=False)
         model = self._context.model
@@ -613,8 +614,8 @@ class AgentPath:
             question = refused
 
     def _refused(self, grammar: Grammar, text: str) -> str:
-        """Return what is said of a JSON text that the type refuses; "" if it takes it."""
-        if self._session.recorded is not None:  # the journal has no type, but what was said
+        """Return the message for a JSON text that the type refuses, or "" if it accepts the text."""
+        if self._session.recorded is not None:  # the journal has no type, but it has the message
             later = (s for s in self._recorded if s.turn > self._turn and s.kind == "prompt")
             return next((s.text for s in later), "")
         try:
@@ -639,7 +640,7 @@ class AgentPath:
         for step in self._recorded:
             if step.kind != "result" or step.turn != self._turn:
                 continue
-            if step.error == "raised":  # the results of others of this turn are not known
+            if step.error == "raised":  # the results of the turn's other calls are not known
                 if step.name == call.name:
                     raise _Raised(call.name, RuntimeError(step.text))
                 return ""

@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 MOST_FORKS = 16
-_TOLD = 300  # characters of why arguments were refused
+_TOLD = 300  # characters of the reason for which arguments were refused
 
 
 class Refused(Exception):
@@ -44,11 +44,11 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Tool:
-    """What a model may call.
+    """A function, an agent or the fork, as the model sees it.
 
     Attributes:
-        described: OpenAI's tool object.
-        function: what is called; None in a replay.
+        described: the tool in OpenAI's format.
+        function: the function to call; None in a replay.
         agent: the agent that runs instead; else None.
         check: takes a call's arguments and returns those of the function; raises `Refused`.
     """
@@ -56,7 +56,9 @@ class Tool:
     described: Mapping[str, object]
     function: Callable[..., object] | None = None
     agent: Settings | None = None
-    check: Callable[[object], dict[str, object]] = lambda given: cast("dict[str, object]", given)
+    check: Callable[[object], dict[str, object]] = lambda arguments: cast(
+        "dict[str, object]", arguments
+    )
 
     @property
     def name(self) -> str:
@@ -132,39 +134,39 @@ def fork_tool() -> Tool:
 
 
 def _checker(function: Callable[..., object]) -> Callable[[object], dict[str, object]]:
-    """Return what takes a call's arguments for a function: by pydantic where it is installed."""
+    """Return a function that checks the arguments of a call, with pydantic if it is installed."""
     parameters = inspect.signature(function).parameters
     hints = typing.get_type_hints(function, include_extras=True)
 
-    def named(given: object) -> dict[str, object]:
-        if not isinstance(given, Mapping):
+    def named(arguments: object) -> dict[str, object]:
+        if not isinstance(arguments, Mapping):
             raise Refused("the arguments must be a JSON object")
-        for key in given:
+        for key in arguments:
             if key not in parameters:
                 raise Refused(f"{key}: there is no such parameter")
-        for key, one in parameters.items():
-            if one.default is one.empty and key not in given:
+        for key, parameter in parameters.items():
+            if parameter.default is parameter.empty and key not in arguments:
                 raise Refused(f"{key}: it is missing")
-        return dict(given)
+        return dict(arguments)
 
     try:
         from pydantic import TypeAdapter, ValidationError
     except ImportError:
         return named
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of annotations that pydantic would rather have otherwise
+        warnings.simplefilter("ignore")  # pydantic warns about some annotations
         adapters = {key: TypeAdapter(hints[key]) for key in parameters}
 
-    def check(given: object) -> dict[str, object]:
-        found: dict[str, object] = {}
-        for key, value in named(given).items():
+    def check(arguments: object) -> dict[str, object]:
+        checked: dict[str, object] = {}
+        for key, value in named(arguments).items():
             try:
-                found[key] = adapters[key].validate_json(json.dumps(value))
+                checked[key] = adapters[key].validate_json(json.dumps(value))
             except ValidationError as error:
                 first = error.errors(include_url=False, include_input=False)[0]
                 place = ".".join([key, *map(str, first["loc"])])
                 raise Refused(f"{place}: {first['msg']}"[:_TOLD]) from None
-        return found
+        return checked
 
     return check
 
@@ -175,8 +177,8 @@ def _checker(function: Callable[..., object]) -> Callable[[object], dict[str, ob
 def text_of(value: object, *, is_heard: Callable[[], bool] = lambda: True) -> str:
     """Return what a function has returned as text: a text as it is, everything else as JSON.
 
-    Half a surrogate pair, which is no text, becomes a question mark. A generator is a list; it is left
-    once nobody ``is_heard`` any more.
+    Half a surrogate pair, which is no text, becomes a question mark. A generator becomes a list; it is
+    closed as soon as ``is_heard`` returns False.
 
     Raises:
         TypeError: it has no JSON.
@@ -209,7 +211,7 @@ def _json(value: object) -> str:
 
 
 def shortened(model: Model, text: str, most: int) -> str:
-    """Return a text of at most about ``most`` tokens: what is left out of a longer one is told."""
+    """Shorten a text to about ``most`` tokens; a line in its middle says how many are left out."""
     if len(text) <= most:  # a token has a byte or more
         return text
     tokens = model.tokenize(text, add_special=False)

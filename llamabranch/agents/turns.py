@@ -17,7 +17,7 @@ __all__ = ["Messages", "Turns"]
 
 _LONG = 1000  # characters of a message that is rendered again after each turn
 _REMEMBERED = 20_000  # characters of a conversation whose tokens are remembered
-_MOST_RECENT = 64  # of those
+_MOST_RECENT = 64  # conversations whose tokens are remembered
 Messages = Sequence[Mapping[str, object]]
 
 
@@ -26,7 +26,7 @@ class Turns:
 
     Args:
         model: its model.
-        tools: the tools as the first turn has them; in later ones the model decides.
+        tools: the tools of the first turn; in later turns the model decides whether to call.
         think: see `Agent`.
     """
 
@@ -41,12 +41,12 @@ class Turns:
 
     @cached_property
     def forced(self) -> Grammar | None:
-        """The grammar of a first turn that has to call a function; None where it may do as it likes."""
+        """The grammar of a first turn that has to call a function; None if it need not."""
         return turn_grammar(self.model, self.first) if self.first.forced else None
 
     @cached_property
     def free(self) -> Grammar | None:
-        """The grammar of a turn that may call functions; None where the template's form has none."""
+        """The grammar of a turn that may call functions; None if the template's form cannot have one."""
         if not self.others.is_used:
             return None
         try:
@@ -59,8 +59,8 @@ class Turns:
         """The grammar of a turn without calls."""
         if not self.others.is_used:
             return None
-        # Whatever it calls; and neither JSON nor a fence of it to begin with: the text would have to end
-        # where it turns into a call.
+        # The text contains no call in any form, and begins with neither JSON nor a fence of JSON.
+        # Otherwise it would have to end where it turns into a call.
         pair = r'"name"\s*:\s*"[^"]*"\s*,\s*"(arguments|parameters)"\s*:'
         forbidden = [r"(.|\n)*" + pair, r"\s*(\[\s*)?\{", r"\s*```(json|tool_calls?)?\s"]
         control = [text for text in self.model.handle.control_tokens() if text.strip()]
@@ -68,7 +68,7 @@ class Turns:
         is_control = any(text in opening for text in control)  # which no grammar of text allows
         if opening.strip("{[\"'") and not is_control:
             forbidden.append(r"(.|\n)*" + re.escape(opening))
-        cuts = [one.replace("/", r"\/") + r"(.|\n)*" for one in forbidden] + [r"\s*```\w*"]
+        cuts = [pattern.replace("/", r"\/") + r"(.|\n)*" for pattern in forbidden] + [r"\s*```\w*"]
         return Grammar.from_lark(
             "start: T\nT: /(.|\\n)*/ & ~(" + " | ".join(f"/{cut}/" for cut in cuts) + ")"
         )

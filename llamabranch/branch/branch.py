@@ -115,7 +115,7 @@ class Branch:
         on_prompt_progress: OnPromptProgress | None = None,
         **settings: Unpack[SamplingSettings],
     ) -> Branch:
-        """Return a branch that begins with ``prompt``. It reuses what the prefix cache has of it.
+        """Return a branch that begins with ``prompt``. It reuses the part that the prefix cache has.
 
         Args:
             ctx: the context that holds it.
@@ -196,7 +196,7 @@ class Branch:
 
     @property
     def position(self) -> int:
-        """Number of tokens: where the next one goes."""
+        """The number of tokens, which is the position of the next one."""
         return self.sequence.position
 
     @property
@@ -572,7 +572,7 @@ class Branch:
         self.resample(self.sampling.replace(logit_bias=bias))
 
     def resample(self, sampling: SamplingParams) -> None:
-        """Use other sampling settings for the tokens that follow; without a seed in them it stays."""
+        """Use other settings for the tokens that follow; if they have no seed, the seed stays."""
         with self._lock:
             sequence = self.sequence
             sequence.check_usable()

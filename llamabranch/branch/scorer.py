@@ -83,14 +83,14 @@ def continuation(model: Model, text: str | TokenIds) -> list[int]:
 
 def perplexity(text: Text, since: str) -> float:
     """Return the perplexity of the generated tokens of a text; see `Branch`."""
-    found = _surprisals(text, since)
-    if not found:
+    surprisals = _surprisals(text, since)
+    if not surprisals:
         raise BranchStateError(
             f"no token was generated since the {since}: there is no perplexity",
             hint="generate or extend first; log_likelihood() is 0 there",
         )
     try:
-        return math.exp(math.fsum(found) / len(found))
+        return math.exp(math.fsum(surprisals) / len(surprisals))
     except OverflowError:
         return math.inf
 
@@ -107,14 +107,14 @@ def _surprisals(text: Text, since: str) -> list[float]:
     choice("since", since, ("fork", "prompt"))
     start = text.fork_position if since == "fork" else 0
     positions = text.generated_positions(max(start, 1))  # nothing predicts the very first token
-    found = [text.surprisals[position - text.n_prompt] for position in positions]
-    if any(map(math.isnan, found)):
+    surprisals = [text.surprisals[position - text.n_prompt] for position in positions]
+    if any(map(math.isnan, surprisals)):
         # Tokens of ``append_unscored`` have NaN, which would make any comparison false.
         raise BranchStateError(
-            f"{sum(map(math.isnan, found))} of {len(found)} tokens have no surprisal",
+            f"{sum(map(math.isnan, surprisals))} of {len(surprisals)} tokens have no surprisal",
             hint="they were appended without their logits; extend a new branch with them",
         )
-    return found
+    return surprisals
 
 
 def score(ctx: Context, wanted: Sequence[Wanted], *, top: int = 0) -> list[list[TokenScore]]:
@@ -122,13 +122,13 @@ def score(ctx: Context, wanted: Sequence[Wanted], *, top: int = 0) -> list[list[
 
     Hold the lock if a text continues another one. Raises the errors of `read`.
     """
-    found: list[list[TokenScore]] = [[] for _ in wanted]
+    scores: list[list[TokenScore]] = [[] for _ in wanted]
 
     def visit(number: int, i: int, row: LogitsRow) -> None:
-        found[number].append(row.score(wanted[number].tokens[i], ctx.model, top))
+        scores[number].append(row.score(wanted[number].tokens[i], ctx.model, top))
 
     read(ctx, wanted, visit)
-    return found
+    return scores
 
 
 def read(
@@ -176,12 +176,12 @@ class _Text:
 
 
 class _Path:
-    """Tokens to decode: all but the last of its last text. Its other texts are beginnings of that."""
+    """Tokens to decode: those of its last text, without the final one. Other texts begin that text."""
 
     def __init__(self, text: _Text, n_shared: int) -> None:
         self.tokens = text.tokens[:-1]
         self.texts = [text]
-        self.n_shared = n_shared  # with the path before it
+        self.n_shared = n_shared  # tokens shared with the path before it
 
 
 class _Stretch(NamedTuple):
@@ -211,7 +211,7 @@ class _Reading:
         self._can_draft = ctx.kv_cache.can_draft
         self._is_tree = self._can_draft and not ctx.kv_cache.forks_copy
         self._least = 1 if self._is_tree else _LEAST_SHARED
-        self._texts = [_Text(i, each) for i, each in enumerate(wanted)]
+        self._texts = [_Text(i, text) for i, text in enumerate(wanted)]
         self._paths: list[_Path] = []
         self._used = {text.base.seq_id for text in self._texts}  # must not be evicted
         self._n_held = 0
@@ -254,11 +254,11 @@ class _Reading:
         """Return the nodes of the paths [low, high), beginning at ``start``."""
         paths, least = self._paths, start + self._least
         cuts = [i for i in range(low, high) if i == low or paths[i].n_shared < least]
-        found = []
+        stretches = []
         for a, b in pairwise([*cuts, high]):
             shared = (paths[i].n_shared for i in range(a + 1, b))
-            found.append(_Stretch(base, a, b, start, min(shared, default=len(paths[a].tokens))))
-        return found
+            stretches.append(_Stretch(base, a, b, start, min(shared, default=len(paths[a].tokens))))
+        return stretches
 
     def _below(self, node: _Stretch, base: _Base) -> list[_Stretch]:
         if node.high - node.low == 1:
@@ -337,7 +337,9 @@ class _Reading:
         with ctx.lock:
             self._make_room(self._n_needed(group))
             try:
-                for node, i in [(its, i) for its in group for i in range(its.low, its.high)]:
+                for node, i in [
+                    (stretch, i) for stretch in group for i in range(stretch.low, stretch.high)
+                ]:
                     seq_id = node.base.seq_id
                     if self._can_draft and seq_id not in (-1, *in_place):
                         seqs[i], in_place[seq_id] = seq_id, len(node.base.tokens)
@@ -381,7 +383,7 @@ class _Reading:
     def _decode(
         self, nodes: Sequence[_Stretch], seqs: dict[int, int], *, as_tree: bool = False
     ) -> None:
-        """Decode the tokens of ``nodes``, each in the sequence of its first path, or in those of all."""
+        """Decode the tokens of ``nodes``, each in the sequence of its first path, or of all its paths."""
         batch, shown = Batch(), list[tuple[list[_Text], int]]()
         for node in nodes:
             paths = self._paths[node.low : node.high]
@@ -399,8 +401,8 @@ class _Reading:
             shown += [(texts, position) for position in range(first, node.end)]
 
         def show(n_before: int, rows: list[LogitsRow]) -> None:
-            its = shown[n_before : n_before + len(rows)]
-            for (texts, position), row in zip(its, rows, strict=True):
+            targets = shown[n_before : n_before + len(rows)]
+            for (texts, position), row in zip(targets, rows, strict=True):
                 for text in texts:
                     self._show(text, position + 1, row)
 

@@ -74,7 +74,7 @@ class KVCompatibility:
 
     @classmethod
     def of(cls, ctx: Context) -> KVCompatibility:
-        """Return the context's own.
+        """Return the values of a context.
 
         Raises:
             SnapshotError: the model's file is missing, or is not the one that was loaded.
@@ -102,7 +102,7 @@ class KVCompatibility:
     def check(self, ctx: Context) -> None:
         """Raise SnapshotError unless ``ctx`` computes the same K/V."""
         ours = asdict(KVCompatibility.of(ctx))
-        if ctx.model.is_of(self.fingerprint):  # by what it was before 0.4, too
+        if ctx.model.is_of(self.fingerprint):  # versions before 0.4 wrote another fingerprint
             ours["fingerprint"] = self.fingerprint
         for name, theirs in asdict(self).items():
             if name != "model" and theirs != ours[name]:
@@ -201,7 +201,8 @@ class Snapshot:
                 for array in arrays:
                     file.write(array)
         except (OSError, ValueError) as error:  # ValueError: a path with a null byte
-            is_missing = isinstance(error, FileNotFoundError)  # which names the temporary file
+            # The message of this error names the temporary file.
+            is_missing = isinstance(error, FileNotFoundError)
             why = f"there is no folder {path.parent}" if is_missing else error
             raise SnapshotError(
                 f"the snapshot cannot be written: {why}",

@@ -25,8 +25,7 @@ T = TypeVar("T")
 class BranchStore:
     """Advances branches of one context together: one llama.cpp decode for all of them.
 
-    Every call is a transaction: either all branches change, or an error is raised and no branch has
-        changed.
+    Every call is a transaction: all branches change, or an error is raised and none of them has changed.
     """
 
     def __init__(self, ctx: Context) -> None:
@@ -36,7 +35,7 @@ class BranchStore:
         """Prefill each branch; all prompts are packed into as few decodes as possible.
 
         Raises:
-            ConfigError: a branch of another context, or no tokens for one.
+            ConfigError: a branch belongs to another context, or has no tokens here.
             BranchStateError, TokenizeError, CacheFullError, DecodeError: no branch has changed.
         """
         self._read(prompts, as_prompt=True)
@@ -45,7 +44,7 @@ class BranchStore:
         """Append tokens to each branch as `Branch.append` does, in as few decodes as possible.
 
         Raises:
-            ConfigError: a branch of another context, or no tokens for one.
+            ConfigError: a branch belongs to another context, or has no tokens here.
             BranchStateError, TokenizeError, CacheFullError, DecodeError: no branch has changed.
         """
         self._read(texts, as_prompt=False)
@@ -82,14 +81,14 @@ class BranchStore:
                 no branch has changed.
         """
         with self._ctx.lock:
-            given: dict[Branch, int] = {}
+            token_ids: dict[Branch, int] = {}
             surprisals = {}
             for branch, value in _pairs(tokens):
                 self._check(branch)
-                given[branch] = token = self._ctx.model.token_id(value)
+                token_ids[branch] = token = self._ctx.model.token_id(value)
                 surprisals[branch] = branch.sequence.check_commit(token)
-            rows = self._decode({branch: [token] for branch, token in given.items()})
-            for branch, token in given.items():
+            rows = self._decode({branch: [token] for branch, token in token_ids.items()})
+            for branch, token in token_ids.items():
                 branch.sequence.append(token, surprisals[branch], rows[branch])
 
     def step(self, branches: Iterable[Branch]) -> dict[Branch, Produced]:
@@ -167,7 +166,7 @@ class BranchStore:
             return BranchTree(tree_lines(self._roots(), columns))
 
     def _roots(self) -> list[Branch]:
-        living = [each for each in self._ctx.sequences.holders() if isinstance(each, Branch)]
+        living = [holder for holder in self._ctx.sequences.holders() if isinstance(holder, Branch)]
         return [b for b in living if b.parent is None or b.parent.state == "pruned"]
 
     def _check(self, branch: Branch) -> None:
@@ -185,7 +184,7 @@ class BranchStore:
             batch.add(branch.seq_id, tokens)
         expiring = [row for branch in work for row in branch.sequence.expiring_rows()]
         rows = batch.decode(self._ctx.decoder, expiring)
-        return {branch: its[-1] for branch, its in zip(work, rows, strict=True)}
+        return {branch: branch_rows[-1] for branch, branch_rows in zip(work, rows, strict=True)}
 
 
 def _pairs(work: Mapping[Branch, T]) -> Iterable[tuple[Branch, T]]:

@@ -23,7 +23,7 @@ from .interrupts import EXIT_FAILURE
 from .options import DEFAULTS, OUTPUT, SAMPLING, TEXT, ModelFlags, OutputFlags, trained_length
 
 _CELLS = 8192  # cells of the cache, unless -c is given or the model was trained for less
-_SHOWN = 200  # characters of a result
+_SHOWN = 200  # a result is shown in so many characters
 # Why a run has no whole answer.
 _ENDS = {
     "length": "the answer has reached the limit of tokens",
@@ -103,7 +103,7 @@ def agent(*, task: AgentFlags, models: ModelFlags, output: OutputFlags) -> None:
         context = models.open(name, console, **more)
         run = lb.Agent(context, task.system or (), functions, journal=task.journal, sampling=params)
         console.out.file = sys.stdout
-        with contextlib.redirect_stdout(sys.stderr):  # what a function prints is no answer
+        with contextlib.redirect_stdout(sys.stderr):  # functions may print too
             report = show(console, run.stream(text))
         console.answer(_as_json(report))
         if report.finish_reason in _ENDS:

@@ -14,7 +14,7 @@ from .document import Document, Ended, Head, Made, Node, Piece, Pieces, Tokens
 
 __all__ = ["document_of"]
 
-_SHARED = 8  # tokens that tasks of one agent have in common at least
+_SHARED = 8  # if prompts have fewer first tokens in common, they are separate roots
 
 
 def document_of(data: bytes, most: int) -> Document:
@@ -41,8 +41,8 @@ class _Reader:
         self._turns: dict[tuple[str, int], Node] = {}
         agent = run.head.get("agent")
         sampling = agent.get("sampling") if isinstance(agent, Mapping) else None
-        kept = ("temperature", "top_k", "top_p", "min_p")
-        self._sampling = {k: v for k, v in (sampling or {}).items() if k in kept}
+        setting_names = ("temperature", "top_k", "top_p", "min_p")
+        self._sampling = {k: v for k, v in (sampling or {}).items() if k in setting_names}
         if document.head is None:
             model, digest, kv_type = (
                 str(run.head.get(name) or "") for name in ("model", "fingerprint", "kv_type")
@@ -58,14 +58,14 @@ class _Reader:
 
     def _take(self, path: str, steps: Sequence[Step]) -> None:
         here = self._caller(path)
-        told: list[str] = []
+        tool_names: list[str] = []
         for step in steps:
             if step.kind == "result":
-                told.append(step.name)
+                tool_names.append(step.name)
             elif step.kind == "prompt":
-                names = ", ".join(dict.fromkeys(told))
+                names = ", ".join(dict.fromkeys(tool_names))
                 here = self._prompt(step, here, names)
-                told.clear()
+                tool_names.clear()
             elif step.kind == "text" and step.tokens:
                 seed = None if step.seed is None else str(step.seed)
                 here = self._add(here, step.tokens, "continue", "A", seed=seed)
@@ -74,7 +74,7 @@ class _Reader:
                 self._document.apply(Ended(id=here.id, reason=step.text))
 
     def _caller(self, path: str) -> Node | None:
-        """Return the node that a path continues; None = it begins with a prompt of its own."""
+        """Return the node that a path continues, or None if it begins with its own prompt."""
         caller, slash, call = path.rpartition("/")
         if slash:
             return self._turns.get((caller, int(call.split(".")[0])))
@@ -135,11 +135,11 @@ class _Reader:
         return node
 
 
-def _piece(given: object) -> Piece:
-    if isinstance(given, str):
-        return given
-    if isinstance(given, list) and all(type(byte) is int and 0 <= byte < 256 for byte in given):
-        return given
-    if isinstance(given, dict) and isinstance(given.get("c"), str):
-        return {"c": given["c"]}
-    raise ValueError(f"the text of a token is {given!r:.40}")
+def _piece(value: object) -> Piece:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(type(byte) is int and 0 <= byte < 256 for byte in value):
+        return value
+    if isinstance(value, dict) and isinstance(value.get("c"), str):
+        return {"c": value["c"]}
+    raise ValueError(f"the text of a token is {value!r:.40}")

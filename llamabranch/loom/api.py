@@ -44,15 +44,15 @@ def front_of(loom: Loom) -> Front:
 
 
 async def _static(loom: Loom, call: HttpCall) -> None:
-    found = page.static_file(call.scope["path"])
-    if found is None:
+    file = page.static_file(call.scope["path"])
+    if file is None:
         raise HttpError(404, "there is no such file")
-    await call.reply(found[0], kind=found[1])
+    await call.reply(file[0], kind=file[1])
 
 
 async def _session(loom: Loom, call: HttpCall) -> None:
-    given = await call.json(dict[str, str])
-    cookie = loom.guard.session(given.get("token", ""))
+    body = await call.json(dict[str, str])
+    cookie = loom.guard.session(body.get("token", ""))
     await call.reply(b"", 204, [(b"set-cookie", cookie)])
 
 
@@ -86,48 +86,48 @@ async def _tokens(loom: Loom, call: HttpCall) -> None:
         raise HttpError(400, "from and n must be integers", param="from") from None
     parts, top = node.stretches(start, end), query.get("top") == "1"
     owners = dict.fromkeys([owner for owner, _, _ in parts] + [node])
-    kept = {str(name): [raw for o in owners for raw in getattr(o, name)] for name in KEPT}
+    kept_data = {str(name): [raw for o in owners for raw in getattr(o, name)] for name in KEPT}
     columns = [loom.columns(*part, top=top) for part in parts]
     nodes = [document.node_fields(owner) for owner in owners]
-    found = {"node": nodes[-1], "nodes": nodes, "at": start, "parts": columns}
-    await call.reply(found if top else found | kept)
+    answer = {"node": nodes[-1], "nodes": nodes, "at": start, "parts": columns}
+    await call.reply(answer if top else answer | kept_data)
 
 
 async def _next(loom: Loom, call: HttpCall) -> None:
     """Report what could follow the first ``at`` tokens of a text."""
     node, document = loom.node(call.query.get("node")), loom.document
     at = call.query.get("at", "")
-    one = await loom.following(node.tokens(int(at) if at.isdecimal() else None))
-    found = () if one is None else one.alternatives
-    loom.learn(a.token for a in found)
-    top = [(a.token, short(a.logprob), document.pieces[a.token]) for a in found]
-    await call.reply({"h": None if one is None else short(one.entropy), "top": top})
+    score = await loom.following(node.tokens(int(at) if at.isdecimal() else None))
+    alternatives = () if score is None else score.alternatives
+    loom.learn(a.token for a in alternatives)
+    top = [(a.token, short(a.logprob), document.pieces[a.token]) for a in alternatives]
+    await call.reply({"h": None if score is None else short(score.entropy), "top": top})
 
 
 async def _find(loom: Loom, call: HttpCall) -> None:
     wanted = re.compile(re.escape(call.query.get("q", "")), re.IGNORECASE)
-    found: list[dict[str, object]] = []
+    matches: list[dict[str, object]] = []
     for node in loom.document.shown() if call.query.get("q") else ():
-        found += _places(loom.document, node, wanted, len(call.query["q"]))
-        if len(found) >= _MOST_FOUND:
+        matches += _places(loom.document, node, wanted, len(call.query["q"]))
+        if len(matches) >= _MOST_FOUND:
             break
-    await call.reply({"found": found[:_MOST_FOUND], "more": len(found) >= _MOST_FOUND})
+    await call.reply({"found": matches[:_MOST_FOUND], "more": len(matches) >= _MOST_FOUND})
 
 
 def _places(
     document: Document, node: Node, wanted: re.Pattern[str], n_wanted: int
 ) -> list[dict[str, object]]:
-    """Return where a node's own text, or the end of its parent's with it, has what is wanted.
+    """Return the matches that end in a node's own text; they may begin in its parent's.
 
     ``at`` and ``last`` are the first and the last token of the match, as positions in the whole text.
     """
-    # What a match can begin with: a character of the text before has at most four tokens.
+    # A match may begin in the text before the node. A character there has at most four tokens.
     start = max(0, node.made.at - 4 * n_wanted)
     before = [t for o, a, b in node.stretches(start, node.made.at) for t in o.ids[a:b]]
     n_before = len(document.bytes_of(before))
     data = document.bytes_of([*before, *node.ids])
-    text = data.decode("utf-8", "surrogateescape")  # bytes that are no text stay one each
-    found: list[dict[str, object]] = []
+    text = data.decode("utf-8", "surrogateescape")  # an invalid byte becomes one character
+    matches: list[dict[str, object]] = []
     ends: list[int] = []
     for match in wanted.finditer(text):
         first, end = (len(text[:i].encode("utf-8", "surrogateescape")) for i in match.span())
@@ -136,13 +136,13 @@ def _places(
         ends = ends or [*accumulate(len(document.bytes_of([t])) for t in [*before, *node.ids])]
         line = text[max(0, match.start() - 30) : match.end() + 30]
         at, last = (start + bisect_right(ends, place) for place in (first, end - 1))
-        found.append({
+        matches.append({
             "node": node.id, "at": at, "last": last,
             "text": line.encode("utf-8", "surrogateescape").decode("utf-8", "replace"),
         })  # fmt: skip
-        if len(found) == _MOST_FOUND:
+        if len(matches) == _MOST_FOUND:
             break
-    return found
+    return matches
 
 
 async def _events(loom: Loom, call: HttpCall) -> None:
@@ -168,12 +168,12 @@ async def _import(loom: Loom, call: HttpCall) -> None:
     loom.check_writable()
     model = loom.service.model
     data = await call.body(_MOST_UPLOAD)
-    kind, found, n_lost = await asyncio.to_thread(formats.read, data, _MOST_NODES, model.is_of)
+    kind, content, n_lost = await asyncio.to_thread(formats.read, data, _MOST_NODES, model.is_of)
     warnings = [f"{n_lost:,} nodes whose parents are missing were left out."] if n_lost else []
     is_own = kind in ("json", "journal", "agent")  # always read as UTF-8
     if not is_own and await asyncio.to_thread(formats.encoding_of, data) == "cp1252":
         warnings.append("The file is not UTF-8: it was read as Windows-1252 (Latin-1).")
-    nodes = loom.make(await asyncio.to_thread(loom.copied, found))
+    nodes = loom.make(await asyncio.to_thread(loom.copied, content))
     await loom.confirm()
     roots = [loom.document.node_fields(node) for node in nodes if node.parent is None]
     await call.reply({

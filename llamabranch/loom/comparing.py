@@ -1,4 +1,4 @@
-"""Compare two models: each token is reported once it is scored, and the whole is kept at the end."""
+"""Compare two models: each token is reported once it is scored, and all scores are kept at the end."""
 
 from __future__ import annotations
 
@@ -24,22 +24,24 @@ _UNEQUAL = "The models have different tokenizers"
 
 
 async def compare(loom: Loom, do: Do, node: Node, at: int) -> dict[str, object]:
-    """Score a node with both models, or write a new one with them; with ``do.model`` B writes alone."""
+    """Score a node with both models, or let one write a new node and the other score it."""
     partner = loom.partner_of()
     if partner is None:
         raise HttpError(409, _NO_MODEL, param="node")
     same = same_vocabulary(loom.service.model, partner.model)
     if do.op == "compare" and do.mode == "read":
-        found = _Comparison(loom, partner, node, do)
-        return loom.started(loom.start("compare", found.read if same else found.spans, node))
+        comparison = _Comparison(loom, partner, node, do)
+        return loom.started(
+            loom.start("compare", comparison.read if same else comparison.spans, node)
+        )
     if not same:
         raise HttpError(409, f"{_UNEQUAL}: they cannot write one text together")
     writer = "B" if do.op == "continue" else do.writer
-    made = loom.made(do, 0, "sampled", at, writer)
-    await loom.request(Node(made, node), do.max_tokens)
-    (new,) = loom.make([made], do.cid)
-    found = _Comparison(loom, partner, new, do)
-    return loom.started(loom.start("compare", found.write, node, [new]), [new])
+    record = loom.made(do, 0, "sampled", at, writer)
+    await loom.request(Node(record, node), do.max_tokens)
+    (new,) = loom.make([record], do.cid)
+    comparison = _Comparison(loom, partner, new, do)
+    return loom.started(loom.start("compare", comparison.write, node, [new]), [new])
 
 
 class _Comparison:
@@ -90,31 +92,31 @@ class _Comparison:
             self._watch(job),
         )  # fmt: skip
         self._end(job)
-        for each in job.nodes:
-            reason = "stopped" if job.is_stopped else "length" if len(each.ids) >= most else "stop"
-            loom.add(Ended(id=each.id, reason=reason))
+        for node in job.nodes:
+            reason = "stopped" if job.is_stopped else "length" if len(node.ids) >= most else "stop"
+            loom.add(Ended(id=node.id, reason=reason))
         if self._partner is not None:
             await loom.score(job, self._partner)
 
     async def spans(self, job: PageJob) -> None:
         """Score the text with both models, each with its own tokens."""
-        found = await asyncio.to_thread(spans, self._both, self._node.tokens())
+        scored_spans = await asyncio.to_thread(spans, self._both, self._node.tokens())
         why = (
             f"{_UNEQUAL}, so there is no KL divergence between them: bits per byte can be compared"
         )
-        sums = totals(found)
-        data = self._event(0, {"spans": found, "totals": sums, "why": why})
+        sums = totals(scored_spans)
+        data = self._event(0, {"spans": scored_spans, "totals": sums, "why": why})
         self._loom.emit("compare", data)
         self._loom.keep(self._node, "compare", data)
-        job.result = {"mode": "read", "n": len(found), **sums}
+        job.result = {"mode": "read", "n": len(scored_spans), **sums}
 
     async def _is_read(self, job: PageJob, tokens: Sequence[int]) -> bool:
-        """Let A process the text before; return False if the job was stopped meanwhile."""
+        """Let A process the text that the new tokens follow; return False if Stop ended that."""
         await self._loom.read(job, tokens)
         return not job.is_stopped
 
     def _watch(self, job: PageJob) -> OnPromptProgress:
-        """Return a callback for the time that B processes the text before: Stop ends its decode, too."""
+        """Return a callback for B's progress in the same text, so that Stop ends B's decode too."""
         partner = self._both[1]
 
         def watch(read: PromptProgress) -> None:
@@ -126,8 +128,8 @@ class _Comparison:
 
         return watch
 
-    def _event(self, at: int, found: Mapping[str, object]) -> dict[str, object]:
-        return {"node": self._node.id, "at": at, "mode": self._do.mode, **found}
+    def _event(self, at: int, fields: Mapping[str, object]) -> dict[str, object]:
+        return {"node": self._node.id, "at": at, "mode": self._do.mode, **fields}
 
     def _take(self, at: int, places: Sequence[PairScore]) -> None:
         """Take the scores of tokens, from a position on."""
@@ -162,13 +164,13 @@ class _Comparison:
 
     def _part(self, job: PageJob, token: int) -> None:
         """Take a token that B writes alone."""
-        loom, made, partner = self._loom, self._node.made, self._partner
+        loom, node_record, partner = self._loom, self._node.made, self._partner
         if self._first_seed is None:
             return
         if partner is None:
             new = structs.replace(
-                made, id=loom.document.name(), parent=self._node.id, at=self._first_seed, by="B",
-                a=made.a or made.r,
+                node_record, id=loom.document.name(), parent=self._node.id, at=self._first_seed, by="B",
+                a=node_record.a or node_record.r,
             )  # fmt: skip
             loom.add(new)
             self._partner = partner = loom.document.nodes[new.id]

@@ -1,8 +1,8 @@
 """The document: nodes, and the records that make and change them.
 
-Every change of a document is a record, and only `Document.apply` carries records out, new ones and those
-read from a file. The tokens of a node never change; an undone node is hidden. Positions count the tokens
-of a node's whole text, from its root on.
+Every change of a document is a record. Only `Document.apply` carries records out: new ones, and
+those read from a file. The tokens of a node never change; an undone node is hidden. Positions count
+the tokens of a node's whole text, from its root on.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ KeptName = Literal["rounds", "compare", "searches"]
 Mode = Literal["text", "chat"]
 KEPT: tuple[KeptName, ...] = get_args(KeptName)
 _GENERATED = frozenset("sfdbc")
-_SHOWN, _LISTED = 40, 20  # characters of a node's text, and in a list of more than _MANY nodes
+_SHOWN, _LISTED = (
+    40,
+    20,
+)  # characters of a node's text: in general, in a list of more than _MANY nodes
 _MANY = 2000
 
 
@@ -213,14 +216,14 @@ class Node:
 
     def stretches(self, start: int = 0, end: int | None = None) -> list[tuple[Node, int, int]]:
         """Return the nodes that own the tokens from ``start`` to ``end``, with ranges of own tokens."""
-        found, node, end = [], self, self.end if end is None else min(end, self.end)
+        stretches, node, end = [], self, self.end if end is None else min(end, self.end)
         owner: Node | None = node
         while owner is not None and end > start:
             at = owner.made.at
             if end > at:
-                found.append((owner, max(0, start - at), end - at))
+                stretches.append((owner, max(0, start - at), end - at))
             owner, end = owner.parent, min(end, at)
-        return found[::-1]
+        return stretches[::-1]
 
     def tokens(self, end: int | None = None) -> list[int]:
         """Return the ids of its text, or of its first ``end`` tokens."""
@@ -362,8 +365,10 @@ class Document:
             yield node.made
             if node.ids:
                 yield node.record(0)
-            for kept in KEPT:
-                yield from (Kept(id=node.id, name=kept, data=d) for d in getattr(node, kept))
+            for list_name in KEPT:
+                yield from (
+                    Kept(id=node.id, name=list_name, data=d) for d in getattr(node, list_name)
+                )
             if node.ended is not None:
                 yield node.ended
         for action in self.done:
@@ -382,7 +387,7 @@ class Document:
         return Pieces(p=new) if new else None
 
     def bytes_of(self, ids: Iterable[int], *, names: bool = False) -> bytes:
-        """Return the text of tokens as UTF-8. Control tokens have no text; with ``names`` their names."""
+        """Return the text of tokens as UTF-8. ``names``: control tokens give their names."""
         return b"".join(_bytes(self.pieces[token], names=names) for token in ids)
 
     def written(self, ids: Iterable[int]) -> str:
@@ -394,17 +399,17 @@ class Document:
 
         A node's own turns replace those of its parents from their position on.
         """
-        found: list[Turn] = []
+        turns: list[Turn] = []
         for owner, _, b in node.stretches(0, end):
             own = [turn for turn in owner.made.turns if turn.at < owner.made.at + b]
             if own:
-                found = [turn for turn in found if turn.at < own[0].at] + own
+                turns = [turn for turn in turns if turn.at < own[0].at] + own
         n = node.end if end is None else end
-        for i, turn in enumerate(found):
-            limit = found[i + 1].at if i + 1 < len(found) else n
+        for i, turn in enumerate(turns):
+            limit = turns[i + 1].at if i + 1 < len(turns) else n
             if turn.end is None or turn.end > limit:
-                found[i] = Turn(turn.role, turn.at, min(turn.begin, limit), limit)
-        return found
+                turns[i] = Turn(turn.role, turn.at, min(turn.begin, limit), limit)
+        return turns
 
     def text(self, node: Node, *, own: bool = True) -> str:
         """Return the text of a node's own tokens, or with ``own=False`` its whole text."""
@@ -418,17 +423,18 @@ class Document:
 
     def node_fields(self, node: Node) -> dict[str, object]:
         """Return everything about a node but its tokens; ``flags`` are the bits of FLAGS in store.js."""
-        made, ended = node.made, node.ended
-        marks = node.deleted, made.seam, node.rounds, node.compare, node.bookmark, node.note
+        record, ended = node.made, node.ended
+        marks = node.deleted, record.seam, node.rounds, node.compare, node.bookmark, node.note
         return {
-            "id": node.id, "parent": made.parent, "at": made.at, "n": len(node.ids),
-            "kind": made.kind, "by": made.by, "reason": node.reason,
+            "id": node.id, "parent": record.parent, "at": record.at, "n": len(node.ids),
+            "kind": record.kind, "by": record.by, "reason": node.reason,
             "flags": sum(1 << i for i, mark in enumerate(marks) if mark),
-            "text": self.text(node)[:_SHOWN], "seed": made.seed, "sampling": made.sampling,
-            "stop": made.stop, "max_tokens": made.max_tokens, "grammar": made.grammar,
-            "json_schema": made.json_schema, "digest": ended.digest or None if ended else None,
+            "text": self.text(node)[:_SHOWN], "seed": record.seed, "sampling": record.sampling,
+            "stop": record.stop, "max_tokens": record.max_tokens, "grammar": record.grammar,
+            "json_schema": record.json_schema, "digest": ended.digest or None if ended else None,
             "read": ended.read if ended else None, "cached": ended.cached if ended else None,
-            "note": node.note, "job": node.job, "hidden": node.hidden, "turns": turn_columns(made.turns),
+            "note": node.note, "job": node.job, "hidden": node.hidden,
+            "turns": turn_columns(record.turns),
             **node.summary(),
         }  # fmt: skip
 
@@ -437,7 +443,7 @@ class Document:
         names = ["id", "parent", "at", "n", "kind", "by", "reason", "flags", "text"]
         names += ["lp", "h", "known"]
         nodes = [self.node_fields(node) for node in self.shown()]
-        columns = {name: [each[name] for each in nodes] for name in names}
+        columns = {name: [fields[name] for fields in nodes] for name in names}
         if len(nodes) > _MANY:
             columns["text"] = [str(text)[:_LISTED] for text in columns["text"]]
         return columns
@@ -445,13 +451,13 @@ class Document:
     def columns(self, node: Node, a: int, b: int, *, top: bool) -> dict[str, object]:
         """Return own tokens of a node from ``a`` to ``b``."""
         cut, pieces = slice(a, b), self.pieces
-        found: dict[str, object] = {n: getattr(node, n)[cut] for n in ("ids", "lp", "h", "rk")}
-        found |= {"node": node.id, "at": node.made.at + a, "src": "".join(node.src[cut])}
-        found["text"] = [pieces[token] for token in node.ids[cut]]
+        columns: dict[str, object] = {n: getattr(node, n)[cut] for n in ("ids", "lp", "h", "rk")}
+        columns |= {"node": node.id, "at": node.made.at + a, "src": "".join(node.src[cut])}
+        columns["text"] = [pieces[token] for token in node.ids[cut]]
         if top:
             tops = map(decoded, node.top[cut])
-            found["top"] = [[(t, p, pieces[t]) for t, p in each] for each in tops]
-        return found
+            columns["top"] = [[(t, p, pieces[t]) for t, p in alternatives] for alternatives in tops]
+        return columns
 
 
 def turn_columns(turns: Iterable[Turn]) -> list[tuple[str, int, int, int | None]]:
@@ -474,7 +480,10 @@ class _Alternative(Struct, array_like=True):
 
 def decoded(raw: Raw) -> list[tuple[int, Number]]:
     """Return the most probable tokens at a position with their log-probabilities."""
-    return [(one.token, one.lp) for one in msgspec.json.decode(raw, type=list[_Alternative])]
+    return [
+        (alternative.token, alternative.lp)
+        for alternative in msgspec.json.decode(raw, type=list[_Alternative])
+    ]
 
 
 def digest(ids: Sequence[int], logprobs: Sequence[Number]) -> str:

@@ -1,10 +1,10 @@
 """Import and export: JSON that keeps everything, Markdown, one HTML file, and loomsidian's JSON.
 
-Only read are journals of the page and of agents, mikupad's sessions, and trees in JSON: nested nodes,
-or nodes that name their parents. Other looms write one of the two.
+Some formats can only be read: journals of the page and of agents, mikupad's sessions, and trees in
+JSON. Other looms write a tree as nested nodes, or as nodes that name their parents.
 
 These looms fork at the ends of nodes only, so a node is written as the texts between its forks.
-Nothing here recurses: a file may be nested as deep as a text has tokens.
+Nothing here recurses, because a file may be nested as deeply as its text has tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["Item", "encoding_of", "export", "items_of", "read"]
 _MARKER = "llamabranch-loom"
 _MOST_UNPACKED = 1 << 29
 _DATA = re.compile(rb'<script type="application/json" id="loom-data">([A-Za-z0-9+/=\s]*)</script>')
-_CONTROL = re.compile(rb"[\x01-\x08\x0e-\x1a\x1c-\x1f]")  # JSON escapes all of them
+_CONTROL = re.compile(rb"[\x01-\x08\x0e-\x1a\x1c-\x1f]")  # JSON escapes these characters
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _BRACKETS = re.compile(r"\s*(?:[\[{]\s*)?([\[{])\s*([^\s\[{]?)")
 _KEY = re.compile(r'"(?:[^"\\]|\\.)*(?:"\s*(?::|$)|$)')
@@ -51,7 +51,7 @@ _BINARY = {
 }  # fmt: skip
 _BESIDE = {"memoryTokens": "memory", "authorNoteTokens": "author's note"}
 _TOKEN = re.compile(r'[\s,:]*([{}\[\]]|"(?:[^"\\]|\\.)*"|[^\s{}\[\],:"]+)')
-_HEAD = b'{"op":"head",'  # of the file of a document
+_HEAD = b'{"op":"head",'  # how a document's file begins
 _NAMES = ("json", "html", "markdown", "markdown-tree", "loomsidian")
 _TEXTS = "it reads plain text, exported pages (html, json), loomsidian, mikupad and trees in JSON"
 _JSON, _MARKDOWN = b"application/json", b"text/markdown; charset=utf-8"
@@ -83,7 +83,7 @@ def items_of(document: Document) -> list[Item]:
     Bookmarks and notes are on the last item of a node.
     """
     cuts: dict[Node, set[int]] = {}
-    owners: dict[Node, Node | None] = {}  # the node in whose own tokens another one begins
+    owners: dict[Node, Node | None] = {}  # for each node the one in whose own tokens it begins
     for node in document.shown():
         if node.deleted or not (node.parent is None or node.parent in cuts):
             continue
@@ -94,22 +94,22 @@ def items_of(document: Document) -> list[Item]:
         cuts[node] = {len(node.ids)}
         if owner is not None:
             cuts[owner].add(node.made.at - owner.made.at)
-    found: list[Item] = []
+    items: list[Item] = []
     ending: dict[tuple[Node, int], int] = {}
     for node, owner in owners.items():
-        made = node.made
-        a, parent = 0, -1 if owner is None else ending[owner, made.at - owner.made.at]
+        record = node.made
+        a, parent = 0, -1 if owner is None else ending[owner, record.at - owner.made.at]
         for b in sorted(cuts[node] - {0}) or [0]:
             text = document.bytes_of(node.ids[a:b]).decode("utf-8", "replace")
             if parent >= 0:
-                found[parent].children.append(len(found))
-            item = Item(text, parent, made.by, id=f"{node.id}-{a}")
+                items[parent].children.append(len(items))
+            item = Item(text, parent, record.by, id=f"{node.id}-{a}")
             if b == len(node.ids):
                 item.bookmark, item.note = node.bookmark, node.note
-            a, parent = b, len(found)
+            a, parent = b, len(items)
             ending[node, b] = parent
-            found.append(item)
-    return found
+            items.append(item)
+    return items
 
 
 # -- writing ---------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ class _File(msgspec.Struct):
 def read(
     data: bytes, most: int, is_ours: Callable[[str], bool]
 ) -> tuple[str, Document | list[Item], int]:
-    """Return a file's format, its content, and how many nodes whose parents are missing were left out.
+    """Return a file's format, its content, and how many nodes were left out for lack of a parent.
 
     A file of the page for which ``is_ours(fingerprint)`` is true is read as a document, all others as
     items, parents first.
@@ -203,9 +203,9 @@ def read(
     Raises:
         ConfigError: the format is unknown, or there are more than ``most`` nodes.
     """
-    found = _DATA.search(data)
-    if found is not None:
-        data = _unpacked(found[1])
+    match = _DATA.search(data)
+    if match is not None:
+        data = _unpacked(match[1])
     if begins_a_run(data):
         return "agent", _ours(document_of(data, most), most, is_ours), 0
     if data.startswith(_HEAD):
@@ -243,12 +243,12 @@ def read(
 def _unpacked(data: bytes) -> bytes:
     try:
         with gzip.GzipFile(fileobj=BytesIO(b64decode(data))) as file:
-            found = file.read(_MOST_UNPACKED + 1)
+            unpacked = file.read(_MOST_UNPACKED + 1)
     except (OSError, ValueError, EOFError) as error:
         raise ConfigError(f"the document in this HTML file is damaged: {error}") from None
-    if len(found) > _MOST_UNPACKED:
+    if len(unpacked) > _MOST_UNPACKED:
         raise ConfigError("the document in this HTML file is too large")
-    return found
+    return unpacked
 
 
 def encoding_of(data: bytes) -> str:
@@ -260,9 +260,9 @@ def encoding_of(data: bytes) -> str:
     Raises:
         ConfigError: this is not a text.
     """
-    for begin, what in _BINARY.items():
+    for begin, kind in _BINARY.items():
         if data.startswith(begin):
-            raise ConfigError(f"this is {what}, not a text", hint=_TEXTS)
+            raise ConfigError(f"this is {kind}, not a text", hint=_TEXTS)
     for mark, name in _MARKS.items():
         if data.startswith(mark):
             return name
@@ -297,7 +297,7 @@ def _decoded(data: bytes) -> str:
 
 
 def _whole_characters(text: str) -> str:
-    """Return a text whose pairs of surrogates are characters, and whose single ones are U+FFFD."""
+    """Return the text with each surrogate pair as its character and each single surrogate as U+FFFD."""
     if not _SURROGATE.search(text):
         return text
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
@@ -308,7 +308,7 @@ def _story(text: str) -> Item:
 
 
 def _begins_story(text: str) -> bool:
-    """Return whether a text that begins with a bracket, and is not JSON, is meant as a text."""
+    """Return whether a text that begins with a bracket is prose, and not damaged JSON."""
     match = _BRACKETS.match(text)
     if match is None or not match[2] or match[2] in "{}[]":
         return False
@@ -323,7 +323,9 @@ def _parsed(text: str) -> object:
         pass
     except (msgspec.DecodeError, UnicodeEncodeError) as error:
         try:
-            return json.loads(text)  # it accepts single surrogates: programs cut texts there
+            return json.loads(
+                text
+            )  # it accepts single surrogates, which other programs write if they cut a pair
         except RecursionError:
             pass
         except ValueError:
@@ -396,8 +398,8 @@ def _items(
             texts.append([text])
         else:
             at = -1
-        found = node.get("children") if below is None else below(node)
-        children = found if isinstance(found, list) else []
+        raw_children = node.get("children") if below is None else below(node)
+        children = raw_children if isinstance(raw_children, list) else []
         is_only = below is None and len(children) == 1
         waiting += [(child, at, is_only) for child in reversed(children)]
     return _joined(items, texts), n_lost
@@ -421,7 +423,7 @@ def _sessions(saved: Values) -> list[Values]:
     """Return mikupad's sessions that have a prompt: a session's file has one, a database many."""
     stores = [store for store in saved.values() if isinstance(store, list)]
     entries = [entry.get("value") for store in stores for entry in store if isinstance(entry, dict)]
-    found: list[Values] = []
+    sessions: list[Values] = []
     for session in (saved, *entries):
         if not isinstance(session, dict) or "prompt" not in session:
             continue
@@ -429,8 +431,8 @@ def _sessions(saved: Values) -> list[Values]:
         read = {name: _unquoted(session.get(name)) for name in ("prompt", *_BESIDE)}
         chunks = read["prompt"]
         if isinstance(chunks, list) and all(isinstance(c, dict) and "content" in c for c in chunks):
-            found.append(read)
-    return found
+            sessions.append(read)
+    return sessions
 
 
 def _unquoted(value: object) -> object:
@@ -450,9 +452,9 @@ def _items_of_sessions(sessions: Sequence[Values], most: int) -> tuple[list[Item
     texts: list[list[str]] = []
     for session in sessions:
         chunks, parent = session["prompt"], -1
-        beside = [(what, session[name]) for name, what in _BESIDE.items()]
-        notes = [(what, _str(b.get("text"))) for what, b in beside if isinstance(b, dict)]
-        note = "\n".join(f"{what}: {_whole_characters(text)}" for what, text in notes if text)
+        beside = [(label, session[name]) for name, label in _BESIDE.items()]
+        notes = [(label, _str(b.get("text"))) for label, b in beside if isinstance(b, dict)]
+        note = "\n".join(f"{label}: {_whole_characters(text)}" for label, text in notes if text)
         for chunk in chunks if isinstance(chunks, list) else ():
             by = "user" if chunk.get("type") == "user" else "import"
             if parent < 0 or items[-1].by != by:

@@ -30,10 +30,10 @@ def replay(document: Document, data: bytes) -> tuple[int, str | None]:
     """Apply the records of a file to a document.
 
     Returns:
-        How many bytes were applied: a last line that was cut off is left out. And what is wrong with
-        the line after them, None if nothing is.
+        The number of applied bytes, without a last line that was cut off; and the error in the line
+        after them, or None.
     """
-    *lines, _ = data.split(b"\n")  # after a last line that is whole comes b""
+    *lines, _ = data.split(b"\n")  # the last part is b"" if the last line is complete
     size = 0
     for number, line in enumerate(lines, 1):
         try:
@@ -120,7 +120,7 @@ class Journal:
         return self.error is None and not self._lines
 
     def write(self) -> bool:
-        """Write the waiting lines; return False if the disk refuses: they keep waiting."""
+        """Write the waiting lines; if the disk refuses, keep them and return False."""
         if self._file is None or self.read_only is not None:
             self._lines.clear()
             return True

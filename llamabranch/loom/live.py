@@ -38,9 +38,9 @@ from .turns import answers
 __all__ = ["MOST_TOP", "Live", "PageJob", "Work", "leaves_cores"]
 
 _EVENT_S, _BUSY_EVENT_S, _WRITE_S, _SYNC_S, _BEAT_S = 0.05, 0.1, 0.09, 1.0, 15.0
-_MOST_EVENTS = 4096  # that a tab may have missed
-_FEW = 64  # tokens that are read without a report
-_HELD = 8  # tokens of a tag, or of a character
+_MOST_EVENTS = 4096  # events that are kept for a tab that reconnects
+_FEW = 64  # up to so many tokens are processed without showing progress
+_HELD = 8  # a tag or a character that is not complete has at most so many tokens
 MOST_TOP = 10
 _SOURCES = {"plain": "s", "drafted": "d", "forced": "f", "bonus": "b", "corrected": "c"}
 _encode = msgspec.json.encode
@@ -69,9 +69,9 @@ class PageJob:
     error: dict[str, object] | None = None
     at: int = 0  # where a search begins
     is_stopped: bool = False
-    names: list[str] = field(default_factory=list)  # of the engine's requests
-    reads: Context | None = None  # of the second model, while it reads the text
-    places: list[SearchNode] = field(default_factory=list)  # that a search has reported
+    names: list[str] = field(default_factory=list)  # ids of its requests to the engine
+    reads: Context | None = None  # the second model's context, while that processes the prompt
+    places: list[SearchNode] = field(default_factory=list)  # nodes that a search has reported
 
     def as_dict(self) -> dict[str, object]:
         """Return what the page gets."""
@@ -88,14 +88,14 @@ class _Thought:
 
     def __init__(self) -> None:
         self._waiting: list[Produced] = []
-        self._n = 0  # that were returned
+        self._n = 0  # how many were returned
 
     def new(self, update: Update) -> list[Produced]:
         """Return the tokens that will not change after this update."""
         self._waiting += update.thoughts
         sure, self._waiting = self._waiting[:-_HELD], self._waiting[-_HELD:]
         ended = update.ended_thought
-        if update.ended is not None and self._waiting:  # inside the thought
+        if update.ended is not None and self._waiting:  # it ended inside the thought
             ended = [*update.ended.emitted[: update.ended.n_thought_tokens]]
         if ended:
             sure, self._waiting = ended[self._n :], []
@@ -125,7 +125,7 @@ class Live:
         self.jobs: dict[str, PageJob] = {}
         self._numbers = count(1)
         self._ring: deque[tuple[int, bytes]] = deque(maxlen=_MOST_EVENTS)
-        self._lost = 0  # the newest event that is not in the ring any more
+        self._lost = 0  # the last event that the ring has dropped
         self._news: set[asyncio.Event] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         # Own tokens that are neither sent nor in the journal.
@@ -152,14 +152,14 @@ class Live:
             self._lost = self._ring[0][0]
         head = f"id: {self.boot}.{rev}\nevent: {name}\ndata: ".encode()
         self._ring.append((rev, head + _encode(data) + b"\n\n"))
-        for each in self._news:
-            each.set()
+        for signal in self._news:
+            signal.set()
 
     def send_nodes(self, *nodes: Node, cid: str = "") -> None:
         """Send the current state of nodes; ``cid`` is the id of the request that made them."""
         for node in nodes:
-            found = self.document.node_fields(node)
-            self.emit("node", {"rev": self.document.rev, "node": found, "cid": cid})
+            fields = self.document.node_fields(node)
+            self.emit("node", {"rev": self.document.rev, "node": fields, "cid": cid})
 
     async def stream(self, call: HttpCall, since: str) -> None:
         """Send all events after ``since``, then new ones as they come."""
@@ -247,9 +247,9 @@ class Live:
 
     def columns(self, node: Node, a: int, b: int, *, top: bool = True) -> dict[str, object]:
         """Return own tokens of a node from ``a`` to ``b``, and where its thoughts and calls are."""
-        found, service = self.document.columns(node, a, b, top=top), self.service_of()
+        columns, service = self.document.columns(node, a, b, top=top), self.service_of()
         parts = answers(self.document, service.model, node) if service is not None else []
-        return found | {"answers": parts} if parts else found
+        return columns | {"answers": parts} if parts else columns
 
     def answers(self) -> dict[str, object]:
         """Return the thoughts and calls in the answers of each node."""
@@ -257,8 +257,8 @@ class Live:
         if service is None:
             return {}
         nodes = self.document.shown()
-        found = {node.id: answers(self.document, service.model, node) for node in nodes}
-        return {name: parts for name, parts in found.items() if parts}
+        parts_by_node = {node.id: answers(self.document, service.model, node) for node in nodes}
+        return {name: parts for name, parts in parts_by_node.items() if parts}
 
     def note(self, node: Node, a: int, b: int) -> None:
         """Mark own tokens of a node as new, or as having new numbers."""
@@ -310,8 +310,8 @@ class Live:
         job = PageJob(f"j{next(self._numbers)}", op, node.id if node else None, [*nodes], kind)
         self.jobs[job.id] = job
         self._loop = asyncio.get_running_loop()
-        for each in nodes:
-            each.job = job.id
+        for job_node in nodes:
+            job_node.job = job.id
         self.emit("job", job.as_dict())
         task = asyncio.ensure_future(self._run(job, work))
         self._tasks.add(task)
@@ -324,7 +324,7 @@ class Live:
             job.state = "stopped" if job.is_stopped else "done"
         except Exception as error:
             job.state = "stopped" if job.is_stopped else "failed"
-            if not job.is_stopped:  # the error of a stopped job is its cancellation
+            if not job.is_stopped:  # stopping a job raises an error in it
                 self._fail(job, error)
         job.message = None
         for node in job.nodes:
@@ -344,8 +344,8 @@ class Live:
         await asyncio.to_thread(self.journal.sync)
 
     def _fail(self, job: PageJob, error: BaseException) -> None:
-        found = http_error(error)
-        job.error = {"code": found.status, "message": str(found)}
+        sent_error = http_error(error)
+        job.error = {"code": sent_error.status, "message": str(sent_error)}
         self.emit("error", {**job.error, "job": job.id})
 
     async def close(self) -> None:
@@ -378,12 +378,12 @@ class Live:
 
     def scored(self, name: str, scored: Sequence[Scored], src: str, at: int) -> Tokens:
         """Return a record of scored tokens. The texts of new ones are added to the document."""
-        tops = [[(a.token, short(a.logprob)) for a in one.alternatives] for one in scored]
-        self.learn([one.token for one in scored] + [token for top in tops for token, _ in top])
+        tops = [[(a.token, short(a.logprob)) for a in score.alternatives] for score in scored]
+        self.learn([score.token for score in scored] + [token for top in tops for token, _ in top])
         return Tokens(
-            id=name, at=at, ids=[one.token for one in scored],
-            lp=[short(one.logprob) for one in scored], h=[short(one.entropy) for one in scored],
-            rk=[one.rank or None for one in scored], src=src, top=[Raw(_encode(top)) for top in tops],
+            id=name, at=at, ids=[score.token for score in scored],
+            lp=[short(score.logprob) for score in scored], h=[short(score.entropy) for score in scored],
+            rk=[score.rank or None for score in scored], src=src, top=[Raw(_encode(top)) for top in tops],
         )  # fmt: skip
 
     def take(self, node: Node, scored: Sequence[Scored], src: str, at: int | None = None) -> None:
@@ -437,7 +437,7 @@ class Live:
             return
         self.learn([*draft, following.token])
         lps = [*map(short, trace.logprobs), *[None] * len(draft)]
-        found = {
+        fields = {
             "node": node.id, "at": trace.position, "round": len(node.rounds) + 1,
             "draft": [(t, pieces[t], lp) for t, lp in zip(draft, lps, strict=False)],
             "accepted": trace.n_accepted, "rejected": trace.n_rejected,
@@ -446,8 +446,8 @@ class Live:
             "src": _SOURCES.get(following.source, "s"), "drafter": trace.drafter,
             "ms": (round(1e3 * trace.draft_s, 3), round(1e3 * trace.verify_s, 3)),
         }  # fmt: skip
-        self.keep(node, "rounds", found)
-        self.emit("round", found)
+        self.keep(node, "rounds", fields)
+        self.emit("round", fields)
 
     async def generate(self, job: PageJob, work: Sequence[tuple[Node, Request]]) -> None:
         """Run requests until they end. Each one fills a node."""
@@ -471,7 +471,7 @@ class Live:
                     node = nodes[str(update.request.id)]
                     tokens = thoughts[node].new(update) + update.tokens
                     if tokens:
-                        self.take(node, tokens, "".join(_SOURCES[one.source] for one in tokens))
+                        self.take(node, tokens, "".join(_SOURCES[token.source] for token in tokens))
                     if update.ended is not None:
                         seconds = perf_counter() - begun
                         self._end(job, node, update.ended, seconds, n_before[node])
@@ -510,7 +510,7 @@ class Live:
             at = position - owner.made.at
             if owner.lp[at] is None:
                 self.take(owner, [scored], owner.src[at], at)
-                # From the first one on: a tab ignores tokens after those that it lacks.
+                # Sends the tokens from 0 on, because a tab ignores tokens after a gap.
                 self.note(owner, 0, at)
 
     async def scored_path(
@@ -520,7 +520,7 @@ class Live:
         first = max(1, start)
         request = Request([*tokens], max_tokens=0, prompt_logprobs=MOST_TOP, logprobs_from=first)
         scored = enumerate((await self._result(request, job)).prompt_logprobs or ())
-        return [(one, i) for i, one in scored if one is not None]
+        return [(score, i) for i, score in scored if score is not None]
 
     async def read(self, job: PageJob, tokens: Sequence[int]) -> None:
         """Let the engine process the text that a thread of the job starts from.
@@ -540,7 +540,7 @@ class Live:
         return text.result
 
     async def following(self, tokens: Sequence[int]) -> Produced | None:
-        """Return the next token of a text with the most probable ones; it is never an end token."""
+        """Return the next token of a text and its alternatives; it is never an end token."""
         request = self.service.next_request(tokens, MOST_TOP)
         (text,) = await all_texts(self.service, [request])
         return next(iter(text.result.emitted), None)
@@ -555,19 +555,19 @@ class Live:
         async with aclosing(updates(self.service, [named])) as steps:
             async for (update,) in steps:
                 written = thought.new(update) + update.tokens
-                new += [(one.token, short(one.logprob)) for one in written]
+                new += [(token.token, short(token.logprob)) for token in written]
         n = len(old)
         for i, ((token, lp), (_, old_lp)) in enumerate(zip(new, old, strict=False)):
             new[i] = (
                 token,
                 old_lp if lp is None else lp,
-            )  # it was written to end a thought, and scored later
+            )  # a token that was forced to end a thought is scored later
         pairs = zip_longest(old, new)
         at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
         message = f"same {n} tokens, same log-probabilities, bit for bit"
         if at is not None:
-            what = "token" if [t for t, _ in old] != [t for t, _ in new] else "log-probability"
-            message = f"the first different {what} is number {at + 1} of {n}"
+            kind = "token" if [t for t, _ in old] != [t for t, _ in new] else "log-probability"
+            message = f"the first different {kind} is number {at + 1} of {n}"
             if not self.service.is_exact:
                 message += ": this model's results depend on what else is in the batch"
         position = None if at is None else node.made.at + first + at

@@ -44,7 +44,7 @@ from .turns import chat_fields, thinking_at
 __all__ = ["BarFields", "Do", "Loom", "text_grammar"]
 
 _TOLD = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")  # settings that the page shows
-_MOST_SENT = 500  # nodes of one action, each by an event; their tokens
+_MOST_SENT = 500  # nodes, or tokens, of one action that are sent as events
 
 
 class TextSettings(Struct, kw_only=True):
@@ -193,8 +193,8 @@ class Loom(Live):
         if r is None:
             return None
         nodes = [n for n in document.shown() if (n.made.a or n.made.r) == r]
-        found = [document.node_fields(node) for node in nodes]
-        return {"nodes": found, **({"node": found[0]} if found else {})}
+        all_fields = [document.node_fields(node) for node in nodes]
+        return {"nodes": all_fields, **({"node": all_fields[0]} if all_fields else {})}
 
     def node(self, name: str | None) -> Node:
         """Return a node. Raises HttpError if it does not exist or was undone."""
@@ -265,24 +265,24 @@ class Loom(Live):
         Raises:
             HttpError, LlamaBranchError: the settings are invalid.
         """
-        made, n_given = node.made, node.n_given
-        grammar = await text_grammar(made)
+        record, n_given = node.made, node.n_given
+        grammar = await text_grammar(record)
         constraint = None
-        if made.constraint is not None and self._constraint is not None:
+        if record.constraint is not None and self._constraint is not None:
             constraint = self._constraint[1]
-        if made.constraint is not None and made.constraint != self.constraint_name():
+        if record.constraint is not None and record.constraint != self.constraint_name():
             raise HttpError(
-                409, f"the text follows a constraint that is not loaded: {made.constraint}"
+                409, f"the text follows a constraint that is not loaded: {record.constraint}"
             )
-        at = made.at + n_given if again else node.end
-        tokens, continues, thinking = node.tokens(at), at - made.at - n_given, None
-        if grammar or constraint or made.stop:  # these apply to the answer, not to the thought
+        at = record.at + n_given if again else node.end
+        tokens, continues, thinking = node.tokens(at), at - record.at - n_given, None
+        if grammar or constraint or record.stop:  # these apply to the answer, not to the thought
             thinking, begin = thinking_at(self.document, self.service.model, node, at)
             continues = min(continues, at - begin)
         self.service.check_room(tokens, max_tokens)
         return Request(
             tokens, continues=continues, grammar=grammar, thinking=thinking,
-            sampling=self.params(made), max_tokens=max_tokens, stop=made.stop,
+            sampling=self.params(record), max_tokens=max_tokens, stop=record.stop,
             top_logprobs=MOST_TOP, constraint=constraint, draft_k=draft,
         )  # fmt: skip
 

@@ -27,7 +27,7 @@ Answer = dict[str, object]
 class _Operation(NamedTuple):
     run: Callable[[Loom, Do, Node, int], Coroutine[object, object, Answer]]
     needs_node: bool = False
-    needs_file: bool = True  # a writable one
+    needs_file: bool = True  # the file must be writable
 
 
 class Operations:
@@ -94,8 +94,8 @@ async def _type(loom: Loom, do: Do, node: Node, at: int) -> Answer:
         raise HttpError(400, "the text is empty", param="text")
     loom.service.check_room([*node.tokens(at), *ids], 0)
     name, (kind, src) = document.name(), ("typed", "t") if do.node else ("prompt", "p")
-    made = Made(id=name, parent=do.node, at=at, kind=kind, seam=seam)
-    (new,) = loom.make([made, *loom.plain(name, ids, src)], do.cid)
+    record = Made(id=name, parent=do.node, at=at, kind=kind, seam=seam)
+    (new,) = loom.make([record, *loom.plain(name, ids, src)], do.cid)
     job = loom.start_scoring(new)
     return {"node": document.node_fields(new), "same": False, "job": job.id}
 
@@ -105,7 +105,7 @@ def _same_tokens(
 ) -> tuple[int, str]:
     """Return how many of the tokens an edited text keeps, and the rest of the text.
 
-    The kept tokens are whole characters. With ``special`` a control token is typed as its name.
+    The kept tokens are whole characters. With ``special`` a control token's name stands for it.
     """
     rest = [text.encode()]
     for token in ids:
@@ -121,7 +121,7 @@ def _same_tokens(
 
 
 async def _tokenized(loom: Loom, do: Do, node: Node, at: int, text: str) -> tuple[list[int], bool]:
-    """Return the tokens of a text after a node's, and whether tokenizing all at once gives others."""
+    """Return the tokens of an added text, and whether both texts together would be other tokens."""
     special = do.parse_special
     if do.node is None:
         return await loom.service.tokenize(text, parse_special=special), False
@@ -131,8 +131,10 @@ async def _tokenized(loom: Loom, do: Do, node: Node, at: int, text: str) -> tupl
     else:
         before = document.bytes_of(tokens).decode("utf-8", "replace")
     part, ids, whole = [
-        await loom.service.tokenize(each, add_special=False, parse_special=special) if each else []
-        for each in (before, text, before + text)
+        await loom.service.tokenize(string, add_special=False, parse_special=special)
+        if string
+        else []
+        for string in (before, text, before + text)
     ]
     return ids, whole != part + ids
 
@@ -154,8 +156,8 @@ async def _score(loom: Loom, do: Do, node: Node, at: int) -> Answer:
         else:
             loom.journal.add(record)
     if len(tokens) > 1 and ids:
-        for one, position in await loom.scored_path(tokens, max(1, at)):
-            document.put(seen, loom.scored("", [one], "t", position - at))
+        for score, position in await loom.scored_path(tokens, max(1, at)):
+            document.put(seen, loom.scored("", [score], "t", position - at))
     return {"tokens": document.columns(seen, 0, len(ids), top=True), "seam": seam}
 
 
@@ -178,15 +180,15 @@ async def _chat(loom: Loom, do: Do, node: Node, at: int) -> Answer:
         raise HttpError(400, "an answer can only be edited: give its turn", param="role")
     root = beginning(node)
     name = document.name()
-    made = Made(id=name, kind="chat", by="user", tools=do.tools, variables=root.variables)
+    record = Made(id=name, kind="chat", by="user", tools=do.tools, variables=root.variables)
     if do.node is not None:
-        made.tools = []
+        record.tools = []
     answer = (do.text or "") if do.role == "assistant" else None
 
     def written() -> Written:
         tools = root.tools or do.tools
         if do.node is None:
-            made.variables = dates_for(model)
+            record.variables = dates_for(model)
         messages = messages_of(document, model, node, turns)
         if do.node is None and do.system:
             messages.append({"role": "system", "content": do.system})
@@ -197,7 +199,7 @@ async def _chat(loom: Loom, do: Do, node: Node, at: int) -> Answer:
                 message["tool_call_id"] = calls[0]["id"]
             messages.append(message)
         messages += messages_of(document, model, node, after)
-        talk = Talk(messages, tools, made.variables)
+        talk = Talk(messages, tools, record.variables)
         return write(model, talk, node.tokens(at if do.turn is None else None), turns, answer)
 
     if do.node is None and not (do.text or "").strip():
@@ -206,10 +208,12 @@ async def _chat(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     if do.node is not None and not new.ids:  # nothing changed
         return {"node": document.node_fields(node), "same": True, "at": new.at}
     loom.service.check_room([*node.tokens(new.at), *new.ids], 0)
-    made.parent, made.at, made.turns = do.node if new.at else None, new.at, new.turns
-    if made.parent is None:
-        made.tools = root.tools or do.tools
-    (new_node,) = loom.make([made, *loom.plain(name, new.ids, "t" if made.parent else "p")], do.cid)
+    record.parent, record.at, record.turns = do.node if new.at else None, new.at, new.turns
+    if record.parent is None:
+        record.tools = root.tools or do.tools
+    (new_node,) = loom.make(
+        [record, *loom.plain(name, new.ids, "t" if record.parent else "p")], do.cid
+    )
     job = loom.start_scoring(new_node)
     return {"node": document.node_fields(new_node), "same": False, "job": job.id}
 
@@ -244,9 +248,9 @@ async def _continue(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     most = loom.service.settings.max_choices
     if do.n > most:
         raise HttpError(400, f"n must be 1 to {most}", param="n")
-    made = [loom.made(do, i, "sampled", at) for i in range(do.n)]
-    await loom.request(Node(made[0], node), do.max_tokens)
-    return _begin(loom, do, loom.make(made, do.cid), do.max_tokens)
+    records = [loom.made(do, i, "sampled", at) for i in range(do.n)]
+    await loom.request(Node(records[0], node), do.max_tokens)
+    return _begin(loom, do, loom.make(records, do.cid), do.max_tokens)
 
 
 def _begin(loom: Loom, do: Do, nodes: list[Node], max_tokens: int) -> Answer:
@@ -264,19 +268,19 @@ async def _fork(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     if do.token is None:
         raise HttpError(400, "fork needs a token", param="token")
     loom.service.model.check_tokens([do.token])
-    made = loom.made(do, 0, "taken", at)
+    record = loom.made(do, 0, "taken", at)
     if do.max_tokens == 0:
-        made.seed = None
-    await loom.request(Node(made, node), do.max_tokens)
-    records = loom.plain(made.id, [do.token], "k")
+        record.seed = None
+    await loom.request(Node(record, node), do.max_tokens)
+    records = loom.plain(record.id, [do.token], "k")
     for owner, i, _ in node.stretches(at, at + 1):  # known numbers of this position
         top = [*zip(decoded(owner.top[i]), range(1, 99), strict=False)]
-        for found in ((p, rank) for (token, p), rank in top if token == do.token):
+        for numbers in ((p, rank) for (token, p), rank in top if token == do.token):
             tokens = records[-1]
             if isinstance(tokens, Tokens):
-                tokens.lp, tokens.rk = [found[0]], [found[1]]
+                tokens.lp, tokens.rk = [numbers[0]], [numbers[1]]
                 tokens.h, tokens.top = [owner.h[i]], [owner.top[i]]
-    (new,) = loom.make([made, *records], do.cid)
+    (new,) = loom.make([record, *records], do.cid)
     if new.lp[0] is None:
         loom.start_scoring(new)
     if do.max_tokens == 0:
@@ -311,8 +315,8 @@ async def _search(loom: Loom, do: Do, node: Node, at: int) -> Answer:
         await loom.read(job, tokens)
         if job.is_stopped:
             return
-        found = await asyncio.to_thread(search, ctx, tokens, sampling, do.kind, asked, watch)
-        loom.keep(node, "searches", watch.end(found))
+        result = await asyncio.to_thread(search, ctx, tokens, sampling, do.kind, asked, watch)
+        loom.keep(node, "searches", watch.end(result))
 
     return loom.started(loom.start("search", work, node, kind=do.kind))
 
@@ -321,17 +325,19 @@ async def _adopt(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     """Make nodes of a text that a search found, or of a script's whole tree of branches."""
     document, records = loom.document, list[Record]()
     if do.branch is not None:
-        given = loom.service.branches[do.branch]
-        while given.parent is not None:
-            given = given.parent
+        root = loom.service.branches[do.branch]
+        while root.parent is not None:
+            root = root.parent
         names: dict[str, str] = {}
-        for i, each in enumerate(given.subtree()):
-            names[each.id] = name = document.name(i)
-            parent = None if each.parent is None else names[each.parent.id]
+        for i, branch in enumerate(root.subtree()):
+            names[branch.id] = name = document.name(i)
+            parent = None if branch.parent is None else names[branch.parent.id]
             records.append(
-                Made(id=name, parent=parent, at=each.fork_position, kind="branch", by="script")
+                Made(id=name, parent=parent, at=branch.fork_position, kind="branch", by="script")
             )
-            records += loom.plain(name, each.tokens[each.fork_position :], "s" if parent else "p")
+            records += loom.plain(
+                name, branch.tokens[branch.fork_position :], "s" if parent else "p"
+            )
     else:
         job = loom.jobs.get(do.job or "")
         if job is None or job.node is None or not job.places:
@@ -396,7 +402,7 @@ async def _undo(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     is_deletion = any(name == "deleted" for _, name, *_ in action.changes)
     done = {
         "op": "delete" if is_deletion else action.op, "nodes": [node.id for node in touched],
-        "node": document.node_fields(touched[0]),  # as it is now: events may come later
+        "node": document.node_fields(touched[0]),  # its new state, because its event may arrive later
     }  # fmt: skip
     return {"redone" if again else "undone": done, **document.counts()}
 

@@ -47,10 +47,10 @@ _HEADERS = [
 def static_file(path: str) -> tuple[bytes, bytes] | None:
     """Return a file of the page and its type, by the path of a request; None if it does not exist."""
     name = "index.html" if path == "/" else path.removeprefix("/loom/app/")
-    found = _NAME.fullmatch(name)
-    if found is None or not (_APP / name).is_file():
+    match = _NAME.fullmatch(name)
+    if match is None or not (_APP / name).is_file():
         return None
-    return (_APP / name).read_bytes(), _KINDS[found[1]] + b"; charset=utf-8"
+    return (_APP / name).read_bytes(), _KINDS[match[1]] + b"; charset=utf-8"
 
 
 class Guard:
@@ -90,29 +90,32 @@ class Guard:
 
     def check(self, scope: Scope) -> None:
         """Raise HttpError unless the request may be answered."""
-        given = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        host, origin = given.get(b"host", ""), given.get(b"origin")
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        host, origin = headers.get(b"host", ""), headers.get(b"origin")
         if host not in self._hosts:
             raise HttpError(
                 403, f"unknown host {host[:100]!r}: the page is at 127.0.0.1 or localhost"
             )
         is_read = scope["method"] in ("GET", "HEAD")
-        is_script = sends_key(given, [self.key.encode()])
+        is_script = sends_key(headers, [self.key.encode()])
         if origin != f"http://{host}" and (origin is not None or not (is_read or is_script)):
             raise HttpError(403, "a request that changes something must come from the page itself")
-        if given.get(b"sec-fetch-site", "same-origin") not in {"same-origin", *["none"] * is_read}:
+        if headers.get(b"sec-fetch-site", "same-origin") not in {
+            "same-origin",
+            *["none"] * is_read,
+        }:
             raise HttpError(403, "requests from other sites are refused")
         path = scope["path"]
-        is_known = is_script or self._has_cookie(given) or path == "/loom/session"
+        is_known = is_script or self._has_cookie(headers) or path == "/loom/session"
         if not is_known and not (is_read and static_file(path) is not None):
             raise HttpError(401, "no session: open the link that the terminal shows")
 
-    def _has_cookie(self, given: Mapping[bytes, str]) -> bool:
+    def _has_cookie(self, headers: Mapping[bytes, str]) -> bool:
         try:
-            found = SimpleCookie(given.get(b"cookie", "")).get(self._name)
+            cookie = SimpleCookie(headers.get(b"cookie", "")).get(self._name)
         except CookieError:
             return False
-        return found is not None and found.value in self._sessions
+        return cookie is not None and cookie.value in self._sessions
 
 
 def _joined(name: str, seen: set[str]) -> str:

@@ -96,11 +96,11 @@ class Watch(SearchObserver):
             elif self._seen[i] != state:
                 self._seen[i] = state
                 changed.append([i, *state])
-        found: dict[str, object] = {
+        event: dict[str, object] = {
             "job": self.job.id, "step": stats.steps, "add": add, "set": changed,
             "stats": stats.as_dict(), "sizes": [*self.effective_sizes], **more,
         }  # fmt: skip
-        self.live.call(self.live.emit, "search", found)
+        self.live.call(self.live.emit, "search", event)
         self._looked = perf_counter()
 
     def end(self, found: SearchResult) -> dict[str, object]:
@@ -174,8 +174,8 @@ class _Wanted(Potential):
 
     def prefix(self, text: str) -> float:
         """Return the log-weight of an unfinished text."""
-        if any(each in text for each in self._avoid):
+        if any(avoided in text for avoided in self._avoid):
             return -math.inf
-        return 2.0 * sum(each in text for each in self._want)
+        return 2.0 * sum(wanted in text for wanted in self._want)
 
     complete = prefix

@@ -1,7 +1,8 @@
 """Conversations in a document: turns are rendered by the model's chat template.
 
-The template renders the whole conversation each time. The page keeps the tokens of the text as far as the
-rendered ones are equal, and forks where they differ: many templates leave out earlier thoughts.
+The template renders the whole conversation each time. The page keeps the text's
+tokens up to the first that is rendered differently, and forks there: many templates leave out earlier
+thoughts.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ class Talk(NamedTuple):
     def tokens(self, model: Model, n: int | None = None, *, generates: bool = True) -> list[int]:
         """Return the tokens of all messages, or of the first ``n``, up to where an answer begins."""
         tools = Tools(self.tools, None, model.turn_format)
-        given = conversation(
+        rendered = conversation(
             model, self.messages[:n], tools, self.variables, continues=False, generates=generates
         )
-        return given.tokens(model)
+        return rendered.tokens(model)
 
 
 class Written(NamedTuple):
@@ -88,14 +89,14 @@ def beginning(node: Node) -> Made:
 
 
 def answers(document: Document, model: Model, node: Node) -> list[tuple[int, list[Part]]]:
-    """Return the parts of the answers in a node's own tokens, each answer with its beginning."""
-    found: list[tuple[int, list[Part]]] = []
+    """Return for each answer in a node's own tokens where it begins, and its parts."""
+    parts_of_answers: list[tuple[int, list[Part]]] = []
     turns = document.turns(node) if model.chat_template is not None else []
     for turn in turns:
         if turn.role != "assistant" or not max(node.made.at, turn.begin) < (turn.end or 0):
             continue
-        found.append((turn.begin, _parts(document, model, node, turn)))
-    return found
+        parts_of_answers.append((turn.begin, _parts(document, model, node, turn)))
+    return parts_of_answers
 
 
 def _parts(document: Document, model: Model, node: Node, turn: Turn) -> list[Part]:
@@ -106,23 +107,23 @@ def _parts(document: Document, model: Model, node: Node, turn: Turn) -> list[Par
     )
     ends = [*accumulate(map(len, pieces))]
     reader, text = _read(document, model, node, turn)
-    found: list[Part] = []
+    parts: list[Part] = []
     for span in reader.spans:
         kind, start, end = span.kind, span.start, span.end
         if kind == "call":
             start += len(text[start:end]) - len(text[start:end].lstrip())
         elif not text[:start].strip():
             start = 0
-        first = max(bisect_right(ends, start), found[-1].end - begin if found else 0)
+        first = max(bisect_right(ends, start), parts[-1].end - begin if parts else 0)
         last = min(bisect_left(ends, end) + 1, len(ends))
         if kind == "thought":  # with the whitespace after it
             last = bisect_right(ends, end + len(text[end:]) - len(text[end:].lstrip()))
         if last > first:
             calls = [(call.name, call.arguments) for call in span.calls]
-            found.append(Part(kind, begin + first, begin + last, calls))
-    if reader.is_in_thought and found and found[-1].kind == "thought":
-        found[-1] = found[-1]._replace(kind="thinking", end=begin + len(ends))
-    return found
+            parts.append(Part(kind, begin + first, begin + last, calls))
+    if reader.is_in_thought and parts and parts[-1].kind == "thought":
+        parts[-1] = parts[-1]._replace(kind="thinking", end=begin + len(ends))
+    return parts
 
 
 def _read(document: Document, model: Model, node: Node, turn: Turn) -> tuple[TurnReader, str]:
@@ -164,7 +165,7 @@ def messages_of(
     document: Document, model: Model, node: Node, turns: Sequence[Turn]
 ) -> list[dict[str, object]]:
     """Return turns of a node's text as messages; thoughts and calls are fields of their own."""
-    found: list[dict[str, object]] = []
+    messages: list[dict[str, object]] = []
     last_call = ""
     for turn in turns:
         text = turn.text
@@ -183,8 +184,8 @@ def messages_of(
                 message["content"] = read.content
         elif turn.role == "tool":
             message["tool_call_id"] = last_call
-        found.append(message)
-    return found
+        messages.append(message)
+    return messages
 
 
 def write(
@@ -290,7 +291,7 @@ class _Spans:
         )
 
     def _span(self, low: int, high: int, text: str) -> tuple[int, int]:
-        """Return which tokens from ``low`` to ``high`` are a text, without the template's own."""
+        """Return the range of tokens between ``low`` and ``high`` that holds a text."""
         words = self._words[low:high]
         joined, wanted = b"".join(words), text.strip().encode()
         where = joined.rfind(wanted) if wanted else -1
@@ -309,22 +310,22 @@ def _word(model: Model, token: int) -> bytes:
 
 def _common(a: Sequence[bytes], b: Sequence[bytes]) -> list[tuple[int, int]]:
     """Return pairs (i, j) for which ``a[:i]`` and ``b[:j]`` are the same bytes and whole characters."""
-    found, i, j = [(0, 0)], 0, 0
+    pairs, i, j = [(0, 0)], 0, 0
     left, right = b"", b""
     while True:
         if not left and not right:
             following = b[j][:1] if j < len(b) else b""
             if not b"\x80" <= following < b"\xc0":  # a character ends here
-                found.append((i, j))
+                pairs.append((i, j))
         if not left:
             if i == len(a):
-                return found
+                return pairs
             left, i = a[i], i + 1
         if not right:
             if j == len(b):
-                return found
+                return pairs
             right, j = b[j], j + 1
         n = min(len(left), len(right))
         if left[:n] != right[:n]:
-            return found
+            return pairs
         left, right = left[n:], right[n:]

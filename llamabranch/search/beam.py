@@ -39,7 +39,7 @@ def beam_search(
     each token costs one decode for all beams; the first token costs none.
 
     Args:
-        branch: has read the prompt; it is left as it is.
+        branch: a branch that has read the prompt; it does not change.
         beams: the number of beams.
         max_tokens: the most tokens of a text, including EOG; beams that reach it are finished.
         n: how many hypotheses to return, at most ``beams``.
@@ -54,7 +54,7 @@ def beam_search(
 
     Raises:
         ConfigError: a value out of range. BranchStateError, SequencesExhaustedError, CacheFullError,
-        DecodeError: all sequences are returned.
+        DecodeError: the search frees its sequences.
     """
     check_start(branch, on_step)
     beams = whole("beams", beams, 1, MOST_TEXTS)
@@ -70,13 +70,13 @@ def beam_search(
         selection = Beams(beams, n_eog, max_tokens, length_penalty, early_stopping)
         search = _Search(frontier, selection, length_penalty, max_tokens, stop)
         search.run()
-        found = search.hypotheses()[:n]
+        hypotheses = search.hypotheses()[:n]
     tree = frontier.tree
     for node in tree.root.walk():
-        if node.status == "finished" and all(h.node is not node for h in found):
+        if node.status == "finished" and all(h.node is not node for h in hypotheses):
             node.status = "pruned"
     tree.root.prune_open()
-    return SearchResult(found, tree.stats, tree.root)
+    return SearchResult(hypotheses, tree.stats, tree.root)
 
 
 class _Search:

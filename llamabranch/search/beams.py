@@ -40,15 +40,15 @@ class Finished(NamedTuple):
 
 
 def best_tokens(ids: Ids, scores: Floats, k: int) -> list[tuple[int, float]]:
-    """Return the ``k`` best of ``ids`` (K,) by ``scores`` (K,), best first; of equals, the smaller id."""
+    """Return the ``k`` best of ``ids`` (K,) by ``scores`` (K,), best first; equal scores by id."""
     if len(scores) > k:
-        found = None
+        best = None
         if len(scores) > 4096:
-            found = candidates(scores, k)  # type: ignore[arg-type]  # any floats will do
-        if found is None:
+            best = candidates(scores, k)  # type: ignore[arg-type]  # any floats will do
+        if best is None:
             least = np.partition(scores, len(scores) - k)[len(scores) - k]
-            found = np.flatnonzero(scores >= least)
-        ids, scores = ids[found], scores[found]
+            best = np.flatnonzero(scores >= least)
+        ids, scores = ids[best], scores[best]
     order = np.lexsort((ids, -scores))[:k]
     return [(int(ids[i]), float(scores[i])) for i in order]
 
@@ -62,13 +62,13 @@ class Beams:
         max_tokens: the most tokens of a text, the EOG token included.
         length_penalty: a finished score is the sum divided by (number of tokens) ** length_penalty.
         early_stopping: True = stop once ``width`` beams are finished; False = also stop as soon as the
-            best running score over the present length cannot enter them; "never" = only stop when that
-            is impossible at any length.
+            best running beam, scored at its present length, is no better than the worst of them; "never"
+            = only stop when no running beam can become better at any length.
 
     Attributes:
-        scores: of the running beams, best first.
-        finished: best first, at most ``width``.
-        is_done: True once nothing can change any more.
+        scores: the scores of the running beams, best first.
+        finished: the finished beams, best first, at most ``width``.
+        is_done: True once the search is over.
     """
 
     def __init__(
@@ -90,18 +90,18 @@ class Beams:
         self._n_tokens = 0
 
     def choose(self, continuations: Sequence[Sequence[tuple[int, float]]]) -> list[Candidate]:
-        """Return the best continuations of all beams, best first; ties go by beam, then by token.
+        """Return the best continuations of all beams, best first; equal scores by beam, then by token.
 
-        ``continuations[i]``: of the i-th running beam, the best tokens and their scores, at least
-        ``n_kept`` of them, or all if there are fewer.
+        ``continuations[i]`` has the best tokens of the i-th running beam with their scores: at least
+        ``n_kept``, or all if there are fewer.
         """
-        found = [
+        ranked = [
             (-(self.scores[beam] + score), beam, token)
             for beam, tokens in enumerate(continuations)
             for token, score in tokens
         ]
-        found.sort()
-        return [Candidate(-minus, beam, token) for minus, beam, token in found[: self.n_kept]]
+        ranked.sort()
+        return [Candidate(-minus, beam, token) for minus, beam, token in ranked[: self.n_kept]]
 
     def advance(
         self,
@@ -112,12 +112,12 @@ class Beams:
         """Finish the chosen continuations that stop, keep the best others running.
 
         Args:
-            chosen: what ``choose`` has returned.
-            stops: for each of them, whether it ends there: at an EOG token, a stop string or the limit.
-            keys: for each of them, what ``finished`` names it by.
+            chosen: the result of ``choose``.
+            stops: for each candidate, whether its text ends: by an EOG token, a stop string or the limit.
+            keys: for each candidate, its key in ``finished``.
 
         Returns:
-            the indices of those that run on, best first, at most ``width``.
+            the indices of the candidates that continue, best first, at most ``width``.
         """
         self._n_tokens += 1
         length = self._n_tokens**self._length_penalty
@@ -125,7 +125,7 @@ class Beams:
             if stops[i]:
                 final = candidate.score / length
                 self.finished.append(Finished(final, candidate, self._n_tokens, keys[i]))
-        self.finished.sort(key=lambda f: -f.final)  # stable: of equals, the earlier one
+        self.finished.sort(key=lambda f: -f.final)  # stable: equal scores keep their order
         del self.finished[self.width :]
         running = [i for i, stopped in enumerate(stops) if not stopped][: self.width]
         self.scores = [chosen[i].score for i in running]

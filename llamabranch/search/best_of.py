@@ -38,7 +38,7 @@ def best_of_n(
     depends only on the seed and on its number.
 
     Args:
-        branch: has read the prompt; it is left as it is.
+        branch: a branch that has read the prompt; it does not change.
         n: how many texts.
         max_tokens: the most tokens of each; None = until the model ends it or the cache is full.
         score: "mean" = mean log-probability of the tokens, "sum" = their sum; or a function of a
@@ -54,7 +54,7 @@ def best_of_n(
 
     Raises:
         ConfigError: a value is out of range. Errors of ``score`` and ``reward``; BranchStateError,
-        CapacityError, DecodeError: all sequences are returned.
+        CapacityError, DecodeError: the search frees its sequences.
     """
     check_start(branch, on_step, drafter)
     n = whole("n", n, 1, MOST_TEXTS)
@@ -89,19 +89,19 @@ def best_of_n(
                 for line in ranked[(len(ranked) + 1) // 2 :]:
                     texts.end(line, "rejected")
                 running = [line for line in running if not line.is_finished]
-        found = [line.hypothesis(score_of(line)) for line in all_lines]
+        hypotheses = [line.hypothesis(score_of(line)) for line in all_lines]
     # Among equal texts the earlier one comes first.
-    found.sort(key=lambda h: (h.finish_reason == "rejected", -h.score))
-    for hypothesis in found:
+    hypotheses.sort(key=lambda h: (h.finish_reason == "rejected", -h.score))
+    for hypothesis in hypotheses:
         rejected = hypothesis.finish_reason == "rejected"
         hypothesis.node.status = "pruned" if rejected else "finished"
     texts.tree.root.prune_open()
-    return SearchResult(found, texts.tree.stats, texts.tree.root)
+    return SearchResult(hypotheses, texts.tree.stats, texts.tree.root)
 
 
 def _number(value: object, what: str) -> float:
     """Return the result of a user's function; ConfigError if it cannot be compared."""
-    found = real(f"what {what} returns", value)
-    if found != found:
+    number = real(f"what {what} returns", value)
+    if number != number:
         raise ConfigError(f"{what} returned NaN")
-    return found
+    return number

@@ -1,4 +1,4 @@
-"""The arguments that several searches have, checked before a search takes or decodes anything."""
+"""Checks of the arguments of several searches, before a search allocates or decodes anything."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .tree import OnStep
 
 __all__ = ["MOST_STEPS", "MOST_TEXTS", "check_start", "first_seed", "token_limit"]
 
-MOST_TEXTS = 100_000  # at a time; each takes a few kilobytes, as in an engine's request
+MOST_TEXTS = 100_000  # of one search; each takes a few kilobytes, as in an engine's request
 MOST_STEPS = 1_000_000  # iterations
 _MOST_TOKENS = 2**31 - 1
 
@@ -19,8 +19,8 @@ def check_start(branch: Branch, on_step: OnStep | None, drafter: Drafter | None 
     """Raise unless a search may start from ``branch``.
 
     Raises:
-        ConfigError: no branch, no function, or no drafter. BranchStateError, ClosedError: the branch
-            cannot be used. VocabularyMismatchError: the drafter cannot draft for its model.
+        ConfigError: an argument is not a branch, a function or a drafter. BranchStateError, ClosedError:
+            the branch cannot be used. VocabularyMismatchError: the drafter cannot draft for its model.
     """
     instance("branch", branch, Branch, "a search needs one that has read the prompt")
     if on_step is not None:

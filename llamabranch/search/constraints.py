@@ -47,12 +47,12 @@ class _Units:
 def words(
     allowed: Callable[[str], bool], partial: Callable[[str], bool] | None = None
 ) -> Constraint:
-    """Return a constraint that requires ``allowed`` of each word; words are split at white space.
+    """Return a constraint: ``allowed`` must return True for each word. White space separates words.
 
     Args:
         allowed: called for each word that has ended.
-        partial: whether the beginning of a word can become an allowed word; default: always. The sooner
-            it returns False, the fewer texts end in a dead end.
+        partial: returns whether the beginning of a word can become an allowed word; default: always. The
+            sooner it returns False, the fewer texts end in a dead end.
     """
     return _Units(_split_words, allowed, partial)
 
@@ -60,7 +60,7 @@ def words(
 def lines(
     allowed: Callable[[str], bool], partial: Callable[[str], bool] | None = None
 ) -> Constraint:
-    """Return a constraint that requires ``allowed`` of each line, like `words` for words.
+    """Return a constraint: ``allowed`` must return True for each line; see also `words`.
 
     ``allowed`` is called for empty lines too, but not for an empty end of the text.
     """
@@ -79,7 +79,7 @@ def check_constraint(constraint: ConstraintLike, texts: Sequence[str]) -> None:
     checker about an unfinished last word refuses everything. Each question is asked twice.
 
     Raises:
-        ConfigError: it refuses a valid text or its beginning, its two answers differ, it raises an
+        ConfigError: it refuses a valid text or the beginning of one, its two answers differ, it raises an
             exception, or it returns neither True nor False.
     """
     asked = ConstraintCalls(constraint)
@@ -92,10 +92,10 @@ def check_constraint(constraint: ConstraintLike, texts: Sequence[str]) -> None:
 
 def _ask_twice(asked: ConstraintCalls, text: str, *, is_end: bool) -> None:
     first, second = (asked.allows(text, is_end=is_end) for _ in range(2))
-    what = "complete" if is_end else "prefix"
+    method = "complete" if is_end else "prefix"
     if first != second:
         raise ConfigError(
-            f"the constraint answers {first}, then {second}, to {what}({text[-60:]!r})",
+            f"the constraint answers {first}, then {second}, to {method}({text[-60:]!r})",
             hint="it must be pure: its answer may depend only on the text",
         )
     if not first:
@@ -114,14 +114,14 @@ def weighted_draw(
 ) -> tuple[int | None, float]:
     """Draw an allowed token by adaptive weighted rejection (Lipkin et al. 2025, 2504.05410).
 
-    Tokens are tried in the order of a draw without replacement. The first allowed one is taken, and the
-    next one is needed for the weight. For every function f of a token the expectation of
-    exp(log-weight) f(token) is the sum of p f over the allowed tokens, so the weight estimates their
-    mass. Unlike the paper's geometric form no token is tried twice.
+    Tokens are tried in the order of a draw without replacement. The first allowed one is taken. The
+    weight also depends on whether the next one is allowed. For every function f of a token the
+    expectation of exp(log-weight) f(token) is the sum of p f over the allowed tokens, so the weight
+    estimates their mass. Unlike the paper's geometric form no token is tried twice.
 
     Args:
-        source: p.
-        order: the indices of its tokens in that order.
+        source: the distribution p.
+        order: the indices of its tokens, in the order in which they are tried.
         allows: whether a token is allowed.
         max_rejects: the most tokens to try; if none of them is allowed, the weight is 0.
 
@@ -142,7 +142,7 @@ def weighted_draw(
         probs[i] = 0.0
         before = left
         left -= p
-        if left < 0.01:  # a difference would have few digits
+        if left < 0.01:  # the difference has few correct digits
             left = float(np.sum(probs))
         if left <= 0.0:
             break

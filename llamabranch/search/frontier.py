@@ -1,9 +1,10 @@
 """Candidates of a search, decoded together: one decode for each step.
 
 A candidate is a node of the tree. As long as there are enough sequences, each candidate that may be
-continued has a branch; the last child of a node gets its branch, the others are forks. Where there
-are more candidates than sequences, or than cells, they are decoded in waves: a candidate without a branch
-is decoded again, from its nearest ancestor that has one, in the same decode as its new tokens.
+continued has a branch; the last child of a node gets its branch, the others are forks. If there are more
+candidates than sequences or cells, they are decoded in waves. If the parent of a candidate has lost its
+branch, the tokens after the nearest ancestor with a branch are decoded again, in the same decode as the
+candidate's new tokens.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ T = TypeVar("T")
 class Frontier:
     """The nodes of a search that hold sequences, all forked from its branch.
 
-    A context manager: at its end, and after any error, every sequence is returned.
+    A context manager: at its end, and after any error, every sequence is freed.
 
     Args:
         branch, on_step: as for `SearchTree`.
 
     Attributes:
-        tree: the search's.
+        tree: the tree of the search.
     """
 
     def __init__(self, branch: Branch, on_step: OnStep | None = None) -> None:
@@ -50,13 +51,13 @@ class Frontier:
             self.retain(())
 
     def retain(self, nodes: Iterable[SearchNode]) -> None:
-        """Return the sequences of all other nodes."""
+        """Free the sequences of all other nodes."""
         kept = set(nodes)
         for node in [node for node in self._held if node not in kept]:
             self.release(node)
 
     def release(self, node: SearchNode) -> None:
-        """Return the sequence of ``node``, if it has one; it can be decoded again."""
+        """Free the sequence of ``node``, if it has one; the node can be decoded again."""
         branch = self._held.pop(node, None)
         if branch is not None:
             branch.prune()
@@ -68,22 +69,22 @@ class Frontier:
         *,
         keep: bool = False,
     ) -> list[T]:
-        """Decode the tokens of ``nodes``, whose parents were decoded before; return what is read.
+        """Decode ``nodes``, whose parents were decoded before; return the results of ``read``.
 
         Args:
-            nodes: new nodes, not finished ones.
+            nodes: new nodes that are not finished.
             read: called for each node with the sequence that holds it, while its logits are valid.
-            keep: keep the branches of other nodes, as far as there are sequences; otherwise only the
-                new nodes have branches afterwards.
+            keep: True = keep the branches of other nodes while there are enough sequences. False =
+                afterwards only the new nodes have branches.
 
         Raises:
-            CacheFullError: there are not even cells for a single candidate. DecodeError.
+            CacheFullError: there are not enough cells even for one candidate. DecodeError.
         """
         if not keep:
             self.retain({node.parent for node in nodes if node.parent is not None})
-        # Candidates whose parent has a branch come first: later it may be needed by others.
+        # Candidates whose parent has a branch come first: others may need its sequence later.
         order = sorted(nodes, key=lambda node: node.parent not in self._held)
-        found: dict[SearchNode, T] = {}
+        results: dict[SearchNode, T] = {}
         while order:
             wave, later = order[: self._capacity], order[self._capacity :]
             wanted = {*self._held} if keep else {n.parent for n in later if n.parent is not None}
@@ -97,12 +98,12 @@ class Frontier:
                     self._capacity = max(1, len(wave) // 2)
                     continue
                 for node in wave:
-                    found[node] = read(node, self._held[node].sequence)
+                    results[node] = read(node, self._held[node].sequence)
             order = later
-        return [found[node] for node in nodes]
+        return [results[node] for node in nodes]
 
     def _decode(self, wave: Sequence[SearchNode], wanted: Collection[SearchNode]) -> None:
-        """Decode the tokens of at most as many nodes as there are sequences; each has a branch then."""
+        """Decode the nodes of a wave, at most one for each sequence; each of them gets a branch."""
         left = Counter(node.parent for node in wave)
         taken: dict[SearchNode, Branch] = {}
         work: dict[Branch, list[int]] = {}
@@ -140,14 +141,14 @@ class Frontier:
     ) -> tuple[Branch, list[int]]:
         """Return a branch for a continuation of ``node``, and the tokens of ``node`` that it lacks.
 
-        It is a fork of the nearest node that has a branch, or, where no sequence can be had for one, the
-        branch of ``node``.
+        It is a fork of the nearest branch, of ``node`` or an ancestor. If no sequence is free for a fork,
+        it is the branch of ``node`` itself.
 
         Args:
-            node: what is continued.
-            n_taken: how many branches are taken besides those of nodes.
+            node: the node to continue.
+            n_taken: how many new branches this wave has so far.
             protected: nodes whose branches must not be taken away.
-            wanted: nodes whose branches are taken away last.
+            wanted: nodes whose branches are taken away only if there are no others.
         """
         while len(self._held) + n_taken >= self._capacity:
             free = [other for other in self._held if other is not node and other not in protected]
@@ -161,7 +162,7 @@ class Frontier:
         while at.parent is not None and at not in self._held:
             lacking[:0] = at.tokens
             at = at.parent
-        if at in self._held:  # it was used now
+        if at in self._held:  # it is now the most recently used
             self._held[at] = self._held.pop(at)
         branch = self._held.get(at, self.tree.branch).fork()
         branch.detach()

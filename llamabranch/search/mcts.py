@@ -24,7 +24,7 @@ Expand = Callable[[str], Sequence[str]]
 
 
 class _State:
-    """What is recorded of a text in the tree."""
+    """The record of a text in the tree."""
 
     def __init__(self, text: Sample, prior: float) -> None:
         self.text = text
@@ -32,7 +32,7 @@ class _State:
         self.moves: list[_State] | None = None  # None: not expanded yet
         self.total = 0.0
         self.n_values = 0
-        self.waiting: list[Sample] = []  # asked about, oldest first
+        self.waiting: list[Sample] = []  # texts from ask() without a value yet, oldest first
         self.best: tuple[float, Sample] | None = None
 
     @property
@@ -45,16 +45,17 @@ class TreeSearch:
 
     The tree is walked down by PUCT (Silver et al. 2017): to the child with the largest
     mean value + exploration x prior x sqrt(visits of the parent) / (1 + visits). The prior of a move is
-    its probability under the model, among its siblings; a child without visits counts with the mean value
-    of its parent. It is a context manager, which returns the sequences at its end.
+    its probability under the model, relative to its siblings. A child without values has the mean value
+    of its parent. It is a context manager, which frees its sequences at its end.
 
     Args:
-        branch: has read the prompt; it is left as it is.
-        expand: a function that lists the moves from a text (without the prompt): texts that may follow
-            it; [] = the text is final. Or an int N: N samples from the model, up to ``step``.
+        branch: a branch that has read the prompt; it does not change.
+        expand: a function that gets a text, without the prompt, and returns its moves: a list of texts
+            that may follow it; [] = the text is final. Or an int N: the moves are N samples from the
+            model, each up to ``step``.
         exploration: the weight of the prior relative to the values seen so far.
-        prior: "model", or "uniform": equal for all moves from a text, for moves that the model finds
-            improbable. Sampled moves always have equal priors.
+        prior: "model", or "uniform" = equal for all moves from a text, for example if the model finds
+            good moves improbable. Sampled moves always have equal priors.
         step: where a sampled move ends: after a token that completes this string, or after N tokens.
         max_tokens: the most tokens of a text; a text of this length is final.
         rollout_tokens: the most tokens the model adds to a text before it is evaluated; 0 = none.
@@ -68,7 +69,7 @@ class TreeSearch:
         ConfigError: a value out of range. BranchStateError, SequencesExhaustedError.
 
     Attributes:
-        lines: the tree in use; ``lines.root`` is its root.
+        lines: the `SearchTree` of the search; ``lines.root`` is its root.
     """
 
     def __init__(
@@ -112,19 +113,20 @@ class TreeSearch:
         self.close()
 
     def close(self) -> None:
-        """Return every sequence. Idempotent."""
+        """Free every sequence. Idempotent."""
         self._samples.close()
 
     # -- ask and tell ------------------------------------------------------------------------------
 
     def ask(self, n: int = 1) -> list[tuple[SearchNode, str]]:
-        """Return ``n`` texts to evaluate, with the nodes to tell about; their rollouts share decodes.
+        """Return ``n`` texts to evaluate, each with its node for ``tell``; their rollouts share decodes.
 
         Each text is a leaf of the tree or a final text, with the tokens that a rollout added. Until its
-        value is known it counts as a visit, so that texts asked together differ; a final text may come
-        again. There are fewer texts if a decode was interrupted and ``on_step`` ended the search.
+        value is known it counts as a visit, so that the texts of one call differ. A final text may still
+        be returned again. There are fewer texts if a decode was interrupted and ``on_step`` ended the
+        search.
         """
-        found = []
+        pairs = []
         for _ in range(whole("n", n, 1, MOST_TEXTS)):
             try:
                 state = self._descend()
@@ -137,19 +139,20 @@ class TreeSearch:
             state.waiting.append(text)
             for node in (self.lines.root, *state.node.path):
                 node.n_visits += 1
-            found.append((state, text))
-        running = [text for state, text in found if text is not state.text]
+            pairs.append((state, text))
+        running = [text for state, text in pairs if text is not state.text]
         if running:
             self._samples.run(running, SegmentEnd(n_tokens=self._rollout_tokens))
             for text in running:
                 self._samples.end(text, "length")
-        return [(state.node, text.output.text) for state, text in found]
+        return [(state.node, text.output.text) for state, text in pairs]
 
     def tell(self, node: SearchNode, value: float) -> None:
-        """Report the value of a text of ``ask``; several texts of one node in the order of ``ask``.
+        """Report the value of a text from ``ask``; several texts of one node in the same order.
 
         Raises:
-            UsageError: the node was not asked about. ConfigError: the value is not finite.
+            UsageError: ``ask`` did not return this node, or all its values are known. ConfigError: the
+                value is not finite.
         """
         value = finite("the value", value)
         state = self._states.get(node) if isinstance(node, SearchNode) else None
@@ -170,23 +173,23 @@ class TreeSearch:
         evaluated = [state.best for state in self._states.values() if state.best is not None]
         evaluated.sort(key=lambda pair: -pair[0])
         best = evaluated[: whole("n", n, 1, MOST_TEXTS)]
-        found = []
+        hypotheses = []
         for value, text in best:
             mean = text.node.score
             hypothesis = text.hypothesis(value)
             if text.node in self._states:
-                text.node.score = mean  # of all values below it
+                text.node.score = mean  # still the mean of all values below it
             if text.output.finish_reason is None:
                 hypothesis = replace(hypothesis, finish_reason="length")
             text.node.status = "finished"
-            found.append(hypothesis)
+            hypotheses.append(hypothesis)
         self.lines.root.prune_open()
-        return SearchResult(found, self.lines.stats, self.lines.root)
+        return SearchResult(hypotheses, self.lines.stats, self.lines.root)
 
     # -- the tree ----------------------------------------------------------------------------------
 
     def _descend(self) -> _State:
-        """Return the next text to evaluate; expand what was evaluated before."""
+        """Return the next text to evaluate; expand nodes that were evaluated before."""
         state = self._root
         while not state.text.is_finished:
             if state.moves is None:
@@ -202,11 +205,11 @@ class TreeSearch:
                 value = move.total / move.n_values if move.n_values else mean
                 return value + self._exploration * move.prior * visits / (1 + move.node.n_visits)
 
-            state = max(state.moves, key=worth)  # of equals, the first
+            state = max(state.moves, key=worth)  # the first, if several are equal
         return state
 
     def _grow(self, state: _State) -> list[_State]:
-        """Return the moves in a text."""
+        """Return the moves from a text."""
         if callable(self._expand):
             moves = self._given(state, self._expand(state.text.output.text))
         else:
@@ -216,7 +219,7 @@ class TreeSearch:
         return moves
 
     def _sampled(self, state: _State, n: int) -> list[_State]:
-        """Sample ``n`` moves; equal ones are one. Drawn by the model, they have equal priors."""
+        """Sample ``n`` moves and merge equal ones. All have the same prior, since the model drew them."""
         texts = [self._samples.fork(state.text, self._next_number()) for _ in range(n)]
         self._samples.run(texts, self._boundary)
         different: dict[tuple[int, ...], Sample] = {}
@@ -240,12 +243,12 @@ class TreeSearch:
         weights = [0.0 if self._is_uniform else path[-1].logprob for path in paths]
         top = max(weights)
         total = math.fsum(math.exp(weight - top) for weight in weights)
-        found = []
+        states = []
         for path, weight in zip(paths, weights, strict=True):
             text = self._samples.fork(state.text, 0)
             text.follow(path)
-            found.append(_State(text, math.exp(weight - top) / total))
-        return found
+            states.append(_State(text, math.exp(weight - top) / total))
+        return states
 
     def _next_number(self) -> int:
         self._n_drawn += 1
@@ -274,11 +277,11 @@ def tree_search(
     """Search for the text with the highest reward by Monte Carlo tree search.
 
     Args:
-        branch: has read the prompt; it is left as it is.
+        branch: a branch that has read the prompt; it does not change.
         reward: the value of a text, without the prompt; values between 0 and 1 suit ``exploration``.
         iterations: how many texts are evaluated.
         expand, exploration, prior, step, max_tokens, rollout_tokens, stop, seed, drafter, on_step: as for
-            `TreeSearch`; ``on_step`` is called after each ``parallel`` rewards, too.
+            `TreeSearch`; ``on_step`` is also called after each group of ``parallel`` rewards.
         n: how many texts to return.
         parallel: how many texts are evaluated together; their rollouts share decodes.
         enough: end as soon as a text has this reward.
@@ -289,7 +292,7 @@ def tree_search(
 
     Raises:
         ConfigError: a value out of range, or a reward that is not finite. What ``reward`` or ``expand``
-        raises; BranchStateError, CapacityError, DecodeError: all sequences are returned.
+        raises; BranchStateError, CapacityError, DecodeError: the search frees its sequences.
     """
     iterations = whole("iterations", iterations, 1, MOST_STEPS)
     parallel = whole("parallel", parallel, 1, MOST_TEXTS)

@@ -1,4 +1,4 @@
-"""The nodes of the tree that a search looks at."""
+"""The nodes of a search's tree."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ __all__ = ["SearchNode"]
 
 
 class SearchNode:
-    """A node of the tree of a search: a text that continues that of its parent by some tokens.
+    """A node of a search's tree. Its text continues its parent's text by some tokens.
 
     Attributes:
         parent: the node it continues; None for the root, which is the prompt.
         tokens: the ids by which it continues its parent; empty for the root.
-        text: the text that these tokens complete; of the root the prompt.
-        pieces: of each of its tokens the text that it completes, and its log p, nats.
-        logprob: log p of all tokens from the root to here, nats, under the model's own distribution;
-            that of an EOG token included.
-        score: what the search compares: a score, a reward or a log-weight; NaN where nothing is compared.
+        text: the text that these tokens complete; for the root, the prompt.
+        pieces: for each of its tokens, the text that it completes and its log p, nats.
+        logprob: the sum of log p of all tokens from the root to here, including an EOG token, nats, under
+            the model's own distribution.
+        score: the score, reward or log-weight that the search compares; NaN if it does not compare this
+            node.
         n_visits: how often a tree search went through it.
         status: "open" (it may be continued), "finished" (a hypothesis ends here) or "pruned".
         children: the nodes that continue it.
@@ -41,7 +42,7 @@ class SearchNode:
         self.tokens = tokens
         self.logprob = logprob
         self.text = text
-        self.pending = pending  # the bytes of a character that is incomplete at its end
+        self.pending = pending  # the bytes of an incomplete character at its end
         self._pieces = pieces
         self.score = float("nan")
         self.n_visits = 0
@@ -62,13 +63,13 @@ class SearchNode:
 
     @property
     def path(self) -> list[SearchNode]:
-        """The nodes from the root, which is left out, to this one."""
-        found: list[SearchNode] = []
+        """The nodes from the root to this one, without the root."""
+        nodes: list[SearchNode] = []
         node: SearchNode | None = self
         while node is not None and node.parent is not None:
-            found.append(node)
+            nodes.append(node)
             node = node.parent
-        return found[::-1]
+        return nodes[::-1]
 
     @property
     def path_tokens(self) -> list[int]:
@@ -89,7 +90,7 @@ class SearchNode:
             waiting += reversed(node.children)
 
     def prune_open(self) -> None:
-        """Set the status of all nodes below that lead to no finished one to "pruned"."""
+        """Set the status of open nodes below to "pruned", unless a finished node follows them."""
         nodes = list(self.walk())
         for node in reversed(nodes):
             if node.status == "open" and node is not self:
@@ -98,15 +99,15 @@ class SearchNode:
 
     def as_dict(self) -> dict[str, object]:
         """Return the tree below this node as JSON types."""
-        made: dict[int, dict[str, object]] = {}
+        records: dict[int, dict[str, object]] = {}
         for node in reversed(list(self.walk())):  # no recursion: a beam of 2,000 tokens is as deep
-            made[id(node)] = {
+            records[id(node)] = {
                 "tokens": list(node.tokens),
                 "text": node.text,
                 "logprob": node.logprob,
                 "score": node.score if node.score == node.score else None,
                 "visits": node.n_visits,
                 "status": node.status,
-                "children": [made.pop(id(child)) for child in node.children],
+                "children": [records.pop(id(child)) for child in node.children],
             }
-        return made[id(self)]
+        return records[id(self)]

@@ -1,4 +1,4 @@
-"""The tree of a search as few lines: what led to a result, and what was pruned on the way."""
+"""The tree of a search in a few lines: the paths to its results, and the branches pruned on the way."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ __all__ = ["TreeLine", "outline"]
 def outline(root: SearchNode, *, prompt: str | None = None, most_pruned: int = 3) -> TreeLine:
     """Return the tree below ``root`` as lines, for drawing; the first one is ``root``.
 
-    Nodes that continue in one way only are one line. A pruned branch that is shown is a child of the line
-    that ends where it was pruned, before the nodes that continue there.
+    Nodes that continue in one way only are one line. A pruned branch is shown as a child of the line that
+    ends where it was pruned. It comes before the continuations of that line.
 
     Args:
         root: a node of a search.
         prompt: the text to begin with; None = that of the root.
-        most_pruned: how many pruned branches are shown between two places where the tree divides: the
-            most visited, and then the most probable. The others are counted.
+        most_pruned: the most pruned branches to show between two places where the tree divides. The most
+            visited come first, then the most probable; the others are only counted.
 
     Returns:
-        the line of the root; the best of several continuations come first.
+        the line of the root; of several continuations the best one comes first.
 
     Raises:
         ConfigError: not a node.
@@ -45,11 +45,11 @@ def _outline(start: SearchNode, prompt: str | None, most_pruned: int) -> tuple[T
     heads.sort(key=lambda node: (-node.n_visits, -node.pieces[0][1]))
     shown = set(heads[:most_pruned])
     below = [_outline(child, None, most_pruned) for child in going_on]
-    below.sort(key=lambda found: -found[1])
+    below.sort(key=lambda pair: -pair[1])
     score = chain[-1].score
     best = below[0][1] if below else score if score == score else -math.inf
     children = [line for line, _ in below]
-    part: list[SearchNode] = []  # from the end: a part ends where a branch that is shown was pruned
+    part: list[SearchNode] = []  # built from the end; a part ends where a shown branch was pruned
     n_hidden = 0
     for node in reversed(chain):
         pruned = [child for child in node.children if child.status == "pruned"]
@@ -69,7 +69,7 @@ def _going_on(node: SearchNode) -> list[SearchNode]:
 
 
 def _pruned(head: SearchNode) -> TreeLine:
-    """Return a branch that was pruned, as far as it is one text."""
+    """Return the line of a pruned branch, up to the place where it divides."""
     nodes = [head]
     while len(nodes[-1].children) == 1:
         nodes += nodes[-1].children

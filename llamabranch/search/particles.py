@@ -59,9 +59,9 @@ class Proposal(Protocol):
         """Return the distribution to draw from.
 
         Args:
-            text: generated so far.
+            text: the text generated so far.
             target: the model's distribution of the next token, over the tokens that the grammar allows.
-                Each of its tokens must be listed in the result.
+                The result must have all its tokens.
         """
 
 
@@ -72,14 +72,14 @@ class Draws(Protocol):
         """Return the token drawn from ``source`` for a slot."""
 
     def order(self, source: Distribution, step: int, slot: int) -> Iterator[int]:
-        """Yield the places of all tokens of ``source``, as drawn for a slot without replacement."""
+        """Yield the indices of all tokens of ``source``, in the order of a draw without replacement."""
 
     def uniform(self, step: int, index: int) -> float:
         """Return the ``index``-th uniform number of the resampling in ``step``."""
 
 
 class SeededDraws:
-    """Draws by (seed, position + step x N + slot): no two slots share noise, whatever the batch."""
+    """Draws that depend only on (seed, position + step x N + slot), so no two slots share noise."""
 
     def __init__(self, seed: int, position: int, n: int) -> None:
         self._seed = seed
@@ -91,7 +91,7 @@ class SeededDraws:
         return source.draw(self._seed, self._position + step * self._n + slot)
 
     def order(self, source: Distribution, step: int, slot: int) -> Iterator[int]:
-        """Yield the places of all tokens of ``source``, as drawn for a slot without replacement."""
+        """Yield the indices of all tokens of ``source``, in the order of a draw without replacement."""
         return source.order(self._seed, self._position + step * self._n + slot)
 
     def uniform(self, step: int, index: int) -> float:
@@ -100,12 +100,12 @@ class SeededDraws:
 
 
 class Following:
-    """What may follow a sequence: a copy of its logits, with the sampler that they meet.
+    """The possible next tokens of a sequence: a copy of its logits, and its sampler.
 
     Attributes:
-        is_possible: False if the grammar lets nothing follow.
-        log_mass: the log of the mass that is left: by the grammar, and by a power other than 1.
-        power: to which the probabilities are raised.
+        is_possible: False if the grammar allows no token.
+        log_mass: the log of the sum of p ** ``power`` over the tokens that the grammar allows.
+        power: the power to which the probabilities are raised.
     """
 
     def __init__(self, sequence: Text, power: float = 1.0) -> None:
@@ -136,13 +136,13 @@ class Following:
 
     @property
     def target(self) -> Distribution:
-        """The target's distribution of the next token; only where something may follow."""
+        """The target's distribution of the next token; use it only if ``is_possible``."""
         if self._target is None:
             self._target = self._sampler.distribution(self._row.array, self._position, self._seed)
         return self._target
 
     def draw(self, seed: int, position: int) -> int:
-        """Return what ``target`` draws; the compiled core need not make the distribution for that."""
+        """Draw a token from ``target``; the compiled core can do so without the whole distribution."""
         if self._target is None:
             return self._row.draw(self._sampler, seed, position)
         return self._target.draw(seed, position)
@@ -150,8 +150,8 @@ class Following:
     def log_end(self, eog_tokens: Iterable[int]) -> float:
         """Return the log of the probability that the text ends here, under the model and the grammar."""
         ends = [self.target.logprob(token) for token in sorted(eog_tokens)]
-        found = np.array([p for p in ends if p > -math.inf])
-        return self.log_mass + _log_sum(found) if len(found) else -math.inf
+        possible = np.array([p for p in ends if p > -math.inf])
+        return self.log_mass + _log_sum(possible) if len(possible) else -math.inf
 
     def log_base(self, token: int) -> float:
         """Return the log-probability of ``token`` under the settings, before grammar and power."""
@@ -172,7 +172,9 @@ class _Particle(NamedTuple):
     twist: float = 0.0
     reason: str | None = None
     state: ConstraintState | None = None
-    log_base: float = 0.0  # log p of its text under the settings; counted where there is a power
+    log_base: float = (
+        0.0  # log p of its text under the settings; only counted if the power is not 1
+    )
 
 
 def smc(
@@ -205,15 +207,15 @@ def smc(
     constant, and normalised averages are consistent.
 
     In each step every particle draws a token, and its weight is multiplied by the weight of the draw. If
-    the weights have become too unequal, particles are resampled: heavy ones are forked, light ones
+    the weights have become too unequal, particles are resampled: heavy ones are forked, light ones are
         dropped.
 
     Args:
-        branch: has read the prompt; it is left as it is. Its settings must not truncate, since a token
-            that cannot be drawn biases the result: ``top_k=0, top_p=1, min_p=0``, and a temperature
-            above 0. Logit bias and penalties belong to the target.
+        branch: a branch that has read the prompt; it does not change. Its settings must not truncate,
+            since a token that cannot be drawn biases the result: ``top_k=0, top_p=1, min_p=0``, and a
+            temperature above 0. Logit bias and penalties belong to the target.
         particles: N. One particle without potentials gives the text that ``branch.generate`` gives.
-        max_tokens: the most tokens of a text, its EOG token not counted.
+        max_tokens: the most tokens of a text, not counting its EOG token.
         potentials: weights that are part of the target.
         critic: returns the log-weight, nats, of an unfinished text, which only guides the resampling. It
             is undone in the next step, so it changes no expectation.
@@ -245,7 +247,8 @@ def smc(
     Raises:
         ConfigError: a value is out of range, settings truncate, or a proposal lacks a token of the
             target.
-        Errors of potentials; BranchStateError, CapacityError, DecodeError: all sequences are returned.
+        Errors of potentials; BranchStateError, CapacityError, DecodeError: the search frees its
+        sequences.
     """
     check_start(branch, on_step)
     n = whole("particles", particles, 1, MOST_TEXTS)
@@ -253,9 +256,9 @@ def smc(
     threshold = bounded("threshold", threshold, 0, 1)
     choice("resampling", resampling, SCHEMES)
     _check_potentials(potentials)
-    for name, given in (("critic", critic), ("proposal", proposal)):
-        if given is not None:
-            function(name, given)
+    for name, argument in (("critic", critic), ("proposal", proposal)):
+        if argument is not None:
+            function(name, argument)
     flag("force_end", force_end)
     power = bounded("power", power, 0.01, 100)
     ramp = whole("ramp", ramp, 0, MOST_STEPS)
@@ -312,7 +315,7 @@ def _check_support(params: SamplingParams) -> None:
 
 @dataclass(frozen=True)
 class Filter:
-    """How `run_particles` weighs, draws and resamples: arguments of `smc`, checked already."""
+    """The settings of `run_particles`: the arguments of `smc`, already checked."""
 
     potentials: Sequence[Potential] = ()
     critic: Callable[[str], float] | None = None
@@ -327,7 +330,7 @@ class Filter:
     ramp: int = 0
 
     def power_at(self, step: int, max_tokens: int) -> float:
-        """Return the power of the token drawn in ``step``; at the last end it is the whole one."""
+        """Return the power for the token of ``step``; after the ramp, or the last token, ``power``."""
         if step >= min(self.ramp, max_tokens):
             return self.power
         return 1.0 + (self.power - 1.0) * step / self.ramp
@@ -375,7 +378,7 @@ class _Run:
             running = [p for p in group if p.reason is None and p.log_weight > -math.inf]
             if tree.end_step() or not running:
                 break
-            nodes = list(dict.fromkeys(p.node for p in running))  # equal texts share one
+            nodes = list(dict.fromkeys(p.node for p in running))  # equal texts share a node
             power = options.power_at(step + 1, self._max_tokens)
             try:
                 rows = self._frontier.advance(nodes, read)
@@ -391,7 +394,7 @@ class _Run:
     def _moved(
         self, particle: _Particle, after: Following | None, step: int, slot: int
     ) -> _Particle:
-        """Return a particle continued by a token, or ended; one that has ended stays as it is."""
+        """Continue a particle by a token, or end it; a particle that has ended does not change."""
         if particle.reason is not None:
             return particle
         dead = particle._replace(log_weight=-math.inf, twist=0.0, reason="stop")
@@ -440,9 +443,9 @@ class _Run:
         slot: int,
         is_cut: bool,
     ) -> tuple[int | None, _Particle]:
-        """Return the next token, None if the constraint allows none, and the particle, weighted for it.
+        """Return the next token, None if none is allowed, and the particle with its new weight.
 
-        ``is_cut``: the text ends there if it does not end by itself.
+        ``is_cut``: the text is cut after this token, unless it ends by itself.
         """
         state = particle.state
         if state is None:
@@ -480,20 +483,20 @@ class _Run:
         return particle._replace(log_weight=weight, twist=0.0, reason="length")
 
     def _potential(self, method: str, text: str) -> float:
-        """Return the log-weight of a text that the potentials give by one of their methods."""
-        found = [
-            real("what a potential returns", getattr(each, method)(text))
-            for each in self._options.potentials
+        """Return the sum of the potentials' log-weights of a text, by this method."""
+        log_weights = [
+            real("what a potential returns", getattr(potential, method)(text))
+            for potential in self._options.potentials
         ]
-        if any(value != value or value == math.inf for value in found):
+        if any(value != value or value == math.inf for value in log_weights):
             raise ConfigError("a potential must return log-weights below infinity, not NaN")
-        return sum(found)
+        return sum(log_weights)
 
     def _resampled(self, group: list[_Particle], step: int) -> tuple[list[_Particle], float]:
         """Replace light particles by copies of heavy ones, if the weights have become too unequal.
 
         Returns:
-            the particles, and their effective number before that.
+            the particles, and their effective number before the resampling.
         """
         options = self._options
         log_weights = [p.log_weight for p in group]
@@ -516,10 +519,10 @@ def _log_sum(x: npt.NDArray[np.float64]) -> float:
 
 
 def _proposed(proposal: Proposal, text: str, target: Distribution) -> Distribution:
-    """Return what the proposal makes of ``target``.
+    """Return the distribution that the proposal chooses for ``target``.
 
     Raises:
-        ConfigError: it is no distribution, or leaves out tokens of the target.
+        ConfigError: the result is not a distribution, or lacks tokens of the target.
     """
     source = proposal(text, target)
     if not isinstance(source, Distribution):
@@ -544,13 +547,13 @@ def _result(
             key = tuple(particle.node.path_tokens)
             share[key] = share.get(key, 0.0) + math.exp(log_weight - evidence) / len(group)
             members.setdefault(key, particle)
-    found = [
+    hypotheses = [
         hypothesis(tree.ctx.model, p.node, stop, math.log(share[key]), p.reason or "cancelled")
         for key, p in members.items()
         if share[key] > 0.0
     ]
-    found.sort(key=lambda h: -h.score)
+    hypotheses.sort(key=lambda h: -h.score)
     tree.root.prune_open()
     return SearchResult(
-        found, tree.stats, tree.root, log_evidence=evidence, effective_sizes=tuple(sizes)
+        hypotheses, tree.stats, tree.root, log_evidence=evidence, effective_sizes=tuple(sizes)
     )

@@ -25,9 +25,9 @@ from .tree import OnStep
 
 __all__ = ["rejection"]
 
-_BYTES = 1 << 27  # of kept probabilities
+_BYTES = 1 << 27  # memory for the probabilities that are kept
 _LEAST_MASS = 1e-12  # smaller masses are lost in rounding
-_AT_ONCE = 16  # the least texts drawn together; a text does not depend on the others
+_AT_ONCE = 16  # draw at least so many texts together; no text depends on the others
 _REST = -1  # stands for all tokens but EOG
 
 
@@ -51,7 +51,7 @@ def rejection(
     valid.
 
     Args:
-        branch: has read the prompt; it is left as it is. It has no grammar.
+        branch: a branch that has read the prompt; it does not change. It must not have a grammar.
         constraint: a function of a complete text; or an object with ``complete`` and optionally
             ``prefix``, which ends invalid texts early.
         n: how many texts.
@@ -69,7 +69,7 @@ def rejection(
 
     Raises:
         ConfigError: a value is out of range, the branch has a grammar, or the constraint fails.
-        BranchStateError, CapacityError, DecodeError: all sequences are returned.
+        BranchStateError, CapacityError, DecodeError: the search frees its sequences.
     """
     check_start(branch, on_step)
     n = whole("n", n, 1, MOST_TEXTS)
@@ -82,22 +82,22 @@ def rejection(
         )
     asked = ConstraintCalls(constraint, whole_texts=True)
     stop, seed = stop_strings(stop), first_seed(branch, seed)
-    found: dict[int, tuple[SearchNode, float]] = {}
+    ends: dict[int, tuple[SearchNode, float]] = {}
     with Frontier(branch, on_step) as frontier:
         first = ConstraintState(asked, branch.ctx.model, stop)
         most = max(n, _AT_ONCE)
         tree = _Tree(frontier, first, max_tokens, stop, SeededDraws(seed, branch.position, most))
         n_drawn = 0
-        while len(found) < n and n_drawn < max_draws and tree.valid_mass and not tree.is_over:
-            wanted = [slot for slot in range(n) if slot not in found]
+        while len(ends) < n and n_drawn < max_draws and tree.valid_mass and not tree.is_over:
+            wanted = [slot for slot in range(n) if slot not in ends]
             n_walks = min(max(len(wanted), _AT_ONCE), max_draws - n_drawn)
             n_drawn += n_walks
             for i, end in sorted(tree.walk(n_walks).items()):  # a slot takes its first valid text
-                found.setdefault(wanted[i % len(wanted)], end)
+                ends.setdefault(wanted[i % len(wanted)], end)
         frontier.tree.stats.count_constraint(asked)
     hypotheses: list[Hypothesis] = []
     least: dict[tuple[int, ...], float] = {}
-    for _, (node, logprob) in sorted(found.items()):
+    for _, (node, logprob) in sorted(ends.items()):
         hypotheses.append(hypothesis(branch.ctx.model, node, stop, logprob, "stop"))
         least[tuple(node.path_tokens)] = math.exp(logprob)
     frontier.tree.root.prune_open()
@@ -107,16 +107,16 @@ def rejection(
 
 @dataclass
 class _Place:
-    """The knowledge about the texts below a node.
+    """The bounds for the texts below a node.
 
     Attributes:
         state: the state of the constraint.
         depth: how many tokens the node has.
-        logprob: of the node's text under the settings.
-        parent: its place, and the token and its probability there.
-        valid: for tokens whose texts cannot all be valid their probability, and an upper bound of the
-            share of valid ones among them.
-        mass: an upper bound of the share of valid texts among all below the node.
+        logprob: log p of the node's text under the settings.
+        parent: the place of the parent node, and the token that leads here with its probability.
+        valid: for each token after which some text is not valid, its probability and an upper bound of
+            the share of valid texts after it.
+        mass: an upper bound of the share of valid texts among all texts below the node.
     """
 
     state: ConstraintState
@@ -137,7 +137,7 @@ class _Place:
 
 
 class _Tree:
-    """All texts so far."""
+    """The tree of all texts that were drawn so far."""
 
     def __init__(
         self,
@@ -167,12 +167,12 @@ class _Tree:
         return self._places[self._tree.root].mass
 
     def walk(self, n: int) -> dict[int, tuple[SearchNode, float]]:
-        """Draw ``n`` texts; return the last nodes of the valid ones by their numbers, with their log p.
+        """Draw ``n`` texts; return the last node and log p of each valid one, by its number.
 
-        What is refused is noted when all have ended: within a walk nothing may change, or texts that end
-        early would be drawn too often.
+        Refused texts are noted after all texts have ended. If the bounds changed during a walk, texts
+        that end early would be drawn too often.
         """
-        found: dict[int, tuple[SearchNode, float]] = {}
+        valid_ends: dict[int, tuple[SearchNode, float]] = {}
         at = dict.fromkeys(range(n), self._tree.root)
         refused: list[tuple[_Place, int, float]] = []
         while at and not self.is_over:
@@ -190,7 +190,7 @@ class _Tree:
                     continue
                 child = self._child(node, token, logprob, after)
                 if child not in self._places:
-                    found[slot] = (child, place.logprob + logprob)
+                    valid_ends[slot] = (child, place.logprob + logprob)
                 else:
                     following[slot] = child
             at = following
@@ -198,7 +198,7 @@ class _Tree:
             self._read(set(at.values()))
         for place, token, p in refused:
             place.refuse(token, p)
-        return found
+        return valid_ends
 
     def _draw(self, node: SearchNode, slot: int) -> tuple[int, float]:
         """Return the token drawn after ``node``, and its log-probability under the settings."""
@@ -222,7 +222,7 @@ class _Tree:
     def _child(
         self, node: SearchNode, token: int, logprob: float, state: ConstraintState
     ) -> SearchNode:
-        """Return the node after ``token``; a node where the text continues has a place."""
+        """Return the node after ``token``; if the text continues there, the node gets a `_Place`."""
         place = self._places[node]
         child = self._tree.follow(node, token, self._rows[node].logprob(token))
         is_end = self._is_eog(token) or completes_stop(child, self._stop)
@@ -232,13 +232,13 @@ class _Tree:
         return child
 
     def _read(self, nodes: Collection[SearchNode]) -> None:
-        """Have the probabilities after ``nodes``, in one decode if there is room."""
+        """Compute the probabilities after ``nodes`` that are missing, in one decode if there is room."""
         lacking = [node for node in nodes if node not in self._rows]
         for node in list(self._rows)[: max(0, len(self._rows) - self._n_rows)]:
             if node not in nodes and node is not self._tree.root:
                 del self._rows[node]
         if lacking:
-            for node in lacking:  # one that was forgotten may still have a sequence
+            for node in lacking:  # a node whose row was dropped may still have a sequence
                 self._frontier.release(node)
             try:
                 rows = self._frontier.advance(

@@ -1,7 +1,7 @@
 """Resampling of weighted particles: which particle each slot continues.
 
-Douc, Cappé, Moulines 2005, "Comparison of resampling schemes for particle filtering". In all schemes slot
-i is expected to be taken N w_i times. Pure NumPy.
+Douc, Cappé, Moulines 2005, "Comparison of resampling schemes for particle filtering". In all schemes
+particle i gets N w_i copies on average. Pure NumPy.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ def ancestors(scheme: str, weights: Floats, uniform: Callable[[int], float]) -> 
 
 
 def _inverse(weights: Floats, points: Sequence[float]) -> list[int]:
-    """Return for each of the ascending ``points`` the particle in whose part of (0, 1) it lies."""
-    found = []
+    """Return, for each of the ascending ``points``, the particle whose part of (0, 1) contains it."""
+    indices = []
     i, reached = 0, float(weights[0])
     last = int(np.flatnonzero(weights)[-1])
     for point in points:
         while i < last and point >= reached:
             i += 1
             reached += float(weights[i])
-        found.append(i)
-    return found
+        indices.append(i)
+    return indices
 
 
 def log_mean(log_weights: Sequence[float]) -> float:

@@ -26,7 +26,7 @@ class Hypothesis:
         finish_reason: "stop" (EOG token or stop string), "length", "capacity" (the cache is full),
             "rejected" (dropped because others were better), "decided" (the vote was decided before it
             ended) or "cancelled".
-        node: where it ends in the tree.
+        node: the node of the tree where it ends.
     """
 
     tokens: list[int]
@@ -53,11 +53,11 @@ class SearchStats(ConstraintStats):
 
     Attributes:
         decodes: calls of llama_decode.
-        tokens_decoded: tokens in them.
+        tokens_decoded: the tokens in these decodes.
         tokens_redecoded: how many of these were decoded before, because there were fewer sequences
             or cells than candidates.
         tokens_shared: tokens that candidates share with others, or with the prompt, by a fork.
-        peak_sequences: the most sequences held at a time, without that of the branch it began with.
+        peak_sequences: the most sequences held at a time, not counting the branch's own.
         steps: rounds of the search: tokens of a beam, steps of a step search, ...
         elapsed_s: seconds.
     """
@@ -84,9 +84,9 @@ class SearchResult:
         stats: the cost.
         tree: the node of the prompt; all texts of the search are below it.
         log_evidence: only from ``smc``: the logarithm of the estimated normalising constant.
-        effective_sizes: only from ``smc``: 1 / sum(w^2) over the particles' shares w of the total weight,
-            after each step and before resampling: N if all weights are equal, 1 if one particle has
-            all the weight, 0 if no weight is left.
+        effective_sizes: only from ``smc``: the effective number of particles after each step, before
+            resampling. It is 1 / sum(w^2) over the particles' shares w of the total weight: N if all
+            weights are equal, 1 if one particle has all the weight, 0 if no weight is left.
         valid_mass: only from ``rejection``: bounds for the probability that a text is valid.
         votes: only from ``vote``: the number of texts for each answer, the most frequent first.
         answer_forms: only from ``vote``: for each answer its spellings and their counts.

@@ -1,7 +1,7 @@
 """Texts that are sampled together, segment by segment: jobs of one scheduler, and their nodes.
 
-A text is a function of its seed and of where it starts, so it does not matter which texts share a decode,
-which of them had to wait, nor whether they are drafted: the acceptance rule is always "seeded".
+A text depends only on its seed and on the text before it. So it does not matter which texts share a
+decode, which of them had to wait, or whether they are drafted. The acceptance rule is always "seeded".
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ __all__ = ["Sample", "Samples"]
 
 
 class Sample:
-    """One text that is sampled from the root of a search on.
+    """A text that is sampled, beginning at the root of the search.
 
     Attributes:
-        job: generates it.
-        node: where its present segment starts; after it, where it ended.
+        job: the job that generates it.
+        node: the node where its present segment starts; after the segment, the node where that ended.
         output: all its tokens since the root, and whether it has ended.
     """
 
@@ -40,7 +40,7 @@ class Sample:
         self.job = job
         self.node = node
         self.output: OutputBuffer = job.output
-        self._n_noted = len(job.output.emitted)  # tokens in nodes
+        self._n_noted = len(job.output.emitted)  # tokens that have a node
 
     @property
     def is_finished(self) -> bool:
@@ -54,7 +54,7 @@ class Sample:
         return self.node.logprob / n if n else 0.0
 
     def follow(self, path: Sequence[SearchNode]) -> None:
-        """Append given nodes of one token each; they end where the text does."""
+        """Append nodes of one token each, until the text ends."""
         for node in path:
             if self.is_finished:
                 break
@@ -64,15 +64,15 @@ class Sample:
         self._n_noted = len(self.output.emitted)
 
     def note(self, tree: SearchTree) -> None:
-        """Add the node of the tokens that are in none."""
+        """Add a node for the tokens that have no node yet."""
         output = self.output
         new = output.emitted[self._n_noted :]
         if output.eog is not None:
             new.append(output.eog)
         self._n_noted = len(output.emitted)
         if new:
-            tokens = [one.token for one in new]
-            self.node = tree.child(self.node, tokens, [one.logprob for one in new])
+            tokens = [produced.token for produced in new]
+            self.node = tree.child(self.node, tokens, [produced.logprob for produced in new])
             self.node.status = "finished" if self.is_finished else "open"
 
     def hypothesis(self, score: float) -> Hypothesis:
@@ -87,17 +87,17 @@ class Sample:
 class Samples:
     """The texts of a search, all sampled from its branch.
 
-    A context manager, which returns their sequences at its end.
+    A context manager, which frees their sequences at its end.
 
     Args:
         branch, on_step: as for `SearchTree`.
-        seed: of text number 0; those of the others are derived from it.
-        max_tokens, stop: limit each text.
+        seed: the seed of text number 0; the seeds of other texts are derived from it.
+        max_tokens, stop: the limits of each text.
         drafter: proposes tokens; it changes no text. None = plain decoding.
-        parallel: how many texts run at a time at most; None = as many as there are sequences for.
+        parallel: the most texts that run at a time; None = as many as there are sequences.
 
     Attributes:
-        tree: the search's.
+        tree: the tree of the search.
     """
 
     def __init__(
@@ -140,21 +140,21 @@ class Samples:
         self.close()
 
     def close(self) -> None:
-        """Return all sequences. Idempotent."""
+        """Free all sequences. Idempotent."""
         self.tree.close()
         self._core.close()
         self._beginning.close()
 
     def start(self, number: int) -> Sample:
-        """Return the text of this number, which decides its draws."""
+        """Return the text of this number; the number decides its draws."""
         return Sample(self._submission.job(number), self.tree.root)
 
     def fork(self, sample: Sample, number: int) -> Sample:
-        """Return another continuation of a text between two of its segments."""
+        """Return a copy of a text that is between two segments, with draws of its own."""
         return Sample(self._submission.job(number, like=sample.job), sample.node)
 
     def end(self, sample: Sample, reason: str) -> None:
-        """End a text where it is, and return its sequence."""
+        """End a text where it is, and free its sequence."""
         if not sample.job.has_ended:
             self._core.end(sample.job, reason)
 
@@ -164,16 +164,16 @@ class Samples:
         ends: SegmentEnd | None = None,
         after: Callable[[], bool] | None = None,
     ) -> None:
-        """Continue each text until its segment ends; ``node`` is where that is.
+        """Continue each text until its segment ends; its ``node`` is then the end of the segment.
 
         Args:
             group: the texts.
-            ends: where segments end; None = with the text.
+            ends: where segments end; None = at the end of the text.
             after: called after each round; default: count a step of the search. A true result ends all
                 texts as "cancelled".
 
         Raises:
-            CapacityError, DecodeError: as in every search, close all then.
+            CapacityError, DecodeError: call ``close`` after these.
         """
         tree, after = self.tree, after or self.tree.end_step
         running = [sample for sample in group if not sample.is_finished]
@@ -207,7 +207,7 @@ class Samples:
         return left
 
     def _step(self) -> None:
-        """Run a step of the scheduler; count what it has cost."""
+        """Run a step of the scheduler, and count its cost."""
         self._core.step()
         ours, stats = self._stats, self.tree.stats
         counted = (
@@ -230,7 +230,7 @@ class Samples:
         return self.tree.add_given(sample.node, after, texts, len(scheduler.idle))[0]
 
     def _decoded(self, sample: Sample) -> Text:
-        """Return the state of a text between two segments, whose tokens are all decoded."""
+        """Return the state of a text that is between two segments; decode what is missing."""
         job = sample.job
         if sample.node is self.tree.root:
             return self.tree.branch.sequence

@@ -21,7 +21,7 @@ class Scored(NamedTuple):
 
     Attributes:
         best: tokens and their scores, best first; of equals, the smaller id first.
-        logprobs: of these tokens, the model's own log-probabilities, nats.
+        logprobs: the model's own log-probabilities of these tokens, nats.
     """
 
     best: list[tuple[int, float]]
@@ -65,7 +65,7 @@ class BestScores:
         return Scored([(token, -minus) for minus, token in ranked[: self._k]], logprobs)
 
     def _largest(self, row: LogitsRow, n: int) -> list[int] | None:
-        """Return the ``n`` tokens with the largest logits; None: the compiled core leaves it to NumPy."""
+        """Return the ``n`` tokens with the largest logits; None if the compiled core cannot find them."""
         n_vocab = len(row.array)
         if not core.available or n >= n_vocab:
             return None
@@ -74,5 +74,5 @@ class BestScores:
             self._compiled = core.RowSampler(
                 n_vocab, temperature=1.0, top_k=n, top_p=1.0, min_p=0.0, bias={}
             )
-        found = self._compiled.candidates(row.address)
-        return None if found is None else found[0].tolist()
+        largest = self._compiled.candidates(row.address)
+        return None if largest is None else largest[0].tolist()

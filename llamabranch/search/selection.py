@@ -30,11 +30,11 @@ class Selection:
     Attributes:
         choice: the best choice.
         index: its index.
-        scores: of all choices, in their order; the best has the highest.
+        scores: the scores of all choices, in their order; the best choice has the highest one.
         logprobs: for each choice, log p of each of its tokens, nats.
         tokens: for each choice, its token ids.
         stats: the cost.
-        tree: the choices as a tree; common beginnings are one node.
+        tree: the choices as a tree; common beginnings share nodes.
     """
 
     choice: str
@@ -66,7 +66,7 @@ def select(branch: Branch, choices: Sequence[str], *, method: str = "mean") -> S
     if the text needs one.
 
     Args:
-        branch: has read the prompt; it is left as it is.
+        branch: a branch that has read the prompt; it does not change.
         choices: texts, not empty; equal ones share their score.
         method: how a choice is scored from log p of its tokens.
             "mean": their mean, SGLang's ``token_length_normalized``.
@@ -80,7 +80,7 @@ def select(branch: Branch, choices: Sequence[str], *, method: str = "mean") -> S
     Raises:
         ConfigError: there are no choices, one is empty, or the method is unknown. TokenizeError,
             BranchStateError,
-        CapacityError, DecodeError: all sequences are returned.
+        CapacityError, DecodeError: the search frees its sequences.
     """
     check_start(branch, None)
     choice("method", method, METHODS)
@@ -96,8 +96,8 @@ def select(branch: Branch, choices: Sequence[str], *, method: str = "mean") -> S
         if method == "contrast":
             alone = tree.logprobs([Wanted(None, text, 1) for text in tokens])
             scores = [
-                math.fsum(np.subtract(given, [0.0, *its])) / len(given)
-                for given, its in zip(logprobs, alone, strict=True)
+                math.fsum(np.subtract(conditional, [0.0, *unconditional])) / len(conditional)
+                for conditional, unconditional in zip(logprobs, alone, strict=True)
             ]
         else:
             scores = _scores(method, choices, logprobs)
@@ -129,7 +129,7 @@ def _scores(
 
 
 def _greedy(logprobs: Sequence[Sequence[float]]) -> list[float]:
-    """Return for each choice for how many tokens it was among the best."""
+    """Return, for each choice, the number of tokens for which it was among the best."""
     longest = max(map(len, logprobs))
     padded = [[*row, *[math.fsum(row) / len(row)] * (longest - len(row))] for row in logprobs]
     left = set(range(len(padded)))

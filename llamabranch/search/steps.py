@@ -43,7 +43,7 @@ def step_search(
     last iteration samples to the end.
 
     Args:
-        branch: has read the prompt; it is left as it is.
+        branch: a branch that has read the prompt; it does not change.
         reward: a function of a text without the prompt, finished or not; higher is better.
         n: how many texts are sampled in each iteration.
         beam_width: how often each of the best texts is continued; it must divide ``n``.
@@ -61,7 +61,7 @@ def step_search(
 
     Raises:
         ConfigError: a value is out of range, or a reward is not a finite number. Errors of ``reward``;
-        BranchStateError, CapacityError, DecodeError: all sequences are returned.
+        BranchStateError, CapacityError, DecodeError: the search frees its sequences.
     """
     check_start(branch, on_step, drafter)
     function("reward", reward)
@@ -82,9 +82,9 @@ def step_search(
     )
 
     def score_of(line: Sample) -> float:
-        found = finite("what reward returns", reward(line.output.text))
-        line.node.score = found
-        return found
+        score = finite("what reward returns", reward(line.output.text))
+        line.node.score = score
+        return score
 
     with Samples(branch, on_step, seed, max_tokens, stop, drafter) as texts:
         group = [texts.start(number) for number in range(n)]

@@ -12,9 +12,9 @@ __all__ = ["completes_stop", "hypothesis"]
 
 
 def completes_stop(node: SearchNode, stops: Sequence[str]) -> bool:
-    """Return whether the text from the root to ``node`` contains a stop string since its last token.
+    """Return whether a stop string in the text from the root is complete since ``node``'s tokens.
 
-    The texts of its ancestors contain none.
+    The texts of its ancestors must not contain a stop string.
     """
     if not stops or not node.text:
         return False
@@ -37,8 +37,8 @@ def hypothesis(
     tokens = node.path_tokens
     if tokens and model.is_eog(tokens[-1]):
         tokens.pop()
-    found = StopStrings(stops)
-    text = found.feed(node.path_text)
-    if found.found is None:
-        text += found.flush()
+    stop_strings = StopStrings(stops)
+    text = stop_strings.feed(node.path_text)
+    if stop_strings.found is None:
+        text += stop_strings.flush()
     return Hypothesis(tokens, text, node.logprob, score, reason, node)

@@ -1,4 +1,4 @@
-"""The tree that a search grows from a branch, what that costs, and who looks at it."""
+"""The tree that a search grows from a branch, its cost, and its observer."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ OnStep = Callable[[SearchStats], bool | None]
 
 
 class SearchObserver(ABC):
-    """An ``on_step`` of any search that can look at its tree: a subclass has ``__call__``.
+    """An ``on_step`` function that sees the tree of a search. Subclasses implement ``__call__``.
 
     Attributes:
-        root: the tree, from the beginning of the search on; it grows in the search's thread, which waits
-            while ``__call__`` runs.
-        effective_sizes: of ``smc``: see `SearchResult`, those of the steps so far.
+        root: the root of the tree, set when the search begins. The tree grows in the search's thread,
+            which waits while ``__call__`` runs.
+        effective_sizes: only for ``smc``: the sizes of the steps so far; see `SearchResult`.
     """
 
     root: SearchNode | None = None
@@ -37,7 +37,7 @@ class SearchObserver(ABC):
 
 
 class SearchTree:
-    """The tree of one search. Its branch keeps its sequence meanwhile, and is left as it is.
+    """The tree of one search. The branch keeps its sequence meanwhile, and does not change.
 
     Args:
         branch: has read the prompt.
@@ -49,10 +49,10 @@ class SearchTree:
     Attributes:
         branch, root: the branch and its node.
         ctx: its context.
-        stats: what the search has cost so far.
+        stats: the cost of the search so far.
         capacity: how many sequences were free for it.
-        is_cancelled: whether ``on_step`` has asked for the end.
-        observer: looks at the tree; None where nobody does.
+        is_cancelled: whether ``on_step`` has ended the search.
+        observer: ``on_step``, if it is a `SearchObserver`; otherwise None.
     """
 
     def __init__(self, branch: Branch, on_step: OnStep | None = None) -> None:
@@ -84,7 +84,7 @@ class SearchTree:
         self.close()
 
     def close(self) -> None:
-        """Let go of the branch's sequence. Idempotent."""
+        """Release the branch's sequence. Idempotent."""
         self.stats.elapsed_s = perf_counter() - self._start
         self.ctx.sequences.end_use(self)
 
@@ -93,7 +93,7 @@ class SearchTree:
     def child(
         self, parent: SearchNode, tokens: Sequence[int], logprobs: Sequence[float]
     ) -> SearchNode:
-        """Add a node that continues ``parent``; ``logprobs`` are those of ``tokens``, nats."""
+        """Add a node that continues ``parent``; ``logprobs`` has log p of each token, nats."""
         pending, model = parent.pending, self.ctx.model
         pieces = []
         for token, logprob in zip(tokens, logprobs, strict=True):
@@ -117,7 +117,7 @@ class SearchTree:
     ) -> tuple[list[list[SearchNode]], list[list[float]]]:
         """Add given texts after ``start`` as nodes of one token each; return the nodes and log p of each.
 
-        Common beginnings are the same nodes. ``after`` is the text at ``start``; ``n_held``: how many
+        Common beginnings share nodes. ``after`` is the text at ``start``; ``n_held``: how many
         sequences the search holds.
 
         Raises:
@@ -127,9 +127,9 @@ class SearchTree:
         logprobs = self.logprobs([Wanted(after, text) for text in texts], n_held)
         known: dict[tuple[SearchNode, int], SearchNode] = {}
         paths = []
-        for text, its in zip(texts, logprobs, strict=True):
+        for text, token_logprobs in zip(texts, logprobs, strict=True):
             path = [start]
-            for token, logprob in zip(text, its, strict=True):
+            for token, logprob in zip(text, token_logprobs, strict=True):
                 key = path[-1], token
                 if key not in known:
                     known[key] = self.child(path[-1], [token], [logprob])
@@ -140,18 +140,18 @@ class SearchTree:
         return paths, logprobs
 
     def logprobs(self, wanted: Sequence[Wanted], n_held: int = 0) -> list[list[float]]:
-        """Return log p of the tokens of given texts that are wanted, nats."""
-        found: list[list[float]] = [[] for _ in wanted]
+        """Return, for each text, log p of its tokens to score, nats."""
+        result: list[list[float]] = [[] for _ in wanted]
         stats, before = self.stats, self.ctx.decoder.n_decodes
 
         def visit(number: int, i: int, row: LogitsRow) -> None:
-            found[number].append(row.logprob(wanted[number].tokens[i]))
+            result[number].append(row.logprob(wanted[number].tokens[i]))
 
         cost = read(self.ctx, wanted, visit)
         stats.decodes += self.ctx.decoder.n_decodes - before
         stats.tokens_decoded += cost.n_tokens
         stats.peak_sequences = max(stats.peak_sequences, n_held + cost.n_sequences)
-        return found
+        return result
 
     # -- steps -------------------------------------------------------------------------------------
 
@@ -161,14 +161,14 @@ class SearchTree:
         return self.report()
 
     def report(self) -> bool:
-        """Report what the search has cost so far; return whether it should end."""
+        """Report the cost so far; return whether the search should end."""
         self.stats.elapsed_s = perf_counter() - self._start
         if self._on_step is not None and self._on_step(self.stats):
             self.is_cancelled = True
         return self.is_cancelled
 
     def was_cancelled(self, error: DecodeInterruptedError) -> bool:
-        """Return whether ``on_step`` asks for the end, after a decode was interrupted; else raise."""
+        """After an interrupted decode, return True if ``on_step`` ends the search; otherwise raise."""
         if self._on_step is None or not self._on_step(self.stats):
             raise error
         self.is_cancelled = True

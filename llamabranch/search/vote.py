@@ -24,7 +24,7 @@ __all__ = ["last_match", "vote"]
 Answer = str | float  # bool is a number
 
 _NUMBER = re.compile(r"[+-]?(\d+|\d{1,3}(,\d{3})+)?(\.\d*)?([eE][+-]?\d+)?")
-_WIDTH = 4  # texts at a time, where a vote may be decided early
+_WIDTH = 4  # texts at a time, if a vote may be decided early
 
 
 def vote(
@@ -43,14 +43,14 @@ def vote(
     """Sample ``n`` texts and let their answers vote (self-consistency, Wang et al. 2022, 2203.11171).
 
     Args:
-        branch: has read the prompt; it is left as it is.
+        branch: a branch that has read the prompt; it does not change.
         answer: a function that returns the answer in a text, as text, number or bool; if it returns None
             or raises, the text does not vote. It gets the text without a thought at its beginning.
         n: how many texts.
         max_tokens: the most tokens of each.
-        confidence: 1.0 = stop when the remaining texts cannot change the leading answer, so that the
-            answer is the one of all ``n``. None = count all texts. No other values are allowed.
-        width: the most texts that are generated at a time, where texts that are equal so far count once;
+        confidence: 1.0 = stop when the remaining texts cannot change the leading answer, so the answer is
+            the same as with all ``n`` texts. None = count all texts. No other values are allowed.
+        width: the most texts that are generated at a time (texts that are equal so far count as one);
             None = 4 with ``confidence``, otherwise as many as there are sequences. It changes no text.
         stop, seed, drafter, on_step: as for ``best_of_n``.
 
@@ -58,9 +58,9 @@ def vote(
         all texts. Those with the most frequent answer come first, ordered by probability. ``answer`` is
         the most frequent answer, and ``votes`` has the counts. ``score`` is the share of counted texts
         with the same answer. The seed decides between equally frequent answers. Equal numbers, such as 1
-        and 1.00, are one answer; ``answer_forms`` has the different spellings. With ``confidence`` there
-        are only texts that were begun; those that did not vote, because the vote was decided, come last,
-        as "decided".
+        and 1.00, are one answer; ``answer_forms`` has the different spellings. With ``confidence`` only
+        texts that were begun are returned. Texts that did not vote because the vote was already decided
+        come last, as "decided".
 
     Raises:
         ConfigError: a value is out of range. BranchStateError, CapacityError, DecodeError: all sequences
@@ -112,7 +112,7 @@ class _Ballot:
     """The answers of texts that have ended, and whether they decide the vote.
 
     Args:
-        answer: the user's.
+        answer: the user's function.
         n: how many texts there will be.
         stops_early: whether a vote is decided once the texts that are left cannot change it.
 
@@ -138,13 +138,13 @@ class _Ballot:
             if line in self.given:
                 continue
             try:
-                found = _checked(self._answer(line.output.text))
-            except Exception as error:  # whatever it raises: the texts have taken time
+                answer = _checked(self._answer(line.output.text))
+            except Exception as error:  # of any kind: the texts took time and must not be lost
                 self._errors.append(error)
-                found = None
-            self.given[line] = found
-            if found is not None:
-                self._tally[_value(found)] += 1
+                answer = None
+            self.given[line] = answer
+            if answer is not None:
+                self._tally[_value(answer)] += 1
 
     def decides(self, lines: Sequence[Sample]) -> bool:
         """Count the texts that have ended meanwhile; return whether the vote is decided."""
@@ -165,25 +165,26 @@ class _Ballot:
         self, seed: int
     ) -> tuple[list[Hypothesis], dict[Answer, int], dict[Answer, Counter[str]]]:
         """Return the texts that were counted, best first, the votes for each answer, and its forms."""
-        found = self.given
-        forms = _forms(given for given in found.values() if given is not None)
+        answers = self.given
+        forms = _forms(answer for answer in answers.values() if answer is not None)
         votes = {name: seen.total() for name, seen in forms.items()}
         if self._errors:
-            failed = f"answer() failed for {len(self._errors)} of {len(found)} texts"
+            failed = f"answer() failed for {len(self._errors)} of {len(answers)} texts"
             warn(f"{failed}, which do not vote: {self._errors[0]!r}", LlamaBranchWarning)
         elif not votes:
             warn("no text has an answer: answer() returned None", LlamaBranchWarning)
-        # The order of first appearance must not decide between equals: early texts are not better.
+        # The order of appearance must not decide between equal counts: early texts are not better.
         luck = {
-            given: uniform(seed, self._n, index=i) for i, given in enumerate(sorted(votes, key=str))
+            answer: uniform(seed, self._n, index=i)
+            for i, answer in enumerate(sorted(votes, key=str))
         }
-        names = sorted(votes, key=lambda given: (-votes[given], luck[given]))
+        names = sorted(votes, key=lambda answer: (-votes[answer], luck[answer]))
         rank = {form: i for i, name in enumerate(names) for form in forms[name]}
-        place = {line: len(names) if a is None else rank[str(a)] for line, a in found.items()}
+        place = {line: len(names) if a is None else rank[str(a)] for line, a in answers.items()}
         hypotheses = []
-        for line in sorted(found, key=lambda line: (place[line], -line.mean_logprob)):
+        for line in sorted(answers, key=lambda line: (place[line], -line.mean_logprob)):
             at = place[line]
-            share = votes[names[at]] / len(found) if at < len(names) else 0.0
+            share = votes[names[at]] / len(answers) if at < len(names) else 0.0
             hypotheses.append(line.hypothesis(share))
             line.node.status = "finished" if names and at == 0 else "pruned"
         return hypotheses, {a: votes[a] for a in names}, {a: forms[a] for a in names}
@@ -201,17 +202,17 @@ def last_match(pattern: str) -> Callable[[str], str | None]:
         raise ConfigError(f"answer is not a regular expression: {error}") from None
 
     def answer(text: str) -> str | None:
-        found = [*compiled.finditer(text)]
-        if not found:
+        matches = [*compiled.finditer(text)]
+        if not matches:
             return None
-        last = found[-1]
+        last = matches[-1]
         return last[1] if compiled.groups and last[1] is not None else last[0]
 
     return answer
 
 
 def _checked(answer: object) -> Answer | None:
-    """Return an answer if it is a text, a number or None; numbers as Python's."""
+    """Return an answer if it is a text, a number or None; numbers become Python's types."""
     if answer is None or isinstance(answer, (str, bool)):
         return answer
     return real("what answer returns, if it is not a text or None,", answer)
@@ -224,20 +225,20 @@ def _forms(answers: Iterable[Answer]) -> dict[Answer, Counter[str]]:
     frequent spelling; among equally frequent ones by the shortest, then by the first in the alphabet.
     """
     groups: dict[Decimal | str, Counter[str]] = {}
-    given: dict[str, Answer] = {}
+    answer_of: dict[str, Answer] = {}
     for answer in answers:
         text = str(answer)
-        given.setdefault(text, answer)
+        answer_of.setdefault(text, answer)
         groups.setdefault(_value(answer), Counter())[text] += 1
     named = (
-        (given[min(seen, key=lambda text: (-seen[text], len(text), text))], seen)
+        (answer_of[min(seen, key=lambda text: (-seen[text], len(text), text))], seen)
         for seen in groups.values()
     )
     return dict(named)
 
 
 def _value(answer: Answer) -> Decimal | str:
-    """Return the number that an answer is, or else its text."""
+    """Return an answer as a number if it is one, otherwise as text."""
     text = str(answer)
     text = {"True": "1", "False": "0"}.get(text, text)  # True is 1, as a key too
     number = text.strip()
@@ -245,5 +246,5 @@ def _value(answer: Answer) -> Decimal | str:
         return text
     try:
         return Decimal(number.replace(",", ""))
-    except InvalidOperation:  # no digits, or an exponent of 20
+    except InvalidOperation:  # no digits, or an exponent of 20 digits
         return text

@@ -63,7 +63,7 @@ function read(form) {
   /** @type {Bar} */ const bar = { sampling: {} };
   for (const [name, words] of [["n", "how many"], ["max_tokens", "tokens"]]) bar[name] = typedNumber(of(name), words, true);
   for (const [name, words] of NUMBERS_OF_BAR) bar.sampling[name] = typedNumber(of(name), words, name === "top_k");
-  if (typedNumber(of("seed"), "seed", true) != null) bar.seed = of("seed"); // more digits than a number has
+  if (typedNumber(of("seed"), "seed", true) != null) bar.seed = of("seed"); // kept as text: it may have more digits than a number
   if (data.get("stop")) bar.stop = [String(data.get("stop"))];
   const kind = of("kind"), text = String(data.get("follow") ?? "");
   if (kind === "constraint") bar.constraint = true;
@@ -147,7 +147,7 @@ export function openBar(mode, proceed, setting) {
     list();
   }
   form.onsubmit = async (/** @type {any} */ event) => {
-    event.preventDefault(); // what is refused is told here
+    event.preventDefault(); // the dialog shows errors itself
     wrong.textContent = "";
     try {
       await keepBar(mode, read(form));

@@ -1,5 +1,5 @@
 // @ts-check
-// Copying: the text of a path and nothing of what is around it, also where it is not drawn.
+// Copying: the text of a path without what is drawn around it, and with the parts that are not drawn.
 import { $, plural, tell, warn } from "./dom.js";
 import { backend } from "./net.js";
 import { store, texts, view } from "./store.js";
@@ -12,7 +12,7 @@ let isAll = false; // the whole text is selected, with what is not drawn
 /** Select the text alone. */
 function selectText() {
   getSelection()?.selectAllChildren($("text"));
-  setTimeout(() => (isAll = true)); // behind the event of this change
+  setTimeout(() => (isAll = true)); // after the event of this change
 }
 
 /** The whole text of the path; what is not here is fetched. */
@@ -37,7 +37,7 @@ export async function copyText() {
 /** What of a token or a run is selected. @param {Range} range @param {Node} element @param {string} shown what is drawn there
  * @param {string} text what it is */
 function selectedOf(range, element, shown, text) {
-  if (shown !== text) return text; // drawn as its code: all of it
+  if (shown !== text) return text; // it is drawn as a code, so it is copied as a whole
   const inside = (/** @type {Node} */ node, /** @type {number} */ offset, /** @type {number} */ otherwise) =>
     element.contains(node) && node.nodeType === Node.TEXT_NODE ? offset : otherwise;
   return text.slice(inside(range.startContainer, range.startOffset, 0), inside(range.endContainer, range.endOffset, text.length));

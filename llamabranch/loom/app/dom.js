@@ -42,7 +42,7 @@ export const radios = (id, values, chosen) => fill($(id), values.map(([value, ti
 /** Check one of a group's radio buttons. @param {string} id @param {string} value */
 export const check = (id, value) => void ($(id).querySelector(`[value=${value}]`).checked = true);
 
-const UNSEEN = /\p{RGI_Emoji}|[\p{C}\p{Z}]/gv; // an emoji may have tags in it, which cannot be seen alone
+const UNSEEN = /\p{RGI_Emoji}|[\p{C}\p{Z}]/gv; // emoji come first, because the tags in them are unseen characters
 const KEPT = " \n\t\u200c\u200d";
 const MARKS = /(\p{M}{8})(\p{M}+)/gu;
 
@@ -67,7 +67,7 @@ export function visibleTexts(texts) {
 }
 
 const CHARACTERS = new Intl.Segmenter("en", { granularity: "grapheme" });
-// What may continue the last character of the text before: marks, joiners, parts of emoji, syllables of Korean.
+// Characters that may continue the one before them: marks, joiners, parts of emoji, Korean vowels and finals.
 const GOES_ON = /^[\p{M}\u200c\u200d\u1160-\u11ff\p{Emoji_Modifier}\p{Regional_Indicator}\u{e0020}-\u{e007f}]/u;
 const IS_OPEN = /[\u200d\p{Regional_Indicator}\u094d\u09cd\u0acd]$/u;
 
@@ -147,9 +147,9 @@ export function later(ms) {
   };
 }
 
-// What is drawn is drawn in one frame: parts ask, and each is drawn once. What a key or a click asks for is drawn in
-// the next frame; what a model writes `least` ms after the last such frame, later if frames would take more than a
-// share of the time.
+// A part of the page asks to be drawn, and each frame draws such parts once. After a key or a click that is the next
+// frame. For text that a model writes it is a frame at least `least` ms after the last one, or later if frames would
+// take more than a share of the time.
 export const pace = { share: 1, least: 50, most: 800 };
 /** @type {Map<string, () => void>} */
 const painters = new Map();

@@ -33,7 +33,7 @@ export async function take(i, token) {
   const there = others.find(({ first, from }) => first.tokens.n > from - first.at && first.tokens.ids[from - first.at] === token);
   const show = (/** @type {{id: string}} */ { id }) => {
     select(id);
-    look({ pinned: -1, cursor: -1, reading: i }); // one reads on from it; what is done next is done at the end
+    look({ pinned: -1, cursor: -1, reading: i }); // arrow keys start here; actions act at the end
   };
   if (there) show(there.node);
   else await act("fork", { node, at: i, token, max_tokens: 24 }, show);

@@ -9,7 +9,7 @@ import { moveTo, named } from "./text.js";
 /** @typedef {{job: string, kind: string, nodes: any[], children: number[][], stats: Loose, sizes: number[], votes: Loose,
  *   adopted: Map<number, string>}} Search `adopted`: nodes, by the place that they were */
 
-const LINES = 2000, LISTED = 60; // of an outline, of rounds
+const LINES = 2000, LISTED = 60; // the most lines of a search, and of rounds
 /** @type {Map<string, Search>} */ const searches = new Map();
 let isOpen = false;
 let frozen = false;

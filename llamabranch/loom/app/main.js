@@ -58,7 +58,7 @@ async function go(fields = {}) {
   const at = fields.at ?? place(), node = selected();
   if (!node) return;
   if (fields.at == null && isAnswered()) return reply();
-  const resume = node.reason === "interrupted" && at === node.at + node.n; // as if it had not been
+  const resume = node.reason === "interrupted" && at === node.at + node.n; // as if it had not been interrupted
   const kind = mode();
   const answer = await act("continue", { node: store.current, at, ...barOf(kind), resume, ...fields });
   if (!answer) return;
@@ -95,7 +95,7 @@ function drawWhere() {
   }
   const more = $("actions").querySelector("[data-action=retry]"), typed = $("actions").querySelector("[data-action=type]");
   more.hidden = !chat;
-  typed.hidden = answered; // Continue says so
+  typed.hidden = answered; // there Continue is Write a reply
   const c = shownPath(), last = c.turns.at(-1);
   const reply = $("reply"), scroller = $("text").parentElement, was = reply.hidden;
   const isBelow = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < 60;
@@ -140,7 +140,7 @@ function openBox({ at, label: title, value = "", scored = false, edit = false, r
     close();
     select(answer.node.id, answer.same ? answer.at ?? null : null);
     if (more) return go();
-    look({ reading: Math.min(answer.node.at, shownPath().n - 1) }); // one reads on from what is new
+    look({ reading: Math.min(answer.node.at, shownPath().n - 1) }); // arrow keys start at the first new token
   };
   const score = async () => {
     const text = box.value;
@@ -231,7 +231,7 @@ async function begin(proceed = go) {
 // --- find ---
 
 /** @type {any[]} */ let hits = [], hit = -1;
-let sought = "", soughtIn = ""; // what they were found for, and in which tree
+let sought = "", soughtIn = ""; // the text that was searched for, and the state of the tree
 
 /** The tree as it is shown: another one has other hits. */
 const shownTree = () => `${store.revision} ${store.showDeleted}`;
@@ -250,12 +250,12 @@ async function find() {
 }
 
 async function nextHit(/** @type {number} */ by) {
-  if ($("find").value !== sought || soughtIn !== shownTree()) await find(); // more was typed, or branches came or went
+  if ($("find").value !== sought || soughtIn !== shownTree()) await find(); // the input or the branches changed
   if (!hits.length) return;
   hit = (hit + by + hits.length) % hits.length;
   const { node, at, last = at, text } = hits[hit];
   goTo(/** @type {import("./tree.js").Segment} */ (segmentOf(node, last + 1)));
-  moveTo(last); // what is done next is done behind the place
+  moveTo(last); // the next action acts after the match
   $("found").textContent = `${hit + 1} / ${hits.length}`;
   attribute($("found"), "title", visible(text));
 }
@@ -446,7 +446,7 @@ const run = {
     const { op, node, nodes = [] } = (await act("redo"))?.redone ?? {};
     if (op) putNode(node);
     if (op === "delete" && node.flags & FLAGS.deleted && !store.showDeleted) leave(node);
-    else if (nodes.length > 1 && node.parent) select(node.parent, node.at); // where all of them begin
+    else if (nodes.length > 1 && node.parent) select(node.parent, node.at); // show where the continuations begin
     else if (op && op !== "set") select(node.id); // a bookmark or a note moves nothing
     tell(op ? "Redone." : "There is nothing to redo.");
   },
@@ -514,7 +514,7 @@ function drawState() {
   root.style.colorScheme = theme ?? "";
   for (const [side, width] of Object.entries(widths ?? {})) widen(side, width);
   const { A, B } = doc.models;
-  pace.share = A?.leaves_cores ? 1 : 1 / 80; // a model that needs all cores waits for what the page takes
+  pace.share = A?.leaves_cores ? 1 : 1 / 80; // drawing slows a model that needs all cores
   if (doc.file.name) document.title = `${visible(doc.file.name)} · llamabranch`;
   $("file").textContent = visible(doc.file.name ?? "llamabranch");
   $("saved").textContent = exported() ? "exported" : doc.file.error ? "not saved" : doc.file.read_only ? "read-only" : "saved";
@@ -639,7 +639,7 @@ function startPanes() {
 async function runCard(card, text) {
   const { A, B } = store.doc.models;
   $("begin").value = text;
-  if (card === "draft" && A?.draft === "none" || card === "models" && !B) return $("begin").focus(); // its line says what it needs
+  if (card === "draft" && A?.draft === "none" || card === "models" && !B) return $("begin").focus(); // the card's line says which option it needs
   if (card === "draft") choose("source"), fold(true);
   // The length of the drafts is forced: "auto" may draft nothing on this machine.
   if (card === "draft") return begin(() => go({ n: 1, max_tokens: 48, draft: 4 }));
@@ -704,7 +704,7 @@ export function start() {
   paints("live", startLive());
   paints("minimap", tree.minimap);
   listeners.push((name, { state, node }) => {
-    if (name === "job" && state === "stopped") seen.add(node).add(store.current); // else it would be read again by itself
+    if (name === "job" && state === "stopped") seen.add(node).add(store.current); // otherwise the page would begin to process it again
   });
   startKeys(run, takeAt);
   startCopy();

@@ -4,7 +4,7 @@ import { attribute } from "./dom.js";
 import { store } from "./store.js";
 import { shownPath } from "./text.js";
 
-const LOOKED = 400; // tokens of a text that are looked at
+const LOOKED = 400; // only so many first tokens of a text are examined
 // Lines that hardly anyone writes in prose.
 const CODE = [
   /^\s*(?:def|class)\s+\w+\s*[(:]/, /^\s*(?:from\s+[\w.]+\s+)?import\s+[\w.*{]/, /^\s*#\s*(?:include|define|ifdef|pragma)\b/,

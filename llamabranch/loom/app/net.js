@@ -4,7 +4,7 @@ import { busy, hush, plural, redraw, short, tell, warn } from "./dom.js";
 import { forgetTokens, putCompare, putDoc, putFacts, putNode, putRound, putTokens, store } from "./store.js";
 
 export const net = { session: true, connected: true };
-let links = 0; // that were exchanged: what was asked before the last one tells nothing of its session
+let links = 0; // links used so far: the answer to a request from before the last one says nothing about the new session
 /** @type {((name: string, data: any) => void)[]} what else wants to know of events */
 export const listeners = [];
 
@@ -48,7 +48,7 @@ function begun(cid, node) {
   beginnings.delete(cid);
 }
 
-const QUIET = ["set", "settings", "score"]; // what the page does by itself: the footer stays
+const QUIET = ["set", "settings", "score"]; // operations without a user's action keep the footer
 
 /** Do an action. While the connection is lost it is tried again under the same id, so that it is done once. What the
  * server refuses is shown in the footer, and the answer is null.
@@ -63,7 +63,7 @@ export async function act(op, fields = {}, first) {
   for (let wait = 250; ; wait = Math.min(4000, 2 * wait)) {
     try {
       const answer = await backend.ask("/loom/do", { method: "POST", body });
-      const { job, nodes = answer.node ? [answer.node] : [] } = answer; // events tell the same, mostly before
+      const { job, nodes = answer.node ? [answer.node] : [] } = answer; // events bring the same nodes, mostly earlier
       const unseen = nodes.filter((/** @type {any} */ { id }) => id && !store.nodes.has(id)).map(putNode);
       if (nodes.length) begun(cid, nodes[0]);
       const runs = job && !store.jobs.has(job);
@@ -77,7 +77,7 @@ export async function act(op, fields = {}, first) {
         warn(message);
         return null;
       }
-      if (!status) connection(false); // without a session it waits for a fresh link
+      if (!status) connection(false); // with a status, the session is missing: the user opens a fresh link
       await new Promise((resolve) => setTimeout(resolve, wait));
     }
   }
@@ -108,7 +108,7 @@ async function once(key, fetched) {
     if (error.status) return;
     net.connected = false;
     redraw(["state"]);
-    setTimeout(() => redraw(["tree", "text", "inspect"]), 1000); // asks for it again
+    setTimeout(() => redraw(["tree", "text", "inspect"]), 1000); // drawing asks for the tokens again
   });
   fetching.delete(key);
 }
@@ -138,7 +138,7 @@ const EVENTS = {
     begun(cid, node);
     return ["tree", "text", "inspect", ...(marks === node.flags ? [] : ["state"])];
   },
-  tokens: (data) => (putTokens(data), ["tree", "text", "live"]), // the inspector and the legend when all are there
+  tokens: (data) => (putTokens(data), ["tree", "text", "live"]), // the inspector and the legend are drawn once all are there
   round: (data) => (putRound(data), ["live"]),
   compare: (data) => (putCompare(data), ["text", "inspect", "compare", "tree", "legend"]),
   search: () => ["live"],
@@ -155,7 +155,7 @@ const EVENTS = {
     return ["state", "live", "inspect", "legend"];
   },
   model: (data) => {
-    if (data.models?.A && !store.doc.models.A) forgetTokens(); // it tells what is in answers
+    if (data.models?.A && !store.doc.models.A) forgetTokens(); // the model finds thoughts and calls in answers
     Object.assign(store.doc, data);
     return ["state", "text"];
   },
@@ -179,7 +179,7 @@ function listen(since) {
     source.addEventListener(name, (/** @type {any} */ event) => {
       if (event.data === undefined) return; // an error of the connection, not of the server
       const data = JSON.parse(event.data);
-      const isFirst = name === "tokens" && !store.nodes.get(data.node)?.tokens.n; // of its text: drawn at once
+      const isFirst = name === "tokens" && !store.nodes.get(data.node)?.tokens.n; // the first tokens of a text are drawn at once
       redraw(handle(data), !isFirst && ["tokens", "round", "search", "compare"].includes(name));
       for (const listener of listeners) listener(name, data);
     });

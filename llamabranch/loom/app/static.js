@@ -69,7 +69,7 @@ async function readExport() {
   document.documentElement.dataset.exported = "";
   backend.ask = answering(data);
   start();
-  await fetchDoc(); // what it draws is drawn after this
+  await fetchDoc(); // drawing waits until the records are applied
   apply(data.records);
   for (const [id, answers] of Object.entries(data.answers ?? {})) /** @type {any} */ (store.nodes.get(id)).answers = answers;
   if (!store.current) tell("The exported document is empty.");

@@ -44,7 +44,7 @@ export class Tokens {
     this.grow(at + from.ids.length);
     this.version++;
     for (let i = 0; i < from.ids.length; i++) {
-      const same = this.ids[at + i] === from.ids[i]; // an answer may be older than an event with the numbers
+      const same = this.ids[at + i] === from.ids[i]; // keep numbers that an event brought before this older answer
       for (const name of NUMBERS) this[name][at + i] = from[name][i] ?? (same ? this[name][at + i] : NaN);
       this.pieces[at + i] = from.text[i];
       this.src[at + i] = from.src[i] ?? "";
@@ -53,7 +53,7 @@ export class Tokens {
 
   /** Write what a comparison found of one token. @param {number} at @param {Loose} from @param {number} i */
   compare(at, from, i) {
-    if (at >= this.n) return; // it comes again with its token
+    if (at >= this.n) return; // the scores are sent again with the token
     this.version++;
     for (const name of COMPARED) this[name][at] = from[name]?.[i] ?? NaN;
   }
@@ -113,7 +113,7 @@ function home(id, end) {
 export function select(id, to = null) {
   const [node, end] = home(id, to);
   if (store.current === node && store.end === end) return;
-  if (store.current == null) redraw(["state"]); // the first screen was shown
+  if (store.current == null) redraw(["state"]); // leave the first screen
   Object.assign(store, { current: node, end });
   hush();
   look({ cursor: -1, hover: -1, pinned: -1, reading: -1 });
@@ -126,7 +126,7 @@ export function putNode(from) {
   if (from.hidden) return hide(from.id);
   if (old) {
     if (old.flags !== from.flags || old.at !== from.at) store.revision++;
-    return Object.assign(old, from, { n: Math.max(old.n, from.n) }); // tokens may have come before this
+    return Object.assign(old, from, { n: Math.max(old.n, from.n) }); // its tokens may have arrived first
   }
   const node = /** @type {Node} */ ({ tokens: NONE, rounds: [], compares: [], ...from });
   store.nodes.set(node.id, node);
@@ -171,8 +171,8 @@ function hide(/** @type {string} */ id) {
   if (store.current === id) Object.assign(store, { current: owner, end });
   if (!parent || store.current !== owner || store.end !== end) return;
   for (const other of store.nodes.values()) if (other.parent === parent.id && other.at === node.at) return;
-  Object.assign(store, { current: parent.id, end: null }); // no other text continues here: show the one that was here
-  if (node.kind === "sampled" && node.at < parent.at + parent.n) view.cursor = node.at - 1; // it acted behind the cursor
+  Object.assign(store, { current: parent.id, end: null }); // nothing else continues the parent here: show the parent's text
+  if (node.kind === "sampled" && node.at < parent.at + parent.n) view.cursor = node.at - 1; // put the cursor back to where Continue acted
 }
 
 /** @param {Loose} columns of a stretch of one node, at absolute positions */
@@ -185,7 +185,7 @@ export function putTokens(columns) {
     node.n = end;
     store.grown.add(node.id);
   }
-  node.lacks = at > node.tokens.n; // what is before it is fetched when it is shown
+  node.lacks = at > node.tokens.n; // the tokens before it are fetched when the node is shown
   if (node.lacks) return;
   if (node.tokens === NONE) node.tokens = new Tokens(end);
   node.tokens.write(at, columns);

@@ -190,7 +190,7 @@ export function textView(box, source, prefix) {
     });
     elements = kept;
     if (anew && atEnd && view.cursor < 0) scroller.scrollTop = scroller.scrollHeight;
-    if (anew && !isShort) draw(); // it is known now what is where
+    if (anew && !isShort) draw(); // draw again with the measured heights
     attribute(box, "aria-activedescendant", elements.has(view.cursor) ? `${prefix}${view.cursor}` : null);
   }
 

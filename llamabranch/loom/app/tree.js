@@ -15,7 +15,7 @@ import { FLAGS, holder, select, store, texts } from "./store.js";
 const ROW = matchMedia("(pointer: coarse), (max-width: 600px)").matches ? 44 : 34; // px, as in app.css
 const POOL = 80;
 const WORDED = 48; // tokens that the words of a row are made of
-const TOLD = 20; // characters that a document tells of a node at least, if it has so many
+const TOLD = 20; // the list of nodes has at least so many first characters of each text
 /** @type {Set<string>} */ const closed = new Set();
 /** @type {Segment[]} */ let roots = [];
 /** @type {Segment[]} */ let rows = [];
@@ -167,10 +167,10 @@ function wording({ parts, from, to }) {
   }
   /** @type {import("./store.js").Piece[]} */ const pieces = [];
   let isCut = false;
-  const isTalk = parts.some(({ turns }) => turns?.length); // what is said, without the template's own tokens
+  const isTalk = parts.some(({ turns }) => turns?.length); // leave out the template's own tokens
   for (const { tokens, text, at, n, turns } of parts) {
     const begin = Math.max(0, from - at), end = Math.min(n, to - at, begin + WORDED);
-    if (tokens.n < end && begin === 0 && end === n) { // its tokens are not here: what the document tells of its beginning
+    if (tokens.n < end && begin === 0 && end === n) { // without tokens: take the text from the list of nodes
       pieces.push(text);
       isCut = [...text].length >= TOLD;
       break;
@@ -191,7 +191,7 @@ function strip({ first, parts, from, to }) {
   let sum = 0, known = 0, worst = -1, most = -1;
   /** @type {number[]} */ const counts = new Array(7).fill(0);
   for (const { tokens, at, n } of parts) {
-    if (tokens.n < n) { // from the means that came with the document
+    if (tokens.n < n) { // without tokens: use the means from the list of nodes
       const { lp, h: entropy, kl } = first;
       const mean = { probability: Math.exp(lp ?? NaN), entropy: entropy ?? NaN, divergence: kl?.[0] ?? NaN }[lens.name] ?? NaN;
       return { bin: Number.isNaN(mean) ? -1 : lens.bin(mean), worst: -1 };
@@ -234,7 +234,7 @@ function drawRow(row, segment, place, chosen) {
   const marks = (node.flags & FLAGS.bookmark ? " ★" : "") + (node.flags & FLAGS.note ? " ✎" : "")
     + (isClosed ? `  ${children.length}` : "");
   const top = rows[0]?.level ?? 1;
-  const steps = (/** @type {number} */ percent) => `${4 * Math.round(percent / 4)}%`; // most new tokens change nothing
+  const steps = (/** @type {number} */ percent) => `${4 * Math.round(percent / 4)}%`; // rounded, so that most new tokens change no style
   set(row, {
     hidden: false, "--top": `${place * ROW}px`, "--level": String(Math.min(level - top, 14)),
     id: `row-${place}`, "data-row": place, "data-node": node.id, "aria-level": level,

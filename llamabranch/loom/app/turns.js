@@ -51,7 +51,7 @@ function answer(c, { begin, end }, put) {
     if (start >= end) break;
     put(from, start, {});
     from = Math.min(stop, end);
-    if (kind === "call") put(start, from, stop > end ? {} : { kind, title: calls.map(called).join("; ") }); // cut: it is text
+    if (kind === "call") put(start, from, stop > end ? {} : { kind, title: calls.map(called).join("; ") }); // a call that is cut off is drawn as text
     else {
       const title = (kind === "thinking" || stop > end ? "Thinking … " : "Thought, ") + plural(from - start, "token");
       put(start, from, { kind: "thought", key: `${ownerOf(c, start)}:${start}`, title });

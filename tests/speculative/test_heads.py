@@ -533,7 +533,9 @@ def test_head_that_does_not_fit_is_refused_with_the_reason(
         with pytest.raises(lb.errors.UnsupportedError, match=reason):
             lb.Context(head, target=ctx)
         if head is not target:
-            with pytest.raises(lb.errors.UnsupportedError, match=r"together with (its|their) target"):
+            with pytest.raises(
+                lb.errors.UnsupportedError, match=r"together with (its|their) target"
+            ):
                 lb.Context(head)
             head.close()
         with lb.Branch.start(ctx, [2, 3]) as branch:  # the target is as before

@@ -1,4 +1,4 @@
-"""Regular files: replaced in one step, and read when they are small.
+"""Regular files: replaced in one step, and read when they are small; digests of files and of values.
 
 Other kinds of files are refused: a rename would replace a device, and a pipe may never end.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import json
 import os
 import stat
 import tempfile
@@ -77,11 +78,17 @@ def path_of(path: str | PathLike[str]) -> Path:
 
 def sha256(path: Path) -> str:
     """Return the SHA-256 (hex) of a file. It takes about a second for a GB, and releases the GIL."""
-    digest = hashlib.sha256()
+    found = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+            found.update(block)
+    return found.hexdigest()
+
+
+def digest(value: object) -> str:
+    """Return the first 16 hex digits of the SHA-256 of ``value`` as JSON."""
+    text = json.dumps(value, sort_keys=True)
+    return hashlib.sha256(text.encode("ascii")).hexdigest()[:16]
 
 
 def sync(file: IO[bytes] | IO[str]) -> None:

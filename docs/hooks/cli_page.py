@@ -68,8 +68,8 @@ def page() -> str:
     sections += ["## Options of several commands", prose["shared"]]
     for panel, rows in shared.items():
         sections += [f"### {panel}", table(rows)]
-    moved = ", ".join(f"`{old}`: `{new}`" for old, new in MOVED.items())
-    sections += [f"Former names of commands: {moved}."]
+    moved = ", ".join(f"`{name}`: `{meant}`" for name, meant in MOVED.items())
+    sections += [f"Other names, and the commands that they mean: {moved}."]
     return "\n\n".join(sections) + "\n"
 
 

@@ -37,22 +37,15 @@ COMMANDS = {
     "doctor": "Report versions, processor, build, memory and caches, test the installation, and advise.",
 }
 HIDDEN = {"speculate": "generate"}  # names of commands that --help does not list
-# Names that people type instead of a command, and the commands of earlier versions.
+# Names that people type instead of a command: those of llama.cpp's programs, and a command of 0.3.
 MOVED = {
     "cli": "chat",
     "run": "chat",
     "complete": "generate",
     "completion": "generate",
     "server": "serve",
-    "select": "score --context PROMPT CHOICE... --best mean",
     "perplexity": "eval --perplexity FILE",
-    "kld": "eval --against FILE",
     "compare": "eval --perplexity FILE --against A -m B",
-    "quants": "eval --perplexity FILE --against BASE -m A -m B",
-    "inspect": "models show",
-    "pull": "models pull",
-    "theory": "bench, or llamabranch.theory in Python",
-    "plan": "generate, or for Ray llamabranch.scale in Python and benchmarks/plan_job.py of the source",
 }
 
 

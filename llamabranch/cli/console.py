@@ -13,7 +13,6 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import zip_longest
 from pathlib import Path
 from time import monotonic
 from typing import IO, TYPE_CHECKING
@@ -22,8 +21,9 @@ from rich import filesize
 from rich.cells import cell_len
 from rich.color import ColorSystem
 from rich.console import Console as RichConsole
-from rich.console import RenderableType
+from rich.console import JustifyMethod, RenderableType
 from rich.style import Style
+from rich.table import Table
 from rich.text import Text
 
 import llamabranch as lb
@@ -78,6 +78,7 @@ class Console:
         self.colored = self.out.color_system not in (None, "windows")
         self._progress_at = monotonic() + PROGRESS_S
         self._progress = ""  # the text of the progress line, on a terminal
+        self._prompts: dict[object, lb.PromptProgress] = {}  # long ones that are being read
         self.resources = ExitStack()
         self._held: list[str] | None = None  # warnings until a text has ended
         self.on_opening: Callable[[str], None] | None = None
@@ -115,9 +116,9 @@ class Console:
         if self.silent:
             print_json(value)
 
-    def figures(self, its: Mapping[str, object]) -> None:
-        """Print figures as a table without headings, by their names, and an empty line."""
-        rows = [(name.replace("_", " "), value) for name, value in its.items()]
+    def figures(self, values: Mapping[str, object]) -> None:
+        """Print figures and their names as a table without headings, and an empty line."""
+        rows = [(name.replace("_", " "), value) for name, value in values.items()]
         self.table(("", ""), rows, left=("",))
         self.line()
 
@@ -157,18 +158,16 @@ class Console:
         if widths is None:
             self._paragraphs(columns, texts)
             return
-        sides = ["left" if i == 0 or columns[i] in left else "right" for i in kept]
-        for n, row in enumerate([columns, *texts] if any(columns) else texts, not any(columns)):
-            cells = [
-                Text(row[i]).wrap(self.out, width, justify=side, overflow="fold")  # type: ignore[arg-type]
-                for i, width, side in zip(kept, widths, sides, strict=True)
-            ]
-            for line in zip_longest(*cells):
-                parts = (
-                    " " * width if text is None else text.plain + " " * (width - text.cell_len)
-                    for text, width in zip(line, widths, strict=True)
-                )
-                self.write((" " * _GAP).join(parts).rstrip() + "\n", "" if n else "bold")
+        table = Table(
+            box=None, pad_edge=False, padding=(0, _GAP, 0, 0), show_header=any(columns),
+            header_style="bold",
+        )  # fmt: skip
+        for i, width in zip(kept, widths, strict=True):
+            side: JustifyMethod = "left" if i == 0 or columns[i] in left else "right"
+            table.add_column(Text(columns[i]), justify=side, width=width, overflow="fold")
+        for row in texts:
+            table.add_row(*(Text(row[i]) for i in kept))
+        self.render(table)
 
     def _widths(self, rows: Sequence[Sequence[str]]) -> list[int] | None:
         """Return the widths of columns that fit next to each other; None if a word had to be broken."""
@@ -272,13 +271,34 @@ class Console:
             self._progress_at = monotonic() + PROGRESS_S
             self.note(text)
 
-    def reading(self, read: lb.PromptProgress) -> None:
-        """Show the progress of a prompt in the progress line, which disappears at the end."""
-        is_long = read.n_total - read.n_cached >= LONG_PROMPT
-        if is_long and read.n_read < read.n_total:
-            self.progress(f"reading the prompt: {read.n_read:,} of {read.n_total:,} tokens")
-        elif is_long:
+    def reading(self, read: lb.PromptProgress, of: object = None) -> None:
+        """Show the progress of the long prompts that are being read, added up, in the progress line.
+
+        ``of`` names the prompt, if there are several.
+        """
+        if read.n_total - read.n_cached < LONG_PROMPT:
+            return
+        self._prompts[of] = read
+        if read.n_read == read.n_total:
+            self.end_reading(of)
+        if self._prompts:
+            n, parts = len(self._prompts), self._prompts.values()
+            n_read, n_total = (
+                sum(part.n_read for part in parts),
+                sum(part.n_total for part in parts),
+            )
+            what = "the prompt" if n == 1 else f"{n} prompts"
+            self.progress(f"reading {what}: {n_read:,} of {n_total:,} tokens")
+
+    def end_reading(self, of: object) -> None:
+        """Forget a prompt whose progress was shown; without another one the line disappears."""
+        if self._prompts.pop(of, None) is not None and not self._prompts:
             self.progress("")
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether the progress of a prompt is shown."""
+        return bool(self._prompts)
 
     @contextmanager
     def opening(

@@ -15,10 +15,7 @@ import typer
 
 import llamabranch as lb
 from llamabranch import ConfigError, Context
-from llamabranch.eval import (
-    KLDivergence,
-    Perplexity,
-)
+from llamabranch.eval import KLDivergence, Perplexity
 
 from ..files import atomic_write
 from ..loading import LoadOptions
@@ -27,7 +24,7 @@ from .console import Console, base_name, decimal_size, finite, number
 from .files import check_new_file, read_prompt_file, writing
 from .interrupts import EXIT_FAILURE
 from .options import OUTPUT, ModelFlags, OutputFlags, trained_length, vocabulary
-from .pair_report import compare_pair, divergence_tables
+from .pair_report import divergence_tables, print_comparison
 
 if TYPE_CHECKING:
     from llamabranch.eval.comparison import Comparison
@@ -190,7 +187,7 @@ def measure(reading: ReadingFlags, name: str, models: ModelFlags, console: Conso
 
 
 def _print(console: Console, ctx: Context, found: Perplexity | KLDivergence) -> None:
-    its = {k: v for k, v in found.as_dict().items() if k not in ("losses", "rows")}
+    answer = {k: v for k, v in found.as_dict().items() if k not in ("losses", "rows")}
     n_chunks = f"{found.n_done} of {found.n_chunks}"
     if isinstance(found, KLDivergence):
         for names, *rows in divergence_tables(found):
@@ -198,11 +195,11 @@ def _print(console: Console, ctx: Context, found: Perplexity | KLDivergence) -> 
             console.line()
         console.line(f"{found.n_tokens} tokens, {n_chunks} chunks", "dim")
     else:
-        its |= {"by_chunk": found.by_chunk, "running": found.running}
+        answer |= {"by_chunk": found.by_chunk, "running": found.running}
         row = (number(found.value, 4), number(found.stderr, 4), found.n_tokens, n_chunks)
         columns = ("perplexity", "±", "tokens scored", "chunks", "window", "K/V")
         console.table(columns, [(*row, found.window, ctx.kv_type)])
-    console.answer({"name": ctx.model.name, "kv_type": ctx.kv_type, **its})
+    console.answer({"name": ctx.model.name, "kv_type": ctx.kv_type, **answer})
 
 
 # -- two models ----------------------------------------------------------------------------------------
@@ -211,29 +208,44 @@ def _print(console: Console, ctx: Context, found: Perplexity | KLDivergence) -> 
 def compare(
     reading: ReadingFlags, base: str, name: str, models: ModelFlags, console: Console
 ) -> None:
-    """Print the divergence of two models; exit with 1 if it is above a limit."""
+    """Print how two models differ on a text; exit with 1 if they differ more than a limit allows.
+
+    If it is interrupted, the results so far are saved and printed.
+    """
+    from llamabranch.eval.comparison import compare_models
+
     text, path = reading.text(), reading.check_output()
     if reading.save_to is not None:
         raise ConfigError("--save-logits is for one model")
     if name == base:
         raise ConfigError("--against compares with another model", hint="-m names one")
     window, chunks = _window_of(base, models), reading.chunks or _CHUNKS
-    pair = (
-        open_for_chunks(base, models, window, console),
-        open_for_chunks(name, models, window, console),
-    )
+    first, second = (open_for_chunks(each, models, window, console) for each in (base, name))
+    found: Comparison | None = None
 
-    def keep(found: Comparison) -> None:
-        save(path, "compare", found.as_dict())
+    def note(done: Comparison) -> None:
+        nonlocal found
+        found = done
+        if done.n_forks:
+            console.progress(f"greedy texts at place {len(done.forks) + 1} of {done.n_forks}")
+        else:
+            console.progress(f"{done.n_chunks} of {chunks} chunks")
 
-    found = compare_pair(pair, text, window, chunks, console, keep)
+    try:
+        found = compare_models(first, second, text, window, chunks, progress=note)
+    finally:
+        console.progress("")
+        if found is not None:
+            save(path, "compare", found.as_dict())
+            print_comparison(console, found)
+            console.answer(found.as_dict())
     if found.divergence is None:
         if reading.fail_kl is not None or reading.fail_top is not None:
             raise ConfigError("--fail-kl and --fail-top need models with one tokenizer")
         return
-    its, most, least = found.divergence.statistics, reading.fail_kl, reading.fail_top
-    is_far = most is not None and not its.mean.value <= most
-    if is_far or (least is not None and not its.same_top.value >= least):
+    statistics, most, least = found.divergence.statistics, reading.fail_kl, reading.fail_top
+    is_far = most is not None and not statistics.mean.value <= most
+    if is_far or (least is not None and not statistics.same_top.value >= least):
         console.note("the models are further apart than --fail-kl or --fail-top allows")
         raise typer.Exit(EXIT_FAILURE)
 
@@ -241,7 +253,7 @@ def compare(
 # -- several models ------------------------------------------------------------------------------------
 
 
-def compare_models(
+def compare_several(
     reading: ReadingFlags,
     names: Sequence[str],
     base: str | None,
@@ -310,9 +322,9 @@ def _row(
     row: dict[str, Any] = {"file_type": ctx.model.file_type}
     if logits is not None and logits.exists():
         found = lb.eval.divergence(ctx, logits, progress=note)
-        its, n_done = found.statistics, found.n_done
-        figures = its.perplexity.value, its.perplexity.stderr
-        kl = (*its.mean, found.percentile(0.99), its.same_top.value)
+        statistics, n_done = found.statistics, found.n_done
+        figures = statistics.perplexity.value, statistics.perplexity.stderr
+        kl = (*statistics.mean, found.percentile(0.99), statistics.same_top.value)
     else:
         read = lb.eval.perplexity(ctx, text, window, chunks=chunks, progress=note, save_to=logits)
         n_done, figures, kl = read.n_done, (read.value, read.stderr), (0.0, 0.0, 0.0, 1.0)
@@ -413,4 +425,4 @@ def eval(
             hint = "--against MODEL compares several"
             raise ConfigError(f"{against} is compared with one model", hint=hint)
         else:
-            compare_models(reading, names, against, models, console)
+            compare_several(reading, names, against, models, console)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
-import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -166,9 +164,3 @@ def is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def digest(value: object) -> str:
-    """Return the first 16 hex digits of the SHA-256 of ``value`` as JSON."""
-    text = json.dumps(value, sort_keys=True)
-    return hashlib.sha256(text.encode("ascii")).hexdigest()[:16]

@@ -19,7 +19,6 @@ from llamabranch import (
     ConfigError,
     Engine,
     Event,
-    PromptProgress,
     Request,
     Result,
     SamplingParams,
@@ -28,12 +27,13 @@ from llamabranch import (
 from llamabranch.bench.machine import Machine
 from llamabranch.speculative import NullDrafter
 
+from ..files import digest
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
 from .comparison import DraftComparison, compare, first_difference
-from .console import LONG_PROMPT, ROUNDING, Console, shortened
+from .console import ROUNDING, Console, shortened
 from .drafters import has_model
-from .files import digest, load_function, read_piped_text
+from .files import load_function, read_piped_text
 from .interrupts import EXIT_FAILURE, EXIT_INTERRUPTED, InterruptHandler
 from .job import JobLengths
 from .options import (
@@ -106,7 +106,6 @@ class GenerateReport:
         self._n_failed = self._n_printed = 0
         self._on_terminal = console.out.is_terminal
         self._has_begun = False
-        self._reading: dict[tuple[str, int], PromptProgress] = {}  # the prompts that are being read
         texts = [(str(r.id), i) for r in requests for i in range(r.n)]
         self._n_texts, self._n_ended = len(texts), len(self.done)
         prints = file is None and not console.silent
@@ -143,7 +142,9 @@ class GenerateReport:
         """
         result = event.result
         if event.progress is not None:
-            self._show_reading(event, event.progress)
+            self._console.reading(event.progress, (event.id, event.sample))
+            if not self._console.is_reading:
+                self._begin()
             return
         if event.emitted is not None and self._streams:
             self._begin()
@@ -153,11 +154,9 @@ class GenerateReport:
         if result.tokens or result.finish_reason != "cancelled":
             self._begin()
         self._n_ended += 1
-        self._reading.pop((event.id, event.sample), None)
+        self._console.end_reading((event.id, event.sample))
         if self._counts:
             self._console.progress(f"{self._n_ended} of {self._n_texts} texts")
-        elif self._reading:
-            self._console.progress("")
         if result.finish_reason == "cancelled" and (self._file is not None or not result.tokens):
             return
         if not self._order:
@@ -166,24 +165,6 @@ class GenerateReport:
         self._held[result.id, result.sample] = result
         while self._order and self._order[0] in self._held:
             self._give(self._held.pop(self._order.popleft()))
-
-    def _show_reading(self, event: Event, read: PromptProgress) -> None:
-        """Show the progress of all prompts that are being processed, added up."""
-        if read.n_total - read.n_cached < LONG_PROMPT:
-            self._begin()
-            return
-        of = event.id, event.sample
-        self._reading[of] = read
-        if read.n_read == read.n_total:
-            del self._reading[of]
-        if not self._reading:
-            self._console.progress("")
-            self._begin()
-            return
-        n, parts = len(self._reading), self._reading.values()
-        n_read, n_total = sum(part.n_read for part in parts), sum(part.n_total for part in parts)
-        what = "the prompt" if n == 1 else f"{n} prompts"
-        self._console.progress(f"reading {what}: {n_read:,} of {n_total:,} tokens")
 
     def end(self) -> None:
         """Write the results that were held back if the job was interrupted; keep its figures."""

@@ -17,8 +17,8 @@ import typer
 import llamabranch as lb
 from llamabranch import startup
 
+from ..files import digest
 from .console import Console, leave_standard_output, print_json_error
-from .files import digest
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Any, Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 import llamabranch as lb
 from llamabranch import ConfigError, Request, SamplingParams
@@ -18,85 +18,8 @@ from .files import is_unicode, read_standard_input, read_text, schema_text, text
 
 Url = Literal["/v1/chat/completions", "/v1/completions"]
 _INVALID = "surrogateescape"  # bytes that are not UTF-8 make one line invalid, not the file
-_EXCLUSIVE = (
-    ("prompt", "messages"), ("id", "custom_id"),
-    ("grammar", "json_schema", "regex", "choice", "response_format"),
-)  # fmt: skip
 _PAIR = re.compile(r"\\\\|\\u[dD][89abAB]..\\u[dD][c-fC-F]..")  # or a backslash
 _HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
-_SETTINGS = {each.name for each in fields(SamplingParams)} - {"logprobs", "logits_processor"}
-_OTHER_NAMES = {"max_completion_tokens": "max_tokens", "repetition_penalty": "repeat_penalty"}
-# Fields of OpenAI's API that do not change the text.
-_IGNORED = {
-    "model", "user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier",
-}  # fmt: skip
-
-
-_Token = Annotated[int, Meta(ge=0, lt=2**31)]  # C's int
-
-
-class _Format(Struct):
-    """A ``response_format`` of OpenAI's API."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: dict[str, object] = {}
-
-    @property
-    def schema(self) -> object:
-        """The schema of the text, None for free text."""
-        if self.type == "json_schema":
-            if "schema" not in self.json_schema:
-                raise ConfigError("response_format needs a json_schema with a schema")
-            return self.json_schema["schema"]
-        return {"type": "object"} if self.type == "json_object" else None
-
-
-class _Line(Struct, forbid_unknown_fields=True):
-    """A request without its sampling settings; see `read_requests`."""
-
-    prompt: str | list[_Token] | None = None
-    messages: list[dict[str, object]] | None = None
-    id: str | int | None = None
-    custom_id: str | int | None = None
-    max_tokens: int | None = None
-    stop: str | list[str] = ""
-    grammar: str | None = None
-    json_schema: str | dict[str, object] | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    response_format: _Format | None = None
-    n: int = 1
-    priority: int = 0
-    logprobs: bool | int | None = None
-    top_logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    parse_special: bool = True
-    stream: bool = False
-
-    def parsed_grammar(self) -> lb.Grammar | None:
-        """Return the grammar that the text must follow."""
-        schema = self.response_format.schema if self.response_format else self.json_schema
-        if isinstance(schema, str):
-            schema = schema_text(schema)
-        if isinstance(schema, (str, dict)):
-            return lb.Grammar.from_json_schema(schema)
-        if self.regex is not None:
-            return lb.Grammar.from_regex(self.regex)
-        if self.choice is not None:
-            return lb.Grammar.from_choices(self.choice)
-        return None if self.grammar is None else lb.Grammar(self.grammar)
-
-    def n_alternatives(self) -> int | None:
-        """Return how many alternatives to list, None for no detail.
-
-        ``logprobs`` is a number, as in vLLM, or true together with ``top_logprobs``, as in OpenAI's chat
-        API.
-        """
-        if isinstance(self.logprobs, bool):
-            return self.top_logprobs or 0 if self.logprobs else None
-        if self.logprobs is not None and self.top_logprobs is not None:
-            raise ConfigError("with top_logprobs, logprobs must be true or false")
-        return self.top_logprobs if self.logprobs is None else self.logprobs
 
 
 class _Envelope(Struct, forbid_unknown_fields=True):
@@ -144,14 +67,10 @@ def read_requests(
 ) -> list[Request]:
     """Return a request for each line, which is a prompt or a JSON object.
 
-    An object has ``prompt`` (text or token ids) or ``messages``, and optionally ``id`` or ``custom_id``,
-    ``max_tokens``, ``stop``, ``grammar`` (GBNF), ``json_schema`` (an object, or the name of a file),
-    ``regex`` or ``choice`` (a list of texts), ``n``, ``priority``, ``logprobs``, ``top_logprobs``,
-    ``prompt_logprobs``, sampling settings by their names or in ``sampling``, and ``parse_special``:
-    control tokens written in a ``prompt`` are parsed unless it is false, those in ``messages`` never are.
-    Settings that an object leaves out are those of the argument ``sampling``. Empty lines are skipped. An
-    object may also be a line of an OpenAI batch file. A request without an id gets its line number as id,
-    counted from ``first``.
+    `Request.from_json` lists the keys of an object. Here ``json_schema`` may also be the name of a file,
+    and an object may also be a line of an OpenAI batch file. The argument ``sampling`` has the settings
+    that an object leaves out. Empty lines are skipped. A request without an id gets its line number as
+    id, counted from ``first``.
 
     Raises:
         ConfigError: an invalid request, with its line number; or one text instead of lines.
@@ -192,59 +111,27 @@ def _parsed(line: str) -> Any:
         raise
 
 
-def _object(name: str, value: object) -> dict[str, Any]:
-    """Return ``value``, which must be a JSON object."""
-    if not isinstance(value, dict):
-        raise ConfigError(f"{name} must be an object, not {value!r:.60}")
-    return value
-
-
 def _request(data: Any, name: str, sampling: SamplingParams | None) -> Request:
     if isinstance(data, str):
         data = {"prompt": data}
-    data, url = _object("a request", data), None
-    if "body" in data:
-        envelope = msgspec.convert(data, _Envelope)
-        url, data = envelope.url, {**envelope.body, "custom_id": envelope.custom_id}
-    given = {
-        _OTHER_NAMES.get(key, key): value
-        for key, value in data.items()
-        if value is not None and key not in _IGNORED
-    }
-    settings = dict(_object("sampling", given.pop("sampling", {})))
-    settings |= {key: given.pop(key) for key in _SETTINGS & given.keys()}
-    if "logit_bias" in settings:  # keys in JSON are always text
-        bias = _object("logit_bias", settings["logit_bias"])
-        settings["logit_bias"] = {int(k): v for k, v in bias.items()}
-    line = msgspec.convert(given, _Line)
-    if settings:
-        sampling = (sampling or SamplingParams()).replace(
-            **cast("lb.sampling.SamplingSettings", settings)
-        )
-    if line.stream:
-        raise ConfigError("stream is not possible in a file of requests")
-    for names in _EXCLUSIVE:
-        both = [each for each in names if getattr(line, each) is not None]
-        if len(both) > 1:
-            raise ConfigError(f"{' and '.join(both)} exclude each other")
-    needed = ["prompt", "messages"] if url is None else ["messages" if "chat" in url else "prompt"]
-    prompt = next((given[key] for key in needed if given.get(key) not in (None, [])), None)
-    if prompt is None:
-        raise ConfigError(f"a request needs {' or '.join(needed)}")
-    request = Request(
-        prompt,
-        id=str(next((each for each in (line.id, line.custom_id) if each is not None), name)),
-        max_tokens=line.max_tokens,
-        stop=line.stop or (),
-        n=line.n,
-        top_logprobs=line.n_alternatives(),
-        sampling=sampling,
-        grammar=line.parsed_grammar(),
-        priority=line.priority,
-        prompt_logprobs=line.prompt_logprobs,
-        parse_special=line.parse_special,
+    if not isinstance(data, dict):
+        raise ConfigError(f"a request must be an object, not {data!r:.60}")
+    if "body" not in data:
+        return Request.from_json(_with_schema(data), name, sampling)
+    envelope = msgspec.convert(data, _Envelope)
+    request = BatchRequest.from_json(
+        _with_schema(envelope.body) | {"custom_id": envelope.custom_id},
+        name,
+        sampling,
+        needs=["messages" if "chat" in envelope.url else "prompt"],
     )
-    return request if url is None else BatchRequest(**vars(request), url=url)
+    return replace(request, url=envelope.url)
+
+
+def _with_schema(data: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a request, with a schema in place of the name of its file."""
+    schema = data.get("json_schema")
+    return data | {"json_schema": schema_text(schema)} if isinstance(schema, str) else data
 
 
 def answer(name: str, results: Sequence[lb.Result]) -> dict[str, object]:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from llamabranch import pictures
 from llamabranch.eval import KLDivergence, Uncertain
 
 from .console import Console, decimal_size, number
 
 if TYPE_CHECKING:
-    from llamabranch import Context
     from llamabranch.eval.comparison import Comparison
 
 Rows = list[tuple[str, ...]]
@@ -22,43 +20,12 @@ _FRACTIONS = {
 }  # fmt: skip  # of tokens
 
 
-def compare_pair(
-    pair: tuple[Context, Context],
-    text: str,
-    window: int,
-    chunks: int,
-    console: Console,
-    save: Callable[[Comparison], None],
-) -> Comparison:
-    """Compare two models and print the report; if interrupted, save and print the results so far.
-
-    Args:
-        pair: contexts of the base and of the other model.
-        text, window, chunks: as for `llamabranch.eval.comparison.compare_models`.
-        save: called with the results before they are printed.
-    """
-    from llamabranch.eval.comparison import compare_models
-
-    found: list[Comparison] = []
-
-    def note(done: Comparison) -> None:
-        found[:] = [done]
-        if done.n_forks:
-            console.progress(f"greedy texts at place {len(done.forks) + 1} of {done.n_forks}")
-        else:
-            console.progress(f"{done.n_chunks} of {chunks} chunks")
-
-    try:
-        return compare_models(pair[0], pair[1], text, window, chunks, progress=note)
-    finally:
-        console.progress("")
-        if found:
-            save(found[0])
-            for rows in _tables(found[0]):
-                console.table(rows[0], [tuple(map(pictures.visible, row)) for row in rows[1:]])
-                console.line()
-            console.line(found[0].advice)
-            console.answer(found[0].as_dict())
+def print_comparison(console: Console, found: Comparison) -> None:
+    """Print the tables of the report, and its advice."""
+    for rows in _tables(found):
+        console.table(rows[0], rows[1:])
+        console.line()
+    console.line(found.advice)
 
 
 def _tables(found: Comparison) -> Iterator[Rows]:
@@ -102,20 +69,20 @@ def _tables(found: Comparison) -> Iterator[Rows]:
 
 def divergence_tables(found: KLDivergence) -> list[list[tuple[str, ...]]]:
     """Return the statistics and the percentiles as tables, each with a first row of names."""
-    its = found.statistics
+    statistics = found.statistics
     natural = {
-        "perplexity": its.perplexity,
-        "perplexity of the base": its.base_perplexity,
-        "log of their ratio": its.log_ratio,
-        "ratio": its.ratio,
-        "difference": its.difference,
-        "correlation of the losses": Uncertain(its.correlation, math.nan),
-        "mean KL divergence, nats": its.mean,
+        "perplexity": statistics.perplexity,
+        "perplexity of the base": statistics.base_perplexity,
+        "log of their ratio": statistics.log_ratio,
+        "ratio": statistics.ratio,
+        "difference": statistics.difference,
+        "correlation of the losses": Uncertain(statistics.correlation, math.nan),
+        "mean KL divergence, nats": statistics.mean,
     }
     percent = {
-        "same most probable token, %": its.same_top,
-        "mean change of probability, %": its.p_change,
-        "root mean square change, %": its.p_change_rms,
+        "same most probable token, %": statistics.same_top,
+        "mean change of probability, %": statistics.p_change,
+        "root mean square change, %": statistics.p_change_rms,
     }
     return [
         [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from time import monotonic
@@ -16,8 +16,8 @@ from msgspec import Struct
 
 from llamabranch import ConfigError, Grammar, Model, Request, Result
 
-from ..files import atomic_write, sync
-from .files import check_new_file, digest, is_unicode, writing
+from ..files import atomic_write, digest, sync
+from .files import check_new_file, is_unicode, writing
 from .jsonl import BatchRequest, answer
 
 _OLD = "prompt "  # before the digest of a prompt alone, for the records of version 0.2
@@ -110,7 +110,7 @@ class ResultFile:
             self._check()  # comes first, because every request includes the settings of the command line
         for request in requests:
             given = found.pop(str(request.id), "")
-            if given and given not in (_digest(request), _OLD + digest(_plain(request.prompt))):
+            if given and given not in (_digest(request), _OLD + digest(request.prompt)):
                 raise self._refused(_OTHER_PROMPTS.format(request.id))
         for name in found:
             raise self._refused(_OTHER_PROMPTS.format(name))
@@ -224,16 +224,12 @@ def _digest(request: Request) -> str:
     grammar = request.grammar
     return digest(
         {
-            "prompt": _plain(request.prompt),
+            "prompt": request.prompt,
             "max_tokens": request.max_tokens,
             "sampling": None if request.sampling is None else asdict(request.sampling),
-            "stop": list(request.stop),
+            "stop": request.stop,
             "grammar": grammar.as_dict() if isinstance(grammar, Grammar) else grammar,
             "n": request.n,
             "parse_special": request.parse_special,
         }
     )
-
-
-def _plain(prompt: str | Sequence[object]) -> str | list[object]:
-    return prompt if isinstance(prompt, str) else list(prompt)

@@ -163,21 +163,21 @@ def _print(
     if with_tokens:
         columns = ("token", "text", "logprob", "rank", "entropy", *("most probable",) * (top > 0))
         rows = []
-        for its in records[0]["tokens"]:
-            figures = number(its["logprob"], 4), its["rank"], number(its["entropy"], 4)
-            others = " ".join(repr(other["text"]) for other in its["top"])
-            rows.append((its["token"], repr(its["text"]), *figures, others)[: len(columns)])
+        for token in records[0]["tokens"]:
+            figures = number(token["logprob"], 4), token["rank"], number(token["entropy"], 4)
+            others = " ".join(repr(other["text"]) for other in token["top"])
+            rows.append((token["token"], repr(token["text"]), *figures, others)[: len(columns)])
         console.table(columns, rows, left=("text", "most probable"))
         console.line()
     summary = [
         (
-            shortened(its["text"], 40),
-            its["n_tokens"],
-            number(its["logprob"], 4),
-            number(its["perplexity"], 4),
-            max((token["rank"] for token in its["tokens"]), default=None),
+            shortened(record["text"], 40),
+            record["n_tokens"],
+            number(record["logprob"], 4),
+            number(record["perplexity"], 4),
+            max((token["rank"] for token in record["tokens"]), default=None),
         )
-        for its in records
+        for record in records
     ]
     console.table(("text", "n tokens", "logprob", "perplexity", "worst rank"), summary)
     console.line()

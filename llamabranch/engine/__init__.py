@@ -1,6 +1,7 @@
 """Any number of requests, batched over the sequences of one context.
 
 request.py    a request, its events and its result; requests as they are read; the engine's totals
+request_json.py  a request from a JSON object, as in a line of a file
 job.py        a request, and its texts, which are jobs: their states, segments, what they put out
 scheduler.py  which jobs hold a sequence: admission, shared beginnings, parking, preemption
 core.py       a step of all jobs: schedule, run, take

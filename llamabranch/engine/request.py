@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Generic, NamedTuple, cast
 
 import numpy as np
-from typing_extensions import TypeVar
+from typing_extensions import Self, TypeVar
 
 from ..arguments import function, instance, items, whole
 from ..branch import Produced
@@ -37,6 +37,7 @@ from .openai import (
     head,
     usage,
 )
+from .request_json import request_fields
 
 __all__ = [
     "AnyRequest",
@@ -189,6 +190,35 @@ class Request:
         request = copy(self)
         request.__dict__.update(prompt=tokens, thinking=thinking)
         return request
+
+    @classmethod
+    def from_json(
+        cls,
+        data: Mapping[str, object],
+        name: str,
+        sampling: SamplingParams | None = None,
+        *,
+        needs: Sequence[str] = ("prompt", "messages"),
+    ) -> Self:
+        """Return the request that a JSON object describes, such as a line of a file of requests.
+
+        The object has ``prompt`` (text or token ids) or ``messages``. It may have ``id`` or
+        ``custom_id``, ``max_tokens``, ``stop``, one of ``grammar`` (GBNF), ``json_schema``, ``regex``,
+        ``choice`` (a list of texts) and OpenAI's ``response_format``, and ``n``, ``priority``,
+        ``logprobs``, ``top_logprobs``, ``prompt_logprobs``, ``parse_special``, and sampling settings, by
+        their names or in ``sampling``. A value of None counts as left out.
+
+        Args:
+            data: the object.
+            name: the id of a request that has none.
+            sampling: the settings that the object does not set.
+            needs: the keys that the prompt may have, the preferred one first.
+
+        Raises:
+            ConfigError: a field is unknown, missing, of the wrong type or out of range.
+            GrammarError: the grammar is invalid.
+        """
+        return cls(**request_fields(data, name, sampling, needs))
 
 
 @dataclass(repr=False)

@@ -282,8 +282,8 @@ class FixedLength(DraftLength):
     def explain(self) -> str:
         """Return the fixed number and the entropy limit."""
         stop = "" if self._rule is None else f", fewer above {self._rule.most_entropy:g} nats"
-        each = f"always {self.limit} tokens a draft{stop}" if self.limit else "no drafts"
-        return f"{each}: the length is fixed"
+        length = f"always {self.limit} tokens a draft{stop}" if self.limit else "no drafts"
+        return f"{length}: the length is fixed"
 
 
 class DraftState(Protocol):
@@ -530,8 +530,8 @@ class SpeculativeStats(ConstraintStats):
         counts, times = self.target_decodes_by_n, self.target_s_by_n
         if not counts.get(1):
             return {}
-        one = times[1] / counts[1]
-        return {n: times[n] / counts[n] / one for n in sorted(counts)}
+        single_s = times[1] / counts[1]
+        return {n: times[n] / counts[n] / single_s for n in sorted(counts)}
 
     @property
     def speedup_predicted(self) -> float:

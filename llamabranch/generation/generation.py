@@ -104,11 +104,11 @@ class OutputBuffer:
         self.is_stuck = False
         if emitted.is_stop:
             self.finish_reason, self.eog = "stop", emitted
-            held = self._stops.flush()
-            if not held:
+            pending = self._stops.flush()
+            if not pending:
                 return None
-            self.texts.append(held)
-            return emitted._replace(text=held)
+            self.texts.append(pending)
+            return emitted._replace(text=pending)
         n = len(self.tokens) + 1
         is_end = emitted.token in self._stop_tokens
         last = self._max_tokens is not None and n >= self._max_tokens
@@ -136,11 +136,11 @@ class OutputBuffer:
                 has ended
         """
         self.finish_reason = reason or self.finish_reason
-        held = self._stops.flush()
-        if not held:
+        pending = self._stops.flush()
+        if not pending:
             return None
-        self.texts.append(held)
-        return Produced(NO_TOKEN, held, True, math.nan, math.nan)
+        self.texts.append(pending)
+        return Produced(NO_TOKEN, pending, True, math.nan, math.nan)
 
 
 class Solo:
@@ -365,10 +365,11 @@ def _run(
         except LlamaBranchError as error:
             is_dead_end = isinstance(error, ConstraintError)
             reason = "capacity" if isinstance(error, CapacityError) else None
-            held = output.break_off("constraint" if is_dead_end else reason)
+            pending = output.break_off("constraint" if is_dead_end else reason)
             text.finish_reason = output.finish_reason if is_dead_end else text.finish_reason
-            if held is not None and is_consumed:  # a generator that is being closed may not yield
-                yield held
+            # A generator that is being closed may not yield.
+            if pending is not None and is_consumed:
+                yield pending
             if not is_dead_end:
                 raise
         finally:

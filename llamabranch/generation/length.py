@@ -42,7 +42,7 @@ class _Record:
     def acceptance(self) -> tuple[list[float], float]:
         """Return the acceptance in each bucket, and of all recently considered tokens."""
         rates = [a / t for a, t in zip(self._accepted, self._tested, strict=True)]
-        return rates, sum(rates[each] for each in self._drawn) / len(self._drawn)
+        return rates, sum(rates[drawn] for drawn in self._drawn) / len(self._drawn)
 
     def learn(self, done: Round) -> None:
         """Learn from the outcome of a draft."""
@@ -60,7 +60,9 @@ class _Record:
             self._tested[at] = keep * self._tested[at] + weight
             self._accepted[at] = keep * self._accepted[at] + weight * outcome
             self._drawn.append(at)
-        n_looks = max(1, len(draft.tokens), sum(not math.isnan(each) for each in draft.entropies))
+        n_looks = max(
+            1, len(draft.tokens), sum(not math.isnan(entropy) for entropy in draft.entropies)
+        )
         if draft.n_read <= (2 if self.step_s else 8):  # otherwise this is the time of reading
             seconds = min(draft.seconds / n_looks, 4.0 * (self.step_s or math.inf))
             share = 0.5 if seconds < self.step_s else 0.1 if self.step_s else 1.0
@@ -87,7 +89,7 @@ class _Learned:
             slope = max(0.0, (seconds[-1] - seconds[low]) / (known[-1] - known[low]))
         # Beyond them use a quarter of the slope: a size that may be cheap is tried, and then known.
         xs, ys = (*known, known[-1] + 4096), (*seconds, seconds[-1] + 1024 * slope)
-        return [float(each) for each in np.interp(sizes, xs, ys)]
+        return [float(time_s) for time_s in np.interp(sizes, xs, ys)]
 
     def learn(self, n: int, seconds: float, n_rounds: int) -> None:
         """Learn from rounds with ``n`` tokens; the times of other sizes change in proportion."""
@@ -95,7 +97,7 @@ class _Learned:
             (expected,) = self.times([n])
             if n in self.seconds:  # the machine may be slower or faster now, and a context grows
                 pace = 0.8 + 0.2 * min(2.0, max(0.5, seconds / expected))
-                self.seconds = {size: pace * each for size, each in self.seconds.items()}
+                self.seconds = {size: pace * time_s for size, time_s in self.seconds.items()}
             most = 2.0 if len(self.seconds) > 1 else 4.0  # a single slow one says little
             seconds = min(seconds, most * expected)
         old = self.seconds.get(n, seconds)
@@ -154,7 +156,7 @@ class AutoLength(DraftLength):
             self._n_behind = n_behind
             if not learned.seconds:
                 return self.WARM_UP_PLAIN
-            if not used or any(not each.pause for each in used):
+            if not used or any(not record.pause for record in used):
                 return int(learned.since_plain >= self.REFRESH)
             return 0 if any(map(self._is_due, used)) else self.PAUSE
 
@@ -219,8 +221,8 @@ class AutoLength(DraftLength):
         # With non-unified K/V llama.cpp decodes the surplus tokens of one text by themselves.
         shared = n if n == 1 or not self._splits else 0
         plain_s, *times = self._learned.times([n, *(shared + k for k in sizes)])
-        added_s = (max(0.0, each - plain_s * bool(shared)) for each in times)  # below 0 is noise
-        return [plain_s / n + k * record.step_s + each for k, each in enumerate((0.0, *added_s))]
+        added_s = (max(0.0, added - plain_s * bool(shared)) for added in times)  # below 0 is noise
+        return [plain_s / n + k * record.step_s + added for k, added in enumerate((0.0, *added_s))]
 
     def _best(self, record: _Record) -> tuple[int, float]:
         """Return the length with the highest expected throughput, and its speedup over plain steps."""
@@ -277,7 +279,7 @@ class AutoLength(DraftLength):
             state, expected = "on", f": {gain:.2f} x expected, with about {k} tokens a draft"
             if self._is_free(record):
                 state, expected = "on where a copy is likely", ""
-            elif all(each.pause for each in used):
+            elif all(record.pause for record in used):
                 state, expected = "off", f": at best {gain:.2f} x"
             beside = "" if n == 1 else f" with {n} sequences in a decode"
             share = record.n_accepted / max(1, record.n_tested)

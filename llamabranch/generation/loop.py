@@ -119,12 +119,12 @@ class RunningText:
 
     def _drawn(self, row: LogitsRow) -> Produced:
         text = self.text
-        one = self._described(text.produce_from(row), row)
+        produced = self._described(text.produce_from(row), row)
         if self.other_seeds:
-            self._draw_others([one], [row], text.incomplete)
-        if not one.is_stop:
-            text.append(one.token, -one.logprob, None)
-        return one
+            self._draw_others([produced], [row], text.incomplete)
+        if not produced.is_stop:
+            text.append(produced.token, -produced.logprob, None)
+        return produced
 
     def _draw_others(
         self, emitted: Sequence[Produced], rows: Sequence[LogitsRow], incomplete: bytes
@@ -136,19 +136,19 @@ class RunningText:
         text, self.others = self.text, []
         start = len(text.tokens) - len(emitted) + 1
         for seed in self.other_seeds:
-            its, pending = [], incomplete
-            for position, (one, row) in enumerate(zip(emitted, rows, strict=True), start):
+            other, pending = [], incomplete
+            for position, (produced, row) in enumerate(zip(emitted, rows, strict=True), start):
                 token = row.draw(text.sampler, seed, position, measured=False)
-                is_same = token == one.token
+                is_same = token == produced.token
                 if not is_same:
-                    one = self._described(text.describe(token, row)[0], row)
-                if not one.is_stop:
+                    produced = self._described(text.describe(token, row)[0], row)
+                if not produced.is_stop:
                     piece, pending = text.ctx.model.text_after(token, pending)
-                    one = one._replace(text=piece)
-                its.append(one)
+                    produced = produced._replace(text=piece)
+                other.append(produced)
                 if not is_same:
                     break
-            self.others.append(its)
+            self.others.append(other)
 
     def part(self, texts: Sequence[T]) -> tuple[list[T], list[tuple[list[Produced], list[T]]]]:
         """Divide the equal texts, one for each of ``other_seeds``, by the tokens they have drawn.
@@ -159,10 +159,10 @@ class RunningText:
         """
         groups: dict[tuple[int, ...], tuple[list[Produced], list[T]]] = {}
         seeds = []
-        emitted = tuple(one.token for one in self.emitted)
-        for text, seed, its in zip(texts, self.other_seeds, self.others, strict=True):
-            tokens = tuple(one.token for one in its)
-            groups.setdefault(tokens, (its, []))[1].append(text)
+        emitted = tuple(produced.token for produced in self.emitted)
+        for text, seed, other in zip(texts, self.other_seeds, self.others, strict=True):
+            tokens = tuple(produced.token for produced in other)
+            groups.setdefault(tokens, (other, []))[1].append(text)
             if tokens == emitted:
                 seeds.append(seed)
         self.other_seeds = seeds
@@ -286,8 +286,8 @@ class RunningText:
             is_forced = bool(draft.forced) and draft.forced[i]
             self.stats.num_forced_tokens += is_forced
             source = "forced" if is_forced else "drafted"
-            one = Produced(token, piece, False, logprob, entropy, source)
-            emitted.append(self._described(one, row))
+            produced = Produced(token, piece, False, logprob, entropy, source)
+            emitted.append(self._described(produced, row))
             row = rows[i + 1]
         last = text.describe(verdict.token, row)[0]._replace(source=verdict.source)
         emitted.append(self._described(last, row))
@@ -297,12 +297,12 @@ class RunningText:
             text.append(last.token, -last.logprob, None)
         return emitted, verdict.n_accepted
 
-    def _described(self, one: Produced, row: LogitsRow) -> Produced:
+    def _described(self, produced: Produced, row: LogitsRow) -> Produced:
         """Return ``one`` with its alternatives and rank, if they were requested."""
         if not self._n_alternatives:
-            return one
+            return produced
         alternatives = row.alternatives(self.text.ctx.model, self._n_alternatives)
-        return one._replace(alternatives=alternatives, rank=row.rank(one.token))
+        return produced._replace(alternatives=alternatives, rank=row.rank(produced.token))
 
     def conclude(self) -> None:
         """Report the round to the draft state and the length. Call it without the context's lock."""
@@ -318,9 +318,9 @@ class RunningText:
         self.done = self.done._replace(overhead_s=overhead_s + rollback_s)
         stats.sample_time_s += overhead_s
         stats.rollback_time_s += rollback_s
-        found, self._trace = self._trace, None
-        if self.on_round is not None and found is not None:
-            self.on_round(replace(found, following=self.emitted[-1], verify_s=verify_s))
+        trace, self._trace = self._trace, None
+        if self.on_round is not None and trace is not None:
+            self.on_round(replace(trace, following=self.emitted[-1], verify_s=verify_s))
         stats.count_decode(1 + len(draft.tokens), verify_s)
         if draft.tokens:
             stats.record_draft(len(draft.tokens), n_accepted)
@@ -441,13 +441,13 @@ class Loop:
         if step.n_tokens and running and self.drafter is not None:
             # the time of a decode that also read texts is not comparable
             verify_s = math.nan if readers else step.verify_s
-            self.length.learn([each.done for each in running], step.n_tokens, verify_s)
+            self.length.learn([member.done for member in running], step.n_tokens, verify_s)
         return step
 
     def _run(self, running: Sequence[RunningText], readers: Sequence[Reader]) -> Step:
         step = Step()
-        for each in running:
-            each.emitted, each.n_decoded, each.error, each.done = [], 0, None, _PLAIN
+        for member in running:
+            member.emitted, member.n_decoded, member.error, member.done = [], 0, None, _PLAIN
         for reader in readers:
             reader.n_decoded, reader.error = 0, None
         try:
@@ -455,30 +455,30 @@ class Loop:
             try:
                 self._decode(step, running, readers)
             except CapacityError:
-                if not any(each.draft.tokens for each in running):
+                if not any(member.draft.tokens for member in running):
                     raise
-                for each in running:
-                    if each.draft.tokens:
-                        each.stats.count_stop("no room to verify")
-                    each.drop_draft()
+                for member in running:
+                    if member.draft.tokens:
+                        member.stats.count_stop("no room to verify")
+                    member.drop_draft()
                 self._decode(step, running, readers)
         except LlamaBranchError as error:
-            for each in running:
-                each.drop_draft()
+            for member in running:
+                member.drop_draft()
             if not isinstance(error, CacheFullError):
                 raise
             self._note_full(step, [*running, *readers], error)
             return step
         except BaseException:
-            for each in running:
-                each.abandon()
+            for member in running:
+                member.abandon()
             raise
-        for each in running:
-            if each.error is None:
+        for member in running:
+            if member.error is None:
                 try:
-                    each.conclude()
+                    member.conclude()
                 except LlamaBranchError as error:
-                    each.error = error
+                    member.error = error
         return step
 
     def _draft(self, running: Sequence[RunningText], n_readers: int) -> int:
@@ -487,30 +487,30 @@ class Loop:
         if drafter is None:
             return 0
         if n_readers and not ctx.kv_cache.can_draft:
-            for each in running:  # a decode that also reads cannot be undone
-                each.set_draft(NO_DRAFT)
+            for member in running:  # a decode that also reads cannot be undone
+                member.set_draft(NO_DRAFT)
             return 0
         asked: list[RunningText] = []
         requests: list[DraftRequest] = []
-        for each in running:
-            n_lacking = int(each.text.is_behind)
-            room = ctx.kv_cache.room(each.text.seq_id, each.limit + n_lacking) - n_lacking
-            request = each.request(room)
+        for member in running:
+            n_lacking = int(member.text.is_behind)
+            room = ctx.kv_cache.room(member.text.seq_id, member.limit + n_lacking) - n_lacking
+            request = member.request(room)
             if request is None:
-                each.set_draft(NO_DRAFT)
+                member.set_draft(NO_DRAFT)
             else:
-                asked.append(each)
+                asked.append(member)
                 requests.append(request)
         if not requests:
             return 0
         room = ctx.n_outputs_max - len(running) - n_readers
         n_decodes = 0
-        for each, draft in zip(asked, drafter.propose_many(requests), strict=True):
+        for member, draft in zip(asked, drafter.propose_many(requests), strict=True):
             if len(draft.tokens) > room:
                 draft.cut(max(0, room))
             room -= len(draft.tokens)
             n_decodes += draft.n_decodes
-            each.set_draft(draft)
+            member.set_draft(draft)
         if len(running) > 1:
             self._fit_together(running)
         return n_decodes
@@ -522,12 +522,12 @@ class Loop:
         at random for a rule that compares distributions are therefore cut as a whole, whatever was
         drawn.
         """
-        memory, drafts = self._ctx.kv_cache, [each.draft for each in running]
+        memory, drafts = self._ctx.kv_cache, [member.draft for member in running]
         if memory.can_draft:
             return
-        for each in running:
-            if each.draft.sources and each.rule != "seeded":
-                each.draft.cut(0)
+        for member in running:
+            if member.draft.sources and member.rule != "seeded":
+                member.draft.cut(0)
         fitting = memory.fit_together([len(draft.tokens) for draft in drafts], 0)
         for draft, n in zip(drafts, fitting, strict=True):
             draft.cut(n)
@@ -537,8 +537,10 @@ class Loop:
     ) -> None:
         """Decode last tokens, drafts and texts together; each text takes its rows."""
         ctx = self._ctx
-        if not ctx.capabilities.batch_invariant and any(each.rule == "seeded" for each in running):
-            ctx.warn_if_inexact(len(running) + sum(len(each.draft.tokens) for each in running))
+        if not ctx.capabilities.batch_invariant and any(
+            member.rule == "seeded" for member in running
+        ):
+            ctx.warn_if_inexact(len(running) + sum(len(member.draft.tokens) for member in running))
         with self._lock:  # the logits are valid until the next decode of any thread
             if len(running) == 1 and not readers:
                 self._decode_alone(step, running[0])
@@ -556,13 +558,13 @@ class Loop:
         rows = batch.decode(ctx.decoder, expiring)
         step.verify_s = verify_s = perf_counter() - start
         step.n_tokens = sum(map(len, texts))
-        for member, tokens, its in zip(members, texts, rows, strict=True):
+        for member, tokens, member_rows in zip(members, texts, rows, strict=True):
             member.n_decoded = len(tokens)
             try:
                 if isinstance(member, RunningText):
-                    member.take(its, verify_s * len(tokens) / step.n_tokens)
+                    member.take(member_rows, verify_s * len(tokens) / step.n_tokens)
                 elif tokens:
-                    member.read(tokens, its)
+                    member.read(tokens, member_rows)
             except LlamaBranchError as error:
                 member.error = error
 
@@ -589,10 +591,11 @@ class Loop:
         """Return the batch of a step, and the tokens of each text in it."""
         ctx, batch = self._ctx, Batch()
         texts = [
-            each.plan().tokens if each.draft.tokens else each.text.lacking() for each in running
+            member.plan().tokens if member.draft.tokens else member.text.lacking()
+            for member in running
         ]
-        for each, tokens in zip(running, texts, strict=True):
-            batch.add(each.text.seq_id, tokens, "all")
+        for member, tokens in zip(running, texts, strict=True):
+            batch.add(member.text.seq_id, tokens, "all")
         room = ctx.n_outputs_max - len(batch.entries) - len(readers)
         for reader in readers:
             left, wants_rows = ctx.n_batch - len(batch.entries), reader.wants_rows
@@ -613,8 +616,8 @@ class Loop:
     ) -> None:
         """Note which texts have filled their part of the cache, or else that one must give way."""
         ctx = self._ctx
-        for each in members:
-            if not ctx.kv_cache.room(each.text.seq_id, 1):
-                each.error = error
-        if all(each.error is None for each in members):
+        for member in members:
+            if not ctx.kv_cache.room(member.text.seq_id, 1):
+                member.error = error
+        if all(member.error is None for member in members):
             step.no_room = error

@@ -42,7 +42,7 @@ class ThoughtBuffer(OutputBuffer):
     """
 
     def __init__(self, model: Model, thinking: Thinking, max_tokens: int | None) -> None:
-        limits = [each for each in (max_tokens, thinking.budget) if each is not None]
+        limits = [limit for limit in (max_tokens, thinking.budget) if limit is not None]
         super().__init__(min(limits) if limits else None, (thinking.end,))
         self._model, self._thinking = model, thinking
         self._total = max_tokens
@@ -87,8 +87,8 @@ class ThoughtBuffer(OutputBuffer):
 
     def break_off(self, reason: str | None = None) -> Produced | None:
         """End the thought without a tag, as ``OutputBuffer.break_off`` does."""
-        held = super().break_off(reason)
-        return None if held is None else held._replace(is_thought=True)
+        pending = super().break_off(reason)
+        return None if pending is None else pending._replace(is_thought=True)
 
     def resume(self) -> None:
         """Continue a thought that stopped because there was no room."""
@@ -113,7 +113,7 @@ class ThoughtBuffer(OutputBuffer):
             else:
                 is_answer, text = True, ""
             self._start = len(self._written) - len(text)
-        found = super().add(emitted._replace(text=text, is_thought=True))
+        produced = super().add(emitted._replace(text=text, is_thought=True))
         if is_answer:
             self.finish_reason = "stop"
         shown = self._space + self.texts[-1]
@@ -122,7 +122,7 @@ class ThoughtBuffer(OutputBuffer):
         core = shown.rstrip()
         self._space, self.texts[-1] = shown[len(core) :], core
         self._has_text = self._has_text or bool(core)
-        return None if found is None else found._replace(text=core)
+        return None if produced is None else produced._replace(text=core)
 
 
 def forced_token(token: int) -> Produced:

@@ -1,4 +1,4 @@
-"""Ray: the connection to a cluster, Ray Data's settings, its errors as ours, the ledger's actor."""
+"""The connection to a Ray cluster, and Ray's errors as ours."""
 
 from __future__ import annotations
 
@@ -6,34 +6,10 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 from ..errors import JobError, LlamaBranchError, UnsupportedError
 from ..extras import install_command
 from .folder import Folder
-from .ledger import Ledger
-
-if TYPE_CHECKING:
-    from ray.actor import ActorHandle
-
-
-def make_ledger() -> ActorHandle:
-    """Return a new ledger for `WorkerOptions`: with it a row that ends its process becomes an error.
-
-    It ends with the program that made it. Only for ``map_batches``: whole jobs have their own.
-
-    Raises:
-        UnsupportedError: Ray is not installed.
-    """
-    ray = import_ray()
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    # On this node: if it goes, the whole job goes.
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-    actor = ray.remote(Ledger).options(
-        num_cpus=0, max_restarts=-1, max_task_retries=-1, scheduling_strategy=here
-    )
-    return actor.remote()
 
 
 def import_ray() -> ModuleType:
@@ -60,33 +36,19 @@ def cluster(address: str | None, workers: int, cpus: float) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    if address in (None, "local"):
-        # Logical CPUs: one more, because the filter of a resumed job takes one.
-        ray.init(
-            address="local",
-            num_cpus=math.ceil(workers * cpus) + 1,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="ERROR",
-        )
-    else:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    is_local = address in (None, "local")
+    # One logical CPU more than the workers have, to read again what a lost node had read.
+    size = {"num_cpus": math.ceil(workers * cpus) + 1, "include_dashboard": False}
+    ray.init(
+        address="local" if is_local else address,
+        log_to_driver=False,
+        logging_level="ERROR",
+        **(size if is_local else {}),
+    )
     try:
         yield
     finally:
         ray.shutdown()
-
-
-@contextmanager
-def data_context(**values: object) -> Iterator[None]:
-    """Set values of Ray Data's context for the datasets that are made inside."""
-    from ray.data import DataContext
-
-    context = DataContext.get_current().copy()
-    for name, value in values.items():
-        setattr(context, name, value)
-    with DataContext.current(context):
-        yield
 
 
 @contextmanager
@@ -108,7 +70,10 @@ def translated(output: Folder) -> Iterator[None]:
             raise cause from None
         last = str(error).strip().rpartition("\n")[2]
         text = f"the job failed: {last or type(error).__name__}"
-        hint = "what is written is kept; resume the job"
+        hint = "what was written is kept; resume the job"
+        if isinstance(error, ray.exceptions.RayActorError):
+            text = "the job failed: its workers died again and again"
+            hint = f"Ray's logs of the workers say why; is there enough memory for each? {hint}"
         if isinstance(cause, OSError):
             text = f"cannot write to {output.path}: {cause.strerror or cause}"
             hint = (

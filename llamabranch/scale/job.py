@@ -1,14 +1,14 @@
-"""Whole jobs on Ray Data: `generate` and `score` take files to files, each row exactly once.
+"""Whole jobs on Ray Data: `generate` and `score` read files and write files, each row exactly once.
 
-Of each block Ray Data first writes its ids as pending, then the data file, then renames the ids. A job
-that is resumed deletes the data of pending ids and skips the rows of the others. What a job was made with
-is in ``_job/job.json``; ``_SUCCESS`` is written when every row is there.
+Ray Data reads, sorts, retries and writes. A file of results is either complete or missing. So the ids in
+the output are the ids of the finished rows, and a resumed job runs the others. ``_job/job.json`` has the
+settings of a job. ``_SUCCESS`` is written when the output has every row.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib import metadata
@@ -19,23 +19,31 @@ from typing_extensions import Unpack
 from .. import hub
 from ..arguments import bounded, items, whole
 from ..errors import ConfigError, JobError
+from ..files import digest
 from ..loading import LoadOptions
 from ..model import Model
 from ..native import engine_versions
 from ..sampling import Grammar, SamplingParams
 from ..sampling.noise import random_seed
-from .cluster import cluster, data_context, import_ray, make_ledger, translated
-from .folder import Folder, input_files, make_sink
+from .cluster import cluster, import_ray, translated
+from .folder import Folder
 from .rows import GenerateRows, RowOptions, ScoreRows
+from .source import Source
 from .stages import Generate, Score, WorkerOptions
-from .staging import Input, count_rows
 
 if TYPE_CHECKING:
     import pyarrow.fs
+    import ray.data
 
 _MOST = 1e15
-_WORKERS_A_HELPER = 8  # workers for each process that reads, and each that writes
-_ROWS_AT_A_TIME = 4  # batches of a worker, times its streams
+_WORKERS_PER_WRITER = 8  # one process writes the results of so many workers
+_ROWS_PER_STREAM = 4  # of a batch
+# Retries of a batch whose worker died. Ray takes half a minute to notice that a node is gone, and until
+# then each attempt to reach a worker there is a retry.
+MOST_RETRIES = 16
+# Blocks that may fail. The next one ends the job at once, since on a full disk all of them would fail.
+_MOST_LOST = 8
+_SETTINGS = "_job/job.json"
 
 
 class JobOptions(TypedDict, total=False):
@@ -57,24 +65,22 @@ class JobOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class JobReport:
-    """A job that has ended: every row of its input is in its output, once.
+    """A finished job: its output has every row of its input, once.
 
     Args:
         output: the folder of the results.
         n_rows: rows of the output.
-        n_errors: of these, rows without a text; their column ``error`` tells why.
+        n_errors: how many of them have no text; their column ``error`` says why.
         n_resumed: rows that an earlier run had written.
-        n_deaths: worker processes that have died in this run.
-        batch_invariant: whether all workers' contexts were batch-invariant: then the same job gives
-            the same bytes again.
-        seed: from which the rows' seeds are derived.
+        batch_invariant: whether the contexts of all workers were batch-invariant. If so, the same job
+            gives the same bytes again.
+        seed: the seed from which the rows' seeds are derived.
     """
 
     output: str
     n_rows: int
     n_errors: int
     n_resumed: int
-    n_deaths: int
     batch_invariant: bool
     seed: int
 
@@ -98,26 +104,26 @@ def generate(
 ) -> JobReport:
     """Continue the prompts of files on a Ray cluster; each row's result is written exactly once.
 
-    The input has the columns (or keys) ``id`` and ``prompt``, the output those that `Generate`
-    describes.
+    `Generate` describes the columns (or keys) of the input and of the output.
 
     Args:
         inputs: Parquet files or JSON lines: paths, folders or URIs that every node can read.
         output: a folder that every node can write to.
         model, max_tokens, sampling, stop, grammar, n, chat, parse_special: as for `Generate`.
-        seed: the seed from which those of the rows are derived; None = a random one, kept in job.json.
+        seed: the seed from which the rows' seeds are derived; None = a random one, kept in job.json.
         load: options of `lb.load` for the workers.
         options: how the job runs:
 
             - ``workers``: how many, or the least and the most; ``cpus`` and ``gpus`` of each (1 and 0);
               ``streams``: texts at a time of each (8); ``draft``: a draft model.
-            - ``address``: of the Ray cluster, "auto", or "local" for one of this process. None = the one
-              that is connected, else a local one.
+            - ``address``: of a Ray cluster, or "auto"; "local" starts Ray for this process. None = the
+              connected cluster, or "local" if there is none.
             - ``resume``: continue a job that was interrupted.
-            - ``block_rows`` (512): rows that are written, or after a failure repeated, together.
-            - ``id_column`` ("id"); ``keep``: columns of the input that the output has too;
+            - ``block_rows`` (512): rows that are written together, and repeated together after a failure.
+              With 1 a worker runs one row at a time.
+            - ``id_column`` ("id"); ``keep``: columns to copy from the input to the output;
               ``filesystem``: a ``pyarrow.fs.FileSystem``.
-            - ``stall_s``: a worker without progress for so long ends itself (600).
+            - ``stall_s`` (600): seconds without progress after which a worker ends its process.
 
     Raises:
         ConfigError: an invalid setting or input, an output that belongs to another job.
@@ -141,17 +147,15 @@ def score(
 ) -> JobReport:
     """Score the texts of files on a Ray cluster; each row's result is written exactly once.
 
-    The input has the columns (or keys) ``id``, ``text`` and optionally ``context``, the output those that
-    `Score` describes.
-
-    Arguments and errors are those of `generate`.
+    `Score` describes the columns (or keys) of the input and of the output. Arguments and errors are those
+    of `generate`.
     """
     rows = ScoreRows(parse_special=parse_special)
     return _RayJob(rows, inputs, output, model, load, options).run(Score, 0)
 
 
 class _RayJob:
-    """A job: its folders, what it was made with, its plan for Ray Data."""
+    """A job: its input, its output, its settings, and its plan for Ray Data."""
 
     def __init__(
         self,
@@ -178,16 +182,13 @@ class _RayJob:
         self._model, self._load, self._options = model, LoadOptions(**(load or {})), options
         self._arguments = {field.name: getattr(rows, field.name) for field in fields(rows)}
         id_column, keep = options.get("id_column", "id"), items("keep", options.get("keep", ()))
-        self._input = Input(
-            *input_files(inputs, options.get("filesystem")), id_column, rows.columns, tuple(keep)
-        )
-        self._output = Folder(output, options.get("filesystem"))
-        self._folder = self._output / "_job"
-        files = json.dumps(self._input.files)
+        filesystem = options.get("filesystem")
+        self._source = Source.find(inputs, filesystem, id_column, rows.columns, tuple(keep))
+        self._output = Folder(output, filesystem)
         self._settings: dict[str, object] = {
-            "format": 4,
+            "format": 5,
             "kind": "generate" if isinstance(rows, GenerateRows) else "score",
-            "input": hashlib.sha256(files.encode("utf-8", "surrogatepass")).hexdigest()[:16],
+            "input": digest(self._source.files),
             "id_column": id_column,
             "keep": keep,
             "load": _plain({k: v for k, v in self._load.items() if not k.startswith("n_threads")}),
@@ -195,120 +196,94 @@ class _RayJob:
         }
 
     def run(self, stage: type[Generate | Score], seed: int | None) -> JobReport:
-        """Run what is left of the job."""
-        earlier = self._folder.read_json("job.json")
-        if self._output.paths() or earlier is not None:
+        """Run the rows that are not finished."""
+        output, id_column = self._output, self._source.id_column
+        earlier = output.read_json(_SETTINGS)
+        if output.files() or earlier is not None:
             if not self._options.get("resume", False):
                 raise ConfigError(
-                    f"{self._output.path} already exists",
+                    f"{output.path} already exists",
                     hint="continue it with resume=True (--resume), or name another folder",
                 )
             if earlier is None:
-                raise ConfigError(f"{self._output.path} is not the folder of a job")
+                raise ConfigError(f"{output.path} is not the folder of a job")
         connected = cluster(self._options.get("address"), self._most, self._cpus)
-        with connected, translated(self._output):
+        with connected, translated(output):
             ray = import_ray()
             facts = ray.get(ray.remote(_model_facts).options(num_cpus=0).remote(self._model))
             if seed is None:
                 before = None if earlier is None else earlier.get("seed")
                 seed = before if isinstance(before, int) else random_seed()
-            settings = {**self._settings, **facts, "seed": seed}
-            if earlier is None:
-                self._folder.delete()  # of a job that never began
-                n_rows = self._input.stage(self._folder / "prompts", self._block_rows)
-                self._folder.write_json("job.json", {**settings, "rows": n_rows})
-            else:
-                n_rows = whole("rows, in job.json,", earlier.get("rows"), 1)
-                _check_same(earlier, {**settings, "rows": n_rows}, self._output.path)
-            n_before = count_rows(self._folder / "checkpoint")
-            book = make_ledger()
-            worker = WorkerOptions(
-                streams=self._streams,
-                draft=self._options.get("draft"),
-                ledger=book,
-                fingerprint=str(facts["model"]),
-                stall_s=self._stall_s,
-            )
-            if n_before < n_rows:
-                self._map(stage, {**self._arguments, "seed": seed, "worker": worker})
-            n_written = count_rows(self._folder / "checkpoint")
-            if n_written != n_rows:
-                raise JobError(
-                    f"{n_written} of {n_rows} rows are in {self._output.path}",
-                    hint="resume the job; please report this",
+            settings: dict[str, object] = {**self._settings, **facts, "seed": seed}
+            if earlier is not None:
+                settings["rows"] = whole("rows, in job.json,", earlier.get("rows"), 1)
+                _check_same(earlier, settings, output.path)
+            finished = output.finished(id_column)
+            n_rows = n_resumed = len(finished)
+            if n_resumed != settings.get("rows"):
+                rows = self._source.rows(finished["id"], self._block_rows)
+                settings["rows"] = n_rows = n_resumed + self._source.count(rows)
+                if earlier is None:
+                    output.write_json(_SETTINGS, settings)
+                else:
+                    _check_same(earlier, settings, output.path)
+                worker = WorkerOptions(
+                    self._streams, self._options.get("draft"), str(facts["model"]), self._stall_s
                 )
-            n_errors, invariant = self._summary()
-            n_deaths = cast(int, ray.get(book.n_deaths.remote()))
-            report = JobReport(
-                self._output.path, n_rows, n_errors, n_before, n_deaths, invariant, seed
-            )
-            self._output.write_json("_SUCCESS", report.as_dict())
+                self._map(rows, stage, {**self._arguments, "seed": seed, "worker": worker})
+                finished = output.finished(id_column)
+            if len(finished) != n_rows:
+                raise JobError(
+                    f"{len(finished)} of {n_rows} rows are in {output.path}: the workers of the "
+                    "others died, or their files could not be written",
+                    hint="Ray's logs of the workers say why; is there enough memory for each of them? "
+                    "Resume the job; with block_rows=1 only rows that end their process stay missing",
+                )
+            n_errors = sum(finished["is_error"].to_pylist())
+            invariant = all(finished["batch_invariant"].to_pylist())
+            report = JobReport(output.path, n_rows, n_errors, n_resumed, invariant, seed)
+            output.write_json("_SUCCESS", report.as_dict())
             return report
 
-    def _map(self, stage: type[Generate | Score], arguments: Mapping[str, object]) -> None:
-        ray = import_ray()
-        from ray.data.checkpoint import CheckpointConfig
+    def _map(
+        self, rows: ray.data.Dataset, stage: type[Generate | Score], arguments: dict[str, object]
+    ) -> None:
+        """Run rows and write their results."""
+        import ray.data
 
-        prompts, checkpoint = self._folder / "prompts", self._folder / "checkpoint"
-        paths, id_column = prompts.paths(".parquet"), self._input.id_column
-        config = CheckpointConfig(
-            id_column=id_column,
-            checkpoint_path=checkpoint.path,
-            delete_checkpoint_on_success=False,
-            override_filesystem=checkpoint.filesystem,
-        )
-        # One filter is fast enough, and each is a CPU and a GiB that no worker can have.
-        config.checkpoint_actor_pool_max_size = 1
-        config.checkpoint_actor_memory_bytes = 64 << 20
-        # Ray's newer reader packs small files into one block; here a file is a block.
-        with data_context(checkpoint_config=config, use_datasource_v2=False):
-            # Workers may hold all CPUs of the cluster: reading and writing must not wait for one.
-            # Ray would start as many processes for such tasks as there are tasks.
-            n_helpers = max(1, self._most // _WORKERS_A_HELPER)
-            rows = ray.data.read_parquet(
-                paths,
-                filesystem=prompts.filesystem,
-                num_cpus=0,
-                concurrency=n_helpers,
-                override_num_blocks=len(paths),
-            )
-            of_stage = {**arguments, "id_column": id_column, "keep": self._input.keep, **self._load}
+        of_source = {"id_column": self._source.id_column, "keep": self._source.keep}
+        rows.context.max_errored_blocks = _MOST_LOST
+        is_alone = self._block_rows == 1  # no row runs beside one that ends its process
+        with warnings.catch_warnings():
+            # Ray's versions from 2.64 on, which are excluded, may name the last one otherwise.
+            warnings.filterwarnings("ignore", "`ray_remote_args` is deprecated")
             rows = rows.map_batches(
                 stage,
                 fn_constructor_args=(self._model,),
-                fn_constructor_kwargs=of_stage,
-                batch_size=min(self._block_rows, _ROWS_AT_A_TIME * self._streams),
+                fn_constructor_kwargs={**arguments, **of_source, **self._load},
+                batch_size=min(self._block_rows, _ROWS_PER_STREAM * self._streams),
                 batch_format="pyarrow",
                 num_cpus=self._cpus,
                 num_gpus=self._gpus,
                 compute=ray.data.ActorPoolStrategy(
                     min_size=self._least,
                     max_size=self._most,
-                    max_tasks_in_flight_per_actor=3,
-                    max_concurrent_calls_per_actor=2,
+                    max_tasks_in_flight_per_actor=1 if is_alone else 3,
+                    max_concurrent_calls_per_actor=1 if is_alone else 2,
                 ),
+                max_task_retries=MOST_RETRIES,
             )
-            # Should Ray drop the checkpoints, the rows that are counted at the end would be missing.
-            sink = make_sink(self._output)
-            rows.write_datasink(sink, ray_remote_args={"num_cpus": 0}, concurrency=n_helpers)
-
-    def _summary(self) -> tuple[int, bool]:
-        """Return how many rows of the output are errors, and whether all of it is batch-invariant."""
-        import pyarrow as pa
-        import pyarrow.dataset as ds
-
-        rows = ds.dataset(
-            self._output.paths(".parquet"),
-            schema=pa.schema([("error", pa.string()), ("batch_invariant", pa.bool_())]),
-            format="parquet",
-            filesystem=self._output.filesystem,
-        )
-        n_errors = rows.count_rows(filter=ds.field("error").is_valid())
-        return n_errors, not rows.count_rows(filter=~ds.field("batch_invariant"))
+            # Writing must not wait for a CPU, because workers may have all of them. Without a limit Ray
+            # would start a process for each block.
+            rows.write_datasink(
+                self._output.sink(),
+                ray_remote_args={"num_cpus": 0},
+                concurrency=max(1, self._most // _WORKERS_PER_WRITER),
+            )
 
 
 def _model_facts(model: str) -> dict[str, object]:
-    """Return what identifies a model and the code that runs it; runs on a node of the cluster."""
+    """Return the fingerprint of a model, and the versions that run it; runs on a node of the cluster."""
     try:
         own = metadata.version("llamabranch")
     except metadata.PackageNotFoundError:  # run from its source
@@ -319,7 +294,7 @@ def _model_facts(model: str) -> dict[str, object]:
 
 
 def _check_same(earlier: Mapping[str, object], settings: Mapping[str, object], path: str) -> None:
-    """Check that a job is resumed with what it was made with."""
+    """Check that a job is resumed with its own settings."""
     different = [
         name
         for name in sorted({*earlier, *settings})
@@ -333,7 +308,7 @@ def _check_same(earlier: Mapping[str, object], settings: Mapping[str, object], p
 
 
 def _plain(value: object) -> object:
-    """Return a setting as JSON gives it back."""
+    """Return a setting as it is after a round trip through JSON."""
 
     def as_dict(part: object) -> object:
         return part.as_dict() if isinstance(part, Grammar) else asdict(cast(SamplingParams, part))

@@ -1,4 +1,4 @@
-"""From the rows of a batch to requests, and from their results to a table.
+"""Turn the rows of a batch into requests, and their results into a table.
 
 A row that cannot be a request becomes a row with ``finish_reason`` "error", not an exception: in Ray Data
 an exception ends the job, and the row would be lost. The schema of a table does not depend on its rows:
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, TypedDict, cast
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, TypedDict
 
 from ..arguments import instance, whole
 from ..context import Context
@@ -44,7 +44,10 @@ class GenerateRows:
         ConfigError: ``max_tokens`` or ``n`` is out of range, or the grammar is invalid.
     """
 
-    columns: ClassVar = ("prompt", "max_tokens", "stop", "grammar", "seed", "parse_special")
+    columns: ClassVar = (
+        "prompt", "max_tokens", "stop", "grammar", "json_schema", "regex", "choice", "seed",
+        "parse_special",
+    )  # fmt: skip
 
     max_tokens: int | None = 128
     sampling: SamplingParams | None = None
@@ -69,27 +72,22 @@ class GenerateRows:
         Raises:
             ConfigError, UnsupportedError: a value is missing, of the wrong type or out of range.
         """
-        prompt = row.get("prompt")
+        data = {name: row.get(name) for name in self.columns}
         if self.chat:
-            content = instance("prompt", prompt, str)
-            prompt = context.model.prompt_tokens([{"role": "user", "content": content}])
-        sampling = self.sampling or SamplingParams()
-        if row.get("seed") is not None:
-            sampling = sampling.replace(seed=row["seed"])  # type: ignore[arg-type]
-
-        def own(name: str, default: object) -> object:
-            return default if row.get(name) is None else row[name]
-
-        return Request(  # which checks them all
-            cast(str, prompt),
-            id=name,
-            max_tokens=cast("int | None", own("max_tokens", self.max_tokens)),
-            sampling=sampling.replace(logprobs=False),
-            stop=cast("Sequence[str]", own("stop", self.stop)),
-            grammar=cast("Grammar | str | None", own("grammar", self.grammar)),
+            content = instance("prompt", data["prompt"], str)
+            data["prompt"] = context.model.prompt_tokens([{"role": "user", "content": content}])
+        if data["json_schema"] is not None:  # a column of objects has all keys in each of them
+            instance("json_schema", data["json_schema"], str)
+        sampling = (self.sampling or SamplingParams()).replace(logprobs=False)
+        request = Request.from_json(data, name, sampling, needs=["prompt"])
+        return replace(
+            request,
+            max_tokens=self.max_tokens if request.max_tokens is None else request.max_tokens,
+            stop=request.stop or self.stop,
+            grammar=request.grammar or self.grammar,
             n=self.n,
             # A row can turn it off, not on.
-            parse_special=self.parse_special and cast(bool, own("parse_special", True)),
+            parse_special=self.parse_special and request.parse_special,
         )
 
     def record(self, results: Sequence[Result]) -> Record:

@@ -1,9 +1,9 @@
 """The classes for ``Dataset.map_batches``: each worker process holds one model and one engine.
 
-Ray Data runs several batches of a block at a time where ``__call__`` is a coroutine; with two concurrent
-calls for each actor also batches of two blocks. All of them feed the worker's one engine, which so never
-drains between them. What breaks the engine ends the process: Ray starts another one and gives it the
-batches again. Raising would send them back to the broken engine.
+``__call__`` is a coroutine, so Ray Data runs several batches of a block at a time, and with two
+concurrent calls for each actor also batches of two blocks. All of them feed the worker's one engine, so
+it always has texts to run. If the engine breaks, the process ends, and Ray starts another one and gives
+it the batches again. An exception would send them back to the broken engine.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, NoReturn, cast
 
 from ..arguments import items, whole
 from ..context import Context
@@ -24,7 +23,6 @@ from ..errors import ConfigError, DecodeError, LlamaBranchError, ModelLoadError
 from ..hub import resolve
 from ..loading import LoadOptions, load
 from ..speculative import ModelDrafter, NullDrafter
-from .ledger import MOST_DEATHS, Row
 from .rows import (
     GenerateRows,
     Record,
@@ -38,13 +36,11 @@ from .rows import (
 
 if TYPE_CHECKING:
     import pyarrow
-    from ray.actor import ActorHandle
+    from ray.runtime_context import RuntimeContext
     from typing_extensions import Unpack
-
 
 _CELLS_PER_TEXT = 512  # of the cache, unless n_ctx is given
 _LEAST_CELLS = 2048
-_MOST_LOADING_DEATHS = 3
 
 
 @dataclass(frozen=True)
@@ -54,14 +50,13 @@ class WorkerOptions:
     Args:
         streams: texts at a time.
         draft: a draft model.
-        ledger: the handle of the job's ledger; None = a row that ends its process is tried for ever.
-        fingerprint: the model's, which its file must have; None = any.
-        stall_s: seconds without progress after which a worker ends itself, give or take as many.
+        fingerprint: the fingerprint that the model's file must have; None = any.
+        stall_s: a worker without progress ends its process after so many seconds, at the latest after
+            twice as many.
     """
 
     streams: int = 8
     draft: str | None = None
-    ledger: ActorHandle | None = None
     fingerprint: str | None = None
     stall_s: float = 600.0
 
@@ -88,87 +83,62 @@ class _Stage:
         load = dict[str, object](options)
         names = {field.name for field in fields(self._rows)}
         of_rows = {name: load.pop(name) for name in names & load.keys()}
-        self._kind = kind = self._rows(**of_rows)  # type: ignore[arg-type]
+        self._kind = self._rows(**of_rows)  # type: ignore[arg-type]
         self._id_column, self._keep = id_column, items("keep", keep)
         self._worker = worker = worker or WorkerOptions()
-        self._actor, self._process = "", uuid.uuid4().hex
         streams = whole("streams", worker.streams, 1, 255)
-        self._register()
         n_ctx = max(_LEAST_CELLS, _CELLS_PER_TEXT * streams)
         usual = LoadOptions(n_seq_max=streams, prefix_cache=True, n_ctx=n_ctx)
-        given = cast(LoadOptions, {**usual, **_assigned(), **load})
-        self._context = _open(model, given)
+        self._model, self._seed = model, seed
+        self._load = cast(LoadOptions, {**usual, **_assigned(), **load})
+        self._is_open = False
+        # Ray starts a dead worker again without a limit, but retries its batches only so many times. So a
+        # worker that was started again opens its model with its first batch: if it dies then, that
+        # counts.
+        if not _is_restarted():
+            self._open()
+
+    def _open(self) -> None:
+        """Open the model, and the draft model if there is one."""
+        self._context, worker = _opened(self._model, self._load), self._worker
         fingerprint = self._context.model.fingerprint
         if worker.fingerprint not in (None, fingerprint):
             raise ModelLoadError(
-                f"{model} is another file on this node: its fingerprint is {fingerprint[:16]}, the "
-                f"job's {str(worker.fingerprint)[:16]}",
+                f"{self._model} is another file on this node: its fingerprint is "
+                f"{fingerprint[:16]}, the job's {str(worker.fingerprint)[:16]}",
                 hint="remove the other file, or name the model by its path",
             )
-        drafter = ModelDrafter(_open(worker.draft, given)) if worker.draft else NullDrafter()
-        sampling = kind.sampling if isinstance(kind, GenerateRows) else None
+        drafter = ModelDrafter(_opened(worker.draft, self._load)) if worker.draft else NullDrafter()
+        sampling = self._kind.sampling if isinstance(self._kind, GenerateRows) else None
         self._engine = AsyncEngine(
-            self._context, drafter, sampling=sampling, max_tokens=None, seed=seed
+            self._context, drafter, sampling=sampling, max_tokens=None, seed=self._seed
         )
-        self._alone, self._others = asyncio.Lock(), asyncio.Event()
-        self._n_shared = 0
-        self._others.set()
-        self._tell("ready", self._actor)
+        self._is_open = True
 
     async def __call__(self, batch: object) -> pyarrow.Table:
-        """Return the rows of a batch with their results, in the same order."""
+        """Return a batch's rows with their results, in the same order."""
+        if not self._is_open:
+            self._open()
         rows = read_rows(batch)
-        ids = [_identity(row, self._id_column) for row in rows]
-        records: dict[int, Record] = {}
-        found = await self._ask("deaths", ids) or [(0, None)] * len(ids)
-        deaths = cast("list[tuple[int, str | None]]", found)
-        first = [i for i, (n, _) in enumerate(deaths) if not n]
-        if first:
-            async with self._shared():
-                records |= await self._run({i: rows[i] for i in first}, ids)
-        # Those that a worker had in hand when it died: one by one, and nothing else meanwhile.
-        for i, (n, reason) in enumerate(deaths):
-            if n >= MOST_DEATHS:
-                why = reason or "it was killed, or llama.cpp aborted it"
-                text = f"its worker process died {n} times while it ran, at last alone: {why}"
-                records[i] = error_record(self._kind, text)
-                await self._ask("end", self._actor, self._process, [ids[i]])
-            elif n:
-                async with self._alone:
-                    await self._others.wait()
-                    records |= await self._run({i: rows[i]}, ids)
-        invariant = self._context.capabilities.batch_invariant
-        kept = [{name: row.get(name) for name in (self._id_column, *self._keep)} for row in rows]
-        whole_ = [{**kept[i], **records[i], "batch_invariant": invariant} for i in range(len(rows))]
-        return output_table(whole_, batch, self._kind, self._id_column, self._keep)
-
-    @asynccontextmanager
-    async def _shared(self) -> AsyncIterator[None]:
-        """Hold back rows that must run alone."""
-        async with self._alone:
-            self._n_shared += 1
-            self._others.clear()
-        try:
-            yield
-        finally:
-            self._n_shared -= 1
-            if not self._n_shared:
-                self._others.set()
-
-    async def _run(self, rows: Mapping[int, Record], ids: Sequence[Row]) -> dict[int, Record]:
-        """Run some rows of a batch together; return their records."""
-        names = [ids[i] for i in rows]
-        await self._ask("begin", self._actor, self._process, names)
-        running = [asyncio.ensure_future(self._row(row, str(ids[i]))) for i, row in rows.items()]
+        names = [str(_identity(row, self._id_column)) for row in rows]
+        running = [
+            asyncio.ensure_future(self._row(row, name))
+            for row, name in zip(rows, names, strict=True)
+        ]
         pending: set[asyncio.Future[Record]] = set(running)
         n_passes = -1
         while pending:
             _, pending = await asyncio.wait(pending, timeout=self._worker.stall_s)
             before, n_passes = n_passes, self._engine.stats.target_forward_passes
             if pending and n_passes == before:  # such as a decode that never returns
-                self._end_process(f"no progress for {self._worker.stall_s:g} s")
-        await self._ask("end", self._actor, self._process, names)
-        return {i: each.result() for i, each in zip(rows, running, strict=True)}
+                _end_process(f"no progress for {self._worker.stall_s:g} s")
+        invariant = self._context.capabilities.batch_invariant
+        records = [
+            {name: row.get(name) for name in (self._id_column, *self._keep)}
+            | {**record.result(), "batch_invariant": invariant}
+            for row, record in zip(rows, running, strict=True)
+        ]
+        return output_table(records, batch, self._kind, self._id_column, self._keep)
 
     async def _row(self, row: Record, name: str) -> Record:
         """Return the output columns of a row."""
@@ -177,11 +147,10 @@ class _Stage:
             return self._kind.record(await self._results(request))
         except LlamaBranchError as error:
             if isinstance(error, DecodeError):
-                self._end_process(f"the engine failed: {error}")
+                _end_process(f"the engine failed: {error}")
             return error_record(self._kind, describe(error))
         except Exception as error:  # after any error, the requests cannot continue here
-            self._end_process(f"the engine failed: {error}")
-            raise
+            _end_process(f"the engine failed: {error}")
 
     async def _results(self, request: Request) -> list[Result]:
         """Return the results of a request's texts once all have ended."""
@@ -189,55 +158,18 @@ class _Stage:
             events = [event async for found in steps for event in found]
         return [event.result for event in events if event.result is not None]
 
-    # -- the ledger ------------------------------------------------------------------------------------
-
-    def _register(self) -> None:
-        if self._worker.ledger is None:
-            return
-        import ray
-
-        runtime = ray.get_runtime_context()
-        self._actor, node = str(runtime.get_actor_id()), str(runtime.get_node_id())
-        n_deaths = self._tell("register", self._actor, self._process, node)
-        if isinstance(n_deaths, int) and n_deaths >= _MOST_LOADING_DEATHS:
-            raise ModelLoadError(
-                f"{n_deaths} worker processes in a row died while they loaded the model",
-                hint="see Ray's logs of these workers; is there enough memory for each of them?",
-            )
-
-    def _tell(self, method: str, *args: object) -> object:
-        """Call a method of the ledger, if there is one, and wait until it has heard it."""
-        if self._worker.ledger is None:
-            return None
-        import ray
-
-        return ray.get(getattr(self._worker.ledger, method).remote(*args), timeout=60)
-
-    async def _ask(self, method: str, *args: object) -> object:
-        """Do what `_tell` does in the event loop."""
-        if self._worker.ledger is None:
-            return None
-        return await getattr(self._worker.ledger, method).remote(*args)
-
-    def _end_process(self, reason: str) -> None:
-        """End this process at once, without cleaning up what may be broken."""
-        try:
-            self._tell("last_words", self._actor, reason)
-        except Exception as error:  # the reason is lost, the process ends all the same
-            reason += f" (it could not be reported to the job: {error})"
-        print(f"llamabranch: this worker ends: {reason}", file=sys.stderr, flush=True)
-        os._exit(1)
-
 
 class Generate(_Stage):
     """Continue the prompts of batches, for `ray.data.Dataset.map_batches`.
 
-    A batch is a table with the columns ``id`` and ``prompt`` (text, or a list of token ids) and
-    optionally ``max_tokens``, ``stop``, ``grammar`` (GBNF), ``seed`` and ``parse_special``, which replace
-    the settings below for their row. The result has ``id``, the columns of ``keep``, and ``text``,
-    ``tokens``, ``finish_reason``, ``seed``, ``n_prompt_tokens``, ``error`` and ``batch_invariant``:
-    whether the same row gives the same bytes again. A row that fails has ``finish_reason`` "error",
-    nothing is raised.
+    A batch is a table with the columns ``id`` and ``prompt`` (text, or a list of token ids). It may have
+    ``max_tokens``, ``stop``, ``seed``, ``parse_special``, and one of ``grammar`` (GBNF),
+    ``json_schema`` (as text), ``regex`` and ``choice`` (a list of texts). They mean the same as in a file
+    of requests, see `Request.from_json`, and replace the settings below for their row.
+
+    The result has ``id``, the columns of ``keep``, and ``text``, ``tokens``, ``finish_reason``,
+    ``seed``, ``n_prompt_tokens``, ``error`` and ``batch_invariant``: whether the same row gives the same
+    bytes again. A row that fails has ``finish_reason`` "error", nothing is raised.
 
     Args:
         model: a path to a GGUF file, or a name that each node finds in its own cache or downloads.
@@ -277,26 +209,46 @@ class Score(_Stage):
     _rows = ScoreRows
 
 
-def _open(model: str, options: LoadOptions) -> Context:
+def _end_process(reason: str) -> NoReturn:
+    """End this process at once, without cleaning up what may be broken."""
+    print(f"llamabranch: this worker ends: {reason}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def _opened(model: str, options: LoadOptions) -> Context:
     # Two workers of a node download a model once: the cache has a lock for each file.
     return load(resolve(model, download=True), **options)
 
 
-def _assigned() -> LoadOptions:
-    """Return the threads and layers that Ray has given to this process; nothing outside of Ray."""
+def _ray_worker() -> RuntimeContext | None:
+    """Return Ray's information about this process; None outside of Ray."""
     try:
         import ray
     except ImportError:
+        return None
+    return ray.get_runtime_context() if ray.is_initialized() else None
+
+
+def _is_restarted() -> bool:
+    """Return whether this process replaces one that died."""
+    worker = _ray_worker()
+    return worker is not None and bool(
+        worker.get_actor_id() and worker.was_current_actor_reconstructed
+    )
+
+
+def _assigned() -> LoadOptions:
+    """Return the threads and layers that Ray has given to this process; nothing outside of Ray."""
+    worker = _ray_worker()
+    if worker is None:
         return {}
-    if not ray.is_initialized():
-        return {}
-    found = ray.get_runtime_context().get_assigned_resources()
+    found = worker.get_assigned_resources()
     n = max(1, int(found.get("CPU", 1.0)))
     options = LoadOptions(n_threads=n, n_threads_batch=n)
     return {**options, "n_gpu_layers": -1} if found.get("GPU") else options
 
 
-def _identity(row: Record, column: str) -> Row:
+def _identity(row: Record, column: str) -> int | str:
     value = row.get(column)
     if isinstance(value, (int, str)) and not isinstance(value, bool):
         return value

@@ -156,6 +156,13 @@ def fatal(number: int, ids: Collection[int], *, once: Path | None = None) -> typ
     return Fatal
 
 
+class Stillborn(scale.Generate):
+    """A stage whose process ends while it opens the model."""
+
+    def _open(self) -> None:
+        os._exit(1)
+
+
 def gated(folder: Path) -> type[scale.Generate]:
     """Return a stage that leaves a file for each batch it has, and goes on once ``go`` exists."""
 

@@ -533,7 +533,9 @@ def test_head_that_does_not_fit_is_refused_with_the_reason(
         with pytest.raises(lb.errors.UnsupportedError, match=reason):
             lb.Context(head, target=ctx)
         if head is not target:
-            with pytest.raises(lb.errors.UnsupportedError, match=r"beside (its|their) target"):
+            with pytest.raises(
+                lb.errors.UnsupportedError, match=r"together with (its|their) target"
+            ):
                 lb.Context(head)
             head.close()
         with lb.Branch.start(ctx, [2, 3]) as branch:  # the target is as before
@@ -549,7 +551,7 @@ UNFIT: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "two": ("glm4moe", {"metadata": {"block_count": 4, "nextn_predict_layers": 2}}, "", ""),
     "unfused": ("mimo2", {"drop": ("blk.3.ffn_gate.weight",)}, "", r"needs blk\.3\.ffn_gate"),
     # It loads this file, and crashes at the first decode because the trunk is missing.
-    "alone": ("", {}, "mtp-only", "predicts no tokens.*beside their target"),
+    "alone": ("", {}, "mtp-only", "predicts no tokens.*together with their target"),
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -14,19 +15,23 @@ import toys
 
 import llamabranch as lb
 from llamabranch import ConfigError
-from llamabranch.scale.folder import Folder, input_files
+from llamabranch.cli.jsonl import read_requests
+from llamabranch.scale.folder import Folder
 from llamabranch.scale.rows import GenerateRows, Record, ScoreRows, output_table, read_rows
-from llamabranch.scale.staging import Input
+from llamabranch.scale.source import Source
 
 MARKED = "a<|im_end|>b"
 
 
-def given(tmp_path: Path, *lines: str) -> tuple[Input, list[dict[str, object]]]:
-    """Return an input of JSON lines, and its rows as Ray reads them."""
+def find(*paths: Path) -> Source:
+    return Source.find([str(path) for path in paths], None, "id", GenerateRows.columns, ("source",))
+
+
+def given(tmp_path: Path, *lines: str) -> tuple[Source, list[dict[str, object]]]:
+    """Return a source of JSON lines, and its rows as Ray reads them."""
     path = tmp_path / "in.jsonl"
     path.write_text("\n".join(lines), encoding="utf-8")
-    job_input = Input(*input_files(str(path)), "id", GenerateRows.columns, ("source",))
-    return job_input, [{"text": line} for line in lines]
+    return find(path), [{"text": line} for line in lines]
 
 
 def test_every_block_has_the_columns_of_the_job_and_their_types(tmp_path: Path) -> None:
@@ -35,7 +40,8 @@ def test_every_block_has_the_columns_of_the_job_and_their_types(tmp_path: Path) 
     types = {field.name: str(field.type) for field in schema if "problem" not in field.name}
     assert types == {
         "id": "int64", "source": "string", "prompt": "list<item: int64>", "max_tokens": "int64",
-        "stop": "list<item: string>", "grammar": "string", "seed": "int64", "parse_special": "bool",
+        "stop": "list<item: string>", "grammar": "string", "json_schema": "string", "regex": "string",
+        "choice": "list<item: string>", "seed": "int64", "parse_special": "bool",
     }  # fmt: skip
     for part in (rows, rows[:1], rows[1:]):
         assert job.table(part, schema).schema == schema
@@ -70,19 +76,20 @@ def test_input_that_has_no_schema_is_refused(
 def test_input_files_are_those_of_one_format(tmp_path: Path) -> None:
     for name in ("b.jsonl", "a.jsonl", "notes.txt"):
         (tmp_path / name).write_text("{}\n")
-    files, kind, _ = input_files(str(tmp_path))
-    assert [Path(path).name for path, _ in files] == ["a.jsonl", "b.jsonl"]
-    assert (kind, files[0][1]) == ("jsonl", 3)
-    assert input_files([str(tmp_path / "a.jsonl")])[0] == files[:1]
+    source = find(tmp_path)
+    assert [Path(path).name for path, _ in source.files] == ["a.jsonl", "b.jsonl"]
+    assert (source.kind, source.files[0][1]) == ("jsonl", 3)
+    assert find(tmp_path / "a.jsonl").files == source.files[:1]
+    assert find(tmp_path / "b.jsonl", tmp_path / "a.jsonl").files == source.files
     pq.write_table(pa.table({"id": [1]}), tmp_path / "c.parquet")
     with pytest.raises(ConfigError, match="both formats"):
-        input_files(str(tmp_path))
+        find(tmp_path)
     for missing in ("none", "*.parquet"):
         with pytest.raises(ConfigError, match=r"no \.parquet or \.jsonl") as caught:
-            input_files(str(tmp_path / missing))
+            find(tmp_path / missing)
         assert ("patterns are not expanded" in (caught.value.hint or "")) == (missing != "none")
     with pytest.raises(ConfigError, match="cannot open"):
-        input_files("nowhere://x")
+        Source.find("nowhere://x", None, "id", ())
 
 
 def test_relative_paths_are_those_of_this_process(
@@ -91,24 +98,44 @@ def test_relative_paths_are_those_of_this_process(
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_text("{}\n")
     monkeypatch.chdir(tmp_path)
-    assert input_files(["a.jsonl", "b.jsonl"])[0] == input_files(str(tmp_path))[0]
+    assert find(Path("a.jsonl"), Path("b.jsonl")).files == find(tmp_path).files
 
 
 def test_files_of_a_folder_are_whole_or_missing(tmp_path: Path) -> None:
-    folder = Folder(str(tmp_path / "a")) / "b"
-    assert folder.paths() == []
-    assert folder.read_json("x") is None
-    folder.write_json("x", {"a": [1, "ä"]})
-    assert folder.read_json("x") == {"a": [1, "ä"]}
-    assert folder.paths() == folder.paths("x") == [f"{tmp_path}/a/b/x"]
-    assert folder.paths(".parquet") == []
+    folder = Folder(str(tmp_path / "a"))
+    assert folder.files() == []
+    assert folder.read_json("b/x") is None
+    folder.write_json("b/x", {"a": [1, "ä"]})
+    assert folder.read_json("b/x") == {"a": [1, "ä"]}
+    assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["x"]
     for damaged in ("{", "[]"):
         (tmp_path / "a" / "b" / "x").write_text(damaged)
         with pytest.raises(ConfigError, match="is damaged"):
-            folder.read_json("x")
-    folder.delete()
-    folder.delete()
-    assert not (tmp_path / "a" / "b").exists()
+            folder.read_json("b/x")
+
+
+def test_finished_rows_are_those_of_complete_files_that_share_no_row(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path))
+    assert len(folder.finished("name")) == 0
+
+    def write(file: str, *names: str) -> None:
+        errors = [None if name != "bad" else "why" for name in names]
+        rows = {
+            "name": names,
+            "error": pa.array(errors, pa.string()),
+            "batch_invariant": [True] * len(names),
+        }
+        pq.write_table(pa.table(rows), tmp_path / file)
+
+    write("1.parquet", "a", "bad")
+    write("2.parquet", "c", "d")
+    write("3.parquet", "d", "e")  # as a driver that was killed can leave it
+    (tmp_path / "4.parquet.part").write_bytes(b"PAR1")
+    rows = folder.finished("name")
+    assert rows["id"].to_pylist() == ["a", "bad"]
+    assert rows["is_error"].to_pylist() == [False, True]
+    assert rows["batch_invariant"].to_pylist() == [True, True]
+    assert [path.name for path in tmp_path.iterdir()] == ["1.parquet"]
 
 
 def test_schema_of_the_output_does_not_depend_on_the_rows() -> None:
@@ -132,6 +159,41 @@ def test_batches_of_any_kind_are_read() -> None:
     assert read_rows(columns) == rows
     with pytest.raises(ConfigError, match="a batch is a table"):
         read_rows(5)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {
+            "prompt": "A king",
+            "max_tokens": 3,
+            "stop": ["a", "b"],
+            "seed": 5,
+            "parse_special": False,
+        },
+        {"prompt": [2, 3], "stop": "a", "grammar": 'root ::= "a"'},
+        {"prompt": "A king", "json_schema": '{"type": "boolean"}'},
+        {"prompt": "A king", "regex": "[a-c]{3}"},
+        {"prompt": "A king", "choice": ["yes", "no"], "max_tokens": 0},
+    ],
+)
+def test_row_is_the_request_that_a_line_of_a_file_is(
+    ctx: lb.Context, fields: dict[str, object]
+) -> None:
+    sampling = lb.SamplingParams(temperature=0.5, logprobs=False)
+    row = dict.fromkeys(GenerateRows.columns) | fields
+    (expected,) = read_requests([json.dumps(fields)], json_lines=True, sampling=sampling)
+    assert GenerateRows(None, sampling).request(ctx, row, "0") == expected
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"json_schema": {"type": "boolean"}}, {"regex": "("}, {"regex": "a", "choice": ["a"]}],
+)
+def test_row_whose_structure_is_wrong_is_refused(ctx: lb.Context, wrong: dict[str, object]) -> None:
+    row = dict.fromkeys(GenerateRows.columns) | {"prompt": "A king", **wrong}
+    with pytest.raises((ConfigError, lb.errors.GrammarError)):
+        GenerateRows().request(ctx, row, "0")
 
 
 def test_control_tokens_are_parsed_unless_the_job_or_the_row_does_not(tmp_path: Path) -> None:

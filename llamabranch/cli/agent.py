@@ -150,10 +150,10 @@ def show(console: Console, steps: Iterable[Step]) -> Report:
 
 def _arguments(text: str) -> str:
     """Return the arguments of a call as Python writes them."""
-    given: Any = json.loads(text)
-    if not isinstance(given, dict):
+    arguments: Any = json.loads(text)
+    if not isinstance(arguments, dict):
         return text
-    return ", ".join(f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in given.items())
+    return ", ".join(f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in arguments.items())
 
 
 def _as_json(report: Report) -> dict[str, object]:

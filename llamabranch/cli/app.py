@@ -20,8 +20,8 @@ from .command import Command, CommandGroup, UsageError, reopen_closed_streams
 from .console import Console, print_json_error
 from .interrupts import EXIT_FAILURE
 
-# Each command in the order of --help, with the first sentence of its help. A command is the function of
-# that name in the module of that name. A new command is a line here, and its file.
+# Each command in the order of --help, with the first sentence of its help. The function of a command and
+# its module have the same name as the command. To add a command, add a line here and its module.
 COMMANDS = {
     "demo": "Show in half a minute what llamabranch does: forks, drafts, JSON and scores.",
     "generate": "Generate text from one prompt or many, and show what drafting did.",
@@ -128,7 +128,7 @@ for _name in HIDDEN:
 
 def main() -> None:
     """Run the command line and exit: 0 done, 1 failure, 2 wrong usage, 130 interrupted."""
-    quit_on_ctrl_c()  # until a command begins, and after it has ended
+    quit_on_ctrl_c()  # while no command is running
     reopen_closed_streams()
     if sys.stdout is not None:  # None means that it was closed when the process started
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]

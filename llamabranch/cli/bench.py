@@ -58,10 +58,10 @@ class SizeFlags:
     def settings(self) -> dict[str, Any]:
         """Return the settings by their names in `PairBench`."""
         longest = self.longest or (2 if self.quick else 8)
-        given = {"n_tokens": self.max_tokens, "n_runs": self.runs}
+        flags = {"n_tokens": self.max_tokens, "n_runs": self.runs}
         quick = {"n_tokens": 16, "n_runs": 1, "n_pairs": 1, "verify_s": 0.0} if self.quick else {}
-        found = quick | {name: value for name, value in given.items() if value is not None}
-        return {**found, "lengths": (*range(1, longest + 1), "auto")}
+        settings = quick | {name: value for name, value in flags.items() if value is not None}
+        return {**settings, "lengths": (*range(1, longest + 1), "auto")}
 
 
 @with_bundles
@@ -119,23 +119,23 @@ def bench(
 
 
 def _prompts(prompts: ManyPrompts, params: lb.SamplingParams) -> Sequence[Prompt]:
-    """Return the prompts that were given."""
+    """Return the prompts of the command line and of its files."""
     if any(text.isdecimal() for text in (*(prompts.texts or ()), *(prompts.prompts or ()))):
         raise ConfigError(
             "-p is a text to continue, not llama-bench's number of prompt tokens",
             hint="leave it out to measure drafting on four prompts; -n sets the generated tokens, "
             "--file a long prompt",
         )
-    found = [request.prompt for request in prompts.requests(params)]
-    if prompts.input_file is not None and not found:
+    texts = [request.prompt for request in prompts.requests(params)]
+    if prompts.input_file is not None and not texts:
         raise ConfigError(f"{prompts.input_file} has no prompts")
-    return found
+    return texts
 
 
 def _arguments(sampling: SamplingFlags, models: DraftFlags) -> list[str]:
     """Return the options of this measurement, for the suggested command line."""
     temperature = sampling.temperature
-    given = {
+    values = {
         "--temp": None if temperature == lb.SamplingParams().temperature else f"{temperature:g}",
         "--ctx-size": models.n_ctx,
         "--threads": models.threads,
@@ -143,8 +143,8 @@ def _arguments(sampling: SamplingFlags, models: DraftFlags) -> list[str]:
         "--kv-type": models.kv_type,
         "--flash-attn": None if models.flash_attn == "auto" else models.flash_attn,
     }
-    found = [arg for name, v in given.items() if v is not None for arg in (name, str(v))]
-    return [*found, *(arg for text in models.settings or () for arg in ("-S", text))]
+    arguments = [arg for name, v in values.items() if v is not None for arg in (name, str(v))]
+    return [*arguments, *(arg for text in models.settings or () for arg in ("-S", text))]
 
 
 # -- what is printed at the end -----------------------------------------------------------------------
@@ -179,22 +179,22 @@ class BenchReport:
         return shlex.join([*arguments, *self.options])
 
     def _advice(self) -> str:
-        report, bench, found = self.report, self.bench, self.report.confirmed
+        report, bench, confirmed = self.report, self.bench, self.report.confirmed
         if not report.lengths:
             drafters = self.names[1:]
             return "Nothing was compared." if drafters else "There is no drafter to compare."
         advice = "Try prompts that the drafter can continue, or another --draft."
         if report.candidate is None:
             return f"{NOTHING_DRAFTED} {advice}"
-        if found is not None and not found.drafts:
+        if confirmed is not None and not confirmed.drafts:
             return (
-                f"Inconclusive: draft length {found.length} was the fastest above, but nothing was "
+                f"Inconclusive: draft length {confirmed.length} was the fastest above, but nothing was "
                 f"drafted when it was measured once more, with other seeds. {advice}"
             )
-        if found is None:
+        if confirmed is None:
             return "Inconclusive: interrupted before the best length was measured again."
-        interval = found.series.interval(found.base)
-        n, length = interval.n, f"draft length {found.length}"
+        interval = confirmed.series.interval(confirmed.base)
+        n, length = interval.n, f"draft length {confirmed.length}"
         ends = interval_text(interval).replace("-", "no 95 % interval from so few")
         gain = f"{interval.median:.2f} ({ends}) times plain decoding"
         if report.verdict == "faster":
@@ -256,7 +256,7 @@ class BenchReport:
         return {
             "target": _described(bench.target.model),
             "drafters": list(self.names[1:]),
-            "draft_models": [_described(each.model) for each in self.drafts],
+            "draft_models": [_described(context.model) for context in self.drafts],
             "temperature": bench.sampling.temperature,
             "n_prompts": len(bench.prompts),
             "n_tokens": bench.n_tokens,

@@ -59,14 +59,14 @@ def with_bundles(command: Callable[..., None]) -> Callable[..., None]:
         if isinstance(kind, type) and is_dataclass(kind):
             bundles[parameter.name] = kind
             parameters += _parameters(kind)
-            first |= {n for each in kind.__mro__ for n in vars(each).get("first", "").split()}
+            first |= {n for base in kind.__mro__ for n in vars(base).get("first", "").split()}
         else:
             parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=kind))
 
     def run(**values: object) -> None:
         arguments: dict[str, object] = {}
         for name, kind in bundles.items():
-            arguments[name] = kind(**{each.name: values.pop(each.name) for each in fields(kind)})
+            arguments[name] = kind(**{item.name: values.pop(item.name) for item in fields(kind)})
         command(**arguments, **values)
 
     # One line per paragraph, so that --help can wrap it at any width.
@@ -85,14 +85,14 @@ def _parameters(bundle: type) -> Iterator[Parameter]:
         for kind in reversed(bundle.__mro__)
         for name in vars(kind).get("__annotations__", ())
     }
-    for each in fields(bundle):
-        hint, info = hints[each.name], each.metadata.get(_OPTION)
+    for bundle_field in fields(bundle):
+        hint, info = hints[bundle_field.name], bundle_field.metadata.get(_OPTION)
         if info is not None:
-            info.rich_help_panel = info.rich_help_panel or panels[each.name]
+            info.rich_help_panel = info.rich_help_panel or panels[bundle_field.name]
             hint = Annotated[hint, info]
         yield Parameter(
-            each.name,
+            bundle_field.name,
             Parameter.KEYWORD_ONLY,
-            default=Parameter.empty if each.default is MISSING else each.default,
+            default=Parameter.empty if bundle_field.default is MISSING else bundle_field.default,
             annotation=hint,
         )

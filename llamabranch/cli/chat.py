@@ -39,8 +39,8 @@ from .trees import drawn_tree
 
 _PROMPT = "> "
 _N_CTX = 4096  # unless the model was trained for less
-_N_SEQ_MAX = 16  # turns whose K/V is kept, two for each
-_N_PLAIN = 128  # tokens of an answer without a chat template, which would not end
+_N_SEQ_MAX = 16  # sequences: two for each turn whose K/V is kept
+_N_PLAIN = 128  # tokens of an answer if there is no chat template, and so no end of turn
 # One message below the other, for models that only continue text.
 _PLAIN = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 # Each command and what it does.
@@ -115,9 +115,9 @@ class ChatSession:
         with contextlib.suppress(ImportError):
             import readline  # gives input() a history
 
-            readline.parse_and_bind("set enable-bracketed-paste on")  # as its own default is
+            readline.parse_and_bind("set enable-bracketed-paste on")  # readline's default
         self._console.note("/help lists the commands; Ctrl-C ends an answer, Ctrl-D the program.")
-        # A Ctrl-C outside of an answer only drops what was typed.
+        # While nothing is generated, Ctrl-C only drops the typed line.
         previous = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             while not self._has_quit:
@@ -203,8 +203,8 @@ class ChatSession:
         """Note how an answer ended, and which messages it did not see, unless ``is_same``."""
         n = self.chat.n_cut
         if n and not is_same:
-            what = "message and its answer" if n == 1 else f"{n} messages with their answers"
-            self._console.note(f"the context is full: the model no longer sees the first {what}")
+            cut = "message and its answer" if n == 1 else f"{n} messages with their answers"
+            self._console.note(f"the context is full: the model no longer sees the first {cut}")
         if answer.finish_reason in _ENDS:
             self._console.note(_ENDS[answer.finish_reason])
 
@@ -252,8 +252,8 @@ class ChatSession:
                 self.chat.on_prompt_progress = self._console.reading
                 self.show_last()
             case "help":
-                what = "what it does"
-                self._console.table(("command", what), list(USAGES.items()), left=(what,))
+                heading = "what it does"
+                self._console.table(("command", heading), list(USAGES.items()), left=(heading,))
                 self._console.line("A line that ends with \\ continues in the next one.")
             case "quit":
                 self._has_quit = True
@@ -284,8 +284,8 @@ class ChatSession:
 
     def _where(self) -> None:
         """Note which branch this is and what its last message was."""
-        found = self.chat.exchanges
-        after = f", after: {shortened(found[-1].user)}" if found else ", at the beginning"
+        exchanges = self.chat.exchanges
+        after = f", after: {shortened(exchanges[-1].user)}" if exchanges else ", at the beginning"
         self._console.note(f"branch {self.chat.current}{after}")
 
 

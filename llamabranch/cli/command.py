@@ -15,7 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 from .console import Console, begin_answer, leave_standard_output, print_json_error
 from .interrupts import EXIT_FAILURE, EXIT_INTERRUPTED
 
-# Typer contains its own Click or uses the installed one; this is the class of whichever it is.
+# Typer contains its own Click or uses the installed one. This is the class that it uses.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 _PROMPTS = {"--prompts", "--prompt", "-p"}
@@ -128,18 +128,18 @@ class Command(TyperCommand):
         Raises:
             UsageError: there are unknown options; it names all of them, each with what to use instead.
         """
-        found, unknown, rest = list[str](), list[str](), list(args)
+        arguments, unknown, rest = list[str](), list[str](), list(args)
         while rest:
-            each = rest.pop(0)
-            if each == "--":
-                found += [each, *rest]
+            argument = rest.pop(0)
+            if argument == "--":
+                arguments += [argument, *rest]
                 break
-            name, equals, value = each.partition("=")
+            name, equals, value = argument.partition("=")
             param = options.get(name)
-            if param is not None or not _is_option(each) or _is_joined(each, options):
-                found.append(each)
+            if param is not None or not _is_option(argument) or _is_joined(argument, options):
+                arguments.append(argument)
                 if param is not None and not equals and not param.is_flag and rest:
-                    found.append(rest.pop(0))  # its value, whatever that looks like
+                    arguments.append(rest.pop(0))  # its value, even one like an option
             elif name in _SWITCHES or name in _IGNORED:
                 n_values = rest[:1] in _SWITCHED if name in _SWITCHES else _IGNORED[name]
                 del rest[: 0 if equals else n_values]
@@ -147,21 +147,21 @@ class Command(TyperCommand):
                 setting = _SETTINGS[name]
                 if "=" not in setting:
                     setting += f"={value if equals else rest.pop(0) if rest else ''}"
-                found += ["-S", setting]
+                arguments += ["-S", setting]
             elif name == "--mirostat" and (value if equals else "".join(rest[:1])) == "0":  # off
                 del rest[: not equals]
             elif not self._does_anyway(name, args):
                 unknown.append(f"{name} ({hint})" if (hint := _hint(name, options)) else name)
         if unknown:
             raise UsageError(f"No such option{'s' * (len(unknown) > 1)}: {'; '.join(unknown)}")
-        return found
+        return arguments
 
     def _does_anyway(self, name: str, args: Sequence[str]) -> bool:
         """Return whether a flag asks for something that this command does anyway."""
         if name in ("-e", "--escape"):
-            return not any("\\" in text for text in args)  # there is nothing to escape
+            return not any("\\" in text for text in args)  # nothing needs escaping
         if name == "--no-context-shift":
-            return self.name != "chat"  # which drops the first messages
+            return self.name != "chat"  # a chat does drop its first messages
         return name in (_CHATTING if self.name in ("chat", "serve") else _CONTINUING)
 
 
@@ -202,7 +202,7 @@ def spread_out(arguments: Sequence[str], options: Collection[str]) -> list[str]:
     A prompt that begins with a dash is written ``--prompts=-...``. ``--auto-regressive``, the name used
     in papers, means ``--draft none``.
     """
-    found: list[str] = []
+    spread: list[str] = []
     in_prompts, n_prompts = False, 0
     for argument in arguments:
         if argument.startswith("-") and argument != "-":
@@ -214,17 +214,17 @@ def spread_out(arguments: Sequence[str], options: Collection[str]) -> list[str]:
                 name = dashed
             in_prompts, n_prompts = name in _PROMPTS, len(equals)
             if dashed == "--auto-regressive" and "--draft" in options:
-                found += ["--draft", "none"]
+                spread += ["--draft", "none"]
             elif not in_prompts or equals:
-                found.append(name + equals + value)
+                spread.append(name + equals + value)
         elif in_prompts:
-            found += ["--prompts" if "--prompts" in options else "--prompt", argument]
+            spread += ["--prompts" if "--prompts" in options else "--prompt", argument]
             n_prompts += 1
         else:
-            found.append(argument)
+            spread.append(argument)
     if in_prompts and n_prompts == 0:
         raise typer.BadParameter("needs at least one prompt", param_hint="--prompts")
-    return found
+    return spread
 
 
 class CommandGroup(TyperGroup):

@@ -123,27 +123,27 @@ def compare(
             if interrupts.requested:
                 raise Stopped
             before = engine.stats.elapsed_s
-            found = engine.generate(requests)
-            results.setdefault(engine, found)
-            n_tokens = sum(len(result.tokens) for result in found)
+            texts = engine.generate(requests)
+            results.setdefault(engine, texts)
+            n_tokens = sum(len(result.tokens) for result in texts)
             return Timing(n_tokens, engine.stats.elapsed_s - before)
 
         return lambda _: work
 
-    found = interleave(
+    timings = interleave(
         {"drafted": maker(drafting), "plain": maker(plain)},
         n_runs=MOST_PAIRS, n_items=1, budget_s=budget_s,
         progress=lambda text: progress(text and f"comparing: {text.partition(',')[0]}"),
     )  # fmt: skip
-    if interrupts.requested or not found["plain"].runs:
+    if interrupts.requested or not timings["plain"].runs:
         return None
-    return DraftComparison(found["drafted"], found["plain"], results[drafting], results[plain])
+    return DraftComparison(timings["drafted"], timings["plain"], results[drafting], results[plain])
 
 
 def first_difference(
     ctx: lb.Context, found: DraftComparison, requests: Sequence[Request]
 ) -> dict[str, object] | None:
-    """Return where the first pair of different texts parts; None if all are equal.
+    """Return the first difference between a plain text and the drafted one; None if all are equal.
 
     ``position`` counts generated tokens from 0. ``tokens`` are the plain token and the drafted one there
     (None if that text has ended). ``logprobs`` are the model's log-probabilities of the two (nats; None
@@ -153,7 +153,7 @@ def first_difference(
         for position, pair in enumerate(zip_longest(plain.tokens, drafted.tokens)):
             if pair[0] == pair[1]:
                 continue
-            request = next(each for each in requests if str(each.id) == plain.id)
+            request = next(request for request in requests if str(request.id) == plain.id)
             logprobs: list[float | None] = [None, None]
             with contextlib.suppress(lb.LlamaBranchError):  # no room, or Ctrl-C
                 prompt = ctx.model.prompt_tokens(

@@ -41,7 +41,7 @@ ROUNDING = (
 )
 _GAP = 3  # spaces between the columns of a table
 LONG_PROMPT = 64  # tokens; longer prompts report their progress
-PROGRESS_S = 15.0  # between two lines about the progress if the output is a pipe
+PROGRESS_S = 15.0  # seconds between two progress lines on a pipe
 
 
 class OutputError(lb.LlamaBranchError):
@@ -78,7 +78,9 @@ class Console:
         self.colored = self.out.color_system not in (None, "windows")
         self._progress_at = monotonic() + PROGRESS_S
         self._progress = ""  # the text of the progress line, on a terminal
-        self._prompts: dict[object, lb.PromptProgress] = {}  # long ones that are being read
+        self._prompts: dict[
+            object, lb.PromptProgress
+        ] = {}  # the long prompts that are being processed
         self.resources = ExitStack()
         self._held: list[str] | None = None  # warnings until a text has ended
         self.on_opening: Callable[[str], None] | None = None
@@ -107,7 +109,7 @@ class Console:
         if not self._to_stderr:
             _write(self.out.file, text)
             return
-        with contextlib.suppress(OSError):  # as for remarks
+        with contextlib.suppress(OSError):  # like remarks, this may fail unseen
             self.out.file.write(text)
             self.out.file.flush()
 
@@ -240,8 +242,8 @@ class Console:
         try:
             yield
         finally:
-            held, self._held = self._held, None
-            for text in held:
+            warnings, self._held = self._held, None
+            for text in warnings:
                 self.warn(text)
 
     def error(self, message: str, hint: str | None = None) -> None:
@@ -272,7 +274,7 @@ class Console:
             self.note(text)
 
     def reading(self, read: lb.PromptProgress, of: object = None) -> None:
-        """Show the progress of the long prompts that are being read, added up, in the progress line.
+        """Show the total progress of the long prompts that are being read in the progress line.
 
         ``of`` names the prompt, if there are several.
         """
@@ -287,11 +289,11 @@ class Console:
                 sum(part.n_read for part in parts),
                 sum(part.n_total for part in parts),
             )
-            what = "the prompt" if n == 1 else f"{n} prompts"
-            self.progress(f"reading {what}: {n_read:,} of {n_total:,} tokens")
+            prompts = "the prompt" if n == 1 else f"{n} prompts"
+            self.progress(f"reading {prompts}: {n_read:,} of {n_total:,} tokens")
 
     def end_reading(self, of: object) -> None:
-        """Forget a prompt whose progress was shown; without another one the line disappears."""
+        """Forget a prompt whose progress was shown; after the last prompt the line disappears."""
         if self._prompts.pop(of, None) is not None and not self._prompts:
             self.progress("")
 

@@ -106,7 +106,7 @@ def demo(*, threads: Threads = None, output: OutputFlags) -> None:
     with output.console() as console:
         start = time.perf_counter()
         name = WEIGHTS.get(hub.default_model(), hub.default_model())
-        hub.resolve(name)  # the first time it makes these weights, and says so
+        hub.resolve(name)  # makes these weights if they are not here yet
         models = ModelFlags(n_ctx=N_CTX, threads=threads)
         ctx = models.open(name, console, n_seq_max=N_FORKS + 1, prefix_cache=True)
         if ctx.n_threads_batch < ctx.n_threads:
@@ -125,7 +125,7 @@ def demo(*, threads: Threads = None, output: OutputFlags) -> None:
         # The printed lines say which texts are equal, so the warning is not needed.
         warnings.simplefilter("ignore", lb.errors.LlamaBranchWarning)
         with InterruptHandler([ctx]) as interrupts:
-            found, token_s = _fork(ctx, f"{NOTICE}\n\n{QUESTION}", console, interrupts)
+            figures, token_s = _fork(ctx, f"{NOTICE}\n\n{QUESTION}", console, interrupts)
             edit = lb.Request(
                 EDIT + EDITED,
                 max_tokens=max(16, min(MOST_TOKENS, int(TEXT_S / token_s))),
@@ -139,7 +139,7 @@ def demo(*, threads: Threads = None, output: OutputFlags) -> None:
                 prompt=f"Text: {PERSON}\nThe same as JSON: ",
                 grammar=lb.Grammar.from_json_schema(SCHEMA),
             )
-            answer = {"forks": found}
+            answer = {"forks": figures}
             console.heading("2. A function edited: drafts are copied from the prompt")
             console.line("`total` becomes `amount`. The prompt has the first three lines.")
             console.legend()
@@ -178,8 +178,8 @@ def _fork(
         while n_steps < N_STEPS and (n_steps == 0 or time.perf_counter() - start < TOGETHER_S):
             interrupts.check()
             n_steps += 1
-            for each, produced in zip(written, store.step(children).values(), strict=True):
-                each.append(produced)
+            for tokens, produced in zip(written, store.step(children).values(), strict=True):
+                tokens.append(produced)
         together_s = time.perf_counter() - start
         seeds = [child.seed for child in children]
         for child in children:
@@ -194,7 +194,7 @@ def _fork(
             texts.append([token.token for token in branch.generate(n_steps)])
             generating_s += time.perf_counter() - text_start
     alone_s, n_alone = time.perf_counter() - start, len(texts)
-    together = [[each.token for each in tokens] for tokens in written]
+    together = [[tokens.token for tokens in tokens] for tokens in written]
     same = texts == together[:n_alone]
     speedup = (alone_s / n_alone) / (together_s / N_FORKS)
     tree = TreeLine([Token(QUESTION)], children=tree_of(written))
@@ -255,21 +255,21 @@ def _compare(
             writer.emit(event.emitted)
     writer.flush()
     show.write("\n\n")
-    found = compare(drafting, plain, [request], interrupts, budget_s=COMPARE_S)
-    if found is None:
+    timed = compare(drafting, plain, [request], interrupts, budget_s=COMPARE_S)
+    if timed is None:
         return {}
-    stats, plain_stats = found.results[0].stats, found.plain_results[0].stats
+    stats, plain_stats = timed.results[0].stats, timed.plain_results[0].stats
     show.line(
-        f"{_times(found.speedup, found.same_text, 'text')} {stats.target_forward_passes} decodes instead "
+        f"{_times(timed.speedup, timed.same_text, 'text')} {stats.target_forward_passes} decodes instead "
         f"of {plain_stats.target_forward_passes}, no draft model."
     )
     return {
-        "text": found.results[0].text,
-        "same_text": found.same_text,
-        "tokens_per_s": found.drafted.rate.median,
-        "plain_tokens_per_s": found.plain.rate.median,
-        "speedup": found.speedup,
-        "n_pairs": found.interval.n,
+        "text": timed.results[0].text,
+        "same_text": timed.same_text,
+        "tokens_per_s": timed.drafted.rate.median,
+        "plain_tokens_per_s": timed.plain.rate.median,
+        "speedup": timed.speedup,
+        "n_pairs": timed.interval.n,
         "stats": stats.as_dict(),
     }
 
@@ -288,7 +288,7 @@ class _WordWrap:
         self._word.append(token)
 
     def flush(self) -> None:
-        """Write the word that is held."""
+        """Write the collected word."""
         word = "".join(token.text for token in self._word)
         is_cut = self._column + cell_len(word.split("\n")[0]) > self._show.out.width
         if is_cut:

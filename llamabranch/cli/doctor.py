@@ -121,21 +121,21 @@ def _version(package: str) -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {name: _version(name) for name in PACKAGES}
-    found["llamabranch"] += f" ({Path(lb.__file__).parent})"
+    versions = {name: _version(name) for name in PACKAGES}
+    versions["llamabranch"] += f" ({Path(lb.__file__).parent})"
     python = f"{platform.python_version()} ({sys.executable})"
-    return {**found, "python": python, "system": platform.platform()}
+    return {**versions, "python": python, "system": platform.platform()}
 
 
 def _environment() -> dict[str, str]:
-    given = {name: value for name, value in os.environ.items() if VARIABLES.fullmatch(name)}
-    found = {name: "set" if SECRET.search(name) else value for name, value in given.items()}
-    return found or {"variables": "none is set"}
+    variables = {name: value for name, value in os.environ.items() if VARIABLES.fullmatch(name)}
+    shown = {name: "set" if SECRET.search(name) else value for name, value in variables.items()}
+    return shown or {"variables": "none is set"}
 
 
 def _caches() -> dict[str, str]:
     cache = hub.hub_cache()
-    folder = next(each for each in (cache, *cache.parents) if each.exists())
+    folder = next(path for path in (cache, *cache.parents) if path.exists())
     counts = Counter(model.cache for model in hub.local_models())
     free = decimal_size(shutil.disk_usage(folder).free)
     return {
@@ -198,13 +198,13 @@ def _failed(name: str, error: Exception) -> Check:
 
 def _self_test(target: lb.Context, draft: lb.Context) -> list[Check]:
     def texts(engine: lb.Engine, *seeds: int) -> list[list[int]]:
-        given = (lb.SamplingParams(temperature=0.8, seed=seed) for seed in seeds)
-        found = engine.generate(
-            [lb.Request(PROMPT, max_tokens=N_TOKENS, sampling=each) for each in given]
+        settings = (lb.SamplingParams(temperature=0.8, seed=seed) for seed in seeds)
+        results = engine.generate(
+            [lb.Request(PROMPT, max_tokens=N_TOKENS, sampling=sampling) for sampling in settings]
         )
-        for error in (result.error for result in found if result.error is not None):
+        for error in (result.error for result in results if result.error is not None):
             raise error
-        return [result.tokens for result in found]
+        return [result.tokens for result in results]
 
     def batch() -> bool:
         alone = [text for seed in range(4) for text in texts(lb.Engine(target), seed)]
@@ -226,7 +226,7 @@ def _self_test(target: lb.Context, draft: lb.Context) -> list[Check]:
         return True
 
     can, checks = target.capabilities, list[Check]()
-    for name, test, what, is_exact in (
+    for name, test, expected, is_exact in (
         ("four texts in one batch", batch, "each text as it is alone", False),
         ("speculative decoding", drafts, "the text of plain decoding", False),
         ("a saved branch", saved, "the tokens that follow where it was saved", True),
@@ -239,7 +239,7 @@ def _self_test(target: lb.Context, draft: lb.Context) -> list[Check]:
             continue
         may_differ = not is_exact and not can.batch_invariant
         why = f", which is allowed: {can.batch_invariant_reason}" * may_differ
-        checks.append((name, same or may_differ, what if same else f"not {what}{why}"))
+        checks.append((name, same or may_differ, expected if same else f"not {expected}{why}"))
     return checks
 
 
@@ -284,19 +284,19 @@ def advise(
     unused = [
         f for f, name in FEATURES.items() if f in flags and not re.search(rf"^{name}", built, re.M)
     ]
-    found = []
+    advice = []
     if unused:
-        found.append(
+        advice.append(
             f"this processor has {' '.join(unused)}, which llama.cpp was not compiled for: a build made "
             f'on this machine is faster (CMAKE_ARGS="-DGGML_NATIVE=on" {REBUILD})'
         )
     if tools and not on_gpu:
-        found.append(
+        advice.append(
             f"{tools[0]} is installed, but this llama.cpp was built without its GPU: "
             f'CMAKE_ARGS="{GPUS[tools[0]]}" {REBUILD}'
         )
     if complaint := machine.complaint(n_threads):
-        found.append(complaint)
+        advice.append(complaint)
     if _version("huggingface_hub") == "not installed":
-        found.append(f"downloads from the Hugging Face hub need: {install_command('hub')}")
-    return found
+        advice.append(f"downloads from the Hugging Face hub need: {install_command('hub')}")
+    return advice

@@ -51,16 +51,16 @@ def choose_drafters(
         given = listed
     if given not in (None, "auto"):
         return parse_draft(given)
-    found = _fittest(target)
-    if found is None:
+    fittest = _fittest(target)
+    if fittest is None:
         console.note(
             f"there is no smaller model here to draft for {target}: copying from the text (suffix)"
         )
         return ("suffix",)
     # A model that models.txt does not list for this target may not pay; copying costs next to nothing.
-    first = () if found == listed else ("suffix",)
-    console.note(f"draft: {'+'.join((*first, found))}")
-    return (*first, *parse_draft(found))
+    first = () if fittest == listed else ("suffix",)
+    console.note(f"draft: {'+'.join((*first, fittest))}")
+    return (*first, *parse_draft(fittest))
 
 
 def parse_draft(given: str) -> tuple[str, ...]:
@@ -147,40 +147,40 @@ def possible_drafts(target: str) -> list[PossibleDraft]:
     than half of the target's parameters, such as another quantization of the target, are left out.
     """
     path, listed = hub.resolve(target), hub.draft_for(target)
-    size, found = _size(path), list[PossibleDraft]()
+    size, drafts = _size(path), list[PossibleDraft]()
     with Model(path, vocab_only=True) as model:
         if not model.has_text:
             return []
         nearby = sorted(
-            (abs(math.log(max(_size(each) / size, 1e-9) / BEST_SHARE)), name, each)
-            for name, each in _present(listed).items()
-            if not each.samefile(path) and _size(each) <= LARGEST_SHARE * size
+            (abs(math.log(max(_size(file) / size, 1e-9) / BEST_SHARE)), name, file)
+            for name, file in _present(listed).items()
+            if not file.samefile(path) and _size(file) <= LARGEST_SHARE * size
         )
-        for _, name, each in nearby[:MOST]:
+        for _, name, file in nearby[:MOST]:
             with (
                 contextlib.suppress(lb.errors.ModelLoadError),
-                Model(each, vocab_only=True) as draft,
+                Model(file, vocab_only=True) as draft,
             ):
-                if name != listed and Model.is_head(each):
+                if name != listed and Model.is_head(file):
                     continue  # a head fits only one model
                 way = model.compatibility(draft).path
                 fits = way == "tokens" or (way == "text" and name != hub.BUNDLED_DRAFT)
                 if fits and draft.n_params <= LARGEST_SHARE * model.n_params:
-                    found.append(PossibleDraft(name, each, _size(each), way, name == listed))
+                    drafts.append(PossibleDraft(name, file, _size(file), way, name == listed))
     entry = None if listed is None else hub.find_entry(listed)
-    if entry is not None and entry.path is None and not any(each.listed for each in found):
-        found.append(PossibleDraft(entry.name, None, entry.size_bytes, "unknown", True))
-    return sorted(found, key=lambda each: (each.drafts_by == "text", not each.listed))
+    if entry is not None and entry.path is None and not any(possible.listed for possible in drafts):
+        drafts.append(PossibleDraft(entry.name, None, entry.size_bytes, "unknown", True))
+    return sorted(drafts, key=lambda possible: (possible.drafts_by == "text", not possible.listed))
 
 
 def _fittest(target: str) -> str | None:
     """Return the name of the best draft, downloaded if needed and allowed; None without a draft."""
-    for each in possible_drafts(target):
+    for possible in possible_drafts(target):
         with contextlib.suppress(ConfigError):  # it may not be downloaded
-            if each.path is None:
-                hub.resolve(each.name, download=None)
-            if each.drafts_by != "text":
-                return each.name
+            if possible.path is None:
+                hub.resolve(possible.name, download=None)
+            if possible.drafts_by != "text":
+                return possible.name
     return None
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _CHUNKS, _WINDOW = 16, 512  # chunks when models are compared; tokens of a chunk
 _N_WRITTEN = 48
-_ROW_BYTES = 64 * 2**20  # of logits at a time
+_ROW_BYTES = 64 * 2**20  # bytes of logits that are in memory at a time
 _SAVED_EVERY_S = 10.0
 
 
@@ -155,12 +155,12 @@ def measure(reading: ReadingFlags, name: str, models: ModelFlags, console: Conso
             f"--against {save_to} reads it; to write logits, name another file, or delete this one"
         )
         check_new_file(save_to, hint=hint)
-    found: Perplexity | KLDivergence | None = None
+    result: Perplexity | KLDivergence | None = None
     saved_s = perf_counter()
 
     def note(done: Perplexity | KLDivergence) -> None:
-        nonlocal found, saved_s
-        found = done
+        nonlocal result, saved_s
+        result = done
         console.progress(f"{done.n_done} of {done.n_chunks} chunks")
         if perf_counter() - saved_s > _SAVED_EVERY_S:
             save(output, kind, done.as_dict())
@@ -174,16 +174,16 @@ def measure(reading: ReadingFlags, name: str, models: ModelFlags, console: Conso
     with open_for_chunks(name, models, window, console) as ctx:
         try:
             if logits is None:
-                found = lb.eval.perplexity(
+                result = lb.eval.perplexity(
                     ctx, text, window, chunks=reading.chunks, save_to=save_to, progress=note
                 )
             else:
-                found = lb.eval.divergence(ctx, logits, progress=note)
+                result = lb.eval.divergence(ctx, logits, progress=note)
         finally:
             console.progress("")
-            if found is not None and found.n_done:
-                save(output, kind, found.as_dict())
-                _print(console, ctx, found)
+            if result is not None and result.n_done:
+                save(output, kind, result.as_dict())
+                _print(console, ctx, result)
 
 
 def _print(console: Console, ctx: Context, found: Perplexity | KLDivergence) -> None:
@@ -220,30 +220,32 @@ def compare(
     if name == base:
         raise ConfigError("--against compares with another model", hint="-m names one")
     window, chunks = _window_of(base, models), reading.chunks or _CHUNKS
-    first, second = (open_for_chunks(each, models, window, console) for each in (base, name))
-    found: Comparison | None = None
+    first, second = (
+        open_for_chunks(model_name, models, window, console) for model_name in (base, name)
+    )
+    comparison: Comparison | None = None
 
     def note(done: Comparison) -> None:
-        nonlocal found
-        found = done
+        nonlocal comparison
+        comparison = done
         if done.n_forks:
             console.progress(f"greedy texts at place {len(done.forks) + 1} of {done.n_forks}")
         else:
             console.progress(f"{done.n_chunks} of {chunks} chunks")
 
     try:
-        found = compare_models(first, second, text, window, chunks, progress=note)
+        comparison = compare_models(first, second, text, window, chunks, progress=note)
     finally:
         console.progress("")
-        if found is not None:
-            save(path, "compare", found.as_dict())
-            print_comparison(console, found)
-            console.answer(found.as_dict())
-    if found.divergence is None:
+        if comparison is not None:
+            save(path, "compare", comparison.as_dict())
+            print_comparison(console, comparison)
+            console.answer(comparison.as_dict())
+    if comparison.divergence is None:
         if reading.fail_kl is not None or reading.fail_top is not None:
             raise ConfigError("--fail-kl and --fail-top need models with one tokenizer")
         return
-    statistics, most, least = found.divergence.statistics, reading.fail_kl, reading.fail_top
+    statistics, most, least = comparison.divergence.statistics, reading.fail_kl, reading.fail_top
     is_far = most is not None and not statistics.mean.value <= most
     if is_far or (least is not None and not statistics.same_top.value >= least):
         console.note("the models are further apart than --fail-kl or --fail-top allows")
@@ -288,10 +290,10 @@ def compare_several(
         finally:
             console.progress("")
             if rows:
-                found: dict[str, object] = {"base": base, "window": window, "models": rows}
-                save(path, "quants", found)
+                answer: dict[str, object] = {"base": base, "window": window, "models": rows}
+                save(path, "quants", answer)
                 _print_rows(console, rows, with_base=base is not None)
-                console.answer(found)
+                console.answer(answer)
 
 
 def _check_vocabularies(base: str, names: Sequence[str]) -> None:
@@ -318,13 +320,13 @@ def _row(
     def note(done: Perplexity | KLDivergence) -> None:
         console.progress(f"{done.n_done} of {chunks} chunks of {base_name(name)}")
 
-    start_s, found = perf_counter(), None
+    start_s, measured = perf_counter(), None
     row: dict[str, Any] = {"file_type": ctx.model.file_type}
     if logits is not None and logits.exists():
-        found = lb.eval.divergence(ctx, logits, progress=note)
-        statistics, n_done = found.statistics, found.n_done
+        measured = lb.eval.divergence(ctx, logits, progress=note)
+        statistics, n_done = measured.statistics, measured.n_done
         figures = statistics.perplexity.value, statistics.perplexity.stderr
-        kl = (*statistics.mean, found.percentile(0.99), statistics.same_top.value)
+        kl = (*statistics.mean, measured.percentile(0.99), statistics.same_top.value)
     else:
         read = lb.eval.perplexity(ctx, text, window, chunks=chunks, progress=note, save_to=logits)
         n_done, figures, kl = read.n_done, (read.value, read.stderr), (0.0, 0.0, 0.0, 1.0)

@@ -17,7 +17,7 @@ from .console import OutputError
 
 
 def check_new_file(path: Path, *, hint: str = "name another file, or delete it") -> None:
-    """Raise ConfigError unless a file can be written at ``path`` without losing one.
+    """Raise ConfigError unless a file can be written at ``path`` without replacing another.
 
     Called before a model loads. An empty file, a device or a pipe may exist there. ``hint`` says what to
     do about an existing file.
@@ -63,7 +63,7 @@ def read_text(path: Path, errors: str = "strict", newline: str | None = None) ->
 def text_lines(text: str) -> list[str]:
     """Return the lines of a text that was read in text mode, which turns \\r\\n and \\r into \\n.
 
-    `str.splitlines` ends a line at form feeds, U+2028 and five others too, which people write in lines.
+    `str.splitlines` also ends lines at form feeds, U+2028 and five more characters of texts.
     """
     return text.split("\n")
 
@@ -91,17 +91,17 @@ def load_functions(path: Path) -> list[Callable[..., object]]:
     Raises:
         ConfigError: it cannot be run, or defines none.
     """
-    found = [
+    functions = [
         value
         for name, value in _run_file(path).items()
         if isinstance(value, FunctionType) and value.__module__ == path.stem and name[0] != "_"
     ]
-    if not found:
+    if not functions:
         raise ConfigError(
             f"{path} defines no function",
             hint="def weather(city: str) -> str: ..., with a docstring",
         )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(functions))
 
 
 def _run_file(path: Path) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def _run_file(path: Path) -> dict[str, Any]:
     """
     names: dict[str, Any] = {"__name__": path.stem, "__file__": str(path)}
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # what it prints is no answer
+        with contextlib.redirect_stdout(sys.stderr):  # its prints do not belong to the answer
             exec(compile(read_text(path), str(path), "exec"), names)
     except ConfigError:
         raise

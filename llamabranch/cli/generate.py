@@ -171,7 +171,7 @@ class GenerateReport:
         self._console.progress("")
         for text in filter(self._held.__contains__, self._order):
             self._give(self._held[text])
-        self._stats = copy.deepcopy(self.engine.stats)  # a comparison adds to the engine's later
+        self._stats = copy.deepcopy(self.engine.stats)  # a comparison adds to the original
         self._explanation = self.engine.explain()
         if not self._is_plain:
             self._explanation = f"drafter: {self.engine.drafter.name}; {self._explanation}"
@@ -313,7 +313,7 @@ class GenerateReport:
 
     def _print_totals(self, console: Console, compared: Mapping[str, object]) -> None:
         """Print the totals as a table: on a pipe to standard error."""
-        engine, found, stats = self.engine, self.comparison, self._stats.as_dict()
+        engine, comparison, stats = self.engine, self.comparison, self._stats.as_dict()
         can = engine.target.capabilities
         figures: dict[str, object] = {
             "requests": len(self._requests),
@@ -330,12 +330,12 @@ class GenerateReport:
         figures["kv_type"] = engine.target.kv_type
         figures["batch_invariant"] = can.batch_invariant or f"no: {can.batch_invariant_reason}"
         paragraphs = [self._explanation] if self._console.verbose else []
-        if found is not None:
+        if comparison is not None:
             machine = self._machine.describe(engine.target.n_threads)
-            paragraphs += [self._about_the_texts(compared), found.explain(), machine]
+            paragraphs += [self._about_the_texts(compared), comparison.explain(), machine]
         console.figures(figures)
-        if found is not None:
-            found.print(console)
+        if comparison is not None:
+            comparison.print(console)
         for paragraph in filter(None, paragraphs):
             console.line(paragraph)
             console.line()
@@ -479,8 +479,8 @@ def generate(
         seed = settings["seed"] if settings["seed_given"] else None
         config, most = models.config(), text.max_tokens
         engine, plain = (
-            Engine(context, each, config, sampling=params, max_tokens=most, seed=seed)
-            for each in (drafter, NullDrafter())
+            Engine(context, one_drafter, config, sampling=params, max_tokens=most, seed=seed)
+            for one_drafter in (drafter, NullDrafter())
         )
         # One seed for all requests. Without --seed one is picked; a resumed job continues with it.
         engine.seed = engine.seed if settings["seed"] is None else settings["seed"]
@@ -494,11 +494,11 @@ def generate(
         with InterruptHandler([context, *drafter.contexts]) as interrupts:
             if models.compare:  # the first decodes of a context are slower than later ones
                 few = [replace(request, max_tokens=8, n=1) for request in prepared]
-                for each in (
+                for one_drafter in (
                     drafter,
                     NullDrafter(),
-                ):  # separate engines: no draft length is learned
-                    Engine(context, each, replace(config, draft_k=2)).generate(few)
+                ):  # in separate engines, which learn nothing for the timed ones
+                    Engine(context, one_drafter, replace(config, draft_k=2)).generate(few)
             _run(shown, prepared, interrupts)
             if models.compare and not interrupts.requested:
                 shown.comparison = compare(
@@ -587,9 +587,9 @@ def _run(report: GenerateReport, requests: list[Request], interrupts: InterruptH
     with report.printing():
         stream = report.engine.stream(watched, skip=report.done)
         try:
-            if interrupts.requested:  # before there was a decode to stop
+            if interrupts.requested:  # Ctrl-C came before the first decode
                 report.engine.target.interrupt()
-            for event in stream:  # after a Ctrl-C the last ones are the unfinished texts
+            for event in stream:  # after a Ctrl-C the last events are the unfinished texts
                 report.show(event)
         except lb.DecodeInterruptedError:
             if not interrupts.requested:

@@ -129,8 +129,8 @@ def reporting_errors(console: Console) -> Iterator[None]:
         if isinstance(error, lb.LlamaBranchError):
             message, hint = error.message, error.hint
         elif isinstance(error, OSError):
-            what = "" if error.filename is None else f"{error.filename}: "
-            message, hint = f"{what}{error.strerror or error}", where
+            place = "" if error.filename is None else f"{error.filename}: "
+            message, hint = f"{place}{error.strerror or error}", where
         else:
             message = f"unexpected {type(error).__name__}: {error}"
             hint = where and f"this is a bug in llamabranch; {where}"
@@ -138,7 +138,7 @@ def reporting_errors(console: Console) -> Iterator[None]:
             traceback.print_exc()
         is_noted = debug and f"hint: {hint}" in getattr(
             error, "__notes__", ()
-        )  # the traceback has it
+        )  # the traceback shows the hint
         console.error(message, None if is_noted else hint)
         if console.silent:
             print_json_error(error, message, hint)

@@ -81,17 +81,17 @@ class JobLengths:
     ) -> JobLengths:
         """Look at all requests that can run, with long prompts tokenized.
 
-        The model of that ``name`` is not read if all prompts are short. ``n_ctx`` is the wanted size of
-        the context, None for up to what the model was trained for.
+        The model ``name`` is not opened if all prompts are short. ``n_ctx`` is the requested size of the
+        context; None allows any size up to the trained length.
 
         Raises:
             ConfigError: two have the same id. CacheFullError: the only prompt is too long.
         """
         # A single prompt must fit; each of its tokens has at least one byte.
-        about = [_n_prompt(each, 1 if len(requests) == 1 else _BYTES) for each in requests]
-        found = cls.of(requests, max_tokens, about)
-        if found.needed <= min(_SHORT, n_ctx or _SHORT):
-            return found
+        about = [_n_prompt(request, 1 if len(requests) == 1 else _BYTES) for request in requests]
+        estimate = cls.of(requests, max_tokens, about)
+        if estimate.needed <= min(_SHORT, n_ctx or _SHORT):
+            return estimate
         with vocabulary(name) as model:
             most = n_ctx or trained_length(model) or inf
 
@@ -115,8 +115,8 @@ class JobLengths:
     def cells_per_text(self, n_texts: int) -> int | None:
         """Return how many cells each of ``n_texts`` at a time should have of its own.
 
-        None = a unified cache is as good, because the texts are short or mostly shared, or cells of their
-        own could take too much memory.
+        None = use a unified cache: the texts are short or mostly shared, or separate cells could take too
+        much memory.
         """
         n = min(n_texts, self.n_texts)
         together = self.shared + n * self.own
@@ -142,9 +142,9 @@ def with_room(models: ModelFlags, name: str, prompt: str, max_tokens: int | None
     Raises:
         CacheFullError: the prompt alone is longer than ``-c``, or than the model's trained length.
     """
-    found = JobLengths.measured([Request(prompt, id="0")], max_tokens, name, models.n_ctx)
-    is_short = models.n_ctx is not None or found.n_ctx <= _SHORT
-    return models if is_short else replace(models, n_ctx=found.n_ctx)
+    lengths = JobLengths.measured([Request(prompt, id="0")], max_tokens, name, models.n_ctx)
+    is_short = models.n_ctx is not None or lengths.n_ctx <= _SHORT
+    return models if is_short else replace(models, n_ctx=lengths.n_ctx)
 
 
 def _whole_steps(n: float) -> int:
@@ -168,7 +168,9 @@ def _n_prompt(request: Request, n_bytes: int = _BYTES) -> float:
 def _n_shared(requests: Sequence[Request]) -> float:
     """Return the length, in tokens, of the common beginning of all prompts."""
     prompts = [_parts(request) for request in requests]
-    if len({type(prompt) is bytes for prompt in prompts}) != 1:  # none, or some of text only
+    if (
+        len({type(prompt) is bytes for prompt in prompts}) != 1
+    ):  # no prompts, or both texts and token ids
         return 0
     first, last = min(prompts), max(prompts)  # type: ignore[type-var]
     pairs = zip(

@@ -18,7 +18,7 @@ from .files import is_unicode, read_standard_input, read_text, schema_text, text
 
 Url = Literal["/v1/chat/completions", "/v1/completions"]
 _INVALID = "surrogateescape"  # bytes that are not UTF-8 make one line invalid, not the file
-_PAIR = re.compile(r"\\\\|\\u[dD][89abAB]..\\u[dD][c-fC-F]..")  # or a backslash
+_PAIR = re.compile(r"\\\\|\\u[dD][89abAB]..\\u[dD][c-fC-F]..")  # escaped pairs and backslashes
 _HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -45,9 +45,9 @@ def job_requests(
     for prompt in prompts:
         if not is_unicode(prompt):
             raise ConfigError(f"the prompt {prompt!r:.60} is not UTF-8")
-    found = [Request(prompt, id=str(i), sampling=sampling) for i, prompt in enumerate(prompts)]
+    requests = [Request(prompt, id=str(i), sampling=sampling) for i, prompt in enumerate(prompts)]
     if input_file is None:
-        return found
+        return requests
     if input_file == "-":
         text = read_standard_input(_INVALID)
         is_json = text.lstrip().startswith("{")
@@ -55,7 +55,9 @@ def job_requests(
         text = read_text(Path(input_file), _INVALID)
         is_json = Path(input_file).suffix in (".jsonl", ".ndjson")
     lines = text_lines(text)
-    return found + read_requests(lines, json_lines=is_json, sampling=sampling, first=len(found))
+    return requests + read_requests(
+        lines, json_lines=is_json, sampling=sampling, first=len(requests)
+    )
 
 
 def read_requests(
@@ -80,7 +82,7 @@ def read_requests(
             f"requests are read from lines, not from {type(lines).__name__}",
             hint="give an open file, or text.split('\\n')",
         )
-    found, hint = list[Request](), None
+    requests, hint = list[Request](), None
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -88,14 +90,14 @@ def read_requests(
             if not is_unicode(line):
                 raise ConfigError("it is not UTF-8")
             data = _parsed(line) if json_lines else line.rstrip("\r\n")
-            found.append(_request(data, str(first + len(found)), sampling))
+            requests.append(_request(data, str(first + len(requests)), sampling))
             continue
         except RecursionError:
             reason = "it is nested too deeply"
         except (lb.LlamaBranchError, msgspec.MsgspecError, ValueError, TypeError) as error:
             reason, hint = str(error)[:300], getattr(error, "hint", None)
         raise ConfigError(f"line {number}: invalid request: {reason}", hint=hint)
-    return found
+    return requests
 
 
 def _parsed(line: str) -> Any:

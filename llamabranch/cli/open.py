@@ -135,10 +135,10 @@ def open(
 
 
 def _folder(variable: str, usual: str) -> Path:
-    given = Path(os.environ.get(variable) or "")
-    if not given.is_absolute():  # such a value is ignored, by the XDG specification
-        given = Path.home() / usual
-    return given / "llamabranch"
+    folder = Path(os.environ.get(variable) or "")
+    if not folder.is_absolute():  # the XDG specification says to ignore relative paths
+        folder = Path.home() / usual
+    return folder / "llamabranch"
 
 
 def _listening(port: int, make: Callable[[ServeSettings], Server], console: Console) -> Server:

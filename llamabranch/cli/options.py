@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 # The headings of --help.
 TEXT, SAMPLING, DRAFTING, OUTPUT, MODEL = "Text", "Sampling", "Drafting", "Output", "Model"
 
-LENGTH = "--n-predict --max-tokens --predict -n"  # the option of how many tokens
+LENGTH = "--n-predict --max-tokens --predict -n"  # the names of the option for the number of tokens
 
 DEFAULTS = SamplingParams()
 DEFAULT_PROMPT = "Once upon a time"
@@ -73,8 +73,8 @@ def trained_length(model: lb.Model | str) -> int | None:
     if isinstance(model, str):
         with vocabulary(model) as opened:
             return trained_length(opened)
-    found = model.metadata.get(f"{model.architecture}.context_length", "")
-    return int(found) if found.isdigit() and int(found) else None
+    length = model.metadata.get(f"{model.architecture}.context_length", "")
+    return int(length) if length.isdigit() and int(length) else None
 
 
 def setting_value(text: str) -> Any:
@@ -179,13 +179,13 @@ class ModelFlags:
     @property
     def kv_type(self) -> str | None:
         """The type of K/V that the user set."""
-        found = {*(self.kv_types or ())}
-        if len(found) > 1:
+        kv_types = {*(self.kv_types or ())}
+        if len(kv_types) > 1:
             raise ConfigError(
                 "K and V must have the same type: set -ctk and -ctv alike",
                 hint="--kv-type q8_0/f16 is the one pair of two types: K in q8_0, V in f16",
             )
-        return next(iter(found), None)
+        return next(iter(kv_types), None)
 
     def announce(self, console: Console) -> str:
         """Return the name of the model; a default is named on standard error, unless with --json."""
@@ -199,7 +199,7 @@ class ModelFlags:
         Raises:
             ConfigError: an unknown name.
         """
-        kinds, found = setting_names(), dict[str, Any]()
+        kinds, values = setting_names(), dict[str, Any]()
         for text in self.settings or ():
             name, equals, value = text.partition("=")
             if not (name and equals):
@@ -210,17 +210,17 @@ class ModelFlags:
                 hint = nearest(name, sorted(names), "settings")
                 raise ConfigError(f"-S has no setting {name!r}", hint=hint)
             if name in kinds[kind]:
-                found[name] = setting_value(value)
-        if isinstance(found.get("logit_bias"), dict):
-            found["logit_bias"] = {int(k): float(v) for k, v in found["logit_bias"].items()}
-        if isinstance(found.get("dry_sequence_breakers"), list):
-            found["dry_sequence_breakers"] = tuple(found["dry_sequence_breakers"])
-        return found
+                values[name] = setting_value(value)
+        if isinstance(values.get("logit_bias"), dict):
+            values["logit_bias"] = {int(k): float(v) for k, v in values["logit_bias"].items()}
+        if isinstance(values.get("dry_sequence_breakers"), list):
+            values["dry_sequence_breakers"] = tuple(values["dry_sequence_breakers"])
+        return values
 
     def load_options(self) -> LoadOptions:
         """Return the options that were set, by their names in `llamabranch.load`."""
         choice("--flash-attn", self.flash_attn, _SWITCH)
-        given: dict[str, Any] = {
+        flags: dict[str, Any] = {
             "n_gpu_layers": self.gpu_layers,
             "n_ctx": self.n_ctx,
             "n_threads": self.threads,
@@ -228,8 +228,8 @@ class ModelFlags:
             "kv_type": self.kv_type,
             "flash_attention": _SWITCH[self.flash_attn],
         }
-        found = {name: value for name, value in given.items() if value is not None}
-        return cast("LoadOptions", found | self.set("load"))
+        options = {name: value for name, value in flags.items() if value is not None}
+        return cast("LoadOptions", options | self.set("load"))
 
     def open(self, name: str, console: Console, **more: Unpack[LoadOptions]) -> lb.Context:
         """Load a model and create a context for it; the end of the command closes both.
@@ -306,7 +306,7 @@ class DraftFlags(ModelFlags):
         drafter = make_drafter(
             drafters, lambda name: self.open_draft(name, context, console, of_drafts)
         )
-        for other in (each.model for each in drafter.contexts):
+        for other in (draft.model for draft in drafter.contexts):
             if context.model.compatibility(other).path == "text":
                 console.note(f"{other.name} has another vocabulary: it drafts through the text")
         return context, drafter
@@ -468,9 +468,9 @@ class SamplingFlags:
     def params(self, models: ModelFlags, seed: int | None = None) -> SamplingParams:
         """Return the settings except ``--ignore-eos``; ConfigError for a value out of range."""
         names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")
-        given = {name: getattr(self, name) for name in names}
-        found = {**given, "seed": seed, **models.set("sampling")}
-        return DEFAULTS.replace(**cast("lb.sampling.SamplingSettings", found))
+        flags = {name: getattr(self, name) for name in names}
+        settings = {**flags, "seed": seed, **models.set("sampling")}
+        return DEFAULTS.replace(**cast("lb.sampling.SamplingSettings", settings))
 
     def without_eog(self, params: SamplingParams, model: lb.Model) -> SamplingParams:
         """Return ``params`` without the model's EOG tokens if ``--ignore-eos`` was given."""
@@ -518,17 +518,17 @@ class TextFlags(SamplingFlags):
 
     def parse_grammar(self) -> lb.Grammar | None:
         """Return the grammar that these options describe, or None; it may be invalid (GrammarError)."""
-        given = self.grammar
-        if given is not None and self.json_schema is not None:
+        grammar = self.grammar
+        if grammar is not None and self.json_schema is not None:
             raise typer.BadParameter("--grammar and --json-schema exclude each other")
         if self.json_schema is not None:
             return lb.Grammar.from_json_schema(schema_text(self.json_schema))
-        if given is None:
+        if grammar is None:
             return None
-        if len(given) > 1 and given.startswith("/") and given.endswith("/"):
-            return lb.Grammar.from_regex(given[1:-1])
-        inline = "::=" in given and not os.path.isfile(given)
-        return lb.Grammar(given if inline else read_text(Path(given)))
+        if len(grammar) > 1 and grammar.startswith("/") and grammar.endswith("/"):
+            return lb.Grammar.from_regex(grammar[1:-1])
+        inline = "::=" in grammar and not os.path.isfile(grammar)
+        return lb.Grammar(grammar if inline else read_text(Path(grammar)))
 
 
 @dataclass(frozen=True)

@@ -87,8 +87,8 @@ def divergence_tables(found: KLDivergence) -> list[list[tuple[str, ...]]]:
     return [
         [
             ("", "value", "±"),
-            *((name, *(number(v, 6) for v in each)) for name, each in natural.items()),
-            *((name, *(number(100 * v, 3) for v in each)) for name, each in percent.items()),
+            *((name, *(number(v, 6) for v in values)) for name, values in natural.items()),
+            *((name, *(number(100 * v, 3) for v in values)) for name, values in percent.items()),
         ],
         [
             ("percentile", "KL divergence", "change of probability, %"),

@@ -20,9 +20,9 @@ from ..files import atomic_write, digest, sync
 from .files import check_new_file, is_unicode, writing
 from .jsonl import BatchRequest, answer
 
-_OLD = "prompt "  # before the digest of a prompt alone, for the records of version 0.2
+_OLD = "prompt "  # prefix of the digest of a prompt alone, which version 0.2 stored
 _OTHER_PROMPTS = "has results of other prompts, or of other settings on a line: the id {!r}"
-_PREFIX = b'{"id": '  # of every line that is written here
+_PREFIX = b'{"id": '  # how every line that is written here begins
 _KEPT = "the results written so far are kept; --resume continues from there"
 # msgspec's errors are ValueErrors from 0.22 on.
 _BAD = (msgspec.MsgspecError, ValueError, LookupError, TypeError, RecursionError)
@@ -85,11 +85,11 @@ class ResultFile:
 
     def _read(self, requests: Iterable[Request]) -> None:
         """Read which texts the file has, and check that they belong to ``requests``."""
-        found: dict[str, str] = {}
+        digests: dict[str, str] = {}
         for record in self._records():
             name = str(record.get("custom_id", record["id"]))
             job = record["job"]
-            given = str(job.pop("request", _OLD + digest(record.get("prompt"))))
+            prompt_digest = str(job.pop("request", _OLD + digest(record.get("prompt"))))
             job.pop("prompts", None)  # of version 0.2: a digest of all lines
             if job.get("rule") == "auto":  # up to version 0.3; the rules of one job may differ
                 job["rule"] = "seeded"
@@ -98,7 +98,7 @@ class ResultFile:
             if record.get("error"):
                 self._n_failed += 1
                 continue
-            if found.setdefault(name, given) != given:
+            if digests.setdefault(name, prompt_digest) != prompt_digest:
                 raise self._refused(_OTHER_PROMPTS.format(name))
             n = 1 if "sample" in record else len(record["response"]["body"]["choices"])
             self.done.update((name, record.get("sample", i)) for i in range(n))
@@ -109,10 +109,13 @@ class ResultFile:
                 self.job |= {"seed": seed, "seed_given": self._jobs[0].get("seed_given") is True}
             self._check()  # comes first, because every request includes the settings of the command line
         for request in requests:
-            given = found.pop(str(request.id), "")
-            if given and given not in (_digest(request), _OLD + digest(request.prompt)):
+            prompt_digest = digests.pop(str(request.id), "")
+            if prompt_digest and prompt_digest not in (
+                _digest(request),
+                _OLD + digest(request.prompt),
+            ):
                 raise self._refused(_OTHER_PROMPTS.format(request.id))
-        for name in found:
+        for name in digests:
             raise self._refused(_OTHER_PROMPTS.format(name))
 
     def _records(self) -> Iterator[dict[str, Any]]:
@@ -141,13 +144,13 @@ class ResultFile:
 
     def _check(self) -> None:
         for theirs in self._jobs:
-            found = [
+            differences = [
                 message.format(theirs.get(name), self.job[name])
                 for name, message in _SETTINGS.items()
                 if self.job[name] not in (None, theirs.get(name))
             ]
-            if found:
-                raise self._refused(f"was made with other settings: {'; '.join(found)}")
+            if differences:
+                raise self._refused(f"was made with other settings: {'; '.join(differences)}")
 
     def open(self, model: Model, seed: int) -> None:
         """Open it for appending, now that the model and the seed are known.
@@ -220,7 +223,7 @@ def _is_result(line: bytes) -> bool:
 
 
 def _digest(request: Request) -> str:
-    """Return a digest of everything in a request, other than the job's settings, that texts depend on."""
+    """Return a digest of the parts of a request that determine its texts, without the job's settings."""
     grammar = request.grammar
     return digest(
         {

@@ -110,7 +110,7 @@ def score(*, given: ScoreFlags, models: ModelFlags, output: OutputFlags) -> None
                 continue
             _print(console, records, given.top, with_tokens=context is None)
         every = [record for records in groups for record in records]
-        total = _totals([each["logprob"] for each in every], sum(e["n_tokens"] for e in every))
+        total = _totals([record["logprob"] for record in every], sum(e["n_tokens"] for e in every))
         if len(groups) > 1:
             console.line(
                 f"{total['n_tokens']} tokens, log-probability {total['logprob']:.3f} nats, "

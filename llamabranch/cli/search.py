@@ -84,7 +84,7 @@ class MethodFlags:
         reward = None if self.reward is None else partial(_reward, self.reward)
         by_steps = {"reward": reward, "step": int(step) if step.isdecimal() else step}
         most, ends = self.iterations, not text.ignore_eos
-        found: dict[str, tuple[Callable[..., SearchResult], dict[str, Any]]] = {
+        methods: dict[str, tuple[Callable[..., SearchResult], dict[str, Any]]] = {
             "beam": (lb.search.beam_search, {"beams": n, "n": min(n, self.best)}),
             "best-of": (lb.search.best_of_n, {"n": n, "reward": reward}),
             "vote": (lb.search.vote, {"answer": last_match(self.answer), "n": n}),
@@ -95,7 +95,7 @@ class MethodFlags:
                 lb.search.tree_search, by_steps | {"iterations": most, "expand": n, "n": self.best},
             ),
         }  # fmt: skip
-        search, arguments = found[name]
+        search, arguments = methods[name]
         return partial(search, max_tokens=text.max_tokens, stop=text.stop_strings, **arguments)
 
     @property
@@ -169,8 +169,8 @@ def search(
         before = prompt + "\n" * chat.is_on if console.out.is_terminal else ""
         _print(console, prompt, before, result, method)
         record = {"prompt": prompt, "method": method.method, "seed": branch.seed}
-        found = result.as_dict(tree=method.tree)
-        console.answer({**record, **found, "interrupted": interrupts.requested})
+        details = result.as_dict(tree=method.tree)
+        console.answer({**record, **details, "interrupted": interrupts.requested})
         if interrupts.requested:
             console.note("interrupted: the best so far")
             raise typer.Exit(EXIT_INTERRUPTED)

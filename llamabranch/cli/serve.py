@@ -31,9 +31,9 @@ from .options import (
 )
 
 _MOST_CELLS = 8192  # of the cache, unless --n-ctx is given
-_CELLS_PER_TEXT = 2048  # at least, where each has its own
+_CELLS_PER_TEXT = 2048  # the fewest cells of a text if each has its own
 _PARALLEL = 8
-_KEY_VARIABLE = "LLAMA_API_KEY"  # llama-server's, too
+_KEY_VARIABLE = "LLAMA_API_KEY"  # llama-server reads it too
 _LIMITS = (
     "max_queue", "max_body", "max_choices", "send_timeout_s", "shutdown_timeout_s", "max_branches",
     "branch_ttl_s", "metrics", "slots",
@@ -86,15 +86,15 @@ class ServerFlags:
         Raises:
             ConfigError: a value out of range, or a file that cannot be read.
         """
-        found = {name: getattr(self, name) for name in ("host", "port", "alias", "log_requests")}
+        settings = {name: getattr(self, name) for name in ("host", "port", "alias", "log_requests")}
         for text in self.limits or ():
             name, equals, value = text.partition("=")
             if name not in _LIMITS or not equals:
                 raise ConfigError(f"no limit {text!r}", hint=nearest(name, _LIMITS, "limits"))
-            found[name] = setting_value(value)
+            settings[name] = setting_value(value)
         return ServeSettings(
             api_keys=self._keys(), allow_origins=_parts(self.allow_origin),
-            allowed_hosts=_parts(self.allowed_host), request_timeout_s=self.request_timeout, **found,
+            allowed_hosts=_parts(self.allowed_host), request_timeout_s=self.request_timeout, **settings,
         )  # fmt: skip
 
     def _keys(self) -> tuple[str, ...]:

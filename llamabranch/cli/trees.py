@@ -28,7 +28,9 @@ def tree_of(texts: Sequence[Sequence[lb.Produced]]) -> list[TreeLine]:
             n += 1
         below = tree_of([text[n:] for text in group]) if len(group) > 1 else []
         shown = first[:n] if len(group) > 1 else first
-        lines.append(TreeLine([Token(each.text, each.logprob) for each in shown], children=below))
+        lines.append(
+            TreeLine([Token(token.text, token.logprob) for token in shown], children=below)
+        )
     return lines
 
 
@@ -64,7 +66,7 @@ def _label(line: TreeLine, longest: int) -> Table:
 
 
 def _shown(text: str, longest: int, *, tail: bool = False) -> str:
-    """Return a text as one line; a long one without its middle or, with ``tail``, its beginning."""
+    """Return a text as one line. A long one loses its middle or, with ``tail``, its beginning."""
     text = text.strip(" ").replace("\n", "\\n")
     if len(text) <= longest:
         return text

@@ -61,7 +61,7 @@ def translated(output: Folder) -> Iterator[None]:
     except (ray.exceptions.RayError, OSError) as error:
         cause: BaseException | None = error
         while cause is not None:
-            is_rays = isinstance(cause, ray.exceptions.RayError)  # its copies of our errors too
+            is_rays = isinstance(cause, ray.exceptions.RayError)  # also Ray's copies of ours
             if isinstance(cause, (LlamaBranchError, OSError)) and not is_rays:
                 break
             inner = getattr(cause, "cause", None)

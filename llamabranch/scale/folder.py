@@ -37,10 +37,10 @@ class Folder:
 
         if "://" in path:
             try:
-                found, path = pyarrow.fs.FileSystem.from_uri(path)
+                named, path = pyarrow.fs.FileSystem.from_uri(path)
             except (ValueError, OSError) as error:
                 raise ConfigError(f"cannot open {path}: {error}") from None
-            filesystem = filesystem or found
+            filesystem = filesystem or named
         elif filesystem is None:
             filesystem, path = pyarrow.fs.LocalFileSystem(), os.path.abspath(path)
         self.filesystem, self.path = filesystem, path
@@ -54,8 +54,8 @@ class Folder:
 
         info = self.filesystem.get_file_info(self.path)
         selector = pyarrow.fs.FileSelector(self.path, allow_not_found=True)
-        found = [info] if info.is_file else self.filesystem.get_file_info(selector)
-        return sorted((file.path, file.size) for file in found if file.is_file)
+        entries = [info] if info.is_file else self.filesystem.get_file_info(selector)
+        return sorted((file.path, file.size) for file in entries if file.is_file)
 
     def read_json(self, name: str) -> dict[str, object] | None:
         """Return the object in a file, or None if there is no such file.
@@ -66,14 +66,14 @@ class Folder:
         path = posixpath.join(self.path, name)
         try:
             with self.filesystem.open_input_stream(path) as file:
-                found = json.loads(file.read())
+                content = json.loads(file.read())
         except FileNotFoundError:
             return None
         except ValueError as error:
             raise ConfigError(f"{path} is damaged: {error}") from None
-        if not isinstance(found, dict):
+        if not isinstance(content, dict):
             raise ConfigError(f"{path} is damaged: it holds no object")
-        return found
+        return content
 
     def write_json(self, name: str, value: object) -> None:
         """Write a JSON file in one step: after a crash it is complete, or missing."""

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _MOST = 1e15
 _WORKERS_PER_WRITER = 8  # one process writes the results of so many workers
-_ROWS_PER_STREAM = 4  # of a batch
+_ROWS_PER_STREAM = 4  # rows of a batch for each text at a time
 # Retries of a batch whose worker died. Ray takes half a minute to notice that a node is gone, and until
 # then each attempt to reach a worker there is a retry.
 MOST_RETRIES = 16
@@ -130,9 +130,9 @@ def generate(
         JobError: the job failed; ``resume=True`` continues it.
         UnsupportedError: Ray is not installed.
     """
-    given = {name: value for name, value in options.items() if name in RowOptions.__annotations__}
-    of_job = cast(JobOptions, {k: v for k, v in options.items() if k not in given})
-    rows = GenerateRows(**cast(RowOptions, given))
+    of_rows = {name: value for name, value in options.items() if name in RowOptions.__annotations__}
+    of_job = cast(JobOptions, {k: v for k, v in options.items() if k not in of_rows})
+    rows = GenerateRows(**cast(RowOptions, of_rows))
     return _RayJob(rows, inputs, output, model, load, of_job).run(Generate, seed)
 
 
@@ -253,9 +253,9 @@ class _RayJob:
 
         of_source = {"id_column": self._source.id_column, "keep": self._source.keep}
         rows.context.max_errored_blocks = _MOST_LOST
-        is_alone = self._block_rows == 1  # no row runs beside one that ends its process
+        is_alone = self._block_rows == 1  # so that a row that ends its process stops no other row
         with warnings.catch_warnings():
-            # Ray's versions from 2.64 on, which are excluded, may name the last one otherwise.
+            # Ray 2.64 and later may rename ``ray_remote_args``; those versions are excluded.
             warnings.filterwarnings("ignore", "`ray_remote_args` is deprecated")
             rows = rows.map_batches(
                 stage,
@@ -286,7 +286,7 @@ def _model_facts(model: str) -> dict[str, object]:
     """Return the fingerprint of a model, and the versions that run it; runs on a node of the cluster."""
     try:
         own = metadata.version("llamabranch")
-    except metadata.PackageNotFoundError:  # run from its source
+    except metadata.PackageNotFoundError:  # not installed
         own = "unknown"
     with Model(hub.resolve(model, download=True), vocab_only=True) as opened:
         fingerprint = opened.fingerprint

@@ -1,8 +1,8 @@
 """Turn the rows of a batch into requests, and their results into a table.
 
 A row that cannot be a request becomes a row with ``finish_reason`` "error", not an exception: in Ray Data
-an exception ends the job, and the row would be lost. The schema of a table does not depend on its rows:
-blocks with other types could not be written into one folder.
+an exception ends the job, and the row would be lost. The schema of a table does not depend on its
+rows, because all blocks of a folder need the same types.
 """
 
 from __future__ import annotations
@@ -92,17 +92,17 @@ class GenerateRows:
 
     def record(self, results: Sequence[Result]) -> Record:
         """Return the output columns of a row; with ``n`` above 1 they are lists, in sample order."""
-        found = sorted(results, key=lambda result: result.sample)
+        ordered = sorted(results, key=lambda result: result.sample)
         lists: dict[str, list[object]] = {
-            "text": [result.text for result in found],
-            "tokens": [result.tokens for result in found],
-            "finish_reason": [result.finish_reason for result in found],
-            "seed": [result.seed % 2**64 for result in found],
+            "text": [result.text for result in ordered],
+            "tokens": [result.tokens for result in ordered],
+            "finish_reason": [result.finish_reason for result in ordered],
+            "seed": [result.seed % 2**64 for result in ordered],
         }
-        errors = [describe(result.error) for result in found if result.error is not None]
+        errors = [describe(result.error) for result in ordered if result.error is not None]
         return {
             **({name: values[0] for name, values in lists.items()} if self.n == 1 else lists),
-            "n_prompt_tokens": found[0].num_prompt_tokens,
+            "n_prompt_tokens": ordered[0].num_prompt_tokens,
             "error": errors[0] if errors else None,
         }
 
@@ -221,11 +221,11 @@ def output_table(
     """Return records as a table; the id and the kept columns have the types of the batch."""
     import pyarrow as pa
 
-    given = batch.schema if isinstance(batch, pa.Table) else pa.schema([])
+    schema = batch.schema if isinstance(batch, pa.Table) else pa.schema([])
     fields = []
     for name in (id_column, *keep):
         values = [record.get(name) for record in records]
-        known = name in given.names
-        fields.append((name, given.field(name).type if known else pa.array(values).type))
+        known = name in schema.names
+        fields.append((name, schema.field(name).type if known else pa.array(values).type))
     fields += [*kind.fields(), ("error", pa.string()), ("batch_invariant", pa.bool_())]
     return pa.Table.from_pylist(list(records), schema=pa.schema(fields))

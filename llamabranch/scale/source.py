@@ -66,24 +66,24 @@ class Source:
         if any(folder.filesystem != folders[0].filesystem for folder in folders):
             raise ConfigError("the input is on several file systems", hint="name one of them")
         files = (file for folder in folders for file in folder.files())
-        found = sorted(file for file in files if posixpath.splitext(file[0])[1] in _KINDS)
-        if not found:
+        found_files = sorted(file for file in files if posixpath.splitext(file[0])[1] in _KINDS)
+        if not found_files:
             names = ", ".join(map(str, inputs))
             is_pattern = any(character in names for character in "*?[")
             hint = "patterns are not expanded: name the folder, or a list of files"
             raise ConfigError(
                 f"there is no .parquet or .jsonl file in {names}", hint=hint if is_pattern else None
             )
-        kind, *other = {_KINDS[posixpath.splitext(path)[1]] for path, _ in found}
+        kind, *other = {_KINDS[posixpath.splitext(path)[1]] for path, _ in found_files}
         if other:
             message = "the input has files of both formats"
             raise ConfigError(message, hint="give one of them at a time")
-        return cls(found, kind, folders[0].filesystem, id_column, columns, keep)
+        return cls(found_files, kind, folders[0].filesystem, id_column, columns, keep)
 
     def rows(self, done: pyarrow.ChunkedArray, block_rows: int) -> ray.data.Dataset:
         """Return the rows whose ids are not in ``done``, sorted by prompt, in blocks of ``block_rows``.
 
-        They are read at once, because workers may later take all CPUs of the cluster.
+        They are read now, because workers may later take all CPUs of the cluster.
 
         Raises:
             ConfigError: there are no rows, or their columns have no single type.
@@ -107,7 +107,7 @@ class Source:
         # A text to score begins with its context, if it has one.
         keys = [name for name in ("context", "prompt", "text") if name in self.columns]
         if all(str(schema.field(name).type) == "string" for name in keys):
-            # The sort is a plan of its own. Otherwise Ray would cut each part of it into blocks.
+            # A separate plan sorts the rows. In one plan Ray would cut each sorted part into blocks.
             rows = rows.sort(keys).materialize()
         return rows.repartition(target_num_rows_per_block=block_rows, strict=True).materialize()
 
@@ -148,9 +148,12 @@ class Source:
         }  # fmt: skip
         rows, fields = [self._parsed(row) for row in sample], []
         for name in dict.fromkeys((self.id_column, *self.keep, *self.columns)):
-            found = _array(name, [row.get(name) for row in rows]).type
+            column_type = _array(name, [row.get(name) for row in rows]).type
             fields.append(
-                (name, usual.get(name, pa.string()) if pa.types.is_null(found) else found)
+                (
+                    name,
+                    usual.get(name, pa.string()) if pa.types.is_null(column_type) else column_type,
+                )
             )
         kind = fields[0][1]
         if kind not in (pa.int64(), pa.string()):
@@ -179,12 +182,12 @@ class Source:
         if self.kind == "parquet":
             return row
         try:
-            found = json.loads(str(row["text"]))
+            row_object = json.loads(str(row["text"]))
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"invalid row {row['text']!r:.80}: {error}") from None
-        if not isinstance(found, dict):
+        if not isinstance(row_object, dict):
             raise ConfigError(f"invalid row {row['text']!r:.80}: it is not an object")
-        return found
+        return row_object
 
 
 def _array(

@@ -149,13 +149,13 @@ class _Stage:
             if isinstance(error, DecodeError):
                 _end_process(f"the engine failed: {error}")
             return error_record(self._kind, describe(error))
-        except Exception as error:  # after any error, the requests cannot continue here
+        except Exception as error:  # any other error leaves the engine in an unknown state
             _end_process(f"the engine failed: {error}")
 
     async def _results(self, request: Request) -> list[Result]:
         """Return the results of a request's texts once all have ended."""
         async with aclosing(self._engine.steps(request, reports_tokens=False)) as steps:
-            events = [event async for found in steps for event in found]
+            events = [event async for events_of_step in steps for event in events_of_step]
         return [event.result for event in events if event.result is not None]
 
 
@@ -242,10 +242,10 @@ def _assigned() -> LoadOptions:
     worker = _ray_worker()
     if worker is None:
         return {}
-    found = worker.get_assigned_resources()
-    n = max(1, int(found.get("CPU", 1.0)))
+    resources = worker.get_assigned_resources()
+    n = max(1, int(resources.get("CPU", 1.0)))
     options = LoadOptions(n_threads=n, n_threads_batch=n)
-    return {**options, "n_gpu_layers": -1} if found.get("GPU") else options
+    return {**options, "n_gpu_layers": -1} if resources.get("GPU") else options
 
 
 def _identity(row: Record, column: str) -> int | str:

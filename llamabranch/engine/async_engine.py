@@ -1,8 +1,9 @@
 """The engine on a thread of its own, for programs with an event loop.
 
-A step ends with one call into each event loop, which transfers the events of all its requests, because a
-thread switch for each token would take longer than the token. If the events of a request are not read, it
-is paused when its buffer is full, and others may take its cells; no other request waits for it.
+At the end of a step the thread makes one call into each event loop, with all new events of that
+loop's requests. A thread switch for each token would take longer than the token itself. If the
+events of a request are not read, the request is paused when its buffer is full. Other requests may
+then take its cells, and none of them waits for it.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class AsyncEngine:
     """An :class:`Engine` on a thread of its own: ``async for event in engine.generate(request)``.
 
     Any number of tasks, in one event loop or several, may call ``generate`` at the same time; their
-    requests share decodes. Like ``Context.complete`` it turns the prefix cache on, unless the context was
-    opened with ``prefix_cache=False``.
+    requests share decodes. Like ``Context.complete``, the engine turns the prefix cache on, unless
+    the context was opened with ``prefix_cache=False``.
 
     Args:
         target, drafter, config, sampling, max_tokens: as for ``Engine``.
@@ -116,8 +117,8 @@ class AsyncEngine:
     async def generate(self, request: AnyRequest) -> AsyncIterator[Event]:
         """Yield the events of a request: each token, and the result of each of its texts.
 
-        If the task is cancelled or the iterator closed, the request is aborted, and its sequences are
-        free after the step that is running.
+        If the task is cancelled or the iterator is closed, the request is aborted. Its sequences
+        are free after the current step.
 
         Raises:
             ConfigError, TokenizeError, QueueFullError, ClosedError: see ``Engine.add_request``.
@@ -131,10 +132,10 @@ class AsyncEngine:
     def steps(
         self, *requests: AnyRequest, reports_tokens: bool = True
     ) -> AsyncGenerator[list[Event], None]:
-        """Yield the events of requests as ``generate`` does, in lists of all new events.
+        """Yield the events of one or more requests, each time a list of all new events.
 
-        A list has the events of one step, or of several steps if they were not read meanwhile. So all
-        tokens of a draft need only one thread switch.
+        A list holds the events of one step, or of several steps if the task did not read in
+        between. So all tokens of a draft need only one thread switch.
 
         Args:
             requests: one or several; if one of them is refused, all of them are.
@@ -149,7 +150,7 @@ class AsyncEngine:
         self, reader: _Reader, *, reports_tokens: bool = True
     ) -> AsyncGenerator[list[Event], None]:
         try:
-            with self._wake:  # no step may end before the reader is known
+            with self._wake:  # the reader must be registered before a step can end
                 if self._ends is not None or not self._thread.is_alive():
                     raise ClosedError("the engine is closed")
                 for number, request in enumerate(reader.requests):
@@ -194,12 +195,12 @@ class AsyncEngine:
     ) -> Coroutine[None, None, Result | Sequence[Result]] | AsyncGenerator[Event, None]:
         """Continue prompts as ``Context.complete`` does: ``(await engine.complete("The king")).text``.
 
-        With ``stream=True``: ``async for event in engine.complete(prompt, stream=True)``. The drafter,
-        and all settings that you leave out, are the engine's.
+        With ``stream=True``: ``async for event in engine.complete(prompt, stream=True)``. The
+        engine's drafter is used, and the engine's value of each setting that you leave out.
 
         Raises:
-            LlamaBranchError: see ``Context.complete`` and ``generate``. Bad arguments raise when the call
-                is awaited, or with ``stream`` when it is made.
+            LlamaBranchError: see ``Context.complete`` and ``generate``. Bad arguments raise when
+                the call is awaited; with ``stream=True`` they raise at once.
         """
         engine = self.engine
         plan = partial(plan_texts, engine.target, prompt, engine.sampling, **options)
@@ -265,14 +266,17 @@ class AsyncEngine:
         """Accept no more requests and end the thread.
 
         Args:
-            drain: finish the requests first, while their readers continue. Otherwise they end with
-                "cancelled".
+            drain: finish the requests first; their readers get the remaining events. Otherwise the
+                requests end with "cancelled".
         """
         self.shut_down(drain=drain, wait=False)
         await asyncio.to_thread(self._thread.join)
 
     def shut_down(self, *, drain: bool = False, wait: bool = True) -> None:
-        """Do what ``close`` does, without an event loop; ``wait`` until the thread has ended."""
+        """Do what ``close`` does, without an event loop.
+
+        With ``wait``, return only after the thread has ended.
+        """
         with self._wake:
             if self._ends is None or not drain:
                 self._ends = "drain" if drain else "abort"
@@ -292,7 +296,7 @@ class AsyncEngine:
         await self.close()
 
     def _leave(self, reader: _Reader) -> None:
-        """End the requests of a reader that has left; the caller holds the condition."""
+        """Abort the requests of a reader that is gone. The caller must hold ``_wake``."""
         for name in reader.names:
             if self._readers.get(name) is reader:
                 del self._readers[name]
@@ -320,7 +324,7 @@ class AsyncEngine:
             del engine
 
     def _turn(self) -> bool:
-        """Run one step and transfer its events; False once everything has ended."""
+        """Run one step and transfer its events; return False once everything has ended."""
         engine = self.engine
         with self._wake:
             self._has_news = False
@@ -368,13 +372,13 @@ class AsyncEngine:
         for loop, batch in batches.items():
             try:
                 loop.call_soon_threadsafe(_deliver, batch)
-            except RuntimeError:  # the loop is closed, so these will not be read
+            except RuntimeError:  # the loop is closed: nobody will read these events
                 with self._wake:
                     for reader, _ in batch:
                         self._leave(reader)
 
     def _must_wait(self) -> bool:
-        """Return whether the thread has nothing to do; the caller holds the condition."""
+        """Return whether the thread has nothing to do. The caller must hold ``_wake``."""
         engine = self.engine
         idle = engine.core.is_stalled if engine.has_unfinished() else self._ends is None
         return idle and not self._has_news
@@ -387,7 +391,7 @@ def _checked(plan: Callable[[], Completion]) -> Completion:
 
 
 class _Reader:
-    """The events of one ``steps`` on their way from the thread to its task.
+    """Carries the events of one ``steps`` call from the engine's thread to the task that reads.
 
     Args:
         requests: the requests.
@@ -398,7 +402,7 @@ class _Reader:
         n_running: how many texts are unfinished, as counted by the thread.
         n_expected, n_read: how many results the task still expects, and how many events it has read.
         is_paused: whether the requests are paused, because too many events were unread.
-        names: the ids of the requests, with their indices.
+        names: the index of each request, by its id.
         failure: the exception that the task gets instead of more events.
     """
 

@@ -1,7 +1,7 @@
 """One call from prompts to texts, for `complete`, `chat` and their asynchronous forms.
 
-A call is checked completely before anything is decoded. Then an engine is built for it; K/V stays in the
-context's prefix cache.
+A call is checked completely before anything is decoded. Then ``Context`` builds an engine for the
+call, and ``AsyncEngine`` uses its own. The K/V of the texts stays in the context's prefix cache.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ Conversations = Sequence[Sequence[Message]]
 _Prompt = str | Sequence[int] | Messages
 Prompts = list[str] | tuple[str, ...] | Sequence[Sequence[int]] | Conversations
 Events = Generator[Event, None, None]
-_MAX_TOKENS = 128  # of a text without a limit
+_MAX_TOKENS = 128  # for a call that sets no limit
 T = TypeVar("T", default=object)  # the type of parsed values
 
 
@@ -94,7 +94,7 @@ _NOT_SAMPLING = TextOptions.__annotations__.keys() - SamplingSettings.__annotati
 
 
 class ChatOptions(TextOptions[T], Generic[T], total=False):
-    """The options of ``chat``: `TextOptions`, and input of the chat template."""
+    """The options of ``chat``: `TextOptions`, and the variables of the chat template."""
 
     tools: Sequence[Tool] | None
     tool_choice: str | Mapping[str, object] | None
@@ -112,10 +112,10 @@ class Completion:
         is_list: whether the answer is a list.
         tools: the tools of a chat.
         drafter: the drafter that the user passed.
-        scores: whether log-probabilities were asked for, so that OpenAI's shapes have them.
+        scores: whether log-probabilities were asked for; then ``Result.to_openai`` includes them.
         model: the model that generates.
-        asked: the user's grammar, which parses the text.
-        found: the results of each prompt by the number of the sample.
+        asked: the user's grammar; ``Result.parsed`` parses the text with it.
+        found: for each prompt its results so far, sorted by ``sample``.
     """
 
     requests: list[Request]
@@ -132,7 +132,7 @@ class Completion:
         self.found = [[] for _ in self.requests]
 
     def take(self, number: int, event: Event) -> Event:
-        """Return an event of a prompt in the form for the caller, and keep its result."""
+        """Return an event of prompt ``number`` as the caller gets it, and keep its result."""
         result, name = event.result, str(number)
         if result is not None:
             choices = self.found[number]
@@ -147,7 +147,7 @@ class Completion:
         return event if event.id == name else replace(event, id=name)
 
     def events(self, events: Events) -> Events:
-        """Yield events whose ids are the numbers of the prompts, in the form for the caller.
+        """Yield the events as the caller gets them. Their ids must be the numbers of the prompts.
 
         Raises:
             LlamaBranchError: at the end, as ``check`` does.
@@ -166,10 +166,10 @@ class Completion:
                 raise result.error
 
     def answer(self) -> Result | list[Result]:
-        """Return the first text of each prompt, with the others as its ``choices``.
+        """Return the first result of each prompt; its ``choices`` are all results of that prompt.
 
         Raises:
-            LlamaBranchError: no text has a token, for this reason.
+            LlamaBranchError: the reason why no text has a token.
         """
         self.check()
         results = [results[0] for results in self.found]
@@ -182,7 +182,7 @@ def plan_texts(
     base: SamplingParams | None = None,
     **options: Unpack[TextOptions],
 ) -> Completion:
-    """Return a call of ``complete``, checked.
+    """Check the arguments of ``complete``, and return the call that they describe.
 
     Args:
         ctx: the context that generates.
@@ -191,7 +191,8 @@ def plan_texts(
         options: those of ``Context.complete``; the default of ``max_tokens`` is the engine's.
 
     Raises:
-        ConfigError, GrammarError, TokenizeError, CacheFullError: something is invalid, or too long.
+        ConfigError, GrammarError, TokenizeError, CacheFullError: an argument is invalid, or a
+            prompt too long.
     """
     text_context("ctx", ctx)
     prompts, is_list = _prompts(prompt)
@@ -254,7 +255,10 @@ def _planned(
     options: TextOptions,
     tools: Tools | None = None,
 ) -> Completion:
-    """Return a call for tokenized prompts; ``tools``: functions that the answers may call."""
+    """Return the call for tokenized prompts.
+
+    ``tools`` are the functions that the answers may call.
+    """
     settings = {name: value for name, value in options.items() if name not in _NOT_SAMPLING}
     check_names(settings, ChatOptions.__annotations__)
     given = options.get("sampling")
@@ -307,7 +311,7 @@ def plan_chat(
     chat_template_kwargs: Mapping[str, object] | None = None,
     **options: Unpack[TextOptions],
 ) -> Completion:
-    """Return a call of ``chat``, checked; see ``plan_texts``.
+    """Check the arguments of ``chat``, and return the call; see ``plan_texts``.
 
     Raises:
         ConfigError, UnsupportedError, GrammarError, TokenizeError, CacheFullError: something is invalid.
@@ -335,21 +339,21 @@ def plan_chat(
 
 
 def tool_grammar(model: Model, tools: Tools, asked: Grammar | None) -> Grammar | None:
-    """Return the grammar of an answer that may call functions; None if none can be written.
+    """Return the grammar of an answer that may call functions, or None if there cannot be one.
 
     Args:
         model, tools: as for ``turn_grammar``.
         asked: the grammar of an answer without a call.
 
     Raises:
-        UnsupportedError: it cannot be combined with calls.
+        UnsupportedError: ``asked`` cannot be combined with calls.
     """
     try:
         return turn_grammar(model, tools, asked)
     except UnsupportedError:
         if asked is not None:
             raise
-        return None  # a reader finds the calls all the same
+        return None  # `Tools.read` finds the calls even without a grammar
 
 
 def _prompts(prompt: object) -> tuple[list[_Prompt], bool]:
@@ -395,8 +399,10 @@ def run(
     """Generate the texts of a call.
 
     Args:
-        ctx, plan: what generates what.
-        drafters: keeps the drafters "auto", for texts without a grammar (False) and with one (True).
+        ctx: the context that generates.
+        plan: the checked call.
+        drafters: keeps the "auto" drafters: one for texts without a grammar (key False), and one
+            for texts with a grammar (key True).
         stream: return an iterator of events.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The core of an engine: steps of all its jobs, and the events that they bring."""
+"""The core of an engine: it runs the steps of all jobs, and collects their events."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ _POLL_S = 0.02  # how often to check whether others have freed a sequence
 
 
 class EngineCore:
-    """Requests that share decodes: those of one ``stream``, or those added to the engine.
+    """Runs requests that share decodes: those of one ``stream`` call, or those added to the engine.
 
-    ``add`` and ``abort`` may be called from any thread, all else from one at a time.
+    Any thread may call ``add`` and ``abort`` at any time. All other methods may be used by one
+    thread at a time.
 
     Args:
-        drafting: drafts for all texts, and names the context.
-        stats: counts what it does.
+        drafting: drafts for all texts; its ``ctx`` is the context that generates.
+        stats: the totals, which the core updates.
         parallel: the most texts at a time; None = as many as there are sequences.
         wait_s: how long to wait, in seconds, while others hold all sequences.
         sampling: the settings for requests without any.
@@ -46,7 +47,7 @@ class EngineCore:
         expected: ids of requests that are not added yet; ``abort`` applies to them as well.
 
     Attributes:
-        scheduler: which of its texts hold a sequence.
+        scheduler: decides which texts hold a sequence.
         n_added: how many requests were added.
         n_decoded: how many tokens its steps have decoded.
     """
@@ -71,14 +72,14 @@ class EngineCore:
         self.scheduler = Scheduler(drafting.ctx, parallel, stats)
         self._wait_s = wait_s
         self._expected = expected
-        self._n_idle = 0  # polls for a sequence without a decode
+        self._n_idle = 0  # polls for a free sequence since the last decode
         self._n_decodes = -1
         self._added: deque[Submission] = deque()
         self._aborted: deque[Submission] = deque()
-        self._aborted_ahead: set[str] = set()  # of those expected
+        self._aborted_ahead: set[str] = set()  # ids in ``expected`` that were aborted
         self._events: list[Event] = []  # still to be returned
-        self._failure: LlamaBranchError | None = None  # raised once those are
-        self._is_broken_off = False  # an exception has left a step in the middle
+        self._failure: LlamaBranchError | None = None  # raised after those events
+        self._is_broken_off = False  # an exception has interrupted a step
         # Whether the running decode reads prompts, and whether an abort has stopped it.
         self._stopping = threading.Lock()
         self._reads = self._has_stopped = False
@@ -94,14 +95,17 @@ class EngineCore:
         *,
         reports_tokens: bool = True,
     ) -> None:
-        """Queue the texts ``samples`` of a request, whose id is ``name``.
+        """Queue texts of a request.
 
         Args:
+            request, name: the request and its id.
+            samples: the numbers of the texts to generate.
             seed: the seeds of the texts are derived from it, unless the request has one.
             reports_tokens: whether there are events for tokens.
 
         Raises:
-            ConfigError, TokenizeError: its prompt or its stop strings are invalid; it is not queued.
+            ConfigError, TokenizeError: the prompt or the stop strings are invalid; nothing is
+                queued.
         """
         submission = Submission(
             request, name, self.n_added, self._drafting, self._sampling, self._max_tokens, seed,
@@ -127,8 +131,8 @@ class EngineCore:
     def abort(self, name: str) -> None:
         """End a request at the next step; its results hold what was generated.
 
-        A decode that reads its prompt is stopped, which can take seconds: the step has then changed
-        nothing, and the other texts repeat it. An unknown id is ignored.
+        A decode of its prompt can take seconds, so it is stopped. The stopped step changes nothing,
+        and the other texts repeat it. An unknown id is ignored.
         """
         if name in self._expected:
             self._aborted_ahead.add(name)
@@ -161,7 +165,7 @@ class EngineCore:
 
     @property
     def n_ahead(self) -> int:
-        """How many requests wait, or were refused and not yet reported."""
+        """How many requests wait, plus the events (such as refusals) that are not returned yet."""
         return self.n_waiting + len(self._events)
 
     @property
@@ -195,10 +199,13 @@ class EngineCore:
         return self._take_events()
 
     def drain(self) -> list[Event]:
-        """Run steps until all requests have ended; return their events. What it raises loses none.
+        """Run steps until all requests have ended; return their events.
+
+        If a step raises, no event is lost.
 
         Raises:
-            DecodeError: a decode failed. An interrupted one is repeated.
+            DecodeError: a decode failed. After an interrupt there is no error: the decode is
+                repeated.
         """
         while self._added or not self.scheduler.is_idle:
             self.advance()
@@ -216,10 +223,11 @@ class EngineCore:
         free.
 
         Raises:
-            DecodeInterruptedError: after the last events of the requests that were read, which end with
-                "cancelled". Errors of reading ``source``, after the results of the requests before.
+            DecodeInterruptedError: a decode was interrupted. The requests read so far end with
+                "cancelled"; their last events come before the exception.
+            Exception: reading ``source`` failed. The requests read before it end first.
         """
-        ahead = max(2, self._ctx.n_seq_max)  # requests that wait, besides those that run
+        ahead = max(2, self._ctx.n_seq_max)  # how many requests may wait, besides those that run
         more = True
         try:
             while True:
@@ -240,7 +248,10 @@ class EngineCore:
             self.close()
 
     def _read_next(self, source: RequestSource, seed: int, *, reports_tokens: bool) -> bool:
-        """Add the next request; False at the end. A request that is refused ends with its error."""
+        """Add the next request; return False if there is none.
+
+        A refused request ends with its error.
+        """
         if (asked := next(source, None)) is None:
             return False
         name, request, samples, error = asked
@@ -258,7 +269,7 @@ class EngineCore:
 
     def _take_events(self) -> list[Event]:
         events: list[Event] = []
-        try:  # they are returned, or kept for the next step, whatever is raised here
+        try:  # if anything is raised here, the events are kept for the next step
             events, self._events = self._events, []
             return events
         except BaseException:
@@ -266,7 +277,7 @@ class EngineCore:
             raise
 
     def advance(self) -> None:
-        """Run one step; ``step`` returns its events, and raises what it has met."""
+        """Run one step, and keep its events and its error for ``step``."""
         start = perf_counter()
         with HeldInterrupts() as held:
             try:
@@ -306,7 +317,7 @@ class EngineCore:
     def _step(self) -> None:
         jobs, reading = self._schedule()
         announced = [event for job in reading if not job.is_announced for event in job.note_read()]
-        if announced:  # before a decode that can take seconds
+        if announced:  # report this before the decode, which can take seconds
             self._events += announced
             return
         if jobs or reading:
@@ -325,7 +336,7 @@ class EngineCore:
             self._postprocess([*jobs, *reading], step)
 
     def _run(self, running: Sequence[RunningText], reading: Sequence[Job]) -> Step | None:
-        """Run a step of the loop; None if ``abort`` has stopped it: then nothing has changed."""
+        """Run a step of the loop; return None if ``abort`` stopped it, which changes nothing."""
         if not reading:
             return self._loop.step(running)
         self._reads = True
@@ -339,7 +350,7 @@ class EngineCore:
         finally:
             with self._stopping:
                 self._reads = False
-                if self._has_stopped:  # the decode may have ended before
+                if self._has_stopped:  # perhaps the decode had ended already
                     self._has_stopped = False
                     self._ctx.resume()
 
@@ -349,7 +360,7 @@ class EngineCore:
         """Take the requests that were added or aborted since the last step, and admit those that fit.
 
         Returns:
-            the texts that are generated, and those whose prompt is read.
+            the jobs that generate, and the jobs that read their prompt.
         """
         scheduler = self.scheduler
         while self._added:
@@ -390,21 +401,21 @@ class EngineCore:
         return True
 
     def _postprocess(self, jobs: list[Job], step: Step) -> None:
-        """Begin texts whose prompt is read, report the emitted tokens, end what has ended."""
+        """Start texts whose prompt has been read, report new tokens, and end finished texts."""
         try:
             for job in jobs:
                 self._take(job)
-            if step.no_room is not None:  # the newest request gives way, the last one ends
+            if step.no_room is not None:  # preempt the newest text; end it if it is the only one
                 if self.scheduler.preempt():
                     self._stats.preemptions += 1
                 else:
                     self.end(self.scheduler.active[0], "capacity", step.no_room)
-        except LlamaBranchError:  # of a drafter that cannot close a state: the others have accepted
+        except LlamaBranchError:  # a drafter failed to close a state; the other texts are complete
             self._recover()
             raise
 
     def _take(self, job: Job) -> None:
-        """Take what a step has brought to a text."""
+        """Add the results of a step to a text."""
         running = job.running
         if running is not None:
             self._add(job, running.emitted, running.error)
@@ -417,7 +428,7 @@ class EngineCore:
                 self._begin(job)
 
     def _begin(self, job: Job) -> None:
-        """Let a text run that has read all."""
+        """Start to generate a text whose prompt has been read completely."""
         try:
             emitted = job.begin()
         except LlamaBranchError as failure:
@@ -461,7 +472,10 @@ class EngineCore:
             self.end(job, reason)
 
     def _part(self, job: Job, running: RunningText) -> None:
-        """Give equal texts their tokens; those that drew another one run by themselves from now on."""
+        """Give equal texts their tokens.
+
+        A text that drew a different token runs by itself from now on.
+        """
         emitted = running.emitted
         job.equals, apart = running.part(job.equals)
         for drawn, group in [(emitted, job.equals), *apart]:
@@ -482,7 +496,7 @@ class EngineCore:
                 self._fail(first, error)
 
     def _give(self, job: Job, drawn: Sequence[Produced]) -> None:
-        """Give a text that is equal to another what was drawn for it."""
+        """Add drawn tokens to a text that was equal to another one so far."""
         for one in drawn:
             if job.output.finish_reason is None:
                 self._events += job.emit(one)
@@ -492,14 +506,14 @@ class EngineCore:
         self.end(job, "capacity" if isinstance(error, CapacityError) else "error", error)
 
     def end(self, job: Job, reason: str, error: LlamaBranchError | None = None) -> None:
-        """Report the result of a text and of those that are equal, and free what they hold."""
+        """Report the results of a text and its equal texts, and free what they hold."""
         if isinstance(error, ConstraintError):
             reason, error = "constraint", None
         for each in (job, *job.equals):
             if not each.has_ended:
                 self._events += each.break_off(reason)
                 each.error = error
-                if each.submission.beginning is None:  # else a search looks at its jobs itself
+                if each.submission.beginning is None:  # a search reads its jobs itself
                     result = each.result(reason, error)
                     self._events.append(Event(each.name, each.sample, result=result))
                     self._stats.generated_tokens += len(result.tokens)

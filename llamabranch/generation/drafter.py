@@ -55,12 +55,13 @@ class Draft:
         tokens: the drafted ids.
         sources: ``sources[i]`` is the distribution that ``tokens[i]`` was drawn from. Empty if each
             token was certain, with probability 1.
-        entropies: of the draft's own distributions, in nats: one for each time the state asked the
-            length for another token, even if no token was drawn after that. NaN if the length does
-            not read entropies. Empty if the state has not asked the length how far to draft; the
-            length is then asked afterwards, without an entropy.
+        entropies: the entropies of the drafter's distributions, in nats. There is one for each time
+            the state asked the length for another token, even if no token was drawn after that.
+            They are NaN if the length does not read entropies. The list is empty if the state never
+            asked the length; `propose` then asks it afterwards, without an entropy.
         n_read: how many tokens of the text were new to the drafter.
-        seconds, n_decodes: the cost of the draft; with 0 seconds the caller measures it.
+        seconds, n_decodes: the cost of the draft. If ``seconds`` is 0, the caller measures the
+            time.
         stopped: why the draft is not longer: "length", "entropy", "goodput" (more tokens would not
             raise the throughput), "end" (nothing can follow), "capacity" (no room), "no evidence"
             or "off" (the drafter was not used).
@@ -89,14 +90,14 @@ class Draft:
         del self.tokens[n:], self.sources[n:], self.forced[n:]
 
 
-NO_DRAFT = Draft(stopped="off")  # when the drafter was not called
+NO_DRAFT = Draft(stopped="off")  # of a round in which the drafter was not called
 
 
 class Round(NamedTuple):
     """The outcome of a draft.
 
     Attributes:
-        draft: `NO_DRAFT` for a plain step.
+        draft: the draft that was tested; `NO_DRAFT` for a plain step.
         n_accepted: how many of its tokens were accepted.
         overhead_s: seconds spent on sampling, the acceptance rule, text and clean-up.
         followed: if the whole draft was accepted, whether ``draft.following`` came next; None if
@@ -110,7 +111,7 @@ class Round(NamedTuple):
 
 
 def bucket(entropy: float) -> int:
-    """Return the bucket of an entropy, 0 to 7; -1, the last of nine, if it is NaN."""
+    """Return the bucket of an entropy: 0 to 7, or -1 for NaN, which indexes the ninth bucket."""
     return -1 if math.isnan(entropy) else bisect.bisect(_EDGES, entropy)
 
 
@@ -123,14 +124,16 @@ class StopRule:
             inf = no limit.
         most_tokens: the longest draft, whatever the entropy.
         acceptance: the probability that a token is accepted, for each bucket.
-        costs: seconds of a round, by the length of its draft; empty if only the limits count.
-        mean: the acceptance of tokens whose entropy is not known yet.
+        costs: ``costs[k]`` is the seconds of a round with a draft of k tokens. Empty if only the
+            limits count.
+        mean: the acceptance that is assumed for later tokens, whose entropy is not known yet.
         rate: a longer draft must yield more tokens per second than this.
-        is_probe: the first token is drawn even if that does not pay.
-        weighs: drafting costs next to nothing, so ``longest`` decides after it has seen all tokens
-            that could follow.
-        n_drafted: the length of the draft when the loop begins.
-        reach: the product of the acceptances of the tokens drafted so far.
+        is_probe: whether the first token is drawn even if that does not pay.
+        weighs: whether ``longest`` decides, after all tokens that could follow are known. This is
+            the case if drafting costs next to nothing.
+        n_drafted: how many tokens the draft already has.
+        reach: the probability that all tokens drafted so far are accepted: the product of their
+            acceptances.
     """
 
     most_entropy: float
@@ -163,7 +166,8 @@ class StopRule:
     def longest(self, entropies: Sequence[float]) -> int:
         """Return how many tokens to draft when all tokens that could be drafted are known.
 
-        This is the number that gains the most compared to spending the same time on other rounds.
+        With this number the draft gains the most beyond the tokens that other rounds would bring in
+        the same time.
         """
         k, costs, reach, gained = self.n_drafted, self.costs, self.reach, 0.0
         best, n = _LEAST_GAIN, 0
@@ -221,11 +225,10 @@ class DraftLength(ABC):
         return 0 if self.limit > 0 else 64  # after these steps it is asked again
 
     def consider(self, drafter: str) -> bool:
-        """Return whether the drafter of this name should draft; later ``goes_on`` calls are about
-        it.
+        """Return whether the drafter of this name should draft.
 
-        A draft state calls this before it does anything else. In a chain of drafters each state
-        calls it.
+        Later ``goes_on`` calls are about this drafter. A draft state calls this method before it
+        does anything else. In a chain of drafters each state calls it.
         """
         return True
 
@@ -259,7 +262,7 @@ class DraftLength(ABC):
             verify_s: seconds of the decode. NaN if it also read prompts, which makes its time
                 useless here.
             n_rounds: how many rounds this reports. Plain steps are reported together, with the
-                median seconds of one, because a single slow step would mislead.
+                median of their seconds, because a single slow step would mislead.
         """
 
     @abstractmethod
@@ -268,7 +271,7 @@ class DraftLength(ABC):
 
 
 class FixedLength(DraftLength):
-    """Always ``k`` tokens, or fewer where the entropy is above ``entropy_stop`` (nats)."""
+    """Drafts ``k`` tokens, or fewer if an entropy is above ``entropy_stop`` (nats)."""
 
     def __init__(self, k: int, entropy_stop: float | None = None) -> None:
         self.limit = k
@@ -276,7 +279,7 @@ class FixedLength(DraftLength):
         self._rule = None if entropy_stop is None else StopRule(entropy_stop)
 
     def stop_rule(self, n_drafted: int) -> StopRule | None:
-        """Return the entropy limit, or None without one."""
+        """Return the rule with the entropy limit, or None if there is no limit."""
         return self._rule
 
     def explain(self) -> str:
@@ -292,15 +295,15 @@ class DraftState(Protocol):
     def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
         """Return at most ``limit`` tokens that may follow ``tokens``.
 
-        ``tokens`` begin with the tokens of earlier calls, up to where ``observe`` has cut them. The
-        state asks ``length`` before it draws each token, never after.
+        ``tokens`` begins with the tokens that the last ``observe`` call kept. The state asks
+        ``length`` before it draws a token, never after.
         """
 
     def observe(self, n_tokens: int) -> None:
         """Keep the first ``n_tokens`` of text and draft. Forget the rest (rejected or removed)."""
 
     def fork(self, target: Text) -> DraftState:
-        """Return a copy for ``target``. An ``observe`` call follows: how many tokens are the same."""
+        """Return a copy for ``target``. ``observe`` follows, with the number of equal tokens."""
 
     def close(self) -> None:
         """Free the sequences and the memory that the state holds."""
@@ -373,7 +376,7 @@ class Drafter(ABC):
 
     @property
     def estimates(self) -> frozenset[str]:
-        """Names of drafts whose ``entropies`` are surprisals estimated by the drafter itself."""
+        """Names (``Draft.drafter``) for which ``entropies`` are surprisals that were estimated."""
         return frozenset()
 
     @property
@@ -435,7 +438,7 @@ class NullState:
         """Do nothing: it holds nothing."""
 
 
-NO_STATE = NullState()  # of a text without drafts
+NO_STATE = NullState()  # the state of a text without drafts
 
 
 @dataclass
@@ -513,7 +516,7 @@ class SpeculativeStats(ConstraintStats):
 
     @property
     def c(self) -> float:
-        """Draft cost ratio: time of a draft step over that of a plain step; nan without either."""
+        """Draft cost ratio: time of a draft step / time of a plain step; nan if one is missing."""
         return _ratio(self.draft_step_s, _ratio(self.plain_time_s, self.num_plain_steps))
 
     @property
@@ -535,11 +538,10 @@ class SpeculativeStats(ConstraintStats):
 
     @property
     def speedup_predicted(self) -> float:
-        """Tokens per second of rounds with a draft over those of plain steps; nan if either is
-        missing.
+        """Tokens per second of rounds with a draft, divided by those of plain steps.
 
-        It uses the times of this generation only. To measure a speedup, run the same prompt without
-        drafts.
+        It is nan if there were no drafts or no plain steps. It uses the times of this generation
+        only. To measure a speedup, run the same prompt without drafts.
         """
         drafted_s = _ratio(self.draft_time_s + self.verify_time_s, self.num_drafts)
         plain_s = _ratio(self.plain_time_s, self.num_plain_steps)

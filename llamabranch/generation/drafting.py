@@ -40,17 +40,17 @@ class SpeculativeConfig:
     Args:
         draft_k: tokens to draft in each round, 0 to 256. "auto" measures while it runs and drafts
             the number of tokens with the highest throughput, or none if drafting does not pay. The
-            first token comes from the prompt's logits and the last needs no draft: ``max_tokens=2``
-            drafts nothing.
+            first token comes from the prompt's logits and the last one needs no draft, so nothing
+            is drafted with ``max_tokens=2``.
         max_draft_tokens: the most tokens that "auto" may draft in a round, 1 to 256.
         entropy_stop: end a draft before a token whose distribution has more than this entropy, in
             nats; None = never. The decision does not depend on the drawn token, so it is lossless.
         rule: how drafted tokens are accepted: "seeded", "token" or "block". All three are lossless:
-            they keep the target's distribution. Under "seeded" the text is also the same as that of
-            plain decoding with its seed; at temperature 0 this holds for all three. "block" accepts
-            the most tokens of a draft model above temperature 0. You may pass a rule of your own: a
-            function with the arguments of `token_rule`. `rule_error` verifies by enumeration
-            whether it is lossless.
+            they keep the target's distribution. Under "seeded" the text also equals the text of
+            plain decoding with the same seed. At temperature 0 this holds for all three. With a
+            draft model and a temperature above 0, "block" accepts the most tokens. You may pass a
+            rule of your own: a function with the arguments of `token_rule`. `rule_error` verifies
+            by enumeration whether it is lossless.
 
     Raises:
         ConfigError: a value out of range.
@@ -78,23 +78,23 @@ class SpeculativeConfig:
 
 
 class Drafting:
-    """One drafter's work for the texts of a context.
+    """Drafts for the texts of a context with one drafter, and keeps the draft states.
 
-    A text has at most one draft state, of the drafter that drafted last for it. It is kept between
-    generations, so that the drafter decodes no text twice. A text without one gets a fork of its
-    nearest ancestor's, or a new one. ``observe`` tells a state how many of its tokens are still those
-    of its text. When a draft model runs out of sequences, the states that were returned first are
-    closed.
+    A text has at most one draft state, which belongs to the drafter that drafted last for this
+    text. The state is kept between generations, so that the drafter decodes no text twice. A text
+    without a state gets a fork of its nearest ancestor's state, or a new state. ``observe`` tells a
+    state how many of its tokens the text still has. When a draft model runs out of sequences, the
+    least recently used states are closed.
 
-    Threads may share one `Drafting`. A state belongs to the thread that uses it, or that is forking
-    it. No lock is held during a call of a state, since such a call may wait for a context's lock.
+    Threads may share one `Drafting`. Only one thread at a time uses or forks a state. No lock is
+    held while a method of a state runs, because that method may wait for a context's lock.
 
     Args:
         ctx: the context that generates.
         drafter: proposes the drafts; None = no drafts.
         config: how much to draft.
-        batched: whether texts share decodes, as in an engine. If so, there are no drafts for memory
-            that cannot drop a tail.
+        batched: whether texts share decodes, as in an engine. If they do, nothing is drafted with
+            memory that cannot drop the last tokens of a sequence.
 
     Attributes:
         loop: runs the texts.
@@ -115,7 +115,7 @@ class Drafting:
         self.config = instance("config", config, SpeculativeConfig)
         self.stats = SpeculativeStats()
         if isinstance(self.drafter, NullDrafter) or (batched and not ctx.kv_cache.undoes(1)):
-            self.loop = Loop(ctx, FixedLength(0))  # without a drafter there are no drafts
+            self.loop = Loop(ctx, FixedLength(0))  # nothing is drafted
         else:
             self.loop = Loop(ctx, draft_length(self.config, self.drafter, ctx), self.drafter)
 
@@ -125,16 +125,16 @@ class Drafting:
         return self.loop.length
 
     def open(self, text: Text, stats: SpeculativeStats, n_alternatives: int = 0) -> RunningText:
-        """Return a text that runs by itself; call ``close`` at the end."""
+        """Return ``text`` as one that shares no decode; call ``close`` at the end."""
         rule = self.config.rule if text.sampler.constraint is None else "seeded"
         state = NO_STATE if self.loop.drafter is None else self._state(text, rule)
         length = self.length.stream()
         return RunningText(text, state, length, rule, stats, n_alternatives, alone=True)
 
     def close(self, running: RunningText, *, keep: bool, is_changed: bool = False) -> None:
-        """Report its last steps. Keep the draft state for the text's next generation, or free it.
+        """Report the last steps. Keep the draft state for the text's next generation, or free it.
 
-        ``is_changed``: someone else has changed the text since its last round.
+        ``is_changed``: whether other code has changed the text since its last round.
         """
         running.report()
         text, state = running.text, running.state
@@ -203,10 +203,11 @@ class Drafting:
     def _use(
         self, holder: Text, text: Text, rule: Rule, *, draws_alike: bool = False
     ) -> _Kept | None:
-        """Return the state of ``holder``, marked as in use, or None if it cannot draft for ``text``.
+        """Return the state of ``holder``, marked as in use; None if ``text`` cannot use it.
 
-        It cannot if it is another drafter's, or its prompt was cut short. With ``draws_alike`` it also
-        needs the same seed and settings.
+        The state can be used if no other thread uses it, if it belongs to this drafter, and if it
+        was made for the same rule and for drafts from the same position on. With ``draws_alike`` it
+        must also have been made for the same seed and settings.
         """
         n = 4 if draws_alike else 2
         with _lock:
@@ -219,7 +220,7 @@ class Drafting:
             return kept
 
     def _make(self, text: Text, rule: Rule) -> DraftState:
-        relative: Text | None = text  # with a new seed or new settings it forks its own state
+        relative: Text | None = text  # a text whose seed or settings changed forks its own state
         while relative is not None:
             kept = self._use(relative, text, rule)
             if kept is not None:
@@ -243,7 +244,10 @@ class Drafting:
             _free(text)
 
     def _free_oldest(self) -> bool:
-        """Free the least recently used state that takes room from this drafter; False without one."""
+        """Free the least recently used state that takes room from this drafter.
+
+        States that are in use stay. Return False if there was no state to free.
+        """
         with _lock:
             every = [(kept, text) for text in _holders if (kept := _kept(text)) is not None]
             ours = [pair for pair in every if not pair[0].is_used and self._shares(pair[0].drafter)]
@@ -266,12 +270,12 @@ class _Kept:
     drafter: Drafter
     made_for: tuple[Rule, int, int, SamplingParams]
     tokens: Sequence[int] = ()
-    returned: int = 0  # which return of any state that was
+    returned: int = 0  # number of its last return, counted over all states
     is_used: bool = True  # a thread drafts with it or forks it; no other thread may use it now
 
 
 _lock = forkable_lock()  # for the draft states of all texts
-_holders: weakref.WeakSet[Text] = weakref.WeakSet()  # texts that have had one
+_holders: weakref.WeakSet[Text] = weakref.WeakSet()  # texts that have or had a draft state
 _returns = itertools.count(1)
 
 

@@ -30,7 +30,8 @@ class OutputBuffer:
 
     Args:
         max_tokens: the most tokens to emit; None = until the model ends.
-        stop: strings that end the text; ``text`` leaves them out, ``tokens`` includes theirs.
+        stop: strings that end the text. ``text`` does not include them; ``tokens`` includes their
+            tokens.
         stop_tokens: ids that end the text, and are part of it.
         min_tokens: the stop strings are ignored until there are this many tokens.
 
@@ -44,8 +45,8 @@ class OutputBuffer:
         eog: the EOG token that ended the text; None before that.
         finish_reason: "stop" (EOG token or stop string), "length", None while it continues, or the
             reason passed to ``break_off``. Only this class sets it.
-        is_stuck: it cannot continue for now, but may later. Meanwhile ``text`` includes text that
-            is held back because it may begin a stop string.
+        is_stuck: whether the generation cannot continue for now, but may later. Meanwhile ``text``
+            includes the text that is held back as a possible beginning of a stop string.
         elapsed_s: seconds so far, if the caller counts them.
     """
 
@@ -91,7 +92,7 @@ class OutputBuffer:
 
     @property
     def draft_limit(self) -> int:
-        """The longest draft with which the round overruns neither limit."""
+        """The longest draft with which a round passes neither ``min_tokens`` nor ``max_tokens``."""
         n = len(self.tokens)
         limit = 1 << 30 if self._max_tokens is None else self._max_tokens
         return (min(limit, self.min_tokens) if n < self.min_tokens else limit) - n - 1
@@ -117,8 +118,8 @@ class OutputBuffer:
             text = self._stops.show(text, last=last or is_end)
         if is_end or self._stops.found is not None:
             reason = "stop"
-        # No function is called from here on, so an exception of a signal handler comes before or
-        # after.
+        # No function is called from here on, so a signal handler raises before or after all of
+        # these changes.
         self.tokens += (emitted.token,)
         self.emitted += (emitted,)
         self.texts += (text,)
@@ -132,8 +133,8 @@ class OutputBuffer:
         After a regular end, or on a second call, there is no such text.
 
         Args:
-            reason: why it cannot continue, such as "capacity" or "cancelled"; None if it may, or
-                has ended
+            reason: why it cannot continue, such as "capacity" or "cancelled"; None if it may
+                continue or has already ended.
         """
         self.finish_reason = reason or self.finish_reason
         pending = self._stops.flush()
@@ -144,17 +145,18 @@ class OutputBuffer:
 
 
 class Solo:
-    """A text that runs by itself: a job without a queue. Its tokens are given out one at a time.
+    """Generates one text by itself, without an engine, and gives out one token at a time.
 
-    Between two of them others may change the text; the output then continues after the change.
+    Between two tokens other code may change the text; the output then continues after the change.
 
     Args:
-        text: has read its prompt; the output continues it.
+        text: a text that has read its prompt; the output continues it.
         output: takes the tokens.
         stats: counts the rounds.
         n_alternatives: how many of the most probable tokens are reported with each token.
         constraint: applies to the text after the last token that was read.
-        keeps: whether somebody may continue the text. If not, nothing of it is kept at the end.
+        keeps: whether the text may be continued later. If not, the end neither trims its tokens nor
+            keeps its draft state.
     """
 
     def __init__(
@@ -175,9 +177,9 @@ class Solo:
         self._running: dict[Drafting, RunningText] = {}
 
     def next(self, drafting: Drafting) -> Produced | None:
-        """Give out the next token; None if it has no text to emit.
+        """Give out the next token; return None if there is nothing to emit for it.
 
-        If none is left of the last round, another round runs, with the drafts of ``drafting``.
+        If no token of the last round is left, another round runs, with drafts from ``drafting``.
         """
         text, output = self._text, self._output
         if text.version != self._version:
@@ -190,14 +192,14 @@ class Solo:
             shown = output.add(text.held[0])
             del text.held[0]
         except BaseException:
-            self._version = text.version  # whatever has changed, this round has changed it
+            self._version = text.version  # all changes since then are this round's own
             self.end(decodes=False)
             raise
         self._version = text.version
         return shown
 
     def _follow(self) -> None:
-        """Continue from the text as others have left it."""
+        """Continue after other code has changed the text."""
         text = self._text
         text.held = []
         self._close(is_changed=True)
@@ -263,7 +265,8 @@ class Generation:
             output: holds the limits and takes the tokens.
             n_alternatives: how many of the most probable tokens are reported with each token.
             constraint: applies to the text after the last token that was read.
-            owner: holds the text's sequence; kept alive meanwhile.
+            owner: the object that holds the text's sequence; it is kept alive until the generation
+                ends.
             release: called at the end, to free a text that nobody else will continue.
         """
         self.seed = text.seed
@@ -291,8 +294,10 @@ class Generation:
 
     @property
     def finish_reason(self) -> str | None:
-        """ "stop" (EOG token or stop string), "length", "capacity", "constraint" (it allows no token), or
-        None while it runs.
+        """Why it ended; None while it runs.
+
+        It is "stop" (EOG token or stop string), "length", "capacity" (no room) or "constraint" (no
+        token is allowed).
         """
         return self._output.finish_reason
 
@@ -303,7 +308,7 @@ class Generation:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second of ``elapsed_s``; nan before the first."""
+        """Tokens per second of ``elapsed_s``; nan before the first token."""
         n = len(self._output.tokens)
         return n / self.elapsed_s if self.elapsed_s > 0 else float("nan")
 

@@ -30,17 +30,17 @@ class _Record:
         # A copy ends where the text differs. Its estimate cannot see that coming, so it is too sure.
         self._prior = [0.9 * math.exp(-1.25 * nats) if estimates else 0.5 for nats in _MIDDLES]
         weight, self._keep = (3.0, 0.95) if estimates else (1.0, 0.99)
-        self._tested = [weight] * len(_MIDDLES)  # tested tokens per bucket, older ones less
+        self._tested = [weight] * len(_MIDDLES)  # tested tokens per bucket; older ones count less
         self._accepted = [weight * chance for chance in self._prior]
         self._drawn = deque([-1], maxlen=64)  # the buckets of the tokens considered last
         self.step_s = 0.0  # seconds of a draft step
         self.n_drafts = self.n_tested = self.n_accepted = 0
-        self.reach = 0  # how many tokens may follow its latest draft, if that was accepted whole
+        self.reach = 0  # the most tokens of its next draft after one accepted whole; else 0
         self.pause = 0  # rounds before it is tried again; 0 = it is called in every round
-        self.waited = self.waited_s = 0.0  # rounds of the pause, and their seconds
+        self.waited = self.waited_s = 0.0  # rounds of the pause so far, and their seconds
 
     def acceptance(self) -> tuple[list[float], float]:
-        """Return the acceptance in each bucket, and of all recently considered tokens."""
+        """Return the acceptance in each bucket, and its mean over recently considered tokens."""
         rates = [a / t for a, t in zip(self._accepted, self._tested, strict=True)]
         return rates, sum(rates[drawn] for drawn in self._drawn) / len(self._drawn)
 
@@ -55,7 +55,7 @@ class _Record:
         for i, entropy in enumerate(draft.entropies):
             at = bucket(entropy)
             keep, weight, outcome = self._keep, 1.0, float(i < n_accepted)
-            if i >= n_tested:  # a little towards the beginning, else it would never be tried again
+            if i >= n_tested:  # untested: back a little towards the prior, or it is never retried
                 keep, weight, outcome = 0.98, 0.02, self._prior[at]
             self._tested[at] = keep * self._tested[at] + weight
             self._accepted[at] = keep * self._accepted[at] + weight * outcome
@@ -63,7 +63,7 @@ class _Record:
         n_looks = max(
             1, len(draft.tokens), sum(not math.isnan(entropy) for entropy in draft.entropies)
         )
-        if draft.n_read <= (2 if self.step_s else 8):  # otherwise this is the time of reading
+        if draft.n_read <= (2 if self.step_s else 8):  # else most of the time is reading
             seconds = min(draft.seconds / n_looks, 4.0 * (self.step_s or math.inf))
             share = 0.5 if seconds < self.step_s else 0.1 if self.step_s else 1.0
             self.step_s += share * (seconds - self.step_s)
@@ -78,7 +78,7 @@ class _Learned:
         self.seconds: dict[int, float] = {}  # t(n), by the number of target tokens
         self.n_sequences = 1  # in the last round
         self.since_plain = 0  # rounds since the last plain one
-        self.gained, self.spent_s = 0.0, 1.0  # a sequence's tokens and seconds, older ones less
+        self.gained, self.spent_s = 0.0, 1.0  # per sequence; older rounds count less
 
     def times(self, sizes: Sequence[int]) -> list[float]:
         """Return t(n) for these token counts, interpolated or extrapolated if they were not decoded."""
@@ -87,7 +87,8 @@ class _Learned:
         if known[1:]:  # mean of the upper half, because a single step says nothing about the slope
             low = min(bisect.bisect(known, known[-1] / 2), len(known) - 2)
             slope = max(0.0, (seconds[-1] - seconds[low]) / (known[-1] - known[low]))
-        # Beyond them use a quarter of the slope: a size that may be cheap is tried, and then known.
+        # Larger sizes are estimated with a quarter of the slope. So a size that may be cheap is
+        # tried, and its time is then known.
         xs, ys = (*known, known[-1] + 4096), (*seconds, seconds[-1] + 1024 * slope)
         return [float(time_s) for time_s in np.interp(sizes, xs, ys)]
 
@@ -98,7 +99,7 @@ class _Learned:
             if n in self.seconds:  # the machine may be slower or faster now, and a context grows
                 pace = 0.8 + 0.2 * min(2.0, max(0.5, seconds / expected))
                 self.seconds = {size: pace * time_s for size, time_s in self.seconds.items()}
-            most = 2.0 if len(self.seconds) > 1 else 4.0  # a single slow one says little
+            most = 2.0 if len(self.seconds) > 1 else 4.0  # one slow round says little
             seconds = min(seconds, most * expected)
         old = self.seconds.get(n, seconds)
         self.seconds[n] = old + (1.0 - 0.9**n_rounds) * (seconds - old)
@@ -111,14 +112,15 @@ class AutoLength(DraftLength):
     """The length with the highest throughput in tokens a second.
 
     A draft of k tokens is expected to bring E_k = 1 + sum_{j<=k} prod_{i<=j} b_i tokens in
-    t(n) / n + k c + t(n + k) - t(n) seconds: b_i is the learned probability that a token drawn at this
-    entropy is accepted, c the time of a draft step, t(m) that of a round with m tokens in the target's
-    decode, n the number of sequences that share it. A draft grows while some longer one adds more
-    tokens than would come in the added time.
+    t(n) / n + k c + t(n + k) - t(n) seconds. Here b_i is the learned probability that a token drawn
+    at this entropy is accepted, c is the time of a draft step, t(m) is the time of a round in which
+    the target decodes m tokens, and n is the number of sequences that share the decode. A draft
+    grows while some longer draft adds more tokens than other rounds would bring in the added time.
 
-    If no length makes a drafter 3 % faster than plain steps, it is called again after longer and
-    longer pauses. A drafter that copies at next to no cost is always called, to see which tokens
-    could follow. All generations of a context share what is learned, in any number of threads.
+    If no length makes a drafter 3 % faster than plain steps, it is turned off, and tried again
+    after longer and longer pauses. A drafter that copies at next to no cost is always called, to
+    see which tokens could follow. All generations of a context share what is learned, in any number
+    of threads.
     """
 
     WARM_UP_PLAIN = 3  # plain steps before the first draft
@@ -171,7 +173,7 @@ class AutoLength(DraftLength):
             return not record.pause or self._is_due(record)
 
     def stop_rule(self, n_drafted: int) -> StopRule:
-        """Return what decides about the draft that has ``n_drafted`` tokens."""
+        """Return the rule for the draft that has ``n_drafted`` tokens."""
         if n_drafted == 0 or self._record is not self._rule_of:
             reach = self._rule.reach if n_drafted else 1.0
             with self._learned.lock:
@@ -187,10 +189,10 @@ class AutoLength(DraftLength):
             return replace(self._stop)
         costs, (rates, mean) = self._costs(record), record.acceptance()
         rate = max(1.0, self._best(record)[1]) / costs[0]
-        if is_free and not is_new:  # some rounds have nothing to copy: what was reached counts
+        if is_free and not is_new:  # some rounds have nothing to copy: use the measured rate
             rate = max(1.0 / costs[0], learned.gained / learned.spent_s)
-        # Times beyond the measured sizes say little: measure where all cheaper tokens were
-        # accepted.
+        # Estimates of times beyond the measured sizes are poor. Such sizes are tried only after a
+        # draft was accepted whole.
         most = max(self.FIRST_K, record.reach, max(learned.seconds, default=1) - 1)
         return replace(
             self._stop,
@@ -210,13 +212,14 @@ class AutoLength(DraftLength):
 
     def _is_due(self, record: _Record) -> bool:
         """Return whether a drafter that is off should be tried again."""
-        # Reading many tokens at once costs about a fifth of a step each, also those of a pause.
+        # The drafter first reads the tokens that it missed, also during a pause. Each costs about a
+        # fifth of a step.
         n_behind, costs = max(self._n_behind, record.waited), self._costs(record)
         cost_s = record.step_s * (1 + n_behind / 5) + costs[1] - costs[0]
         return record.waited >= record.pause and cost_s < self.TRIAL_SHARE * record.waited_s
 
     def _costs(self, record: _Record) -> list[float]:
-        """Return a sequence's seconds per round, by draft length. It pays for all added time."""
+        """Return a sequence's seconds per round, by draft length, including all added time."""
         n, sizes = self._learned.n_sequences, range(1, self.limit + 1)
         # With non-unified K/V llama.cpp decodes the surplus tokens of one text by themselves.
         shared = n if n == 1 or not self._splits else 0
@@ -228,7 +231,7 @@ class AutoLength(DraftLength):
         """Return the length with the highest expected throughput, and its speedup over plain steps."""
         costs, (_, mean) = self._costs(record), record.acceptance()
         tokens = accumulate(mean**k for k in range(self.limit + 1))
-        # A draft that ends before the limit has looked at one more step.
+        # A draft that ends before the limit has also cost the draft step after which it ended.
         looks_s = [record.step_s] * self.limit + [0.0]
         gains = [n * costs[0] / sum(s) for n, *s in zip(tokens, costs, looks_s, strict=True)]
         k = max(range(1, self.limit + 1), key=gains.__getitem__)

@@ -1,9 +1,9 @@
 """The loop that generates: draft, decode once for all running texts, verify, take tokens.
 
 A generation runs one text; the engine and the sampled searches run many. All of them use this loop.
-A step may also read texts, such as prompts, if its decode has room. The caller decides who gets a
-sequence and who gives way: if the cache has no room for a step, nothing changes, and the result
-says so.
+A step may also read texts, such as prompts, if its decode has room. The caller decides which text
+gets a sequence and which one gives way. If the cache has no room for a step, nothing changes, and
+the result says so.
 
 Two threads may each generate on the context that the other one drafts with. So the calls that need
 the target's lock (decode, verify, take) and those that may need the drafter's (draft, conclude)
@@ -57,7 +57,7 @@ class RunningText:
         rule: how drafted tokens are accepted.
         stats: counts its rounds.
         n_alternatives: how many of the most probable tokens are reported with each token.
-        alone: no other text shares its decodes, so it reports them to ``length`` itself.
+        alone: whether no other text shares its decodes. It then reports them to ``length`` itself.
 
     Attributes:
         emitted: the tokens of the last step.
@@ -65,12 +65,14 @@ class RunningText:
         error: why it cannot continue; also set if its part of a non-unified KV cache is full.
         draft: the draft of this round.
         limit: the most tokens to draft in the next step.
-        draws: whether a token is drawn in it, after the last one is decoded. If not, nothing is drafted.
+        draws: whether the next step draws a token after it has decoded the last one. If not,
+            nothing is drafted.
         seen: the tokens that the draft state got with its last call.
-        on_round: called after each round with a draft; None = nobody listens.
-        done: the outcome of the last step, as a length learns from it.
-        other_seeds: seeds of texts that have been equal so far: the next token is drawn for each of
-            them too. With drafts only if the sampler has no state, and the rule is "seeded".
+        on_round: a function that is called after each round with a draft, or None.
+        done: the outcome of the last step, from which ``length`` learns.
+        other_seeds: seeds of other texts that are equal so far. The next token is drawn for each of
+            them too. With drafts this works only if the sampler has no state and the rule is
+            "seeded".
         others: for each of these texts the tokens of the last step, up to the first one that
             differs from ``emitted``.
     """
@@ -107,12 +109,12 @@ class RunningText:
         self._plan: Plan | None = None
         self._n_plain_left = 0  # plain steps to take before the drafter is called again
         self._plain_s: list[tuple[float, float]] = []  # seconds of each: decode, rest
-        self._verify_s: float | None = None  # of a round that is accepted and not yet reported
+        self._verify_s: float | None = None  # decode time of a verified, unreported round
 
     # -- plain steps -------------------------------------------------------------------------------
 
     def draw(self) -> Produced:
-        """Draw the next token and append it; the cache does not hold it yet. An EOG token is not kept."""
+        """Draw the next token and append it, but do not decode it. An EOG token is not appended."""
         with self.text.lock:
             self.emitted = [self._drawn(self.text.logits_row())]
         return self.emitted[0]
@@ -129,9 +131,10 @@ class RunningText:
     def _draw_others(
         self, emitted: Sequence[Produced], rows: Sequence[LogitsRow], incomplete: bytes
     ) -> None:
-        """Draw the tokens of the equal texts from the logits before each of ``emitted``.
+        """Draw the tokens of the equal texts too.
 
-        ``incomplete``: the bytes before them. The last of ``emitted`` is not appended yet.
+        ``rows``: the logits before each token of ``emitted``, whose last token is not appended yet.
+        ``incomplete``: the bytes of an incomplete character before these tokens.
         """
         text, self.others = self.text, []
         start = len(text.tokens) - len(emitted) + 1
@@ -151,11 +154,11 @@ class RunningText:
             self.others.append(other)
 
     def part(self, texts: Sequence[T]) -> tuple[list[T], list[tuple[list[Produced], list[T]]]]:
-        """Divide the equal texts, one for each of ``other_seeds``, by the tokens they have drawn.
+        """Group ``texts``, the equal texts of ``other_seeds``, by the tokens that they drew.
 
         Returns:
-            the texts that drew the same as ``emitted``, which this one still draws for; and groups
-            of the others that are equal, with the tokens of each group.
+            the texts that drew the tokens of ``emitted``, for which this text still draws; and the
+            tokens and texts of each other group.
         """
         groups: dict[tuple[int, ...], tuple[list[Produced], list[T]]] = {}
         seeds = []
@@ -298,7 +301,7 @@ class RunningText:
         return emitted, verdict.n_accepted
 
     def _described(self, produced: Produced, row: LogitsRow) -> Produced:
-        """Return ``one`` with its alternatives and rank, if they were requested."""
+        """Return ``produced``, with its alternatives and rank if they were requested."""
         if not self._n_alternatives:
             return produced
         alternatives = row.alternatives(self.text.ctx.model, self._n_alternatives)
@@ -333,7 +336,7 @@ class RunningText:
             self.length.learn([self.done], 1 + len(draft.tokens), verify_s)
 
     def report(self) -> None:
-        """Report the plain steps without a call of the drafter."""
+        """Report the plain steps in which the drafter was not called."""
         if self._plain_s:
             verify_s, overhead_s = zip(*self._plain_s, strict=True)
             n = len(self._plain_s)
@@ -347,12 +350,12 @@ class RunningText:
         """Report its last steps and free the draft state."""
         try:
             self.report()
-        finally:  # also if the length fails, which may be the user's code
+        finally:  # also if the length, which may be the user's code, raises an error
             self.state.close()
 
 
 class Reader(Protocol):
-    """A text that is read, in as many steps as it takes.
+    """A text that is read in as many steps as needed.
 
     Attributes:
         n_decoded: how many of its tokens the last step has read.
@@ -368,7 +371,7 @@ class Reader(Protocol):
 
     @property
     def wants_rows(self) -> bool:
-        """Whether it needs the logits after each token, or only after the last token of the text."""
+        """Whether it needs the logits after each token; if not, only those after the last one."""
 
     def unread(self) -> list[int]:
         """Return the tokens that are not decoded yet, at least one."""
@@ -385,8 +388,8 @@ class Step:
         n_tokens: tokens of the decode; 0 without a decode.
         n_draft_decodes: decodes of the drafter.
         verify_s: seconds of the decode.
-        no_room: the cache has no room for the step, so some text must give way. Nothing has
-            changed.
+        no_room: the error if the cache has no room for the step, else None. Some text must then
+            give way; nothing has changed.
     """
 
     n_tokens: int = 0
@@ -487,7 +490,7 @@ class Loop:
         if drafter is None:
             return 0
         if n_readers and not ctx.kv_cache.can_draft:
-            for member in running:  # a decode that also reads cannot be undone
+            for member in running:  # this memory cannot undo a decode that also reads
                 member.set_draft(NO_DRAFT)
             return 0
         asked: list[RunningText] = []
@@ -518,9 +521,9 @@ class Loop:
     def _fit_together(self, running: Sequence[RunningText]) -> None:
         """Cut the drafts of several texts so that one decode can verify all of them.
 
-        The lengths of the other drafts depend on the tokens that were drawn. Drafts that were drawn
-        at random for a rule that compares distributions are therefore cut as a whole, whatever was
-        drawn.
+        How much of a draft fits depends on the other drafts' lengths, and those depend on drawn
+        tokens. A draft that was drawn at random for a rule that compares distributions is therefore
+        always dropped as a whole.
         """
         memory, drafts = self._ctx.kv_cache, [member.draft for member in running]
         if memory.can_draft:
@@ -614,7 +617,10 @@ class Loop:
     def _note_full(
         self, step: Step, members: Sequence[RunningText | Reader], error: CacheFullError
     ) -> None:
-        """Note which texts have filled their part of the cache, or else that one must give way."""
+        """Set the error of each text whose part of the cache is full.
+
+        If there is no such text, set ``no_room``: some text must give way.
+        """
         ctx = self._ctx
         for member in members:
             if not ctx.kv_cache.room(member.text.seq_id, 1):

@@ -1,10 +1,10 @@
 """Speculative decoding: draft cheaply, verify in one decode, accept what the target would have generated.
 
 speculator.py   prompts and branches, continued with a drafter: as a generation, or one token per call
-model.py        draft models, and what heads share with them: read the new text, draw
+model.py        draft models; what they share with heads: reading new text, drawing tokens
 head.py         EAGLE-3 heads and MTP layers, which read hidden states of the target
-copying.py      drafters that copy what followed the same tokens before
-combined.py     drafters made of others or of a function; the default drafter, "auto"
+copying.py      drafters that copy the tokens which followed an earlier place like this one
+combined.py     drafters made of other drafters or of a function; the default drafter, "auto"
 
 The loop, the rules and the draft length are in :mod:`llamabranch.generation`.
 """

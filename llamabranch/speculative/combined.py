@@ -1,4 +1,4 @@
-"""Drafters made of others or of a function: a chain, what a grammar forces, and what "auto" means."""
+"""Drafters made of other drafters, a function or a grammar, and the default drafter, "auto"."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class FunctionDrafter(Drafter):
     """Drafts the tokens that a function returns.
 
     ``function(tokens, k)`` gets a copy of the ids of the text so far, and returns at most ``k`` ids that
-    may follow. More than ``k`` are cut off, and an empty list means no draft. It may use anything but the
-    target's random numbers. Drafts never change the text's distribution. Several texts are drafted one
-    after another.
+    may follow. More than ``k`` are cut off, and an empty list means no draft. The function may use
+    anything but the target's random numbers. Its drafts never change the text's distribution. If
+    several texts need a draft, it is called for one after another.
 
     Args:
-        function: the guess.
-        name: its name in statistics.
+        function: returns the drafted token ids.
+        name: the drafter's name in statistics; None = the function's own name.
 
     Raises:
         ConfigError: ``function`` is not a function. An exception in it ends the generation; a result that
@@ -78,7 +78,7 @@ class FunctionDrafter(Drafter):
 
 
 class _FunctionState(NullState):
-    """Calls the function; holds nothing of the text."""
+    """Calls the function. It keeps no copy of the text."""
 
     def __init__(self, function: DraftFunction, name: str) -> None:
         self._function = function
@@ -102,16 +102,16 @@ class _Combined(Drafter):
 
     @property
     def estimates(self) -> frozenset[str]:
-        """Those of its drafters."""
+        """All of its drafters' values, combined."""
         return frozenset().union(*(each.estimates for each in self.drafters))
 
     @property
     def contexts(self) -> list[Context]:
-        """Those of its drafters."""
+        """All of its drafters' values, combined."""
         return [ctx for each in self.drafters for ctx in each.contexts]
 
     def check(self, target: Model) -> None:
-        """Raise VocabularyMismatchError if one of them cannot draft for ``target``."""
+        """Raise VocabularyMismatchError if one of its drafters cannot draft for ``target``."""
         for drafter in self.drafters:
             drafter.check(target)
 
@@ -122,8 +122,9 @@ class _Combined(Drafter):
 class ChainDrafter(_Combined):
     """Tries drafters in order until one proposes a draft; put cheap ones first and a model last.
 
-    A drafter that is not needed is only told how many tokens were accepted. So a model after n-gram
-    drafters decodes all text that it has missed in one decode when it is needed.
+    If an earlier drafter proposes a draft, the later ones decode nothing in that round. For
+    example, a draft model may come after copying drafters. When its turn comes, it first decodes
+    all the text it has missed, in one decode.
 
     Args:
         drafters: at least one, in the order in which they are tried.
@@ -150,9 +151,9 @@ class ChainDrafter(_Combined):
         return _ChainState(self, _all_or_none(makers))
 
     def propose_many(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Call each drafter with the requests for which the drafters before it have no draft.
+        """Call each drafter in turn, with the requests that have no draft yet.
 
-        A draft has the cost of the drafters before it added to its own.
+        The cost of a draft includes the cost of the drafters that were tried before.
         """
         drafts = [Draft() for _ in requests]
         found = ((i, request.state) for i, request in enumerate(requests))
@@ -208,9 +209,10 @@ def _all_or_none(makers: Sequence[Callable[[], DraftState]]) -> list[DraftState]
 class GrammarDrafter(_Combined):
     """Drafts the text that the grammar of a branch forces: keys, punctuation, the rest of a constant.
 
-    Where the grammar leaves a choice, ``values`` continues the draft; for example, a copying drafter
-    takes values from the prompt. Then the next forced text follows, and so on. Tokens that the grammar
-    refuses are left out.
+    If the grammar leaves a choice, the drafter ``values`` continues the draft; for example, a
+    copying drafter takes values from the prompt. Then the next forced text follows, and so on.
+    A draft is cut off at the first token that the grammar does not allow, unless that token was
+    drawn at random.
 
     Args:
         values: the drafter for places where the grammar leaves a choice; None = the draft ends there.
@@ -232,12 +234,12 @@ class GrammarDrafter(_Combined):
 
     @property
     def name(self) -> str:
-        """ "grammar", or "grammar+" and the name of ``values``."""
+        """ "grammar" if there is no drafter ``values``, otherwise "grammar+" and its name."""
         none = isinstance(self.values, NullDrafter)
         return "grammar" if none else f"grammar+{self.values.name}"
 
     def start(self, target: Text, rule: str) -> DraftState:
-        """Return a new state, with one of ``values``."""
+        """Return a new state, which includes a state of ``values``."""
         if target.grammar is None:
             return self.plain.start(target, rule)
         values = self.values.start(target, rule)
@@ -326,7 +328,8 @@ class _ForcedState:
         if found.sources and not draft.sources:
             draft.sources = [Distribution.point(token) for token in draft.tokens]
         for i, token in enumerate(found.tokens):
-            # Cutting off a token that was drawn at random would bias the text; the rule must reject it.
+            # A token that was drawn at random must stay: cutting it off would bias the text. The
+            # acceptance rule rejects it.
             is_allowed = grammar.allows(token)
             if not is_allowed and not found.sources:
                 draft.stopped = "end"
@@ -350,7 +353,7 @@ class _ForcedState:
             self._grammar, self._n_seen = self._first.clone(), self._start
 
     def fork(self, target: Text) -> DraftState:
-        start = target.answer_start  # of another prompt, perhaps
+        start = target.answer_start  # differs if the fork has another prompt
         clone = _ForcedState(self._first, start, self._values.fork(target))
         if start == self._start:
             clone._grammar, clone._n_seen = self._grammar.clone(), self._n_seen
@@ -366,7 +369,7 @@ class _ForcedState:
 def auto_drafter(ctx: Context, *, structured: bool | None = None) -> Drafter:
     """Return a drafter that combines copied text, the model's MTP layers, and text that a grammar forces.
 
-    ``structured``: whether texts have a grammar; None = some of them have.
+    ``structured``: True = all texts have a grammar; False = no text has one; None = some texts do.
     """
     head = ctx.mtp_head()
 

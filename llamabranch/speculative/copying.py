@@ -1,16 +1,18 @@
 """Drafters that copy tokens which followed the same tokens earlier.
 
-Their draft distributions are point masses, so a drafted token is accepted with the target's own
-probability of it, and the draft distribution has no entropy. Instead they estimate the *probability*
-that the token is right from what followed the same tokens earlier (``Match.follow``).
-``Draft.entropies`` holds its surprisal -ln(p) in nats: 0 for a certain token, and growing with
-uncertainty as an entropy does, which is all that a draft-length controller needs. It is known before
-the token is proposed and depends only on earlier tokens, so stopping on it is lossless.
+Their draft distributions are point masses, so a drafted token is accepted with the probability that
+the target gives it. A point mass has no entropy, but a draft-length controller needs a measure of
+uncertainty. So these drafters estimate the *probability* p that the token is right, from the tokens
+that followed the same tokens earlier (``Match.follow``). ``Draft.entropies`` holds the surprisal
+-ln(p) in nats. It is 0 for a certain token and grows with uncertainty, as an entropy does. It is
+known before the token is proposed and depends only on earlier tokens, so a draft may stop on it and
+stay lossless.
 
-A suffix tree answers "which tokens followed this suffix, and how often". Here the places of an n-gram
-give the same answers: walking down the tree is stepping through those places side by side. They are found
-by searching the tokens' bytes from their end, which takes some 0.1 ms for 32,000 tokens and grows with
-the text. So there is no index to keep, and rewinding, forking and forgetting are those of a list.
+A suffix tree answers "which tokens followed this suffix, and how often". This module has no tree.
+It searches for the places where an n-gram occurred, and steps through all of them side by side,
+which gives the same answers as walking down the tree. The search goes through the tokens' bytes
+from their end. It takes some 0.1 ms for 32,000 tokens and grows with the text. So no index has to
+be kept, and rewinding, forking and forgetting are operations on a list.
 """
 
 from __future__ import annotations
@@ -41,14 +43,14 @@ __all__ = [
 ]
 
 _WIDTH = array("i").itemsize  # bytes of a token
-_MOST_MATCH = 16  # tokens of the longest suffix that a `SuffixDrafter` compares
+_MOST_MATCH = 16  # the longest suffix that a `SuffixDrafter` compares, in tokens
 
 
 # -- where tokens occurred before ------------------------------------------------------------------
 
 
 class Occurrence(NamedTuple):
-    """A sequence of tokens, and the position of the token after the match in it."""
+    """A sequence of tokens, and the position in it of the token that follows the match."""
 
     sequence: Sequence[int]
     position: int
@@ -56,7 +58,7 @@ class Occurrence(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The last ``length`` tokens occurred before; ``places`` are those occurrences, newest first."""
+    """Earlier occurrences of the last ``length`` tokens of a text: ``places``, newest first."""
 
     length: int
     places: list[Occurrence]
@@ -64,17 +66,19 @@ class Match:
     def follow(self, tokens: Sequence[int], most: int, floor: float) -> Guess:
         """Return the most frequent continuation of ``tokens``, at most ``most`` tokens.
 
-        Step j takes the token that most of the remaining places continue with (the newest place
-        decides a tie) and keeps those places. If c of n places do, its estimated probability is
-        c / (n + 1/(length + j)): the longer the match, the less is reserved for tokens never seen
-        there. It ends where the product, the probability that all tokens so far are accepted, falls
-        below ``floor``.
+        Step j takes the most frequent next token of the remaining places, and keeps the places that
+        have it. In a tie the newest place decides. If c of n places have that token, its estimated
+        probability is c / (n + 1/(length + j)). So the longer the match, the smaller the part that
+        is reserved for tokens never seen there. The product of the estimates is the probability
+        that all tokens so far are accepted. The guess ends when the product falls below ``floor``.
 
-        A place in ``tokens`` itself that reaches their end continues into the guess, as LZ77 copies
-        do: a loop of three tokens is continued up to ``most`` tokens.
+        If a place is in ``tokens`` itself, it may reach their end; then it continues into the
+        guess, as LZ77 copies do. For example, a loop of three tokens is repeated up to ``most``
+        tokens.
 
-        O(places x tokens returned); SuffixDecoding (Oliaro et al. 2024, 2411.04975) walks a suffix
-        tree by the same rule, without the prior.
+        The cost is O(places x tokens returned). SuffixDecoding (Oliaro et al. 2024, arXiv
+        2411.04975) walks a suffix tree by the same rule, but reserves nothing for tokens never
+        seen.
         """
         guess = Guess([], [])
         end = len(tokens)
@@ -95,7 +99,7 @@ class Match:
                 following.setdefault(token, []).append(place)
             if not n:
                 break
-            # In a tie the first one, which is the newest, is taken.
+            # In a tie, max takes the first token, which is that of the newest place.
             token = max(following, key=lambda t: len(following[t]))
             places = following[token]
             probability = len(places) / (n + 1.0 / (self.length + j))
@@ -109,7 +113,7 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """A continuation, with the estimated probability of each token if those before it are right."""
+    """A continuation, and the probability of each token if all tokens before it are right."""
 
     tokens: list[int]
     probabilities: list[float]
@@ -125,7 +129,7 @@ class Guess:
 
 
 def doubling(shortest: int, longest: int) -> tuple[int, ...]:
-    """Return shortest, twice that, ..., longest: the lengths a longest-match search needs."""
+    """Return the n-gram lengths to search for: shortest, twice that, and so on up to longest."""
     lengths = []
     while shortest < longest:
         lengths.append(shortest)
@@ -141,8 +145,9 @@ def _longest(
 ) -> Match | None:
     """Return the longest suffix of ``tokens`` for which ``find`` has places, if any.
 
-    That of the longest n-gram that occurred and, where there are gaps between ``lengths``, those places
-    that agree furthest back, up to the longest length.
+    The n-grams of ``lengths`` are searched for, shortest first. If there are gaps between the
+    lengths, the match may be longer than the longest n-gram that was found. So its places are
+    compared further back, up to the longest length, and those that agree furthest are kept.
     """
     best, longest = 0, b""
     for n in lengths:
@@ -152,7 +157,7 @@ def _longest(
         best, longest = n, gram
     kept = find(longest, most) if best else []
     limit = min(lengths[-1], len(tokens)) if lengths else 0
-    if best < limit:  # these agree further back than that, perhaps
+    if best < limit:  # some places may agree further back
         places, kept = kept, []
         n = best
         for place in places:
@@ -174,13 +179,13 @@ class TokenIndex:
         lengths: the n of the n-grams that are searched for, each at least 1.
         tokens: the first tokens.
 
-    Appending and dropping a token cost O(1), a fork copies 12 bytes a token.
+    Appending or dropping a token costs O(1). A fork copies 12 bytes per token.
     """
 
     def __init__(self, lengths: Iterable[int], tokens: Iterable[int] = ()) -> None:
         self._lengths = tuple(sorted(set(lengths)))
         self._tokens: list[int] = []
-        self._bytes = bytearray()  # of the tokens
+        self._bytes = bytearray()  # the same tokens, as bytes
         self.extend(tokens)
 
     def __len__(self) -> int:
@@ -188,7 +193,7 @@ class TokenIndex:
 
     @property
     def tokens(self) -> Sequence[int]:
-        """The tokens: not a copy; valid until the next change."""
+        """The list of tokens itself, not a copy; valid until the next change."""
         return self._tokens
 
     def extend(self, tokens: Iterable[int]) -> None:
@@ -219,7 +224,7 @@ class TokenIndex:
         return _longest(self._lengths, self._tokens, self.places, most)
 
     def places(self, gram: bytes, most: int, first: int = 0) -> list[Occurrence]:
-        """Return where a gram, given as bytes, was followed: the newest places, from ``first`` on."""
+        """Return the newest places, from ``first`` on, where a token follows ``gram`` (bytes)."""
         found: list[Occurrence] = []
         start, end = max(0, first * _WIDTH - len(gram)), len(self._bytes) - _WIDTH
         while len(found) < most:
@@ -236,11 +241,15 @@ class TokenIndex:
 
 
 class Segment:
-    """A run of tokens in a shared index; tokens before ``start`` are context or already forgotten."""
+    """A run of tokens in a shared index.
+
+    The tokens before ``start`` do not count: they were forgotten, or come from the segment before
+    and are only compared with a suffix.
+    """
 
     def __init__(self, context: Iterable[int]) -> None:
         self.text = TokenIndex((), context)
-        self.known: set[bytes] = set()  # the shortest n-grams that tokens of it follow
+        self.known: set[bytes] = set()  # n-grams of the shortest length that a token here follows
         self.start = len(self.text)
         self.closed = False
 
@@ -250,11 +259,11 @@ class SharedIndex:
 
     Args:
         lengths: the n of the n-grams that are searched for.
-        max_tokens: the most tokens it holds, at least 8 times the longest length; beyond that each new
-            token makes it forget the oldest.
-        most: how many places of an n-gram it returns, those in the newest segments.
+        max_tokens: the most tokens the index holds, at least 8 times the longest length. If it is
+            full, each new token replaces the oldest.
+        most: the most places of an n-gram that it returns. The newest segments are searched first.
 
-    Sequences are written concurrently, each into segments of its own.
+    Several sequences may be written at the same time. Each has segments of its own.
     """
 
     SEGMENT = 512  # most tokens of a segment, which stays in memory until all of it is forgotten
@@ -272,8 +281,8 @@ class SharedIndex:
         """Add ``tokens[start:]``, which follow ``tokens[:start]``.
 
         Args:
-            segment: the return value of the previous call for this sequence; None = a new sequence, or
-                one that does not continue from there.
+            segment: the return value of the previous call for this sequence; None = the sequence is
+                new, or does not continue where that call ended.
         """
         with self._lock:
             for position in range(start, len(tokens)):
@@ -288,7 +297,7 @@ class SharedIndex:
             return segment
 
     def longest(self, tokens: Sequence[int], skip: Segment | None = None) -> Match | None:
-        """Return the longest suffix of ``tokens`` that occurred in another sequence, None if none did.
+        """Return the longest suffix of ``tokens`` that occurred in another sequence, or None.
 
         Args:
             skip: the segment of the sequence itself, which is not searched.
@@ -322,9 +331,9 @@ class _CopyDrafter(Drafter):
     """Copies token ids of the target's own text, and estimates how probable they are.
 
     Attributes:
-        lengths: of the n-grams that are indexed.
+        lengths: the lengths of the n-grams that are searched for.
         most: how many occurrences are counted.
-        floor: ends a draft where the probability that all of it is accepted falls below it.
+        floor: a draft ends when the probability that all of it is accepted falls below this.
         factor, offset: after a match of m tokens a draft has at most floor(m * factor + offset) tokens.
     """
 
@@ -333,7 +342,7 @@ class _CopyDrafter(Drafter):
 
     @property
     def estimates(self) -> frozenset[str]:
-        """Its name: the entropies of its drafts are surprisals."""
+        """The drafter's name, because the entropies of its drafts are estimated surprisals."""
         return frozenset({self.name})
 
     def check(self, target: Model) -> None:
@@ -344,7 +353,7 @@ class _CopyDrafter(Drafter):
         return _CopyState(self, TokenIndex(self.lengths), target.position, target)
 
     def pool(self, model: Model) -> SharedIndex | None:
-        """Return what texts of a model share: nothing."""
+        """Return the index that texts of ``model`` share; None = there is no such index."""
         return None
 
 
@@ -373,23 +382,24 @@ class PromptLookupDrafter(_CopyDrafter):
 class SuffixDrafter(_CopyDrafter):
     """Follows the most frequent continuation of the longest suffix seen before.
 
-    Known as SuffixDecoding (Oliaro et al. 2024, 2411.04975): one index holds the request's prompt and
-    output, a shared one holds the output of all requests of this drafter; the longer the match, the
-    more tokens are drafted. Each index is searched for its longest match, and the continuation with
-    more tokens expected to be accepted is drafted; in a tie, that of the request's own index. Unlike in
-    the paper, the estimated probability reserves a part for continuations never seen
-    (``Match.follow``), the shared index is filled while texts are being generated, so that branches
-    benefit from their siblings, and only the newest occurrences are counted.
+    Known as SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975). One index holds the request's
+    prompt and output; a shared index holds the output of all requests of this drafter. Each index
+    is searched for its longest match, and each match gives a continuation. The one with more tokens
+    expected to be accepted is drafted; in a tie, the one from the request's own index. The longer
+    the match, the more tokens are drafted. Three things differ from the paper. The estimated
+    probability reserves a part for continuations never seen (``Match.follow``). The shared index is
+    filled while texts are being generated, so branches benefit from their siblings. Only the newest
+    occurrences are counted.
 
     Args:
         min_match: the shortest suffix that counts as evidence, from 1 to 16 tokens.
         shared_tokens: the most tokens that the shared index holds; beyond it the oldest are forgotten.
-            Each target model has a shared index of its own, since token ids mean nothing to another.
-            0 = share nothing, otherwise at least 128.
+            Each target model has a shared index of its own, because token ids differ between
+            models. 0 = share nothing, otherwise at least 128.
 
-    After a match of m tokens a draft has at most m tokens, and it ends where the probability that all of
-    it is accepted falls below 0.2. If copying costs almost nothing compared to a step of the target,
-    "auto" ignores these limits and decides by the expected gain.
+    After a match of m tokens a draft has at most m tokens, and it ends when the probability that
+    all of it is accepted falls below 0.2. If copying costs almost nothing compared to a step of the
+    target, the draft length "auto" ignores these limits and decides by the expected gain.
 
     Raises:
         ConfigError: a value out of range.
@@ -406,7 +416,7 @@ class SuffixDrafter(_CopyDrafter):
         self._shared: weakref.WeakKeyDictionary[Model, SharedIndex] = weakref.WeakKeyDictionary()
 
     def pool(self, model: Model) -> SharedIndex | None:
-        """Return the index of what was generated with a model, None if nothing is shared."""
+        """Return the index of the output that ``model`` generated; None if nothing is shared."""
         if not self.shared_tokens:
             return None
         fresh = SharedIndex(self.lengths, self.shared_tokens, self.most)
@@ -417,9 +427,10 @@ class _CopyState:
     """One request's index, and the segment of the shared index that it writes.
 
     Args:
-        n_written: how many tokens of the text do not need to be written to the shared index: those
-            that were there when the state was made, and those written since.
-        target: what is drafted for; it tells which tokens were read: those are not written either.
+        n_written: how many of the text's first tokens are never written to the shared index again:
+            the tokens that were there when the state was made, and the tokens written since.
+        target: the text that is drafted for. Text that it reads, such as its prompt, is not written
+            to the shared index either.
     """
 
     def __init__(
@@ -448,7 +459,7 @@ class _CopyState:
         return draft
 
     def _weigh(self, draft: Draft, guess: Guess, rule: StopRule, limit: int) -> None:
-        """Draft as much of the guess as gains the most; nothing limits it otherwise."""
+        """Draft the beginning of the guess with the largest expected gain; no other limit holds."""
         ends = [i for i, token in enumerate(guess.tokens, 1) if self._is_eog(token)]
         tokens = guess.tokens[: min(ends, default=limit)]
         surprisals = [-math.log(p) for p in guess.probabilities[: len(tokens)]]
@@ -473,10 +484,10 @@ class _CopyState:
                 return
             draft.tokens.append(token)
             if self._is_eog(token):
-                draft.stopped = "end"  # nothing follows an EOG token, whatever did in the prompt
+                draft.stopped = "end"  # a text ends with its EOG token, a prompt may not
                 return
         if len(draft.tokens) < limit:
-            draft.stopped = "no evidence"  # for further tokens
+            draft.stopped = "no evidence"  # no occurrence has further tokens
 
     def _index_new(self, tokens: Sequence[int]) -> None:
         self._index.extend(tokens[len(self._index) :])
@@ -506,7 +517,7 @@ class _CopyState:
         if n_tokens < len(self._index):
             self._index.rewind(n_tokens)
         if n_tokens < self._n_written:
-            # Tokens that a rewind removed stay in the shared index; those that replace them go to a new
+            # Tokens that a rewind removed stay in the shared index. The new tokens go to a new
             # segment.
             self._n_written, self._segment = n_tokens, None
 

@@ -1,9 +1,9 @@
 """Drafting with heads, which read the target's hidden states: EAGLE-3 heads and MTP layers.
 
-A head reads pairs of a token and a state. For the tokens of the text the states are the target's, after
-the head's encoder if it has one; for drafted tokens they are the head's own, from the step before. So the
-K/V of drafted pairs is dropped after each draft, and that of accepted tokens computed from the target's
-states.
+A head reads pairs of a token and a state. For tokens of the text, the states come from the target
+and go through the head's encoder, if it has one. For drafted tokens, they come from the head's own
+previous step. So the K/V of drafted pairs is dropped after each draft. The K/V of accepted tokens
+is then computed from the target's states.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ __all__ = ["EagleDrafter", "HeadState", "MTPDrafter"]
 
 States = npt.NDArray[np.float32]
 
-_MOST_ROWS = 64  # tokens of a decode whose logits are all computed; longer ones are split
+_MOST_ROWS = 64  # the most tokens of one decode that computes all their logits; more are split
 
 
 class HeadState(RunState):
     """The sequences of the head's context that follow one text of the target.
 
     Attributes:
-        seq_ids: a sequence for each layer that drafts; none where it reads the target's.
-        tokens: the text that it has read.
+        seq_ids: a sequence for each layer that drafts; empty if the layers read the target's K/V.
+        tokens: the text that the head has read.
         ahead: by how many tokens a pair's token is ahead of its position.
-        n_skipped: how many of the first pairs its sequences lack: the states of these are not known.
+        n_skipped: how many pairs are missing at the beginning of its sequences, because the target
+            no longer has their states.
         hidden: the head's state for the next pair of the draft, (n_embd,); None before the first decode.
     """
 
@@ -59,13 +60,13 @@ class HeadState(RunState):
         self._first, self._features = 0, np.empty((0, 0), dtype=np.float32)
         self._ctx: Context = drafter.ctx
         self._n_prompt = target.answer_start  # where a grammar begins
-        # One that follows the text, and one that has accepted the draft too.
+        # _reader is the sampler after the text, _sampler the one after the text and the draft.
         self._reader = Sampler(drafter.ctx.model, drafter.settings(target), target.grammar)
         self._sampler = self._reader
-        # How many tokens the first has accepted; None if it must accept all of them again.
+        # How many tokens _reader has accepted; None if it must accept all of them again.
         self._n_accepted: int | None = None
-        # llama.cpp computes one layer at a time, and writes K/V of that layer only. So a cell would not
-        # serve two layers, unless the second wrote to the same one, which llama.cpp does not promise.
+        # llama.cpp computes one layer at a time, and writes the K/V of that layer only. Two layers
+        # could share a cell only if both wrote to the same one, which llama.cpp does not guarantee.
         self.seq_ids: list[int] = []
         try:
             for _ in range(0 if self._ctx.model.shares_memory else drafter.n_layers):
@@ -91,11 +92,11 @@ class HeadState(RunState):
         return self.n_skipped + self._ctx.kv_cache.next_position(self.seq_ids[layer])
 
     def read_target(self, n_layers: int) -> None:
-        """Get the target's states for what one of ``n_layers`` has not read of the text.
+        """Get the target's states for the text that one of the first ``n_layers`` has not read.
 
-        The last pair is read again if all were read: the draft begins at its logits. Where the target
-        has no states of some tokens, and no room to decode them again, the head forgets what it has
-        read and begins after them.
+        If all pairs were read, the last pair is read again, because the draft begins with its
+        logits. The target may lack the states of some tokens, and the room to decode them again.
+        Then the head forgets everything it has read and begins after those tokens.
 
         Raises:
             CapacityError: the target has no state of the last token.
@@ -103,13 +104,13 @@ class HeadState(RunState):
         target, tokens = self.target, self.text
         self.observe(len(tokens) - 1)
         self.draft.n_read = len(tokens) - len(self.tokens)
-        first = len(tokens) - 1  # where all that it reads of the text is the target's K/V
+        first = len(tokens) - 1  # for layers that read the target's K/V: only the last token
         if self.seq_ids:
             first = min(self.n_pairs(layer) for layer in range(n_layers))
         start = max(0, first + self.ahead - 1)
         with target.ctx.lock:
             target.check_usable()
-            target.lacking()  # what comes before the last token is decoded, whatever failed
+            target.lacking()  # repairs the K/V if an earlier call failed midway
             rows = kept_states(target.ctx, target.seq_id, list(tokens[:-1]), start)
         if len(rows) < len(tokens) - 1 - start:
             first = len(tokens) - len(rows) - self.ahead
@@ -161,7 +162,7 @@ class HeadState(RunState):
 
     @property
     def sampler(self) -> Sampler:
-        """One that has accepted the text and the draft."""
+        """The sampler that has accepted the text and the draft."""
         return self._sampler
 
     def accept(self, token: int) -> None:
@@ -175,7 +176,7 @@ class HeadState(RunState):
         return self._row
 
     def inputs(self) -> States:
-        """Return what goes in with ``unread``: the target's states, or the head's own of the draft."""
+        """Return the states to pair with ``unread``: the target's, or the head's own in a draft."""
         n = len(self.unread)
         if self.reads_text:
             return self._features[len(self._features) - n :]
@@ -189,13 +190,13 @@ class HeadState(RunState):
         return list(self.text[n + self.ahead :]), self._features[n - self._first :]
 
     def note_read(self, row: LogitsRow, hidden: States) -> None:
-        """Note that what was unread was decoded: the logits and the state after it."""
+        """Note that ``unread`` was decoded; keep the logits and the state after it."""
         if self.reads_text:
             self.tokens, self.reads_text = list(self.text), False
         self._row, self.hidden, self.unread = row, hidden, ()
 
     def drop_draft(self) -> None:
-        """Drop pairs with the head's own states, or of a text that was not read to its end."""
+        """Drop the pairs of the draft, and the pairs of a text that was not read to its end."""
         self._row = self.hidden = None
         self._features = np.empty((0, 0), dtype=np.float32)  # no view: the array may be large
         self.cut(len(self.tokens))
@@ -233,7 +234,7 @@ class HeadDrafter(RunDrafter[HeadState]):
 
     @property
     def n_layers(self) -> int:
-        """How many layers draft in turn, each with K/V of its own; 1 = one drafts all tokens."""
+        """How many layers draft in turn, each with its own K/V; 1 = one layer drafts all tokens."""
         return 1
 
     def check(self, target: Model) -> None:
@@ -256,7 +257,7 @@ class HeadDrafter(RunDrafter[HeadState]):
         return HeadState(self, target, rule)
 
     def prepare(self, states: Sequence[HeadState]) -> None:
-        """Get the target's states: under its lock, not this context's."""
+        """Get the target's states. This takes the target's lock, not this context's."""
         for state in states:
             if self.n_layers > 1:
                 state.limit = min(state.limit, self.n_layers)
@@ -283,7 +284,7 @@ class HeadDrafter(RunDrafter[HeadState]):
         inputs: States,
         layer: int = 0,
     ) -> list[tuple[LogitsRow, States]]:
-        """Decode pairs of each text, at least one; return the logits and the state after its last."""
+        """Decode at least one pair of each text; return its last logits and its last state."""
         decoder = self.ctx.decoder
         seqs = [state.seq_ids[layer] for state in states]
         lasts = np.cumsum([len(new) for new in unread]) - 1
@@ -294,8 +295,8 @@ class HeadDrafter(RunDrafter[HeadState]):
             early.decode(decoder, states=np.delete(inputs, lasts, axis=0))
             inputs, unread = inputs[lasts], [new[-1:] for new in unread]
             lasts = np.arange(len(states))
-        # llama.cpp computes EAGLE-3's logits for every entry and takes the first rows of them: entries
-        # without logits may not come before others in a batch.
+        # llama.cpp computes EAGLE-3's logits for every entry of a batch, and then returns the first
+        # rows. So entries without logits must not come before entries with logits.
         batch = Batch()
         for seq_id, new in zip(seqs, unread, strict=True):
             batch.add(seq_id, new, "all")
@@ -310,12 +311,12 @@ class EagleDrafter(HeadDrafter):
     Li et al. 2025, 2503.01840. At position P the pair is (token P + 1, state P).
 
     Args:
-        ctx: a context of the head: ``Context(Model("head.gguf"), target=ctx)``. Each state holds one
-            of its sequences.
-        sampling: the settings of its draws; None = the request's.
+        ctx: a context of the head: ``Context(Model("head.gguf"), target=ctx)``. Each text that is
+            drafted for takes one of its sequences.
+        sampling: the settings with which drafts are drawn; None = the settings of each request.
 
     Raises:
-        ConfigError: not a context of a head.
+        ConfigError: ``ctx`` is not the context of an EAGLE-3 head.
     """
 
     ahead = 1
@@ -336,21 +337,23 @@ class EagleDrafter(HeadDrafter):
 
 
 class MTPDrafter(HeadDrafter):
-    """Drafts with the MTP layers of the target itself, or with those of a file of their own.
+    """Drafts with the MTP layers of the target, from the target's file or from a separate one.
 
     DeepSeek-V3, 2412.19437. At position P the pair is (token P, state P - 1). Several layers form a
-    chain: each drafts one token, and reads the states that the layers before it made of the draft.
+    chain: each drafts one token, and reads the states that earlier layers computed for the drafted
+    tokens.
 
-    For the target's own layers it opens a context, which ``close`` frees, and so does closing the target.
-    If there are several layers, each drafts one token, so a draft has at most as many tokens as layers.
+    For layers in the target's file it opens a context. ``close`` frees that context, and so does
+    closing the target. If there are several layers, each drafts one token, so a draft has at most
+    as many tokens as layers.
 
     Args:
         target: the context that generates, of a model loaded with ``load_mtp=True``; or a context of
             MTP layers that is already open: ``Context(model, target=ctx)``.
-        sampling: the settings of the draws; None = the request's.
+        sampling: the settings with which drafts are drawn; None = the settings of each request.
 
     Raises:
-        ConfigError: not a context.
+        ConfigError: ``target`` is not a context.
         UnsupportedError: the target has no usable MTP layers; the message has the reason.
     """
 
@@ -367,7 +370,8 @@ class MTPDrafter(HeadDrafter):
     def n_layers(self) -> int:
         """The number of MTP layers; if there are several, each drafts one token.
 
-        1 for layers that read the target's K/V: llama.cpp computes all of them for each token.
+        It is 1 if the layers read the target's K/V, because llama.cpp then computes all layers for
+        each token.
         """
         return 1 if self.ctx.model.shares_memory else self.ctx.model.n_mtp_layers
 
@@ -379,8 +383,8 @@ class MTPDrafter(HeadDrafter):
     def draw(self, states: Sequence[HeadState]) -> None:
         """Finish the drafts; several layers draft in turn, one decode for each.
 
-        It reads what it has not read of the text, and the draft. A layer that did not draft, because the
-        draft ended before, is behind in the text until it drafts.
+        In its turn a layer reads the part of the text that it has not read yet, and the draft. If a
+        draft ends before a layer's turn, the layer reads that text only when it drafts next.
         """
         if self.n_layers == 1:
             return super().draw(states)
@@ -411,7 +415,7 @@ class MTPDrafter(HeadDrafter):
         layer: int,
         made: Mapping[HeadState, Sequence[States]] = MappingProxyType({}),
     ) -> list[tuple[LogitsRow, States]]:
-        """Let a layer read what it has not read of the text, and the draft with the states ``made``."""
+        """Let a layer read the text it has not read, and the draft; ``made`` has its states."""
         unread, inputs = [], []
         for state in states:
             tokens, features = state.behind(layer)
@@ -428,9 +432,10 @@ class MTPDrafter(HeadDrafter):
     def decode(self, states: Sequence[HeadState]) -> None:
         """Decode what is unread of each state, together.
 
-        Layers that attend to the target's K/V compute the last token of each text or draft: all tokens of
-        a draft have one position, that of the text's last token, which the target has not decoded yet.
-        The lock of this context is the target's, so the K/V that is read does not change.
+        Layers that attend to the target's K/V compute only the last token of each text or draft.
+        All tokens of a draft have the same position: the position of the text's last token, which
+        the target has not decoded yet. This context shares the target's lock, so the K/V that is
+        read does not change.
         """
         if not self.ctx.model.shares_memory:
             return super().decode(states)

@@ -1,8 +1,8 @@
-"""Drafting with a model: by tokens, or through the text where its vocabulary is another one.
+"""Drafting with a model: by tokens, or through the text if the vocabularies differ.
 
-What draft models and heads (:mod:`.head`) share is here too: they read the text that is new, and draw
-tokens after it. Any number of texts are drafted for together, with one decode for each position of all of
-them.
+This module also has the code that draft models and heads (:mod:`.head`) share: both read the new
+text, and draw tokens after it. Any number of texts are drafted for together: one decode computes
+the next drafted token of all of them.
 """
 
 from __future__ import annotations
@@ -37,28 +37,30 @@ __all__ = ["ModelDrafter", "RunDrafter", "RunState"]
 
 S = TypeVar("S", bound="RunState")
 
-_WINDOW = 12  # tokens before the end that are tokenized again with a draft through the text
+_WINDOW = 12  # tokens at the text's end that are tokenized again together with a translated draft
 
 
 # -- what models and heads share -------------------------------------------------------------------
 
 
 class RunState(DraftState, ABC):
-    """What a drafter with a context keeps of one text, and its draft while that is drawn.
+    """The state of a drafter with a context for one text, and the draft that is being drawn.
 
     Args:
-        drafter: whose state it is.
+        drafter: the drafter that the state belongs to.
         target: the text that is drafted for.
         rule: the acceptance rule.
 
     Attributes:
-        model: whose EOG tokens end a draft.
-        seed: of the draws under the seeded rule; the noise of other rules is derived from it.
-        draft: the one that is drawn.
-        text: the tokens that it follows.
-        unread: tokens that are decoded before the next draw: of the text, or the last one drawn.
+        model: the model whose EOG tokens end a draft.
+        seed: the seed with which the "seeded" rule draws; other rules derive their noise from it.
+        draft: the draft that is being drawn.
+        text: the tokens that the draft follows.
+        unread: tokens that must be decoded before the next draw: new tokens of the text, or the
+            token drawn last.
         is_done: the draft has ended.
-        reads_text: what is unread belongs to the text; so it is for every state that drafts together.
+        reads_text: ``unread`` belongs to the text, not to the draft. All states that draft together
+            have the same value.
     """
 
     model: Model
@@ -76,7 +78,7 @@ class RunState(DraftState, ABC):
         self._drafter = drafter
 
     def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
-        """Decode the tokens that are new in one decode, then draw token by token."""
+        """Decode all new tokens in one decode, then draw token by token."""
         return self._drafter.propose_many([DraftRequest(self, tokens, length, limit)])[0]
 
     # -- what differs ------------------------------------------------------------------------------
@@ -96,7 +98,7 @@ class RunState(DraftState, ABC):
     # -- drawing -----------------------------------------------------------------------------------
 
     def open(self, request: DraftRequest) -> None:
-        """Begin a draft; it has ended at once if the length wants none of this drafter."""
+        """Begin a draft; it ends at once if ``length`` allows none from this drafter."""
         self.draft = Draft(drafter=self._drafter.name)
         _, self.text, self.length, self.limit = request
         self.unread, self.is_done, self.reads_text = (), False, True
@@ -122,7 +124,7 @@ class RunState(DraftState, ABC):
             if self.model.is_eog(token):
                 return self._end("end")
             if len(draft.tokens) >= self.limit:
-                self.is_done = True  # the next draft decodes it with the new text, if accepted
+                self.is_done = True  # if the token is accepted, the next draft decodes it
                 return None
             self.accept(token)
         except GrammarError:  # a dead end of the grammar: the target raises it if it gets there
@@ -141,7 +143,7 @@ class RunDrafter(Drafter, Generic[S]):
     Attributes:
         ctx: the context it drafts in.
         sampling: the settings of its draws; None = the request's.
-        state_type: of its states.
+        state_type: the class of its states.
     """
 
     state_type: type[S]
@@ -152,7 +154,7 @@ class RunDrafter(Drafter, Generic[S]):
 
     @property
     def contexts(self) -> list[Context]:
-        """Its own."""
+        """Its own context."""
         return [self.ctx]
 
     def settings(self, target: Text) -> SamplingParams:
@@ -163,11 +165,11 @@ class RunDrafter(Drafter, Generic[S]):
     def propose_many(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """Draft for all requests together: one decode for each drafted position.
 
-        Requests are drafted for one by one if the drafts go through the text, or on forks because the
-        memory of a draft model cannot be truncated.
+        In two cases requests are drafted for one by one. Either drafts go through the text, or the
+        memory of the draft model cannot be truncated, so each draft needs a fork.
         """
         states = [r.state for r in requests if isinstance(r.state, self.state_type)]
-        if not states or len(states) < len(requests):  # they go through the text
+        if not states or len(states) < len(requests):  # these drafts go through the text
             return super().propose_many(requests)
         for state, request in zip(states, requests, strict=True):
             state.open(request)
@@ -178,22 +180,22 @@ class RunDrafter(Drafter, Generic[S]):
     # -- what differs ------------------------------------------------------------------------------
 
     def prepare(self, states: Sequence[S]) -> None:
-        """Get what they need from the target, before the lock of the drafter's context is taken."""
+        """Get what the states need from the target, before this context's lock is taken."""
 
     def begin(self, states: Sequence[S]) -> None:
-        """Read what has to be read before all that is unread is decoded."""
+        """Read what must be read one step earlier, before ``decode`` is called."""
 
     @abstractmethod
     def decode(self, states: Sequence[S]) -> None:
         """Decode what is unread of each state, together."""
 
     def end(self, states: Sequence[S]) -> None:
-        """Drop what must not be kept after a draft, whatever was raised."""
+        """Drop what must not be kept after a draft. Also called after an exception."""
 
     # -- drafting ----------------------------------------------------------------------------------
 
     def _draft(self, states: Sequence[S]) -> list[Draft]:
-        """Draw the drafts that were begun; without room for them the target continues alone."""
+        """Draw the drafts that were begun. Without room, the target continues without drafts."""
         start, decoder = perf_counter(), self.ctx.decoder
         n_decodes = decoder.n_decodes
         live = [state for state in states if not state.is_done]
@@ -235,12 +237,13 @@ class RunDrafter(Drafter, Generic[S]):
 
 
 class ModelState(RunState):
-    """A text of the draft model that follows the target's and drafts ahead of it.
+    """A text of the draft model. It follows the target's text and drafts ahead of it.
 
     Attributes:
-        own: that text.
-        tip: what the draft is drawn on: ``own``, or a fork of it if its memory cannot be truncated.
-        n_prompt: the first tokens, which are read: a grammar begins after them.
+        own: the draft model's text.
+        tip: the text that the draft is drawn on: ``own``, or a fork of it if the draft model's
+            memory cannot be truncated.
+        n_prompt: how many tokens were read, not generated; a grammar begins after them.
     """
 
     _drafter: ModelDrafter
@@ -253,17 +256,17 @@ class ModelState(RunState):
 
     @property
     def sampler(self) -> Sampler:
-        """The text's."""
+        """The sampler of ``tip``."""
         return self.tip.sampler
 
     def row(self) -> LogitsRow:
-        """Return the text's logits."""
+        """Return the logits of ``tip``."""
         return self.tip.logits_row()
 
     def fork_ahead(self) -> None:
         """Read the text, and draft on a fork, which ``observe`` frees."""
         self.own.decode_unscored(self.text[self.own.position :])
-        if not self.own.ctx.n_seq_free:  # to fork would search for garbage, in each round
+        if not self.own.ctx.n_seq_free:  # a fork would run the garbage collector in every round
             raise SequencesExhaustedError("no sequence is left to draft on")
         self.tip = _forked(self.own)
 
@@ -297,16 +300,18 @@ class ModelState(RunState):
 class ModelDrafter(RunDrafter[ModelState]):
     """Drafts with a small model.
 
-    A model of the same vocabulary drafts token by token. A model of another vocabulary drafts through
-    the text, which costs more and has fewer tokens accepted: known as universal assisted decoding (Timor
-    et al. 2025, 2502.05202, string-level exact match). ``Model.compatibility`` returns which of them
-    applies.
+    A model with the target's vocabulary drafts token by token. A model with another vocabulary
+    drafts through the text, which costs more and has fewer tokens accepted. This is known as
+    universal assisted decoding (Timor et al. 2025, arXiv 2502.05202, string-level exact match).
+    ``Model.compatibility`` returns which of the two applies.
 
     Args:
-        ctx: a context of the draft model; each state holds one of its sequences. With its own prefix
-            cache it does not read the beginning of a text again either.
-        sampling: the settings of its draws; None = the request's. With equal settings and seed the
-            draft draws with the target's noise, which is why the two agree so often.
+        ctx: a context of the draft model. Each text that is drafted for takes one of its sequences.
+            If the context has a prefix cache, it does not process a known beginning of a text
+            again.
+        sampling: the settings with which drafts are drawn; None = the settings of each request. If
+            the settings and the seed are the target's, the draft is drawn with the target's noise,
+            so both often draw the same token.
         translate: whether to draft through the text if the vocabularies differ.
 
     Raises:
@@ -363,7 +368,7 @@ class ModelDrafter(RunDrafter[ModelState]):
         return params.replace(logit_bias=bias | dict.fromkeys(range(theirs, ours), -math.inf))
 
     def begin(self, states: Sequence[ModelState]) -> None:
-        """Read what is left of the prompts."""
+        """Read the parts of the prompts that have not been read."""
         prompts: list[tuple[Text, Sequence[int]]] = []
         for state in states:
             text, own = state.text, state.own
@@ -374,7 +379,7 @@ class ModelDrafter(RunDrafter[ModelState]):
                 prompts.append((own, text[own.position : state.n_prompt]))
         if prompts:
             for own, tokens in prompts:
-                own.check_read(tokens)  # a fork's may follow what was generated
+                own.check_read(tokens)  # in a fork, this prompt may follow generated text
             for (own, tokens), row in zip(prompts, self._decode(prompts), strict=True):
                 own.append_prompt(tokens, row)
         for state in states:
@@ -409,7 +414,7 @@ def _forked(text: Text) -> Text:
     """Return a copy of a text of the draft model, in another sequence."""
     with text.lock:
         text.check_usable()
-        with suppress(CapacityError):  # else each decodes the last token when it is needed
+        with suppress(CapacityError):  # if it fails, both decode the last token when needed
             text.settle()
         return Text(text.ctx, None, text.sampler.clone(), text.seed, text)
 
@@ -422,12 +427,12 @@ def _release(text: Text) -> None:
 
 
 class TranslatingState:
-    """A text of a draft model with another vocabulary, which follows the target's.
+    """A text of a draft model with another vocabulary. It follows the target's text.
 
-    The text so far is tokenized for the draft model, the text it generates is tokenized for the target,
-    and the target tokens after the end of the text so far are proposed as point masses. Each draft
-    tokenizes the whole text again, so its cost grows with the text; the draft model decodes only the
-    tokens that changed.
+    The text so far is tokenized for the draft model, which continues it. The continuation is
+    tokenized for the target. The target tokens after the end of the text so far are proposed as
+    point masses. Each draft tokenizes the whole text again, so its cost grows with the text. The
+    draft model decodes only the tokens that changed.
     """
 
     def __init__(self, own: Text, target: Model) -> None:
@@ -435,7 +440,7 @@ class TranslatingState:
         self._target = target
 
     def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
-        """Decode the text as far as it is new, generate after it, and return that in target tokens."""
+        """Decode the new text, generate a continuation, and return it in target tokens."""
         ctx = self._own.ctx
         draft = Draft(drafter=ctx.model.name, stopped="no evidence")
         if not length.consider(draft.drafter):
@@ -450,7 +455,7 @@ class TranslatingState:
             draft.tokens = self._translate(tokens, generated)[:limit]
         except CapacityError:
             draft.stopped = "capacity"
-        except (UnicodeDecodeError, TokenizeError):  # it is empty or ends inside a character
+        except (UnicodeDecodeError, TokenizeError):  # the text is empty or ends inside a character
             pass
         draft.n_decodes = ctx.decoder.n_decodes - n_decodes
         draft.seconds = perf_counter() - start
@@ -461,7 +466,7 @@ class TranslatingState:
         encoded = own.ctx.tokenize(text)
         if not encoded:
             raise TokenizeError("cannot draft for an empty text")
-        same = n_common(own.tokens, encoded[:-1])  # one is decoded at least, for its logits
+        same = n_common(own.tokens, encoded[:-1])  # at least one token is decoded, for its logits
         draft.n_read = len(encoded) - same
         own.check_usable()
         if same < own.position:
@@ -488,7 +493,7 @@ class TranslatingState:
         return generated.decode("utf-8", "ignore")
 
     def _translate(self, tokens: Sequence[int], generated: str) -> list[int]:
-        """Return the target tokens of ``generated``; none if one of them would begin before it."""
+        """Return the target tokens of ``generated``, or [] if a token crosses its beginning."""
         if not generated:
             return []
         pieces = [self._target.piece(token) for token in tokens[-_WINDOW:]]

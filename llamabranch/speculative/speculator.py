@@ -22,7 +22,7 @@ __all__ = ["InferenceSession", "Speculator"]
 class Speculator:
     """Continues prompts or branches of ``target`` by speculative decoding with ``drafter``.
 
-    Threads may share one if each has generations and branches of its own.
+    Several threads may share a speculator if each thread uses its own generations and branches.
 
     Args:
         target: the context that generates.
@@ -30,13 +30,13 @@ class Speculator:
         config: how much to draft.
 
     Raises:
-        ConfigError: an argument of another type.
+        ConfigError: an argument has the wrong type.
         UnsupportedError: ``target`` is the context of a head, or the drafter is a head for another model.
         VocabularyMismatchError: the drafter cannot draft for the target's vocabulary.
 
     Attributes:
-        target, drafter, config: as given.
-        stats: counts and times of all generations that have ended.
+        target, drafter, config: the arguments.
+        stats: counts and times, summed over all generations that have ended.
     """
 
     def __init__(
@@ -68,15 +68,16 @@ class Speculator:
         """Start a generation; iterate over it, or call its ``finish()``.
 
         Args:
-            prompt: text, token ids, messages, or a branch. A branch is continued in place with its own
-                sampling and grammar; at the end it holds exactly the tokens that were yielded, even if
-                the cache had no cell for the last. The drafter's state for it is kept for its next
-                generation, and for those of branches forked from it.
+            prompt: text, token ids, messages, or a branch. A branch is continued in place with its
+                own sampling and grammar. At the end it holds exactly the tokens that were yielded,
+                even if the cache had no room for the last token. The drafter's state for the branch
+                is kept. It is used again by the branch's next generation, and by branches forked
+                from it.
             max_tokens, stop, top_logprobs: as for ``Branch.generate``.
             sampling, grammar, parse_special: as for ``Branch.start``.
 
         Raises:
-            ConfigError, TokenizeError, GrammarError, CapacityError: nothing was started.
+            ConfigError, TokenizeError, GrammarError, CapacityError: the generation was not started.
         """
         output = OutputBuffer(max_tokens, stop)
         top_logprobs = whole("top_logprobs", top_logprobs, 0)
@@ -86,7 +87,7 @@ class Speculator:
         return Generation(self.drafting, text, output, top_logprobs, owner=branch, release=release)
 
     def explain(self) -> str:
-        """Return a description of how it drafts, with the measurements behind it and the acceptance."""
+        """Return a text that explains how much it drafts and why: measured costs, acceptance."""
         return self.drafting.explain()
 
     def forget(self, branch: Branch) -> None:
@@ -95,7 +96,7 @@ class Speculator:
 
 
 class InferenceSession:
-    """Generates one token per call; each call may use a drafter, another one, or none.
+    """Generates one token per call. Each call may use a different drafter, or none.
 
     Args:
         target: the context that generates.
@@ -125,24 +126,24 @@ class InferenceSession:
         self._output = OutputBuffer(max_tokens, stop)
         self._target = target
         self._config = config
-        # By identity, since a drafter need not be hashable; its value keeps it alive.
+        # The keys are ids, because a drafter may not be hashable. The value keeps it alive.
         self._draftings: dict[int, Drafting] = {}
         self.branch = _start_or_continue(target, prompt, sampling, grammar, parse_special)
         self._owned = self.branch is not prompt
         self._text = self.branch.sequence
         self._solo = Solo(self._text, self._output, self.stats, keeps=not self._owned)
         self._closed = False
-        self._generating = ExitStack()  # until it is closed or forgotten
+        self._generating = ExitStack()  # marks the text as generating until the session is closed
         self._generating.enter_context(self._text.generating())
 
     @property
     def tokens(self) -> list[int]:
-        """The ids that ``next_token`` has returned, a copy; those of a stop string included."""
+        """A copy of the ids that ``next_token`` has returned, with those of a stop string."""
         return list(self._output.tokens)
 
     @property
     def text(self) -> str:
-        """Their text, without the stop string that ended it.
+        """The text of ``tokens``, without the stop string that ended it.
 
         Text that was held back as a possible beginning of a stop string is included after an error and
         after ``close``.
@@ -155,13 +156,13 @@ class InferenceSession:
         return self._output.finish_reason
 
     def next_token(self, drafter: Drafter | None = None) -> Produced | None:
-        """Return the next token, None at the end.
+        """Return the next token, or None at the end.
 
-        With a ``drafter`` a round is run, and the other tokens it emits are returned by the next calls,
-        before another round is run; without one the target decodes plainly. Under the rule "seeded",
-        which "auto" means for a given seed, the text does not depend on which calls had a drafter. An
-        EOG token is returned only to carry text that was held back as a possible beginning of a stop
-        string.
+        With a ``drafter`` the call runs a round: it drafts, verifies and may accept several tokens.
+        The first is returned, and the next calls return the others before another round is run.
+        Without a drafter the target decodes one token. Under the acceptance rule "seeded", the
+        default, the text does not depend on which calls had a drafter. An EOG token is returned
+        only to carry text that was held back as a possible beginning of a stop string.
 
         Raises:
             ClosedError: after ``close``. VocabularyMismatchError, CapacityError, DecodeError.
@@ -183,7 +184,7 @@ class InferenceSession:
         return shown
 
     def close(self) -> None:
-        """End here. A branch that was given keeps exactly the returned tokens. Idempotent."""
+        """End here; a branch passed as prompt keeps exactly the returned tokens. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -209,10 +210,11 @@ def _start_or_continue(
     grammar: Grammar | str | None,
     parse_special: bool,
 ) -> Branch:
-    """Return the branch to continue: the one that is given, or a new one that has read the prompt.
+    """Return the branch to continue: ``prompt`` itself, or a new branch that has read it.
 
     Raises:
-        ConfigError: a branch of another context, or settings for one, which has its own.
+        ConfigError: the branch belongs to another context, or ``sampling`` or ``grammar`` is set
+            although a branch has its own.
     """
     if not isinstance(prompt, Branch):
         return Branch.start(

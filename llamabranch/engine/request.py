@@ -93,11 +93,12 @@ class Request:
         n: how many texts to generate after processing the prompt once. The first text has the
             request's seed. The seeds of the others are derived from that seed.
         priority: a request with a smaller number is admitted earlier, and preempted later.
-        top_logprobs: None = no detail; k = the result's ``logprobs`` has every token with its
-            log-probability, its source and the k most probable tokens.
-        prompt_logprobs: None = no detail; k = the result's ``prompt_logprobs`` scores every token of the
-            prompt, with the k most probable tokens. With ``max_tokens=0`` the request only scores its
-            prompt. Such a prompt is always processed completely, without the prefix cache.
+        top_logprobs: None = no log-probabilities in the result; k = the result's ``logprobs`` has
+            every token with its log-probability, its source and the k most probable tokens.
+        prompt_logprobs: None = no scores of the prompt; k = the result's ``prompt_logprobs`` scores
+            every token of the prompt, with the k most probable tokens. With ``max_tokens=0`` the
+            request only scores its prompt. Such a prompt is always processed completely, without
+            the prefix cache.
         logprobs_from: tokens of the prompt before this index are not scored, and may come from the prefix
             cache; ``prompt_logprobs`` has None for them.
         continues: how many tokens at the end of the prompt were generated before. The grammar must
@@ -189,7 +190,7 @@ class Request:
             )
 
     def of_prompt(self, tokens: list[int], thinking: Thinking | None) -> Request:
-        """Return the request with other prompt tokens, which are known to be valid; checks nothing."""
+        """Return the request with another prompt, whose tokens are not checked."""
         request = copy(self)
         request.__dict__.update(prompt=tokens, thinking=thinking)
         return request
@@ -213,8 +214,8 @@ class Request:
 
         Args:
             data: the object.
-            name: the id of a request that has none.
-            sampling: the settings that the object does not set.
+            name: the id if the object has none.
+            sampling: the settings for everything that the object leaves out.
             needs: the keys that the prompt may have, the preferred one first.
 
         Raises:
@@ -296,7 +297,7 @@ class Result(Generic[T]):
 
     @cached_property
     def turn(self) -> Turn:
-        """The thought, the content and the calls of functions, in the form of the model's template."""
+        """The thought, the content and the function calls, read by the model's turn format."""
         salt = str(len(self.prompt)) if is_chat(self.prompt) else ""
         return self.turn_with(self.tools, salt)
 

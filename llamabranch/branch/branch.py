@@ -119,8 +119,9 @@ class Branch:
 
         Args:
             ctx: the context that holds it.
-            prompt: text, tokenized with the model's BOS token if it has one; or token ids; or messages
-                (``[{"role": "user", "content": "Hello"}]``), written by the model's chat template.
+            prompt: text, token ids, or messages (``[{"role": "user", "content": "Hello"}]``). Text
+                is tokenized with the model's BOS token if it has one. Messages are written by the
+                model's chat template.
             grammar: constrains the generated text.
             sampling: settings.
             parse_special: whether control tokens written in a text, such as ``<|im_start|>``, are
@@ -179,7 +180,7 @@ class Branch:
 
     @property
     def tokens(self) -> list[int]:
-        """All token ids, including the prompt, inherited tokens and a stop string; a copy."""
+        """A copy of all token ids, including the prompt, inherited tokens and a stop string."""
         return list(self.sequence.shown)
 
     @property
@@ -277,8 +278,8 @@ class Branch:
     def perplexity(self, since: str = "prompt") -> float:
         """Return exp(mean surprisal) of the generated tokens, under the model's own distribution.
 
-        Tokens of the prompt and of ``append`` do not count. Without a prompt the first token does not
-        either.
+        Tokens of the prompt and of ``append`` do not count. If there is no prompt, the first token
+        does not count either.
 
         Args:
             since: "prompt" = all generated tokens, including inherited ones; "fork" = those after the
@@ -292,7 +293,7 @@ class Branch:
             return scorer.perplexity(self.sequence, since)
 
     def log_likelihood(self, since: str = "prompt", base: str = "nats") -> float:
-        """Return the sum of log p of the tokens that ``perplexity`` counts; 0 without any.
+        """Return the sum of log p of the tokens that ``perplexity`` counts; 0 if there are none.
 
         Every token lowers it, so compare only texts of equal length. ``base``: "nats" or "bits".
         """
@@ -303,8 +304,8 @@ class Branch:
         """Score a given text as the continuation of this branch, which does not change.
 
         Args:
-            text: token ids, or text, tokenized by itself and without a BOS token: begin it with a space
-                where the text needs one. Control tokens written in it stay text.
+            text: token ids, or text. Text is tokenized by itself and without a BOS token, so begin
+                it with a space if it needs one. Control tokens that are written in it stay text.
             top: how many of the most probable tokens to give for each token.
 
         Returns:
@@ -347,14 +348,15 @@ class Branch:
     ) -> None:
         """Append text that the model reads but did not generate, such as the next message of a user.
 
-        Its tokens count for penalties. They are not ``generated`` and have no surprisal. A grammar starts
-        again after them.
+        Its tokens count for penalties. They are not part of ``generated`` and have no surprisal. A
+        grammar starts again after them.
 
         Args:
-            text: token ids, or text, tokenized by itself and without a BOS token. For a chat turn this is
-                everything that the template writes between two answers, including the EOG token.
-            parse_special: control tokens written in a text, such as ``<|im_end|>``, become their ids;
-                False for text from others that must not end a turn.
+            text: token ids, or text, which is tokenized by itself and without a BOS token. For a
+                chat turn pass everything that the template writes between two answers, including
+                the EOG token.
+            parse_special: whether control tokens written in a text, such as ``<|im_end|>``, become
+                their ids. Pass False for text from others, which must not end a turn.
             on_prompt_progress: as for ``prefill``.
 
         Raises:
@@ -370,7 +372,7 @@ class Branch:
     def is_in_thought(self) -> bool:
         """Whether its text ends inside a thought, according to the tags of the model's chat template.
 
-        A fork of a branch inside a thought is inside it.
+        A fork of a branch inside a thought is inside that thought too.
         """
         model = self.ctx.model
         if model.chat_template is None or model.turn_format.thought_end is None:
@@ -452,10 +454,10 @@ class Branch:
             top_logprobs: how many alternatives to report with each token.
             constraint: a function that gets the text generated since the last prompt or appended token,
                 and returns False if no valid text can start with it; or an object with ``prefix``, which
-                is such a function, and ``complete``, which says whether the text may end. The draw orders
-                all tokens, and the first allowed one is taken, so a constraint that refuses nothing
-                changes no text. If no token is allowed, the text ends. Drafts are accepted by the rule
-                "seeded".
+                is such a function, and ``complete``, which says whether the text may end. Each draw
+                puts all tokens in an order and takes the first allowed one. So a constraint that
+                allows everything leaves the text as it would be without it. If no token is allowed,
+                the text ends. Drafts are accepted by the rule "seeded".
 
         Raises:
             ConfigError, UnsupportedError, VocabularyMismatchError: nothing has begun.
@@ -483,9 +485,9 @@ class Branch:
         of their own. For the last layer this happens at each call.
 
         Args:
-            layer: the number of layers before the states, as in Hugging Face's transformers: 0 = the
-                embeddings, n_layer or -1 = after all layers and the output norm, -2 = before the last
-                layer.
+            layer: how many layers the states have passed through, as in Hugging Face's
+                transformers: 0 = the embeddings, n_layer or -1 = after all layers and the output
+                norm, -2 = before the last layer.
             start: the first position, 0 to ``position`` - 1.
 
         Raises:
@@ -509,7 +511,8 @@ class Branch:
 
         Args:
             tokens: ids, at least one; a grammar must allow them.
-            logits: "last" or "all": which rows to return; all rows take 4 V bytes per token.
+            logits: which rows to return, "last" or "all". A row takes 4 V bytes, with V the size of
+                the vocabulary.
 
         Returns:
             the logits after the last token or, with "all", after each token, float32 (V,); copies.
@@ -526,12 +529,12 @@ class Branch:
     def fork(self) -> Branch:
         """Return a child that continues from the same state.
 
-        It shares the K/V of the prefix, and draws like its parent until reseeded. It needs a free
-        sequence (SequencesExhaustedError).
+        It shares the K/V of the prefix, and draws the same tokens as its parent until you reseed
+        it. If no sequence is free, this raises SequencesExhaustedError.
         """
         with self._lock:
             self.sequence.check_usable()
-            with suppress(CapacityError):  # otherwise each decodes the last token when it needs to
+            with suppress(CapacityError):  # otherwise both decode the last token when needed
                 self.sequence.settle()
             sampler = self.sequence.sampler
             if sampler.constraint is not None:  # it belongs to a generation
@@ -585,9 +588,9 @@ class Branch:
     def rewind(self, position: int) -> None:
         """Drop all tokens from ``position`` to the end, as if they had never been decoded.
 
-        If this memory cannot be cut, the branch returns to its or its parent's last checkpoint before
-        ``position`` and decodes the tokens after it again. Without a checkpoint all kept tokens are
-        decoded again.
+        If this memory cannot be cut, the branch returns to its or its parent's last checkpoint
+        before ``position`` and decodes the tokens after that checkpoint again. Without a checkpoint
+        all kept tokens are decoded again.
         """
         with self._lock:
             self.sequence.check_usable()
@@ -617,7 +620,10 @@ class Branch:
             self.prune()
 
     def promote(self) -> None:
-        """Prune the parent and the siblings, and replace the parent. A root raises BranchStateError."""
+        """Prune the parent and the siblings, and take the parent's place.
+
+        A root raises BranchStateError.
+        """
         with self._lock:
             self.sequence.check_usable()
             parent = self.parent
@@ -680,7 +686,7 @@ class Branch:
         In batch-invariant contexts it generates bit for bit what the saved branch would.
 
         Raises:
-            SnapshotError: it has another model, K/V type or rope setting, or is inconsistent.
+            SnapshotError: it is from another model, K/V type or RoPE setting, or is inconsistent.
             SequencesExhaustedError, CacheFullError: not enough free sequences or cells; ``ctx`` is as
                 before.
         """

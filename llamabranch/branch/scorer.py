@@ -1,12 +1,12 @@
 """Scores of texts: ``score``, and ``read`` for callers that need the rows of logits themselves.
 
-All texts become one tree of tokens, so a common beginning is decoded once. The tree is processed depth
-first, in groups that fit into the free cells and sequences. If sequences can share cells, a group is
-decoded as a tree: a token belongs to the sequences of all texts through it. In other memory a group is
-decoded level by level, and the sequences of each level are copied. The last token of a text is not
-decoded. Each row is read as soon as it is computed. Existing texts do not change, and nothing is left in
-the cache. In a batch-invariant context the numbers do not depend, to the bit, on which texts are scored
-together.
+All texts become one tree of tokens, so a common beginning is decoded once. The tree is processed
+depth first, in groups that fit into the free cells and sequences. If sequences can share cells, a
+group is decoded as a tree: a token belongs to the sequences of all texts that contain it. In other
+memory a group is decoded level by level, and the sequences of each level are copied. The last token
+of a text is not decoded. Each row is read as soon as it is computed. Existing texts do not change,
+and nothing is left in the cache. In a batch-invariant context the numbers do not depend, to the
+bit, on which texts are scored together.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ __all__ = [
     "score",
 ]
 
-# A group fills at most so many decodes. A larger group leaves fewer decodes half empty, but needs more
-# cells.
+# A group fills at most this many decodes. A larger group leaves fewer decodes half empty, but needs
+# more cells.
 _DECODES = 4
 # If sharing takes a decode of its own, a common beginning of fewer tokens is not worth it.
 _LEAST_SHARED = 8
@@ -62,7 +62,10 @@ class Wanted(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """How many tokens were decoded, and in how many sequences at a time, not counting ``after``."""
+    """How many tokens were decoded, and in how many sequences at a time.
+
+    The sequences of `Wanted.after` do not count.
+    """
 
     n_tokens: int
     n_sequences: int
@@ -144,8 +147,8 @@ def read(
 
     Raises:
         CacheFullError: a text is longer than the free cells. SequencesExhaustedError: this memory needs a
-            free sequence. BranchStateError, DecodeError, and errors of the functions: all sequences are
-            returned.
+            free sequence. BranchStateError, DecodeError, and errors of ``visit`` and ``done``:
+            all sequences are returned.
     """
     reading = _Reading(ctx, wanted, visit, done)
     reading.run()
@@ -176,7 +179,10 @@ class _Text:
 
 
 class _Path:
-    """Tokens to decode: those of its last text, without the final one. Other texts begin that text."""
+    """Tokens to decode: those of its longest text, without the final one.
+
+    The tokens of its other texts, without their final ones, are prefixes of these.
+    """
 
     def __init__(self, text: _Text, n_shared: int) -> None:
         self.tokens = text.tokens[:-1]
@@ -300,7 +306,7 @@ class _Reading:
         return self._ctx.sequences.count_free(used=self._used)
 
     def _n_needed(self, group: Sequence[_Stretch]) -> int:
-        """Return the most tokens that are decoded; short shared parts may be decoded twice."""
+        """Return the most tokens that may be decoded; short shared parts may be decoded twice."""
         n = 0
         for node in group:
             for i in range(node.low, node.high):
@@ -330,7 +336,10 @@ class _Reading:
             ctx.sequences.free(seq_id)
 
     def _read_group(self, group: Sequence[_Stretch]) -> None:
-        """Read nodes and all below them; the first text after a base is read in its sequence."""
+        """Read nodes and all below them.
+
+        If the memory allows it, the first path after a base uses the base's own sequence.
+        """
         ctx, seqs = self._ctx, dict[int, int]()
         as_tree = self._is_tree and any(node.high - node.low > 1 for node in group)
         in_place: dict[int, int] = {}
@@ -383,7 +392,11 @@ class _Reading:
     def _decode(
         self, nodes: Sequence[_Stretch], seqs: dict[int, int], *, as_tree: bool = False
     ) -> None:
-        """Decode the tokens of ``nodes``, each in the sequence of its first path, or of all its paths."""
+        """Decode the tokens of ``nodes``.
+
+        Each node is decoded in the sequence of its first path; with ``as_tree`` in the sequences
+        of all its paths.
+        """
         batch, shown = Batch(), list[tuple[list[_Text], int]]()
         for node in nodes:
             paths = self._paths[node.low : node.high]
@@ -410,7 +423,7 @@ class _Reading:
         self.n_tokens += len(batch.entries)
 
     def _show(self, text: _Text, i: int, row: LogitsRow) -> None:
-        """Visit a row if it is the one before the next token of ``text``, and was not visited before."""
+        """Visit ``row``, the logits before token ``i``, if this token of ``text`` is next."""
         if text.next == i < len(text.tokens):
             self._visit(text.number, i - text.start, row)
             text.next = i + 1

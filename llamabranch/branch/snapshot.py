@@ -43,10 +43,11 @@ __all__ = ["Snapshot", "capture", "fill"]
 T = TypeVar("T")
 
 _MAGIC = b"\x89LBRANCH"
-# A file without hidden states has version 1, which cannot have any.
+# Version 1 cannot hold hidden states; a file without any still has this version.
 _VERSION, _WITH_HIDDEN = 1, 2
-# Magic, version, bytes of metadata, tokens, surprisals, logits, numbers in a row of hidden states, bytes
-# of K/V, SHA-256 of the arrays; after it the SHA-256 of this header and the metadata.
+# Magic, version, the numbers of metadata bytes, tokens, surprisals, logits, values per row of
+# hidden states and K/V bytes, and the SHA-256 of the arrays. After the header follows the SHA-256
+# of the header and the metadata.
 HEADER = struct.Struct("<8sIIIIIIQ32s")
 _DIGEST_BYTES = 32
 _MAX_METADATA_BYTES = 16 << 20
@@ -60,7 +61,7 @@ def _no_states() -> npt.NDArray[np.float32]:
 
 @dataclass(frozen=True)
 class KVCompatibility:
-    """Everything besides its tokens that the K/V of a sequence depends on."""
+    """Everything that the K/V of a sequence depends on, besides its tokens."""
 
     fingerprint: str
     architecture: str
@@ -212,7 +213,7 @@ class Snapshot:
     def _metadata(self) -> dict[str, object]:
         sampling = self.sampling.as_dict()
         if self.sampling.logprobs:
-            del sampling["logprobs"]  # the default, which version 0.1 does not know
+            del sampling["logprobs"]  # it is the default, and version 0.1 cannot read it
         about: dict[str, object] = {
             "engine": engine_versions(),
             "origin": asdict(self.origin),
@@ -231,7 +232,7 @@ class Snapshot:
 
     @classmethod
     def read(cls, path: str | PathLike[str], ctx: Context | None = None) -> Snapshot:
-        """Read a file; with ``ctx``, check before the K/V is read that it fits that context.
+        """Read a file; with ``ctx``, first check that the snapshot fits that context.
 
         Raises:
             SnapshotError: the file does not exist, is damaged, is not a snapshot, or does not fit
@@ -280,7 +281,7 @@ class Snapshot:
 
         Raises:
             SnapshotError: another model or settings, or inconsistent parts.
-            UnsupportedError: the K/V cannot be checked, and is not ``trusted``.
+            UnsupportedError: the K/V cannot be checked, and ``trusted`` is False.
             CacheFullError: not enough free cells.
         """
         self.origin.check(ctx)
@@ -399,7 +400,7 @@ def _read_head(file: BinaryIO) -> tuple[_Head, bytes]:
 def _field(about: Mapping[str, object], name: str, kind: type[T]) -> T:
     """Return a field of a JSON object; a value of another type raises ValueError."""
     value = about.get(name)
-    if not isinstance(value, kind) or type(value) is not kind:  # True is no integer here
+    if not isinstance(value, kind) or type(value) is not kind:  # True does not count as an integer
         raise ValueError(f"{name} is {value!r:.40}")
     return value
 

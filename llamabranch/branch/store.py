@@ -35,7 +35,7 @@ class BranchStore:
         """Prefill each branch; all prompts are packed into as few decodes as possible.
 
         Raises:
-            ConfigError: a branch belongs to another context, or has no tokens here.
+            ConfigError: a branch belongs to another context, or gets no tokens.
             BranchStateError, TokenizeError, CacheFullError, DecodeError: no branch has changed.
         """
         self._read(prompts, as_prompt=True)
@@ -44,7 +44,7 @@ class BranchStore:
         """Append tokens to each branch as `Branch.append` does, in as few decodes as possible.
 
         Raises:
-            ConfigError: a branch belongs to another context, or has no tokens here.
+            ConfigError: a branch belongs to another context, or gets no tokens.
             BranchStateError, TokenizeError, CacheFullError, DecodeError: no branch has changed.
         """
         self._read(texts, as_prompt=False)
@@ -62,7 +62,7 @@ class BranchStore:
     def append_unscored(self, texts: Mapping[Branch, Sequence[int]]) -> None:
         """Append tokens to each branch without surprisals, in as few decodes as possible.
 
-        For searches, which already know the log-probabilities. Raises the errors of ``commit``.
+        For searches, which have the log-probabilities already. Raises the errors of ``commit``.
         """
         with self._ctx.lock:
             work = {branch: token_list(tokens) for branch, tokens in _pairs(texts) if tokens}
@@ -95,7 +95,7 @@ class BranchStore:
         """Produce and commit one token for each branch; a branch that drew an EOG token does not change.
 
         Raises:
-            ConfigError: a branch is there twice. It also raises the errors of ``commit``.
+            ConfigError: a branch is listed twice. It also raises the errors of ``commit``.
         """
         with self._ctx.lock:
             listed = items("branches", branches)
@@ -120,7 +120,7 @@ class BranchStore:
             top: how many of the most probable tokens to give for each token.
 
         Raises:
-            ConfigError: a branch of another context, or no tokens.
+            ConfigError: a branch belongs to another context, or a continuation has no tokens.
             BranchStateError, TokenizeError, CacheFullError, DecodeError: no branch has changed.
         """
         model = self._ctx.model

@@ -1,4 +1,4 @@
-"""The command line, written over the public API only."""
+"""The command line. It uses only the public API of the library."""
 
 from .app import app, main
 

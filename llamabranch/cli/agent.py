@@ -23,8 +23,8 @@ from .interrupts import EXIT_FAILURE
 from .options import DEFAULTS, OUTPUT, SAMPLING, TEXT, ModelFlags, OutputFlags, trained_length
 
 _CELLS = 8192  # cells of the cache, unless -c is given or the model was trained for less
-_SHOWN = 200  # a result is shown in so many characters
-# Why a run has no whole answer.
+_SHOWN = 200  # characters of a call's result that are shown
+# Notes on an incomplete answer, by its ``finish_reason``.
 _ENDS = {
     "length": "the answer has reached the limit of tokens",
     "capacity": "the context is full: -c sets a larger one",
@@ -103,7 +103,8 @@ def agent(*, task: AgentFlags, models: ModelFlags, output: OutputFlags) -> None:
         context = models.open(name, console, **more)
         run = lb.Agent(context, task.system or (), functions, journal=task.journal, sampling=params)
         console.out.file = sys.stdout
-        with contextlib.redirect_stdout(sys.stderr):  # functions may print too
+        # Functions may print too; only the answer goes to standard output.
+        with contextlib.redirect_stdout(sys.stderr):
             report = show(console, run.stream(text))
         console.answer(_as_json(report))
         if report.finish_reason in _ENDS:
@@ -149,7 +150,7 @@ def show(console: Console, steps: Iterable[Step]) -> Report:
 
 
 def _arguments(text: str) -> str:
-    """Return the arguments of a call as Python writes them."""
+    """Return the arguments of a call in the form ``name="text", n=1``."""
     arguments: Any = json.loads(text)
     if not isinstance(arguments, dict):
         return text

@@ -1,6 +1,7 @@
 """The ``llamabranch`` command: its subcommands and its version.
 
-A subcommand is imported when it is used: together they need NumPy, llama.cpp and most of the package.
+A subcommand is imported only when it is used, because all of them together load NumPy, llama.cpp
+and most of the package.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ COMMANDS = {
     "doctor": "Report versions, processor, build, memory and caches, test the installation, and advise.",
 }
 HIDDEN = {"speculate": "generate"}  # names of commands that --help does not list
-# Names that people type instead of a command: those of llama.cpp's programs, and a command of 0.3.
+# Names that are no commands here, and what to use instead: llama.cpp's programs, common guesses,
+# and the command ``compare`` of version 0.3.
 MOVED = {
     "cli": "chat",
     "run": "chat",
@@ -66,7 +68,7 @@ class _Commands(CommandGroup):
     def resolve_command(  # type: ignore[override]
         self, ctx: typer.Context, args: list[str]
     ) -> tuple[str | None, TyperCommand | None, list[str]]:
-        """Return the subcommand that the arguments name, imported, and the arguments after it."""
+        """Import the subcommand that is named; return its name, itself, and its arguments."""
         meant = MOVED.get(args[0]) if args else None
         if meant is not None:
             raise UsageError(f"No such command '{args[0]}'. Use 'llamabranch {meant}'", ctx)
@@ -75,11 +77,8 @@ class _Commands(CommandGroup):
             return name, None, rest
         try:
             return name, load_command(listed.name), rest
-        except (
-            ImportError,
-            OSError,
-            RuntimeError,
-        ) as error:  # llama.cpp's library cannot be loaded
+        # These are raised if llama.cpp's library cannot be loaded.
+        except (ImportError, OSError, RuntimeError) as error:
             message = f"{name} cannot be loaded: {error}"
             hint = "`llamabranch doctor` shows what is installed"
             Console().error(message, hint)

@@ -1,4 +1,4 @@
-"""``llamabranch bench``: which draft length is the fastest for a pair, on this machine."""
+"""``llamabranch bench``: measure which draft length is the fastest for a pair of models."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .drafters import is_model, make_drafter
 from .interrupts import EXIT_INTERRUPTED, InterruptHandler
 from .options import LENGTH, ChatFlags, DraftFlags, ManyPrompts, OutputFlags, SamplingFlags
 
-# A story, instructions, a program, a dialogue: acceptance depends on the kind of text.
+# A story, instructions, a program and a dialogue, because acceptance depends on the kind of text.
 PROMPTS = (
     "Once upon a time there was a miller who had nothing left but his mill and one grey goose.",
     "The best way to learn a new language is",
@@ -91,7 +91,7 @@ def bench(
         contexts = dict(zip(filter(is_model, drafters), drafter.contexts, strict=True))
 
         def new_drafter() -> lb.Drafter:
-            """Return a new drafter for each run, over the same contexts."""
+            """Return a new drafter, which each run needs, with the same contexts."""
             return make_drafter(drafters, contexts.__getitem__)
 
         params, machine = sampling.without_eog(params, context.model), Machine.now()
@@ -147,16 +147,16 @@ def _arguments(sampling: SamplingFlags, models: DraftFlags) -> list[str]:
     return [*arguments, *(arg for text in models.settings or () for arg in ("-S", text))]
 
 
-# -- what is printed at the end -----------------------------------------------------------------------
+# -- the report -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class BenchReport:
     """The measurements, and how they were made.
 
-    ``machine`` is the machine's state before the measurement. ``names`` are those of the target and of
-    the drafters, ``drafts`` the contexts of draft models. ``options`` are the options for the command
-    line that is suggested.
+    ``machine`` is the machine's state before the measurement. ``names`` has the name of the target
+    and then the names of the drafters. ``drafts`` has the contexts of the draft models. ``options``
+    are options for the suggested command line.
     """
 
     report: PairReport
@@ -167,7 +167,7 @@ class BenchReport:
     options: Sequence[str]
 
     def command(self) -> str | None:
-        """Return the command line with the best length; None if no length is known to be best."""
+        """Return the command line with the best draft length; None if none is known to be best."""
         target, *drafters = self.names
         best, arguments = self.report.best, ["llamabranch", "generate", "-m", target]
         if best is not None:
@@ -251,7 +251,7 @@ class BenchReport:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything, ready for JSON."""
+        """Return the whole report in JSON types."""
         report, bench, profile = self.report, self.bench, profile_path()
         return {
             "target": _described(bench.target.model),

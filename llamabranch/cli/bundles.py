@@ -13,7 +13,7 @@ from inspect import Parameter, Signature, cleandoc, signature
 from typing import Annotated, TypeVar
 
 import typer
-from typing_extensions import get_type_hints  # 3.10's adds None to some types
+from typing_extensions import get_type_hints  # Python 3.10's own adds None to some types
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ def option(default: T, text: str, names: str = "", **more: object) -> T:
     Args:
         default: its value if the user does not set it.
         text: its line in --help.
-        names: its names, with spaces between; "" = made from the field's name.
+        names: its names, separated by spaces; "" = one name, made from the field's name.
         more: other arguments of `typer.Option`.
     """
     make: Callable[..., object] = typer.Option
@@ -32,23 +32,24 @@ def option(default: T, text: str, names: str = "", **more: object) -> T:
 
 
 def argument(text: str, *, metavar: str) -> list[str] | None:
-    """Return the field of a bundle that takes the words of a command that are not options."""
+    """Return a field of a bundle for the arguments of a command that are not options."""
     info: object = typer.Argument(
         metavar=metavar, help=text, show_default=False, rich_help_panel="Arguments"
     )
     return field(default=None, metadata={_OPTION: info})
 
 
-_OPTION = "option"  # the key of it in a field's metadata
+_OPTION = "option"  # the key of an option in the metadata of its field
 
 
 def with_bundles(command: Callable[..., None]) -> Callable[..., None]:
     """Return ``command`` with the fields of its bundles as parameters, for Typer to read.
 
-    A parameter whose type is a dataclass is a bundle. Each field of it, declared by `option`, `argument`
-    or its annotation, becomes an option. Its heading in the help is the ``panel`` of the class, unless
-    the field names another one. --help shows the fields that ``first`` names, and --help-all shows all.
-    The command gets the bundle, built from the options that the user gave.
+    A parameter whose type is a dataclass is a bundle. Its fields become options; each is declared
+    by `option`, by `argument` or by its annotation. The heading of an option in the help is the
+    ``panel`` of the class, unless the field names another heading. --help shows the fields that
+    ``first`` names, and --help-all shows all. The command gets the bundle, built from the options
+    that the user gave.
     """
     hints = get_type_hints(command, include_extras=True)
     parameters: list[Parameter] = []

@@ -38,10 +38,10 @@ from .options import (
 from .trees import drawn_tree
 
 _PROMPT = "> "
-_N_CTX = 4096  # unless the model was trained for less
+_N_CTX = 4096  # cells of the context, unless the model was trained for less
 _N_SEQ_MAX = 16  # sequences: two for each turn whose K/V is kept
 _N_PLAIN = 128  # tokens of an answer if there is no chat template, and so no end of turn
-# One message below the other, for models that only continue text.
+# The template of models that only continue text: each message begins a line.
 _PLAIN = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 # Each command and what it does.
 USAGES = {
@@ -74,10 +74,10 @@ THINKING = {"on": True, "off": False, "auto": None}
 
 
 def thinking_of(text: str | None) -> bool | int | None:
-    """Return the setting for ``on``, ``off`` or a number of tokens; None for None.
+    """Return the setting for ``on``, ``off``, ``auto`` or a number of tokens. None means ``auto``.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: the text is something else.
     """
     if text is None or text in THINKING:
         return THINKING[text or "auto"]
@@ -92,10 +92,10 @@ class ChatSession:
     Args:
         chat: the conversation.
         console: where answers are printed.
-        interactive: turns are typed; then an answer that fails does not end the program.
+        interactive: whether turns are typed. If so, an answer that fails does not end the program.
 
     Attributes:
-        chat: the conversation, another one after /load.
+        chat: the conversation. /load replaces it.
         has_failed: whether a command has failed.
     """
 
@@ -111,7 +111,7 @@ class ChatSession:
     # -- turns -------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Read turns from the terminal until it ends."""
+        """Read turns from the terminal until the user ends the program."""
         with contextlib.suppress(ImportError):
             import readline  # gives input() a history
 
@@ -186,7 +186,8 @@ class ChatSession:
                     raise
                 interrupted = True
                 self._console.progress("")
-                for context in self._contexts:  # if nothing was being decoded
+                # An interrupt that has met no decode must not stop the next one.
+                for context in self._contexts:
                     context.resume()
                 if answer is not None:
                     answer.close()
@@ -200,7 +201,7 @@ class ChatSession:
             raise typer.Exit(EXIT_INTERRUPTED)
 
     def _note_end(self, answer: Answer, *, is_same: bool) -> None:
-        """Note how an answer ended, and which messages it did not see, unless ``is_same``."""
+        """Note how an answer ended and, unless ``is_same``, which messages are no longer seen."""
         n = self.chat.n_cut
         if n and not is_same:
             cut = "message and its answer" if n == 1 else f"{n} messages with their answers"
@@ -246,7 +247,7 @@ class ChatSession:
                 note(f"saved in {folder}")
             case "load":
                 folder = os.path.expanduser(_given(rest, "/load FOLDER"))
-                chat.close()  # frees its cells; it is processed again if the other chat cannot be loaded
+                chat.close()  # frees its cells; if the load fails, it is processed again
                 drafting = chat.speculator
                 self.chat = lb.Chat.load(chat.ctx, folder, drafting.drafter, drafting.config)
                 self.chat.on_prompt_progress = self._console.reading
@@ -294,7 +295,7 @@ def _typed() -> str:
 
 
 def _given(text: str, usage: str, *, is_number: bool = False) -> str:
-    """Return the argument of a command; UsageError if it is missing, or not a number."""
+    """Return the argument of a command; UsageError if it is missing, or no number."""
     if not text or (is_number and not text.isdecimal()):
         raise lb.errors.UsageError(
             f"{text!r} is not a valid argument" if text else "an argument is missing", hint=usage
@@ -444,7 +445,7 @@ def _change(
 
 
 def _suited(name: str, template: str | None, console: Console) -> tuple[int, str | None]:
-    """Return a size for the context, and a template for a model that has none, with a note."""
+    """Return the size of the context and a chat template; note it if the model has none."""
     with vocabulary(name, chat_template=template) as model:
         n_ctx = min(_N_CTX, trained_length(model) or _N_CTX)
         has_template = model.chat_template is not None

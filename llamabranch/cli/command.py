@@ -1,4 +1,4 @@
-"""How arguments are read: several prompts, two screens of help, hints, wrong usage as JSON."""
+"""The parser of arguments: several prompts, short and full help, hints, usage errors as JSON."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ HINTS = {
     "--keep --context-shift --no-context-shift --prompt-cache": "it is not here",
 }
 _HINTS = {name: hint for names, hint in HINTS.items() for name in names.split()}
-# Flags of llama.cpp that do not change the text, by their number of values; they are ignored.
+# Flags of llama.cpp that do not change the text are ignored. The keys are their numbers of values.
 IGNORED = {
     0: "--no-color --simple-io --display-prompt --no-display-prompt --perf --no-perf --show-timings "
     "--no-show-timings --warmup --no-warmup --log-disable --log-prefix --log-timestamps --no-escape "
@@ -120,13 +120,13 @@ class Command(TyperCommand):
         return super().parse_args(ctx, self._known(args, options))
 
     def _known(self, args: Sequence[str], options: dict[str, Any]) -> list[str]:
-        """Return the arguments with our names for llama.cpp's, and without flags that change nothing.
+        """Replace llama.cpp's flags by our options; leave out flags that do not change the text.
 
         Click is not used for that, because it reads an unknown option with one dash as a short option
         with a value, and reports only the first unknown option.
 
         Raises:
-            UsageError: there are unknown options; it names all of them, each with what to use instead.
+            UsageError: there are unknown options. The message names all of them, with hints.
         """
         arguments, unknown, rest = list[str](), list[str](), list(args)
         while rest:
@@ -197,7 +197,9 @@ _ALL = "llamabranch.help_all"
 
 
 def spread_out(arguments: Sequence[str], options: Collection[str]) -> list[str]:
-    """Return the arguments with ``--prompts`` before every prompt, and names of ``options`` with dashes.
+    """Return the arguments with ``--prompts`` before every prompt, and dashes in names of options.
+
+    Underscores become dashes only in the names of ``options``.
 
     A prompt that begins with a dash is written ``--prompts=-...``. ``--auto-regressive``, the name used
     in papers, means ``--draft none``.
@@ -259,19 +261,19 @@ def _answering(arguments: Sequence[str]) -> Iterator[None]:
         raise
     except BrokenPipeError:
         raise
-    except OSError as error:  # Click itself prints the help and the version
+    except OSError as error:  # Click could not print the help or the version
         leave_standard_output()
         Console().error(f"cannot write to standard output: {error.strerror or error}")
         raise typer.Exit(EXIT_FAILURE) from None
-    except KeyboardInterrupt:  # between two steps of the command line itself
+    except KeyboardInterrupt:  # Ctrl-C came while no command was running
         Console().note("interrupted")
         raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
 def reopen_closed_streams() -> None:
-    """Open closed ones of standard input, output and error on the null device.
+    """Open standard input, output and error on the null device if they are closed.
 
-    Otherwise the next opened file would get their number, and output meant for the terminal.
+    Otherwise the next file that is opened would get the number of a closed one, and its output.
     """
     for number in range(3):
         try:

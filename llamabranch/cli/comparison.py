@@ -1,4 +1,4 @@
-"""``--compare``: run the same requests with drafts and plainly, in turn, and compare."""
+"""``--compare``: time the same requests with and without drafts, and compare the times."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from .interrupts import InterruptHandler
 NOTHING_DRAFTED = (
     "Inconclusive: nothing was drafted in the timed runs, so all of them are plain decoding."
 )
-MOST_PAIRS = 9  # with fewer, one outlier on either side would widen the 95 % interval
+MOST_PAIRS = 9  # with fewer pairs a single outlier would widen the 95 % interval
 
 
 @dataclass(frozen=True)
 class DraftComparison:
-    """Decoding with drafts compared with plain decoding of the same requests, with the same seed.
+    """A comparison of decoding with and without drafts, for the same requests and seed.
 
     Attributes:
-        drafted, plain: the timed runs of each.
-        results, plain_results: the texts of the first run of each.
+        drafted, plain: the timed runs with and without drafts.
+        results, plain_results: the texts of the first run with and without drafts.
     """
 
     drafted: Series
@@ -37,12 +37,12 @@ class DraftComparison:
 
     @property
     def speedup(self) -> float:
-        """The median speed with drafts divided by the plain one; nan without a token."""
+        """The median speed with drafts divided by that without; nan if no token was generated."""
         return self.drafted.rate.median / self.plain.rate.median
 
     @property
     def interval(self) -> Interval:
-        """The speedup in pairs of consecutive runs."""
+        """The 95 % interval of the speedup, from pairs of consecutive runs."""
         return self.drafted.interval(self.plain)
 
     @property
@@ -53,12 +53,12 @@ class DraftComparison:
 
     @property
     def same_text(self) -> bool:
-        """Whether both gave the same tokens."""
+        """Whether the texts with and without drafts have the same tokens."""
         pairs = zip(self.results, self.plain_results, strict=True)
         return all(drafted.tokens == plain.tokens for drafted, plain in pairs)
 
     def as_dict(self) -> dict[str, object]:
-        """Return JSON types."""
+        """Return the figures in JSON types."""
         return {
             "speedup": self.speedup,
             "speedup_interval": self.interval.as_dict(),
@@ -82,7 +82,7 @@ class DraftComparison:
         )
 
     def explain(self, shorter: str = ": generate less (-n)") -> str:
-        """Return the speedup and what the verdict means; if it does not pay, also what to do.
+        """Return the speedup and what the verdict means. If drafting does not pay, advise.
 
         ``shorter`` is advice for runs that take too long to be repeated often enough.
         """
@@ -112,7 +112,7 @@ def compare(
     budget_s: float = 60.0,
     progress: Callable[[str], None] = lambda text: None,
 ) -> DraftComparison | None:
-    """Time decoding with drafts and plain decoding, both warmed up. None if interrupted.
+    """Time decoding with and without drafts; return None if interrupted. The caller warms up.
 
     There are at most 9 pairs of runs; no pair begins after ``budget_s`` seconds.
     """
@@ -145,9 +145,10 @@ def first_difference(
 ) -> dict[str, object] | None:
     """Return the first difference between a plain text and the drafted one; None if all are equal.
 
-    ``position`` counts generated tokens from 0. ``tokens`` are the plain token and the drafted one there
-    (None if that text has ended). ``logprobs`` are the model's log-probabilities of the two (nats; None
-    if the text does not fit into the context again).
+    ``position`` counts generated tokens from 0. ``tokens`` has the two tokens at that position: the
+    one of plain decoding, then the drafted one. It has None for a text that has ended before.
+    ``logprobs`` has the model's log-probabilities of these tokens in nats, or None if they cannot
+    be computed, for example because the text does not fit into the context.
     """
     for plain, drafted in zip(found.plain_results, found.results, strict=True):
         for position, pair in enumerate(zip_longest(plain.tokens, drafted.tokens)):

@@ -78,11 +78,10 @@ class Console:
         self.colored = self.out.color_system not in (None, "windows")
         self._progress_at = monotonic() + PROGRESS_S
         self._progress = ""  # the text of the progress line, on a terminal
-        self._prompts: dict[
-            object, lb.PromptProgress
-        ] = {}  # the long prompts that are being processed
+        # The long prompts that are being processed.
+        self._prompts: dict[object, lb.PromptProgress] = {}
         self.resources = ExitStack()
-        self._held: list[str] | None = None  # warnings until a text has ended
+        self._held: list[str] | None = None  # warnings that wait for the end of a text
         self.on_opening: Callable[[str], None] | None = None
 
     @property
@@ -109,7 +108,7 @@ class Console:
         if not self._to_stderr:
             _write(self.out.file, text)
             return
-        with contextlib.suppress(OSError):  # like remarks, this may fail unseen
+        with contextlib.suppress(OSError):  # as for remarks, an error is ignored
             self.out.file.write(text)
             self.out.file.flush()
 
@@ -144,11 +143,12 @@ class Console:
         left: Sequence[str] = (),
         wide: Sequence[str] = (),
     ) -> None:
-        """Print rows under headings, if any, without breaking a word.
+        """Print rows, under headings if there are any. Words are never broken.
 
         If the table is too wide, cells wrap between words. If that is not enough, the columns of ``wide``
         are left out. If that is not enough either, each row becomes a paragraph: its first cell, and
-        below it the others with their headings. The first column and those of ``left`` are left-aligned.
+        below it the others with their headings. The first column and the columns in ``left`` are
+        left-aligned.
         """
         texts = [[cell(value) for value in row] for row in rows]
         kept = list(range(len(columns)))
@@ -172,7 +172,7 @@ class Console:
         self.render(table)
 
     def _widths(self, rows: Sequence[Sequence[str]]) -> list[int] | None:
-        """Return the widths of columns that fit next to each other; None if a word had to be broken."""
+        """Return widths of columns that fit next to each other; None if a word would be broken."""
         columns = [
             [line for text in column for line in text.split("\n")]
             for column in zip(*rows, strict=True)
@@ -262,7 +262,7 @@ class Console:
     def progress(self, text: str) -> None:
         """Replace the progress line of the terminal; "" clears it. A pipe gets a line now and then.
 
-        It needs no thread, so it can be used while something is timed.
+        This needs no thread, so it does not disturb measurements.
         """
         if self.err.is_terminal:
             if text != self._progress or not text:
@@ -308,8 +308,8 @@ class Console:
     ) -> Iterator[tuple[Callable[[float], None] | None, Callable[[str], None]]]:
         """Show the progress of loading and measuring a model, and pass it to ``on_opening``.
 
-        Yields two functions: one takes the loaded fraction (None if nobody watches), the other a
-        description of what is measured.
+        Yields two functions. The first takes the loaded fraction of the model; it is None if nobody
+        would see it. The second takes a description of the running measurement.
         """
         shown = base_name(name)
 
@@ -362,7 +362,7 @@ def _failures_of_standard_output() -> Iterator[None]:
 
 
 def leave_standard_output() -> None:
-    """Discard its buffer, which the interpreter would fail to flush at exit."""
+    """Discard standard output's buffer, because Python would fail to flush it at exit."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -371,7 +371,7 @@ _answered = False  # whether the running command has printed its JSON object
 
 
 def print_json(value: Mapping[str, object]) -> None:
-    """Print one JSON object in ASCII and nothing else: null for numbers that do not exist.
+    """Print one JSON object in ASCII and nothing else. nan and infinity become null.
 
     Raises:
         OutputError: standard output is closed, or its disk is full.
@@ -388,7 +388,7 @@ def begin_answer() -> None:
 
 
 def print_json_error(error: BaseException, message: str, hint: str | None) -> None:
-    """Print the JSON object of a command that failed, unless it has printed its answer."""
+    """Print the error of a command as a JSON object, unless the command has printed its answer."""
     if _answered or isinstance(error, OutputError):
         return
     described = {"type": type(error).__name__, "message": message, "hint": hint}
@@ -411,7 +411,7 @@ def finite(value: object) -> object:
 
 
 def base_name(name: str) -> str:
-    """Return the name of the file, if a model is named by a path; other names as they are."""
+    """Return the name of the file if ``name`` is a path, else ``name``."""
     path = Path(name)
     is_path = path.is_absolute() or name.startswith((".", "~")) or path.is_file()
     return path.name if is_path else name
@@ -424,7 +424,7 @@ def shortened(text: str, longest: int = 60) -> str:
 
 
 def number(value: float, digits: int, unit: str = "") -> str:
-    """Format a number, or a dash for one that does not exist (nan)."""
+    """Format a number; nan becomes a dash."""
     return "-" if math.isnan(value) else f"{value:.{digits}f}{unit}"
 
 
@@ -434,14 +434,14 @@ def decimal_size(n_bytes: float) -> str:
 
 
 def interval_text(found: Interval | Spread, digits: int = 2) -> str:
-    """Format the ends of an interval, or a dash where there are too few values for one."""
+    """Format the ends of an interval, or a dash if there are too few values."""
     if math.isnan(found.low):
         return "-"
     return f"{found.low:.{digits}f} to {found.high:.{digits}f}"
 
 
 def spread_text(spread: Spread, digits: int) -> str:
-    """Format a median with the lowest and the highest value, or a dash without values."""
+    """Format a median with the lowest and the highest value, or a dash if there are no values."""
     if math.isnan(spread.median):
         return "-"
     return f"{spread.median:.{digits}f} ({interval_text(spread, digits)})"

@@ -24,9 +24,9 @@ from .trees import LEGEND, drawn_tree, tree_of
 
 N_CTX, N_FORKS, N_STEPS, SEED = 1024, 8, 24, 7
 DRAFT_K: int | str = "auto"
-MOST_TOKENS = 160  # of an edit or a JSON text
-# Time limits in seconds, for a busy machine: for eight texts in one batch, for the texts one by one, for
-# one text, and for pairs of runs that are compared. Whatever takes longer is left out.
+MOST_TOKENS = 160  # the most tokens of an edit or a JSON text
+# Time limits in seconds, which a busy machine may reach: eight texts in one batch, the same texts
+# one by one, one text, and the compared pairs of runs. Whatever takes longer is left out.
 TOGETHER_S, ALONE_S, TEXT_S, COMPARE_S = 4.0, 4.0, 3.0, 2.0
 # With these weights SmolLM2 gives the same text in a batch, alone and drafted.
 WEIGHTS = {"smollm2-135m": "smollm2-135m:Q8_0"}
@@ -110,8 +110,9 @@ def demo(*, threads: Threads = None, output: OutputFlags) -> None:
         models = ModelFlags(n_ctx=N_CTX, threads=threads)
         ctx = models.open(name, console, n_seq_max=N_FORKS + 1, prefix_cache=True)
         if ctx.n_threads_batch < ctx.n_threads:
-            # Other programs use the cores. The number of threads for single tokens is not measured here,
-            # and with too many of them they would wait for each other for minutes.
+            # Other programs use the cores. Too many threads would wait for each other for minutes,
+            # and the number for single tokens is not measured here. So the number for batches is
+            # used.
             models = replace(models, threads=ctx.n_threads_batch)
             ctx = models.open(name, console, n_seq_max=N_FORKS + 1, prefix_cache=True)
         machine, model = Machine.now(), ctx.model
@@ -131,7 +132,7 @@ def demo(*, threads: Threads = None, output: OutputFlags) -> None:
                 max_tokens=max(16, min(MOST_TOKENS, int(TEXT_S / token_s))),
                 sampling=lb.SamplingParams(temperature=0),
                 stop=("\n\n", "\n```"),
-                min_tokens=24 if is_bundled else 0,  # it would end the text at once
+                min_tokens=24 if is_bundled else 0,  # the bundled model would end the text at once
             )
             extract = replace(
                 edit,
@@ -162,7 +163,7 @@ def demo(*, threads: Threads = None, output: OutputFlags) -> None:
 def _fork(
     ctx: lb.Context, text: str, show: Console, interrupts: InterruptHandler
 ) -> tuple[dict[str, object], float]:
-    """Fork a prompt, and also run each continuation alone; return figures and seconds per token alone."""
+    """Continue forks of a prompt, then each text alone; return figures and seconds per token."""
     prompt = ctx.model.prompt_tokens(text)
     if ctx.model.chat_template is not None:
         prompt = ctx.model.chat_tokens([{"role": "user", "content": text}])
@@ -211,7 +212,7 @@ def _fork(
         f"and {after} after."
     )
     show.line()
-    # A text and its probability next to the lines of the tree, on one line of the terminal.
+    # Text, probability and the lines of the tree must fit on one line of the terminal.
     show.render(drawn_tree(tree, longest=max(24, min(200, show.out.width - 20))))
     show.line(LEGEND, "dim")
     figures: dict[str, object] = {
@@ -231,7 +232,7 @@ def _fork(
 
 
 def _times(speedup: float, same: bool, texts: str) -> str:
-    """Return a speedup as a sentence, which says that the texts are the same if they are."""
+    """Return a sentence about a speedup. If the texts are the same, it says so."""
     return f"{speedup:.1f} times as fast{f', the same {texts}' if same else ''}."
 
 
@@ -243,7 +244,10 @@ def _compare(
     show: Console,
     interrupts: InterruptHandler,
 ) -> dict[str, object]:
-    """Show ``given`` and the drafted text as it is generated, then time both; {} if interrupted."""
+    """Show ``given`` and the drafted text as it is generated, then time it with and without drafts.
+
+    Return {} if interrupted.
+    """
     config = lb.SpeculativeConfig(draft_k=DRAFT_K)
     drafting, plain = lb.Engine(ctx, drafter, config), lb.Engine(ctx, None, config)
     for warming_up in (drafting, plain):
@@ -282,7 +286,7 @@ class _WordWrap:
         self._word: list[lb.Produced] = []
 
     def emit(self, token: lb.Produced) -> None:
-        """Take a token; it is written with the rest of its word."""
+        """Take a token. It is written when its word is complete."""
         if token.text[:1].isspace():
             self.flush()
         self._word.append(token)

@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 PROMPT = "Once upon a time there was a king"
 N_TOKENS = 32
-SPEED_S = 1.0  # how long each speed is measured
+SPEED_S = 1.0  # seconds that each speed is measured
 PACKAGES = ("llamabranch", "llama-cpp-python", "numpy", "rich", "typer", "huggingface_hub")
 VARIABLES = re.compile(r"(CMAKE_ARGS|(GGML|HF|LLAMA|LLAMABRANCH|OMP)_\w+|LD_LIBRARY_PATH)")
 SECRET = re.compile(r"TOKEN|KEY")
-# A flag of the processor, and the feature of a build that uses it.
+# Flags of processors, each with the feature of a build that uses it.
 FEATURES = {
     "avx": "AVX", "avx2": "AVX2", "fma": "FMA", "f16c": "F16C", "avx512f": "AVX512",
     "avx512_vnni": "AVX512_VNNI", "avx512_bf16": "AVX512_BF16", "avx_vnni": "AVX_VNNI",
@@ -82,9 +82,8 @@ def doctor(*, threads: Threads = None, output: OutputFlags) -> None:
             target, draft = (
                 runtime.open(name, console) for name in (hub.BUNDLED_TARGET, hub.BUNDLED_DRAFT)
             )
-        except (
-            Exception
-        ) as error:  # a broken build can fail in any way, and this command must report it
+        # A broken build can fail in any way, and this command must report it.
+        except Exception as error:
             checks.append(_failed("loading llama.cpp and the bundled pair", error))
             sections.setdefault("machine", {})
         else:
@@ -182,7 +181,7 @@ def _context(context: lb.Context) -> dict[str, str]:
 
 
 def _exactness(can: lb.context.Capabilities) -> str:
-    """Return whether batches are exact, why, and how much slower that is on this processor."""
+    """Return whether batches are exact, why, and how much slower exact batches are here."""
     if not can.batch_invariant:
         return f"no: {can.batch_invariant_reason}"
     cost = f"; {can.cost_of_exact}" if can.cost_of_exact else ""
@@ -244,7 +243,7 @@ def _self_test(target: lb.Context, draft: lb.Context) -> list[Check]:
 
 
 def _speed(ctx: lb.Context, n_texts: int) -> float:
-    """Return tokens a second of texts that are decoded together."""
+    """Return the tokens per second of ``n_texts`` texts together, decoded in one batch."""
     banned = dict.fromkeys(ctx.model.eog_tokens, -float("inf"))
     greedy = lb.SamplingParams(temperature=0.0, logit_bias=banned)
     with lb.Branch.start(ctx, PROMPT, sampling=greedy) as root:
@@ -273,13 +272,15 @@ def advise(
 ) -> list[str]:
     """Return advice: what could be better, and what to do about it.
 
-    ``flags`` of the processor and ``tools`` of GPU drivers default to those of this machine.
+    ``flags`` are flags of the processor, ``tools`` are programs of GPU drivers. The default for
+    both is what this machine has.
     """
     from llamabranch.bench.machine import processor_flags
 
     flags = processor_flags() if flags is None else flags
     tools = list(filter(shutil.which, GPUS)) if tools is None else tools
-    # AVX512 in a build means several features; names of ARM's features vary.
+    # Compare beginnings: a build lists several features of AVX512, and names of ARM's features
+    # vary.
     built = "\n".join(machine.features)
     unused = [
         f for f, name in FEATURES.items() if f in flags and not re.search(rf"^{name}", built, re.M)

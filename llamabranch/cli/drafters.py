@@ -13,23 +13,23 @@ from llamabranch import ConfigError, Drafter, Model, hub
 
 from .console import Console
 
-# The index is not shared between requests, or a repeated run would copy its own text.
+# Requests do not share an index. Otherwise a repeated run would copy the text of the run before.
 COPYING: dict[str, Callable[[], Drafter]] = {
     "lookup": lb.speculative.PromptLookupDrafter,
     "suffix": lambda: lb.SuffixDrafter(shared_tokens=0),
 }
 MTP = "mtp"  # the target's own MTP layers
-GRAMMAR = "grammar"  # drafts what the text's grammar forces; elsewhere the rest of the chain drafts
+GRAMMAR = "grammar"  # drafts tokens that the grammar forces; others come from the rest of the chain
 
-LARGEST_SHARE = 0.5  # of the target's bytes and parameters; a larger draft model cannot pay
+LARGEST_SHARE = 0.5  # share of the target's bytes and parameters; a larger draft model cannot pay
 BEST_SHARE = 0.1
-MOST = 6  # models whose vocabularies are compared; a large one takes a second
+MOST = 6  # the most models whose vocabularies are compared; a large vocabulary takes a second
 
 
 def choose_drafters(
     target: str, given: str | None, console: Console, *, has_grammar: bool
 ) -> tuple[str, ...]:
-    """Return the names of the drafters for a target, all found before any model is loaded.
+    """Return the names of the drafters for a target, without loading weights.
 
     If ``--draft`` was not ``given``, the grammar drafts if there is one, and otherwise "auto" chooses.
     The choice of "auto" is printed to standard error.
@@ -57,7 +57,8 @@ def choose_drafters(
             f"there is no smaller model here to draft for {target}: copying from the text (suffix)"
         )
         return ("suffix",)
-    # A model that models.txt does not list for this target may not pay; copying costs next to nothing.
+    # A draft model that models.txt does not list for this target may not pay. So copying comes
+    # first; it costs next to nothing.
     first = () if fittest == listed else ("suffix",)
     console.note(f"draft: {'+'.join((*first, fittest))}")
     return (*first, *parse_draft(fittest))
@@ -95,9 +96,9 @@ def has_model(parts: Sequence[str]) -> bool:
 
 
 def make_drafter(parts: Sequence[str], open_model: Callable[[str], lb.context.Context]) -> Drafter:
-    """Return the drafter that ``parts`` name, with its models opened.
+    """Open the models that ``parts`` name, and return the drafter.
 
-    ``open_model`` gets the name of each model, or ``mtp``, and opens heads for the target.
+    ``open_model`` opens a model by its name, or ``mtp``. It opens heads for the target.
     """
     if parts and parts[0] == GRAMMAR:
         return lb.GrammarDrafter(make_drafter(parts[1:], open_model) if len(parts) > 1 else None)
@@ -124,11 +125,11 @@ class PossibleDraft:
     """A model that could draft for a target.
 
     Attributes:
-        name: what ``--draft`` takes.
+        name: its name for ``--draft``.
         path: its file, None if it is not on this machine.
-        size_bytes: of its file; rounded if it is not on this machine.
+        size_bytes: the size of its file; rounded if it is not on this machine.
         drafts_by: "tokens", or "text" if the vocabularies differ; "unknown" if it is not on this machine.
-        listed: models.txt lists it for this target.
+        listed: whether models.txt lists it for this target.
     """
 
     name: str
@@ -174,9 +175,9 @@ def possible_drafts(target: str) -> list[PossibleDraft]:
 
 
 def _fittest(target: str) -> str | None:
-    """Return the name of the best draft, downloaded if needed and allowed; None without a draft."""
+    """Return the name of the best draft model, or None. It is downloaded if needed and allowed."""
     for possible in possible_drafts(target):
-        with contextlib.suppress(ConfigError):  # it may not be downloaded
+        with contextlib.suppress(ConfigError):  # the download is not allowed
             if possible.path is None:
                 hub.resolve(possible.name, download=None)
             if possible.drafts_by != "text":

@@ -29,7 +29,7 @@ from .pair_report import divergence_tables, print_comparison
 if TYPE_CHECKING:
     from llamabranch.eval.comparison import Comparison
 
-_CHUNKS, _WINDOW = 16, 512  # chunks when models are compared; tokens of a chunk
+_CHUNKS, _WINDOW = 16, 512  # the number of chunks if models are compared, and the tokens of a chunk
 _N_WRITTEN = 48
 _ROW_BYTES = 64 * 2**20  # bytes of logits that are in memory at a time
 _SAVED_EVERY_S = 10.0
@@ -86,7 +86,7 @@ class ReadingFlags:
 
     @property
     def logits(self) -> Path | None:
-        """The file of log-probabilities of --against; None if that is a model or was not set."""
+        """The file of log-probabilities of --against; None if it names a model or was not set."""
         path = Path(self.against or "")
         if self.against is None or not path.is_file():
             return None
@@ -113,7 +113,7 @@ def scoring_options(name: str, models: ModelFlags, n_seq_max: int) -> LoadOption
 
 
 def open_for_chunks(name: str, models: ModelFlags, window: int, console: Console) -> Context:
-    """Open a context for texts that are read in chunks, with llama-perplexity's K/V type, f16."""
+    """Open a context to read texts in chunks; K/V is f16 by default, as in llama-perplexity."""
     more = scoring_options(name, models, 1)
     n_batch = models.set("load").get("n_batch") or min(512, window)
     n_outputs = min(more["n_outputs_max"] or n_batch, n_batch)
@@ -139,7 +139,7 @@ def save(path: Path | None, kind: str, data: Mapping[str, object]) -> None:
 
 
 def measure(reading: ReadingFlags, name: str, models: ModelFlags, console: Console) -> None:
-    """Print the perplexity of a model, or its divergence from the model whose logits a file has.
+    """Print the perplexity of a model, or its divergence from a model whose logits are in a file.
 
     If it is interrupted, the results so far are saved and printed.
     """
@@ -315,7 +315,7 @@ def _row(
     logits: Path | None,
     console: Console,
 ) -> dict[str, Any]:
-    """Return the figures of a model; the first one, the base, writes the file ``logits``."""
+    """Return the figures of a model. The base is the first model and writes the file ``logits``."""
 
     def note(done: Perplexity | KLDivergence) -> None:
         console.progress(f"{done.n_done} of {chunks} chunks of {base_name(name)}")

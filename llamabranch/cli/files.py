@@ -1,4 +1,4 @@
-"""Files of commands: reading prompts from files and standard input, never overwriting a file."""
+"""The files of commands: functions that read prompts, and a check that no file is overwritten."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from .console import OutputError
 def check_new_file(path: Path, *, hint: str = "name another file, or delete it") -> None:
     """Raise ConfigError unless a file can be written at ``path`` without replacing another.
 
-    Called before a model loads. An empty file, a device or a pipe may exist there. ``hint`` says what to
-    do about an existing file.
+    Commands call this before a model loads. An empty file, a device or a pipe may exist there.
+    ``hint`` says what to do about an existing file.
     """
     try:
         if path.is_dir():
@@ -38,7 +38,7 @@ def check_new_file(path: Path, *, hint: str = "name another file, or delete it")
 
 @contextlib.contextmanager
 def writing(path: Path, hint: str | None = None) -> Iterator[None]:
-    """Raise OutputError if writing ``path`` fails; for a full disk the hint begins with that."""
+    """Raise OutputError if writing ``path`` fails; the hint says first whether the disk is full."""
     try:
         yield
     except OSError as error:
@@ -63,7 +63,8 @@ def read_text(path: Path, errors: str = "strict", newline: str | None = None) ->
 def text_lines(text: str) -> list[str]:
     """Return the lines of a text that was read in text mode, which turns \\r\\n and \\r into \\n.
 
-    `str.splitlines` also ends lines at form feeds, U+2028 and five more characters of texts.
+    `str.splitlines` would also end lines at form feeds, U+2028 and five other characters, which
+    texts contain.
     """
     return text.split("\n")
 
@@ -72,7 +73,7 @@ def load_function(place: str) -> Callable[[str], bool]:
     """Run a Python file and return the function or object that "FILE.py:NAME" names.
 
     Raises:
-        ConfigError: it has no such name, or cannot be run.
+        ConfigError: the file has no such name, or cannot be run.
     """
     file, _, name = place.rpartition(":")
     if not file or not name:
@@ -89,7 +90,7 @@ def load_functions(path: Path) -> list[Callable[..., object]]:
     """Return the functions that a Python file defines, except those whose names begin with "_".
 
     Raises:
-        ConfigError: it cannot be run, or defines none.
+        ConfigError: the file cannot be run, or defines no functions.
     """
     functions = [
         value
@@ -105,14 +106,15 @@ def load_functions(path: Path) -> list[Callable[..., object]]:
 
 
 def _run_file(path: Path) -> dict[str, Any]:
-    """Run a Python file and return its names.
+    """Run a Python file and return its global variables.
 
     Raises:
-        ConfigError: it cannot be read or run.
+        ConfigError: the file cannot be read or run.
     """
     names: dict[str, Any] = {"__name__": path.stem, "__file__": str(path)}
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # its prints do not belong to the answer
+        # What the file prints is not part of the answer.
+        with contextlib.redirect_stdout(sys.stderr):
             exec(compile(read_text(path), str(path), "exec"), names)
     except ConfigError:
         raise
@@ -122,12 +124,12 @@ def _run_file(path: Path) -> dict[str, Any]:
 
 
 def schema_text(given: str) -> str:
-    """Return a JSON schema from its text, or from the name of a file."""
+    """Return the text of a JSON schema, given as text or as the name of a file."""
     return given if given.lstrip().startswith("{") else read_text(Path(given))
 
 
 def read_prompt_file(path: Path) -> str:
-    """Return the text of a file that is a prompt or is scored, read as llama.cpp reads it.
+    """Return the text of a file to continue or to score, read as llama.cpp reads it.
 
     The last newline is left out; carriage returns stay in the text.
     """

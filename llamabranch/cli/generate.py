@@ -63,7 +63,7 @@ _SHOWN = (
 _RARE = (
     "texts in the file already", "failed", "draft_forward_passes", "shared_prompt_tokens", "preemptions",
 )  # fmt: skip
-# What can end a text before its grammar does, and what to raise then.
+# What can end a text before its grammar is complete, and which limit is too low then.
 _CUT = {"length": ("-n", "it"), "capacity": ("the context", "--ctx-size")}
 
 
@@ -71,17 +71,17 @@ class GenerateReport:
     """The results of a job, and how they are printed.
 
     Args:
-        engine: runs the job.
+        engine: the engine that runs the job.
         requests: all requests, as the user wrote them.
         console: where results, progress and totals go.
-        file: where results are appended instead, or None.
-        chat: prompts are questions: print them on lines of their own.
-        is_flat: the JSON object describes the only text, as ``speculate`` prints it.
-        shows_drafts: print the figures of drafting too, if anything drafts.
+        file: the file that results are appended to instead of being printed, or None.
+        chat: whether prompts are messages, which are printed on separate lines.
+        is_flat: whether the JSON object describes the only text, in the form of ``speculate``.
+        shows_drafts: whether to print the figures of drafting too, if there is a drafter.
 
     Attributes:
         done: the texts (id, sample) that the file already had.
-        comparison: with plain decoding, if requested.
+        comparison: the comparison with plain decoding, if it was requested.
     """
 
     def __init__(
@@ -110,14 +110,14 @@ class GenerateReport:
         self._n_texts, self._n_ended = len(texts), len(self.done)
         prints = file is None and not console.silent
         self._streams = len(texts) == 1 and prints
-        # If results are shown as they end, no other progress is needed.
+        # If each text is shown when it ends, no other progress is needed.
         shows = self._streams or (prints and self._on_terminal)
         self._counts = console.err.is_terminal and not shows
-        # A pipe gets the texts in the order of the prompts; a terminal as they end.
+        # A pipe gets the texts in the order of the prompts. A terminal gets each one when it ends.
         self._order = deque(texts if prints and not self._on_terminal else ())
         self._held: dict[tuple[str, int], Result] = {}
         self._machine = Machine.now()
-        # Figures of drafting, if there is a draft model or the user asked for one.
+        # Whether figures of drafting are printed.
         self._has_figures = console.verbose or (shows_drafts and not self._is_plain)
 
     # -- texts -----------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ class GenerateReport:
         return self._console.printing_text() if self._streams else nullcontext()
 
     def _begin(self) -> None:
-        """Show the prompt of the only text on a terminal, once."""
+        """Show the prompt on a terminal if there is only one text; later calls do nothing."""
         has_begun, self._has_begun = self._has_begun, True
         if self._streams and self._on_terminal and not has_begun:
             if not self._is_plain:
@@ -137,7 +137,7 @@ class GenerateReport:
     def show(self, event: Event) -> None:
         """Print a token of the only text, or the result of a text that has ended.
 
-        If an interruption cut a text, it is printed if it has a token. It is not written to a file,
+        A text that Ctrl-C has cut is printed if it has a token. It is never written to a file,
         because --resume generates it again.
         """
         result = event.result
@@ -167,7 +167,7 @@ class GenerateReport:
             self._give(self._held.pop(self._order.popleft()))
 
     def end(self) -> None:
-        """Write the results that were held back if the job was interrupted; keep its figures."""
+        """Write results that are still held back, as after Ctrl-C, and keep the job's figures."""
         self._console.progress("")
         for text in filter(self._held.__contains__, self._order):
             self._give(self._held[text])
@@ -206,7 +206,7 @@ class GenerateReport:
         if self._on_terminal:
             self._console.write(f"[{label}] ", "bold")
             self._console.write(self._prompt(request), "dim")
-        else:  # like `head` with several files
+        else:  # a heading, as `head` prints for several files
             about = shortened(self._prompt(request))
             label += f": {about}" if about else ""
             self._console.write("\n" * bool(self._n_printed) + f"==> {label} <==\n")
@@ -312,7 +312,7 @@ class GenerateReport:
         return ", ".join(filter(None, parts))
 
     def _print_totals(self, console: Console, compared: Mapping[str, object]) -> None:
-        """Print the totals as a table: on a pipe to standard error."""
+        """Print the totals as a table; if the output is a pipe, to standard error."""
         engine, comparison, stats = self.engine, self.comparison, self._stats.as_dict()
         can = engine.target.capabilities
         figures: dict[str, object] = {
@@ -364,12 +364,12 @@ class GenerateReport:
 
 
 def _counted(reasons: Mapping[str, int]) -> str | None:
-    """Return reasons with their counts, the most frequent first; None without any."""
+    """Return reasons with their counts, the most frequent first; None if there are none."""
     ordered = Counter(reasons).most_common()
     return ", ".join(f"{reason} {n}" for reason, n in ordered) or None
 
 
-_CELLS_PER_TEXT = 512  # of the cache, unless --n-ctx is given
+_CELLS_PER_TEXT = 512  # cells of the cache for each text, unless --n-ctx is given
 _LEAST_CELLS = 2048
 
 
@@ -410,7 +410,7 @@ class BatchFlags(DraftFlags):
 
 @dataclass(frozen=True)
 class ResultFlags:
-    """How many texts of each prompt, with which details, and where they go."""
+    """How many texts each prompt gets, with which details, and where the results go."""
 
     panel: ClassVar[str] = OUTPUT
     first: ClassVar[str] = "output_file"
@@ -463,7 +463,7 @@ def generate(
             if piped is not None or is_flat:
                 prompts = replace(prompts, prompts=[DEFAULT_PROMPT if piped is None else piped])
         chat = chat.decided(models.target or hub.default_model())
-        # The seed belongs to the only text, or to the job.
+        # The seed is a setting of the only text; if there are more, it is a setting of the job.
         params = text.params(models, text.seed if is_flat else None)
         requests = _requests(prompts, text, job, params)
         _check(requests, models, job, is_flat=is_flat)
@@ -482,7 +482,7 @@ def generate(
             Engine(context, one_drafter, config, sampling=params, max_tokens=most, seed=seed)
             for one_drafter in (drafter, NullDrafter())
         )
-        # One seed for all requests. Without --seed one is picked; a resumed job continues with it.
+        # All requests have one seed. Without --seed a random one is used; a resumed job keeps it.
         engine.seed = engine.seed if settings["seed"] is None else settings["seed"]
         if file is not None:
             file.open(context.model, engine.seed)
@@ -492,12 +492,11 @@ def generate(
         )  # fmt: skip
         prepared = [_prepared(request, text, chat, context) for request in requests]
         with InterruptHandler([context, *drafter.contexts]) as interrupts:
-            if models.compare:  # the first decodes of a context are slower than later ones
+            if models.compare:
+                # Warm up, because the first decodes of a context are slower than later ones.
+                # Separate engines do this, so that the timed ones learn nothing from it.
                 few = [replace(request, max_tokens=8, n=1) for request in prepared]
-                for one_drafter in (
-                    drafter,
-                    NullDrafter(),
-                ):  # in separate engines, which learn nothing for the timed ones
+                for one_drafter in (drafter, NullDrafter()):
                     Engine(context, one_drafter, replace(config, draft_k=2)).generate(few)
             _run(shown, prepared, interrupts)
             if models.compare and not interrupts.requested:
@@ -546,7 +545,7 @@ def _settings(
     models: BatchFlags,
     job: ResultFlags,
 ) -> dict[str, Any]:
-    """Return the settings that --resume compares; sampling and stopping as a digest."""
+    """Return the settings that --resume compares; settings of a text are one digest."""
     grammar = text.parse_grammar()
     more = {"system": chat.system, "chat_template": chat.template, "constraint": job.constraint}
     options = {
@@ -556,7 +555,7 @@ def _settings(
         "stop": list(text.stop_strings),
         "ignore_end": text.ignore_eos,
         "chat": chat.is_on,
-        # The digests of older files do not include these.
+        # Only if set, because the digests of older files do not include them.
         **{name: value for name, value in more.items() if value is not None},
     }
     is_fast = models.set("load").get("batch_invariant") is False
@@ -572,7 +571,7 @@ def _settings(
 
 
 def _prepared(request: Request, text: TextFlags, chat: ChatFlags, context: lb.Context) -> Request:
-    """Return a request for the engine: in the chat template, without EOG tokens under --ignore-eos."""
+    """Return a request for the engine: ``chat`` and --ignore-eos are applied."""
     if request.sampling is not None:
         params = text.without_eog(request.sampling, context.model)
         request = replace(request, sampling=params)

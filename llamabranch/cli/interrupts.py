@@ -31,8 +31,8 @@ _interrupted = False  # whether the running command got a Ctrl-C that raises
 def _raising_on_ctrl_c() -> Iterator[None]:
     """Raise KeyboardInterrupt at a Ctrl-C, or at the latest at the end of the block.
 
-    Python only prints exceptions raised in a finalizer or in a callback from C; the end of the block
-    raises again.
+    If a finalizer or a callback from C is running at a Ctrl-C, Python only prints the exception. So
+    the end of the block raises it again.
     """
     global _interrupted
     _interrupted = False
@@ -65,9 +65,10 @@ def _raising_on_ctrl_c() -> Iterator[None]:
 
 
 class InterruptHandler:
-    """Ends the running decode at the first Ctrl-C (DecodeInterruptedError); the second one raises.
+    """Stops the running decode at the first Ctrl-C; a second one raises KeyboardInterrupt.
 
-    An immediate KeyboardInterrupt could leave a line of output half written.
+    The stopped decode raises DecodeInterruptedError. A KeyboardInterrupt at the first Ctrl-C could
+    leave a line of output half written.
 
     Attributes:
         requested: whether there was a Ctrl-C.
@@ -78,7 +79,8 @@ class InterruptHandler:
         self._contexts = contexts
 
     def __enter__(self) -> InterruptHandler:
-        self.requested = _interrupted  # a Ctrl-C in a finalizer, which Python only printed
+        # A Ctrl-C may have come in a finalizer, where Python only prints it.
+        self.requested = _interrupted
         self._listening = threading.current_thread() is threading.main_thread()
         if self._listening:
             self._previous = signal.signal(signal.SIGINT, self._on_signal)
@@ -136,9 +138,8 @@ def reporting_errors(console: Console) -> Iterator[None]:
             hint = where and f"this is a bug in llamabranch; {where}"
         if debug:
             traceback.print_exc()
-        is_noted = debug and f"hint: {hint}" in getattr(
-            error, "__notes__", ()
-        )  # the traceback shows the hint
+        # The traceback may show the hint already.
+        is_noted = debug and f"hint: {hint}" in getattr(error, "__notes__", ())
         console.error(message, None if is_noted else hint)
         if console.silent:
             print_json_error(error, message, hint)
@@ -146,10 +147,10 @@ def reporting_errors(console: Console) -> Iterator[None]:
 
 
 def _show_warnings(console: Console) -> None:
-    """Print this library's warnings as lines of ``console``, until the filters are restored.
+    """Print this library's warnings as lines of ``console``, until the old filters are restored.
 
-    The warning that texts can differ by rounding is one line, and is printed once for each model while
-    the profile is kept. With -v it is always printed, in full.
+    The warning that rounding can change texts is cut to one line and printed once for each model;
+    the profile remembers that. With -v it is printed every time, in full.
     """
     inner = warnings.showwarning
 

@@ -12,15 +12,15 @@ from llamabranch.errors import CacheFullError
 
 from .options import ModelFlags, trained_length, vocabulary
 
-_N_COMPARED = 64  # prompts whose beginnings are compared
-# Cells of all texts together; with more, attention to other texts costs more than sharing saves.
+_N_COMPARED = 64  # the most prompts whose beginnings are compared
+# If the texts together have fewer cells of their own than this, they use a unified cache. With
+# more, attention to the cells of other texts costs more than sharing saves.
 _LEAST_CELLS = 1024
-_MOST_CELLS = 32_768  # of a cache that is divided among the texts
+_MOST_CELLS = 32_768  # the most cells of a cache that is divided among the texts
 _STEP = 256  # llama.cpp rounds the cells of a sequence up to a multiple of this
 _BYTES = 2  # bytes of text per token; most tokens have more
-_SHORT = (
-    2048  # tokens: the default size of a context, and the assumed length of a text without a limit
-)
+# Tokens: the default size of a context, and the assumed length of a text without a limit.
+_SHORT = 2048
 _TEMPLATE = 32  # about how many bytes a chat template adds to a message
 
 
@@ -32,8 +32,8 @@ class JobLengths:
         n_texts: number of texts.
         needed: cells of the longest text; a text without a limit counts as 2,048 tokens.
         longest: the most cells that a text can need.
-        own: cells of a text that others do not share, on average. ``shared``: cells of the common
-            beginning.
+        own, shared: the cells of a text that no other text uses, on average, and the cells of the
+            common beginning.
         most: the largest size of a context.
     """
 
@@ -54,8 +54,9 @@ class JobLengths:
     ) -> JobLengths:
         """Look at all requests; ConfigError if two have the same id.
 
-        ``max_tokens`` is the limit for requests without one, ``lengths`` the tokens of each prompt (None
-        = estimated from their bytes). A prompt longer than ``most`` cannot run, and does not count.
+        ``max_tokens`` is the limit for requests without one. ``lengths`` has the number of tokens
+        of each prompt; None = estimate it from the bytes. A prompt longer than ``most`` cannot run,
+        and is not counted.
         """
         counts = Counter(str(request.id) for request in requests)
         if twice := [name for name, n in counts.items() if n > 1]:
@@ -79,15 +80,15 @@ class JobLengths:
     def measured(
         cls, requests: Sequence[Request], max_tokens: int | None, name: str, n_ctx: int | None
     ) -> JobLengths:
-        """Look at all requests that can run, with long prompts tokenized.
+        """Look at all requests that can run. Long prompts are tokenized, others are estimated.
 
         The model ``name`` is not opened if all prompts are short. ``n_ctx`` is the requested size of the
         context; None allows any size up to the trained length.
 
         Raises:
-            ConfigError: two have the same id. CacheFullError: the only prompt is too long.
+            ConfigError: two requests have the same id. CacheFullError: the only prompt is too long.
         """
-        # A single prompt must fit; each of its tokens has at least one byte.
+        # A single prompt must fit, so it is counted with one byte per token, the fewest possible.
         about = [_n_prompt(request, 1 if len(requests) == 1 else _BYTES) for request in requests]
         estimate = cls.of(requests, max_tokens, about)
         if estimate.needed <= min(_SHORT, n_ctx or _SHORT):
@@ -100,7 +101,7 @@ class JobLengths:
                     return n
                 try:
                     return len(model.prompt_tokens(request.prompt))
-                except LlamaBranchError:  # the request will fail with it later
+                except LlamaBranchError:  # running the request raises this error later
                     return nan
 
             lengths = list(map(length, requests, about))
@@ -113,7 +114,7 @@ class JobLengths:
         return cls.of(requests, max_tokens, lengths, most)
 
     def cells_per_text(self, n_texts: int) -> int | None:
-        """Return how many cells each of ``n_texts`` at a time should have of its own.
+        """Return how many separate cells each text should have if ``n_texts`` run at a time.
 
         None = use a unified cache: the texts are short or mostly shared, or separate cells could take too
         much memory.
@@ -127,7 +128,7 @@ class JobLengths:
         return _whole_steps(self.longest + 8)
 
     def most_cells_per_text(self, n_texts: int) -> int:
-        """Return how many cells the longest text needs, or as many as ``n_texts`` may have each."""
+        """Return the cells of the longest text, but at most the share of one of ``n_texts``."""
         return min(self.n_ctx, max(_STEP, _MOST_CELLS // n_texts // _STEP * _STEP))
 
     @property
@@ -137,7 +138,7 @@ class JobLengths:
 
 
 def with_room(models: ModelFlags, name: str, prompt: str, max_tokens: int | None) -> ModelFlags:
-    """Return the options with a context for a prompt and ``max_tokens`` more, unless ``-c`` is set.
+    """Return options for a context with room for a prompt and ``max_tokens``, unless ``-c`` is set.
 
     Raises:
         CacheFullError: the prompt alone is longer than ``-c``, or than the model's trained length.
@@ -160,7 +161,7 @@ def _parts(request: Request) -> Sequence[object]:
 
 
 def _n_prompt(request: Request, n_bytes: int = _BYTES) -> float:
-    """Estimate how many tokens a prompt has, rather too many than too few."""
+    """Estimate how many tokens a prompt has. The estimate is usually too high."""
     parts = _parts(request)
     return len(parts) / (n_bytes if isinstance(parts, bytes) else 1)
 
@@ -168,13 +169,11 @@ def _n_prompt(request: Request, n_bytes: int = _BYTES) -> float:
 def _n_shared(requests: Sequence[Request]) -> float:
     """Return the length, in tokens, of the common beginning of all prompts."""
     prompts = [_parts(request) for request in requests]
-    if (
-        len({type(prompt) is bytes for prompt in prompts}) != 1
-    ):  # no prompts, or both texts and token ids
+    # There are no prompts, or some are texts and others token ids.
+    if len({type(prompt) is bytes for prompt in prompts}) != 1:
         return 0
+    # What the first and the last prompt in sorted order share, all prompts share.
     first, last = min(prompts), max(prompts)  # type: ignore[type-var]
-    pairs = zip(
-        first, last, strict=False
-    )  # if the first and the last in sorted order share it, all do
+    pairs = zip(first, last, strict=False)
     n = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(last)))
     return n / (_BYTES if isinstance(first, bytes) else 1)

@@ -18,7 +18,8 @@ from .files import is_unicode, read_standard_input, read_text, schema_text, text
 
 Url = Literal["/v1/chat/completions", "/v1/completions"]
 _INVALID = "surrogateescape"  # bytes that are not UTF-8 make one line invalid, not the file
-_PAIR = re.compile(r"\\\\|\\u[dD][89abAB]..\\u[dD][c-fC-F]..")  # escaped pairs and backslashes
+# Escaped surrogate pairs, and escaped backslashes, which may stand before a "u".
+_PAIR = re.compile(r"\\\\|\\u[dD][89abAB]..\\u[dD][c-fC-F]..")
 _HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -75,7 +76,8 @@ def read_requests(
     id, counted from ``first``.
 
     Raises:
-        ConfigError: an invalid request, with its line number; or one text instead of lines.
+        ConfigError: a request is invalid, and the message has its line number; or ``lines`` is one
+            text.
     """
     if isinstance(lines, (str, bytes, bytearray)):
         raise ConfigError(
@@ -131,7 +133,7 @@ def _request(data: Any, name: str, sampling: SamplingParams | None) -> Request:
 
 
 def _with_schema(data: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a request, with a schema in place of the name of its file."""
+    """Return the fields of a request, with the schema itself if a file was named."""
     schema = data.get("json_schema")
     return data | {"json_schema": schema_text(schema)} if isinstance(schema, str) else data
 
@@ -139,7 +141,8 @@ def _with_schema(data: dict[str, Any]) -> dict[str, Any]:
 def answer(name: str, results: Sequence[lb.Result]) -> dict[str, object]:
     """Return the line of OpenAI's output file for all texts of one request.
 
-    The error is the first one; ``response`` is None if there is an error and no text has a token.
+    ``error`` is the first error of the texts. ``response`` is None if there is an error and no text
+    has a token.
     """
     results = sorted(results, key=lambda result: result.sample)
     error = next((result.error for result in results if result.error is not None), None)

@@ -1,4 +1,4 @@
-"""``llamabranch models``: known models, models on this machine and on the hub, and what a file is."""
+"""``llamabranch models``: list known models, download one, or show the facts of a file."""
 
 from __future__ import annotations
 
@@ -13,11 +13,8 @@ from .bundles import argument, option, with_bundles
 from .console import ROUNDING, Console, base_name, decimal_size
 from .options import MODEL, OutputFlags
 
-ACTIONS = {
-    "list": "nothing",
-    "pull": "a model",
-    "show": "one or two",
-}  # the actions and their arguments
+# The actions, and the arguments of each for the error message.
+ACTIONS = {"list": "nothing", "pull": "a model", "show": "one or two"}
 _N_CTX = 256  # enough to probe what the memory can do
 _LISTED = ("name", "role", "repository", "file", "licence", "size")
 # The facts of a model that have the same name in Python and in JSON.
@@ -119,7 +116,7 @@ def _list_local(console: Console) -> None:
     console.answer({"models": files})
 
 
-# -- what a model is -----------------------------------------------------------------------------------
+# -- facts of a model -----------------------------------------------------------------------------
 
 
 def _show(names: Sequence[str], console: Console) -> None:
@@ -175,7 +172,7 @@ def _show(names: Sequence[str], console: Console) -> None:
 
 
 def _verdict(first: lb.Model, second: lb.Model, *, is_head: bool) -> dict[str, Any]:
-    """Return whether the second can draft for the first, by which path, and why."""
+    """Return whether the second model can draft for the first, by which path, and why."""
     if is_head:
         fault = first.head_fault(second)
         compatible, path = not fault, "none" if fault else "hidden states"
@@ -219,7 +216,7 @@ def _target_width(model: lb.Model) -> int:
 
 
 def _shown(facts: Mapping[str, Any]) -> dict[str, object]:
-    """Return what the table shows: all but the path, numbers with separators."""
+    """Return the rows of the table: all facts except the path; numbers have separators."""
     more = {"eagle3": facts["eagle3"] or {}, "capabilities": facts["capabilities"] or {}}
     shown = {name: v for name, v in facts.items() if name not in ("path", *more)}
     shown |= {name: v for group in more.values() for name, v in group.items()}

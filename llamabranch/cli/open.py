@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from llamabranch.serve.server import Server
 
 _BUNDLED = "tale-target"
-_PARALLEL, _SEQUENCES = 8, 24  # texts at a time; the same plus those of searches and comparisons
+_PARALLEL, _SEQUENCES = 8, 24  # texts at a time; sequences, also for searches and comparisons
 _MOST_CELLS = 8192
 _MOST_PORTS = 20
 _SUFFIX = ".loom.jsonl"
@@ -58,7 +58,7 @@ class PageFlags:
         """Return the document's file; the folder of the default file is created.
 
         Raises:
-            ConfigError: its folder does not exist.
+            ConfigError: the folder of a named file does not exist.
         """
         if self.file is not None:
             if not self.file.parent.is_dir():
@@ -155,7 +155,7 @@ def _listening(port: int, make: Callable[[ServeSettings], Server], console: Cons
 
 
 def _show_link(loom: Loom, url: str, console: Console, *, browser: bool) -> None:
-    """Print the link, and another one at each Enter."""
+    """Print the link, and another one whenever Enter is pressed."""
 
     def link() -> str:
         return f"{url}/#{loom.guard.link()}"
@@ -183,7 +183,7 @@ def _show_link(loom: Loom, url: str, console: Console, *, browser: bool) -> None
 
 
 def _reads_terminal() -> bool:
-    """Return whether the terminal may be read; a background program that reads it is stopped."""
+    """Return whether standard input may be read; in the background this would stop the program."""
     with suppress(OSError, ValueError):
         if sys.platform != "win32" and sys.stdin.isatty():
             return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()

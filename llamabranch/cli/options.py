@@ -55,7 +55,7 @@ Threads = Annotated[
 
 
 def limit(value: int | None) -> int | None:
-    """Return the number of tokens; None for llama.cpp's -1 and -2: until the context is full."""
+    """Return the limit of tokens; llama.cpp's -1 and -2 become None: until the context is full."""
     if value in (None, -1, -2):
         return None
     if value < 1:
@@ -99,7 +99,7 @@ def setting_names() -> dict[str, set[str]]:
 
 
 def template_option(**more: Any) -> str | None:
-    """Return the field of a bundle that is the option of a chat template."""
+    """Return the field of a bundle for the option of a chat template."""
     return option(
         None,
         "A chat template that replaces the model's: its text, a file, or the name of one of "
@@ -280,7 +280,7 @@ class DraftFlags(ModelFlags):
     def resolve(
         self, console: Console, *, has_grammar: bool = False
     ) -> tuple[str, tuple[str, ...]]:
-        """Return the name of the target and those of its drafters; see `drafters.choose_drafters`."""
+        """Return the names of the target and of its drafters; see `drafters.choose_drafters`."""
         from .drafters import choose_drafters  # needs NumPy and llama.cpp
 
         target = self.announce(console)
@@ -293,7 +293,7 @@ class DraftFlags(ModelFlags):
         of_target: LoadOptions,
         of_drafts: LoadOptions,
     ) -> tuple[lb.Context, lb.Drafter]:
-        """Open a target and its drafters, from `resolve`.
+        """Open a target and its drafters. `resolve` returns their ``names``.
 
         ``of_target`` and ``of_drafts`` are options that override the user's.
         """
@@ -314,7 +314,7 @@ class DraftFlags(ModelFlags):
     def open_draft(
         self, name: str, target: lb.Context, console: Console, more: LoadOptions
     ) -> lb.Context:
-        """Open a drafter for ``target``: a draft model, a head in a file of its own, or ``mtp``."""
+        """Open a drafter for ``target``: a draft model, a head in a separate file, or ``mtp``."""
         if name == "mtp":
             return console.resources.enter_context(lb.Context(target.model, target=target))
         options = self.load_options()
@@ -420,14 +420,14 @@ class ChatFlags:
 
     @property
     def is_on(self) -> bool:
-        """Whether prompts are wrapped: `--chat`, or an option that implies it, was set."""
+        """Whether prompts get the chat template: by ``--chat``, or by an option that implies it."""
         return self.chat or self.system is not None or self.chat_template is not None
 
     def prompt_tokens(self, model: lb.Model, prompt: Prompt) -> list[int]:
         """Return the tokens of a prompt; in chat mode a text becomes a user's turn in the chat template.
 
         Raises:
-            ConfigError, UnsupportedError: the template refuses the messages, fails, or is missing.
+            ConfigError, UnsupportedError: the template is missing, fails, or refuses the messages.
         """
         if not self.is_on or not isinstance(prompt, str):
             return model.prompt_tokens(prompt)
@@ -513,11 +513,11 @@ class TextFlags(SamplingFlags):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """Where to end the text."""
+        """The strings that end the text."""
         return tuple(self.stop or ())
 
     def parse_grammar(self) -> lb.Grammar | None:
-        """Return the grammar that these options describe, or None; it may be invalid (GrammarError)."""
+        """Return the grammar of these options, if any; GrammarError if it is invalid."""
         grammar = self.grammar
         if grammar is not None and self.json_schema is not None:
             raise typer.BadParameter("--grammar and --json-schema exclude each other")

@@ -29,7 +29,7 @@ def print_comparison(console: Console, found: Comparison) -> None:
 
 
 def _tables(found: Comparison) -> Iterator[Rows]:
-    """Yield the tables of the report, each with a first row of names."""
+    """Yield the tables of the report. The first row of each has the headings."""
     yield [
         ("", "name", "type", "size", "vocabulary", "K/V"),
         *(
@@ -68,7 +68,7 @@ def _tables(found: Comparison) -> Iterator[Rows]:
 
 
 def divergence_tables(found: KLDivergence) -> list[list[tuple[str, ...]]]:
-    """Return the statistics and the percentiles as tables, each with a first row of names."""
+    """Return the statistics and the percentiles as tables, each with a first row of headings."""
     statistics = found.statistics
     natural = {
         "perplexity": statistics.perplexity,

@@ -41,7 +41,7 @@ _SETTINGS = {
 
 
 class _Record(Struct):
-    """The fields that lines of both formats have."""
+    """The fields that a line has in both formats, ours and OpenAI's."""
 
     id: str | int
     job: dict[str, Any]
@@ -58,10 +58,10 @@ class ResultFile:
             unless the user set it. Drafter, draft length and the number of texts at a time are left out
             because they do not change the text.
         requests: the requests of the job.
-        resume: the file may exist.
+        resume: whether to continue the file if it exists.
 
     Raises:
-        ConfigError: it exists and is not to be resumed, or belongs to another job.
+        ConfigError: the file exists and ``resume`` is False, or it belongs to another job.
     """
 
     def __init__(
@@ -70,11 +70,12 @@ class ResultFile:
         self.path, self.job = path, dict(job)
         self.done: set[tuple[str, int]] = set()
         self._file: IO[str] | None = None
-        self._synced = 0.0  # when the disk was last asked to store it
+        self._synced = 0.0  # when the file was last synced to the disk
         self._jobs: list[Mapping[str, Any]] = []  # the different jobs of the records
-        self._n_failed = 0  # records of errors, which are run again
-        self._n_bytes: int | None = None  # of its complete lines, if it is continued
-        self._texts: dict[str, list[Result]] = {}  # of requests whose texts all go into one line
+        self._n_failed = 0  # records of failed requests, which run again
+        self._n_bytes: int | None = None  # length of its complete lines, if it is continued
+        # The texts of requests that wait for the last text of their line.
+        self._texts: dict[str, list[Result]] = {}
         if not resume or not path.is_file():
             check_new_file(path, hint="continue it with --resume, or name another file")
             return
@@ -90,7 +91,7 @@ class ResultFile:
             name = str(record.get("custom_id", record["id"]))
             job = record["job"]
             prompt_digest = str(job.pop("request", _OLD + digest(record.get("prompt"))))
-            job.pop("prompts", None)  # of version 0.2: a digest of all lines
+            job.pop("prompts", None)  # version 0.2 stored a digest of all lines
             if job.get("rule") == "auto":  # up to version 0.3; the rules of one job may differ
                 job["rule"] = "seeded"
             if job not in self._jobs:
@@ -104,7 +105,7 @@ class ResultFile:
             self.done.update((name, record.get("sample", i)) for i in range(n))
         if self._jobs:
             seed, ours = self._jobs[0].get("seed"), self.job["seed"]
-            # The seed of the file, unless the user set another.
+            # Use the seed of the file, unless the user set another one.
             if isinstance(seed, int) and ours in (None, seed):
                 self.job |= {"seed": seed, "seed_given": self._jobs[0].get("seed_given") is True}
             self._check()  # comes first, because every request includes the settings of the command line
@@ -119,7 +120,7 @@ class ResultFile:
             raise self._refused(_OTHER_PROMPTS.format(name))
 
     def _records(self) -> Iterator[dict[str, Any]]:
-        """Yield the records; an incomplete last line is left out if it is the beginning of one."""
+        """Yield the records; an incomplete last line is left out if it could begin a record."""
         self._n_bytes = 0
         with self.path.open("rb") as file:
             for number, line in enumerate(file, 1):
@@ -153,15 +154,15 @@ class ResultFile:
                 raise self._refused(f"was made with other settings: {'; '.join(differences)}")
 
     def open(self, model: Model, seed: int) -> None:
-        """Open it for appending, now that the model and the seed are known.
+        """Open the file for appending, now that the model and the seed are known.
 
         An incomplete last line and the records of errors are removed first.
 
         Raises:
-            ConfigError: it was made with another model, or cannot be written.
+            ConfigError: the file was made with another model, or cannot be written.
         """
         theirs = self._jobs[0].get("model") if self._jobs else None
-        is_old = theirs == model.quick_key[:16]  # of a version before 0.4
+        is_old = theirs == model.quick_key[:16]  # the file is from a version before 0.4
         self.job |= {"model": theirs if is_old else model.fingerprint[:16], "seed": seed}
         self._check()
         try:
@@ -213,7 +214,8 @@ class ResultFile:
                 with writing(self.path, _KEPT):
                     sync(self._file)
         finally:
-            with contextlib.suppress(OSError):  # after a failed write it tries again, and fails
+            # After a failed write, close() writes again and fails again.
+            with contextlib.suppress(OSError):
                 self._file.close()
 
 

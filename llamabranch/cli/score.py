@@ -1,4 +1,4 @@
-"""``llamabranch score``: how probable a text is under a model, and which of several it prefers."""
+"""``llamabranch score``: how probable a text is for a model, and which text it prefers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ScoreFlags:
     top: int = option(0, "Show the N most probable tokens.", min=0)
 
     def given(self) -> tuple[str, ...]:
-        """Return the texts to score; ConfigError without any."""
+        """Return the texts to score; ConfigError if there are none."""
         texts = (*(self.texts or ()), *map(read_prompt_file, self.files or ()))
         if not texts:
             piped = read_piped_text()
@@ -151,7 +151,7 @@ def _record(ctx: Context, text: str, scores: Sequence[TokenScore]) -> dict[str, 
 
 
 def _totals(logprobs: Sequence[float], n: int) -> dict[str, Any]:
-    """Return the sums over ``n`` tokens."""
+    """Return the number of tokens, their log-probability and their perplexity."""
     total = math.fsum(logprobs)
     return {"n_tokens": n, "logprob": total, "perplexity": exp(-total / n) if n else math.nan}
 
@@ -159,7 +159,7 @@ def _totals(logprobs: Sequence[float], n: int) -> dict[str, Any]:
 def _print(
     console: Console, records: Sequence[dict[str, Any]], top: int, *, with_tokens: bool
 ) -> None:
-    """Print a row for each text and, if asked for, for each token."""
+    """Print a row for each text and, if ``with_tokens``, one for each token of the first text."""
     if with_tokens:
         columns = ("token", "text", "logprob", "rank", "entropy", *("most probable",) * (top > 0))
         rows = []

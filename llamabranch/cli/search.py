@@ -1,4 +1,4 @@
-"""``llamabranch search``: the best of many continuations of a prompt, by any method of the library."""
+"""``llamabranch search``: find the best continuation of a prompt, by any method of the library."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NEED_REWARD = ("steps", "mcts")
 DRAFTED = ("best-of", "vote", "steps", "mcts")
 # Methods that need a limit of tokens, because they weigh or compare texts by length.
 NEED_LIMIT = ("beam", "smc", "mcts")
-_MOST_SEQUENCES = 33  # of the cache; a wider search decodes in waves
+_MOST_SEQUENCES = 33  # the most sequences of the cache; a wider search decodes in waves
 _CELLS_PER_TEXT = 256
 _LEAST_CELLS = 2048
 _NONE_HINT = "raise -n, or allow shorter texts in the grammar; for smc also raise --width"
@@ -73,7 +73,7 @@ class MethodFlags:
     tree: bool = option(False, "Draw the tree of the search.", "--tree")
 
     def searching(self, text: TextFlags) -> Callable[..., SearchResult]:
-        """Return the search without its branch; ConfigError for options that exclude each other."""
+        """Return the search, a function of a branch; ConfigError if options exclude each other."""
         choice("method", self.method, WIDTHS)
         name, n, step = self.method, self.n, self.step.replace("\\n", "\n").replace("\\t", "\t")
         if name in NEED_REWARD and self.reward is None:
@@ -105,13 +105,13 @@ class MethodFlags:
 
     @property
     def n_sequences(self) -> int:
-        """The sequences of the cache that the search can use."""
+        """How many sequences the search can use."""
         if self.method == "mcts":
             return _MOST_SEQUENCES
         return max(2, min(self.n + 1, _MOST_SEQUENCES))
 
     def params(self, params: SamplingParams) -> SamplingParams:
-        """Return the sampling settings for the method: particles must not be truncated."""
+        """Return the sampling settings; by default "smc" has no top-k, top-p or min-p."""
         off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} if self.method == "smc" else {}
         default = SamplingParams()
         unset = {k: v for k, v in off.items() if getattr(params, k) == getattr(default, k)}

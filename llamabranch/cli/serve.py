@@ -30,7 +30,7 @@ from .options import (
     vocabulary,
 )
 
-_MOST_CELLS = 8192  # of the cache, unless --n-ctx is given
+_MOST_CELLS = 8192  # cells of a cache that the texts share, unless --n-ctx is given
 _CELLS_PER_TEXT = 2048  # the fewest cells of a text if each has its own
 _PARALLEL = 8
 _KEY_VARIABLE = "LLAMA_API_KEY"  # llama-server reads it too
@@ -129,8 +129,9 @@ class ServedModels(DraftFlags):
     def sized(self, trained: int | None, drafters: tuple[str, ...]) -> LoadOptions:
         """Return the number of texts, and the layout and size of their cache.
 
-        As in llama-server, the texts get non-unified KV if ``--parallel`` is set. With a drafter they do
-        not, because drafts differ in length. ``trained`` is the length that the model was trained for.
+        As in llama-server, the cache can be divided among the texts if ``--parallel`` is set. With
+        a draft model it is unified, because drafts differ in length. ``trained`` is the length that
+        the model was trained for.
         """
         if self.parallel == 0:
             raise ConfigError("--parallel must be at least 1, or -1")

@@ -1,4 +1,4 @@
-"""A tree in the terminal: each line has the probability of its first token, text and figures."""
+"""A tree in the terminal: a line has a text, the probability of its first token, and figures."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def tree_of(texts: Sequence[Sequence[lb.Produced]]) -> list[TreeLine]:
 
 
 def drawn_tree(root: TreeLine, *, longest: int = 120, most_lines: int = 60) -> Tree:
-    """Return a tree for the terminal; at most ``most_lines`` lines, those nearest to the root."""
+    """Return a tree for the terminal, of the ``most_lines`` lines that are nearest to the root."""
     drawn = Tree(Text(_shown(root.text, longest, tail=True), style="bold"))
     waiting = [(root, drawn)]
     n_drawn = 0

@@ -69,8 +69,8 @@ class Context:
             meant = "pass the context that generates, for example lb.load(), not its model or name"
             instance("target", target, Context, meant)
         given = ContextParams(**options) if params is None else replace(params, **options)
-        # The decoder turns tokens into rows of logits; for branches, not for users. So is the K/V cache:
-        # which sequence holds which cells, and what can be done with it.
+        # The decoder turns tokens into rows of logits. The K/V cache records which sequence holds
+        # which cells, and what can be done with them. Both are for branches, not for users.
         resolved, self.capabilities, self.decoder = open_native(model, given, target)
         self.kv_cache = self.decoder.memory
         handle, native = self.decoder.handle, resolved.native()
@@ -80,7 +80,8 @@ class Context:
         self.n_batch, self.n_outputs_max = handle.n_batch, handle.n_outputs_max
         self.n_vocab = model.n_vocab
         self._owns_model = owns_model
-        # Every call on this context or its branches holds it, except for counts such as `n_seq_free`.
+        # Every call on this context or its branches holds this lock, except for counts such as
+        # `n_seq_free`.
         self.lock = handle.lock
         self.n_seq_max = handle.n_seq_max
         self.n_threads: int = native["n_threads"]
@@ -93,7 +94,7 @@ class Context:
         if resolved.prefix_cache:
             self.prefix_cache = self._open_prefix_cache(resolved.cache_ram)
         self._last_rows: list[LogitsRow] = []
-        self._last_end = 0  # where their sequence continues after the last of them
+        self._last_end = 0  # the position after the last of these rows
         self._is_warned = False
         self.release_threads()
 
@@ -109,7 +110,7 @@ class Context:
 
     def close(self) -> None:
         """Free the context; branches on it raise ClosedError from now on. Idempotent."""
-        self.decoder.handle.close_children()  # heads; not under this lock, because they have their own
+        self.decoder.handle.close_children()  # heads, which have locks of their own
         with self.lock:
             self.decoder.close()
         if self._owns_model:
@@ -129,7 +130,7 @@ class Context:
         return f"<Context of {self.model.name!r}: {self.n_ctx} cells, {self.n_seq_max} sequences>"
 
     def warn_if_inexact(self, n_rows: int) -> None:
-        """Warn, once, if logits of ``n_rows`` tokens in one decode differ from those of each alone."""
+        """Warn once if decoding ``n_rows`` tokens together changes their logits."""
         variation = self.capabilities.total_variation
         if self._is_warned or not variation or n_rows <= max(1, self.capabilities.exact_rows):
             return
@@ -172,9 +173,9 @@ class Context:
     def time_limit(self, seconds: float) -> Iterator[None]:
         """Interrupt what the ``with`` block decodes on this context after ``seconds``.
 
-        The call that decodes then raises DecodeInterruptedError, as after ``interrupt``; its ``results``
-        are the texts of ``complete`` and ``chat`` so far. Only one thread may enter the block; decodes of
-        other threads on this context are interrupted too.
+        The call that decodes then raises DecodeInterruptedError, as after ``interrupt``. The
+        ``results`` of that error are the texts of ``complete`` and ``chat`` so far. Only one thread
+        may enter the block; decodes of other threads on this context are interrupted too.
 
         Raises:
             ConfigError: ``seconds`` is not a positive number.
@@ -209,8 +210,8 @@ class Context:
     def mtp_head(self) -> Context | None:
         """Return the context of this model's own MTP layers, which drafts for this one; opened once.
 
-        None: the model has no such layers, or they cannot be opened, for example because the memory
-        that they would share is in use.
+        It is None if the model has no such layers, or if they cannot be opened, for example because
+        the memory that they would share is in use.
         """
         if self.model.n_mtp_layers and self._head is None:
             with self.lock, suppress(LlamaBranchError):
@@ -218,16 +219,17 @@ class Context:
         return self._head
 
     def keep_prefixes(self, most_idle: int = END) -> None:
-        """Open the prefix cache, unless ``prefix_cache`` was set or it would take sequences.
+        """Open the prefix cache, unless ``prefix_cache`` was set or too few ids are left for it.
 
-        ``most_idle``: the most cells of cached texts that nobody uses, if flash attention is off and each
-        token is computed against them, too. The largest number that was asked for counts.
+        ``most_idle``: the most cells that cached texts may hold while they are unused. It only
+        applies if flash attention is off, because each token is then computed against these cells
+        too. After several calls the largest number applies.
         """
         with self.lock:
             can = self.kv_cache.can_draft and not self.kv_cache.forks_copy
             if can and self.params.prefix_cache is None and self.n_seq_max <= MOST_WITH_PREFIXES:
                 if self.params.flash_attention is not False:
-                    most_idle = END  # it skips them
+                    most_idle = END  # flash attention skips such cells
                 before = self.prefix_cache
                 self.prefix_cache = before or self._open_prefix_cache(0)
                 self.prefix_cache.most_idle = max(most_idle, before.most_idle if before else 0)
@@ -289,7 +291,7 @@ class Context:
 
         Args:
             tokens: token ids, at least one.
-            position: must be the end of the sequence: its number of tokens.
+            position: the end of the sequence, which is its number of tokens.
             seq_id: 0 to n_seq_max - 1, not held by a branch.
             logits: which rows to keep for ``logits()``: "last", "all" or "none".
 
@@ -348,7 +350,7 @@ class Context:
         """Return a token drawn from a row of the last raw ``decode``, without appending it.
 
         The noise depends on ``params.seed`` and the position of the drawn token, so a second call gives
-        the same token, and a :class:`Branch` of these tokens draws it too.
+        the same token, and a :class:`Branch` with the same tokens draws it too.
         Penalties, DRY and grammars need a state; use a branch for them.
 
         Raises:
@@ -418,8 +420,8 @@ class Context:
             if start >= min(stop, length):
                 return
             partial = start > 0 or stop < length
-            # With a partial sliding window llama.cpp would remove them, and then compute from missing
-            # cells.
+            # If only a sliding window of cells is left, llama.cpp would drop the positions and then
+            # compute without the cells that it needs.
             if (partial and not self.kv_cache.can_cut(seq_id, start)) or not self.kv_cache.drop(
                 seq_id, start, END if stop >= length else stop
             ):
@@ -429,7 +431,7 @@ class Context:
                 )
 
     def kv_seq_keep(self, seq_id: int) -> None:
-        """Drop every other sequence that no branch holds."""
+        """Drop all sequences but this one, except for those that branches hold."""
         with self.lock:
             (seq_id,) = self._check_raw(seq_id)
             for other in range(self.n_seq_max):

@@ -45,7 +45,7 @@ from .request import (
 __all__ = ["Engine", "Target"]
 
 Target = AnyContext | Model | str | os.PathLike[str]
-_PARALLEL = 8  # texts at a time of an engine that opens its model: each has its part of the cache
+_PARALLEL = 8  # texts at a time, if the engine opens the context; each has its part of the cache
 
 
 class Engine:
@@ -60,23 +60,27 @@ class Engine:
     finished texts.
 
     Args:
-        target: the context that generates; at most its n_seq_max texts run at a time. Or a `Model`, or a
-            name or path as for `load`: then the engine opens a context, which is closed with it, with
-            2,048 tokens for each of ``parallel`` texts (8). Each text has its own part of the cache if
-            the memory can be divided and there is no draft model.
+        target: the context that generates; at most its n_seq_max texts run at a time. If you pass a
+            `Model`, or a name or path as for `load`, the engine opens a context with 2,048 tokens
+            for each of ``parallel`` texts (8), and closes that context when the engine is closed.
+            Each text has its own part of the cache if the memory can be divided and there is no
+            draft model.
         drafter: proposes the drafts. "auto" = drafts from MTP layers, from copies of the text so far and
-            from text that a grammar forces, if it measures that this is faster; None = plain decoding. To
-            draft for every text, a draft model's context needs as many sequences as the target.
+            from text that a grammar forces, if measurements show that this is faster; None = plain
+            decoding. To draft for every text, a draft model's context needs as many sequences as
+            the target.
         config: how much to draft; "auto" drafts as many tokens as raise the throughput of the batch.
         sampling: the settings for requests without any.
         max_tokens: the limit for requests without one.
-        seed: the seed from which those of requests without one are derived: the same requests get the
-            same texts each time. None = each call of ``generate`` or ``stream``, and each request that is
-            added, draws others; a request with the ``seed`` of a result in its ``sampling`` repeats it.
-        wait_s: how long to wait, in seconds, when others hold every sequence of the context and none of
-            the engine's own requests is running; then the waiting requests end with "capacity". Only
-            time in which nothing is decoded on the context counts; 0 = do not wait.
-        max_waiting: how many requests may wait at most; None = any number. ``add_request`` raises beyond.
+        seed: a request without a seed gets one that is derived from this seed. So the same requests
+            get the same texts each time. None = each call of ``generate`` or ``stream``, and each
+            added request, gets different texts. To repeat a result, pass its ``seed`` in the
+            ``sampling`` of a request.
+        wait_s: how long to wait for a sequence, in seconds, if others hold all of them and no
+            request of this engine is running. After that the waiting requests end with "capacity".
+            Time in which the context decodes for others does not count. 0 = do not wait.
+        max_waiting: how many requests may wait at most; None = any number. If more would wait,
+            ``add_request`` raises.
         parallel: the most texts at a time; None = as many as the target has sequences.
 
     Raises:
@@ -134,7 +138,7 @@ class Engine:
 
     @property
     def seed(self) -> int:
-        """The seed from which seeds of requests without one are derived."""
+        """The engine's seed. A request without a seed gets one that is derived from it."""
         return self._seed
 
     @seed.setter
@@ -142,7 +146,10 @@ class Engine:
         self._seed, self._repeats = whole("seed", seed), True
 
     def _draw_seed(self) -> int:
-        """Return the seed, or, if none was given, another one each time: first that one itself."""
+        """Return the seed for a call or an added request.
+
+        If the user passed no seed, each call of this method returns a different one.
+        """
         n, self._n_seeds = self._n_seeds, self._n_seeds + 1
         return self._seed if self._repeats or not n else derive_seed(self._seed, n)
 
@@ -163,7 +170,7 @@ class Engine:
     def add_request(self, request: AnyRequest, *, reports_tokens: bool = True) -> str:
         """Queue a request and return its id. You may call it from any thread.
 
-        A request without an id gets its number among the added ones.
+        A request without an id gets one: its number, counted over all added requests.
 
         Args:
             request: the request.
@@ -215,9 +222,9 @@ class Engine:
 
         If its prompt is being read, the running decode is stopped.
 
-        It applies to an added request, and to every open ``stream`` with an unfinished request of this
-        id, or a list of requests in which it is still to come; ids are unique only within one stream. An
-        unknown id is ignored.
+        This applies to an added request, and also to every open ``stream`` that has an unfinished
+        request with this id, or a list with such a request that is not read yet. Ids are unique
+        only within one stream. An unknown id is ignored.
         """
         self.core.abort(instance("request_id", request_id, str))
         for core in [ref() for ref in list(self._streams)]:
@@ -228,9 +235,9 @@ class Engine:
         """Accept no more requests; end the added ones, and return their last events.
 
         Args:
-            drain: finish them first. Otherwise they end with "cancelled".
+            drain: finish the added requests first. Otherwise they end with "cancelled".
 
-        The prefix cache of a context that you passed stays. A second call does nothing.
+        If you passed a context, its prefix cache is kept. A second call does nothing.
         """
         with self._adding:
             self._is_closed = True
@@ -264,7 +271,7 @@ class Engine:
             requests: requests or prompts (text, or messages for the model's chat template), read as they
                 are needed; a single one is a list of one.
             on_event: called with every event (a token, or the end of a text).
-            skip: texts that exist already and are not generated, as (id, sample).
+            skip: texts that exist already, as (id, sample). They are not generated.
 
         If a request fails, its result has the error; the others finish.
 
@@ -319,7 +326,7 @@ class Engine:
         return core.stream(source, self._draw_seed(), reports_tokens=reports_tokens)
 
     def explain(self) -> str:
-        """Return a description of its drafting and batching, with the measurements behind it."""
+        """Describe how the engine drafts and batches, and the measurements that led to this."""
         loop = self._drafting.loop
         if loop.drafter is not None:
             return loop.length.explain()

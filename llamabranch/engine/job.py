@@ -1,6 +1,6 @@
-"""A request in the engine, and each of its texts, a job: waiting, reading, running, parked, ended.
+"""A request in the engine (`Submission`), and its texts: each text is a `Job` with a state.
 
-A request begins with a prompt, or with a branch: its texts are then continuations of that branch.
+A request starts from a prompt or from a branch. In the second case its texts continue that branch.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ __all__ = [
     "Submission",
 ]
 
-Key = tuple[int, int, int]  # priority, number of the request, sample: the order of admission
+Key = tuple[int, int, int]  # (priority, number of the request, sample), in the order of admission
 
 
 class State(Enum):
-    """What a job does; `TRANSITIONS` says what may follow."""
+    """What a job does; `TRANSITIONS` lists the states that may follow."""
 
     WAITING = "waits in the queue"
     FOLLOWING = "is equal to another text so far: it waits, and gets the tokens of that one"
@@ -70,12 +70,13 @@ TRANSITIONS = {
 
 
 class SegmentEnd:
-    """Where a job is parked, besides where its text ends.
+    """Where a segment of a text ends. The job is parked there; a segment also ends with its text.
 
     Args:
-        text: after a token that completes this string.
-        n_tokens: after this number of tokens; 0: once all that it has is decoded.
-        entropy: before a token whose distribution has more entropy than this, nats.
+        text: the segment ends after a token that completes this string.
+        n_tokens: it ends after this number of tokens; 0 = as soon as all tokens of the job are
+            decoded.
+        entropy: it ends before a token whose distribution has more entropy than this, in nats.
     """
 
     def __init__(
@@ -87,10 +88,10 @@ class SegmentEnd:
 
     @classmethod
     def of(cls, step: str | int) -> SegmentEnd:
-        """Return the end of a step: after a token that completes a string, or after N tokens.
+        """Return the end that ``step`` describes: a string to end with, or a number of tokens.
 
         Raises:
-            ConfigError: an empty string, or no number of at least 1.
+            ConfigError: ``step`` is an empty string, or not a number of at least 1.
         """
         if not isinstance(step, str):
             return cls(n_tokens=whole("step", step, 1))
@@ -99,11 +100,11 @@ class SegmentEnd:
         return cls(text=step)
 
     def is_before(self, one: Produced, segment: Sequence[Produced]) -> bool:
-        """Return whether a segment of these tokens ends before another one."""
+        """Return whether the segment ends before the next token ``one``."""
         return self._entropy is not None and bool(segment) and one.entropy > self._entropy
 
     def is_after(self, segment: Sequence[Produced]) -> bool:
-        """Return whether a segment of these tokens has ended."""
+        """Return whether the segment ends after these tokens."""
         if self._n_tokens is not None and len(segment) >= self._n_tokens:
             return True
         return self._text is not None and self._text in "".join(one.text for one in segment)
@@ -113,8 +114,9 @@ class Beginning:
     """The branch that the texts of a request continue, with the draft state that has read it.
 
     Args:
-        branch: has its logits; it stays as it is, and lives as long as the request.
-        drafting: who drafts for the texts.
+        branch: a branch with logits for its next token. It is not changed, and must live as long as
+            the request.
+        drafting: drafts for the texts.
     """
 
     def __init__(self, branch: Branch, drafting: Drafting) -> None:
@@ -123,9 +125,9 @@ class Beginning:
         self._state: DraftState | None = None
 
     def draft_state(self) -> DraftState | None:
-        """Return the state to fork for each text, so that a drafter reads the beginning once.
+        """Return the draft state to fork for each text, so a drafter reads the branch only once.
 
-        None: nothing is drafted.
+        Return None if nothing is drafted.
         """
         loop, text = self._drafting.loop, self.branch.sequence
         if self._state is None and loop.drafter is not None:
@@ -147,30 +149,30 @@ class Beginning:
 
 
 class Submission:
-    """A request with its prompt tokenized; makes a job for each of its texts when its turn comes.
+    """A tokenized request. It creates the job of each text when that text's turn comes.
 
     Args:
         request, name: the request and its id.
         number: how many requests came before it.
-        drafting: who drafts for its texts, and on which context.
-        sampling, max_tokens, seed: the engine's, for what the request leaves out.
+        drafting: drafts for its texts; ``drafting.ctx`` is the context that generates.
+        sampling, max_tokens, seed: the engine's values, for requests that have none.
         samples: the numbers of the texts to generate.
         reports_tokens: whether there are events for tokens; without them log-probabilities are computed
-            only where the request asks for them.
-        beginning: the texts continue its branch, with the branch's own settings and grammar; the
-            request's prompt is not read.
+            only if the request asks for them.
+        beginning: has the branch that the texts continue, with the branch's own settings and
+            grammar. The request's prompt is then not read.
 
     Raises:
         ConfigError: an empty prompt for a model without a beginning token, or a bad stop string.
         TokenizeError: text or token ids the model does not know.
 
     Attributes:
-        model, context: what computes it.
+        model, context: the model and the context that generate.
         samples: the numbers of the texts that have not begun.
         jobs: its texts that have begun and have no result yet, by their numbers.
-        is_aborted: whether they are to end at the next step.
-        thinking: how its texts begin with a thought, None where they do not.
-        seed: of its first text.
+        is_aborted: whether its texts must end at the next step.
+        thinking: how its texts begin with a thought; None = they do not.
+        seed: the seed of its first text.
     """
 
     def __init__(
@@ -217,18 +219,21 @@ class Submission:
 
     @property
     def key(self) -> Key:
-        """The place in the queue of its next text."""
+        """The key of its next text in the queue."""
         return self.request.priority, self.number, self.samples[0]
 
     def next_job(self) -> Job:
-        """Begin its next text."""
+        """Create and return the job of its next text."""
         job = self.job(self.samples[0])
         self.jobs[job.sample] = job
         self.samples.popleft()
         return job
 
     def job(self, sample: int, like: Job | None = None) -> Job:
-        """Return a text of this number, by which its seed is derived; ``like``: with the same tokens."""
+        """Return a job for the text of this number, which also determines the seed.
+
+        With ``like``, the job starts with the tokens of that job.
+        """
         seed = self.seed if sample == 0 else derive_seed(self.seed, sample)
         job = Job(self, sample, self._params, self._max_tokens, seed)
         if like is not None:
@@ -244,25 +249,28 @@ class Job:
 
     Attributes:
         prompt: its token ids.
-        n_prompt: how many of them are the request's; once it answers, those of its thought follow.
-        n_read: how many of them come before those that were generated: all, unless it continues a text.
-        thought: the tokens of a thought that has ended, with those that were read after it.
-        output: the tokens and the text generated so far: of the thought, and then of the answer.
+        n_prompt: how many of them are the request's prompt. In an answer, the tokens of the thought
+            follow them.
+        n_read: how many of them count as prompt: all, unless the request has ``continues``.
+        thought: the tokens of a thought that has ended, including tokens that were added to end it.
+        output: the tokens and the text generated so far. The answer after a thought gets a new one.
         branch: the sequence it holds; None while it waits, and once it has ended.
-        running: its rounds; None until the prompt is read.
+        running: the text as the generation loop runs it; None until the prompt is read.
         state: what it does; ``become`` changes it.
         ends: where its segment ends; None = with the text.
-        like: the text that it began as a copy of, if any.
+        like: the job whose tokens it started with, if any.
         n_decoded: how many tokens of its prompt the last step has read.
-        error: why those could not be taken, or why it cannot be served at all.
-        shared: the job whose cells its prompt begins with, and the number of those tokens.
-        equals: other texts of the request that have been equal so far: they wait, and get its tokens.
-        key: its place in the queue; of the running jobs the one with the largest is preempted first.
+        error: why these tokens could not be read, or why the job cannot be served at all.
+        shared: the job with which it shares the cells of its first tokens, and the number of these
+            tokens.
+        equals: other texts of the request that have the same tokens so far. They wait, and get its
+            tokens.
+        key: its place in the queue. The running job with the largest key is preempted first.
         n_cached: prompt tokens that were in the cache when it was first admitted; None before.
         num_preemptions: how often it was preempted.
-        constraint: asks that of the request, None without one.
+        constraint: calls the request's constraint; None if there is none.
         scores: the ratings of the prompt's tokens so far, if they are asked for.
-        is_announced: whether those who look know that it is being read.
+        is_announced: False until the first progress report, if the request asks for reports.
     """
 
     def __init__(
@@ -302,7 +310,7 @@ class Job:
         self._n_before = 0  # tokens of its output before the segment
         self.branch: Branch | None = None
         self.running: RunningText | None = None
-        self._before: RunningText | None = None  # of the thought, until the answer begins
+        self._before: RunningText | None = None  # ``running`` of the thought until the answer runs
         self.n_decoded = 0
         self.error: LlamaBranchError | None = None
         self.shared: tuple[Job | None, int] = (None, 0)
@@ -310,7 +318,7 @@ class Job:
         self.n_cached: int | None = None
         self.num_preemptions = 0
         self.scores: list[TokenScore | None] = [None]
-        self._reading: Reading | None = None  # where somebody looks
+        self._reading: Reading | None = None  # only if the request asks for progress
         self.is_announced = True
         self._admitted: float | None = None
         self._first: float | None = None
@@ -321,7 +329,7 @@ class Job:
         return f"<Job {self.name!r} sample {self.sample}, {n} tokens>"
 
     def _answer_output(self) -> OutputBuffer:
-        """Return an empty buffer for the answer: for as many tokens as the thought has left."""
+        """Return an empty buffer for the answer; its limit is what the thought has left over."""
         request, most = self.request, self._max_tokens
         return OutputBuffer(
             None if most is None else max(0, most - len(self.thought)),
@@ -330,7 +338,7 @@ class Job:
 
     @property
     def sampling(self) -> SamplingParams:
-        """Its settings: before its ``min_tokens`` no token that ends the text may be drawn."""
+        """Its settings. Until it has ``min_tokens``, tokens that end the text are forbidden."""
         bias = self._sampling.logit_bias
         if len(self.output.tokens) < self.output.min_tokens and not self.shares_thought:
             ends = {*self.submission.model.eog_tokens, *self.request.stop_tokens}
@@ -339,12 +347,12 @@ class Job:
 
     @property
     def seed(self) -> int:
-        """The seed of its draws; texts that share a thought draw it with that of the first text."""
+        """The seed of its draws. A shared thought is drawn with the first text's seed."""
         return self.submission.seed if self.shares_thought else self._seed
 
     @property
     def grammar(self) -> Grammar | str | None:
-        """The grammar of what it generates now: that of the request, and none of a thought."""
+        """The grammar that it follows now: None in a thought, and otherwise the request's."""
         return None if self.is_thinking else self.request.grammar
 
     # -- its states ----------------------------------------------------------------------------------
@@ -382,7 +390,7 @@ class Job:
         return self.ends.is_after(self.segment)
 
     def close_segment(self) -> None:
-        """Drop what was drafted beyond the end; the last token is to be decoded, if it is not yet."""
+        """Drop tokens drafted beyond the end, and have the last token decoded if it is not yet."""
         n = len(self.prompt) + len(self.output.tokens)
         if self.text.position > n:
             self.held.rewind(n)
@@ -391,14 +399,14 @@ class Job:
             self.become(State.CLOSING)
 
     def rest(self) -> None:
-        """End its rounds; it keeps its sequence."""
+        """Stop generating, but keep the sequence."""
         running, self.running = self.running, None
         if running is not None:
             running.close()
 
     @property
     def is_thinking(self) -> bool:
-        """Whether what it generates is a thought, or may be the beginning of one."""
+        """Whether it generates a thought, or a text that may still become one."""
         return isinstance(self.output, ThoughtBuffer)
 
     @property
@@ -413,11 +421,12 @@ class Job:
         return self.is_thinking and thinking is not None and thinking.is_shared
 
     def answer(self) -> list[Event]:
-        """Begin the answer after a thought that has ended; without one nothing happens.
+        """Begin the answer if a thought has ended; otherwise do nothing.
 
-        Returns the event that reports the thought's tokens.
+        Return the event that reports the thought's tokens, if there is one.
 
-        The forced tokens after the thought are read next. Without any, its last token is read again.
+        The forced tokens after the thought are read next. If there are none, the last token of the
+        thought is read again.
         """
         output = self.output
         if not isinstance(output, ThoughtBuffer) or output.ended is None:
@@ -443,41 +452,47 @@ class Job:
 
     @property
     def is_reading(self) -> bool:
-        """Whether it reads its prompt, and after a preemption what it has generated."""
+        """Whether it reads its prompt (after a preemption also the tokens generated so far)."""
         return self.state is State.READING
 
     @property
     def may_be_equal(self) -> bool:
-        """Whether its tokens need no more than a row of logits, which another text may share."""
+        """Whether it needs only a row of logits for a token, so that equal texts can share it."""
         asked = self.request
         is_plain = asked.constraint is None and not asked.min_tokens and self.ends is None
         return is_plain and asked.prompt_logprobs is None and asked.on_round is None
 
     @property
     def can_draw_others(self) -> bool:
-        """Whether equal texts may be drawn from its rows; with drafts not if they have states."""
+        """Whether equal texts may be drawn from its rows.
+
+        With a drafter this needs the rule "seeded" and a sampler without state.
+        """
         drafting = self.submission.drafting
         is_seeded = drafting.config.rule == "seeded"
         return drafting.loop.drafter is None or (is_seeded and self.text.sampler.is_stateless)
 
     def admit(self, branch: Branch, n_cached: int) -> None:
-        """Give it a sequence that holds the first ``n_cached`` tokens of it."""
+        """Give it a branch that holds its first ``n_cached`` tokens."""
         self.branch = branch
         self.become(State.READING)
-        if self.wants_rows:  # those before ``logprobs_from`` are left out
+        if self.wants_rows:  # cached tokens are before ``logprobs_from``: no score
             self.scores += [None] * (n_cached + 1 - len(self.scores))
         self.note_admitted(n_cached)
         if self.request.prompt_progress or self.request.on_prompt_progress is not None:
             self._reading, self.is_announced = Reading(n_cached, self.n_to_cache), False
 
     def note_admitted(self, n_cached: int) -> None:
-        """Note that it begins, with ``n_cached`` tokens of its prompt in the cache; once."""
+        """Note the first time that it is admitted, with ``n_cached`` tokens in the cache."""
         if self._admitted is None:
             self._admitted = perf_counter()
             self.n_cached = n_cached
 
     def begin(self) -> list[Produced]:
-        """Let it run: all is read. Return what it emits: a token, or none where its last one is next."""
+        """Start to generate, after all tokens were read. Return the token that it draws, if any.
+
+        The list is empty if the last token is still to be decoded, or if the text ends here.
+        """
         request, output, drafting = self.request, self.output, self.submission.drafting
         loop, rule, like = drafting.loop, drafting.config.rule, None
         if self.constraint is not None and not self.is_thinking:
@@ -515,7 +530,7 @@ class Job:
         running.on_round = request.on_round
         if before is not None:
             before.close()
-        if not self.shares_thought:  # else they get its tokens
+        if not self.shares_thought:  # with a shared thought they just get its tokens
             running.other_seeds = [each.seed for each in self.equals]
         self.become(State.RUNNING)
         if len(running.text.tokens) < len(self.prompt) + len(output.tokens):
@@ -528,14 +543,14 @@ class Job:
         return [] if self.text.is_behind else [running.draw()]
 
     def release(self) -> None:
-        """Free the sequences it holds, that of its drafter included; it can get others."""
+        """Free its sequence, and its drafter's. It can be admitted again."""
         opened, branch = (self.running, self._before), self.branch
         self.running, self._before, self.shared = None, None, (None, 0)
         try:
             for running in opened:
                 if running is not None:
                     running.close()
-        finally:  # also if the drafter fails, which may be a user's
+        finally:  # also if the drafter fails: it may be a user's
             if branch is not None and not branch.ctx.closed:
                 if self.submission.beginning is None:
                     branch.sequence.keep_cached(is_last=True)
@@ -553,7 +568,7 @@ class Job:
 
     @property
     def text(self) -> Text:
-        """What it reads into."""
+        """The text of its branch."""
         return self.held.sequence
 
     @property
@@ -591,7 +606,10 @@ class Job:
         return self.to_cache[self.held.position :]
 
     def read(self, tokens: Sequence[int], rows: Sequence[LogitsRow]) -> None:
-        """Append decoded tokens of ``unread``, whose logits are ``rows``, or only after the last one."""
+        """Append tokens of ``unread`` that were decoded.
+
+        ``rows`` has the logits after each of them, or only after the last one.
+        """
         branch = self.held
         start = branch.position
         if self.wants_rows:
@@ -607,7 +625,7 @@ class Job:
             self.text.append_unscored(tokens[n:], row)
 
     def note_read(self) -> list[Event]:
-        """Report how much of ``to_cache`` is in the cache to those who look; return the event of it."""
+        """Report how much of ``to_cache`` is in the cache; return the event, if one is needed."""
         self.is_announced = True
         if self._reading is None:
             return []
@@ -622,16 +640,16 @@ class Job:
     def emit(self, one: Produced) -> list[Event]:
         """Add a token to the output; return the event of its text, if any."""
         reports, of = self.submission.reports_tokens, (self.name, self.sample)
-        # This line does it all: what comes between two lines loses no event.
+        # This is one line so that an interrupt between two lines cannot lose an event.
         return [Event(*of, it)] if (it := self.output.add(one)) and reports else []
 
     def break_off(self, reason: str | None = None) -> list[Event]:
-        """End its output, as ``OutputBuffer.break_off``; return the event of text held back, if any."""
+        """End its output; return the event of text that was held back, if any."""
         reports, of = self.submission.reports_tokens, (self.name, self.sample)
         return [Event(*of, it)] if (it := self.output.break_off(reason)) and reports else []
 
     def note_token(self) -> None:
-        """Note that it got a token just now; after the last of its ``min_tokens`` it may end."""
+        """Note the time of a new token. Once the text has ``min_tokens``, it may end."""
         self._last = perf_counter()
         if 0 < self.output.min_tokens == len(self.output.tokens):
             self.held.resample(self.sampling)
@@ -643,7 +661,7 @@ class Job:
         emitted = [*self.thought, *self.output.emitted]
         tokens = [*(one.token for one in self.thought), *self.output.tokens]
         n_thought, thought, text = len(self.thought), self.thought_text, self.output.text
-        if isinstance(self.output, ThoughtBuffer):  # it has ended with the thought
+        if isinstance(self.output, ThoughtBuffer):  # there is no answer
             n_thought, thought, text = len(tokens), self.output.thought, ""
         self.stats.num_emitted_tokens = len(tokens)
         self.stats.count_constraint(self.constraint)
@@ -681,7 +699,7 @@ class Job:
         )
 
     def _pieces(self, emitted: Sequence[Produced]) -> dict[int, bytes]:
-        """Return the bytes of all tokens that its ``logprobs`` name, if it has any."""
+        """Return the bytes of all tokens in its ``logprobs``; {} if it has none."""
         if self.request.top_logprobs is None:
             return {}
         named = {a.token for one in emitted for a in one.alternatives}

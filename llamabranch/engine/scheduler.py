@@ -1,4 +1,7 @@
-"""Which jobs hold a sequence: admission, shared beginnings, parking, preemption. It decodes nothing."""
+"""Decides which jobs hold a sequence: admission, shared prefixes, parking and preemption.
+
+The scheduler decodes nothing.
+"""
 
 from __future__ import annotations
 
@@ -19,24 +22,24 @@ class Scheduler:
     """Keeps the queue and the jobs that hold a sequence.
 
     Jobs are admitted in the order of their keys while a sequence is free and the cache has room for their
-    prompt. A job whose prompt begins like that of another one shares those cells instead of decoding
-    them again; so does one whose prompt begins like a text in the prefix cache.
-    Only the head of the queue is looked at in a step.
+    prompt. If a prompt begins like another job's prompt, or like a text in the prefix cache, the
+    job shares those cells instead of decoding the tokens again. If the first job in the queue does
+    not fit, the jobs behind it wait too.
 
-    A job that is parked keeps its sequence until others need it; if it has lost it, its tokens are read
-    again before it continues.
+    A parked job keeps its sequence until other jobs need it. A job that has lost its sequence reads
+    its tokens again before it continues.
 
     Args:
-        ctx: whose sequences they are.
-        limit: how many jobs may be active at a time; None for as many as there are sequences.
-        stats: counts the prompt tokens that are not decoded.
+        ctx: the context that has the sequences.
+        limit: how many jobs may be active at a time; None = as many as there are sequences.
+        stats: the engine's totals, for the prompt tokens that are shared or cached.
 
     Attributes:
-        active: the jobs that are decoded: those prefilling their prompt and those generating.
-        idle: those that hold a sequence only until others need it, least recently used first.
+        active: the jobs that read their prompt or generate.
+        idle: the jobs that hold a sequence only until others need it, least recently used first.
         most_held: the most sequences that were held at a time.
         paused: ids of requests whose texts are not continued for now.
-        no_sequence: why no job could be admitted, while no job is active; None if one could.
+        no_sequence: the error, if no job is active and others hold all sequences; otherwise None.
     """
 
     def __init__(self, ctx: Context, limit: int | None, stats: EngineStats) -> None:
@@ -49,7 +52,7 @@ class Scheduler:
         self.paused: set[str] = set()
         self.no_sequence: SequencesExhaustedError | None = None
         self._queue: list[tuple[Key, Submission | Job]] = []  # a heap; keys are unique
-        self._known: dict[str, Submission] = {}  # those with unfinished texts, by id
+        self._known: dict[str, Submission] = {}  # requests with unfinished texts, by id
 
     # -- the queue -----------------------------------------------------------------------------------
 
@@ -92,7 +95,7 @@ class Scheduler:
         return None
 
     def requeue(self, job: Job) -> None:
-        """Let a text that has begun wait in the queue."""
+        """Put a text that has begun back into the queue."""
         job.become(State.WAITING)
         self._push(job)
 
@@ -128,7 +131,7 @@ class Scheduler:
         self._push(job)
 
     def jobs_of(self, submission: Submission) -> list[Job]:
-        """Return the jobs of a request that have no result; make those that have not begun."""
+        """Return the unfinished jobs of a request; create those that do not exist yet."""
         while submission.samples:
             submission.next_job()
         return list(submission.jobs.values())
@@ -154,9 +157,10 @@ class Scheduler:
         job.release()
 
     def _heir(self, job: Job) -> tuple[Job | None, int]:
-        """Return the waiting text of the same branch that begins most like one that ends, if any does.
+        """Return the waiting job that can take over the sequence of ``job``, which ends.
 
-        And how many tokens they share.
+        It is the text of the same branch that has the most tokens in common with ``job``, or None.
+        Also return how many tokens these are.
         """
         cells, best, n_best = job.cells, None, len(job.prompt)
         for _, other in self._queue:
@@ -169,7 +173,7 @@ class Scheduler:
         return best, n_best
 
     def _hand_over(self, source: Job, job: Job, n: int) -> None:
-        """Give a job the sequence of another one, which has none then, with its first ``n`` tokens."""
+        """Move the sequence of ``source``, cut to its first ``n`` tokens, to another job."""
         source.rest()
         branch, source.branch = source.held, None
         if n < branch.position:
@@ -178,18 +182,18 @@ class Scheduler:
         self._activate(job, branch, n, None)
 
     def rebuild(self) -> None:
-        """Queue all unfinished texts again: a step was broken off, in the middle of anything."""
+        """Queue all unfinished texts again: a step was interrupted at an unknown point."""
         queue: list[tuple[Key, Submission | Job]] = []
         jobs = [job for s in self._known.values() for job in s.jobs.values()]
         for job in {*jobs, *self.active, *self.idle}:
-            # Of a user's drafter; what broke the step off is raised.
+            # A user's drafter may fail; the error that interrupted the step is raised instead.
             with suppress(Exception):
                 self._preempt(job)
         self.active.clear()
         self.idle.clear()
         for submission in self._known.values():
             if submission.samples and submission.samples[0] in submission.jobs:
-                submission.samples.popleft()  # it had just begun
+                submission.samples.popleft()  # its job had just been created
         for name in [n for n, s in self._known.items() if not (s.jobs or s.samples)]:
             del self._known[name]
         for job in jobs:
@@ -204,7 +208,7 @@ class Scheduler:
 
     @property
     def n_waiting(self) -> int:
-        """How many requests have a text that has never had a sequence. From any thread."""
+        """How many requests have a text that has never had a sequence. Callable from any thread."""
         return sum(
             bool(s.samples) or any(job.n_cached is None for job in list(s.jobs.values()))
             for s in self.unfinished()
@@ -212,7 +216,7 @@ class Scheduler:
 
     @property
     def is_stalled(self) -> bool:
-        """True if all that is unfinished is paused."""
+        """True if all unfinished requests are paused."""
         return not self._queue and not self.active
 
     def close(self) -> None:
@@ -226,7 +230,7 @@ class Scheduler:
             for jobs in (self.active, self.idle):
                 while jobs:
                     jobs.pop().release()
-        finally:  # the others too, if a drafter fails to close its state
+        finally:  # release the others too if a drafter fails to close its state
             if self.active or self.idle:
                 self._release_all()
 
@@ -238,10 +242,10 @@ class Scheduler:
     # -- sequences -----------------------------------------------------------------------------------
 
     def admit(self) -> list[Job]:
-        """Give sequences to waiting jobs; remove and return those that cannot be served: see ``error``.
+        """Give sequences to waiting jobs; return the refused ones, each with its ``error``.
 
-        If others hold every sequence of the context, the jobs stay queued; if no job is active then,
-        ``no_sequence`` holds the error.
+        If others hold every sequence of the context, the jobs stay queued. If no job is active
+        either, ``no_sequence`` is the error.
         """
         refused: list[Job] = []
         before, self.no_sequence = self.no_sequence, None
@@ -260,9 +264,10 @@ class Scheduler:
         return refused
 
     def _joins(self, job: Job) -> bool:
-        """Let a text that has not begun wait beside one of its request that reads the same prompt.
+        """Let a new text follow another text of its request, which still reads the prompt.
 
-        Not where its tokens need more than a row of logits, unless the thought before them is shared.
+        The new text then waits, and gets its tokens from the other one. Return False if that is
+        impossible, for example because the new text needs more than a row of logits for each token.
         """
         if job.n_cached is not None or job.request.n == 1 or job.output.tokens:
             return False
@@ -281,9 +286,9 @@ class Scheduler:
         return False
 
     def answer(self, job: Job) -> list[Event]:
-        """Let a text, and those equal to it, begin their answers; each by itself if need be.
+        """Let a text and its equal texts begin their answers: together if that is possible.
 
-        Returns the events that report their thoughts.
+        Return the events that report their thoughts.
         """
         equals = job.equals
         events = [event for each in (job, *equals) for event in each.answer()]
@@ -294,7 +299,7 @@ class Scheduler:
         return events
 
     def part(self, job: Job, other: Job) -> bool:
-        """Give a text that was equal to ``other`` a sequence of its own; False if it waits for one.
+        """Give a text that was equal to ``other`` its own sequence; return False if it must wait.
 
         The sequence holds all tokens but the last one. Nothing is decoded.
         """
@@ -308,7 +313,7 @@ class Scheduler:
         return False
 
     def _fork(self, job: Job, source: Branch, n: int) -> Branch:
-        """Return a root for a job, with the first ``n`` tokens of ``source`` and its settings."""
+        """Return a root branch for a job; it copies ``n`` tokens and the settings of ``source``."""
         with self._ctx.lock:
             branch = Branch(self._ctx, source.sequence.sampler.clone(), job.seed, source)
             if n < branch.position:
@@ -317,7 +322,10 @@ class Scheduler:
             return branch
 
     def _activate(self, job: Job, branch: Branch, n_cached: int, shared: Job | None) -> None:
-        """Give a job a sequence that holds its first tokens, of another job if it shares them."""
+        """Give a job a branch that holds its first ``n_cached`` tokens.
+
+        ``shared`` is the job with which it shares these tokens, if any.
+        """
         job.shared = (shared, n_cached if shared is not None else 0)
         if shared is not None or job.submission.beginning is not None:
             self._stats.shared_prompt_tokens += n_cached
@@ -326,7 +334,7 @@ class Scheduler:
         self.most_held = max(self.most_held, len(self.active) + len(self.idle))
 
     def _admit(self, job: Job, before: SequencesExhaustedError | None) -> bool:
-        """Give the head of the queue a sequence, make room, or note its error; False: it has to wait."""
+        """Give the first waiting job a sequence or an error; return False if it must wait."""
         n_tokens, job.error = job.n_to_cache, None
         if n_tokens > self._ctx.n_ctx_seq:
             job.error = CacheFullError.of_prompt(n_tokens, self._ctx.n_ctx_seq)
@@ -363,7 +371,7 @@ class Scheduler:
         return True
 
     def _opened(self, job: Job, source: Job | None, n: int) -> tuple[Branch, int]:
-        """Return a branch for a job, and how many of its tokens that holds, shared with ``source``."""
+        """Return a branch for a job, and how many of the job's tokens it already holds."""
         beginning = job.submission.beginning
         if beginning is not None:
             return self._fork(job, beginning.branch if source is None else source.held, n), n
@@ -374,7 +382,7 @@ class Scheduler:
             return branch, n
         try:
             n = branch.sequence.take_cached(wanted, job.n_read)
-        except GrammarError:  # forbids what the request continues
+        except GrammarError:  # the grammar forbids the text that the request continues
             branch.prune()
             raise
         n = min(n, len(job.prompt))
@@ -384,7 +392,8 @@ class Scheduler:
     def _best_prefix(self, job: Job) -> tuple[Job | None, int]:
         """Return the job that shares the longest prefix with this one, and how many tokens.
 
-        None if the prefix cache has a longer one, or, for a text of a branch, that branch itself.
+        The job is None if the prefix cache has a longer prefix, or if no job shares more than the
+        branch that the request continues.
         """
         if job.wants_rows:
             return None, 0
@@ -416,7 +425,8 @@ class Scheduler:
         prefixes = self._ctx.prefix_cache
         n_kept = 0 if prefixes is None else prefixes.n_common(tokens)
         if n_kept == best[1] and memory.forks_copy:
-            # Cells of a cached prefix may be evicted, those of a running one are copied.
+            # Take the cached prefix: its cells may be evicted; a running job's cells would be
+            # copied.
             return None, 0
         return (None, 0) if n_kept > best[1] else best
 
@@ -425,7 +435,8 @@ class Scheduler:
     def _make_room(self, n: int, source: Job | None, *, is_first: bool) -> bool:
         """Make room for a job that decodes ``n`` tokens, besides the next ones of the active jobs.
 
-        ``source``: what it begins like. ``is_first``: whether it has not been looked for in vain before.
+        ``source`` is the job whose first tokens it shares. ``is_first`` is False if the last
+        attempt found no free sequence.
         """
         is_idle = (
             source is not None and source in self.idle
@@ -439,16 +450,16 @@ class Scheduler:
         return True
 
     def _free_one(self, source: Job | None = None) -> bool:
-        """Return whether a sequence is free; if need be that of an idle job, but for ``source``."""
+        """Return whether a sequence is free; an idle job other than ``source`` may lose its own."""
         return self._ctx.n_seq_free > 0 or self._give_up_idle(source)
 
     def make_room(self, n: int, source: Job) -> None:
-        """Have ``n`` sequences free, as far as those of idle jobs allow it."""
+        """Free sequences of idle jobs other than ``source`` until ``n`` sequences are free."""
         while self._ctx.n_seq_free < n and self._give_up_idle(source):
             pass
 
     def _give_up_idle(self, source: Job | None = None) -> bool:
-        """Free the sequence of an idle job other than ``source``; False without such a job."""
+        """Free the sequence of an idle job other than ``source``; return False if there is none."""
         idle = [job for job in self.idle if job is not source]
         if not idle:
             return False
@@ -457,9 +468,9 @@ class Scheduler:
         return True
 
     def preempt(self) -> bool:
-        """Free the sequence of an idle job, or of the newest one, which then waits.
+        """Free the sequence of an idle job, or else of the newest active job, which waits.
 
-        False: no other is active.
+        Return False if fewer than two jobs are active.
         """
         if self._give_up_idle():
             return True
@@ -477,7 +488,7 @@ class Scheduler:
 
 
 def _not_scored(job: Job) -> list[int]:
-    """Return the tokens of a job that the prefix cache may give it."""
+    """Return the first tokens of a job, which may come from the prefix cache."""
     tokens = job.to_cache[:-1]
     if job.wants_rows:  # the token before the first scored one has to be decoded
         tokens = tokens[: max(0, min(job.request.logprobs_from, len(job.prompt)) - 1)]

@@ -78,7 +78,7 @@ class SpeculativeConfig:
 
 
 class Drafting:
-    """One drafter's work for the texts of a context.
+    """Drafts for the texts of a context with one drafter, and keeps the draft states.
 
     A text has at most one draft state, which belongs to the drafter that drafted last for this
     text. The state is kept between generations, so that the drafter decodes no text twice. A text

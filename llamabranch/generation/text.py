@@ -4,7 +4,8 @@
 documented otherwise, methods expect valid arguments, and the caller must hold the context's lock.
 
 The last token may be drawn but not decoded yet. The cache is then one token shorter than the text;
-there is no flag for this. Code that needs its logits or its cell first decodes it (``settle``).
+there is no flag for this. Code that needs the logits after that token, or its cell, first decodes
+it (``settle``).
 """
 
 from __future__ import annotations
@@ -34,26 +35,29 @@ class Text:
 
     Args:
         ctx: the context that holds it.
-        seq_id: an empty sequence that the caller holds; None = allocate one, and free it with this.
-        sampler: turns its logits into distributions; has accepted the tokens of ``parent``, if any.
+        seq_id: an empty sequence that the caller holds; None = allocate one, which is freed
+            together with this text.
+        sampler: turns the logits into distributions. It must have accepted the tokens of
+            ``parent``, if there is one.
         seed: the seed of its draws.
         parent: the sequence to start as a copy of, sharing its cells; None = start empty.
 
     Attributes:
-        lock: the context's.
+        lock: the lock of the context.
         tokens: all ids, including the prompt and inherited tokens.
         n_prompt: how many of them were prefilled, not generated.
         appended: (start, end) of each later run of tokens that was read, not generated; ascending.
         surprisals: -log p of the tokens after the prompt, nats; NaN where it was not computed.
         fork_position: how many tokens it shared with the parent when it was forked.
-        finish_reason: why the last generation ended, as its output says; None before the first.
+        finish_reason: why the last generation ended, see `OutputBuffer`; None before the first one
+            and after a change of the text.
         is_pruned: True once the sequence id was returned.
         row: the logits after the last token; None or invalid if unavailable, see ``logits_row``.
-        held: what the last round has brought and nobody has given out yet. All but an EOG token are
-            at the end of ``tokens``. Code that changes the text, or asks for its next token, drops
-            them.
-        version: changes with each change of the text.
-        draft_state: drafts for it between its generations, see `Drafting`; None if nothing does.
+        held: the tokens of the last round that are not given out yet. ``tokens``
+            ends with them, except for an EOG token, which is never in ``tokens``. Code that changes
+            the text, or asks for its next token, drops them.
+        version: a number that changes whenever the text changes.
+        draft_state: the draft state that is kept between generations, see `Drafting`; or None.
     """
 
     def __init__(
@@ -64,7 +68,7 @@ class Text:
         seed: int,
         parent: Text | None = None,
     ) -> None:
-        self.tokens: list[int] = []  # before others see the text, because errors about it show them
+        self.tokens: list[int] = []  # set first, because error messages about the text show them
         self.seq_id = -1
         if seq_id is None:
             used = () if parent is None else (parent.seq_id,)
@@ -91,7 +95,7 @@ class Text:
         self._incomplete: bytes | None = b""
         self._produced: Produced | None = None
         self._incomplete_after = b""  # the bytes that stay incomplete after ``_produced``
-        self._owned_by_prefix_cache = False  # the sequence id
+        self._owned_by_prefix_cache = False  # whether it owns the sequence id
         self._is_generating = False
         if parent is not None:
             self.fork_position = len(parent.tokens)
@@ -117,7 +121,7 @@ class Text:
 
     @property
     def position(self) -> int:
-        """How many tokens are given out; the position of the next one."""
+        """The number of tokens that are given out, which is the position of the next one."""
         return len(self.tokens) - self.n_held
 
     @property
@@ -127,7 +131,7 @@ class Text:
 
     @property
     def sampling(self) -> SamplingParams:
-        """The settings in effect. The seed is the current one, even if another was set later."""
+        """The settings in effect. Their seed is the current one, also after ``seed`` was set."""
         params = self.sampler.params
         # Forks share sampler settings, so those do not determine the seed in effect.
         if params.seed is None or params.seed == self._seed:
@@ -168,7 +172,7 @@ class Text:
 
     @property
     def n_decoded(self) -> int:
-        """How many tokens the text has without a last one that is not decoded yet."""
+        """The number of tokens, without the last one if it is not decoded yet."""
         return len(self.tokens) - self.is_behind
 
     @property
@@ -209,7 +213,7 @@ class Text:
             self.use_sampler(sampler)
 
     def constrain(self, state: ConstraintState | None) -> None:
-        """Draw under a constraint of the text since the last token that was read; None = freely again."""
+        """Constrain the text after the last token that was read; None removes the constraint."""
         with self.lock:
             if state is not None:
                 for token in self.tokens[self.answer_start :]:
@@ -257,7 +261,8 @@ class Text:
     def logits_row(self) -> LogitsRow:
         """Return the logits after the last token, valid while the lock is held.
 
-        If they are unavailable the last token is decoded. Checks that the text is usable.
+        It first checks that the text is usable. If the logits are unavailable, the last token is
+        decoded.
         """
         self.check_usable()
         if self.held:
@@ -299,7 +304,7 @@ class Text:
     # -- drawing -----------------------------------------------------------------------------------
 
     def produce(self) -> Produced:
-        """Return the next token. It is drawn once, until the state changes."""
+        """Return the next token. Until the state changes, each call returns the same token."""
         if self._produced is None or self.held:
             return self.produce_from(self.logits_row())
         self.check_usable()
@@ -346,9 +351,9 @@ class Text:
     def settle(self) -> None:
         """Make the cache hold exactly the tokens that are given out.
 
-        The last one may not be decoded yet; ``logits_row`` may have dropped it and found the cache full;
-        memory that cannot drop a tail was emptied when a decode failed; Ctrl-C may have come between a
-        decode and its bookkeeping.
+        The cache can hold others for four reasons. The last token is not decoded yet.
+        ``logits_row`` dropped it and then found the cache full. A decode failed, and memory that
+        cannot drop a tail was emptied. Or Ctrl-C came between a decode and its bookkeeping.
         """
         self.drop_held()
         ahead = self._cache.next_position(self.seq_id) - len(self.tokens)
@@ -359,7 +364,7 @@ class Text:
             self.logits_row()
 
     def unsettle(self) -> None:
-        """Have the last token decoded by the next decode, unless the logits after it are there."""
+        """Make the next decode include the last token, unless the logits after it are valid."""
         with self.lock:
             if not self.is_behind and (self.row is None or not self.row.is_valid):
                 self.truncate(len(self.tokens) - 1)
@@ -367,7 +372,7 @@ class Text:
     def decode_run(
         self, tokens: Sequence[int], report: OnPromptProgress | None = None
     ) -> LogitsRow:
-        """Decode ``tokens`` after ``settle``; return the logits after the last one.
+        """Decode ``tokens``; return the logits after the last one. Call ``settle`` first.
 
         If that fails, the cache is as before. ``report`` is called after each decode.
         """
@@ -381,7 +386,7 @@ class Text:
         as_prompt: bool = False,
         report: OnPromptProgress | None = None,
     ) -> None:
-        """Decode tokens, after ``check_read``, and append them to what was read."""
+        """Check tokens with ``check_read``, decode them, and append them as text that was read."""
         self.check_read(tokens, as_prompt=as_prompt)
         if self.row is not None and self.row.is_valid:
             self._cache.mark(self.seq_id, self.row.array)
@@ -402,7 +407,10 @@ class Text:
     # -- tokens ------------------------------------------------------------------------------------
 
     def check_read(self, tokens: Sequence[int], *, as_prompt: bool = False) -> None:
-        """Raise unless ``append_prompt`` may follow the decode of ``tokens``, here or in the prompt."""
+        """Raise an error unless ``tokens`` can be decoded and passed to ``append_prompt``.
+
+        ``as_prompt``: whether they must become a part of the prompt.
+        """
         self.check_usable()
         if not tokens:
             raise ConfigError(f"nothing to {'prefill' if as_prompt else 'append'}: no tokens")
@@ -416,7 +424,7 @@ class Text:
 
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:
-        """Reset all but the cache to the state before, whatever is raised meanwhile."""
+        """If the block raises anything, reset all but the cache to the state before it."""
         n = len(self.tokens)
         try:
             yield
@@ -425,9 +433,10 @@ class Text:
             raise
 
     def append_prompt(self, tokens: Sequence[int], row: LogitsRow | None) -> None:
-        """Append decoded tokens that were read, not generated; ``row`` follows them, if it was kept.
+        """Append decoded tokens that were read, not generated.
 
-        They count for penalties; a grammar begins again after them.
+        ``row`` is the row of logits after them, or None if it was not kept. The tokens count for
+        penalties; a grammar begins again after them.
         """
         n = len(self.tokens)
         if row is not None:
@@ -452,7 +461,7 @@ class Text:
             self.set_row(row)
 
     def check_commit(self, token: int) -> float:
-        """Raise unless ``append`` may follow the decode of ``token``; return its surprisal, nats.
+        """Check that ``token`` can be decoded and appended; return its surprisal in nats.
 
         The caller has checked that it is in the vocabulary.
         """
@@ -465,9 +474,10 @@ class Text:
         return -row.logprob(token) if self.sampler.params.logprobs else math.nan
 
     def commit(self, token: int, *, draws_next: bool = False) -> None:
-        """Check ``token``, decode it and append it; if anything fails all is as before.
+        """Check ``token``, decode it and append it. If anything fails, nothing has changed.
 
-        ``draws_next``: ``produce`` follows, so the next token is drawn in the same native call if it can.
+        ``draws_next``: whether ``produce`` follows. The next token is then drawn in the same native
+        call, if possible.
         """
         surprisal = self.check_commit(token)
         sampler = self.sampler if draws_next else None
@@ -475,7 +485,7 @@ class Text:
         self.append(token, surprisal, row)
 
     def append(self, token: int, surprisal: float, row: LogitsRow | None) -> None:
-        """Append a token; ``row`` follows it, None if it is not decoded yet."""
+        """Append a token. ``row``: the logits after it, or None if it is not decoded yet."""
         n = len(self.tokens)
         try:
             if not self.sampler.is_stateless:
@@ -539,7 +549,7 @@ class Text:
         return kept or [last[0].array.copy()]
 
     def append_unscored(self, tokens: Sequence[int], row: LogitsRow | None) -> None:
-        """Append decoded tokens without surprisals; ``row`` follows them, if it was kept."""
+        """Append decoded tokens without surprisals. ``row``: the logits after them, or None."""
         n = len(self.tokens)
         try:
             if not self.sampler.is_stateless:
@@ -551,7 +561,7 @@ class Text:
             self.finish_reason = None
             self.version += 1
             self.set_row(row)
-        except BaseException:  # `undone_on_error` would take as long as the rest
+        except BaseException:  # without `undone_on_error`, which takes as long as the rest
             self.forget(n)
             raise
 
@@ -577,14 +587,15 @@ class Text:
         with self.lock:
             self._cache.fork(source.seq_id, self.seq_id, n)
             self.append_prompt(source.tokens[:n], None)
-            if self.n_cached < n:  # a state could not be put back
+            if self.n_cached < n:  # a saved state could not be restored
                 self.truncate(n)
 
     def take_cached(self, tokens: Sequence[int], n_prompt: int | None = None) -> int:
         """Begin this empty sequence with the longest prefix of ``tokens`` that the prefix cache has.
 
-        Or with what the sequence was allocated with. The first ``n_prompt`` tokens (None: all) are a
-        prompt, the others were generated. Return how many it begins with; the rest is to be decoded.
+        If the sequence was allocated with a cached beginning, it keeps that one. The first
+        ``n_prompt`` tokens (None = all) count as the prompt, the others as generated. Return how
+        many tokens the sequence begins with; the caller decodes the rest.
         """
         prefixes = self.ctx.prefix_cache
         if prefixes is None:
@@ -599,7 +610,10 @@ class Text:
             return n
 
     def keep_cached(self, *, is_last: bool = False) -> None:
-        """Keep its K/V in the prefix cache, if any, beyond its end; ``is_last``: ``release`` follows."""
+        """Keep its K/V in the prefix cache, if there is one, for use after this text has ended.
+
+        ``is_last``: whether ``release`` follows.
+        """
         prefixes = self.ctx.prefix_cache
         if prefixes is None or self.is_pruned or self.ctx.closed:
             return
@@ -622,18 +636,24 @@ class Text:
         sampler: Sampler,
         seed: int,
     ) -> None:
-        """Set the state from a snapshot, whose K/V is already in the cache; but for the last row."""
+        """Set the state from a snapshot, except for the last row and the K/V.
+
+        The cache already holds the K/V.
+        """
         self.tokens, self.n_prompt, self.appended = tokens, n_prompt, list(appended)
         self.surprisals, self._incomplete = surprisals, incomplete
         self.seed = seed
         self.use_sampler(sampler)
 
     def forget(self, position: int) -> None:
-        """Reset all but the cache to the state after the first ``position`` tokens, or change nothing."""
+        """Reset all but the cache to the state after the first ``position`` tokens.
+
+        If this raises an error, nothing has changed.
+        """
         n_prompt = min(self.n_prompt, position)
         appended = [(a, min(b, position)) for a, b in self.appended if a < position]
         start = appended[-1][1] if appended else n_prompt
-        # It takes long: a Ctrl-C that comes in it has to find all as it was.
+        # This takes long, so it comes before all changes: Ctrl-C may interrupt it.
         sampler = self.sampler.replay(self.tokens[:start], self.tokens[start:position])
 
         def change() -> None:
@@ -655,7 +675,8 @@ class Text:
     def rewind(self, position: int) -> None:
         """Drop all tokens from ``position`` on, in the cache too.
 
-        Where the cache has to decode kept tokens again, it leaves the last one: its logits may be needed.
+        If the memory cannot be cut there, kept tokens are decoded again. The last one is left for
+        the call that needs its logits.
         """
         is_there = self._cache.usable(self.seq_id, position) == position
         self.truncate(position if is_there else position - 1)
@@ -668,7 +689,8 @@ class Text:
     def end_at(self, position: int, *, decodes: bool) -> None:
         """Leave exactly the first ``position`` tokens; takes the lock.
 
-        ``decodes``: the last one is decoded now, if the cache has room for it, not when it is needed.
+        ``decodes``: whether the last one is decoded now, if the cache has room, or only when its
+        logits are needed.
         """
         with self.lock:
             if self.is_pruned:

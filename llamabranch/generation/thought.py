@@ -18,7 +18,7 @@ class Thought(NamedTuple):
     """A thought that has ended.
 
     Attributes:
-        text: without tags, and without white space around it.
+        text: the thought, without tags and without white space around it.
         n_kept: how many of the generated tokens belong to the thought, including its tags; the
             answer begins after them.
         forced: token ids that are read before the answer.
@@ -32,8 +32,8 @@ class Thought(NamedTuple):
 class ThoughtBuffer(OutputBuffer):
     """The tokens of a text up to the end of its thought.
 
-    The texts of its tokens are those of the thought, without tags. If the text does not begin with
-    a thought, this output ends there, and ``ended`` is an empty thought.
+    The texts of its tokens form the thought, without tags. If the generated text does not begin
+    with a thought, this output ends at once, and ``ended`` is an empty thought.
 
     Args:
         model: the model of the tokens.
@@ -47,9 +47,9 @@ class ThoughtBuffer(OutputBuffer):
         self._model, self._thinking = model, thinking
         self._total = max_tokens
         self._is_open = thinking.is_open
-        self._written = ""  # with the texts of control tokens
-        self._start = 0  # of the thought in it
-        self._space = ""  # belongs to the thought if more of it follows
+        self._written = ""  # the text so far, with control tokens
+        self._start = 0  # where the thought begins in ``_written``
+        self._space = ""  # white space, part of the thought only if more follows
         self._is_begun = self._has_text = False
 
     @property
@@ -63,7 +63,7 @@ class ThoughtBuffer(OutputBuffer):
         model, thinking, n = self._model, self._thinking, len(self.tokens)
         if self.finish_reason is None:
             return None
-        if not self._is_open:  # the answer, which is drawn anew under its grammar
+        if not self._is_open:  # there is no thought; the answer is drawn again under its grammar
             return Thought("", 0, _tokens(model, thinking.head))
         if self.stop_reason is not None:
             end = self._written.index(thinking.end, self._start) + len(thinking.end)
@@ -81,7 +81,7 @@ class ThoughtBuffer(OutputBuffer):
         if not is_cut and not (thinking.insists and self.finish_reason == "stop"):
             return None
         while n and not self.emitted[n - 1].text and model.piece(self.tokens[n - 1]):
-            n -= 1  # of a character that is not complete
+            n -= 1  # leave out the tokens of an incomplete character
         forced = model.tokenize(thinking.ending, add_special=False) if thinking.ending else []
         return Thought(self.thought, n, forced + _tokens(model, thinking.close))
 
@@ -103,7 +103,7 @@ class ThoughtBuffer(OutputBuffer):
         is_answer = False
         if not self._is_begun:
             begun, start = self._written.lstrip(), self._thinking.start
-            if begun != start and start.startswith(begun):  # it may be the tag
+            if begun != start and start.startswith(begun):  # the tag may be incomplete
                 text = ""
             elif start and begun.startswith(start):
                 self._is_open = self._is_begun = True
@@ -126,7 +126,7 @@ class ThoughtBuffer(OutputBuffer):
 
 
 def forced_token(token: int) -> Produced:
-    """Return the reported form of a token that was read between a thought and its answer."""
+    """Return the `Produced` for a token that was read between a thought and its answer."""
     return Produced(token, "", False, math.nan, math.nan, "forced", is_thought=True)
 
 
@@ -142,11 +142,11 @@ def _tokens(model: Model, text: str) -> list[int]:
 
 
 def named_text(model: Model, text: str, tokens: Sequence[int], *, is_cut: bool = False) -> str:
-    """Return a text with the names of control tokens, which may be tags of calls.
+    """Return a text with the names of control tokens, because these may be tags of tool calls.
 
     Args:
-        model, text, tokens: what was generated.
-        is_cut: a stop string has ended it: ``text`` is shorter than its tokens.
+        model, text, tokens: the model, and what it generated.
+        is_cut: whether a stop string has ended the text, so that it is shorter than its tokens.
     """
     if is_cut or not any(model.entry(token)[1] for token in tokens):
         return text

@@ -59,7 +59,10 @@ RULES = ("seeded", "token", "block")
 
 
 class RandomSource(Protocol):
-    """A rule's source of randomness: independent between indices, and of the draft's draws."""
+    """A rule's source of randomness.
+
+    Its values are independent of each other, and of the noise that drew the draft.
+    """
 
     def coin(self, index: int, probability: float) -> bool:
         """Return True with ``probability``; called at most once per index in a round."""
@@ -72,8 +75,8 @@ class RandomSource(Protocol):
 class Noise:
     """The counter-based noise of a round whose first drafted token is at ``position``.
 
-    Draws are those of plain decoding: keyed by (seed, absolute position). Coins are keyed by the
-    position at which the round begins, so no two rounds share one.
+    Draws equal those of plain decoding, because they are keyed by (seed, absolute position). Coins
+    are keyed by the position at which the round begins, so no two rounds share one.
     """
 
     seed: int
@@ -110,11 +113,11 @@ def token_rule(
 
     Args:
         drafted: the drafted tokens.
-        sources: the distribution that each was really drawn from; ``Distribution.point`` for a draft
-            that was not drawn at random. The latter is correct for any draft, but fewer tokens are
-            accepted than with the distribution they were drawn from.
-        target: ``target(i)`` is the target's distribution after i drafted tokens; called in increasing
-            i, and never after a drafted token of probability zero.
+        sources: for each drafted token, the distribution that it was really drawn from, or
+            ``Distribution.point`` if it was not drawn at random. A point is correct for any draft,
+            but fewer tokens are accepted than with the distribution that they were drawn from.
+        target: ``target(i)`` is the target's distribution after i drafted tokens. It is called with
+            increasing i, and never after a drafted token of probability zero.
         rng: its coin i decides on ``drafted[i]``.
 
     Raises:
@@ -134,12 +137,13 @@ def block_rule(
 ) -> Acceptance:
     """Accept the draft as a block (Sun et al. 2024, 2403.10444, algorithm 2).
 
-    With w_0 = 1 and w_i = min(1, w_{i-1} p_i(x_i) / q_i(x_i)), and s_i = sum_x max(w_i p_{i+1}(x) -
-    q_{i+1}(x), 0), a coin of its own for each i comes up with probability h_i = s_i / (s_i + 1 - w_i),
-    h_gamma = w_gamma; the first i tokens are accepted for the largest i whose coin came up. The next
-    token is drawn from norm(max(w_i p_{i+1} - q_{i+1}, 0)), or from p if the whole draft is accepted. On
-    average at least as many tokens are accepted as under the token rule. After a token of probability
-    zero w is zero, nothing longer can be accepted, and the target is not called further.
+    Let gamma be the length of the draft, w_0 = 1, w_i = min(1, w_{i-1} p_i(x_i) / q_i(x_i)), and
+    s_i = sum_x max(w_i p_{i+1}(x) - q_{i+1}(x), 0). For each i a coin is thrown that comes up with
+    probability h_i = s_i / (s_i + 1 - w_i); h_gamma is w_gamma. The largest i whose coin came up is
+    the number of accepted tokens. The next token is drawn from norm(max(w_i p_{i+1} - q_{i+1}, 0)),
+    or from p if the whole draft is accepted. On average at least as many tokens are accepted as
+    under the token rule. After a token of probability zero w is zero. Nothing longer can then be
+    accepted, and the target is not called again.
 
     Arguments and errors as for :func:`token_rule`.
     """
@@ -164,7 +168,7 @@ def block_rule(
     if n == len(drafted):
         return Acceptance(n, rng.draw(target(n), n))
     p, excess = excesses[n]
-    # An empty excess means p = q: there a rejection has probability zero, rounding apart.
+    # An empty excess means p = q. A rejection then has probability zero, except for rounding.
     return Acceptance(n, rng.draw(Distribution.from_probs(excess, p.ids) if excess.any() else p, n))
 
 
@@ -188,10 +192,10 @@ def rule_name(rule: Rule) -> str:
 
 
 def draft_seed(seed: int, position: int) -> int:
-    """Return the seed with which a sampled draft that begins at ``position`` is drawn (purpose DRAFT).
+    """Return the seed for the draws of a sampled draft that begins at ``position``.
 
-    Each round has another one. Decisions of the block rule and of the draft-length controller depend
-    on rejected tokens, so the noise that drew those must not be used again.
+    Each round has a different seed. Decisions of the block rule and of the draft-length controller
+    depend on rejected tokens, so the noise that drew those must not be used again.
     """
     return derive_seed(seed, position)
 
@@ -247,9 +251,9 @@ class Verdict(NamedTuple):
 
     Attributes:
         n_accepted: how many of the drafted tokens are accepted.
-        n_kept: how many the text takes. Without the last one if that ends the text, or if nothing
-            can be drawn after it.
-        token: the token after them.
+        n_kept: how many the text takes. This leaves out the last accepted one if it ends the text,
+            or if nothing can be drawn after it.
+        token: the token after the kept ones.
         source: where that token comes from: "bonus", "corrected", or "drafted" if it is in the
             draft.
     """
@@ -265,12 +269,13 @@ class RoundTrace:
     """A report of a round with a draft, for ``Request.on_round``.
 
     Attributes:
-        position: that of the first drafted token in the text, prompt included.
+        position: the position of the first drafted token in the text, which includes the prompt.
         draft: the drafted ids.
         logprobs: the target's log-probabilities, in nats, of the accepted tokens in order, and then
             of the rejected token after them, if any.
         n_accepted, n_rejected: counts of drafted tokens; the others were not tested.
-        following: the token after them: the target's own, or an accepted one that ends the text.
+        following: the token after the accepted ones. It is the target's own token, or an accepted
+            one that ends the text.
         drafter: the name of the drafter.
         draft_s, verify_s: seconds of the draft, and of the decode or this text's share of it.
     """
@@ -321,7 +326,7 @@ class Plan:
         self._samplers = [text.sampler]  # samplers that have accepted 0, 1, ... drafted tokens
 
     def decode(self) -> Sequence[LogitsRow]:
-        """Decode the tokens by themselves, at once; return their rows. ``keep`` or ``end`` must follow.
+        """Decode only these tokens, and return their rows. ``keep`` or ``end`` must follow.
 
         Raises:
             CapacityError, DecodeError: the text is as before.
@@ -333,7 +338,7 @@ class Plan:
             expiring = text.expiring_rows()
             self.rows = decode_run(ctx.decoder, self.tokens, text.seq_id, "all", expiring)
             return self.rows
-        # This memory cannot drop a tail: they are decoded on a fork.
+        # This memory cannot drop a tail, so the tokens are decoded on a fork.
         self._fork = ctx.sequences.allocate(self, used=(text.seq_id,))
         try:
             ctx.kv_cache.fork(text.seq_id, self._fork)
@@ -352,8 +357,9 @@ class Plan:
     # -- what is accepted --------------------------------------------------------------------------
 
     def verify(self, rule: Rule) -> Verdict:
-        """Apply ``rule`` to the draft. It has at least one token, after one that was decoded with
-        it.
+        """Apply ``rule`` to the draft.
+
+        The draft has at least one token, and the text's last token was decoded together with it.
 
         Raises:
             GrammarError, ConstraintError, ConfigError: the target can draw nothing right after the text.
@@ -365,7 +371,8 @@ class Plan:
         end = next((i for i, token in enumerate(tokens[:n], 1) if is_eog(token)), None)
         n_kept = n = end or n
         if end or following is None:
-            # After a dead end the last token waits; the next round raises the error.
+            # At a dead end ``following`` is the last accepted token, and the next round raises the
+            # error.
             n_kept, following = n - 1, tokens[n - 1]
         source = "drafted" if is_dead_end else "bonus" if n == len(tokens) else "corrected"
         return Verdict(n, n_kept, following, source)
@@ -405,7 +412,7 @@ class Plan:
 
     def _after(self, n: int, found: Callable[[int], T], nothing: Callable[[int], T]) -> T:
         tokens = self._draft.tokens
-        if n and self._text.ctx.model.is_eog(tokens[n - 1]):  # nothing follows it: not emitted
+        if n and self._text.ctx.model.is_eog(tokens[n - 1]):  # the value is not emitted
             return nothing(tokens[n - 1])
         try:
             return found(n)
@@ -457,7 +464,7 @@ class Plan:
         """Append the first ``n`` drafted tokens to the text, drop the others from memory.
 
         Returns:
-            the text that each completes.
+            the text that each token completes.
         """
         text, n_first, cache = self._text, self._n_first, self._text.ctx.kv_cache
         tokens, rows = self.tokens[: n_first + n], self.rows[: n_first + n]

@@ -93,9 +93,9 @@ class _Stage:
         self._model, self._seed = model, seed
         self._load = cast(LoadOptions, {**usual, **_assigned(), **load})
         self._is_open = False
-        # Ray restarts a dead worker without a limit, but retries a batch only a number of
-        # times. So a restarted worker opens its model when it gets its first batch. If it dies then,
-        # while it opens the model, that counts as a retry of the batch, so the job ends at some point.
+        # Ray restarts a dead worker without a limit, but retries a batch only a limited number of
+        # times. So a restarted worker opens its model when it gets its first batch. If opening the
+        # model kills the worker again, that counts as a retry, and so the job ends at some point.
         if not _is_restarted():
             self._open()
 

@@ -55,36 +55,43 @@ def load(
     """Load a model and create a context for it.
 
     Args:
-        name_or_path: a path to a GGUF file, a name of `catalogue`, or ``user/repo[:tag]`` on the Hugging
-            Face hub, as for `resolve`; None = the bundled target.
+        name_or_path: a path to a GGUF file, a name from `catalogue`, or ``user/repo[:tag]`` on the
+            Hugging Face hub, as for `resolve`. None = the small model that comes with llamabranch.
         progress: called with the loaded fraction, 0.0 to 1.0.
         on_measuring: called with a description of each measurement, such as "how many threads are fast".
-            They take seconds, and happen the first time that a model is opened on this machine.
-        download: whether a model that is not on this machine is downloaded first, as `fetch` does. None =
-            what the environment variable ``LLAMABRANCH_DOWNLOAD`` (1 or 0) says; if it is not set, only
-            if standard error is a terminal, which shows the size first.
+            A measurement takes seconds. It is made the first time that a model is opened on this
+            machine.
+        download: True = download a model that is not on this machine, as `fetch` does; False =
+            raise ConfigError. None = the environment variable ``LLAMABRANCH_DOWNLOAD`` decides (1
+            or 0). If it is not set, the model is downloaded only if standard error is a terminal;
+            its size is shown there first.
         target: for an EAGLE-3 head, the context it drafts for: ``EagleDrafter(load("head.gguf",
-            target=ctx))``. Not for a model that generates.
+            target=ctx))``. Leave it out for a model that generates.
         verbose: show llama.cpp's log on standard error from now on, for the whole process.
-        options: options of the context and of the model. The most used:
+        options: options of the context and of the model. These are used most:
 
-            - ``n_ctx``: cells of the cache in tokens, shared by all sequences (2,048, or what the model
-              was trained for if that is less). ``n_seq_max``: sequences at a time (16, at most 256).
-            - ``n_threads``, ``n_threads_batch``: threads for one token and for many (measured).
+            - ``n_ctx``: the size of the cache in tokens, shared by all sequences (2,048, or the
+              length that the model was trained for if that is less). ``n_seq_max``: how many
+              sequences there may be at a time (16, at most 256).
+            - ``n_threads``, ``n_threads_batch``: threads for decoding one token, and for many (by
+              default the fastest number, which is measured).
             - ``n_gpu_layers``: layers to offload; -1 = all (the default).
             - ``batch_invariant``: True = texts do not depend on drafts or on what else is in a batch.
-              "auto" (the default) turns it on if it costs at most a tenth of the speed, as measured.
-              ``kv_type`` ("f16", "bf16", "q8_0", ...) and ``flash_attention`` (True or False): "auto"
-              takes the values that ``batch_invariant`` needs, or else the fastest ones.
+              "auto" (the default) measures its cost, and turns it on if that is at most a tenth of
+              the speed. ``kv_type`` ("f16", "bf16", "q8_0", ...) and ``flash_attention`` (True or
+              False): "auto" takes the values that ``batch_invariant`` needs, or else the fastest
+              ones.
             - ``prefix_cache``: keep K/V for prompts that begin alike (on after the first ``complete``,
               ``chat`` or ``AsyncEngine``). ``cache_ram``: bytes of host memory for evicted K/V (0).
-            - For memory that cannot drop the end of a text: ``checkpoint_ram``: bytes of host memory for
-              earlier states (512 MiB). ``n_rs_seq``: how many of the last states are kept, so that
-              drafts are verified in place ("auto").
-            - ``kv_unified``: one cache for all (True), a part for each sequence (False), or "auto".
+            - For models whose memory cannot drop the end of a text, such as recurrent ones:
+              ``checkpoint_ram`` is how many bytes of host memory hold earlier states (512 MiB).
+              ``n_rs_seq`` is how many of the latest states are kept, so that drafts are verified
+              in place ("auto").
+            - ``kv_unified``: True = all sequences share one cache; False = each has its own part;
+              or "auto".
             - ``load_mtp``: load MTP layers too (False). ``chat_template``: replaces the file's.
 
-            The others are explained at `Model` and `ContextParams`: ``use_mmap``, ``use_mlock``,
+            `Model` and `ContextParams` explain the other options: ``use_mmap``, ``use_mlock``,
             ``check_tensors``, ``extra_buffers``, ``n_batch``, ``n_ubatch``, ``n_outputs_max``,
             ``swa_full``, ``offload_kqv``, ``rope_scaling``, ``rope_freq_base``, ``rope_freq_scale``,
             ``yarn_ext_factor``, ``yarn_attn_factor``, ``yarn_beta_fast``, ``yarn_beta_slow``,

@@ -2,6 +2,6 @@
 
 timing.py     timings, interleaved runs, medians, spread, ratios and their confidence intervals
 machine.py    the machine of a measurement: processor, load, build
-workloads.py  the timed work: generations, the time inside llama.cpp; v(n)
+workloads.py  the timed work: generations, and decodes of n tokens
 pair.py       finds the fastest draft length for a target with its drafter
 """

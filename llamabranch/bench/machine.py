@@ -13,7 +13,7 @@ from ..native import available_cores, engine_versions, system_info
 
 
 def load_average() -> float | None:
-    """Return the load average of the last minute; None if the system has none."""
+    """Return the load average of the last minute; None if the system does not report it."""
     try:
         return round(os.getloadavg()[0], 2)
     except (AttributeError, OSError):
@@ -24,8 +24,8 @@ def load_average() -> float | None:
 class Machine:
     """The machine at the start of a measurement.
 
-    ``cores`` is the number that this process may use, ``load`` the load average of the last minute,
-    ``features`` the instruction sets that llama.cpp was compiled for.
+    ``cores`` is how many cores this process may use. ``load`` is the load average of the last
+    minute. ``features`` are the instruction sets that llama.cpp was compiled for.
     """
 
     processor: str
@@ -44,7 +44,7 @@ class Machine:
         return cls(processor_name(), available_cores(), load_average(), *releases, features)
 
     def describe(self, n_threads: int) -> str:
-        """Describe it, and what disturbed a measurement with ``n_threads`` threads that ends now."""
+        """Describe the machine, and the noise of the measurement, which had ``n_threads``."""
         loads = self.load, load_average()
         before, after = ("unknown" if x is None else f"{x:.2f}" for x in loads)
         complaint = self.complaint(n_threads)
@@ -57,7 +57,7 @@ class Machine:
         )
 
     def complaint(self, n_threads: int) -> str:
-        """Return why figures with ``n_threads`` threads are unreliable, "" if no reason is known."""
+        """Return why timings with ``n_threads`` are unreliable, or "" if no reason is known."""
         cores = _count(self.cores, "core")
         if n_threads > self.cores:
             return (
@@ -69,7 +69,7 @@ class Machine:
         return ""
 
     def as_dict(self) -> dict[str, object]:
-        """Return it for JSON, with the load average of now."""
+        """Return the fields for JSON, and the current load average."""
         return {**asdict(self), "load_after": load_average()}
 
 
@@ -84,12 +84,12 @@ def processor_name() -> str:
 
 
 def processor_flags() -> frozenset[str]:
-    """Return the processor's features by Linux's names; empty if the system does not tell."""
+    """Return the processor's features as Linux names them; empty if they are unknown."""
     return frozenset(_values("/proc/cpuinfo", "flags", "Features").split())
 
 
 def free_memory_bytes() -> int | None:
-    """Return how much memory is available; None if the system does not tell."""
+    """Return how much memory is available; None if it is unknown."""
     text = _values("/proc/meminfo", "MemAvailable")
     return int(text.split()[0]) * 1024 if text else None
 

@@ -1,4 +1,4 @@
-"""Which draft length is the fastest for a target with its drafter on this machine, and why."""
+"""Find the draft length that is fastest for a target with its drafter on this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PLAIN = "plain"
 
 @dataclass(frozen=True)
 class Cell:
-    """A draft length, measured together with plain decoding in the same runs."""
+    """The measurements of one draft length, and those of plain decoding in the same runs."""
 
     length: int | str
     series: Series
@@ -27,18 +27,18 @@ class Cell:
 
     @property
     def drafts(self) -> bool:
-        """True if any token was drafted; otherwise it is plain decoding, and any difference is noise."""
+        """True if any token was drafted; otherwise both are plain decoding and differ by noise."""
         return self.series.stats.num_draft_tokens > 0
 
 
 @dataclass
 class PairReport:
-    """The results, or those measured before an interruption.
+    """The results; after an interruption, only those measured before it.
 
-    ``t`` are the median seconds of target decodes of n tokens, empty where the memory cannot be
-    truncated. ``lengths`` are the cells of the draft lengths. ``confirmed`` is the fastest of them,
-    measured once more against plain decoding only: the maximum of many noisy figures is biased upwards,
-    so it does not show that the length is faster.
+    ``t[n]`` is the median time of a target decode of n tokens, in seconds; ``t`` is empty if the
+    memory cannot be truncated. ``lengths`` has a cell for each draft length. ``confirmed`` is the
+    fastest of them, measured once more against plain decoding only. This second measurement is
+    needed because the maximum of many noisy figures is biased upwards.
     """
 
     t: dict[int, float] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class PairReport:
 
     @property
     def v(self) -> dict[int, float]:
-        """v(n): the time of a target decode of n tokens divided by that of one."""
+        """v(n): the time of a target decode of n tokens divided by that of a decode of 1 token."""
         return {n: seconds / self.t[1] for n, seconds in self.t.items()}
 
     @property
@@ -64,7 +64,7 @@ class PairReport:
 
     @property
     def c(self) -> float:
-        """The time of a drafted token divided by that of a plain one; nan without drafts."""
+        """The time to draft a token / the time to decode one plainly; nan without drafts."""
         return self.pooled.draft_step_s / self.plain.step_s
 
     @property
@@ -78,7 +78,7 @@ class PairReport:
         return self._speedup(cell.length, stats.alpha_hat, stats.draft_step_s / cell.base.step_s)
 
     def theory(self) -> dict[int, float]:
-        """Return the speedup predicted from one a, one c and v for every fixed length."""
+        """Return the predicted speedup of every fixed length from the common a, c and v."""
         return {k: self._speedup(k, self.a, self.c) for k in self.fixed}
 
     def _speedup(self, k: int | str, a: float, c: float) -> float:
@@ -88,16 +88,17 @@ class PairReport:
 
     @property
     def candidate(self) -> Cell | None:
-        """The length with the highest measured speedup, in a tie the first; None if nothing drafted."""
+        """The cell with the highest measured speedup, the first in a tie; None without drafts."""
         cells = (cell for cell in self.lengths if cell.drafts)
         return max(cells, key=lambda cell: cell.series.ratio(cell.base).median, default=None)
 
     @property
     def verdict(self) -> str:
-        """Whether the best length is "faster" or "slower" than plain decoding, or "inconclusive".
+        """How the best length compares with plain decoding: "faster", "slower" or "inconclusive".
 
         "faster" and "slower" require that the whole interval of ``confirmed`` is above or below 1.
-        Otherwise "nothing compared" or "nothing drafted", if there is nothing to compare.
+        It is "nothing compared" if no length was measured, and "nothing drafted" if no length
+        drafted.
         """
         if not self.lengths:
             return "nothing compared"
@@ -110,7 +111,7 @@ class PairReport:
 
     @property
     def best(self) -> Cell | None:
-        """The length to use, if ``confirmed`` is faster than plain decoding; otherwise None."""
+        """The cell of the length to use if it is faster than plain decoding; otherwise None."""
         return self.confirmed if self.verdict == "faster" else None
 
 
@@ -122,11 +123,13 @@ class PairBench:
         target: the context of the target model.
         drafter: returns a new drafter; None = measure the target only.
         prompts: token ids of each prompt.
-        sampling, config: the settings; each run sets its own seed, and the draft length.
+        sampling, config: the settings. They are used with another seed in each run, and with each
+            of the draft lengths.
         lengths: draft lengths to compare: numbers and "auto".
-        n_tokens, n_runs: tokens for each prompt, and how often everything is measured.
-        n_pairs: the smallest number of texts for the final comparison with plain decoding.
-        verify_s: the smallest number of seconds for measuring v(n).
+        n_tokens: how many tokens to generate for each prompt.
+        n_runs: how often everything is measured.
+        n_pairs: the final comparison with plain decoding uses at least this many texts.
+        verify_s: v(n) is measured for at least this many seconds.
         progress: called with a description of the current step.
         stop: called between tokens; True ends the measurement.
     """
@@ -145,10 +148,10 @@ class PairBench:
     stop: Stop = lambda: False
 
     def run(self) -> PairReport:
-        """Measure v(n) and all lengths; then the best one again.
+        """Measure v(n) and all draft lengths, then measure the best length again.
 
         Raises:
-            CapacityError: a prompt with its tokens does not fit into the context.
+            CapacityError: a prompt and its ``n_tokens`` new tokens do not fit into the context.
         """
         report, lengths = PairReport(), self.lengths if self.drafter else ()
         longest = max((k for k in self.lengths if isinstance(k, int)), default=1)
@@ -164,7 +167,7 @@ class PairBench:
         self._measure("warming up", lengths and [longest], 1, 1, first_run=-1)
         report.plain, report.lengths = self._measure("draft lengths", lengths, self.n_runs, n)
         best = report.candidate
-        if best is not None and not self.stop():  # again, with seeds that did not choose it
+        if best is not None and not self.stop():  # measure it again, with new seeds
             n_runs = max(self.n_runs, math.ceil(self.n_pairs / n))
             _, cells = self._measure("the fastest", [best.length], n_runs, n, self.n_runs)
             report.confirmed = cells[0] if cells else None
@@ -179,7 +182,7 @@ class PairBench:
         n_items: int,
         first_run: int = 0,
     ) -> tuple[Series, list[Cell]]:
-        """Return the runs of plain decoding and those of each length."""
+        """Return the runs of plain decoding, and a cell for each length."""
         arguments = self.target, self.prompts, self.n_tokens, self.sampling
         drafter: Callable[[], Drafter | None] = self.drafter or (lambda: None)
         makers = {_PLAIN: speculative(*arguments, stop=self.stop)}

@@ -1,7 +1,7 @@
-"""Samples, interleaved runs, medians, spread, ratios and their confidence intervals. No models here.
+"""Timings and their statistics: interleaved runs, medians, spread, ratios, confidence intervals.
 
-The speed of a machine changes during a measurement. Therefore the measured methods take turns: each
-prompt is run by all of them, in alternating order, and ratios are computed within a run.
+The speed of a machine changes during a measurement. Therefore the measured methods take turns. Each
+prompt is run by all methods, in alternating order, and ratios are computed within a run.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from ..errors import DecodeInterruptedError
 from ..speculative import SpeculativeStats
 
 _CONFIDENCE = 0.95
-PAUSE_S = (
-    0.01  # between two methods, because the threads of the previous one still spin for a while
-)
+PAUSE_S = 0.01  # between two methods, because the first one's threads still spin for a while
 
 
 class Stopped(Exception):
@@ -27,7 +25,7 @@ class Stopped(Exception):
 
 @dataclass(frozen=True)
 class Timing:
-    """One timed piece of work; ``seconds`` is the time that counts, for example without the prompt."""
+    """One timed piece of work. ``seconds`` is the measured part, often without the prompt."""
 
     n_tokens: int
     seconds: float
@@ -36,12 +34,12 @@ class Timing:
 
     @property
     def rate(self) -> float:
-        """Tokens a second, nan without a token."""
+        """Tokens a second; nan if there are no tokens."""
         return self.n_tokens / self.seconds if self.n_tokens and self.seconds > 0 else math.nan
 
 
-Work = Callable[[int], Timing]  # processes the item with that number
-Maker = Callable[[int], Work]  # called at the start of the run with that number: fresh state
+Work = Callable[[int], Timing]  # gets the number of an item and processes it
+Maker = Callable[[int], Work]  # gets the number of a run at its start, and makes fresh state
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class Spread:
         return cls(statistics.median(valid), min(valid), max(valid))
 
     def as_dict(self) -> dict[str, float | None]:
-        """Return it for JSON."""
+        """Return the values for JSON, with None for nan."""
         return {name: None if math.isnan(x) else x for name, x in vars(self).items()}
 
 
@@ -68,8 +66,9 @@ class Interval(Spread):
     """The median of ratios with a distribution-free confidence interval.
 
     ``low`` and ``high`` are order statistics of ``n`` independent ratios. Each ratio is above or below
-    the true median with probability 1/2, so the binomial distribution gives the confidence (the interval
-    that belongs to the sign test). Both are nan if ``n`` is too small: below 6 for 95 %.
+    the true median with probability 1/2, so the binomial distribution gives the confidence; this is
+    the interval of the sign test. ``low`` and ``high`` are nan if ``n`` is too small: below 6 for
+    95 %.
     """
 
     n: int
@@ -78,7 +77,7 @@ class Interval(Spread):
     def of(cls, values: Sequence[float]) -> Interval:
         """Return the 95 % interval of the median of ``values``; nan values are ignored."""
         valid = sorted(value for value in values if not math.isnan(value))
-        n, outside, fewer = len(valid), 0, 1  # values outside on each side; 2^n times their chance
+        n, outside, fewer = len(valid), 0, 1  # values outside on each side; 2^n times its chance
         while 2 * fewer <= (1 - _CONFIDENCE) * 2**n:
             outside += 1
             fewer += math.comb(n, outside)
@@ -95,7 +94,7 @@ class Interval(Spread):
 
 @dataclass
 class Series:
-    """The runs of one method: for each run the timings of its items."""
+    """The runs of one method. Each run is a list with the timing of every item."""
 
     runs: list[list[Timing]] = field(default_factory=list)
 
@@ -111,7 +110,7 @@ class Series:
 
     @property
     def rate(self) -> Spread:
-        """Tokens a second: median of the runs."""
+        """Tokens a second: the median and the spread of the runs."""
         return Spread.of(self.rates)
 
     def ratio(self, base: Series) -> Spread:
@@ -120,7 +119,7 @@ class Series:
         return Spread.of([own / other for own, other in pairs])
 
     def interval(self, base: Series) -> Interval:
-        """Return the speedup over ``base`` from the ratios of single items, which were timed in turns."""
+        """Return the speedup over ``base`` from the ratios of single items, not of whole runs."""
         pairs = zip(self.timings, base.timings, strict=True)
         return Interval.of([own.rate / other.rate for own, other in pairs])
 
@@ -143,7 +142,7 @@ class Series:
 
     @property
     def step_s(self) -> float:
-        """Seconds a token, nan before there is one."""
+        """Seconds per token; nan if there are no tokens."""
         return 1 / self.total.rate
 
     def same_texts(self, other: Series) -> tuple[int, int]:
@@ -164,10 +163,11 @@ def interleave(
 ) -> dict[str, Series]:
     """Time all methods on the same items, in turns.
 
-    A run gives every item to every method, in order and, for every other item, in reverse order. Each run
-    starts with fresh state; their numbers, which determine the seeds, begin with ``first_run``. If a
-    ``Work`` raises ``Stopped`` or its decode is interrupted, the result holds only the items that all
-    methods completed. No run begins after the timed work has taken ``budget_s`` seconds.
+    A run gives every item to every method. The order of the methods is reversed for every other
+    item. Each run starts with fresh state. Runs are numbered from ``first_run``, and the number
+    sets the seeds. If a ``Work`` raises ``Stopped`` or its decode is interrupted, the result holds
+    only the items that all methods completed. No run begins after the timed work has taken
+    ``budget_s`` seconds.
     """
     series = {name: Series() for name in makers}
     try:

@@ -1,4 +1,4 @@
-"""The timed work: a generation, plain or speculative, without its prompt; decodes of n tokens, v(n)."""
+"""The timed work: a plain or speculative generation without its prompt, or a decode of n tokens."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def speculative(
     *,
     stop: Stop = lambda: False,
 ) -> Maker:
-    """Return a method that decodes with a new drafter in every run; without one, plain decoding.
+    """Return a method that decodes with a new drafter in every run, or plainly without a drafter.
 
-    A drafter kept between runs would copy the text of the previous run. What "auto" learns stays with the
-    context, as it does for a user. Each run sets its own seed. The draft model's processing of the prompt
-    is timed.
+    A drafter kept between runs would copy the text of the previous run. The draft length "auto"
+    keeps in the context what it has learned, as it does in ordinary use. Each run sets its own
+    seed. The time in which a draft model processes the prompt is included.
     """
 
     def make(run: int) -> Work:
@@ -62,7 +62,7 @@ def speculative(
 
 
 class DecodeClock:
-    """Adds up the seconds of decodes until their logits are there, from ``__enter__`` to ``__exit__``."""
+    """Adds up the time of all decodes, logits included, from ``__enter__`` to ``__exit__``."""
 
     def __init__(self, ctx: Context) -> None:
         self._decoder = ctx.decoder
@@ -95,12 +95,13 @@ def verify_times(
 ) -> dict[int, list[float]]:
     """Return the seconds of decodes of n tokens of one sequence, with logits for all of them.
 
-    They follow ``n_prefix`` tokens, or fewer if these do not fit. The sizes take turns, so that a change
-    of the machine's speed affects all; each is decoded ``repeats`` times, and more until ``least_s``
-    seconds have passed. Only the time inside ``llama_decode`` counts.
+    The decoded tokens follow ``n_prefix`` other tokens, or fewer if there is no room. The sizes
+    take turns, so a change of the machine's speed affects all sizes. Each size is decoded
+    ``repeats`` times, and again until ``least_s`` seconds have passed. Only the time inside
+    ``llama_decode`` counts.
 
     Raises:
-        Stopped: ``stop()`` returned True. UnsupportedError: memory that cannot be truncated.
+        Stopped: ``stop()`` returned True. UnsupportedError: the memory cannot be truncated.
     """
     token = ctx.model.eos or 0
     n_prefix = max(1, min(n_prefix, ctx.n_ctx_seq - max(sizes) - 1))
@@ -111,8 +112,8 @@ def verify_times(
             turn, start = 0, perf_counter()
             while turn < repeats + 2 or perf_counter() - start < least_s:
                 for n in sizes:
-                    # llama.cpp builds a new graph when the shape changes: the second decode is the
-                    # typical one.
+                    # llama.cpp builds a new graph when the shape changes, so only the second decode
+                    # is typical.
                     for _ in range(2):
                         before = clock.seconds
                         ctx.decode([token] * n, n_prefix, logits="all")

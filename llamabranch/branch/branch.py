@@ -180,7 +180,7 @@ class Branch:
 
     @property
     def tokens(self) -> list[int]:
-        """All token ids, including the prompt, inherited tokens and a stop string; a copy."""
+        """A copy of all token ids, including the prompt, inherited tokens and a stop string."""
         return list(self.sequence.shown)
 
     @property
@@ -485,9 +485,9 @@ class Branch:
         of their own. For the last layer this happens at each call.
 
         Args:
-            layer: the number of layers before the states, as in Hugging Face's transformers: 0 = the
-                embeddings, n_layer or -1 = after all layers and the output norm, -2 = before the last
-                layer.
+            layer: how many layers the states have passed through, as in Hugging Face's
+                transformers: 0 = the embeddings, n_layer or -1 = after all layers and the output
+                norm, -2 = before the last layer.
             start: the first position, 0 to ``position`` - 1.
 
         Raises:
@@ -511,7 +511,8 @@ class Branch:
 
         Args:
             tokens: ids, at least one; a grammar must allow them.
-            logits: "last" or "all": which rows to return; all rows take 4 V bytes per token.
+            logits: which rows to return, "last" or "all". A row takes 4 V bytes, with V the size of
+                the vocabulary.
 
         Returns:
             the logits after the last token or, with "all", after each token, float32 (V,); copies.
@@ -619,7 +620,10 @@ class Branch:
             self.prune()
 
     def promote(self) -> None:
-        """Prune the parent and the siblings, and replace the parent. A root raises BranchStateError."""
+        """Prune the parent and the siblings, and take the parent's place.
+
+        A root raises BranchStateError.
+        """
         with self._lock:
             self.sequence.check_usable()
             parent = self.parent
@@ -682,7 +686,7 @@ class Branch:
         In batch-invariant contexts it generates bit for bit what the saved branch would.
 
         Raises:
-            SnapshotError: it has another model, K/V type or rope setting, or is inconsistent.
+            SnapshotError: it is from another model, K/V type or RoPE setting, or is inconsistent.
             SequencesExhaustedError, CacheFullError: not enough free sequences or cells; ``ctx`` is as
                 before.
         """

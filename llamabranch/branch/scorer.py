@@ -36,8 +36,8 @@ __all__ = [
     "score",
 ]
 
-# A group fills at most so many decodes. A larger group leaves fewer decodes half empty, but needs more
-# cells.
+# A group fills at most this many decodes. A larger group leaves fewer decodes half empty, but needs
+# more cells.
 _DECODES = 4
 # If sharing takes a decode of its own, a common beginning of fewer tokens is not worth it.
 _LEAST_SHARED = 8

@@ -62,7 +62,7 @@ class BranchStore:
     def append_unscored(self, texts: Mapping[Branch, Sequence[int]]) -> None:
         """Append tokens to each branch without surprisals, in as few decodes as possible.
 
-        For searches, which already know the log-probabilities. Raises the errors of ``commit``.
+        For searches, which have the log-probabilities already. Raises the errors of ``commit``.
         """
         with self._ctx.lock:
             work = {branch: token_list(tokens) for branch, tokens in _pairs(texts) if tokens}

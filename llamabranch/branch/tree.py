@@ -86,7 +86,7 @@ class BranchTree:
 
 
 def tree_lines(roots: Sequence[Branch], columns: Sequence[str]) -> list[TreeLine]:
-    """Return the tree of some branches and their descendants, a line each.
+    """Return the tree of these branches and their descendants, with one line per branch.
 
     Raises:
         ConfigError: an unknown column.

@@ -110,7 +110,7 @@ class Context:
 
     def close(self) -> None:
         """Free the context; branches on it raise ClosedError from now on. Idempotent."""
-        self.decoder.handle.close_children()  # heads; not under this lock, because they have their own
+        self.decoder.handle.close_children()  # heads, which have locks of their own
         with self.lock:
             self.decoder.close()
         if self._owns_model:
@@ -291,7 +291,7 @@ class Context:
 
         Args:
             tokens: token ids, at least one.
-            position: must be the end of the sequence: its number of tokens.
+            position: the end of the sequence, which is its number of tokens.
             seq_id: 0 to n_seq_max - 1, not held by a branch.
             logits: which rows to keep for ``logits()``: "last", "all" or "none".
 
@@ -350,7 +350,7 @@ class Context:
         """Return a token drawn from a row of the last raw ``decode``, without appending it.
 
         The noise depends on ``params.seed`` and the position of the drawn token, so a second call gives
-        the same token, and a :class:`Branch` of these tokens draws it too.
+        the same token, and a :class:`Branch` with the same tokens draws it too.
         Penalties, DRY and grammars need a state; use a branch for them.
 
         Raises:
@@ -431,7 +431,7 @@ class Context:
                 )
 
     def kv_seq_keep(self, seq_id: int) -> None:
-        """Drop every other sequence that no branch holds."""
+        """Drop all sequences but this one, except for those that branches hold."""
         with self.lock:
             (seq_id,) = self._check_raw(seq_id)
             for other in range(self.n_seq_max):

@@ -314,7 +314,8 @@ def plan_chat(
     """Check the arguments of ``chat``, and return the call; see ``plan_texts``.
 
     Raises:
-        ConfigError, UnsupportedError, GrammarError, TokenizeError, CacheFullError: something is invalid.
+        ConfigError, UnsupportedError, GrammarError, TokenizeError, CacheFullError: an argument is
+            invalid, or a conversation too long.
     """
     text_context("ctx", ctx)
     model = ctx.model

@@ -1,4 +1,4 @@
-"""The context that users have: it generates texts in one call."""
+"""The context that users open. It adds `complete` and `chat`, which generate texts in one call."""
 
 from __future__ import annotations
 
@@ -36,21 +36,23 @@ class Context(CacheContext):
         model: a :class:`Model`; several contexts may share it.
         params: a :class:`ContextParams`; you may pass its fields by name instead: ``n_ctx=8192``.
         owns_model: close the model with the context.
-        target: only for a head: the context whose hidden states it reads; it is closed after this one.
-            ``model`` is then an EAGLE-3 head, or a model with MTP layers: the target's own model, or a
-            file with only such layers. By default the context has the target's threads and, for each
-            layer that drafts, the target's size and sequences.
+        target: only for a head, which drafts from the hidden states of another context: that other
+            context. Closing it closes this one first. ``model`` is then an EAGLE-3 head, or a model
+            with MTP layers: the target's own model, or a file with only such layers. By
+            default the context has the target's threads and, for each layer that drafts, the
+            target's size and sequences.
 
     Attributes:
         model: the model that it computes.
         target: the context that it drafts for as a head; None for all other contexts.
         params: the parameters with all defaults resolved. n_ctx, n_batch, n_seq_max, n_outputs_max,
             n_threads, n_threads_batch, kv_type: the values in effect.
-        n_ctx_seq: the most tokens of a sequence: n_ctx, or with ``kv_unified=False`` its part of it.
+        n_ctx_seq: the most tokens that a sequence can hold: n_ctx, or one sequence's part of n_ctx
+            with ``kv_unified=False``.
         n_vocab: size of the vocabulary.
         capabilities: what this context's memory can do.
-        prefix_cache: the texts whose K/V is kept. Without ``prefix_cache=True`` it is None until the
-            first call of ``complete`` or ``chat``.
+        prefix_cache: the cache of texts whose K/V is kept. Without ``prefix_cache=True`` this
+            attribute is None until the first call of ``complete`` or ``chat``.
 
     Raises:
         ConfigError: a bad option, or llama.cpp cannot create the context (the message has the reason).
@@ -59,16 +61,17 @@ class Context(CacheContext):
         BranchStateError: a head shares the memory of ``target``, which is not empty.
 
     Warns:
-        ExactnessWarning: once, if texts under the rule "seeded" decode more tokens together than
-            ``capabilities.exact_rows``, and logits were measured to differ then.
-        ContextLengthWarning: a text may get longer than the model was trained for. It comes at once if
-            ``n_ctx`` is larger than that and meant for one sequence (``n_seq_max`` is not set, or 1);
-            otherwise when a sequence gets too long. There is no warning with rope settings or with
-            recurrent memory.
+        ExactnessWarning: once, if texts under the rule "seeded" share a decode of more tokens than
+            ``capabilities.exact_rows``, and measurements show that such a decode changes logits.
+        ContextLengthWarning: a text may get longer than the model was trained for. The warning
+            comes at once if ``n_ctx`` is larger than the training length and only one sequence uses
+            it (``n_seq_max`` is not set, or 1). Otherwise it comes when a sequence gets too long.
+            There is no warning with rope settings or with recurrent memory.
 
-    ``complete`` and ``chat`` generate texts in one call; branches and engines use a context too. The raw
-    calls may use the sequences 0 to n_seq_max - 1 unless a branch holds them; branches take the highest
-    free ids. One lock serialises all calls from many threads.
+    ``complete`` and ``chat`` generate texts in one call; branches and engines use a context too.
+    Low-level calls such as ``decode`` may use each of the sequences 0 to n_seq_max - 1 that no
+    branch holds; branches take the highest free ids. Many threads may use the context: one lock
+    lets only one call run at a time.
     """
 
     @overload
@@ -102,28 +105,30 @@ class Context(CacheContext):
             options: all of them by name:
 
                 - ``drafter``: "auto" = drafts from MTP layers, from copies of the text so far and from
-                  text that a grammar forces, if it measures that this is faster; None = plain decoding;
-                  or a `Drafter`.
+                  text that a grammar forces, if measurements show that this is faster; None = plain
+                  decoding; or a `Drafter`.
                 - ``max_tokens``: the most tokens to generate (128); None = until the text or the cache
                   ends. ``stop``, ``stop_tokens``: strings and tokens that end the text.
-                - ``n``: texts of each prompt (1), in ``result.choices``; the result is the first.
+                - ``n``: how many texts to generate for each prompt (1). The result is the first
+                  text; ``result.choices`` has all of them.
                 - one of ``json_schema`` (a schema, or a type), ``regex``, ``choices`` (a list of texts)
                   and ``grammar`` (a `Grammar` or GBNF); ``result.parsed`` is the value.
-                - ``top_logprobs``: alternatives of each token in ``result.logprobs`` (0);
+                - ``top_logprobs``: how many alternatives each token has in ``result.logprobs`` (0);
                   ``prompt_logprobs``, ``parse_special``: as for `Request`.
-                - ``thinking``: whether the model thinks before it answers: None = as its chat template
-                  does, True, False, or the most tokens of the thought. A schema and stop strings apply
-                  to the answer, not to the thought.
-                - ``thinking_end``: last words of a thought that has used up its tokens.
+                - ``thinking``: whether the model thinks before it answers: None = as its chat
+                  template does; True; False; or a number, the most tokens of the thought. A schema
+                  and stop strings apply to the answer, not to the thought.
+                - ``thinking_end``: text that is added to end a thought that has used up its tokens.
                 - ``share``: "thought" = the ``n`` texts of a prompt share one thought.
                 - ``on_prompt_progress``: called with a `PromptProgress` while a prompt is read:
-                  ``n_read`` of ``n_total`` tokens. ``prompt_progress``: events for that, in a stream
-                  (False).
+                  ``n_read`` of ``n_total`` tokens. ``prompt_progress``: True = a stream also has
+                  events with this progress (False).
                 - ``sampling``, or settings of `SamplingParams`: ``temperature=0.8, top_p=0.9, seed=1``.
 
         Returns:
-            the result; for a list of prompts a list. ``result.seed`` gives the same text again, also if
-            you passed no seed. If the cache is full, a text ends with the ``finish_reason`` "capacity".
+            the result, or for a list of prompts a list of results. Pass ``seed=result.seed`` to get
+            the same text again; this also works if you passed no seed at first. If the cache is
+            full, a text ends with the ``finish_reason`` "capacity".
 
         Raises:
             ConfigError, GrammarError, TokenizeError, CacheFullError: an argument is invalid, or a prompt
@@ -131,7 +136,7 @@ class Context(CacheContext):
             LlamaBranchError: no text has a token; for example `SequencesExhaustedError` because branches
                 hold all sequences.
         """
-        from .completion import plan_texts  # not before it is needed: it imports the engine
+        from .completion import plan_texts  # imported late: this module imports the engine
 
         return self._run(plan_texts(self, prompt, **options), stream=stream)
 
@@ -173,15 +178,16 @@ class Context(CacheContext):
         """Answer a conversation in the format of the model's chat template, or each of a list of them.
 
         Args:
-            messages: mappings with ``role`` and ``content``, or pairs of both. A last message of the
-                assistant is continued.
+            messages: mappings with ``role`` and ``content``, or pairs (role, content). If the last
+                message is the assistant's, it is continued.
             stream: as for ``complete``.
             options: those of ``complete``, and
 
                 - ``tools``: functions that the model may call, as OpenAI describes them, or Python
                   functions; ``result.tool_calls`` are its calls.
-                - ``tool_choice``: "auto"; "none"; "required", or the description of a function with its
-                  name, forces a call that follows its schema.
+                - ``tool_choice``: "auto" = the model decides; "none" = no calls; "required", or
+                  OpenAI's object with the name of a function = the answer is a call, and follows
+                  the schema of the function.
                 - ``parallel_tool_calls``: False = at most one call.
                 - ``chat_template_kwargs``: other variables of the template, such as
                   ``{"enable_thinking": False}``.
@@ -204,4 +210,4 @@ class Context(CacheContext):
 
     @cached_property
     def _drafters(self) -> dict[bool, Drafter]:
-        return {}  # "auto", with what they learn
+        return {}  # the "auto" drafters, with what they have learned

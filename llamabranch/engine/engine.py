@@ -62,7 +62,7 @@ class Engine:
     Args:
         target: the context that generates; at most its n_seq_max texts run at a time. If you pass a
             `Model`, or a name or path as for `load`, the engine opens a context with 2,048 tokens
-            for each of ``parallel`` texts (8), and closes that context when it is closed itself.
+            for each of ``parallel`` texts (8), and closes that context when the engine is closed.
             Each text has its own part of the cache if the memory can be divided and there is no
             draft model.
         drafter: proposes the drafts. "auto" = drafts from MTP layers, from copies of the text so far and
@@ -237,7 +237,7 @@ class Engine:
         Args:
             drain: finish the added requests first. Otherwise they end with "cancelled".
 
-        The prefix cache of a context that you passed stays. A second call does nothing.
+        If you passed a context, its prefix cache is kept. A second call does nothing.
         """
         with self._adding:
             self._is_closed = True
@@ -271,7 +271,7 @@ class Engine:
             requests: requests or prompts (text, or messages for the model's chat template), read as they
                 are needed; a single one is a list of one.
             on_event: called with every event (a token, or the end of a text).
-            skip: texts that exist already and are not generated, as (id, sample).
+            skip: texts that exist already, as (id, sample). They are not generated.
 
         If a request fails, its result has the error; the others finish.
 

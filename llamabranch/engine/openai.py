@@ -1,4 +1,4 @@
-"""OpenAI's shapes: the bodies of answers, and the tokens and log-probabilities in them."""
+"""OpenAI's formats: the bodies of answers, and the tokens and log-probabilities in them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ __all__ = [
     "usage",
 ]
 
-_LOWEST = -9999.0  # stands for minus infinity, as with OpenAI
+_LOWEST = -9999.0  # stands for minus infinity, as in OpenAI's API
 
 
 def head(prefix: str, kind: str, model: str) -> dict[str, object]:
-    """Return the fields with which answers begin."""
+    """Return the fields at the beginning of every answer."""
     return {
         "id": f"{prefix}-{uuid4().hex}",
         "object": kind,
@@ -42,8 +42,8 @@ class End(TypedDict):
     """How a text has ended.
 
     Attributes:
-        finish_reason: OpenAI's: "stop", "length" or "tool_calls"; None before the end.
-        stop_reason: vLLM's: the stop string or token; "capacity" where the cache could hold no more.
+        finish_reason: OpenAI's reason, "stop", "length" or "tool_calls"; None before the end.
+        stop_reason: vLLM's reason, the stop string or token; "capacity" if the cache was full.
     """
 
     finish_reason: str | None
@@ -51,7 +51,7 @@ class End(TypedDict):
 
 
 def end_reason(finish_reason: str, stop_reason: str | int | None) -> End:
-    """Return how a text has ended, by the reasons of a `Result`."""
+    """Return how a text has ended, given the two reasons of its `Result`."""
     return {
         "finish_reason": "stop" if finish_reason == "stop" else "length",
         "stop_reason": "capacity" if finish_reason == "capacity" else stop_reason,
@@ -59,7 +59,7 @@ def end_reason(finish_reason: str, stop_reason: str | int | None) -> End:
 
 
 def called(end: End) -> End:
-    """Return the end of a text with calls of tools: one that was cut by a limit stays so."""
+    """Return the end of a text that calls tools: "stop" becomes "tool_calls", "length" stays."""
     return {**end, "finish_reason": "tool_calls"} if end["finish_reason"] == "stop" else end
 
 
@@ -84,7 +84,7 @@ def answer_message(turn: Turn) -> dict[str, object]:
 def chat_choice(
     index: int, turn: Turn, end: End, logprobs: list[dict[str, object]] | None
 ) -> dict[str, object]:
-    """Return a turn as one of a chat completion's ``choices``, its thought and its calls apart."""
+    """Return a turn as one of a chat completion's ``choices``, with separate thought and calls."""
     found = None if logprobs is None else {"content": logprobs}
     end = called(end) if turn.calls else end
     return {"index": index, "message": answer_message(turn), "logprobs": found, **end}
@@ -93,7 +93,10 @@ def chat_choice(
 def usage(
     n_prompt: int, n_completion: int, n_cached: int, n_thought: int | None = None
 ) -> dict[str, object]:
-    """Return the counts of tokens; ``n_thought``: those of thoughts, which the completion's include."""
+    """Return the counts of tokens.
+
+    ``n_completion`` includes the ``n_thought`` tokens of thoughts.
+    """
     found: dict[str, object] = {
         "prompt_tokens": n_prompt,
         "completion_tokens": n_completion,
@@ -106,7 +109,7 @@ def usage(
 
 
 def named_piece(model: Model, token: int) -> bytes:
-    """Return the bytes of a token; of a control token those of its name."""
+    """Return the bytes of a token, or of its name if it is a control token."""
     if not model.has_text:
         return b""
     return model.piece(token) or model.detokenize([token], special=True).encode()
@@ -116,7 +119,7 @@ class Vocabulary:
     """The tokens of a model as text and bytes.
 
     Args:
-        piece: returns the bytes of a token, see `named_piece`.
+        piece: a function that returns the bytes of a token, such as `named_piece` for a model.
     """
 
     def __init__(self, piece: Callable[[int], bytes]) -> None:
@@ -124,9 +127,9 @@ class Vocabulary:
         self._known: dict[int, tuple[bytes, str]] = {}
 
     def entry(self, token: int) -> tuple[bytes, str]:
-        """Return the bytes and the text of a token; of a control token those of its name.
+        """Return the bytes and the text of a token, or of its name if it is a control token.
 
-        In a text, bytes that are no characters are U+FFFD.
+        In the text, U+FFFD replaces bytes that are not a whole character.
         """
         found = self._known.get(token)
         if found is None:
@@ -143,7 +146,7 @@ class Vocabulary:
         return None if token is None else self.entry(token)[1]
 
     def _key(self, token: int, as_id: bool) -> str:
-        """Return a text that no other token has; for parts of characters as OpenAI writes them."""
+        """Return a unique text for a token; parts of a character are written as OpenAI does."""
         raw, text = self.entry(token)
         if as_id:
             return f"token_id:{token}"
@@ -162,11 +165,12 @@ class Vocabulary:
         """Return OpenAI's ``logprobs`` of a completion.
 
         Args:
-            scored: ids of tokens, with what is known of them; None for a prompt's first.
-            offsets: where each begins in the text.
+            scored: token ids, each with its log-probabilities; None for the first token of a
+                prompt.
+            offsets: where each token begins in the text.
             n_top: how many of the most probable tokens are reported; None = all that are known.
             as_ids: write tokens as ``token_id:N``.
-            more: tell entropies and sources too.
+            more: include entropies and sources too.
         """
         found: dict[str, list[object]] = {
             "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": [],
@@ -188,7 +192,10 @@ class Vocabulary:
     def chat_logprobs(
         self, tokens: Iterable[Produced], *, more: bool = False
     ) -> list[dict[str, object]]:
-        """Return OpenAI's ``logprobs.content`` of a message; ``more``: entropies and sources too."""
+        """Return OpenAI's ``logprobs.content`` of a message.
+
+        With ``more``, include entropies and sources too.
+        """
         return [
             self._item(each.token, each.logprob)
             | {"top_logprobs": self.top(each.alternatives)}
@@ -201,7 +208,7 @@ class Vocabulary:
         return [self._item(token, logprob) for token, logprob in alternatives]
 
     def scored(self, score: TokenScore) -> dict[str, object]:
-        """Return a given token with its rating."""
+        """Return a token that was not generated, with its score."""
         more = {"rank": score.rank, "entropy": score.entropy, "top": self.top(score.alternatives)}
         return self._item(score.token, score.logprob) | more
 

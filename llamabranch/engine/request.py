@@ -1,4 +1,4 @@
-"""A request to the engine, its events and its result; requests as they are read."""
+"""A request to the engine, its events and its result; and the reader of many requests."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ __all__ = [
 T = TypeVar("T", default=object, covariant=True)
 S = TypeVar("S")
 
-_MOST_TEXTS = 100_000  # of one request; each takes a few kilobytes as soon as it is queued
+_MOST_TEXTS = 100_000  # of one request; each text takes a few kilobytes as soon as it is queued
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,10 @@ class Request:
         sampling: settings; None = the engine's. Without a seed the request gets one derived from the
             engine's seed and its id, so that its text does not depend on the order of the requests or on
             the rest of the batch.
-        stop: a string, or several, that end the text. They are compared with the generated text, in which
-            control tokens have no text; a token that ends a turn ends the text by itself. The ``text`` of
-            a result ends before the stop string, its ``tokens`` include it.
+        stop: a string, or several, that end the text. They are compared with the generated text,
+            where control tokens do not appear. You need no stop string for a token that ends a
+            turn: it ends the text by itself. The ``text`` of the result ends before the stop
+            string; the ``tokens`` of the result include the stop string.
         stop_tokens: ids of tokens that end the text, besides the model's EOG tokens. Unlike EOG tokens
             they are part of ``tokens`` and of the text.
         on_round: called in the engine's thread after each round with a draft, with the drafted, accepted
@@ -80,29 +81,32 @@ class Request:
         on_prompt_progress: called in the engine's thread with a `PromptProgress`, before the prompt is
             processed and after each decode that processed a part of it. An exception in it ends the step.
         prompt_progress: True = there are also events for that, `Event.progress`.
-        min_tokens: the least tokens of the text. Until then EOG tokens and ``stop_tokens`` are not drawn,
-            and stop strings are ignored. Not together with a grammar or a constraint, which decide
-            themselves where a text may end, nor with ``continues``.
+        min_tokens: the smallest number of tokens in the text. Before that, EOG tokens and
+            ``stop_tokens`` are not drawn, and stop strings are ignored. You cannot combine it with
+            ``continues``, nor with a grammar or a constraint, which decide themselves where a text
+            may end.
         grammar: the grammar that the text must follow.
-        constraint: a function that says which texts are allowed, as for ``Branch.generate``; may be
-            combined with a grammar.
+        constraint: a function that decides which texts are allowed, as for ``Branch.generate``. You
+            can combine it with a grammar.
         draft_k: tokens to draft in each round of these texts, 0 to 256; None = the engine's config.
             Without a drafter nothing is drafted.
-        n: how many texts to generate from one prefill; each but the first has a seed derived from the
-            first's.
+        n: how many texts to generate after processing the prompt once. The first text has the
+            request's seed. The seeds of the others are derived from that seed.
         priority: a request with a smaller number is admitted earlier, and preempted later.
-        top_logprobs: None = no detail; k = the result's ``logprobs`` has every token with its
-            log-probability, its source and the k most probable tokens.
-        prompt_logprobs: None = no detail; k = the result's ``prompt_logprobs`` scores every token of the
-            prompt, with the k most probable tokens. With ``max_tokens=0`` the request only scores its
-            prompt. Such a prompt is always processed completely, without the prefix cache.
+        top_logprobs: None = no log-probabilities in the result; k = the result's ``logprobs`` has
+            every token with its log-probability, its source and the k most probable tokens.
+        prompt_logprobs: None = no scores of the prompt; k = the result's ``prompt_logprobs`` scores
+            every token of the prompt, with the k most probable tokens. With ``max_tokens=0`` the
+            request only scores its prompt. Such a prompt is always processed completely, without
+            the prefix cache.
         logprobs_from: tokens of the prompt before this index are not scored, and may come from the prefix
             cache; ``prompt_logprobs`` has None for them.
-        continues: how many tokens at the end of the prompt were generated before. The grammar must accept
-            them, and a character that they begin is completed. With the same ``seed`` the text continues
-            as if it had not been interrupted. Only for a prompt of token ids.
+        continues: how many tokens at the end of the prompt were generated before. The grammar must
+            accept these tokens. If they end in the middle of a character, the text completes it.
+            With the same ``seed`` the text continues as if it had not been interrupted. Only for a
+            prompt of token ids.
         parse_special: whether control tokens written in a text prompt, such as ``<|im_start|>``, are
-            parsed; False for untrusted text. Those in messages never are.
+            parsed; False for untrusted text. Control tokens in messages are never parsed.
         thinking: how the answer begins with a thought; made by `plan_thinking`. The grammar, the
             constraint, stop strings and stop tokens apply to the answer only.
 
@@ -186,7 +190,7 @@ class Request:
             )
 
     def of_prompt(self, tokens: list[int], thinking: Thinking | None) -> Request:
-        """Return the request with other prompt tokens, which are known to be valid; checks nothing."""
+        """Return the request with another prompt, whose tokens are not checked."""
         request = copy(self)
         request.__dict__.update(prompt=tokens, thinking=thinking)
         return request
@@ -210,8 +214,8 @@ class Request:
 
         Args:
             data: the object.
-            name: the id of a request that has none.
-            sampling: the settings that the object does not set.
+            name: the id if the object has none.
+            sampling: the settings for everything that the object leaves out.
             needs: the keys that the prompt may have, the preferred one first.
 
         Raises:
@@ -225,34 +229,35 @@ class Request:
 class Result(Generic[T]):
     """One generated text of a request, and how it ended.
 
-    ``finish_reason`` is "stop", "length", "constraint" (it allows no token), "capacity" (the cache cannot
-    hold it), "cancelled" or "error". In the last three cases ``text`` and ``tokens`` are what was
-    generated until then, and ``error`` is the exception, if there was one. ``text`` ends before a stop
-    string; ``tokens`` include the stop string, but not an EOG token. A thought before the answer is in
-    ``thought`` and not in ``text``; ``tokens`` begin with its tokens.
+    ``finish_reason`` is "stop", "length", "constraint" (the constraint allows no token), "capacity"
+    (the cache cannot hold the text), "cancelled" or "error". In the last three cases ``text`` and
+    ``tokens`` have everything generated until then, and ``error`` is the exception, if there was
+    one. ``text`` ends before a stop string; ``tokens`` include the stop string, but not an EOG
+    token. A thought before the answer is in ``thought`` and not in ``text``; ``tokens`` begin with
+    its tokens.
 
     Attributes:
         thought: the thought before the answer, without the tags; "" = none.
         n_thought_tokens: how many of ``tokens`` come before the answer: the thought, its tags, and text
             that was written to end it.
-        emitted: the tokens with all their figures.
+        emitted: the tokens with their text, log-probability and other numbers.
         num_prompt_tokens: the number of tokens of the prompt.
         num_cached_tokens: how many of them were in the cache when the text was first admitted, so that
             they were not evaluated.
         num_preemptions: how often it lost its cells and was processed again.
         stop_reason: the stop string or stop token that ended it; None if an EOG token did.
         queued_s, first_token_s, last_token_s: seconds from the arrival of the request to the admission
-            of this text, its first token and its last one; None if that did not happen.
+            of this text, its first token and its last one; None if the event did not happen.
         logprobs: the tokens in detail, if the request has ``top_logprobs``.
-        prompt_logprobs: a score of each prompt token, if the request asked for it; None for the first
-            token, which has none.
-        exact: whether the text was generated in a batch-invariant context. Then its seed gives it again,
-            token for token, alone or with any other texts, with drafts or without.
+        prompt_logprobs: a score for each prompt token, if the request asked for scores. The first
+            token has no score: None.
+        exact: whether the text was generated in a batch-invariant context. Then the same seed gives
+            the same tokens again, alone or together with any other texts, with or without drafts.
         grammar: the grammar of the request, for ``parsed``.
         choices: from ``complete`` and ``chat``: all texts of the prompt, including this one.
         tools: from ``chat``: the tools of the request.
         model: the model's name.
-        pieces: the bytes of the tokens in ``logprobs``, if the request asked for these.
+        pieces: the bytes of the tokens in ``logprobs``, if the request asked for log-probabilities.
         written: from ``chat`` with tools: the text of the answer with the names of control tokens.
     """
 
@@ -292,7 +297,7 @@ class Result(Generic[T]):
 
     @cached_property
     def turn(self) -> Turn:
-        """The thought, the content and the calls of functions, in the form of the model's template."""
+        """The thought, the content and the function calls, read by the model's turn format."""
         salt = str(len(self.prompt)) if is_chat(self.prompt) else ""
         return self.turn_with(self.tools, salt)
 
@@ -300,7 +305,7 @@ class Result(Generic[T]):
         """Return ``turn`` for these tools; the ids of calls are derived from ``salt``."""
         if tools is None:
             return Turn(self.thought, self.text, [])
-        if self.thought and len(self.tokens) == self.n_thought_tokens:  # it may end with a call
+        if self.thought and len(self.tokens) == self.n_thought_tokens:  # thoughts may have calls
             return tools.read(self.thought, in_thought=True, salt=salt)
         begun = begun_answer(self.prompt) if tools.is_used else ""
         turn = tools.read(begun + (self.written or self.text), salt=salt)
@@ -309,7 +314,7 @@ class Result(Generic[T]):
 
     @property
     def tool_calls(self) -> list[ToolCall]:
-        """The calls of functions in the text, in order; [] without tools. Calls cut off do not count."""
+        """The complete function calls in the text, in order; [] without tools."""
         return self.turn.calls
 
     @property
@@ -319,13 +324,14 @@ class Result(Generic[T]):
 
     @property
     def parsed(self) -> T:
-        """The value of the text under the request's grammar; None without a grammar.
+        """The text parsed with the request's grammar; None without a grammar.
 
         For a JSON schema it is a JSON value, or an instance of the type that the schema was made from;
         for other grammars it is the text.
 
         Raises:
-            ParseError: the text was cut off (``finish_reason`` says why), or the type refuses its value.
+            ParseError: the text was cut off (``finish_reason`` says why), or the type does not
+                accept the value.
         """
         if self.grammar is None:
             return cast(T, None)
@@ -383,12 +389,14 @@ class Result(Generic[T]):
         return {**head(*kind, self.model), "choices": choices, "usage": counts}
 
     def as_dict(self, *, stats: bool = True) -> dict[str, object]:
-        """Return JSON types, without times and counts of the cache, which differ from run to run.
+        """Return the result as JSON types.
 
-        ``stats=False`` leaves out the statistics of drafting, which are most of the bytes of a short
-        text.
+        Times and cache counts are left out, because they differ from run to run.
 
-        ``error``, ``logprobs`` and ``prompt_logprobs`` are included only if there are any.
+        ``stats=False`` leaves out the drafting statistics, which for a short text take most of the
+        space.
+
+        ``error``, ``logprobs`` and ``prompt_logprobs`` are included only if the result has them.
         """
         record: dict[str, object] = {
             "id": self.id,
@@ -434,8 +442,9 @@ class Event:
     """A new token of a text (``emitted``), or the end of the text (``result``).
 
     For a request with ``prompt_progress``, it can also be the progress of its prompt (``progress``).
-    Where a thought ends and an answer follows, ``ended_thought`` holds all tokens of the thought, as the
-    result will have them: the last reported ones may be drawn again, and tokens may be added to end it.
+    When a thought ends and an answer follows, ``ended_thought`` holds all tokens of the thought as
+    the result will have them. They can differ from the tokens reported before: the last ones may be
+    drawn again, and tokens may be added to end the thought.
     """
 
     id: str
@@ -452,7 +461,7 @@ class Event:
 
     @property
     def text(self) -> str:
-        """The text of its token; "" if it has none, or is part of a thought."""
+        """The text of the event's token; "" for a token of a thought, or without a token."""
         return "" if self.emitted is None or self.is_thought else self.emitted.text
 
     @property
@@ -502,11 +511,11 @@ Skip = Collection[tuple[str, int]]
 
 
 class RequestSource:
-    """The requests of a job, read one by one.
+    """Reads the requests of one ``generate`` or ``stream`` call, one by one.
 
     Args:
-        requests: requests or prompts, or a single one. Those of a sequence are checked at once, and begin
-            in the order of their priorities.
+        requests: requests or prompts, or a single one. The requests in a list are checked at once,
+            and begin in the order of their priorities.
         skip: texts not to generate.
         order: filled with the id of each request that is read, and its number.
 
@@ -515,7 +524,7 @@ class RequestSource:
 
     Attributes:
         failure: the exception that reading raised.
-        expected: the known ids that are not read yet.
+        expected: the known ids of requests that are not read yet.
     """
 
     def __init__(
@@ -552,7 +561,7 @@ class RequestSource:
         return self
 
     def __next__(self) -> Asked:
-        """Return the next request; StopIteration also if reading fails, see ``failure``."""
+        """Return the next request; if reading fails, stop and keep the error in ``failure``."""
         if self.failure is not None:
             raise StopIteration
         try:

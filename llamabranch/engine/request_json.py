@@ -55,7 +55,7 @@ class _Format(Struct):
 
     @property
     def schema(self) -> object:
-        """The schema of the text, None for free text."""
+        """The schema of the text, or None if the text is free."""
         if self.type == "json_schema":
             if "schema" not in self.json_schema:
                 raise ConfigError("response_format needs a json_schema with a schema")
@@ -97,10 +97,10 @@ class _Line(Struct, forbid_unknown_fields=True):
         return None if self.grammar is None else Grammar(self.grammar)
 
     def n_alternatives(self) -> int | None:
-        """Return how many alternatives to list, None for no detail.
+        """Return how many alternatives each token lists, or None for no log-probabilities.
 
-        ``logprobs`` is a number, as in vLLM, or true together with ``top_logprobs``, as in OpenAI's chat
-        API.
+        ``logprobs`` is either a number, as in vLLM, or true, as in OpenAI's chat API, where
+        ``top_logprobs`` is the number.
         """
         if isinstance(self.logprobs, bool):
             return self.top_logprobs or 0 if self.logprobs else None

@@ -31,12 +31,12 @@ class Scheduler:
 
     Args:
         ctx: the context that has the sequences.
-        limit: how many jobs may be active at a time; None for as many as there are sequences.
+        limit: how many jobs may be active at a time; None = as many as there are sequences.
         stats: the engine's totals, for the prompt tokens that are shared or cached.
 
     Attributes:
         active: the jobs that read their prompt or generate.
-        idle: those that hold a sequence only until others need it, least recently used first.
+        idle: the jobs that hold a sequence only until others need it, least recently used first.
         most_held: the most sequences that were held at a time.
         paused: ids of requests whose texts are not continued for now.
         no_sequence: the error, if no job is active and others hold all sequences; otherwise None.

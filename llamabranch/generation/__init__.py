@@ -1,4 +1,4 @@
-"""How a text is generated: its state, and the one loop of draft, decode, verify, take.
+"""How a text is generated: its state, and one loop of four steps: draft, decode, verify, take.
 
 text.py         a text: its sequence, tokens, sampler and logits, in step with the K/V cache
 output.py       a token that is emitted

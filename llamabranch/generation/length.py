@@ -18,7 +18,8 @@ from .drafter import Drafter, DraftLength, NullDrafter, Round, StopRule, bucket
 
 __all__ = ["AutoLength"]
 
-# Acceptance is learned in buckets of entropy, in nats: their middles, and one for unknown entropy.
+# Acceptance is learned for each bucket of entropy. These are the middles of the buckets in nats.
+# The last bucket is for unknown entropy.
 _MIDDLES = (0.02, 0.07, 0.15, 0.3, 0.6, 1.2, 2.4, 4.8, 0.7)
 
 

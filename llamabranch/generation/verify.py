@@ -192,7 +192,7 @@ def rule_name(rule: Rule) -> str:
 
 
 def draft_seed(seed: int, position: int) -> int:
-    """Return the seed with which a sampled draft that begins at ``position`` is drawn (purpose DRAFT).
+    """Return the seed for the draws of a sampled draft that begins at ``position``.
 
     Each round has a different seed. Decisions of the block rule and of the draft-length controller
     depend on rejected tokens, so the noise that drew those must not be used again.
@@ -253,7 +253,7 @@ class Verdict(NamedTuple):
         n_accepted: how many of the drafted tokens are accepted.
         n_kept: how many the text takes. This leaves out the last accepted one if it ends the text,
             or if nothing can be drawn after it.
-        token: the token after them.
+        token: the token after the kept ones.
         source: where that token comes from: "bonus", "corrected", or "drafted" if it is in the
             draft.
     """
@@ -371,7 +371,8 @@ class Plan:
         end = next((i for i, token in enumerate(tokens[:n], 1) if is_eog(token)), None)
         n_kept = n = end or n
         if end or following is None:
-            # At a dead end ``following`` is the last accepted token. The next round raises an error.
+            # At a dead end ``following`` is the last accepted token, and the next round raises the
+            # error.
             n_kept, following = n - 1, tokens[n - 1]
         source = "drafted" if is_dead_end else "bonus" if n == len(tokens) else "corrected"
         return Verdict(n, n_kept, following, source)

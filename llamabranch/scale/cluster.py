@@ -1,4 +1,4 @@
-"""The connection to a Ray cluster, and Ray's errors as ours."""
+"""The connection to a Ray cluster. Ray's errors are turned into llamabranch's."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .folder import Folder
 
 
 def import_ray() -> ModuleType:
-    """Return the module, with ``ray.data`` imported.
+    """Return the module ``ray``, with ``ray.data`` imported.
 
     Raises:
-        UnsupportedError: it is not installed.
+        UnsupportedError: Ray is not installed.
     """
     try:
         import ray
@@ -31,13 +31,13 @@ def import_ray() -> ModuleType:
 
 @contextmanager
 def cluster(address: str | None, workers: int, cpus: float) -> Iterator[None]:
-    """Connect to a cluster, unless this process is connected, and disconnect afterwards."""
+    """Connect to a cluster and disconnect afterwards. A connection that exists is left as it is."""
     ray = import_ray()
     if ray.is_initialized():
         yield
         return
     is_local = address in (None, "local")
-    # One logical CPU more than the workers have, to read again what a lost node had read.
+    # One logical CPU more than the workers need: if a node is lost, its input is read again there.
     size = {"num_cpus": math.ceil(workers * cpus) + 1, "include_dashboard": False}
     ray.init(
         address="local" if is_local else address,
@@ -53,7 +53,7 @@ def cluster(address: str | None, workers: int, cpus: float) -> Iterator[None]:
 
 @contextmanager
 def translated(output: Folder) -> Iterator[None]:
-    """Turn errors of Ray and of the file system into ours."""
+    """Turn errors of Ray and of the file system into llamabranch's errors."""
     import ray.exceptions
 
     try:
@@ -61,7 +61,7 @@ def translated(output: Folder) -> Iterator[None]:
     except (ray.exceptions.RayError, OSError) as error:
         cause: BaseException | None = error
         while cause is not None:
-            is_rays = isinstance(cause, ray.exceptions.RayError)  # also Ray's copies of ours
+            is_rays = isinstance(cause, ray.exceptions.RayError)  # such as its copies of ours
             if isinstance(cause, (LlamaBranchError, OSError)) and not is_rays:
                 break
             inner = getattr(cause, "cause", None)

@@ -1,7 +1,8 @@
-"""A folder on a file system that all nodes share, and the results in it. pyarrow opens it.
+"""A folder on a file system that all nodes share, and the results in it. pyarrow gives access.
 
-Ray's own sinks write to the final name of a file, so a crash can leave a part of a file. Here a file
-gets its final name when it is complete. So the ids in the files are the ids of the finished rows.
+Ray's own sinks write directly to a file with its final name, so a crash can leave an incomplete
+file. Here a file gets its final name only when it is complete. So the ids in the files are the ids
+of the finished rows.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Folder:
 
     Args:
         path: a path, or a URI such as ``s3://bucket/folder``.
-        filesystem: a ``pyarrow.fs.FileSystem``; None = the one that the path names.
+        filesystem: a ``pyarrow.fs.FileSystem``; None = the one in the URI, or the local one.
 
     Raises:
         ConfigError: pyarrow cannot open a file system for this path.
@@ -76,7 +77,7 @@ class Folder:
         return content
 
     def write_json(self, name: str, value: object) -> None:
-        """Write a JSON file in one step: after a crash it is complete, or missing."""
+        """Write a JSON file in one step. After a crash the file is complete or missing."""
         path = posixpath.join(self.path, name)
         self.filesystem.create_dir(posixpath.dirname(path), recursive=True)
         with self.filesystem.open_output_stream(path + _PART) as file:
@@ -88,8 +89,9 @@ class Folder:
     def finished(self, id_column: str) -> pyarrow.Table:
         """Return ``id``, ``is_error`` and ``batch_invariant`` of all rows in complete files.
 
-        This deletes incomplete files, and files that have a row in common, so that their rows count as
-        missing. Two files can have the same rows if a driver died while Ray was still writing for it.
+        This deletes incomplete files, and files that have a row in common, so their rows count as
+        missing. Two files can have a row in common if the process that started the job died while
+        Ray was still writing.
         """
         import pyarrow as pa
         import pyarrow.compute as pc
@@ -125,7 +127,7 @@ class Folder:
 
         class Sink(BlockBasedFileDatasink):  # type: ignore[misc, unused-ignore]
             def write_block(self, block: object, block_index: int, ctx: object) -> None:
-                # A task that Ray repeats writes the same file again.
+                # If Ray repeats a task, the name is the same, so the file is replaced.
                 name = f"{ctx.kwargs['write_uuid']}-{ctx.task_idx:012}.parquet"  # type: ignore[attr-defined]
                 path = posixpath.join(self.path, name)
                 with self.open_output_stream(path + _PART) as file:

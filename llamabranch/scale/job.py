@@ -1,8 +1,8 @@
 """Whole jobs on Ray Data: `generate` and `score` read files and write files, each row exactly once.
 
-Ray Data reads, sorts, retries and writes. A file of results is either complete or missing. So the ids in
-the output are the ids of the finished rows, and a resumed job runs the others. ``_job/job.json`` has the
-settings of a job. ``_SUCCESS`` is written when the output has every row.
+Ray Data reads, sorts, retries and writes. A file of results is either complete or missing. So the
+ids in the output are the ids of the finished rows, and a resumed job runs all other rows.
+``_job/job.json`` has the job's settings. ``_SUCCESS`` is written when the output has every row.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ if TYPE_CHECKING:
     import ray.data
 
 _MOST = 1e15
-_WORKERS_PER_WRITER = 8  # one process writes the results of so many workers
-_ROWS_PER_STREAM = 4  # rows of a batch for each text at a time
-# Retries of a batch whose worker died. Ray takes half a minute to notice that a node is gone, and until
-# then each attempt to reach a worker there is a retry.
+_WORKERS_PER_WRITER = 8  # the number of workers whose results one process writes
+_ROWS_PER_STREAM = 4  # a batch has this many rows for each text that runs at a time
+# How often a batch is retried if its worker dies. Ray takes half a minute to notice that a node is
+# gone. Until then each attempt to reach a worker on that node counts as a retry.
 MOST_RETRIES = 16
-# Blocks that may fail. The next one ends the job at once, since on a full disk all of them would fail.
+# How many blocks may fail. One more ends the job at once, because on a full disk all blocks fail.
 _MOST_LOST = 8
 _SETTINGS = "_job/job.json"
 
 
 class JobOptions(TypedDict, total=False):
-    """How a job runs; none of this changes a text."""
+    """How a job runs. These options do not change the texts."""
 
     workers: int | tuple[int, int]
     cpus: float
@@ -70,8 +70,8 @@ class JobReport:
     Args:
         output: the folder of the results.
         n_rows: rows of the output.
-        n_errors: how many of them have no text; their column ``error`` says why.
-        n_resumed: rows that an earlier run had written.
+        n_errors: how many rows have no result; their column ``error`` has the reason.
+        n_resumed: how many rows an earlier run of the job had finished.
         batch_invariant: whether the contexts of all workers were batch-invariant. If so, the same job
             gives the same bytes again.
         seed: the seed from which the rows' seeds are derived.
@@ -85,7 +85,7 @@ class JobReport:
     seed: int
 
     def as_dict(self) -> dict[str, object]:
-        """Return all of it as JSON types."""
+        """Return the report as JSON types."""
         return asdict(self)
 
 
@@ -114,19 +114,20 @@ def generate(
         load: options of `lb.load` for the workers.
         options: how the job runs:
 
-            - ``workers``: how many, or the least and the most; ``cpus`` and ``gpus`` of each (1 and 0);
-              ``streams``: texts at a time of each (8); ``draft``: a draft model.
-            - ``address``: of a Ray cluster, or "auto"; "local" starts Ray for this process. None = the
-              connected cluster, or "local" if there is none.
+            - ``workers``: how many workers, or a pair of the fewest and the most. ``cpus`` and
+              ``gpus``: how many each worker has (1 and 0). ``streams``: how many texts each
+              worker runs at a time (8). ``draft``: a draft model.
+            - ``address``: the address of a Ray cluster, or "auto"; "local" starts Ray for this
+              process. None = the cluster that this process is connected to, or else "local".
             - ``resume``: continue a job that was interrupted.
-            - ``block_rows`` (512): rows that are written together, and repeated together after a failure.
-              With 1 a worker runs one row at a time.
+            - ``block_rows`` (512): how many rows are written together, and run again together after
+              a failure. With 1 a worker runs one row at a time.
             - ``id_column`` ("id"); ``keep``: columns to copy from the input to the output;
               ``filesystem``: a ``pyarrow.fs.FileSystem``.
             - ``stall_s`` (600): seconds without progress after which a worker ends its process.
 
     Raises:
-        ConfigError: an invalid setting or input, an output that belongs to another job.
+        ConfigError: a setting or an input is invalid, or the output belongs to another job.
         JobError: the job failed; ``resume=True`` continues it.
         UnsupportedError: Ray is not installed.
     """
@@ -147,8 +148,8 @@ def score(
 ) -> JobReport:
     """Score the texts of files on a Ray cluster; each row's result is written exactly once.
 
-    `Score` describes the columns (or keys) of the input and of the output. Arguments and errors are those
-    of `generate`.
+    `Score` describes the columns (or keys) of the input and of the output. The arguments and errors
+    are the same as for `generate`.
     """
     rows = ScoreRows(parse_special=parse_special)
     return _RayJob(rows, inputs, output, model, load, options).run(Score, 0)
@@ -196,7 +197,7 @@ class _RayJob:
         }
 
     def run(self, stage: type[Generate | Score], seed: int | None) -> JobReport:
-        """Run the rows that are not finished."""
+        """Run the rows that have no result yet; return the report."""
         output, id_column = self._output, self._source.id_column
         earlier = output.read_json(_SETTINGS)
         if output.files() or earlier is not None:
@@ -253,7 +254,7 @@ class _RayJob:
 
         of_source = {"id_column": self._source.id_column, "keep": self._source.keep}
         rows.context.max_errored_blocks = _MOST_LOST
-        is_alone = self._block_rows == 1  # so that a row that ends its process stops no other row
+        is_alone = self._block_rows == 1  # then a row that crashes its worker affects only itself
         with warnings.catch_warnings():
             # Ray 2.64 and later may rename ``ray_remote_args``; those versions are excluded.
             warnings.filterwarnings("ignore", "`ray_remote_args` is deprecated")
@@ -283,7 +284,7 @@ class _RayJob:
 
 
 def _model_facts(model: str) -> dict[str, object]:
-    """Return the fingerprint of a model, and the versions that run it; runs on a node of the cluster."""
+    """Return a model's fingerprint and the software versions; runs on a node of the cluster."""
     try:
         own = metadata.version("llamabranch")
     except metadata.PackageNotFoundError:  # not installed
@@ -294,7 +295,7 @@ def _model_facts(model: str) -> dict[str, object]:
 
 
 def _check_same(earlier: Mapping[str, object], settings: Mapping[str, object], path: str) -> None:
-    """Check that a job is resumed with its own settings."""
+    """Raise ConfigError unless a job is resumed with the settings it was started with."""
     different = [
         name
         for name in sorted({*earlier, *settings})

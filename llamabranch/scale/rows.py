@@ -1,7 +1,7 @@
 """Turn the rows of a batch into requests, and their results into a table.
 
-A row that cannot be a request becomes a row with ``finish_reason`` "error", not an exception: in Ray Data
-an exception ends the job, and the row would be lost. The schema of a table does not depend on its
+If no request can be made of a row, its result has ``finish_reason`` "error". No exception is
+raised, because in Ray Data an exception ends the job. The schema of a table does not depend on its
 rows, because all blocks of a folder need the same types.
 """
 
@@ -25,7 +25,7 @@ Record = dict[str, object]
 
 
 class RowOptions(TypedDict, total=False):
-    """What `GenerateRows` takes, as keywords of `Generate` and `generate`."""
+    """The fields of `GenerateRows`, as keyword arguments of `Generate` and `generate`."""
 
     max_tokens: int | None
     sampling: SamplingParams | None
@@ -38,7 +38,7 @@ class RowOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class GenerateRows:
-    """Rows with a prompt, to be continued: `Generate` explains the fields, which a row's own replace.
+    """Settings for rows whose prompt is continued; a row can have its own. See `Generate`.
 
     Raises:
         ConfigError: ``max_tokens`` or ``n`` is out of range, or the grammar is invalid.
@@ -76,7 +76,7 @@ class GenerateRows:
         if self.chat:
             content = instance("prompt", data["prompt"], str)
             data["prompt"] = context.model.prompt_tokens([{"role": "user", "content": content}])
-        if data["json_schema"] is not None:  # a column of objects has all keys in each of them
+        if data["json_schema"] is not None:  # objects of a column all get the same keys
             instance("json_schema", data["json_schema"], str)
         sampling = (self.sampling or SamplingParams()).replace(logprobs=False)
         request = Request.from_json(data, name, sampling, needs=["prompt"])
@@ -86,7 +86,7 @@ class GenerateRows:
             stop=request.stop or self.stop,
             grammar=request.grammar or self.grammar,
             n=self.n,
-            # A row can turn it off, not on.
+            # A row can turn parse_special off, not on.
             parse_special=self.parse_special and request.parse_special,
         )
 
@@ -121,10 +121,10 @@ class GenerateRows:
 
 @dataclass(frozen=True)
 class ScoreRows:
-    """Rows with a text to score, and optionally a context that it continues, which is not scored.
+    """Settings for rows whose text is scored. A context before the text is not scored.
 
     Args:
-        parse_special: parse control tokens written in the texts; a row's own can turn it off.
+        parse_special: parse control tokens written in the texts; a row can turn it off, not on.
     """
 
     columns: ClassVar = ("text", "context", "parse_special")
@@ -137,7 +137,7 @@ class ScoreRows:
 
         Raises:
             ConfigError: the text is missing or has no tokens.
-            TokenizeError: it cannot be tokenized.
+            TokenizeError: the text or its context cannot be tokenized.
         """
         model, before = context.model, row.get("context")
         text = instance("text", row.get("text"), str)
@@ -182,7 +182,7 @@ class ScoreRows:
 
 
 def error_record(kind: GenerateRows | ScoreRows, error: str) -> Record:
-    """Return the output columns of a row that has no result; those that are missing are null."""
+    """Return the output columns of a row that has no result. All other columns become null."""
     return {"finish_reason": ["error"] if kind.n > 1 else "error", "error": error}
 
 
@@ -195,10 +195,10 @@ def describe(error: LlamaBranchError) -> str:
 
 
 def read_rows(batch: object) -> list[Record]:
-    """Return the rows of a batch: a table, or a mapping of columns, as Ray Data gives NumPy's arrays.
+    """Return the rows of a batch. It is a table, or a mapping of columns to NumPy arrays or lists.
 
     Raises:
-        ConfigError: something else.
+        ConfigError: the batch is something else.
     """
     import pyarrow as pa
 
@@ -218,7 +218,7 @@ def output_table(
     id_column: str,
     keep: Sequence[str],
 ) -> pyarrow.Table:
-    """Return records as a table; the id and the kept columns have the types of the batch."""
+    """Return records as a table; the id and the kept columns keep their types."""
     import pyarrow as pa
 
     schema = batch.schema if isinstance(batch, pa.Table) else pa.schema([])

@@ -1,7 +1,7 @@
 """The input of a job: its files, and its rows in the order in which they run.
 
-Rows are sorted so that prompts with the same beginning are in the same block, where a worker's prefix
-cache finds the beginning.
+Rows are sorted so that prompts with the same beginning are in the same block. Then a worker's
+prefix cache can reuse the beginning.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     import ray.data
 
 _KINDS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl"}
-_PART_BYTES = 64 << 20  # bytes of the input for each part of Ray's sort
-_N_SAMPLED = 1000  # the types of the columns are those of so many first rows
-_PROBLEM = "llamabranch_problem"  # a column that says why rows are invalid
+_PART_BYTES = 64 << 20  # Ray reads and sorts the input in parts of about so many bytes
+_N_SAMPLED = 1000  # the types of the columns are taken from this many first rows
+_PROBLEM = "llamabranch_problem"  # an extra column with the reason why rows are invalid
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Source:
     """The files of a job's input, and the columns that it reads.
 
     Args:
-        files: their paths, sorted, and their sizes in bytes.
+        files: the path and the size in bytes of each file, sorted.
         kind: "parquet" or "jsonl".
-        filesystem: the file system that they are on.
+        filesystem: the file system of the files.
         id_column: the name of the column of ids.
         columns: the names of the columns from which requests are made.
         keep: the names of the columns that are copied to the output.
@@ -59,7 +59,8 @@ class Source:
         """Return the source of ``inputs``: paths or URIs of files and folders.
 
         Raises:
-            ConfigError: there are no files, or files of both formats.
+            ConfigError: there are no files, or they have both formats or are on several file
+                systems.
         """
         inputs = [inputs] if isinstance(inputs, str) else list(inputs)
         folders = [Folder(path, filesystem) for path in inputs]
@@ -83,10 +84,10 @@ class Source:
     def rows(self, done: pyarrow.ChunkedArray, block_rows: int) -> ray.data.Dataset:
         """Return the rows whose ids are not in ``done``, sorted by prompt, in blocks of ``block_rows``.
 
-        They are read now, because workers may later take all CPUs of the cluster.
+        The rows are read at once, because workers may later take all CPUs of the cluster.
 
         Raises:
-            ConfigError: there are no rows, or their columns have no single type.
+            ConfigError: there are no rows, or a column has values of several types.
         """
         import pyarrow.compute as pc
         import ray
@@ -107,16 +108,17 @@ class Source:
         # A text to score begins with its context, if it has one.
         keys = [name for name in ("context", "prompt", "text") if name in self.columns]
         if all(str(schema.field(name).type) == "string" for name in keys):
-            # A separate plan sorts the rows. In one plan Ray would cut each sorted part into blocks.
+            # materialize() ends this plan of Ray's. If sorting and cutting were one plan, Ray would
+            # cut each sorted part into blocks separately.
             rows = rows.sort(keys).materialize()
         return rows.repartition(target_num_rows_per_block=block_rows, strict=True).materialize()
 
     def count(self, rows: ray.data.Dataset) -> int:
-        """Return how many rows there are.
+        """Check the rows, and return how many there are.
 
         Raises:
-            ConfigError: two of them have the same id, an id is missing, a line is no JSON object, or a
-                column holds values of several types.
+            ConfigError: two rows have the same id, an id is missing, a line is not a JSON object,
+                or a column holds values of several types.
         """
         import pyarrow as pa
         import pyarrow.compute as pc
@@ -162,9 +164,9 @@ class Source:
         return pa.schema([*fields, (_PROBLEM, pa.string())])
 
     def table(self, rows: Sequence[Record], schema: pyarrow.Schema) -> pyarrow.Table:
-        """Return rows with the job's columns and types, or one row that says what is wrong with them.
+        """Return rows with the job's columns and types, or one row with why they are invalid.
 
-        An exception would be printed by Ray, and its message changed.
+        No exception is raised, because Ray would print it and change its message.
         """
         import pyarrow as pa
 
@@ -178,7 +180,7 @@ class Source:
         return pa.Table.from_arrays(arrays, schema=schema)
 
     def _parsed(self, row: Record) -> Record:
-        """Return the row: a row of Parquet as it is, the object in a line of JSON."""
+        """Return the row's columns. A line of JSON is parsed; Parquet has them already."""
         if self.kind == "parquet":
             return row
         try:

@@ -1,9 +1,10 @@
 """The classes for ``Dataset.map_batches``: each worker process holds one model and one engine.
 
-``__call__`` is a coroutine, so Ray Data runs several batches of a block at a time, and with two
-concurrent calls for each actor also batches of two blocks. All of them feed the worker's one engine, so
-it always has texts to run. If the engine breaks, the process ends, and Ray starts another one and gives
-it the batches again. An exception would send them back to the broken engine.
+``__call__`` is a coroutine, so Ray Data runs several batches of a block at a time. With two
+concurrent calls for each worker it also runs batches of two blocks. All batches feed the worker's
+one engine, so the engine always has texts to run. If the engine breaks, the process ends. Then Ray
+starts another process and gives it the batches again. After an exception, Ray would give the
+batches back to the broken engine.
 """
 
 from __future__ import annotations
@@ -39,20 +40,20 @@ if TYPE_CHECKING:
     from ray.runtime_context import RuntimeContext
     from typing_extensions import Unpack
 
-_CELLS_PER_TEXT = 512  # of the cache, unless n_ctx is given
+_CELLS_PER_TEXT = 512  # cache cells (tokens) for each text at a time, unless n_ctx is set
 _LEAST_CELLS = 2048
 
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """How a worker runs; none of this changes a text.
+    """How a worker runs. These options do not change the texts.
 
     Args:
-        streams: texts at a time.
-        draft: a draft model.
+        streams: how many texts run at a time.
+        draft: a draft model; None = no drafts.
         fingerprint: the fingerprint that the model's file must have; None = any.
-        stall_s: a worker without progress ends its process after so many seconds, at the latest after
-            twice as many.
+        stall_s: seconds without progress after which a worker ends its process. It may take up to
+            twice as long to notice.
     """
 
     streams: int = 8
@@ -92,9 +93,9 @@ class _Stage:
         self._model, self._seed = model, seed
         self._load = cast(LoadOptions, {**usual, **_assigned(), **load})
         self._is_open = False
-        # Ray starts a dead worker again without a limit, but retries its batches only so many times. So a
-        # worker that was started again opens its model with its first batch: if it dies then, that
-        # counts.
+        # Ray restarts a dead worker without a limit, but retries a batch only a limited number of
+        # times. So a restarted worker opens its model when it gets its first batch. If opening the
+        # model kills the worker again, that counts as a retry, and so the job ends at some point.
         if not _is_restarted():
             self._open()
 
@@ -130,7 +131,7 @@ class _Stage:
         while pending:
             _, pending = await asyncio.wait(pending, timeout=self._worker.stall_s)
             before, n_passes = n_passes, self._engine.stats.target_forward_passes
-            if pending and n_passes == before:  # such as a decode that never returns
+            if pending and n_passes == before:  # for example, a decode that never returns
                 _end_process(f"no progress for {self._worker.stall_s:g} s")
         invariant = self._context.capabilities.batch_invariant
         records = [
@@ -153,7 +154,7 @@ class _Stage:
             _end_process(f"the engine failed: {error}")
 
     async def _results(self, request: Request) -> list[Result]:
-        """Return the results of a request's texts once all have ended."""
+        """Return the results of a request's texts when all texts have ended."""
         async with aclosing(self._engine.steps(request, reports_tokens=False)) as steps:
             events = [event async for events_of_step in steps for event in events_of_step]
         return [event.result for event in events if event.result is not None]
@@ -164,28 +165,30 @@ class Generate(_Stage):
 
     A batch is a table with the columns ``id`` and ``prompt`` (text, or a list of token ids). It may have
     ``max_tokens``, ``stop``, ``seed``, ``parse_special``, and one of ``grammar`` (GBNF),
-    ``json_schema`` (as text), ``regex`` and ``choice`` (a list of texts). They mean the same as in a file
-    of requests, see `Request.from_json`, and replace the settings below for their row.
+    ``json_schema`` (as text), ``regex`` and ``choice`` (a list of texts). These columns mean the
+    same as in a file of requests, see `Request.from_json`. In a row they replace the settings
+    below.
 
     The result has ``id``, the columns of ``keep``, and ``text``, ``tokens``, ``finish_reason``,
-    ``seed``, ``n_prompt_tokens``, ``error`` and ``batch_invariant``: whether the same row gives the same
-    bytes again. A row that fails has ``finish_reason`` "error", nothing is raised.
+    ``seed``, ``n_prompt_tokens``, ``error`` and ``batch_invariant`` (whether the same row gives the
+    same bytes again). If a row fails, no exception is raised; its ``finish_reason`` is "error".
 
     Args:
         model: a path to a GGUF file, or a name that each node finds in its own cache or downloads.
-        max_tokens: the most tokens of a row (128); None = no limit.
-        seed: the seed from which each row's own is derived, together with its id.
-        sampling: the settings.
+        max_tokens: the most tokens to generate for each text (128); None = no limit.
+        seed: each row's seed is derived from this seed and the row's id.
+        sampling: the sampling settings; None = the defaults.
         stop: strings that end a text.
         grammar: a grammar, or GBNF, that texts must follow.
-        n: texts for each row (1); with more than one the output columns are lists.
+        n: how many texts each row gets (1). If it is above 1, the output columns are lists.
         chat: wrap each prompt in the model's chat template (False).
         parse_special: parse control tokens written in a prompt (True), see ``Model.prompt_tokens``. A
             row can turn it off, not on.
         id_column: the name of the column of ids, int64 or text.
         keep: input columns to keep in the output.
         worker: how a worker runs.
-        options: those of `lb.load`; by default a prefix cache, and 512 cells for each text at a time.
+        options: the options of `lb.load`. By default there is a prefix cache, and 512 cells for
+            each text at a time.
 
     Raises:
         ConfigError, ModelLoadError, DownloadError: as `lb.load`.
@@ -197,10 +200,10 @@ class Generate(_Stage):
 class Score(_Stage):
     """Score the texts of batches, for `ray.data.Dataset.map_batches`.
 
-    A batch is a table with the columns ``id``, ``text`` and optionally ``context``, which the text
-    continues and which is not scored, and ``parse_special``. The result has ``id``, the columns of
-    ``keep``, and ``tokens``, ``logprobs`` (nats), ``ranks``, ``logprob`` (their sum), ``n_tokens``,
-    ``finish_reason``, ``error`` and ``batch_invariant``.
+    A batch is a table with the columns ``id`` and ``text``, and optionally ``context`` and
+    ``parse_special``. The text continues the context, which is not scored. The result has ``id``,
+    the columns of ``keep``, and ``tokens``, ``logprobs`` (nats), ``ranks``, ``logprob`` (their
+    sum), ``n_tokens``, ``finish_reason``, ``error`` and ``batch_invariant``.
 
     Args:
         model, parse_special, id_column, keep, worker, options: as for `Generate`.
@@ -210,13 +213,13 @@ class Score(_Stage):
 
 
 def _end_process(reason: str) -> NoReturn:
-    """End this process at once, without cleaning up what may be broken."""
+    """End this process at once. Nothing is cleaned up, because the engine may be broken."""
     print(f"llamabranch: this worker ends: {reason}", file=sys.stderr, flush=True)
     os._exit(1)
 
 
 def _opened(model: str, options: LoadOptions) -> Context:
-    # Two workers of a node download a model once: the cache has a lock for each file.
+    # Two workers of a node download the same model only once: each cached file has a lock.
     return load(resolve(model, download=True), **options)
 
 
@@ -238,7 +241,7 @@ def _is_restarted() -> bool:
 
 
 def _assigned() -> LoadOptions:
-    """Return the threads and layers that Ray has given to this process; nothing outside of Ray."""
+    """Return load options for the CPUs and GPUs that Ray gave to this process; {} without Ray."""
     worker = _ray_worker()
     if worker is None:
         return {}

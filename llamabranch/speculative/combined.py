@@ -96,18 +96,18 @@ class _FunctionState(NullState):
 
 
 class _Combined(Drafter):
-    """A drafter made of others."""
+    """A drafter made of other drafters."""
 
     drafters: Sequence[Drafter]
 
     @property
     def estimates(self) -> frozenset[str]:
-        """All of its drafters' values, combined."""
+        """The names of all its drafters whose entropies are estimates."""
         return frozenset().union(*(each.estimates for each in self.drafters))
 
     @property
     def contexts(self) -> list[Context]:
-        """All of its drafters' values, combined."""
+        """The contexts of all its drafters."""
         return [ctx for each in self.drafters for ctx in each.contexts]
 
     def check(self, target: Model) -> None:

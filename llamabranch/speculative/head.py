@@ -117,7 +117,7 @@ class HeadState(RunState):
             self._skip(first)
         elif first + self.ahead == 0:  # no state comes before the first token
             rows = np.concatenate((np.zeros((1, rows.shape[1]), dtype=np.float32), rows))
-        self._first, self._features = first, rows  # the number of the first pair, (n, width)
+        self._first, self._features = first, rows  # _first: number of the pair of the first row
         self.unread = self.behind(0)[0]
         if not self._reader.is_stateless:
             n = self._n_prompt
@@ -269,7 +269,7 @@ class HeadDrafter(RunDrafter[HeadState]):
             state.drop_draft()
 
     def decode(self, states: Sequence[HeadState]) -> None:
-        """Decode what is unread of each state, together."""
+        """Decode the ``unread`` tokens of all states together."""
         inputs = np.concatenate([state.inputs() for state in states])
         if states[0].reads_text:
             inputs = self.ctx.decoder.encode(inputs)
@@ -430,7 +430,7 @@ class MTPDrafter(HeadDrafter):
             decoder.use_mtp_layer(0)
 
     def decode(self, states: Sequence[HeadState]) -> None:
-        """Decode what is unread of each state, together.
+        """Decode the ``unread`` tokens of all states together.
 
         Layers that attend to the target's K/V compute only the last token of each text or draft.
         All tokens of a draft have the same position: the position of the text's last token, which

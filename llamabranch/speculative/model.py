@@ -187,7 +187,7 @@ class RunDrafter(Drafter, Generic[S]):
 
     @abstractmethod
     def decode(self, states: Sequence[S]) -> None:
-        """Decode what is unread of each state, together."""
+        """Decode the ``unread`` tokens of all states together."""
 
     def end(self, states: Sequence[S]) -> None:
         """Drop what must not be kept after a draft. Also called after an exception."""
@@ -388,7 +388,7 @@ class ModelDrafter(RunDrafter[ModelState]):
             state.unread = state.text[state.tip.position :]
 
     def decode(self, states: Sequence[ModelState]) -> None:
-        """Decode what is unread of each text, together."""
+        """Decode the ``unread`` tokens of all states together."""
         if len(states) == 1:
             states[0].tip.decode_unscored(states[0].unread)
         else:
@@ -402,7 +402,7 @@ class ModelDrafter(RunDrafter[ModelState]):
             state.unread = ()
 
     def _decode(self, work: Sequence[tuple[Text, Sequence[int]]]) -> list[LogitsRow]:
-        """Decode tokens of each text, together; return the last row of each."""
+        """Decode some tokens of every text, together; return the last logits row of each text."""
         batch = Batch()
         for text, tokens in work:
             batch.add(text.seq_id, tokens)

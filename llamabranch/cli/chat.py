@@ -295,7 +295,7 @@ def _typed() -> str:
 
 
 def _given(text: str, usage: str, *, is_number: bool = False) -> str:
-    """Return the argument of a command; UsageError if it is missing, or no number."""
+    """Return a command's argument; UsageError if it is missing, or not the number it must be."""
     if not text or (is_number and not text.isdecimal()):
         raise lb.errors.UsageError(
             f"{text!r} is not a valid argument" if text else "an argument is missing", hint=usage

@@ -139,7 +139,7 @@ class Command(TyperCommand):
             if param is not None or not _is_option(argument) or _is_joined(argument, options):
                 arguments.append(argument)
                 if param is not None and not equals and not param.is_flag and rest:
-                    arguments.append(rest.pop(0))  # its value, even one like an option
+                    arguments.append(rest.pop(0))  # its value, even if it looks like an option
             elif name in _SWITCHES or name in _IGNORED:
                 n_values = rest[:1] in _SWITCHED if name in _SWITCHES else _IGNORED[name]
                 del rest[: 0 if equals else n_values]
@@ -148,7 +148,8 @@ class Command(TyperCommand):
                 if "=" not in setting:
                     setting += f"={value if equals else rest.pop(0) if rest else ''}"
                 arguments += ["-S", setting]
-            elif name == "--mirostat" and (value if equals else "".join(rest[:1])) == "0":  # off
+            # 0 turns mirostat off, which is always so here.
+            elif name == "--mirostat" and (value if equals else "".join(rest[:1])) == "0":
                 del rest[: not equals]
             elif not self._does_anyway(name, args):
                 unknown.append(f"{name} ({hint})" if (hint := _hint(name, options)) else name)

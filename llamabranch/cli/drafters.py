@@ -31,8 +31,8 @@ def choose_drafters(
 ) -> tuple[str, ...]:
     """Return the names of the drafters for a target, without loading weights.
 
-    If ``--draft`` was not ``given``, the grammar drafts if there is one, and otherwise "auto" chooses.
-    The choice of "auto" is printed to standard error.
+    ``given`` is the value of ``--draft``. If it is None, a grammar drafts if there is one;
+    otherwise "auto" chooses. The choice of "auto" is printed to standard error.
     """
     path = hub.resolve(target, download=None)
     if has_grammar and given is None:

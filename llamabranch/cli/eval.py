@@ -351,7 +351,7 @@ def _row(
 
 def _print_rows(console: Console, rows: Sequence[dict[str, Any]], *, with_base: bool) -> None:
     def cells(names: Sequence[str], row: dict[str, Any], digits: Sequence[int]) -> list[str]:
-        values = (math.nan if row[name] is None else row[name] for name in names)  # of a file
+        values = (math.nan if row[name] is None else row[name] for name in names)  # None = nan
         return [number(value, n) for value, n in zip(values, digits, strict=True)]
 
     columns = ("model", "type", "size", "perplexity", "±", "read/s", "write/s", "exact")

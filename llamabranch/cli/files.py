@@ -38,7 +38,7 @@ def check_new_file(path: Path, *, hint: str = "name another file, or delete it")
 
 @contextlib.contextmanager
 def writing(path: Path, hint: str | None = None) -> Iterator[None]:
-    """Raise OutputError if writing ``path`` fails; the hint says first whether the disk is full."""
+    """Raise OutputError if writing ``path`` fails. For a full disk the hint is to free space."""
     try:
         yield
     except OSError as error:

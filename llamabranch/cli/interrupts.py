@@ -106,9 +106,9 @@ class InterruptHandler:
 def reporting_errors(console: Console) -> Iterator[None]:
     """Turn exceptions into one line on standard error and an exit code.
 
-    A wrong name, file or setting exits with 2, any other failure with 1, Ctrl-C with 130. With -v the
-    traceback is printed too, with --json the error as a JSON object. Warnings of the library become one
-    line each.
+    A wrong name, file or setting exits with 2, any other failure with 1, Ctrl-C with 130. With -v
+    the traceback is printed too; with --json the error is also printed as a JSON object. Warnings
+    of the library become one line each.
     """
     debug, where = console.verbose, None if console.verbose else "-v shows where"
     try:

@@ -380,7 +380,7 @@ class ManyPrompts(PromptFlags):
     )
 
     def requests(self, sampling: SamplingParams) -> list[lb.Request]:
-        """Return all prompts as requests, those of the command line first; see `job_requests`."""
+        """Return requests for all prompts, first for the command line's; see `job_requests`."""
         from .jsonl import job_requests  # needs NumPy and llama.cpp
 
         return job_requests(self.given, self.input_file, sampling)
@@ -407,7 +407,7 @@ class ChatFlags:
     chat_template: str | None = template_option()
 
     def decided(self, name: str) -> ChatFlags:
-        """Return the options with ``--conversation`` resolved: ``--chat`` if there is a template."""
+        """Return the options; ``--conversation`` becomes ``--chat`` if the model has a template."""
         if not self.conversation or self.is_on:
             return self
         with vocabulary(name) as model:

@@ -26,7 +26,7 @@ _PREFIX = b'{"id": '  # how every line that is written here begins
 _KEPT = "the results written so far are kept; --resume continues from there"
 # msgspec's errors are ValueErrors from 0.22 on.
 _BAD = (msgspec.MsgspecError, ValueError, LookupError, TypeError, RecursionError)
-_SYNC_S = 0.25  # seconds between two requests to store results on the disk
+_SYNC_S = 0.25  # the fewest seconds between two syncs of the file to the disk
 
 # The settings that determine the texts of a job, and the message if one differs.
 _SETTINGS = {

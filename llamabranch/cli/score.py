@@ -121,7 +121,7 @@ def score(*, given: ScoreFlags, models: ModelFlags, output: OutputFlags) -> None
 
 
 def _alone(ctx: Context, text: str, top: int) -> list[TokenScore]:
-    """Return the scores of all tokens of a text but the first."""
+    """Return the scores of all tokens of a text except the first."""
     tokens = ctx.model.prompt_tokens(text)
     if len(tokens) == 1:
         return []

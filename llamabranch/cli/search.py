@@ -100,7 +100,7 @@ class MethodFlags:
 
     @property
     def n(self) -> int:
-        """The width, or the method's default."""
+        """The width that the user set, or the default of the method."""
         return self.width or WIDTHS[self.method]
 
     @property

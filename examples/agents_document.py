@@ -28,7 +28,7 @@ def find(word: str) -> str:
 
 
 def answer(report: lb.agents.Report[Finding]) -> object:
-    """Return the answer, or why there is none: a small model may write until its tokens are used up."""
+    """Return the answer, or the reason if it is missing: a small model may use up its tokens first."""
     return report.parsed_or(f"no answer: it ended with {report.finish_reason!r}")
 
 

@@ -63,7 +63,7 @@ def machine_key() -> str:
 
 
 def read_entry(section: str, key: str | None) -> Entry | None:
-    """Return the stored entry; None if there is none, or if ``key`` is None."""
+    """Return the stored entry, or None if nothing is stored or ``key`` is None."""
     path = profile_path()
     if path is None or key is None:
         return None

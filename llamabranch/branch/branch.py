@@ -293,7 +293,7 @@ class Branch:
             return scorer.perplexity(self.sequence, since)
 
     def log_likelihood(self, since: str = "prompt", base: str = "nats") -> float:
-        """Return the sum of log p of the tokens that ``perplexity`` counts; 0 if there are none.
+        """Return the sum of log p of the tokens that ``perplexity`` counts; 0 without any.
 
         Every token lowers it, so compare only texts of equal length. ``base``: "nats" or "bits".
         """

@@ -364,7 +364,7 @@ class GenerateReport:
 
 
 def _counted(reasons: Mapping[str, int]) -> str | None:
-    """Return reasons with their counts, the most frequent first; None if there are none."""
+    """Return reasons with their counts, the most frequent first; None without any."""
     ordered = Counter(reasons).most_common()
     return ", ".join(f"{reason} {n}" for reason, n in ordered) or None
 

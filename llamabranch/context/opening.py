@@ -1,6 +1,6 @@
 """Open the native context of a model or of a head: resolve parameters, try it out, choose threads.
 
-`Capabilities` reports what was found. Callers use the `Memory` object that was chosen for this kind of
+`Capabilities` reports the result. Callers use the `Memory` object that was chosen for this kind of
 memory.
 """
 

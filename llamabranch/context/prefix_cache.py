@@ -264,7 +264,7 @@ class PrefixCache:
     def _worth_restoring(
         self, tokens: Sequence[int], n_kept: int
     ) -> tuple[int, CachedPrefix] | tuple[int, None]:
-        """Return how many tokens of which saved text to copy back; (0, None) if that does not pay.
+        """Return the number of tokens to copy back and their saved text; (0, None) if it does not pay.
 
         The text must have more of ``tokens`` than the cache keeps. Copying pays if it takes less time
         than reading the tokens that are not kept; both times are measured.
@@ -386,7 +386,7 @@ class PrefixCache:
         return freed
 
     def evict_text(self) -> bool:
-        """Drop the text that was not used for the longest time; False if there is none."""
+        """Drop the least recently used text; return False if no text is left."""
         for text in self._kept:
             _, n_alone = self._memory.cells.exclusive(text.seq_id, 0, END)
             self.n_evicted += n_alone

@@ -165,7 +165,7 @@ class SequenceIds:
             )
 
     def allocate_if_free(self, holder: object) -> int | None:
-        """Allocate the highest sequence that is neither allocated nor in use; None if there is none.
+        """Allocate the highest sequence that is neither allocated nor in use; None if all are.
 
         Hold the lock, as for ``transfer`` and ``collect``.
         """

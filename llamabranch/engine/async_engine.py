@@ -138,7 +138,7 @@ class AsyncEngine:
         between. So all tokens of a draft need only one thread switch.
 
         Args:
-            requests: one or several; if one of them is refused, all of them are.
+            requests: one or several. If one is refused, none is added.
             reports_tokens: as for ``Engine.add_request``.
 
         Raises:

@@ -181,7 +181,7 @@ class Context(CacheContext):
             messages: mappings with ``role`` and ``content``, or pairs (role, content). If the last
                 message is the assistant's, it is continued.
             stream: as for ``complete``.
-            options: those of ``complete``, and
+            options: the options of ``complete``, and
 
                 - ``tools``: functions that the model may call, as OpenAI describes them, or Python
                   functions; ``result.tool_calls`` are its calls.

@@ -248,7 +248,7 @@ class EngineCore:
             self.close()
 
     def _read_next(self, source: RequestSource, seed: int, *, reports_tokens: bool) -> bool:
-        """Add the next request; return False if there is none.
+        """Add the next request; return False if no request is left.
 
         A refused request ends with its error.
         """

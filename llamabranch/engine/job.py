@@ -268,7 +268,7 @@ class Job:
         key: its place in the queue. The running job with the largest key is preempted first.
         n_cached: prompt tokens that were in the cache when it was first admitted; None before.
         num_preemptions: how often it was preempted.
-        constraint: calls the request's constraint; None if there is none.
+        constraint: calls the request's constraint; None without one.
         scores: the ratings of the prompt's tokens so far, if they are asked for.
         is_announced: False until the first progress report, if the request asks for reports.
     """
@@ -425,7 +425,7 @@ class Job:
 
         Return the event that reports the thought's tokens, if there is one.
 
-        The forced tokens after the thought are read next. If there are none, the last token of the
+        The forced tokens after the thought are read next. Without such tokens, the last token of the
         thought is read again.
         """
         output = self.output

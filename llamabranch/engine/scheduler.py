@@ -459,7 +459,7 @@ class Scheduler:
             pass
 
     def _give_up_idle(self, source: Job | None = None) -> bool:
-        """Free the sequence of an idle job other than ``source``; return False if there is none."""
+        """Free the sequence of an idle job other than ``source``; return False without one."""
         idle = [job for job in self.idle if job is not source]
         if not idle:
             return False

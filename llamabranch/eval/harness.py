@@ -1,7 +1,7 @@
 """A model for lm-evaluation-harness: ``LlamaBranchLM``. It needs ``pip install 'llamabranch[eval]'``.
 
-Contexts, continuations and windows are those of the harness's Hugging Face model, so that the numbers can
-be compared. Common beginnings of requests, such as few-shot examples and the context of all choices, are
+Contexts, continuations and windows equal those of the harness's Hugging Face model, so the numbers can be
+compared. Common beginnings of requests, such as few-shot examples and the context of all choices, are
 decoded once.
 """
 

@@ -516,7 +516,7 @@ class Model:
         such a text with one character replaced, so it does not find a control token that it searches
         for.
 
-        Arguments and errors are those of ``apply_chat_template``.
+        Arguments and errors: see ``apply_chat_template``.
 
         Raises:
             ConfigError, UnsupportedError: as in ``apply_chat_template``.

@@ -21,7 +21,7 @@
 #define LB_API
 #endif
 
-/* The build defines LB_CLONES if a function can have variants, one of which is chosen at run time. */
+/* The build defines LB_CLONES if a function can have several variants. One is chosen at run time. */
 #if defined(LB_CLONES)
 #define LB_SIMD __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else

@@ -122,7 +122,7 @@ def _names_unknown_settings(cls: type[SamplingParams]) -> type[SamplingParams]:
 @_names_unknown_settings
 @dataclass(frozen=True)
 class SamplingParams:
-    """The sampling settings. Names, meaning, defaults and order are those of llama.cpp.
+    """The sampling settings. Names, meaning, defaults and order are the same as in llama.cpp.
 
     Order: logits processor, logit bias, grammar, penalties, DRY, top-n-sigma, top-k, typical-p, top-p,
     min-p, XTC, temperature. A grammar masks tokens before any truncation, so the result is the model's

@@ -1,6 +1,6 @@
 """The selection of beam search, without a model: which continuations are kept, which are finished.
 
-The semantics are those of Hugging Face transformers 5 (``generate(num_beams=...)``), with two
+It works as in Hugging Face transformers 5 (``generate(num_beams=...)``), with two
 differences that change no result with a usual vocabulary: scores are float64, and beams that do not exist
 yet, or whose continuations are all forbidden, are left out instead of being scored with -1e9.
 """

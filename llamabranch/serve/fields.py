@@ -98,7 +98,7 @@ class SamplingFields(_Named, kw_only=True):
     def sampling(
         self, model: Model, settings: ServeSettings, default: SamplingParams | None = None
     ) -> SamplingParams:
-        """Return the settings; missing ones are those of ``default``, or else the server's.
+        """Return the settings; missing ones are taken from ``default``, or else from the server.
 
         Raises:
             ConfigError, HttpError: a value is out of range, or a setting is not supported.

@@ -32,7 +32,7 @@ _IDLE_S = 75  # how long a connection may be idle between two requests
 class Server:
     """Serves a model until ``stop`` is called.
 
-    Args and errors are those of `serve`; ``open_engine`` is called in a thread of its own.
+    For arguments and errors see `serve`; ``open_engine`` is called in a thread of its own.
 
     Attributes:
         service: the service; None until the model is loaded.

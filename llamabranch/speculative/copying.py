@@ -99,7 +99,7 @@ class Match:
                 following.setdefault(token, []).append(place)
             if not n:
                 break
-            # In a tie, max takes the first token, which is that of the newest place.
+            # In a tie, max takes the first token, the one from the newest place.
             token = max(following, key=lambda t: len(following[t]))
             places = following[token]
             probability = len(places) / (n + 1.0 / (self.length + j))

@@ -109,7 +109,7 @@ export function short(x) {
   return size >= 100 ? x.toFixed(0) : String(Number(x.toPrecision(3)));
 }
 
-/** A number that was typed; null for nothing. Raises what is wrong with it. @param {string} text @param {string} words what it is
+/** A number that was typed; null for nothing. Raises an error that says what is wrong. @param {string} text @param {string} words what it is
  * @param {boolean} isWhole */
 export function typedNumber(text, words, isWhole) {
   if (!text.trim()) return null;

@@ -1,5 +1,5 @@
 // @ts-check
-// The six lenses: for a token of a path its value, bin and second cue; the legend. Formulas are those of docs/page.md.
+// The six lenses: for a token of a path its value, bin and second cue; the legend. docs/page.md has the formulas.
 import { $, check, fill, h, redraw, set, tell } from "./dom.js";
 
 /** @typedef {import("./store.js").Tokens} Columns what is known of the tokens of a path or stretch */

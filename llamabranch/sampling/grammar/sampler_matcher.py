@@ -13,7 +13,7 @@ __all__ = ["SamplerMatcher"]
 
 
 class SamplerMatcher:
-    """The state of a GBNF grammar in llama.cpp; its methods are those of ``Matcher``.
+    """The state of a GBNF grammar in llama.cpp; it has the methods of ``Matcher``.
 
     Args:
         model: the model whose tokens it matches.

@@ -122,7 +122,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def repetition(source: str, value: object) -> str:
-    """Return the place of an array in ``value`` that violates ``uniqueItems``; "" if there is none.
+    """Return the place of an array in ``value`` that violates ``uniqueItems``; "" if no array does.
 
     An ``anyOf`` or ``oneOf`` is violated if every part for the value's type is.
     """

@@ -210,6 +210,7 @@ def test_names_and_values_with_quotes(model: lb.Model, shape: str) -> None:
         for value in values:
             text = form.write([ToolCall(name, {"k-1": value})])
             assert fits(model, grammar, text) and fits(model, auto, text), text
+            assert form.read(text, tools).calls[0][:2] == (name, {"k-1": value})
     for name, value in (("a.bc", "a.b"), ("get_2", "a.b"), ("get_1", "axb"), ("aXb", "a.b")):
         text = form.write([ToolCall(name, {"k-1": value})])
         assert not fits(model, grammar, text), text

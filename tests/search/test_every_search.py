@@ -394,13 +394,14 @@ def test_ended_early_it_returns_what_there_is(ctx: Context, name: str, interrupt
     watch = Watch(ctx, interrupts)
     with Branch.start(ctx, STORY, sampling=WARM) as root, nothing_is_left(root):
         result = RUNS[name](root, on_step=watch)
-    assert watch.root is result.tree and watch.n_nodes == sorted(watch.n_nodes)
+    tree: search.SearchNode = result.tree
+    assert watch.root is tree and watch.n_nodes == sorted(watch.n_nodes)
     if not name.startswith("tree_search"):  # which reports a group of rewards once more
         assert len(watch.n_nodes) == 2 + interrupts
     elif name == "tree_search moves":
-        assert result.tree.n_visits == 2 * 4  # two groups
+        assert tree.n_visits == 2 * 4  # two groups
     assert list(watch.effective_sizes) == list(result.effective_sizes)
-    assert not any(node.status == "open" for node in result.tree.walk() if not node.children)
+    assert not any(node.status == "open" for node in tree.walk() if not node.children)
     if name != "tree_search moves":  # whose rewards are no steps
         assert result.stats.steps == 2
     if name not in ("rejection", "tree_search moves"):

@@ -40,7 +40,7 @@ def ends_with_b(text: str) -> bool:
 CASES = [
     (OneB(), PLAIN),
     (ends_with_b, PLAIN),
-    (ends_with_b, PLAIN.replace(top_k=3, repeat_penalty=1.3)),
+    (OneB(), PLAIN.replace(top_k=3, repeat_penalty=1.3)),
 ]
 
 

@@ -306,7 +306,7 @@ def test_options_that_change_nothing_change_no_particle_and_others_do(ctx: Conte
     with Branch.start(ctx, STORY, sampling=PLAIN) as root:
         free = search.smc(root, 4, 10)
         for options in ({"power": 1.0, "ramp": 3}, {"constraint": lambda text: True}):
-            same = search.smc(root, 4, 10, **options)  # type: ignore[arg-type]
+            same = search.smc(root, 4, 10, **options)
             assert [h.tokens for h in same.hypotheses] == [h.tokens for h in free.hypotheses]
             assert same.log_evidence == pytest.approx(free.log_evidence, abs=1e-12)
         sharp = search.smc(root, 8, 10, power=4.0, force_end=False)

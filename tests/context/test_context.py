@@ -274,7 +274,8 @@ def test_default_context_is_not_longer_than_the_model_was_trained_for(
 
 def test_longer_context_warns_once_with_rope_scaling_as_the_hint(target: lb.Model) -> None:
     message = r"n_ctx=2048 .* 1024 tokens .*rope_scaling='yarn', rope_freq_scale=0.5"
-    for options in ({}, {"n_seq_max": 1}):
+    every: list[dict[str, Any]] = [{}, {"n_seq_max": 1}]
+    for options in every:
         with pytest.warns(ContextLengthWarning, match=message) as caught:
             ctx = Context(target, n_ctx=2048, n_threads=1, **options)
         assert [warning.filename for warning in caught] == [__file__]

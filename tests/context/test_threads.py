@@ -103,7 +103,9 @@ def test_all_kinds_of_users_share_a_context(ctx: Context, draft_ctx: Context) ->
     mutual = [partial(act, draft_ctx, ctx) for act in (speculate, session, batch)]
     writing = [partial(write_text, ctx, prompt, i, 25) for i, prompt in enumerate(PROMPTS)]
     faulthandler.dump_traceback_later(500, exit=True)  # a deadlock ends here, and shows where
-    for acts in ([*drafting, raw, store], drafting + mutual, writing):
+    groups: list[list[Callable[[], object]]] = [[*drafting, raw, store], [*drafting, *mutual]]
+    groups.append([*writing])
+    for acts in groups:
         alone = [act() for act in acts]
         for _ in range(3):
             assert together(*acts) == alone

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,7 @@ def test_a_given_number_is_obeyed_and_nothing_is_measured(
     monkeypatch.setenv("LLAMABRANCH_PROFILE", "0")  # all cores, and no file
     assert profile_path() is None
     with Context(target, n_ctx=256) as ctx:
-        assert ctx.n_threads == CORES
+        assert ctx.n_threads == CORES == len(os.sched_getaffinity(0))
 
 
 def test_measuring_leaves_a_context_as_if_nothing_had_been(

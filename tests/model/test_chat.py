@@ -54,7 +54,7 @@ def test_messages_are_written_by_the_template(open_model: Open) -> None:
     pairs = [("system", "Be kind."), ("user", "Hello")]
     assert model.apply_chat_template(pairs) == RENDERED
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
-    in_parts = [MESSAGES[0], {"role": "user", "content": parts}]
+    in_parts: list[dict[str, object]] = [{**MESSAGES[0]}, {"role": "user", "content": parts}]
     assert model.apply_chat_template(in_parts) == RENDERED
 
 

@@ -144,7 +144,9 @@ def test_messages_have_the_tokens_of_llama_cpp(
     assert tokens == model.prompt_tokens(text) == model.prompt_tokens(messages)
     own = model.handle.tokenize(text.encode(), add_special=False, parse_special=True)
     assert tokens[tokens[0] == model.bos :] == own[own[0] == model.bos :]
-    assert tokens.count(model.bos) <= 1  # llama.cpp adds one to a text that begins with it
+    assert (
+        model.bos is not None and tokens.count(model.bos) <= 1
+    )  # llama.cpp adds one to a text that begins with it
     assert len(control(model, tokens)) >= 6 - (name == "mistral")
     if name != "defined":  # llama.cpp parses user-defined tokens in any text
         letters = model.prompt_tokens(text, parse_special=False)

@@ -246,9 +246,12 @@ def test_the_vocabulary_is_searched_for_control_tokens_once(
     """A vocabulary has 150,000 tokens or more, and each request with tools looked at all of them."""
     read: list[int] = []
     attr = C.llama_vocab_get_attr
-    monkeypatch.setattr(
-        C, "llama_vocab_get_attr", lambda vocab, token: (read.append(token), attr(vocab, token))[1]
-    )
+
+    def counted(vocab: object, token: int) -> int:
+        read.append(token)
+        return int(attr(vocab, token))
+
+    monkeypatch.setattr(C, "llama_vocab_get_attr", counted)
     with lb.Model(toys.write_toy(tmp_path / "toy.gguf", vocab="bytes")) as model:
         tools = Tools(TOOLS, "auto", TurnFormat.of(SHAPES["tags around JSON"]))
         for _ in range(2):

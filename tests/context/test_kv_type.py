@@ -94,13 +94,10 @@ def test_settings_are_measured_once(
         ({"f16, plain": [14e-7, 1e-7, 9e-7]}, ("f16", False)),
         ({"f16, plain": [1e-7, 1e-7, 10.5e-7]}, ("f16", False)),
     ],
+    ids=str,
 )
 def test_fastest_setting_of_a_session_is_taken(
-    fast: dict[str, list[float]],
-    taken: tuple[str, bool],
-    target: lb.Model,
-    profile: Path,
-    tmp_path: Path,
+    fast: Any, taken: tuple[str, bool], target: lb.Model, profile: Path, tmp_path: Path
 ) -> None:
     """If exactness is not asked for, or was tried and does not hold."""
     of_auto(target)

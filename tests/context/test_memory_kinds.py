@@ -42,7 +42,20 @@ KINDS: dict[str, tuple[str, dict[str, Any], type[Memory], bool]] = {
     "q8_0": ("llama", {"kv_type": "q8_0"}, Memory, True),
     "q4_1": ("llama", {"kv_type": "q4_1"}, Memory, True),
     "f32": ("llama", {"kv_type": "f32"}, Memory, True),
+    "two types": ("llama", {"kv_type": "q8_0/f16"}, Memory, True),
     "non-unified": ("llama", {"kv_unified": False}, NonUnified, True),
+    "non-unified, transposed": (
+        "llama",
+        {"kv_unified": False, "flash_attention": False},
+        NonUnified,
+        True,
+    ),
+    "non-unified, two types": (
+        "llama",
+        {"kv_unified": False, "kv_type": "q8_0/f16"},
+        NonUnified,
+        True,
+    ),
     "window": ("gemma3", {}, Windowed, True),
     "window, cells used again": ("gemma3", GEMMA, States, False),
     "window, checkpoints": ("gemma3", GEMMA, States, False),
@@ -193,9 +206,8 @@ def saved(w: World, folder: Path) -> Iterator[Branch]:
 def scored(w: World, folder: Path) -> Iterator[Branch]:
     branch = Branch.start(w.ctx, TOKENS[:40])
     texts = [TOKENS[40:50], TOKENS[60:63], [5]]
-    for tokens, scores in zip(
-        texts, BranchStore(w.ctx).score({branch: texts})[branch], strict=True
-    ):
+    scored_texts = BranchStore(w.ctx).score({branch: texts})[branch]
+    for tokens, scores in zip(texts, scored_texts, strict=True):
         with branch.fork() as fork:
             fork.extend(tokens)
             total = sum(score.logprob for score in scores)
@@ -314,9 +326,8 @@ def test_an_interrupted_raw_sequence_is_as_before_or_shorter(
 ) -> None:
     ctx = world.ctx
     ctx.decode(TOKENS[:10], 0)
-    with (
-        monkeypatch.context() as patch
-    ):  # in its second batch: the tokens of the first are dropped as well
+    with monkeypatch.context() as patch:
+        # In its second batch: the tokens of the first are dropped as well.
         on_decode(patch, at(1, lambda _: ctx.interrupt()), nothing)
         with pytest.raises(DecodeInterruptedError) as caught:
             ctx.decode(TOKENS, 10)

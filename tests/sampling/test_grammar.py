@@ -10,7 +10,6 @@ import pickle
 import random
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -327,19 +326,10 @@ def test_draw_is_from_the_masked_row_before_anything_is_truncated(
 
 # -- what is not accepted ----------------------------------------------------------------------------
 
-_DEEP: dict[str, Any] = {"type": "integer"}
-for _ in range(200):
-    _DEEP = {"type": "array", "items": _DEEP}
-
 HOSTILE: dict[str, Callable[[], Grammar]] = {
     "schema without end": lambda: Grammar.from_json_schema(
         {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
     ),
-    "schema of 200 levels": lambda: Grammar.from_json_schema(_DEEP),
-    "schema of 5 MB": lambda: Grammar.from_json_schema(
-        {"properties": {f"property {i:06d}": {"type": "string"} for i in range(120_000)}}
-    ),
-    "brackets": lambda: Grammar.from_json_schema("[" * 1_000_000),
     "too many properties": lambda: Grammar.from_json_schema(
         {"properties": {f"p{i}": {"type": "string"} for i in range(30_000)}}
     ),

@@ -303,6 +303,20 @@ REFUSED: list[tuple[Any, str]] = [
     ({"enum": ["a"], "pattern": "^b$"}, "exclude each other"),
     ({"const": {"a": 1}, "required": ["b"]}, "'b' is unsatisfiable"),
     ({"type": "nonsense"}, "nonsense"),
+    # numbers out of range
+    ({"allOf": [{"const": 2**64 - 1}, {"type": "integer"}]}, "#/allOf/0: constants beyond 2^53"),
+    ({"type": "number", "minimum": 1e300}, "minimum 1e+300 is out of bounds"),
+    ({"type": "integer", "multipleOf": 2147483647}, "multipleOf 2147483647 has too many digits"),
+    ({"multipleOf": 1e-300}, "multipleOf 1e-300 has too many digits"),
+    ({"multipleOf": 0}, "multipleOf must be above 0, not 0"),
+    ({"allOf": [{"multipleOf": 99_991}, {"multipleOf": 65_537}]}, "digits to be combined"),
+    ({"minLength": 2**33}, "minLength is 8589934592: no text is that long"),
+    ({"maxLength": -1}, "maxLength must be a whole number, not -1"),
+    ({"items": {"maxItems": 2.5}}, "#/items: maxItems must be a whole number, not 2.5"),
+    ({"pattern": "^a{99999999999}$"}, "repeats anything 99999999999 times"),
+    ('{"const": 1e400}', "the number 1e400 is larger than"),
+    ({"type": "array", "items": {"enum": ["a"]}, "uniqueItems": True, "minItems": 2},
+     "no array has 2 of 1 values"),
     ({"not": {}}, "'not' at #"),
     ({"if": {"type": "string"}, "then": {"maxLength": 3}}, "'if' at #"),
     (False, "false"),
@@ -317,7 +331,7 @@ REFUSED: list[tuple[Any, str]] = [
 )
 def test_what_cannot_be_kept_is_refused_by_name_and_place(schema: Any, reason: str) -> None:
     with pytest.raises(GrammarError) as caught:
-        Grammar.from_json_schema(json.dumps(schema))
+        Grammar.from_json_schema(schema if isinstance(schema, str) else json.dumps(schema))
     message = str(caught.value)
     assert reason in message
     assert "\n" not in message and ("regex" not in message or "regex" in json.dumps(schema))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +38,9 @@ BAD = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lb.Model]:
-    path: Path = toys.write_toy(tmp_path_factory.mktemp("toy") / "toy.gguf", vocab="bytes")
-    with lb.Model(path) as model:
-        yield model
+@pytest.fixture
+def model(toy: lb.Model) -> lb.Model:
+    return toy
 
 
 def fits(model: lb.Model, grammar: lb.Grammar, text: str) -> bool:

@@ -1,7 +1,7 @@
 """Ctrl-C, ``interrupt`` and time limits: a decode stops at once, and nothing else has changed.
 
-``llama_decode`` is wrapped by a function that sends signals at a known point, makes the real call and
-records its code. Logits are compared with those from before, or with a clean replay.
+Signals are sent at a known point of a decode. Logits are compared with those from before, or with a
+clean replay.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from decodes import Decodes
 from llama_cpp import llama_cpp as C
 from programs import run_code, run_python
 from self_signal import signalled_at_decode
@@ -36,29 +37,6 @@ pytestmark = [
 ]
 
 N_LONG = 2600  # tokens: long enough for the bundled target that a decode is watched for signals
-
-
-class Decodes:
-    """The number of tokens of each decode, and llama.cpp's codes; ``during`` runs inside a call."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.answers: list[tuple[int, int]] = []
-        self.n_calls = 0
-        self.during: Callable[[int], None] = lambda call: None
-        self._real = C.llama_decode
-        monkeypatch.setattr(C, "llama_decode", self._decode)
-
-    def _decode(self, ctx: object, batch: C.llama_batch) -> int:
-        call, self.n_calls = self.n_calls, self.n_calls + 1
-        self.during(call)
-        code = int(self._real(ctx, batch))
-        self.answers.append((batch.n_tokens, code))
-        return code
-
-    def on_call(self, number: int, action: Callable[[], object]) -> None:
-        """Do ``action`` inside the call with this number, counted from now on, and in no other call."""
-        wanted = self.n_calls + number
-        self.during = lambda call: (action(), None)[1] if call == wanted else None
 
 
 @pytest.fixture(autouse=True)
@@ -186,7 +164,7 @@ def test_a_long_prefill_ends_inside_its_micro_batch(
             decodes.on_call(0, lambda: act(long_ctx))
             with Branch.create(long_ctx) as branch:
                 branch.prefill(long_prompt(1800))
-            assert decodes.answers[-1] == (1800, 0)
+            assert (decodes.sizes[-1], decodes.codes[-1]) == (1800, 0)
             raises[0] = True
         with Branch.start(long_ctx, "Once upon a time", temperature=0.9, seed=3) as branch:
             before = branch.tokens, branch.logits
@@ -200,7 +178,7 @@ def test_a_long_prefill_ends_inside_its_micro_batch(
                     branch.rewind(len(before[0]))
             if isinstance(caught.value, DecodeInterruptedError):
                 assert (caught.value.code, caught.value.memory_changed) == (2, True)
-            assert decodes.answers[-1] == (N_LONG, 2), "llama.cpp broke the decode off"
+            assert (decodes.sizes[-1], decodes.codes[-1]) == (N_LONG, 2), "it was broken off"
             assert branch.tokens == before[0]
             assert np.array_equal(branch.logits, before[1])
             check_goes_on(branch, long_ctx)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llama_cpp import llama_cpp as C
+from decodes import Decodes
 
 import llamabranch as lb
 from llamabranch import Branch, BranchStore, Context
@@ -187,17 +187,11 @@ def test_decoding_frees_the_gil(n: int, target: lb.Model, monkeypatch: pytest.Mo
             time.sleep(0)  # releases the GIL
 
     counted: list[int] = []
-    real = C.llama_decode
-
-    def decode(ctx: object, batch: C.llama_batch) -> int:
-        before = counter[0]
-        code = int(real(ctx, batch))
-        counted.append(counter[0] - before)
-        return code
-
     thread = threading.Thread(target=count, daemon=True)
     with Context(target, n_ctx=2048, n_batch=2048, n_seq_max=2, n_threads=1) as ctx:
-        monkeypatch.setattr(C, "llama_decode", decode)
+        decodes = Decodes(monkeypatch)
+        decodes.before = lambda _: counted.append(-counter[0])
+        decodes.after = lambda _: counted.append(counted.pop() + counter[0])
         sys.setswitchinterval(1000)
         thread.start()
         try:

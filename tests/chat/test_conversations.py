@@ -556,8 +556,8 @@ def test_branch_of_another_line_comes_back_as_it_was_without_a_decode(
         assert before.tokens == known[0]
         chat.switch(1)
         with counting(context) as counts:
-            branch = chat.branch
-        assert branch is not None and chat.branch is branch
+            branch, again = chat.branch, chat.branch
+        assert branch is not None and again is branch
         assert (branch.tokens, branch.generated, branch.perplexity(), branch.seed) == known
         assert counts == []
         np.testing.assert_allclose(branch.logits, fork.logits, atol=rounding(context))

@@ -29,7 +29,7 @@ __all__ = ["MIN_SHARED", "CachedPrefix", "CachedPrefixes", "PrefixCache", "n_com
 
 MIN_SHARED = 8  # tokens; a shorter prefix is decoded faster than it is shared
 _FEWEST_IDS = 14  # with fewer ids of their own, cached texts take sequences of the context
-_MOST_ROWS = 32
+_MOST_ROWS = 32  # logits that are kept; each row takes 4 bytes for each token of the vocabulary
 
 _tokens = attrgetter("tokens")
 
@@ -232,17 +232,19 @@ class PrefixCache:
         Returns:
             These logits, (V,); None if nothing is shared.
         """
-        n, text = self._find(tokens)
+        memory, (n, text) = self._memory, self._find(tokens)
         if text is None or n < len(tokens):
             return None
-        self._memory.fork(text.seq_id, seq_id, n)
         row = text.row if n == len(text.tokens) else None
-        row = self._memory.row(seq_id) if row is None else row
-        if row is None:
-            self._memory.drop(seq_id, 0)
-        else:
-            self._kept.use(text)
-            self._count_hit(n)
+        if row is None and memory.can_draft:  # other memory may have a checkpoint with logits
+            return None
+        is_whole = memory.fork(text.seq_id, seq_id, n) == n
+        row = memory.row(seq_id) if row is None else row
+        if not is_whole or row is None:
+            memory.drop(seq_id, 0)
+            return None
+        self._kept.use(text)
+        self._count_hit(n)
         return row
 
     def transfer_text(self, tokens: Sequence[int], is_full: bool) -> int | None:
@@ -404,10 +406,8 @@ class PrefixCache:
         Some may be quarantined afterwards, until the cache is compacted.
         """
         freed, is_over = 0, False
-        while (
-            freed < n_cells and not is_over
-        ):  # once more for texts that were a part of a freed one
-            is_over = True
+        while freed < n_cells and not is_over:
+            is_over = True  # unless a text was freed that another one is a part of
             for text in self._kept:
                 if freed < n_cells and (n := self._shorten(text, n_cells - freed)):
                     freed, is_over = freed + n, False

@@ -614,13 +614,10 @@ class Text:
         The last token is left to decode, unless the logits after it are cached too. Return how many
         tokens the sequence begins with.
         """
-        prefixes = self.ctx.prefix_cache
+        prefixes, row = self.ctx.prefix_cache, None
         with self.lock:
-            row = (
-                None
-                if prefixes is None or self.n_cached
-                else prefixes.take_whole(self.seq_id, tokens)
-            )
+            if prefixes is not None and not self.n_cached:
+                row = prefixes.take_whole(self.seq_id, tokens)
             if row is None:
                 return self.take_cached(tokens[:-1])
             self.append_prompt(tokens, LogitsRow(row))

@@ -229,9 +229,11 @@ class Context:
             if can or always:
                 if self.params.flash_attention is not False:
                     most_idle = END  # flash attention skips such cells
-                before = self.prefix_cache
-                self.prefix_cache = before or self._open_prefix_cache(0)
-                self.prefix_cache.most_idle = max(most_idle, before.most_idle if before else 0)
+                prefixes = self.prefix_cache
+                if prefixes is None:
+                    prefixes = self.prefix_cache = self._open_prefix_cache(0)
+                    prefixes.most_idle = 0
+                prefixes.most_idle = max(most_idle, prefixes.most_idle)
 
     def _check_seq(self, seq_id: int) -> int:
         seq_id = whole("a sequence id", seq_id)

@@ -587,6 +587,22 @@ def test_chats_that_begin_alike_read_their_beginning_once(name: str, tmp_path: P
         assert counts == []
 
 
+def test_a_chat_keeps_its_turns_whatever_the_context_was_opened_with(model: lb.Model) -> None:
+    options: list[dict[str, Any]] = [
+        {"prefix_cache": False}, {"prefix_cache": True, "cache_ram": 1 << 20}, {"kv_unified": False},
+    ]  # fmt: skip
+    for more in options:
+        with Context(model, n_ctx=2048, n_seq_max=4, n_threads=1, **more) as context:
+            before = context.prefix_cache
+            with Chat(context, None, seed=1, max_tokens=5) as chat:
+                assert before in (None, context.prefix_cache)
+                first = chat.send("One day").finish()
+                with counting(context) as counts:
+                    second = chat.send("And then?")
+                assert sum(counts) <= len(second.prompt) - len(first.prompt) - 4, more
+            context.audit()
+
+
 def test_turns_give_all_their_cells_up_at_once(model: lb.Model) -> None:
     """A prompt is a part of the text of its answer, and an answer of the next prompt."""
     with talking(model, seed=1, max_tokens=5) as chat:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Annotated, Any, Literal, TypedDict, cast
+from typing import Annotated, Literal, TypedDict, cast
 
 import msgspec
 from msgspec import Meta, Struct
@@ -105,17 +105,16 @@ def chosen_grammar(options: Mapping[str, object]) -> Grammar | None:
     Raises:
         ConfigError: there are several. GrammarError: it is invalid.
     """
-    given: list[Any] = [options.get(name) for name in GRAMMARS]
+    grammar, schema, regex, choices = given = [options.get(name) for name in GRAMMARS]
     if sum(value is not None for value in given) > 1:
         raise ConfigError(f"use only one of {', '.join(GRAMMARS)}")
-    grammar, schema, regex, choices = given
     if schema is not None:
-        return Grammar.from_json_schema(schema)
+        return Grammar.from_json_schema(cast(type, schema))  # or text, or an object
     if regex is not None:
-        return Grammar.from_regex(regex)
+        return Grammar.from_regex(cast(str, regex))
     if choices is not None:
-        return Grammar.from_choices(choices)
-    return Grammar(grammar) if isinstance(grammar, str) else grammar
+        return Grammar.from_choices(cast(Sequence[str], choices))
+    return Grammar(grammar) if isinstance(grammar, str) else cast("Grammar | None", grammar)
 
 
 def request_fields(

@@ -576,14 +576,7 @@ class Branch:
 
     def resample(self, sampling: SamplingParams) -> None:
         """Use other settings for the tokens that follow; if they have no seed, the seed stays."""
-        with self._lock:
-            sequence = self.sequence
-            sequence.check_usable()
-            sequence.drop_held()
-            sampler = Sampler(self.ctx.model, sampling, sequence.sampler.grammar)
-            sequence.use_sampler(sequence.replayed(sampler))
-            if sampling.seed is not None:
-                sequence.seed = sampling.seed
+        self.sequence.resample(sampling)
 
     def rewind(self, position: int) -> None:
         """Drop all tokens from ``position`` to the end, as if they had never been decoded.
@@ -594,9 +587,7 @@ class Branch:
         """
         with self._lock:
             self.sequence.check_usable()
-            position = whole("position", position, 0, self.position)
-            if position < self.position:
-                self.sequence.rewind(position)
+            self.sequence.keep(whole("position", position, 0, self.position))
 
     def prune(self) -> None:
         """Free the sequence; a second call does nothing. With children it raises BranchStateError."""

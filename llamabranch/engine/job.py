@@ -1,6 +1,6 @@
 """A request in the engine (`Submission`), and its texts: each text is a `Job` with a state.
 
-A request starts from a prompt or from a branch. In the second case its texts continue that branch.
+A request starts from a prompt or from a text. In the second case its texts continue that text.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from enum import Enum
 from time import perf_counter
 
 from ..arguments import whole
-from ..branch import Branch, Produced
 from ..context.logits import LogitsRow, TokenScore
 from ..context.progress import Reading
 from ..errors import CapacityError, ConfigError, LlamaBranchError
@@ -21,6 +20,7 @@ from ..generation.drafter import NO_STATE, DraftState, FixedLength, propose
 from ..generation.drafting import Drafting
 from ..generation.generation import OutputBuffer
 from ..generation.loop import RunningText
+from ..generation.output import Produced
 from ..generation.text import Text
 from ..generation.thought import ThoughtBuffer, forced_token
 from ..generation.verify import rule_name
@@ -111,25 +111,24 @@ class SegmentEnd:
 
 
 class Beginning:
-    """The branch that the texts of a request continue, with the draft state that has read it.
+    """The text that the texts of a request continue, with the draft state that has read it.
 
     Args:
-        branch: a branch with logits for its next token. It is not changed, and must live as long as
-            the request.
+        text: has logits for its next token. It is not changed, and must live as long as the request.
         drafting: drafts for the texts.
     """
 
-    def __init__(self, branch: Branch, drafting: Drafting) -> None:
-        self.branch = branch
+    def __init__(self, text: Text, drafting: Drafting) -> None:
+        self.text = text
         self._drafting = drafting
         self._state: DraftState | None = None
 
     def draft_state(self) -> DraftState | None:
-        """Return the draft state to fork for each text, so a drafter reads the branch only once.
+        """Return the draft state to fork for each text, so a drafter reads the beginning only once.
 
         Return None if nothing is drafted.
         """
-        loop, text = self._drafting.loop, self.branch.sequence
+        loop, text = self._drafting.loop, self.text
         if self._state is None and loop.drafter is not None:
             with suppress(CapacityError):  # without room for it texts are decoded plainly
                 self._state = state = loop.drafter.start(
@@ -159,8 +158,8 @@ class Submission:
         samples: the numbers of the texts to generate.
         reports_tokens: whether there are events for tokens; without them log-probabilities are computed
             only if the request asks for them.
-        beginning: has the branch that the texts continue, with the branch's own settings and
-            grammar. The request's prompt is then not read.
+        beginning: has the text that the texts continue, with that text's own settings and grammar.
+            The request's prompt is then not read.
 
     Raises:
         ConfigError: an empty prompt for a model without a beginning token, or a bad stop string.
@@ -198,7 +197,7 @@ class Submission:
         self.context = drafting.ctx
         self.model = model = drafting.ctx.model
         if beginning is not None:
-            self.prompt = beginning.branch.tokens
+            self.prompt = beginning.text.shown.copy()
         else:
             self.prompt = model.prompt_tokens(request.prompt, parse_special=request.parse_special)
         self.samples = deque(samples)
@@ -254,7 +253,8 @@ class Job:
         n_read: how many of them count as prompt: all, unless the request has ``continues``.
         thought: the tokens of a thought that has ended, including tokens that were added to end it.
         output: the tokens and the text generated so far. The answer after a thought gets a new one.
-        branch: the sequence it holds; None while it waits, and once it has ended.
+        sequence: the text in the cache; None while it waits without a sequence, and once it has
+            ended.
         running: the text as the generation loop runs it; None until the prompt is read.
         state: what it does; ``become`` changes it.
         ends: where its segment ends; None = with the text.
@@ -308,7 +308,7 @@ class Job:
         self.ends: SegmentEnd | None = None
         self.state = State.WAITING
         self._n_before = 0  # tokens of its output before the segment
-        self.branch: Branch | None = None
+        self.sequence: Text | None = None
         self.running: RunningText | None = None
         self._before: RunningText | None = None  # ``running`` of the thought until the answer runs
         self.n_decoded = 0
@@ -355,6 +355,17 @@ class Job:
         """The grammar that it follows now: None in a thought, and otherwise the request's."""
         return None if self.is_thinking else self.request.grammar
 
+    def new_sampler(self) -> Sampler:
+        """Return a sampler with its settings and grammar that has accepted no token.
+
+        Raises:
+            GrammarError, ConfigError: the grammar or the settings are invalid.
+        """
+        grammar = self.grammar
+        if isinstance(grammar, str):
+            grammar = Grammar(grammar)
+        return Sampler(self.submission.model, self.sampling, grammar)
+
     # -- its states ----------------------------------------------------------------------------------
 
     def become(self, state: State) -> None:
@@ -393,7 +404,7 @@ class Job:
         """Drop tokens drafted beyond the end, and have the last token decoded if it is not yet."""
         n = len(self.prompt) + len(self.output.tokens)
         if self.text.position > n:
-            self.held.rewind(n)
+            self.text.keep(n)
         self.text.unsettle()
         if self.text.is_behind and self.state is not State.CLOSING:
             self.become(State.CLOSING)
@@ -437,11 +448,9 @@ class Job:
         self.prompt = [*self.submission.prompt, *(one.token for one in self.thought)]
         self.n_read = len(self.prompt)
         self.output = self._answer_output()
-        if self.branch is not None:
+        if self.sequence is not None:
             n = min(self.text.n_decoded, self.n_prompt + n_kept, len(self.prompt) - 1)
-            grammar = Grammar(given) if isinstance(given := self.grammar, str) else given
-            sampler = Sampler(self.submission.model, self.sampling, grammar)
-            self.text.begin_anew(n, sampler)
+            self.text.begin_anew(n, self.new_sampler())
             self.text.seed = self.seed
             self._before, self.running = self.running, None
             self.shared = (None, 0)
@@ -472,9 +481,9 @@ class Job:
         is_seeded = drafting.config.rule == "seeded"
         return drafting.loop.drafter is None or (is_seeded and self.text.sampler.is_stateless)
 
-    def admit(self, branch: Branch, n_cached: int) -> None:
-        """Give it a branch that holds its first ``n_cached`` tokens."""
-        self.branch = branch
+    def admit(self, sequence: Text, n_cached: int) -> None:
+        """Give it a sequence that holds its first ``n_cached`` tokens."""
+        self.sequence = sequence
         self.become(State.READING)
         if self.wants_rows:  # cached tokens are before ``logprobs_from``: no score
             self.scores += [None] * (n_cached + 1 - len(self.scores))
@@ -544,32 +553,27 @@ class Job:
 
     def release(self) -> None:
         """Free its sequence, and its drafter's. It can be admitted again."""
-        opened, branch = (self.running, self._before), self.branch
+        opened, sequence = (self.running, self._before), self.sequence
         self.running, self._before, self.shared = None, None, (None, 0)
         try:
             for running in opened:
                 if running is not None:
                     running.close()
         finally:  # also if the drafter fails: it may be a user's
-            if branch is not None and not branch.ctx.closed:
+            if sequence is not None and not sequence.ctx.closed:
                 if self.submission.beginning is None:
-                    branch.sequence.keep_cached(is_last=True)
-                branch.prune()
-            self.branch = None
+                    sequence.keep_cached(is_last=True)
+                sequence.release()
+            self.sequence = None
 
     # -- reading -------------------------------------------------------------------------------------
 
     @property
-    def held(self) -> Branch:
-        """Its branch, while it reads or runs."""
-        if self.branch is None:
-            raise RuntimeError(f"{self!r} holds no sequence")
-        return self.branch
-
-    @property
     def text(self) -> Text:
-        """The text of its branch."""
-        return self.held.sequence
+        """Its sequence, while it holds one."""
+        if self.sequence is None:
+            raise RuntimeError(f"{self!r} holds no sequence")
+        return self.sequence
 
     @property
     def to_cache(self) -> list[int]:
@@ -587,7 +591,7 @@ class Job:
     @property
     def n_uncached(self) -> int:
         """How many tokens of ``to_cache`` are not in the cache yet."""
-        done = 0 if self.branch is None else self.branch.sequence.n_decoded
+        done = 0 if self.sequence is None else self.sequence.n_decoded
         return max(0, self.n_to_cache - done)
 
     @property
@@ -603,15 +607,14 @@ class Job:
 
     def unread(self) -> list[int]:
         """Return the tokens of ``to_cache`` that are not in the cache yet."""
-        return self.to_cache[self.held.position :]
+        return self.to_cache[self.text.position :]
 
     def read(self, tokens: Sequence[int], rows: Sequence[LogitsRow]) -> None:
         """Append tokens of ``unread`` that were decoded.
 
         ``rows`` has the logits after each of them, or only after the last one.
         """
-        branch = self.held
-        start = branch.position
+        start = self.text.position
         if self.wants_rows:
             k = self.request.prompt_logprobs or 0
             del self.scores[start + 1 :]
@@ -652,7 +655,7 @@ class Job:
         """Note the time of a new token. Once the text has ``min_tokens``, it may end."""
         self._last = perf_counter()
         if 0 < self.output.min_tokens == len(self.output.tokens):
-            self.held.resample(self.sampling)
+            self.text.resample(self.sampling)
         if self._first is None:
             self._first = self._last
 

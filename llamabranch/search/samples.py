@@ -117,7 +117,7 @@ class Samples:
         params = branch.sampling.replace(seed=seed)
         self._stats = EngineStats()
         self._core = EngineCore(drafting, self._stats, parallel)
-        self._beginning = Beginning(branch, drafting)
+        self._beginning = Beginning(branch.sequence, drafting)
         request = Request("", stop=stop, n=2)  # its texts may be equal
         self._submission = Submission(
             request,
@@ -234,7 +234,7 @@ class Samples:
         job = sample.job
         if sample.node is self.tree.root:
             return self.tree.branch.sequence
-        if job.branch is None:
+        if job.sequence is None:
             self._core.scheduler.go_on(job, SegmentEnd(n_tokens=0))
             while job.state is not State.PARKED:
                 self._step()

@@ -43,7 +43,7 @@ class Jobs:
             5,
             (),
             reports_tokens=False,
-            beginning=Beginning(branch, drafting),
+            beginning=Beginning(branch.sequence, drafting),
         )
 
     def run(self, *jobs: Job, ends: SegmentEnd | None = None) -> None:
@@ -120,13 +120,13 @@ def test_a_parked_text_keeps_its_cells_until_others_need_them(target: lb.Model) 
         jobs = Jobs(root)
         first, *others = (jobs.all.job(i) for i in range(4))
         jobs.run(first, ends=SegmentEnd(n_tokens=5))
-        assert first.state is State.PARKED and first.branch is not None
-        assert first.branch.position == root.position + 5 == first.branch.sequence.n_cached
+        assert first.state is State.PARKED and first.sequence is not None
+        assert first.sequence.position == root.position + 5 == first.sequence.n_cached
         before = jobs.core.n_decoded
         jobs.run(first, ends=SegmentEnd(n_tokens=3))
         assert jobs.core.n_decoded - before == 3  # nothing was read again
         jobs.run(*others)
-        assert [first.state, first.branch, first.num_preemptions] == [State.PARKED, None, 1]
+        assert [first.state, first.sequence, first.num_preemptions] == [State.PARKED, None, 1]
         jobs.run(first)
         assert first.output.tokens == alone(root, first)
         assert [job.output.tokens for job in others] == [alone(root, job) for job in others]

@@ -26,20 +26,21 @@ from ..errors import (
     SequencesExhaustedError,
     UsageError,
 )
+from ..generation.config import SpeculativeConfig
 from ..generation.drafter import Drafter
-from ..generation.drafting import Drafting, SpeculativeConfig
-from ..generation.generation import Generation, OutputBuffer
-from ..generation.output import Produced
+from ..generation.output import OutputBuffer, Produced
 from ..generation.text import Text
 from ..model import Prompt, TokenIds, stop_strings, token_list
 from ..model.thoughts import closing
 from ..pictures import last_words
+from ..run.loop import Loop
 from ..sampling import Distribution, Grammar, Sampler, SamplingParams, SamplingSettings
 from ..sampling.constraint import ConstraintCalls, ConstraintLike, ConstraintState
 from ..sampling.distribution import log_base
 from ..sampling.noise import derive_seed, random_seed
 from ..sampling.params import settings_of
 from . import scorer
+from .generation import Generation
 from .snapshot import Snapshot, capture, fill
 
 __all__ = ["Branch"]
@@ -467,11 +468,11 @@ class Branch:
                 id -1.
         """
         output, n = OutputBuffer(max_tokens, stop), whole("top_logprobs", top_logprobs, 0)
-        drafting = Drafting(self.ctx, drafter, config)
+        loop = Loop(self.ctx, drafter, config)
         state = None
         if constraint is not None:
             state = ConstraintState(ConstraintCalls(constraint), self.ctx.model, stop_strings(stop))
-        return Generation(drafting, self.sequence, output, n, constraint=state, owner=self)
+        return Generation(loop, self.sequence, output, n, constraint=state, owner=self)
 
     def hidden_state(self, layer: int = -1) -> npt.NDArray[np.float32]:
         """Return the hidden state of the last token, float32 (n_embd,), a copy; see ``hidden_states``."""

@@ -20,17 +20,9 @@ from ..errors import (
     DecodeInterruptedError,
     QueueFullError,
 )
-from ..generation.drafting import Drafting
 from ..hub import resolve
 from ..model import Model
-from ..sampling import SamplingParams
-from ..sampling.noise import derive_seed, random_seed
-from ..sampling.params import settings_of
-from ..speculative import Drafter, NullDrafter, SpeculativeConfig
-from ..speculative.combined import DrafterChoice, auto_drafter
-from .context import Context
-from .core import EngineCore
-from .request import (
+from ..request.request import (
     AnyRequest,
     EngineStats,
     Event,
@@ -41,6 +33,14 @@ from .request import (
     as_request,
     identity,
 )
+from ..run.core import EngineCore
+from ..run.loop import Loop
+from ..sampling import SamplingParams
+from ..sampling.noise import derive_seed, random_seed
+from ..sampling.params import settings_of
+from ..speculative import Drafter, NullDrafter, SpeculativeConfig
+from ..speculative.combined import DrafterChoice, auto_drafter
+from .context import Context
 
 __all__ = ["Engine", "Target"]
 
@@ -123,10 +123,10 @@ class Engine:
                 failing.callback(ctx.close)
             if drafter == "auto":
                 drafter = auto_drafter(ctx)
-            self._drafting = Drafting(ctx, drafter, config, batched=True)
+            self._loop = Loop(ctx, drafter, config, batched=True)
             self._parallel = None if parallel is None else whole("parallel", parallel, 1)
             failing.pop_all()
-        self.drafter, self.config = self._drafting.drafter, self._drafting.config
+        self.drafter, self.config = self._loop.drafter, self._loop.config
         self.stats = EngineStats()
         self.core = self._new_core()
         self._adding = threading.Lock()
@@ -155,7 +155,7 @@ class Engine:
 
     def _new_core(self, expected: Collection[str] = ()) -> EngineCore:
         return EngineCore(
-            self._drafting, self.stats, self._parallel, self._wait_s, sampling=self.sampling,
+            self._loop, self.stats, self._parallel, self._wait_s, sampling=self.sampling,
             max_tokens=self._max_tokens, expected=expected,
         )  # fmt: skip
 
@@ -327,9 +327,8 @@ class Engine:
 
     def explain(self) -> str:
         """Describe how the engine drafts and batches, and the measurements that led to this."""
-        loop = self._drafting.loop
-        if loop.drafter is not None:
-            return loop.length.explain()
+        if self._loop.drafts:
+            return self._loop.length.explain()
         if isinstance(self.drafter, NullDrafter):
             return "plain decoding: there is no drafter"
         return "plain decoding: this model's memory cannot remove the rejected tokens of a draft"

@@ -59,7 +59,7 @@ class Text:
             ends with them, except for an EOG token, which is never in ``tokens``. Code that changes
             the text, or asks for its next token, drops them.
         version: a number that changes whenever the text changes.
-        draft_state: the draft state that is kept between generations, see `Drafting`; or None.
+        draft_state: the draft state that is kept between generations, see `DraftStates`; or None.
     """
 
     def __init__(

@@ -10,8 +10,10 @@ import pytest
 import llamabranch as lb
 from llamabranch import Branch, Context, Request
 from llamabranch.engine import EngineStats
-from llamabranch.engine.core import EngineCore
-from llamabranch.engine.job import (
+from llamabranch.errors import ConfigError
+from llamabranch.generation.output import Produced
+from llamabranch.run.core import EngineCore
+from llamabranch.run.job import (
     TRANSITIONS,
     Beginning,
     Job,
@@ -19,9 +21,7 @@ from llamabranch.engine.job import (
     State,
     Submission,
 )
-from llamabranch.errors import ConfigError
-from llamabranch.generation.drafting import Drafting
-from llamabranch.generation.output import Produced
+from llamabranch.run.loop import Loop
 
 STORY = "The wolf ran and the wolf ran and the wolf"
 WARM = lb.SamplingParams(temperature=0.8, seed=5)
@@ -31,19 +31,19 @@ class Jobs:
     """A scheduler with the texts of a branch."""
 
     def __init__(self, branch: Branch, parallel: int | None = None, max_tokens: int = 12) -> None:
-        drafting = Drafting(branch.ctx, None, lb.SpeculativeConfig(rule="seeded"), batched=True)
-        self.core = EngineCore(drafting, EngineStats(), parallel)
+        loop = Loop(branch.ctx, None, lb.SpeculativeConfig(rule="seeded"), batched=True)
+        self.core = EngineCore(loop, EngineStats(), parallel)
         self.all = Submission(
             Request("", n=2),
             "",
             0,
-            drafting,
+            loop,
             branch.sampling,
             max_tokens,
             5,
             (),
             reports_tokens=False,
-            beginning=Beginning(branch.sequence, drafting),
+            beginning=Beginning(branch.sequence, loop),
         )
 
     def run(self, *jobs: Job, ends: SegmentEnd | None = None) -> None:

@@ -12,8 +12,8 @@ from ..context import Context
 from ..context.prefix_cache import MIN_SHARED, n_common
 from ..errors import CacheFullError, GrammarError, LlamaBranchError, SequencesExhaustedError
 from ..generation.text import Text
+from ..request.request import EngineStats, Event
 from .job import Job, Key, SegmentEnd, State, Submission
-from .request import EngineStats, Event
 
 __all__ = ["Scheduler"]
 

@@ -7,8 +7,8 @@ from time import time
 from typing import TypedDict
 from uuid import uuid4
 
-from ..branch import Produced
 from ..context import TokenScore
+from ..generation.output import Produced
 from ..model import Model, Turn
 from ..model.tools import openai_call
 

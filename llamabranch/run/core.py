@@ -8,7 +8,6 @@ from collections.abc import Collection, Generator, Sequence
 from contextlib import suppress
 from time import perf_counter, sleep
 
-from ..branch import Produced
 from ..errors import (
     CapacityError,
     ConfigError,
@@ -16,14 +15,15 @@ from ..errors import (
     DecodeInterruptedError,
     LlamaBranchError,
 )
-from ..generation.drafting import Drafting
-from ..generation.loop import RunningText, Step
+from ..generation.drafter import SpeculativeStats
+from ..generation.output import Produced
 from ..native.interrupts import HeldInterrupts
+from ..request.request import EngineStats, Event, Request, RequestSource, Result
 from ..sampling import SamplingParams
 from ..sampling.params import settings_of
-from ..speculative import SpeculativeStats
 from .job import Job, State, Submission
-from .request import EngineStats, Event, Request, RequestSource, Result
+from .loop import Loop, Step
+from .running import RunningText
 from .scheduler import Scheduler
 
 __all__ = ["EngineCore"]
@@ -38,7 +38,7 @@ class EngineCore:
     thread at a time.
 
     Args:
-        drafting: drafts for all texts; its ``ctx`` is the context that generates.
+        loop: runs all texts; its ``ctx`` is the context that generates.
         stats: the totals, which the core updates.
         parallel: the most texts at a time; None = as many as there are sequences.
         wait_s: how long to wait, in seconds, while others hold all sequences.
@@ -54,7 +54,7 @@ class EngineCore:
 
     def __init__(
         self,
-        drafting: Drafting,
+        loop: Loop,
         stats: EngineStats,
         parallel: int | None = None,
         wait_s: float = 0.0,
@@ -64,12 +64,11 @@ class EngineCore:
         expected: Collection[str] = (),
     ) -> None:
         self.n_added = self.n_decoded = 0
-        self._drafting = drafting
         self._sampling, self._max_tokens = settings_of(sampling), max_tokens
-        self._ctx = drafting.ctx
-        self._loop = drafting.loop
+        self._ctx = loop.ctx
+        self._loop = loop
         self._stats = stats
-        self.scheduler = Scheduler(drafting.ctx, parallel, stats)
+        self.scheduler = Scheduler(loop.ctx, parallel, stats)
         self._wait_s = wait_s
         self._expected = expected
         self._n_idle = 0  # polls for a free sequence since the last decode
@@ -108,7 +107,7 @@ class EngineCore:
                 queued.
         """
         submission = Submission(
-            request, name, self.n_added, self._drafting, self._sampling, self._max_tokens, seed,
+            request, name, self.n_added, self._loop, self._sampling, self._max_tokens, seed,
             samples, reports_tokens=reports_tokens,
         )  # fmt: skip
         self.n_added += 1

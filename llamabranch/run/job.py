@@ -16,22 +16,20 @@ from ..arguments import whole
 from ..context.logits import LogitsRow, TokenScore
 from ..context.progress import Reading
 from ..errors import CapacityError, ConfigError, LlamaBranchError
-from ..generation.drafter import NO_STATE, DraftState, FixedLength, propose
-from ..generation.drafting import Drafting
-from ..generation.generation import OutputBuffer
-from ..generation.loop import RunningText
-from ..generation.output import Produced
+from ..generation.drafter import NO_STATE, DraftState, FixedLength, SpeculativeStats, propose
+from ..generation.output import OutputBuffer, Produced
 from ..generation.text import Text
 from ..generation.thought import ThoughtBuffer, forced_token
 from ..generation.verify import rule_name
 from ..model import is_chat
 from ..model.thoughts import plan_thinking
+from ..request.openai import named_piece
+from ..request.request import Event, Request, Result
 from ..sampling import Grammar, Sampler, SamplingParams
 from ..sampling.constraint import ConstraintCalls, ConstraintState
 from ..sampling.noise import derive_seed, seed_from_text
-from ..speculative import SpeculativeStats
-from .openai import named_piece
-from .request import Event, Request, Result
+from .loop import Loop
+from .running import RunningText
 
 __all__ = [
     "TRANSITIONS",
@@ -115,12 +113,12 @@ class Beginning:
 
     Args:
         text: has logits for its next token. It is not changed, and must live as long as the request.
-        drafting: drafts for the texts.
+        loop: drafts for the texts.
     """
 
-    def __init__(self, text: Text, drafting: Drafting) -> None:
+    def __init__(self, text: Text, loop: Loop) -> None:
         self.text = text
-        self._drafting = drafting
+        self._loop = loop
         self._state: DraftState | None = None
 
     def draft_state(self) -> DraftState | None:
@@ -128,12 +126,10 @@ class Beginning:
 
         Return None if nothing is drafted.
         """
-        loop, text = self._drafting.loop, self.text
-        if self._state is None and loop.drafter is not None:
+        loop, text = self._loop, self.text
+        if self._state is None and loop.drafts:
             with suppress(CapacityError):  # without room for it texts are decoded plainly
-                self._state = state = loop.drafter.start(
-                    text, rule_name(self._drafting.config.rule)
-                )
+                self._state = state = loop.drafter.start(text, rule_name(loop.config.rule))
                 following = text.produce()
                 if not following.is_stop:  # a draft follows a token that is not decoded yet
                     propose(state, [*text.tokens, following.token], FixedLength(1), 1)
@@ -153,7 +149,7 @@ class Submission:
     Args:
         request, name: the request and its id.
         number: how many requests came before it.
-        drafting: drafts for its texts; ``drafting.ctx`` is the context that generates.
+        loop: runs its texts; ``loop.ctx`` is the context that generates.
         sampling, max_tokens, seed: the engine's values, for requests that have none.
         samples: the numbers of the texts to generate.
         reports_tokens: whether there are events for tokens; without them log-probabilities are computed
@@ -179,7 +175,7 @@ class Submission:
         request: Request,
         name: str,
         number: int,
-        drafting: Drafting,
+        loop: Loop,
         sampling: SamplingParams,
         max_tokens: int | None,
         seed: int,
@@ -193,9 +189,9 @@ class Submission:
         self.name = name
         self.number = number
         self.arrival = perf_counter()
-        self.drafting = drafting
-        self.context = drafting.ctx
-        self.model = model = drafting.ctx.model
+        self.loop = loop
+        self.context = loop.ctx
+        self.model = model = loop.ctx.model
         if beginning is not None:
             self.prompt = beginning.text.shown.copy()
         else:
@@ -477,9 +473,9 @@ class Job:
 
         With a drafter this needs the rule "seeded" and a sampler without state.
         """
-        drafting = self.submission.drafting
-        is_seeded = drafting.config.rule == "seeded"
-        return drafting.loop.drafter is None or (is_seeded and self.text.sampler.is_stateless)
+        loop = self.submission.loop
+        is_seeded = loop.config.rule == "seeded"
+        return not loop.drafts or (is_seeded and self.text.sampler.is_stateless)
 
     def admit(self, sequence: Text, n_cached: int) -> None:
         """Give it a sequence that holds its first ``n_cached`` tokens."""
@@ -502,8 +498,8 @@ class Job:
 
         The list is empty if the last token is still to be decoded, or if the text ends here.
         """
-        request, output, drafting = self.request, self.output, self.submission.drafting
-        loop, rule, like = drafting.loop, drafting.config.rule, None
+        request, output, loop = self.request, self.output, self.submission.loop
+        rule, like = loop.config.rule, None
         if self.constraint is not None and not self.is_thinking:
             rule, model = "seeded", self.submission.model
             self.text.constrain(
@@ -525,7 +521,7 @@ class Job:
         ):
             like = source.running.state  # so the drafter, too, reads a shared prompt only once
         state: DraftState = NO_STATE
-        if drafts and loop.drafter is not None and output.finish_reason is None:
+        if drafts and loop.drafts and output.finish_reason is None:
             with suppress(CapacityError):  # without room for it there are no drafts
                 start = loop.drafter.start
                 state = start(self.text, rule_name(rule)) if like is None else like.fork(self.text)
@@ -533,7 +529,7 @@ class Job:
             self.text, state, loop.length.stream(), rule, self.stats, request.top_logprobs or 0
         )
         if request.draft_k is not None:
-            running.length = FixedLength(request.draft_k, drafting.config.entropy_stop)
+            running.length = FixedLength(request.draft_k, loop.config.entropy_stop)
         if like is not None:
             running.state.observe(n_shared)
         running.on_round = request.on_round

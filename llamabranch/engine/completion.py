@@ -37,6 +37,7 @@ from ..sampling.noise import random_seed
 from ..sampling.params import check_names, settings_of
 from ..speculative import Drafter
 from ..speculative.combined import DrafterChoice, auto_drafter
+from .stream import RequestStream
 
 __all__ = [
     "ChatOptions",
@@ -421,7 +422,7 @@ def run(
     loop = Loop(ctx, drafter, batched=True)
     core = EngineCore(loop, EngineStats(), wait_s=0.5, max_tokens=_MAX_TOKENS)
     source = RequestSource(plan.requests, ())
-    events = plan.events(core.stream(source, random_seed(), reports_tokens=stream))
+    events = plan.events(RequestStream(core, source, random_seed(), reports_tokens=stream).events())
     if stream:
         return events
     try:

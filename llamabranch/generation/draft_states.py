@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
 
@@ -12,11 +13,11 @@ from ..context.prefix_cache import n_common
 from ..errors import CapacityError
 from ..native import forkable_lock
 from ..sampling import SamplingParams
-from .drafter import NO_STATE, Drafter, DraftState
+from .drafter import NO_STATE, Drafter, DraftState, FixedLength, propose
 from .text import Text
 from .verify import Rule, rule_name
 
-__all__ = ["DraftStates"]
+__all__ = ["Beginning", "DraftStates"]
 
 
 class DraftStates:
@@ -136,6 +137,42 @@ class DraftStates:
         """Return whether another drafter is this one, or drafts with the same context."""
         ours = self._drafter.contexts
         return other is self._drafter or any(a is b for a in ours for b in other.contexts)
+
+
+class Beginning:
+    """The text that the texts of a request continue, with the draft state that has read it.
+
+    Args:
+        text: has logits for its next token. It is not changed, and must live as long as the request.
+        drafter: drafts for the texts; None = nothing is drafted.
+        rule: how drafted tokens are accepted.
+    """
+
+    def __init__(self, text: Text, drafter: Drafter | None, rule: Rule) -> None:
+        self.text = text
+        self._drafter, self._rule = drafter, rule
+        self._state: DraftState | None = None
+
+    def draft_state(self) -> DraftState | None:
+        """Return the draft state to fork for each text, so a drafter reads the beginning only once.
+
+        Return None if nothing is drafted.
+        """
+        text = self.text
+        if self._state is None and self._drafter is not None:
+            with suppress(CapacityError):  # without room for it texts are decoded plainly
+                self._state = state = self._drafter.start(text, rule_name(self._rule))
+                following = text.produce()
+                if not following.is_stop:  # a draft follows a token that is not decoded yet
+                    propose(state, [*text.tokens, following.token], FixedLength(1), 1)
+                    state.observe(text.position)
+        return self._state
+
+    def close(self) -> None:
+        """Free what the drafter holds. Idempotent."""
+        state, self._state = self._state, None
+        if state is not None:
+            state.close()
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""What is emitted: a token, and the tokens and the text of one generation so far."""
+"""What is emitted: a token, the output of one generation so far, and where a part of it ends."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 from ..arguments import whole
 from ..context.logits import Alternative
+from ..errors import ConfigError
 from ..model import NO_TOKEN, StopStrings
 
-__all__ = ["OutputBuffer", "Produced"]
+__all__ = ["OutputBuffer", "Produced", "SegmentEnd"]
 
 
 class Produced(NamedTuple):
@@ -164,3 +165,44 @@ class OutputBuffer:
             return None
         self.texts.append(pending)
         return Produced(NO_TOKEN, pending, True, math.nan, math.nan)
+
+
+class SegmentEnd:
+    """Where a segment of a text ends. The job is parked there; a segment also ends with its text.
+
+    Args:
+        text: the segment ends after a token that completes this string.
+        n_tokens: it ends after this number of tokens; 0 = as soon as all tokens of the job are
+            decoded.
+        entropy: it ends before a token whose distribution has more entropy than this, in nats.
+    """
+
+    def __init__(
+        self, text: str | None = None, n_tokens: int | None = None, entropy: float | None = None
+    ) -> None:
+        self._text = text
+        self._n_tokens = n_tokens
+        self._entropy = entropy
+
+    @classmethod
+    def of(cls, step: str | int) -> SegmentEnd:
+        """Return the end that ``step`` describes: a string to end with, or a number of tokens.
+
+        Raises:
+            ConfigError: ``step`` is an empty string, or not a number of at least 1.
+        """
+        if not isinstance(step, str):
+            return cls(n_tokens=whole("step", step, 1))
+        if not step:
+            raise ConfigError("step must be a string that is not empty, or a number of tokens")
+        return cls(text=step)
+
+    def is_before(self, one: Produced, segment: Sequence[Produced]) -> bool:
+        """Return whether the segment ends before the next token ``one``."""
+        return self._entropy is not None and bool(segment) and one.entropy > self._entropy
+
+    def is_after(self, segment: Sequence[Produced]) -> bool:
+        """Return whether the segment ends after these tokens."""
+        if self._n_tokens is not None and len(segment) >= self._n_tokens:
+            return True
+        return self._text is not None and self._text in "".join(one.text for one in segment)

@@ -12,18 +12,18 @@ from contextlib import suppress
 from enum import Enum
 from time import perf_counter
 
-from ..arguments import whole
 from ..context.logits import LogitsRow, TokenScore
 from ..context.progress import Reading
-from ..errors import CapacityError, ConfigError, LlamaBranchError
-from ..generation.drafter import NO_STATE, DraftState, FixedLength, SpeculativeStats, propose
-from ..generation.output import OutputBuffer, Produced
+from ..errors import CapacityError, LlamaBranchError
+from ..generation.draft_states import Beginning
+from ..generation.drafter import NO_STATE, DraftState, FixedLength, SpeculativeStats
+from ..generation.output import OutputBuffer, Produced, SegmentEnd
 from ..generation.text import Text
 from ..generation.thought import ThoughtBuffer, forced_token
 from ..generation.verify import rule_name
 from ..model import is_chat
 from ..model.thoughts import plan_thinking
-from ..request.openai import named_piece
+from ..request.openai import named_pieces
 from ..request.request import Event, Request, Result
 from ..sampling import Grammar, Sampler, SamplingParams
 from ..sampling.constraint import ConstraintCalls, ConstraintState
@@ -31,14 +31,7 @@ from ..sampling.noise import derive_seed, seed_from_text
 from .loop import Loop
 from .running import RunningText
 
-__all__ = [
-    "TRANSITIONS",
-    "Beginning",
-    "Job",
-    "SegmentEnd",
-    "State",
-    "Submission",
-]
+__all__ = ["TRANSITIONS", "Job", "State", "Submission"]
 
 Key = tuple[int, int, int]  # (priority, number of the request, sample), in the order of admission
 
@@ -65,82 +58,6 @@ TRANSITIONS = {
     State.PARKED: _ANY - {State.PARKED},
     State.ENDED: frozenset(),
 }
-
-
-class SegmentEnd:
-    """Where a segment of a text ends. The job is parked there; a segment also ends with its text.
-
-    Args:
-        text: the segment ends after a token that completes this string.
-        n_tokens: it ends after this number of tokens; 0 = as soon as all tokens of the job are
-            decoded.
-        entropy: it ends before a token whose distribution has more entropy than this, in nats.
-    """
-
-    def __init__(
-        self, text: str | None = None, n_tokens: int | None = None, entropy: float | None = None
-    ) -> None:
-        self._text = text
-        self._n_tokens = n_tokens
-        self._entropy = entropy
-
-    @classmethod
-    def of(cls, step: str | int) -> SegmentEnd:
-        """Return the end that ``step`` describes: a string to end with, or a number of tokens.
-
-        Raises:
-            ConfigError: ``step`` is an empty string, or not a number of at least 1.
-        """
-        if not isinstance(step, str):
-            return cls(n_tokens=whole("step", step, 1))
-        if not step:
-            raise ConfigError("step must be a string that is not empty, or a number of tokens")
-        return cls(text=step)
-
-    def is_before(self, one: Produced, segment: Sequence[Produced]) -> bool:
-        """Return whether the segment ends before the next token ``one``."""
-        return self._entropy is not None and bool(segment) and one.entropy > self._entropy
-
-    def is_after(self, segment: Sequence[Produced]) -> bool:
-        """Return whether the segment ends after these tokens."""
-        if self._n_tokens is not None and len(segment) >= self._n_tokens:
-            return True
-        return self._text is not None and self._text in "".join(one.text for one in segment)
-
-
-class Beginning:
-    """The text that the texts of a request continue, with the draft state that has read it.
-
-    Args:
-        text: has logits for its next token. It is not changed, and must live as long as the request.
-        loop: drafts for the texts.
-    """
-
-    def __init__(self, text: Text, loop: Loop) -> None:
-        self.text = text
-        self._loop = loop
-        self._state: DraftState | None = None
-
-    def draft_state(self) -> DraftState | None:
-        """Return the draft state to fork for each text, so a drafter reads the beginning only once.
-
-        Return None if nothing is drafted.
-        """
-        loop, text = self._loop, self.text
-        if self._state is None and loop.drafts:
-            with suppress(CapacityError):  # without room for it texts are decoded plainly
-                self._state = state = loop.drafter.start(text, rule_name(loop.config.rule))
-                following = text.produce()
-                if not following.is_stop:  # a draft follows a token that is not decoded yet
-                    propose(state, [*text.tokens, following.token], FixedLength(1), 1)
-                    state.observe(text.position)
-        return self._state
-
-    def close(self) -> None:
-        """Free what the drafter holds. Idempotent."""
-        state, self._state = self._state, None
-        if state is not None:
-            state.close()
 
 
 class Submission:
@@ -667,6 +584,7 @@ class Job:
         grammar = self.request.grammar
         unrated = max(1, min(self.request.logprobs_from, self.n_prompt))
         scores = [None] * unrated + self.scores[unrated:]
+        logprobs = None if self.request.top_logprobs is None else emitted
         context = self.submission.context
         is_exact = context.capabilities.batch_invariant and context.usage().in_order
         return Result(
@@ -688,22 +606,14 @@ class Job:
             queued_s=self._since_arrival(self._admitted),
             first_token_s=self._since_arrival(self._first),
             last_token_s=self._since_arrival(self._last),
-            logprobs=None if self.request.top_logprobs is None else emitted,
+            logprobs=logprobs,
             prompt_logprobs=None if self.request.prompt_logprobs is None else scores,
             emitted=tuple(emitted),
             exact=is_exact,
             grammar=grammar if isinstance(grammar, Grammar) else None,
             model=self.submission.model.name,
-            pieces=self._pieces(emitted),
+            pieces={} if logprobs is None else named_pieces(self.submission.model, logprobs),
         )
-
-    def _pieces(self, emitted: Sequence[Produced]) -> dict[int, bytes]:
-        """Return the bytes of all tokens in its ``logprobs``; {} if it has none."""
-        if self.request.top_logprobs is None:
-            return {}
-        named = {a.token for one in emitted for a in one.alternatives}
-        named |= {one.token for one in emitted}
-        return {t: named_piece(self.submission.model, t) for t in named}
 
     def _since_arrival(self, moment: float | None) -> float | None:
         return None if moment is None else moment - self.submission.arrival

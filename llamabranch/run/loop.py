@@ -25,7 +25,7 @@ from ..context.logits import LogitsRow
 from ..context.runner import Batch
 from ..errors import CacheFullError, CapacityError, LlamaBranchError
 from ..generation.config import SpeculativeConfig, draft_length
-from ..generation.draft_states import DraftStates
+from ..generation.draft_states import Beginning, DraftStates
 from ..generation.drafter import (
     NO_DRAFT,
     NO_STATE,
@@ -109,6 +109,7 @@ class Loop:
 
     Attributes:
         drafts: whether anything is drafted.
+        states: the draft states that it keeps between generations.
         length: decides how long drafts are; it learns from all generations.
         stats: counts and times of all generations that have ended.
     """
@@ -127,19 +128,23 @@ class Loop:
         config = SpeculativeConfig() if config is None else config
         self.config = instance("config", config, SpeculativeConfig)
         self.stats = SpeculativeStats()
-        self._states = DraftStates(self.drafter)
+        self.states = DraftStates(self.drafter)
         is_plain = isinstance(self.drafter, NullDrafter)
         self.drafts = not is_plain and (not batched or ctx.kv_cache.undoes(1))
         self.length = (
             draft_length(self.config, self.drafter, ctx) if self.drafts else FixedLength(0)
         )
 
+    def beginning(self, text: Text) -> Beginning:
+        """Return ``text`` as one that jobs continue, with what drafts for it."""
+        return Beginning(text, self.drafter if self.drafts else None, self.config.rule)
+
     # -- texts that run alone ----------------------------------------------------------------------
 
     def open(self, text: Text, stats: SpeculativeStats, n_alternatives: int = 0) -> RunningText:
         """Return ``text`` as one that shares no decode; call ``close`` at the end."""
         rule = self.config.rule if text.sampler.constraint is None else "seeded"
-        state = self._states.take(text, rule) if self.drafts else NO_STATE
+        state = self.states.take(text, rule) if self.drafts else NO_STATE
         length = self.length.stream()
         return RunningText(text, state, length, rule, stats, n_alternatives, alone=True)
 
@@ -151,37 +156,19 @@ class Loop:
         running.report()
         text = running.text
         tokens = running.seen if is_changed else list(text.shown)
-        self._states.give_back(text, running.state, tokens if keep else None)
-
-    def forget(self, text: Text) -> None:
-        """Free the draft state that is kept for ``text``, if it is this drafter's."""
-        self._states.forget(text)
+        self.states.give_back(text, running.state, tokens if keep else None)
 
     def add_stats(self, stats: SpeculativeStats) -> None:
         """Add the counts and times of a finished generation."""
         with _lock:
             self.stats.add(stats)
 
-    def explain(self) -> str:
-        """Return a description of how it drafts, with its measurements and the acceptance."""
-        if not self.drafts:
-            return "plain decoding: there is no drafter"
-        stats = SpeculativeStats()
+    def total(self) -> SpeculativeStats:
+        """Return a copy of ``stats`` in which all numbers belong together."""
+        total = SpeculativeStats()
         with _lock:
-            stats.add(self.stats)
-        lines = [f"drafter: {self.drafter.name}; {self.length.explain()}"]
-        if stats.num_drafts:
-            low, high = stats.alpha_interval
-            drafts = "1 draft" if stats.num_drafts == 1 else f"{stats.num_drafts} drafts"
-            lines.append(
-                f"{drafts}: {stats.draft_acceptance_rate:.1%} of the drafted tokens were accepted, "
-                f"{stats.mean_acceptance_length:.2f} tokens a drafted round; of those tested "
-                f"{stats.alpha_hat:.0%} (95 % interval {low:.0%} to {high:.0%})"
-            )
-        if stats.stop_reasons:
-            reasons = sorted(stats.stop_reasons.items(), key=lambda item: -item[1])
-            lines.append("drafts ended by: " + ", ".join(f"{why} {n}" for why, n in reasons))
-        return "\n".join(lines)
+            total.add(self.stats)
+        return total
 
     def round(self, running: RunningText) -> list[Produced]:
         """Run a step of one text by itself; return what it emits."""

@@ -11,9 +11,10 @@ from contextlib import suppress
 from ..context import Context
 from ..context.prefix_cache import MIN_SHARED, n_common
 from ..errors import CacheFullError, GrammarError, LlamaBranchError, SequencesExhaustedError
+from ..generation.output import SegmentEnd
 from ..generation.text import Text
 from ..request.request import EngineStats, Event
-from .job import Job, Key, SegmentEnd, State, Submission
+from .job import Job, Key, State, Submission
 
 __all__ = ["Scheduler"]
 

@@ -57,7 +57,10 @@ class Solo:
             self._follow()
         try:
             if not text.held:
-                running = self._running.get(loop) or self._open(loop)
+                running = self._running.get(loop)
+                if running is None:
+                    running = loop.open(text, self._stats, self._n_alternatives)
+                    self._running[loop] = running
                 running.limit = output.draft_limit
                 text.held = loop.round(running)
             shown = output.add(text.held[0])
@@ -78,11 +81,6 @@ class Solo:
         if self._constraint is not None:
             text.constrain(self._constraint)
         self._version = text.version
-
-    def _open(self, loop: Loop) -> RunningText:
-        running = loop.open(self._text, self._stats, self._n_alternatives)
-        self._running[loop] = running
-        return running
 
     def _close(self, *, is_changed: bool) -> None:
         while self._running:

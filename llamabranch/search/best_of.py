@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from ..arguments import function, real, whole
 from ..branch import Branch
 from ..errors import ConfigError
+from ..generation.output import SegmentEnd
 from ..model import stop_strings
 from ..model.thoughts import answer_in
-from ..run.job import SegmentEnd
 from ..speculative import Drafter
 from .checks import MOST_TEXTS, check_start, first_seed, token_limit
 from .result import Hypothesis, SearchResult

@@ -12,12 +12,12 @@ from functools import partial
 
 from ..branch import Branch, Produced
 from ..errors import CapacityError, DecodeInterruptedError
-from ..generation.output import OutputBuffer
+from ..generation.output import OutputBuffer, SegmentEnd
 from ..generation.text import Text
 from ..native.interrupts import HeldInterrupts
 from ..request.request import EngineStats, Request
 from ..run.core import EngineCore
-from ..run.job import Beginning, Job, SegmentEnd, State, Submission
+from ..run.job import Job, State, Submission
 from ..run.loop import Loop
 from ..speculative import Drafter, SpeculativeConfig
 from .node import SearchNode
@@ -117,7 +117,7 @@ class Samples:
         params = branch.sampling.replace(seed=seed)
         self._stats = EngineStats()
         self._core = EngineCore(loop, self._stats, parallel)
-        self._beginning = Beginning(branch.sequence, loop)
+        self._beginning = loop.beginning(branch.sequence)
         request = Request("", stop=stop, n=2)  # its texts may be equal
         self._submission = Submission(
             request,

@@ -91,11 +91,26 @@ class Speculator:
 
     def explain(self) -> str:
         """Return a text that explains how much it drafts and why: measured costs, acceptance."""
-        return self.loop.explain()
+        if not self.loop.drafts:
+            return "plain decoding: there is no drafter"
+        lines = [f"drafter: {self.drafter.name}; {self.length.explain()}"]
+        stats = self.loop.total()
+        if stats.num_drafts:
+            low, high = stats.alpha_interval
+            drafts = "1 draft" if stats.num_drafts == 1 else f"{stats.num_drafts} drafts"
+            lines.append(
+                f"{drafts}: {stats.draft_acceptance_rate:.1%} of the drafted tokens were accepted, "
+                f"{stats.mean_acceptance_length:.2f} tokens a drafted round; of those tested "
+                f"{stats.alpha_hat:.0%} (95 % interval {low:.0%} to {high:.0%})"
+            )
+        if stats.stop_reasons:
+            reasons = sorted(stats.stop_reasons.items(), key=lambda item: -item[1])
+            lines.append("drafts ended by: " + ", ".join(f"{why} {n}" for why, n in reasons))
+        return "\n".join(lines)
 
     def forget(self, branch: Branch) -> None:
         """Free the draft state that is kept for ``branch``, if there is one."""
-        self.loop.forget(branch.sequence)
+        self.loop.states.forget(branch.sequence)
 
 
 class InferenceSession:
@@ -195,7 +210,7 @@ class InferenceSession:
         self._output.break_off()
         self._solo.end(decodes=True)
         for loop in self._loops.values():
-            loop.forget(self._text)
+            loop.states.forget(self._text)
         if self._owned and not self.branch.ctx.closed:
             self.branch.prune()
 

@@ -11,16 +11,9 @@ import llamabranch as lb
 from llamabranch import Branch, Context, Request
 from llamabranch.engine import EngineStats
 from llamabranch.errors import ConfigError
-from llamabranch.generation.output import Produced
+from llamabranch.generation.output import Produced, SegmentEnd
 from llamabranch.run.core import EngineCore
-from llamabranch.run.job import (
-    TRANSITIONS,
-    Beginning,
-    Job,
-    SegmentEnd,
-    State,
-    Submission,
-)
+from llamabranch.run.job import TRANSITIONS, Job, State, Submission
 from llamabranch.run.loop import Loop
 
 STORY = "The wolf ran and the wolf ran and the wolf"
@@ -43,7 +36,7 @@ class Jobs:
             5,
             (),
             reports_tokens=False,
-            beginning=Beginning(branch.sequence, loop),
+            beginning=loop.beginning(branch.sequence),
         )
 
     def run(self, *jobs: Job, ends: SegmentEnd | None = None) -> None:

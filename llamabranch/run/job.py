@@ -79,7 +79,7 @@ class Submission:
         TokenizeError: text or token ids the model does not know.
 
     Attributes:
-        model, context: the model and the context that generate.
+        model: the model that generates.
         samples: the numbers of the texts that have not begun.
         jobs: its texts that have begun and have no result yet, by their numbers.
         is_aborted: whether its texts must end at the next step.
@@ -107,7 +107,6 @@ class Submission:
         self.number = number
         self.arrival = perf_counter()
         self.loop = loop
-        self.context = loop.ctx
         self.model = model = loop.ctx.model
         if beginning is not None:
             self.prompt = beginning.text.shown.copy()
@@ -585,7 +584,7 @@ class Job:
         unrated = max(1, min(self.request.logprobs_from, self.n_prompt))
         scores = [None] * unrated + self.scores[unrated:]
         logprobs = None if self.request.top_logprobs is None else emitted
-        context = self.submission.context
+        context = self.submission.loop.ctx
         is_exact = context.capabilities.batch_invariant and context.usage().in_order
         return Result(
             id=self.name,

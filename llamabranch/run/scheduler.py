@@ -436,9 +436,7 @@ class Scheduler:
         ``source`` is the job whose first tokens it shares. ``is_first`` is False if the last
         attempt found no free sequence.
         """
-        is_idle = (
-            source is not None and source in self.idle
-        )  # then its sequence is taken, if need be
+        is_idle = source in self.idle  # then its sequence is taken, if need be
         if not is_idle and not self._free_one() and (self.active or not is_first):
             return False
         n_needed = sum(other.n_uncached + 1 for other in self.active)

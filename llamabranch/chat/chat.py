@@ -777,7 +777,7 @@ class Answer:
         chat, text, start = self._chat, self.branch.sequence, self.branch.position
         buffer = ThoughtBuffer(chat.ctx.model, thinking, limit)
         self._thought = buffer.tokens
-        generation = Generation(chat.speculator.drafting, text, buffer, owner=self.branch)
+        generation = Generation(chat.speculator.loop, text, buffer, owner=self.branch)
         for token in self._until_full(generation):
             self.exchange.thought += token.text
             yield token

@@ -13,7 +13,8 @@ from types import FrameType
 from typing import cast
 
 import pytest
-from engine_runs import GREEDY, PROMPTS, WARM, alone, assert_clean, results_of, run, write_tiny
+from drafts import GREEDY, WARM
+from engine_runs import PROMPTS, alone, assert_clean, results_of, run, write_tiny
 
 import llamabranch as lb
 from llamabranch import (

@@ -330,17 +330,6 @@ def test_small_draft_context_slows_down_but_changes_nothing(
         assert_clean(ctx, small)
 
 
-def test_text_that_fills_its_own_cells_ends_and_no_other(toy: lb.Model) -> None:
-    no_end = WARM.replace(logit_bias={1: -math.inf})
-    with Context(toy, n_ctx=512, n_seq_max=2, n_threads=1, kv_unified=False) as ctx:
-        requests = [Request([5] * n, max_tokens=40, sampling=no_end) for n in (250, 9)]
-        full, other = Engine(ctx).generate(requests)
-        assert (full.finish_reason, len(full.tokens)) == ("capacity", 7)
-        assert isinstance(full.error, CacheFullError)
-        assert (other.finish_reason, len(other.tokens)) == ("length", 40)
-        assert_clean(ctx)
-
-
 def take_all(ctx: Context) -> list[Branch]:
     return [Branch.create(ctx) for _ in range(ctx.n_seq_free)]
 

@@ -100,12 +100,14 @@ def cases() -> list[Any]:
     """Return all arguments of all searches with their wrong values."""
     return [
         pytest.param(
-            name, key, (*WRONG[p.annotation], *BEYOND.get(key, ()), *BEYOND.get(f"{name} {key}", ())),
+            name,
+            key,
+            (*WRONG[p.annotation], *BEYOND.get(key, ()), *BEYOND.get(f"{name} {key}", ())),
             id=f"{name}-{key}",
         )
         for name, (call, _) in SEARCHES.items()
         for key, p in inspect.signature(call).parameters.items()
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize(("name", "argument", "values"), cases())
@@ -219,13 +221,14 @@ RETURNS: dict[str, tuple[Call, str, Values]] = {
     "step_search": (search.step_search, "reward", (None, *NO_NUMBER, math.inf)),
     "tree_search": (search.tree_search, "reward", (None, *NO_NUMBER)),
     "tree_search moves": (
-        partial(search.tree_search, reward=score, iterations=2), "expand",
+        partial(search.tree_search, reward=score, iterations=2),
+        "expand",
         (None, 5, "ab", [""], [1], iter(["a"])),
     ),
     "smc critic": (search.smc, "critic", (None, *NO_NUMBER, math.inf)),
     # The distribution is over a vocabulary with other tokens.
     "smc proposal": (search.smc, "proposal", (None, 5, lb.Distribution.point(5))),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", RETURNS)

@@ -18,8 +18,8 @@ from llamabranch.errors import ConfigError, LlamaBranchWarning
 STORY = "Once upon a time"
 Values = tuple[object, ...]
 
-NOT_INTEGER: Values = (2.5, math.nan, math.inf, True, "3", None, [3], np.array([1, 2]))
-NOT_POSITIVE: Values = (0, -1, -(2**63), 1 << 9000, *NOT_INTEGER)
+NOT_INTEGER: Values = (2.5, math.nan, math.inf, True, "3", [3], np.array([1, 2]))
+NOT_POSITIVE: Values = (0, -1, -(2**63), 1 << 9000, None, *NOT_INTEGER)
 COUNT: Values = (*NOT_POSITIVE, 10**9, 2**63)
 NO_NUMBER: Values = ("1", True, [1], 1j, np.array([1.0, 2.0]), math.nan)
 BIG: Values = (10**400, math.inf)
@@ -34,8 +34,8 @@ def score(text: object) -> float:
 # What no argument of a type takes, by its annotation.
 WRONG: dict[str, Values] = {
     "Branch": (None, 1, "Once", [1, 2], Branch, object()),
-    "int": (*NOT_INTEGER, -1, -(2**63), 2**63, 1 << 9000),
-    "int | None": (2.5, math.nan, True, "3", [3]),
+    "int": (*NOT_INTEGER, None, -1, -(2**63), 2**63, 1 << 9000),
+    "int | None": NOT_INTEGER,
     "float": (None, *NO_NUMBER, *BIG),
     "float | None": NO_NUMBER,
     "bool": (0, 1, "yes", None, [], np.array([True])),
@@ -62,6 +62,7 @@ WRONG: dict[str, Values] = {
     ),
     "Expand | int": (0, -1, 2.5, True, None, "ab", [], 10**9, 2**63),
 }  # fmt: skip
+MUST_DRAW = ("beam_search", "smc", "rejection", "tree_search", "TreeSearch")
 # What is out of the range of an argument.
 BEYOND: dict[str, Values] = {
     **dict.fromkeys(("beams", "max_steps", "particles", "max_draws", "iterations"), (0, 10**9)),
@@ -70,8 +71,7 @@ BEYOND: dict[str, Values] = {
     "beam_search n": (5,),
     "beam_width": (0, 3, 10**9),
     "max_tokens": (-1, 2**31, 2**63, 1 << 9000),
-    **{f"{name} max_tokens": (0,) for name in ("beam_search", "smc", "rejection", "TreeSearch")},
-    "tree_search max_tokens": (0,),
+    **{f"{name} max_tokens": (0,) for name in MUST_DRAW},
     "max_rejects": (0,),
     "reject_every": (0, -1),
     "length_penalty": (33.0, -33.0, 1e308, -1e308),

@@ -68,6 +68,7 @@ BEYOND: dict[str, Values] = {
     **dict.fromkeys(("beams", "max_steps", "particles", "max_draws", "iterations"), (0, 10**9)),
     **dict.fromkeys(("parallel", "width"), (0, -1, 10**9)),
     "n": (0, 2**63),
+    **{f"{name} n": (10**9,) for name in ("best_of_n", "vote", "step_search", "rejection")},
     "beam_search n": (5,),
     "beam_width": (0, 3, 10**9),
     "max_tokens": (-1, 2**31, 2**63, 1 << 9000),

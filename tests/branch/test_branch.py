@@ -319,21 +319,6 @@ def test_empty_prompt_begins_at_the_beginning(ctx: Context, toy: lb.Model) -> No
 # -- moving ----------------------------------------------------------------------------------------
 
 
-def test_extend_returns_the_rows_of_its_tokens(ctx: Context) -> None:
-    branch, other = (Branch.start(ctx, STORY, temperature=0.0) for _ in range(2))
-    tokens = [9, 99, 999, 5]
-    rows = branch.extend(tokens, logits="all")
-    assert len(rows) == 4
-    for token, row in zip(tokens, rows, strict=True):
-        other.commit(token)
-        assert np.array_equal(other.logits, row)
-    assert np.array_equal(branch.logits, rows[-1])
-    assert branch.perplexity() == other.perplexity()
-    (last,) = branch.extend(tokens)
-    assert np.array_equal(branch.logits, last)
-    assert all(not np.shares_memory(rows[0], row) for row in rows[1:])
-
-
 def test_perplexity_counts_what_was_generated(ctx: Context) -> None:
     """A branch that has generated nothing has no perplexity, and likelihood 1."""
     root = Branch.start(ctx, STORY, sampling=WARM)

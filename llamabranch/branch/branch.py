@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import os
 import weakref
@@ -26,20 +25,21 @@ from ..errors import (
     SequencesExhaustedError,
     UsageError,
 )
+from ..generation.config import SpeculativeConfig
 from ..generation.drafter import Drafter
-from ..generation.drafting import Drafting, SpeculativeConfig
-from ..generation.generation import Generation, OutputBuffer
-from ..generation.output import Produced
+from ..generation.output import OutputBuffer, Produced
 from ..generation.text import Text
 from ..model import Prompt, TokenIds, stop_strings, token_list
 from ..model.thoughts import closing
 from ..pictures import last_words
+from ..run.loop import Loop
 from ..sampling import Distribution, Grammar, Sampler, SamplingParams, SamplingSettings
 from ..sampling.constraint import ConstraintCalls, ConstraintLike, ConstraintState
 from ..sampling.distribution import log_base
 from ..sampling.noise import derive_seed, random_seed
 from ..sampling.params import settings_of
 from . import scorer
+from .generation import Generation
 from .snapshot import Snapshot, capture, fill
 
 __all__ = ["Branch"]
@@ -69,8 +69,7 @@ class Branch:
     ) -> None:
         """Allocate a sequence. For ``create`` and ``fork``, not for users."""
         inherited = None if parent is None else parent.sequence
-        used = () if inherited is None else (inherited.seq_id,)
-        seq_id = ctx.sequences.allocate(self, beginning, used=used)
+        seq_id = ctx.sequences.allocate(self, beginning)
         self.sequence: Text = Text(ctx, seq_id, sampler, seed, inherited)
         self.ctx = ctx
         self.parent: Branch | None = parent
@@ -467,11 +466,11 @@ class Branch:
                 id -1.
         """
         output, n = OutputBuffer(max_tokens, stop), whole("top_logprobs", top_logprobs, 0)
-        drafting = Drafting(self.ctx, drafter, config)
+        loop = Loop(self.ctx, drafter, config)
         state = None
         if constraint is not None:
             state = ConstraintState(ConstraintCalls(constraint), self.ctx.model, stop_strings(stop))
-        return Generation(drafting, self.sequence, output, n, constraint=state, owner=self)
+        return Generation(loop, self.sequence, output, n, constraint=state, owner=self)
 
     def hidden_state(self, layer: int = -1) -> npt.NDArray[np.float32]:
         """Return the hidden state of the last token, float32 (n_embd,), a copy; see ``hidden_states``."""
@@ -576,14 +575,7 @@ class Branch:
 
     def resample(self, sampling: SamplingParams) -> None:
         """Use other settings for the tokens that follow; if they have no seed, the seed stays."""
-        with self._lock:
-            sequence = self.sequence
-            sequence.check_usable()
-            sequence.drop_held()
-            sampler = Sampler(self.ctx.model, sampling, sequence.sampler.grammar)
-            sequence.use_sampler(sequence.replayed(sampler))
-            if sampling.seed is not None:
-                sequence.seed = sampling.seed
+        self.sequence.resample(sampling)
 
     def rewind(self, position: int) -> None:
         """Drop all tokens from ``position`` to the end, as if they had never been decoded.
@@ -594,9 +586,7 @@ class Branch:
         """
         with self._lock:
             self.sequence.check_usable()
-            position = whole("position", position, 0, self.position)
-            if position < self.position:
-                self.sequence.rewind(position)
+            self.sequence.keep(whole("position", position, 0, self.position))
 
     def prune(self) -> None:
         """Free the sequence; a second call does nothing. With children it raises BranchStateError."""
@@ -649,23 +639,42 @@ class Branch:
         if parent is not None:
             parent._children.add(self)
 
-    def transfer_text(self) -> Branch:
-        """Move this branch's sequence to a new root and return that; this branch is pruned.
+    def leave_to_cache(self) -> None:
+        """Prune this branch; its K/V stays in the prefix cache, and its forks become roots.
 
-        For a cache of branches when no sequence is free for a fork; not for users.
+        For texts that may come back, such as turns of a chat; not for users.
         """
         with self._lock:
-            self.detach()
+            if self.sequence.is_pruned:
+                return
             for child in self.children:
                 child.detach()
-            heir = copy.copy(self)
-            heir._children, heir._serial = weakref.WeakSet(), next(_serial)
-            self.ctx.sequences.transfer(self.seq_id, heir)
-            self.sequence = ours = copy.copy(heir.sequence)
-            ours.is_pruned, ours.row, ours.draft_state = True, None, None
-            ours.tokens, ours.surprisals = [*ours.tokens], [*ours.surprisals]
-            ours.appended = [*ours.appended]
-            return heir
+            self.sequence.keep_cached(is_last=True)
+            self.prune()
+
+    def revived(self) -> Branch | None:
+        """Return a root with the text of this pruned branch; None if the prefix cache lacks its K/V.
+
+        Nothing is decoded. Not for users.
+
+        Raises:
+            SequencesExhaustedError: no sequence is free.
+        """
+        old, ctx = self.sequence, self.ctx
+        with self._lock:
+            prefixes, tokens = ctx.prefix_cache, list(old.tokens)
+            if prefixes is None or prefixes.n_common(tokens) < len(tokens) - 1:
+                return None
+            branch = Branch(ctx, old.sampler.clone(), old.seed, None, tokens)
+            text = branch.sequence
+            if not text.n_cached:
+                prefixes.take(text.seq_id, tokens)
+            text.restore(
+                tokens, old.n_prompt, old.appended, [*old.surprisals], old.incomplete, text.sampler,
+                old.seed,
+            )  # fmt: skip
+            text.finish_reason = old.finish_reason
+            return branch
 
     def snapshot(self) -> Snapshot:
         """Return a copy of the complete state, without children; see ``restore``.

@@ -18,7 +18,6 @@ from ..context.context import text_context
 from ..context.params import DEFAULT_N_CTX
 from ..context.progress import OnPromptProgress
 from ..errors import CacheFullError, ConfigError, DecodeInterruptedError, UnsupportedError
-from ..generation.drafting import Drafting
 from ..model import Message, Model, chat_messages, is_chat
 from ..model.thoughts import (
     Thinking,
@@ -28,6 +27,10 @@ from ..model.thoughts import (
     thinking_variables,
 )
 from ..model.tools import Tool, Tools, conversation
+from ..request.from_json import GRAMMARS, chosen_grammar
+from ..request.request import EngineStats, Event, Request, RequestSource, Result
+from ..run.core import EngineCore
+from ..run.loop import Loop
 from ..sampling import SamplingParams, SamplingSettings
 from ..sampling.constraint import ConstraintLike
 from ..sampling.grammar import Grammar, turn_grammar
@@ -35,8 +38,7 @@ from ..sampling.noise import random_seed
 from ..sampling.params import check_names, settings_of
 from ..speculative import Drafter
 from ..speculative.combined import DrafterChoice, auto_drafter
-from .core import EngineCore
-from .request import EngineStats, Event, Request, RequestSource, Result
+from .stream import RequestStream
 
 __all__ = [
     "ChatOptions",
@@ -271,7 +273,7 @@ def _planned(
     if top_logprobs is None and params.logprobs:
         top_logprobs = 0
     given_as_is = {name: value for name, value in options.items() if name in _AS_GIVEN}
-    asked = grammar = _grammar(options)
+    asked = grammar = chosen_grammar(options)
     if tools is not None and tools.is_used:
         grammar = tool_grammar(ctx.model, tools, asked)
     common = Request(
@@ -332,7 +334,7 @@ def plan_chat(
             talk = conversation(model, chats[-1], known, variables)
             tokens = talk.tokens(model)
             planned.append(asked.plan(model, tokens, begun=talk.begun, has_calls=known.is_used))
-    if known.forced and any(options.get(name) is not None for name in _GRAMMARS):
+    if known.forced and any(options.get(name) is not None for name in GRAMMARS):
         raise ConfigError("a forced tool call has its own grammar, so no other grammar is possible")
     plan = _planned(ctx, planned, base, options, known)
     plan.prompts, plan.is_list = chats, is_list
@@ -378,22 +380,6 @@ def _place(index: int, prompts: Sequence[object]) -> str:
     return f"prompts[{index}]" if len(prompts) > 1 else ""
 
 
-_GRAMMARS = ("grammar", "json_schema", "regex", "choices")
-
-
-def _grammar(options: TextOptions) -> Grammar | None:
-    if sum(options.get(name) is not None for name in _GRAMMARS) > 1:
-        raise ConfigError(f"use only one of {', '.join(_GRAMMARS)}")
-    if (schema := options.get("json_schema")) is not None:
-        return Grammar.from_json_schema(schema)
-    if (regex := options.get("regex")) is not None:
-        return Grammar.from_regex(regex)
-    if (choices := options.get("choices")) is not None:
-        return Grammar.from_choices(choices)
-    grammar = options.get("grammar")
-    return Grammar(grammar) if isinstance(grammar, str) else grammar
-
-
 def run(
     ctx: Context, plan: Completion, drafters: dict[bool, Drafter], *, stream: bool
 ) -> Result | list[Result] | Events:
@@ -418,10 +404,10 @@ def run(
             if structured not in drafters:
                 drafters[structured] = auto_drafter(ctx, structured=structured)
             drafter = drafters[structured]
-    drafting = Drafting(ctx, drafter, batched=True)
-    core = EngineCore(drafting, EngineStats(), wait_s=0.5, max_tokens=_MAX_TOKENS)
+    loop = Loop(ctx, drafter, batched=True)
+    core = EngineCore(loop, EngineStats(), wait_s=0.5, max_tokens=_MAX_TOKENS)
     source = RequestSource(plan.requests, ())
-    events = plan.events(core.stream(source, random_seed(), reports_tokens=stream))
+    events = plan.events(RequestStream(core, source, random_seed(), reports_tokens=stream).events())
     if stream:
         return events
     try:

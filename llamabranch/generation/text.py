@@ -41,6 +41,8 @@ class Text:
             ``parent``, if there is one.
         seed: the seed of its draws.
         parent: the sequence to start as a copy of, sharing its cells; None = start empty.
+        beginning: without ``seq_id``, the tokens that the text will begin with, if known. The
+            prefix cache may have them.
 
     Attributes:
         lock: the lock of the context.
@@ -57,7 +59,7 @@ class Text:
             ends with them, except for an EOG token, which is never in ``tokens``. Code that changes
             the text, or asks for its next token, drops them.
         version: a number that changes whenever the text changes.
-        draft_state: the draft state that is kept between generations, see `Drafting`; or None.
+        draft_state: the draft state that is kept between generations, see `DraftStates`; or None.
     """
 
     def __init__(
@@ -67,12 +69,13 @@ class Text:
         sampler: Sampler,
         seed: int,
         parent: Text | None = None,
+        *,
+        beginning: Sequence[int] = (),
     ) -> None:
         self.tokens: list[int] = []  # set first, because error messages about the text show them
         self.seq_id = -1
         if seq_id is None:
-            used = () if parent is None else (parent.seq_id,)
-            seq_id = ctx.sequences.allocate(self, used=used)
+            seq_id = ctx.sequences.allocate(self, beginning)
         self.seq_id = seq_id
         self.ctx = ctx
         self.lock = ctx.lock
@@ -201,6 +204,16 @@ class Text:
         self._produced = None
         self.version += 1
 
+    def resample(self, sampling: SamplingParams) -> None:
+        """Use other settings from here on; if they have no seed, the seed stays. Takes the lock."""
+        with self.lock:
+            self.check_usable()
+            self.drop_held()
+            sampler = Sampler(self.ctx.model, sampling, self.sampler.grammar)
+            self.use_sampler(self.replayed(sampler))
+            if sampling.seed is not None:
+                self.seed = sampling.seed
+
     def begin_anew(self, position: int, sampler: Sampler) -> None:
         """Continue from the first ``position`` tokens, which count as read, with a new sampler."""
         with self.lock:
@@ -249,12 +262,15 @@ class Text:
             self._is_generating = False
 
     def release(self) -> None:
-        """Free the sequence id."""
-        self.is_pruned = True
-        self.draft_state = None  # its sequence is freed as soon as nobody uses it
-        self.set_row(None)
-        if not self._owned_by_prefix_cache:
-            self.ctx.sequences.free(self.seq_id)
+        """Free the sequence id; a second call does nothing. Takes the lock."""
+        with self.lock:
+            if self.is_pruned:
+                return
+            self.is_pruned = True
+            self.draft_state = None  # its sequence is freed as soon as nobody uses it
+            self.set_row(None)
+            if not self._owned_by_prefix_cache:
+                self.ctx.sequences.free(self.seq_id)
 
     # -- logits ------------------------------------------------------------------------------------
 
@@ -609,10 +625,27 @@ class Text:
                     self.append_unscored(tokens[n_prompt:n], None)
             return n
 
-    def keep_cached(self, *, is_last: bool = False) -> None:
+    def take_prompt(self, tokens: Sequence[int]) -> int:
+        """Begin this empty sequence with a prompt, as far as the prefix cache has it.
+
+        The last token is left to decode, unless the logits after it are cached too. Return how many
+        tokens the sequence begins with.
+        """
+        prefixes, row = self.ctx.prefix_cache, None
+        with self.lock:
+            if prefixes is not None and not self.n_cached:
+                row = prefixes.take_whole(self.seq_id, tokens)
+            if row is None:
+                return self.take_cached(tokens[:-1])
+            self.append_prompt(tokens, LogitsRow(row))
+            return len(tokens)
+
+    def keep_cached(self, *, with_row: bool = False, is_last: bool = False) -> None:
         """Keep its K/V in the prefix cache, if there is one, for use after this text has ended.
 
-        ``is_last``: whether ``release`` follows.
+        Args:
+            with_row: also keep the logits at its end, for `take_prompt`.
+            is_last: whether ``release`` follows.
         """
         prefixes = self.ctx.prefix_cache
         if prefixes is None or self.is_pruned or self.ctx.closed:
@@ -622,8 +655,9 @@ class Text:
             if n > len(self.tokens):  # a round was broken off: the tail is a draft
                 return
             if n >= len(self.tokens) - 1 or self._cache.can_draft:
+                row = np.array(self.logits_row().array) if with_row else None
                 self._owned_by_prefix_cache = prefixes.put(
-                    self.seq_id, self.tokens[:n], is_last=is_last
+                    self.seq_id, self.tokens[:n], row=row, is_last=is_last
                 )
 
     def restore(
@@ -685,6 +719,13 @@ class Text:
         if row is not None:
             self.set_row(LogitsRow(row))
         self.fork_position = min(self.fork_position, position)
+
+    def keep(self, n: int) -> None:
+        """Leave at most the first ``n`` tokens; takes the lock."""
+        with self.lock:
+            self.check_usable()
+            if n < self.position:
+                self.rewind(n)
 
     def end_at(self, position: int, *, decodes: bool) -> None:
         """Leave exactly the first ``position`` tokens; takes the lock.

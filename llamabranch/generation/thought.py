@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from ..model import Model
 from ..model.thoughts import Thinking
-from .generation import OutputBuffer
-from .output import Produced
+from .output import OutputBuffer, Produced
 
 __all__ = ["Thought", "ThoughtBuffer", "forced_token", "named_text", "token_text"]
 
@@ -89,10 +88,6 @@ class ThoughtBuffer(OutputBuffer):
         """End the thought without a tag, as ``OutputBuffer.break_off`` does."""
         pending = super().break_off(reason)
         return None if pending is None else pending._replace(is_thought=True)
-
-    def resume(self) -> None:
-        """Continue a thought that stopped because there was no room."""
-        self.finish_reason = None
 
     def add(self, emitted: Produced) -> Produced | None:
         """Add the next token; return it with the text to emit, or None if there is no text."""

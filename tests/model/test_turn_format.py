@@ -89,7 +89,7 @@ def streamed(form: TurnFormat, text: str, size: int, *, eager: bool) -> Turn:
     st.lists(_CALL, min_size=1, max_size=3), st.sampled_from(["", "Let me look."]),
     st.sampled_from(["", "Hm."]), st.integers(1, 9),
 )  # fmt: skip
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_calls_are_read_as_they_are_written(
     shape: str, calls: list[ToolCall], content: str, thought: str, size: int
 ) -> None:

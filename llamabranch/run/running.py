@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import TypeVar
@@ -197,10 +196,9 @@ class RunningText:
             n_steps = max(draft.n_decodes, len(draft.tokens))
             self.stats.record_steps(n_steps, draft.n_read, draft.seconds)
             draft.tokens = token_list(draft.tokens)
-            ctx, seq_id = self.text.ctx, self.text.seq_id
+            ctx = self.text.ctx
             ctx.model.check_tokens(draft.tokens)
-            count_free = partial(ctx.sequences.count_free, used=(seq_id,))
-            draft.cut(ctx.kv_cache.fits(len(draft.tokens), count_free))
+            draft.cut(ctx.kv_cache.fits(len(draft.tokens), ctx.sequences.count_free))
             self._cut_refused(draft)
             self.stats.draft_forward_passes += draft.n_decodes
 

@@ -1,4 +1,4 @@
-"""A text while the loop runs it: its draft, its draws, and what each round was worth."""
+"""A text that the loop runs: its draft, its draws, and what it reports of each round."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class EngineCore:
         self._aborted: deque[Submission] = deque()
         self._events: list[Event] = []  # still to be returned
         self._failure: LlamaBranchError | None = None  # raised once those events are returned
-        self._is_interrupted = False  # whether an exception has interrupted the last step
+        self._is_interrupted = False  # True in a step, and after one that an exception ended
         # Whether the running decode reads prompts, and whether ``abort`` has stopped it.
         self._stopping = threading.Lock()
         self._is_reading = self._has_stopped = False

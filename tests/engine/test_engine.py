@@ -414,7 +414,7 @@ def test_engine_waits_while_others_are_at_work_and_no_longer(
             assert waits < 1000, "it waits for ever"
             work(engine, waits)
 
-        monkeypatch.setattr("llamabranch.engine.core.sleep", no_sleep)
+        monkeypatch.setattr("llamabranch.run.core.sleep", no_sleep)
         return engine.generate(requests)
 
     unfit: list[Request | str] = [Request([5] * 2000), Request(TALE, n=2), "text"]

@@ -256,7 +256,7 @@ def test_single_slow_step_is_counted_but_not_learned(
 
     monkeypatch.setattr(Text, "decode_last", slow)
     speculator = Speculator(ctx)
-    speculator.drafting.loop.length = Spy(0)
+    speculator.loop.length = Spy(0)
     stats = speculator.generate(PROMPTS[0], max_tokens=20, sampling=WARM).finish().stats
     ((verify_s, n_rounds),) = learned
     assert n_rounds == 19 and verify_s < 1.0

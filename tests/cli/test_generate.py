@@ -119,16 +119,16 @@ def test_one_text_is_streamed_and_coloured_by_source_on_a_terminal() -> None:
     assert "\x1b[32m" in colored and "\x1b[33m" in colored  # drafted: green; corrected: yellow
 
 
-def test_json_of_speculate_is_flat_and_has_the_names_of_the_field() -> None:
+def test_json_of_one_text_has_the_names_of_the_field() -> None:
     report = speculate("-n", "20", "-s", "5", *FIXED)
-    assert set(report) == {
-        *("text", "tokens", "finish_reason", "tokens_per_s", "seed", "rule", "explain", "stats")
-    }
+    flat = {"text", "tokens", "finish_reason", "tokens_per_s", "seed", "rule", "explain", "stats"}
+    assert flat <= set(report)
+    assert set(answer("generate", "-p", "Once", "-n", "2")) == set(report)
     assert (report["rule"], report["seed"]) == ("seeded", 5)
     assert report["finish_reason"] in ("length", "stop") and len(report["tokens"]) <= 20
     assert "tale-draft" in report["explain"]
     stats = report["stats"]
-    assert set(stats) == set(lb.SpeculativeStats().as_dict())
+    assert set(stats) >= set(lb.SpeculativeStats().as_dict())
     assert 0 < stats["num_accepted_tokens"] <= stats["num_draft_tokens"]
     with lb.load(n_threads=1) as ctx:
         plain = lb.Speculator(ctx).generate(
@@ -353,7 +353,7 @@ def test_draft_of_another_vocabulary_drafts_through_the_text(tmp_path: Path) -> 
 def test_compare_gives_the_text_of_plain_decoding(temperature: str) -> None:
     report = speculate("--compare", "--temp", temperature, "-n", "40", "-s", "7", *FIXED)
     plain = report["plain"]
-    assert set(plain) == {"text", "tokens", "tokens_per_s"}
+    assert set(plain) == {"text", "tokens", "tokens_per_s", "results"}
     assert (plain["text"], plain["tokens"]) == (report["text"], report["tokens"])
     assert report["speedup"] == pytest.approx(report["tokens_per_s"] / plain["tokens_per_s"])
     assert report["same_text"] is report["same_text_expected"] is report["batch_invariant"] is True

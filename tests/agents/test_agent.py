@@ -664,14 +664,6 @@ class Adder:
 # -- bad input -------------------------------------------------------------------------------------
 
 
-def plain(a) -> str:  # type: ignore[no-untyped-def]
-    return str(a)
-
-
-def starred(*a: int) -> str:
-    return str(a)
-
-
 def keywords(**a: int) -> str:
     return str(a)
 
@@ -687,7 +679,7 @@ def odd(a: threading.Thread) -> str:
 @pytest.mark.parametrize(
     "tools",
     [
-        [plain], [starred], [keywords], [positional], [odd], [lambda: 1], [Adder], [Adder(1)],
+        [keywords], [positional], [odd], [Adder], [Adder(1)],
         [partial(add, a=1)], [Adder.__call__], [print], [int], [add, add], [1], ["add"], "add",
         add, {"add": add}, [None], [[add]],
     ],

@@ -156,7 +156,8 @@ def test_a_damaged_line_or_head_is_an_error(stage: Context, tmp_path: Path) -> N
         path.write_bytes(b"".join([*records[:number], line, *records[number + 1 :]]))
         with pytest.raises(ParseError, match=f"line {number + 1}"):
             replay(path, stage)
-    for agent in cast(list[Any], [3, {}, None]):
+    heads: list[object] = [3, {}, None]
+    for agent in heads:
         head = {**json.loads(records[0]), "agent": agent}
         path.write_bytes(json.dumps(head).encode() + b"\n" + b"".join(records[1:]))
         with pytest.raises(ParseError, match="head"):

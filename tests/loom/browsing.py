@@ -214,10 +214,18 @@ def exported(page: Page, folder: Path) -> Path:
     return file
 
 
-def axe() -> str:
-    """Return axe-core's source; skip the test where it is absent."""
+def violations(page: Page) -> list[str]:
+    """Return what axe-core finds, once the page is idle; skip the test where axe-core is absent."""
     pytest.importorskip("axe_playwright_python", reason="pip install axe-playwright-python")
-    return files("axe_playwright_python").joinpath("axe.min.js").read_text("utf-8")
+    if page.evaluate("!('axe' in window)"):
+        folder = files("axe_playwright_python")
+        page.evaluate(folder.joinpath("axe.min.js").read_text("utf-8"))
+    page.wait_for_function("() => document.documentElement.dataset.busy === undefined")
+    found = page.evaluate(
+        "() => axe.run(document, {resultTypes: ['violations']}).then(result => result.violations.map("
+        " each => `${each.id}: ${each.nodes.map(node => node.html).slice(0, 3)}`))"
+    )
+    return list(found)
 
 
 @contextmanager

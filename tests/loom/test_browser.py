@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from browsing import (
-    afresh,
     asked,
     begin,
     chosen_token,
@@ -35,17 +33,9 @@ ROWS = "[role=treeitem]:not([hidden])"
 NOTED = ".words[data-marks*='✎']"
 
 
-@pytest.fixture(scope="module")
-def served(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
-    with Opened(tmp_path_factory.mktemp("loom"), "--draft-length", "4") as running:
-        yield running
-
-
-@pytest.fixture
-def page(chromium: Browser, served: Opened) -> Iterator[Page]:
-    """The page at the beginning of another text than those that other tests wrote."""
-    with afresh(chromium, served) as opened:
-        yield opened
+def arguments(_: Path) -> list[object]:
+    """Return those of the page."""
+    return ["--draft-length", "4"]
 
 
 def chosen_node(page: Page) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,6 @@ from browsing import (
     CONTRAST,
     afresh,
     asked,
-    axe,
     chosen_token,
     exported,
     from_disk,
@@ -22,6 +20,7 @@ from browsing import (
     tokens,
     told,
     typed,
+    violations,
     visiting,
     written,
 )
@@ -38,18 +37,9 @@ ANSWER = (
 )
 
 
-@pytest.fixture(scope="module")
-def served(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
-    folder = tmp_path_factory.mktemp("chat")
-    with Opened(folder, chat_model(folder)) as running:
-        yield running
-
-
-@pytest.fixture
-def page(chromium: Browser, served: Opened) -> Iterator[Page]:
-    """The page of a model with a chat template, before another text begins."""
-    with afresh(chromium, served) as opened:
-        yield opened
+def arguments(folder: Path) -> list[object]:
+    """Return those of the page: a model with a chat template."""
+    return [chat_model(folder)]
 
 
 def set_bar(page: Page, opener: str = "#bar-said", **values: str) -> None:
@@ -116,11 +106,7 @@ def test_a_chat_begins_where_the_model_has_a_template_and_its_turns_are_cards(pa
     assert page.locator("#text .turn.markup .t.control").all_text_contents()[:2] == MARKS
     row = page.locator("#tree [role=treeitem] .words").first
     assert row.inner_text().startswith("Who lived")
-    page.evaluate(axe())
-    wrong = page.evaluate(
-        "() => axe.run(document, {resultTypes: ['violations']}).then(r => r.violations.map(v => v.id))"
-    )
-    assert wrong == []
+    assert violations(page) == []
 
 
 def test_a_reply_continues_and_turns_are_edited_and_answered_again(page: Page) -> None:

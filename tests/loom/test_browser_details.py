@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pytest
 from browsing import (
-    afresh,
     anew,
     asked,
     begin,
@@ -39,18 +36,9 @@ ROW = "#rows > :not([hidden])"
 CODE = "def area(width, height):\n    # of a rectangle\n    return width * height\n"
 
 
-@pytest.fixture(scope="module")
-def served(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
-    arguments = ("--draft-length", "4", "--compare", "tale-draft")
-    with Opened(tmp_path_factory.mktemp("loom"), *arguments) as running:
-        yield running
-
-
-@pytest.fixture
-def page(chromium: Browser, served: Opened) -> Iterator[Page]:
-    """The page at the beginning of another text than those that other tests wrote."""
-    with afresh(chromium, served) as opened:
-        yield opened
+def arguments(_: Path) -> list[object]:
+    """Return those of the page."""
+    return ["--draft-length", "4", "--compare", "tale-draft"]
 
 
 def do(page: Page, op: str, **fields: object) -> Any:

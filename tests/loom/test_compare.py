@@ -213,22 +213,10 @@ def test_the_command_prints_and_writes_a_report(file: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("limits", "code"),
     [(["--fail-kl", "0"], 1), (["--fail-kl", "99"], 0), (["--fail-top", "1"], 1),
-     (["--fail-top", "0"], 0)],
+     (["--fail-top", "0"], 0), (["-m", TARGET, "--fail-kl", "1"], 2)],
 )  # fmt: skip
-def test_limits_decide_the_exit_code(file: Path, limits: list[str], code: int) -> None:
+def test_limits_decide_the_exit_code(file: Path, limits: list[object], code: int) -> None:
     assert run(*BOTH, "-f", file, *limits).exit_code == code
-
-
-def test_wrong_use_is_told(file: Path, tmp_path: Path) -> None:
-    (tmp_path / "short.txt").write_text("too short")
-    for arguments in (
-        BOTH, (*BOTH, "-f", tmp_path / "none.txt"),
-        ("--against", TARGET, "-m", tmp_path / "none.gguf", "-f", file),
-        (*BOTH, "-f", tmp_path / "short.txt"),
-        (*BOTH, "-m", TARGET, "-f", file, "--fail-kl", "1"),
-    ):  # fmt: skip
-        done = run(*arguments)
-        assert done.exit_code in (1, 2) and "error:" in done.output
 
 
 HOSTILE = "\x1b[31m red \u202e reversed </script><img src=x onerror=alert(1)> \x00 end. "

@@ -121,16 +121,18 @@ def test_row_that_ends_its_process_holds_back_no_other_row(
     assert not (tmp_path / "out" / "_SUCCESS").exists()
 
 
-def test_worker_that_dies_while_it_loads_ends_the_job(
-    generate: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("n_retries", "n_rows", "block_rows", "message"),
+    [(1, 8, 8, r"0 of 8 rows are in .* the workers of the others died"),
+     (0, 12, 1, "its workers died again and again")],  # with the ninth block
+)  # fmt: skip
+def test_workers_that_die_while_they_load_end_the_job(
+    generate: Any, monkeypatch: Any, n_retries: int, n_rows: int, block_rows: int, message: str
 ) -> None:
     monkeypatch.setattr(job_module, "Generate", clusters.Stillborn)
-    monkeypatch.setattr(job_module, "MOST_RETRIES", 1)  # each death costs seconds
-    with pytest.raises(lb.errors.JobError, match=r"0 of 8 rows are in .* the others died"):
-        generate(prompts(8), workers=1)
-    monkeypatch.setattr(job_module, "MOST_RETRIES", 0)  # then the ninth block that dies ends it
-    with pytest.raises(lb.errors.JobError, match="its workers died again and again"):
-        generate(prompts(12), workers=1, block_rows=1)
+    monkeypatch.setattr(job_module, "MOST_RETRIES", n_retries)  # each death costs seconds
+    with pytest.raises(lb.errors.JobError, match=message):
+        generate(prompts(n_rows), workers=1, block_rows=block_rows)
 
 
 def test_full_disk_ends_the_job_and_it_can_be_resumed(
@@ -240,22 +242,6 @@ def test_score_gives_what_the_library_gives(
     assert output[12]["error"] == "text must be a str, not None"
 
 
-def test_class_for_map_batches_in_a_pipeline_of_ones_own(ray_cluster: Any, ctx: lb.Context) -> None:
-    import ray.data
-
-    rows = prompts(20)
-    dataset = ray.data.from_items(rows)
-    worker = scale.WorkerOptions(streams=4)
-    found = dataset.map_batches(
-        scale.Generate,
-        fn_constructor_args=(TARGET,),
-        fn_constructor_kwargs={"seed": SEED, "worker": worker, "n_ctx": 1024},
-        batch_size=8,
-        compute=ray.data.ActorPoolStrategy(size=1),
-    ).take_all()
-    assert_equal(sorted(found, key=lambda row: int(row["id"])), alone(ctx, rows, SEED))
-
-
 def test_documented_jobs_run(
     ray_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,8 +249,11 @@ def test_documented_jobs_run(
     text = (Path(__file__).parents[2] / "docs" / "scale.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```py\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     assert len(blocks) == 2
+    names: dict[str, Any] = {}
     for block in blocks:
-        exec(compile(block, "docs/scale.md", "exec"), {})
+        exec(compile(block, "docs/scale.md", "exec"), names)
+    assert (names["report"].n_rows, names["report"].n_errors) == (4, 0)
+    assert all(row["text"] and row["error"] is None for row in names["texts"].take_all())
 
 
 def test_model_that_is_no_model_and_unknown_options_are_refused(

@@ -424,6 +424,8 @@ def test_an_agent_that_only_repeats_its_calls_is_told_to_answer(stage: Context) 
     *told, last = results(report)[3:]
     assert told == [MADE] * 2
     assert last.startswith(told[0]) and last.endswith("answer the question. loops: go")
+    report = Agent(stage, tools=[name], repeats=0).run("again: go")
+    assert results(report)[:2] == ["Ida", MADE]
 
 
 def test_three_turns_of_failed_calls_end_the_agent(stage: Context) -> None:

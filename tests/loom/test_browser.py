@@ -130,9 +130,9 @@ def test_session_with_the_keyboard_alone(page: Page) -> None:
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")
     page.locator(NOTED).first.wait_for()
-    page.keyboard.press("u")
+    press(page, "u")
     page.wait_for_function("noted => !document.querySelector(noted)", arg=NOTED)
-    page.keyboard.press("Control+Shift+Z")
+    press(page, "Control+Shift+Z")
     page.locator(NOTED).first.wait_for()
     page.keyboard.press("/")
     page.keyboard.type("old king")
@@ -164,7 +164,7 @@ def test_typed_text_is_scored_and_edits_fork(page: Page) -> None:
     assert "sun rose" in now and "moon" not in now
     assert tokens(page)[: len(before)] == before
     page.locator("#tree").focus()
-    page.keyboard.press("u")
+    press(page, "u")
     rows = "[...document.querySelectorAll('#rows > :not([hidden])')]"  # hidden ones keep their last text
     page.wait_for_function(f"() => !{rows}.some((row) => /sun rose/.test(row.textContent))")
 

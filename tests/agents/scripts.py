@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from toys import BOS, EOS, Array, Vocabulary, write_toy
+from toys import BOS, EOS, Array, Metadata, Vocabulary, write_toy
 
 __all__ = ["TEMPLATE", "call", "write_script"]
 
@@ -65,17 +65,15 @@ def write_script(path: Path, scripts: Mapping[str, Sequence[str]], n_ctx: int = 
     output[following, np.arange(len(known))] = 4
 
     def values(name: str, noise: Array) -> Array:
+        """Return the two matrices; norms are one, and the block is zero."""
         given = {"token_embd.weight": embedding, "output.weight": output}
-        return given.get(
-            name, np.full_like(noise, float(noise.ndim == 1))
-        )  # norms of one, blocks of zero
+        return given.get(name, np.full_like(noise, float(noise.ndim == 1)))
 
-    sizes = {"n_embd": width, "n_head": width // 64, "n_ff": 64, "n_ctx_train": n_ctx}
-    text = {"tokenizer.ggml.eot_token_id": end, "tokenizer.chat_template": TEMPLATE}
-    vocabulary = Vocabulary(tuple(known), base.n_control)
+    metadata: Metadata = {"tokenizer.ggml.eot_token_id": end, "tokenizer.chat_template": TEMPLATE}
     return write_toy(
-        path, vocab=vocabulary, weights="f32", metadata=text, values=values, n_layer=1, **sizes
-    )
+        path, vocab=Vocabulary(tuple(known), base.n_control), weights="f32", metadata=metadata,
+        values=values, n_layer=1, n_embd=width, n_head=width // 64, n_ff=64, n_ctx_train=n_ctx,
+    )  # fmt: skip
 
 
 def _in_alphabet(text: str) -> str:

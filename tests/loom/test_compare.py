@@ -57,9 +57,7 @@ def test_numbers_are_nearly_those_of_a_file_of_logits(text: str, tmp_path: Path)
 def test_a_model_is_at_zero_from_itself(text: str) -> None:
     compared = compare(TARGET, TARGET, text)
     assert compared.divergence is not None and compared.reverse == 0.0
-    assert (
-        {token.kl for token in compared.tokens} == {0.0} == {token.klr for token in compared.tokens}
-    )
+    assert {(token.kl, token.klr) for token in compared.tokens} == {(0.0, 0.0)}
     assert compared.divergence.statistics.same_top.value == 1.0
     assert len(set(compared.forks)) == 1 and compared.advice == "both give the same distributions"
 
@@ -175,11 +173,8 @@ def test_the_page_tells_why_other_tokenizers_have_no_divergence(tmp_path: Path) 
         root = page.type("Once upon a time there was")
         page.done("compare", node=root["id"], mode="read")
         compared = page.tokens(root["id"])["compare"][-1]
-        assert (
-            "kl" not in compared
-            and "tokenizers" in compared["why"]
-            and compared["totals"]["bpbB"] > 0
-        )
+        assert "kl" not in compared and "tokenizers" in compared["why"]
+        assert compared["totals"]["bpbB"] > 0
         page.do("compare", 409, node=root["id"], mode="lockstep")
 
 
@@ -218,22 +213,10 @@ def test_the_command_prints_and_writes_a_report(file: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("limits", "code"),
     [(["--fail-kl", "0"], 1), (["--fail-kl", "99"], 0), (["--fail-top", "1"], 1),
-     (["--fail-top", "0"], 0)],
+     (["--fail-top", "0"], 0), (["-m", TARGET, "--fail-kl", "1"], 2)],
 )  # fmt: skip
-def test_limits_decide_the_exit_code(file: Path, limits: list[str], code: int) -> None:
+def test_limits_decide_the_exit_code(file: Path, limits: list[object], code: int) -> None:
     assert run(*BOTH, "-f", file, *limits).exit_code == code
-
-
-def test_wrong_use_is_told(file: Path, tmp_path: Path) -> None:
-    (tmp_path / "short.txt").write_text("too short")
-    for arguments in (
-        BOTH, (*BOTH, "-f", tmp_path / "none.txt"),
-        ("--against", TARGET, "-m", tmp_path / "none.gguf", "-f", file),
-        (*BOTH, "-f", tmp_path / "short.txt"),
-        (*BOTH, "-m", TARGET, "-f", file, "--fail-kl", "1"),
-    ):  # fmt: skip
-        done = run(*arguments)
-        assert done.exit_code in (1, 2) and "error:" in done.output
 
 
 HOSTILE = "\x1b[31m red \u202e reversed </script><img src=x onerror=alert(1)> \x00 end. "

@@ -54,6 +54,22 @@ def test_numbers_are_nearly_those_of_a_file_of_logits(text: str, tmp_path: Path)
     assert abs(divergence.statistics.mean.value - mean) <= 2e-5 + 0.005 * mean
 
 
+@pytest.mark.smollm2
+def test_chunks_are_read_whole_as_for_a_file_of_logits(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The logits of these models depend on how many tokens are read at once."""
+    monkeypatch.setattr(comparison, "_until_they_part", lambda *_: 0)
+    file, window = tmp_path / "base.kld", 512
+    first, second = map(lb.hub.resolve, ("smollm2-135m", "smollm2-135m:Q8_0"))
+    with opened(first, window) as a, opened(second, window) as b:
+        evaluation.perplexity(a, text, window, chunks=1, save_to=file)
+        wanted = evaluation.divergence(b, file).statistics.mean.value
+        divergence = compare_models(a, b, text, window, 1).divergence
+    assert divergence is not None
+    assert divergence.statistics.mean.value == pytest.approx(wanted, rel=0.01)
+
+
 def test_a_model_is_at_zero_from_itself(text: str) -> None:
     compared = compare(TARGET, TARGET, text)
     assert compared.divergence is not None and compared.reverse == 0.0

@@ -400,12 +400,13 @@ def eval(
             if against is None:
                 hint = "--perplexity FILE; tasks run in Python, with llamabranch.eval.LlamaBranchLM"
             raise ConfigError("there is no text to measure", hint=hint)
-        names = [name for name in models.names(console) if name != against]
+        given = models.names(console)
+        names = [name for name in given if name != against]
         if not names:
             raise ConfigError("--against compares with another model", hint="-m names one")
         if reading.save_to is not None and (against is not None or len(names) > 1):
             raise ConfigError("--save-logits is for one model without --against")
-        is_pair = against is not None and reading.logits is None and len(names) == 1
+        is_pair = against is not None and reading.logits is None and len(given) == 1
         if not is_pair and (reading.fail_kl, reading.fail_top) != (None, None):
             message = "--fail-kl and --fail-top compare two models"
             raise ConfigError(message, hint="--against MODEL, and one model with -m")

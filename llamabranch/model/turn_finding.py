@@ -137,7 +137,6 @@ def _answers(as_text: bool) -> dict[str, list[dict[str, object]]]:
 
     answers = {kind: called((_NAME, arguments)) for kind, arguments in _SINGLE.items()}
     answers["pair"] = called((_NAME, _SINGLE["one"]), (_OTHER, _SINGLE["one"]))
-    answers["said"] = called((_NAME, _SINGLE["one"]), content=_CONTENT)
     answers["thought"] = called((_NAME, _SINGLE["one"]), **_THOUGHTS)
     answers["no content"] = called((_NAME, _SINGLE["one"]), content=None)
     return answers
@@ -147,20 +146,26 @@ class _Renderings:
     """The renderings of a template, by purpose."""
 
     def __init__(self, template: ChatTemplate) -> None:
-        self._template = template
+        self.template = template
         self.texts: dict[str, str] = {}
         self.faults: dict[str, str] = {}
         self.names: list[str] = []
 
     def add(self, probes: Mapping[str, Mapping[str, object]]) -> None:
         """Render these variables and keep the results."""
-        names, replies = self._template.render_many(list(probes.values()))
+        names, replies = self.template.render_many(list(probes.values()))
         self.names = names
         for key, reply in zip(probes, replies, strict=True):
             if "text" in reply:
                 self.texts[key] = reply["text"]
             else:
                 self.faults[key] = next(iter(reply.values()), "it failed")
+
+    def replace(self, other: _Renderings) -> None:
+        """Use the renderings of another object in place of its own."""
+        keys = {*other.texts, *other.faults}
+        self.texts = {k: t for k, t in self.texts.items() if k not in keys} | other.texts
+        self.faults = {k: f for k, f in self.faults.items() if k not in keys} | other.faults
 
     def tail(self, key: str) -> str | None:
         """Return the text of a rendering after the user's message."""
@@ -191,8 +196,7 @@ def find_parts(template: ChatTemplate) -> TurnParts:
             "messages": [{"role": "developer", "content": "Dez zrole"}, *_ASKED],
         },
     }
-    probes |= {f"{kind} False": {"messages": m, **tools} for kind, m in _answers(False).items()}
-    seen.add(probes)
+    seen.add(probes | _with_tools(_answers(as_text=False), tools))
     for _ in range(4):  # it may need variables that other templates do not have
         lacks = re.search(r"'(\w+)' is undefined", next(iter(seen.faults.values()), ""))
         if seen.texts or lacks is None:
@@ -200,12 +204,11 @@ def find_parts(template: ChatTemplate) -> TurnParts:
         value = tools["functions"] if re.search("function|tool", lacks[1]) else ""
         template = template.with_variables({lacks[1]: str(value)})
         seen = _Renderings(template)
-        seen.add(probes)
+        seen.add(probes | _with_tools(_answers(as_text=False), tools))
     if not seen.texts:
         raise UnsupportedError(f"the template renders nothing: {seen.faults['prompt']}")
-    single = seen.texts.get("one False", "")
-    if "{'" in single or not (_NAME in single or _IDS[0] in single):  # it may need OpenAI's strings
-        seen.add({f"{kind} True": {"messages": m, **tools} for kind, m in _answers(True).items()})
+    as_text = _needs_text(seen, tools)
+    answers = _answers(as_text)
     switches = tuple(n for n in seen.names if re.search(r"think|reason", n) and "effort" not in n)
     more: dict[str, Mapping[str, object]] = {
         f"{name} {state}": {**prompt, name: state} for name in switches for state in (True, False)
@@ -214,29 +217,48 @@ def find_parts(template: ChatTemplate) -> TurnParts:
         values = dict.fromkeys(switches, state)
         more[f"prompt {state}"] = {**prompt, **values}
         more[f"thoughtful {state}"] = {"messages": [*_ASKED, {**answer, **_THOUGHTS}], **values}
-        for as_text in (False, True) if "one True" in seen.texts else (False,):
-            more[f"thought {as_text} {state}"] = {
-                "messages": _answers(as_text)["thought"], **tools, **values,
-            }  # fmt: skip
+        more[f"thought {state}"] = {"messages": answers["thought"], **tools, **values}
     for i, blocks in enumerate(_BLOCKS):
         more[f"blocks {i}"] = {"messages": [*_ASKED, {"role": "assistant", "content": blocks}]}
     for i, literal in enumerate(_closers(template)):
         content = f"{_THOUGHT}{literal}{_CONTENT}"
         earlier = {**answer, "content": content}
         more[f"split {i}"] = {"messages": [*_ASKED, earlier, *_ASKED, _FINE, *_ASKED]}
-        more[f"last split {i}"] = {"messages": [*_ASKED, {**answer, "content": content}]}
+        more[f"last split {i}"] = {"messages": [*_ASKED, earlier]}
     result = {"role": "tool", "content": "Rez zresult", "tool_call_id": _IDS[0], "name": _NAME}
-    for as_text in (False, True):
-        more[f"result {as_text}"] = {
-            **prompt, **tools, "messages": [*_answers(as_text)["one"], result],
-        }  # fmt: skip
-    for as_text in (False, True):
-        long = json.loads(
-            json.dumps(_answers(as_text)["one"]).replace(_IDS[0], f"call_{_IDS[0]}x24")
-        )
-        more[f"long {as_text}"] = {"messages": long, **tools}
+    more["result"] = {**prompt, **tools, "messages": [*answers["one"], result]}
+    long = json.loads(json.dumps(answers["one"]).replace(_IDS[0], f"call_{_IDS[0]}x24"))
+    more["long"] = {"messages": long, **tools}
     seen.add(more)
-    return _Finder(seen, template, switches).found()
+    return _Finder(seen, switches, as_text=as_text).found()
+
+
+def _with_tools(
+    answers: Mapping[str, object], tools: Mapping[str, object]
+) -> dict[str, Mapping[str, object]]:
+    return {kind: {"messages": messages, **tools} for kind, messages in answers.items()}
+
+
+def _needs_text(seen: _Renderings, tools: Mapping[str, object]) -> bool:
+    """Return whether arguments must be passed as text; the answers are then rendered that way.
+
+    They must if objects fail, or are not written as JSON.
+    """
+
+    def is_called(text: str | None) -> bool:
+        return text is not None and (_NAME in text or _IDS[0] in text)
+
+    single = seen.tail("one")
+    is_python = "{'" in (single or "")  # Python's text of a dict
+    if is_called(single) and not is_python:
+        return False
+    as_texts = _Renderings(seen.template)
+    as_texts.add(_with_tools(_answers(as_text=True), tools))
+    text = as_texts.tail("one")
+    if text is None or ("{'" in text if is_called(single) else not is_called(text)):
+        return False
+    seen.replace(as_texts)
+    return True
 
 
 def _closers(template: ChatTemplate) -> list[str]:
@@ -246,10 +268,8 @@ def _closers(template: ChatTemplate) -> list[str]:
 
 
 class _Finder:
-    def __init__(
-        self, seen: _Renderings, template: ChatTemplate, switches: tuple[str, ...]
-    ) -> None:
-        self._seen, self._template, self._switches = seen, template, switches
+    def __init__(self, seen: _Renderings, switches: tuple[str, ...], *, as_text: bool) -> None:
+        self._seen, self._switches, self._as_text = seen, switches, as_text
         self._reasons: list[str] = []
         self._prompt_end = ""  # if a prompt does not end with the header
 
@@ -258,53 +278,43 @@ class _Finder:
         if seen.tail("prompt") is None:
             why = seen.faults.get("prompt") or "it does not write the user's message"
             self._reasons.append(f"the template does not render a question: {why}")
-        as_text = self._as_text()
-        self._header = self._find_header(as_text)
+        self._header = self._find_header()
         parts = self._with_ends(TurnParts(header=self._header))
-        parts = self._with_thoughts(parts, as_text)
+        parts = self._with_thoughts(parts)
         parts = self._with_content(parts)
-        parts = self._with_calls(parts, as_text)
+        parts = self._with_calls(parts)
         roles = {
             role
             for role, needle in (("system", "Syz zrole"), ("developer", "Dez zrole"))
             if needle in seen.texts.get(role, "")
         }
-        if any(
-            "Rez zresult" in seen.texts.get(f"result {is_text}", "") for is_text in (False, True)
-        ):
+        if "Rez zresult" in seen.texts.get("result", ""):
             roles.add("tool")
         with_tools = seen.texts.get("tools prompt", "")
         return replace(
             parts,
             takes_tools=_NAME in with_tools,
-            arguments_as_text=as_text,
+            arguments_as_text=self._as_text,
             takes_thoughts=self._takes_thoughts(parts),
-            short_ids=f"long {as_text}" in seen.faults and f"one {as_text}" in seen.texts,
+            short_ids="long" in seen.faults and "one" in seen.texts,
             roles=frozenset(roles),
             reason="; ".join(self._reasons),
         )
-
-    def _as_text(self) -> bool:
-        """Return whether to pass arguments as text, because objects fail or are not written as JSON."""
-        single, text = self._seen.tail("one False"), self._seen.tail("one True")
-        if single is None or (_NAME not in single and _IDS[0] not in single):
-            return text is not None and (_NAME in text or _IDS[0] in text)
-        return "{'" in single and text is not None and "{'" not in text  # Python's text of a dict
 
     def _takes_thoughts(self, parts: TurnParts) -> bool:
         """Return whether the template moves, or leaves out, a thought in an answer's content."""
         names, end = {"reasoning_content", "thinking", "reasoning"}, parts.thought_end
         return end is not None and (
-            any(end in text or text in names for text in self._template.strings)
+            any(end in text or text in names for text in self._seen.template.strings)
             or any(_THOUGHT in self._seen.texts.get(f"thoughtful{s}", "") for s in ("", " True"))
         )
 
     # -- header, ends ------------------------------------------------------------------------------
 
-    def _find_header(self, as_text: bool) -> str:
+    def _find_header(self) -> str:
         """Return the common beginning of all turns, after the user's text."""
         keys = ["prompt", "answer", "thoughtful", "prompt True", "prompt False"]
-        keys += [f"one {as_text}", f"thought {as_text}", "thoughtful True"]
+        keys += ["one", "thought", "thoughtful True"]
         tails = [tail for key in keys if (tail := self._seen.tail(key)) is not None]
         if not tails:
             return ""
@@ -343,7 +353,7 @@ class _Finder:
 
     # -- thoughts ----------------------------------------------------------------------------------
 
-    def _with_thoughts(self, parts: TurnParts, as_text: bool) -> TurnParts:
+    def _with_thoughts(self, parts: TurnParts) -> TurnParts:
         seen, header = self._seen, self._header
         rests = {
             key: tail[tail.find(header) + len(header) :]
@@ -352,8 +362,8 @@ class _Finder:
         }
         start = end = None
         opening = closing = ""
-        keys = ["thoughtful", "thoughtful True", f"thought {as_text}"]
-        keys += [f"thought {as_text} True", *(f"blocks {i}" for i in range(len(_BLOCKS)))]
+        keys = ["thoughtful", "thoughtful True", "thought", "thought True"]
+        keys += [f"blocks {i}" for i in range(len(_BLOCKS))]
         for key in keys:
             tail = seen.tail(key)
             if tail is None or _THOUGHT not in tail:
@@ -422,14 +432,14 @@ class _Finder:
     def _from_content(self, rests: Mapping[str, str]) -> tuple[str | None, str | None]:
         """Return the tags of a thought that the template removes from an answer's content."""
         ends = []
-        for i, literal in enumerate(_closers(self._template)):
+        for i, literal in enumerate(_closers(self._seen.template)):
             for key in (f"split {i}", f"last split {i}"):
                 text = self._seen.texts.get(key, "")
                 if _CONTENT in text and (_THOUGHT not in text or literal not in text):
                     ends.append(literal)
                     break
         for end in ends:
-            for text in [*rests.values(), *sorted(self._template.strings)]:
+            for text in [*rests.values(), *sorted(self._seen.template.strings)]:
                 start = text.strip()
                 alike = _words(start) == _words(end) != set() and "/" not in start
                 if start != end and alike and (start[0], start[-1]) == (end[0], end[-1]):
@@ -478,13 +488,11 @@ class _Finder:
 
     # -- calls -------------------------------------------------------------------------------------
 
-    def _with_calls(self, parts: TurnParts, as_text: bool) -> TurnParts:
-        bodies = {
-            key: self._body(f"{key} {as_text}", parts) for key in (*_SINGLE, "pair", "no content")
-        }
+    def _with_calls(self, parts: TurnParts) -> TurnParts:
+        bodies = {key: self._body(key, parts) for key in (*_SINGLE, "pair", "no content")}
         single = bodies["one"] or bodies["no content"]
         if single is None:
-            why = self._seen.faults.get(f"one {as_text}")
+            why = self._seen.faults.get("one")
             self._reasons.append(
                 f"the template refuses calls: {why}" if why else "the template writes no calls"
             )

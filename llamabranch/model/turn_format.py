@@ -39,7 +39,6 @@ _LIMIT_S = 5.0  # for all renderings of a template; an ordinary template takes 0
 _ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _WORDS = ("True", "False", "None")
 _BARE = CallForm(
-    "json",
     ('{"name": "', Slot.NAME, '", "arguments": ', Slot.ARGUMENTS, "}"),
     object_end=5,
     separator="\n",
@@ -48,7 +47,6 @@ _TAGGED = replace(
     _BARE, unit=("<tool_call>\n", *_BARE.unit, "\n</tool_call>"), object_at=1, object_end=6
 )
 _PYTHON = CallForm(
-    "tags",
     (Slot.NAME, "(", Slot.ARGUMENTS, ")"),
     section_start="[",
     section_end="]",

@@ -26,8 +26,8 @@ from typing import Literal, NamedTuple, cast
 import llamabranch as lb
 from llamabranch.context.prefix_cache import n_common
 from llamabranch.engine import Event
-from llamabranch.engine.request import AnyRequest
 from llamabranch.model.functions import function_tool
+from llamabranch.request.request import AnyRequest
 
 from .llama_tools import ToolError
 from .report import Settings, emit, number, parser, table, title

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from time import perf_counter
 
 import llamabranch as lb
+from llamabranch.bench.pair import seed_of
 from llamabranch.bench.timing import Maker, Series, Spread, Timing, Work
-from llamabranch.bench.workloads import seed_of
 
 from . import llama_tools
 from .clocks import interleave, verify_costs

@@ -6,12 +6,14 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 
-from llamabranch import Context
 from llamabranch.bench import timing
 from llamabranch.bench.timing import Maker, Series, Spread
-from llamabranch.bench.workloads import verify_times
+from llamabranch.context import Context
+from llamabranch.context.runner import DecodeHook
 
-__all__ = ["CallClock", "interleave", "median_time", "verify_costs"]
+__all__ = [
+    "CallClock", "DecodeClock", "interleave", "median_time", "verify_costs", "verify_times",
+]  # fmt: skip
 
 
 class CallClock:
@@ -53,6 +55,70 @@ def median_time(work: Callable[[], object], n: int, warm_up: int = 3) -> Spread:
         work()
         seconds.append(perf_counter() - start)
     return Spread.of(seconds)
+
+
+class DecodeClock:
+    """Adds up the time of all decodes, logits included, from ``__enter__`` to ``__exit__``."""
+
+    def __init__(self, ctx: Context) -> None:
+        self._decoder = ctx.decoder
+        self._before: DecodeHook | None = None
+        self.seconds, self.n_calls = 0.0, 0
+
+    def __enter__(self) -> DecodeClock:
+        self._before = self._decoder.hook(self._timed)
+        return self
+
+    def _timed(self, decode: Callable[[int], int], n: int) -> int:
+        start = perf_counter()
+        code = decode(n) if self._before is None else self._before(decode, n)
+        self.seconds += perf_counter() - start
+        self.n_calls += 1
+        return code
+
+    def __exit__(self, *_: object) -> None:
+        self._decoder.hook(self._before)
+
+
+def verify_times(
+    ctx: Context,
+    sizes: Sequence[int],
+    *,
+    n_prefix: int = 128,
+    repeats: int = 6,
+    least_s: float = 0.0,
+) -> dict[int, list[float]]:
+    """Return the seconds of decodes of n tokens of one sequence, with logits for all of them.
+
+    The decoded tokens follow ``n_prefix`` other tokens, or fewer if there is no room. The sizes
+    take turns, so a change of the machine's speed affects all sizes. Each size is decoded
+    ``repeats`` times, and again until ``least_s`` seconds have passed. Only the time inside
+    ``llama_decode`` counts.
+
+    Raises:
+        UnsupportedError: the memory cannot be truncated.
+    """
+    token = ctx.model.eos or 0
+    n_prefix = max(1, min(n_prefix, ctx.n_ctx_seq - max(sizes) - 1))
+    ctx.decode([token] * n_prefix, 0)
+    times: dict[int, list[float]] = {n: [] for n in sizes}
+    try:
+        with DecodeClock(ctx) as clock:
+            turn, start = 0, perf_counter()
+            while turn < repeats + 2 or perf_counter() - start < least_s:
+                for n in sizes:
+                    # llama.cpp builds a new graph when the shape changes, so only the second decode
+                    # is typical.
+                    for _ in range(2):
+                        before = clock.seconds
+                        ctx.decode([token] * n, n_prefix, logits="all")
+                        seconds = clock.seconds - before
+                        ctx.kv_cache_remove(0, n_prefix)
+                    times[n].append(seconds)
+                turn += 1
+    finally:
+        ctx.kv_cache_clear()
+    return {n: seconds[2:] for n, seconds in times.items()}
 
 
 def verify_costs(

@@ -24,9 +24,9 @@ from time import perf_counter
 
 import llamabranch as lb
 from llamabranch.bench.timing import Spread
-from llamabranch.bench.workloads import verify_times
 
 from . import llama_tools
+from .clocks import verify_times
 from .llama_tools import LlamaTools, ToolError, build_server
 from .prompts import PROMPTS
 from .report import Settings, emit, number, parser, pm, table, title

@@ -18,8 +18,8 @@ from time import perf_counter
 
 import llamabranch as lb
 from llamabranch.bench.timing import Spread
-from llamabranch.bench.workloads import DecodeClock
 
+from .clocks import DecodeClock
 from .prompts import long_prompt
 from .report import Settings, emit, number, parser, percent, table, title
 from .step import StepCost, step_cost

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import llamabranch as lb
+from llamabranch.bench.pair import seed_of, speculative
 from llamabranch.bench.timing import Maker, Series, Timing
-from llamabranch.bench.workloads import seed_of, speculative
 
 from . import llama_tools
 from .clocks import interleave

@@ -16,9 +16,9 @@ import llamabranch as lb
 from llamabranch.bench.timing import Maker, Spread, Timing, Work
 from llamabranch.context.compaction import rewrite_in_order
 from llamabranch.engine import EngineStats
-from llamabranch.engine.job import Submission
-from llamabranch.engine.scheduler import Scheduler
-from llamabranch.generation.drafting import Drafting
+from llamabranch.run.job import Submission
+from llamabranch.run.loop import Loop
+from llamabranch.run.scheduler import Scheduler
 
 from . import llama_tools
 from .clocks import interleave
@@ -308,7 +308,7 @@ def _admission(settings: Settings, ctx: lb.Context) -> dict[str, float]:
     for n in (10, 1000) if settings.quick else (10, 1000, 1_000_000):
         scheduler = Scheduler(ctx, None, EngineStats())
         request = lb.Request([5, 6, 7], max_tokens=2)
-        first = Submission(request, "0", 0, Drafting(ctx), GREEDY, 2, 0, [0])
+        first = Submission(request, "0", 0, Loop(ctx), GREEDY, 2, 0, [0])
         for i in range(n + ctx.n_seq_max):
             scheduler.add(_numbered(first, i))
         scheduler.admit()

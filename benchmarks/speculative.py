@@ -14,8 +14,8 @@ from contextlib import contextmanager
 
 import llamabranch as lb
 from llamabranch import theory
+from llamabranch.bench.pair import speculative
 from llamabranch.bench.timing import Maker, Series, Timing, Work
-from llamabranch.bench.workloads import speculative
 
 from .clocks import interleave, verify_costs
 from .drafters import AdversarialDrafter

@@ -31,14 +31,13 @@ import numpy.typing as npt
 
 import llamabranch as lb
 from llamabranch.bench.timing import Spread, Timing
-from llamabranch.bench.workloads import DecodeClock
 from llamabranch.context.logits import LogitsRow
 from llamabranch.context.token_states import kept_states
 from llamabranch.generation.drafter import FixedLength
 from llamabranch.sampling import Sampler
 from llamabranch.sampling.noise import DRAW
 
-from .clocks import CallClock, interleave, median_time
+from .clocks import CallClock, DecodeClock, interleave, median_time
 from .plotting import Curve, save_plot
 from .prompts import PROMPTS, long_prompt
 from .report import Settings, emit, number, parser, percent, pm, series_json, table, title

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import llamabranch as lb
+from llamabranch.bench.pair import speculative
 from llamabranch.bench.timing import Maker, Series, Timing, Work
-from llamabranch.bench.workloads import speculative
 
 from . import llama_tools
 from .clocks import interleave

@@ -20,15 +20,16 @@ def attach(
     Args:
         package: its ``__name__``.
         file: its ``__file__``. The stub in the same folder has lines ``from .module import name as name``
-            and, for names that the package itself defines, ``name: type``. ``from . import module as
-            module`` makes a module an attribute that is not listed.
+            (or ``from ..package.module``) and, for names that the package itself defines, ``name:
+            type``. ``from . import module as module`` makes a module an attribute that is not listed.
     """
     stub = ast.parse(Path(file).with_name("__init__.pyi").read_text(encoding="utf-8"))
     own: list[str] = []
     modules: dict[str, str] = {}
     for node in stub.body:
         if isinstance(node, ast.ImportFrom):
-            modules |= {alias.name: f".{node.module or alias.name}" for alias in node.names}
+            dots = "." * node.level
+            modules |= {alias.name: f"{dots}{node.module or alias.name}" for alias in node.names}
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             own.append(node.target.id)
     packages = {module.removeprefix(".") for module in modules.values()}

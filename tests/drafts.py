@@ -2,7 +2,11 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+import numpy as np
+import toys
 
 from llamabranch import (
     Branch,
@@ -17,7 +21,17 @@ from llamabranch import (
 from llamabranch.generation.drafter import Draft
 from llamabranch.speculative.copying import doubling
 
-__all__ = ["FIXED", "GREEDY", "PROMPTS", "WARM", "Eager", "Knowing", "counting", "plain"]
+__all__ = [
+    "FIXED",
+    "GREEDY",
+    "PROMPTS",
+    "WARM",
+    "Eager",
+    "Knowing",
+    "counting",
+    "plain",
+    "write_renumbered",
+]
 
 FIXED = SpeculativeConfig(draft_k=4)
 PROMPTS = [
@@ -71,6 +85,12 @@ class Knowing(Drafter):
     def propose(self, tokens: Sequence[int], length: Any, limit: int) -> Draft:
         """Return the tokens of the function."""
         return Draft(self._drafted(tokens, min(limit, length.limit)))
+
+
+def write_renumbered(draft: Model, folder: Path) -> Path:
+    """Write a model with its tokens in another order; return the path."""
+    order = np.random.default_rng(1).permutation(draft.n_vocab).tolist()
+    return toys.write_permuted(draft.path, folder / "draft.gguf", order)
 
 
 @contextmanager

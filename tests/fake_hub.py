@@ -27,7 +27,7 @@ def empty_caches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Set empty caches below ``folder``; remove packages, the token and settings of downloads."""
     for name in (
         *("HF_TOKEN", "HF_HUB_OFFLINE", "HUGGINGFACE_HUB_CACHE", "LLAMABRANCH_DOWNLOAD"),
-        *("LLAMA_CACHE", "MODEL_ENDPOINT", "XDG_CACHE_HOME"),
+        *("MODEL_ENDPOINT", "XDG_CACHE_HOME"),
     ):
         monkeypatch.delenv(name, raising=False)
     # HF_HOME is where a token would be.

@@ -17,12 +17,12 @@ from typing import cast
 
 from ..context.prefix_cache import n_common
 from ..engine import AsyncEngine, Event, Request, Result
-from ..engine.openai import answer_message
 from ..errors import CacheFullError, ClosedError, LlamaBranchError, ParseError, ToolError
 from ..generation.thought import token_text
 from ..model.thoughts import Thinking, ThinkingChoice, plan_thinking
 from ..model.tools import ToolCall, Tools
 from ..model.turn_format import Turn, TurnEvent, TurnReader
+from ..request.openai import answer_message
 from ..sampling.grammar import Grammar
 from ..sampling.noise import derive_seed, seed_from_text
 from .journal import Journal

@@ -1,7 +1,6 @@
-"""Benchmarking: interleaved runs, the time of a decode, the best draft length for a model pair.
+"""Benchmarking: interleaved runs, and the best draft length for a model pair.
 
-timing.py     timings, interleaved runs, medians, spread, ratios and their confidence intervals
-machine.py    the machine of a measurement: processor, load, build
-workloads.py  the timed work: generations, and decodes of n tokens
-pair.py       finds the fastest draft length for a target with its drafter
+timing.py   timings, interleaved runs, medians, spread, ratios and their confidence intervals
+machine.py  the machine of a measurement: processor, load, build
+pair.py     finds the fastest draft length for a target with its drafter
 """

@@ -4,17 +4,59 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
+from time import perf_counter
 
-from .. import theory
 from ..context import Context
-from ..errors import DecodeInterruptedError
 from ..sampling import SamplingParams
-from ..speculative import Drafter, SpeculativeConfig, SpeculativeStats
-from .timing import Series, Spread, Stopped, interleave
-from .workloads import Stop, speculative, verify_times
+from ..speculative import Drafter, SpeculativeConfig, Speculator
+from .timing import Maker, Series, Stopped, Timing, Work, interleave
 
+Stop = Callable[[], bool]  # called between tokens; True ends the measurement
 _PLAIN = "plain"
+
+
+def seed_of(run: int, item: int) -> int:
+    """Return the seed of a prompt in a run: the same for all methods, different in each run."""
+    return 1 + 1000 * (run + 1) + item
+
+
+def speculative(
+    ctx: Context,
+    prompts: Sequence[Sequence[int]],
+    n: int,
+    sampling: SamplingParams,
+    drafter: Callable[[], Drafter | None] = lambda: None,
+    config: SpeculativeConfig | None = None,
+    *,
+    stop: Stop = lambda: False,
+) -> Maker:
+    """Return a method that decodes with a new drafter in every run, or plainly without a drafter.
+
+    A drafter kept between runs would copy the text of the previous run. The draft length "auto"
+    keeps in the context what it has learned, as it does in ordinary use. Each run sets its own
+    seed. The time in which a draft model processes the prompt is included.
+    """
+
+    def make(run: int) -> Work:
+        speculator = Speculator(ctx, drafter(), config)
+
+        def work(item: int) -> Timing:
+            seeded = sampling.replace(seed=seed_of(run, item))
+            generation = speculator.generate(prompts[item], max_tokens=n, sampling=seeded)
+            with closing(generation):
+                start = perf_counter()
+                for _ in generation:
+                    if stop():
+                        raise Stopped
+                seconds = perf_counter() - start
+            tokens = tuple(generation.tokens)
+            return Timing(len(tokens), seconds, tokens, generation.stats)
+
+        return work
+
+    return make
 
 
 @dataclass(frozen=True)
@@ -35,56 +77,15 @@ class Cell:
 class PairReport:
     """The results; after an interruption, only those measured before it.
 
-    ``t[n]`` is the median time of a target decode of n tokens, in seconds; ``t`` is empty if the
-    memory cannot be truncated. ``lengths`` has a cell for each draft length. ``confirmed`` is the
-    fastest of them, measured once more against plain decoding only. This second measurement is
-    needed because the maximum of many noisy figures is biased upwards.
+    ``lengths`` has a cell for each draft length. ``confirmed`` is the fastest of them, measured once
+    more against plain decoding only. This second measurement is needed because the maximum of many
+    noisy figures is biased upwards.
     """
 
-    t: dict[int, float] = field(default_factory=dict)
     plain: Series = field(default_factory=Series)
     lengths: list[Cell] = field(default_factory=list)
     confirmed: Cell | None = None
     stopped: bool = False
-
-    @property
-    def v(self) -> dict[int, float]:
-        """v(n): the time of a target decode of n tokens divided by that of a decode of 1 token."""
-        return {n: seconds / self.t[1] for n, seconds in self.t.items()}
-
-    @property
-    def fixed(self) -> dict[int, Cell]:
-        """The cells of fixed draft lengths, by length."""
-        return {cell.length: cell for cell in self.lengths if isinstance(cell.length, int)}
-
-    @property
-    def pooled(self) -> SpeculativeStats:
-        """Counts and times of all fixed lengths."""
-        return Series([run for cell in self.fixed.values() for run in cell.series.runs]).stats
-
-    @property
-    def c(self) -> float:
-        """The time to draft a token / the time to decode one plainly; nan without drafts."""
-        return self.pooled.draft_step_s / self.plain.step_s
-
-    @property
-    def a(self) -> float:
-        """The probability that a drafted token is accepted when it is tested; nan without drafts."""
-        return self.pooled.alpha_hat
-
-    def predicted(self, cell: Cell) -> float:
-        """Return the speedup predicted from the cell's own acceptance and cost; nan if unknown."""
-        stats = cell.series.stats
-        return self._speedup(cell.length, stats.alpha_hat, stats.draft_step_s / cell.base.step_s)
-
-    def theory(self) -> dict[int, float]:
-        """Return the predicted speedup of every fixed length from the common a, c and v."""
-        return {k: self._speedup(k, self.a, self.c) for k in self.fixed}
-
-    def _speedup(self, k: int | str, a: float, c: float) -> float:
-        if isinstance(k, str) or k + 1 not in self.t or math.isnan(a + c):
-            return math.nan
-        return theory.speedup(a, k, c, self.v[k + 1])
 
     @property
     def candidate(self) -> Cell | None:
@@ -129,7 +130,6 @@ class PairBench:
         n_tokens: how many tokens to generate for each prompt.
         n_runs: how often everything is measured.
         n_pairs: the final comparison with plain decoding uses at least this many texts.
-        verify_s: v(n) is measured for at least this many seconds.
         progress: called with a description of the current step.
         stop: called between tokens; True ends the measurement.
     """
@@ -143,26 +143,17 @@ class PairBench:
     n_tokens: int = 64
     n_runs: int = 3
     n_pairs: int = 12
-    verify_s: float = 2.0
     progress: Callable[[str], None] = lambda text: None
     stop: Stop = lambda: False
 
     def run(self) -> PairReport:
-        """Measure v(n) and all draft lengths, then measure the best length again.
+        """Measure all draft lengths, then measure the best length again.
 
         Raises:
             CapacityError: a prompt and its ``n_tokens`` new tokens do not fit into the context.
         """
         report, lengths = PairReport(), self.lengths if self.drafter else ()
         longest = max((k for k in self.lengths if isinstance(k, int)), default=1)
-        if self.target.kv_cache.can_draft:
-            sizes = range(1, longest + 2)
-            self.progress(f"a target decode of 1 to {longest + 1} tokens")
-            try:
-                times = verify_times(self.target, sizes, least_s=self.verify_s, stop=self.stop)
-            except (Stopped, DecodeInterruptedError):
-                return PairReport(stopped=True)
-            report.t = {n: Spread.of(seconds).median for n, seconds in times.items()}
         n = len(self.prompts)
         self._measure("warming up", lengths and [longest], 1, 1, first_run=-1)
         report.plain, report.lengths = self._measure("draft lengths", lengths, self.n_runs, n)

@@ -26,20 +26,21 @@ from ..errors import (
     SequencesExhaustedError,
     UsageError,
 )
+from ..generation.config import SpeculativeConfig
 from ..generation.drafter import Drafter
-from ..generation.drafting import Drafting, SpeculativeConfig
-from ..generation.generation import Generation, OutputBuffer
-from ..generation.output import Produced
+from ..generation.output import OutputBuffer, Produced
 from ..generation.text import Text
 from ..model import Prompt, TokenIds, stop_strings, token_list
 from ..model.thoughts import closing
 from ..pictures import last_words
+from ..run.loop import Loop
 from ..sampling import Distribution, Grammar, Sampler, SamplingParams, SamplingSettings
 from ..sampling.constraint import ConstraintCalls, ConstraintLike, ConstraintState
 from ..sampling.distribution import log_base
 from ..sampling.noise import derive_seed, random_seed
 from ..sampling.params import settings_of
 from . import scorer
+from .generation import Generation
 from .snapshot import Snapshot, capture, fill
 
 __all__ = ["Branch"]
@@ -467,11 +468,11 @@ class Branch:
                 id -1.
         """
         output, n = OutputBuffer(max_tokens, stop), whole("top_logprobs", top_logprobs, 0)
-        drafting = Drafting(self.ctx, drafter, config)
+        loop = Loop(self.ctx, drafter, config)
         state = None
         if constraint is not None:
             state = ConstraintState(ConstraintCalls(constraint), self.ctx.model, stop_strings(stop))
-        return Generation(drafting, self.sequence, output, n, constraint=state, owner=self)
+        return Generation(loop, self.sequence, output, n, constraint=state, owner=self)
 
     def hidden_state(self, layer: int = -1) -> npt.NDArray[np.float32]:
         """Return the hidden state of the last token, float32 (n_embd,), a copy; see ``hidden_states``."""
@@ -576,14 +577,7 @@ class Branch:
 
     def resample(self, sampling: SamplingParams) -> None:
         """Use other settings for the tokens that follow; if they have no seed, the seed stays."""
-        with self._lock:
-            sequence = self.sequence
-            sequence.check_usable()
-            sequence.drop_held()
-            sampler = Sampler(self.ctx.model, sampling, sequence.sampler.grammar)
-            sequence.use_sampler(sequence.replayed(sampler))
-            if sampling.seed is not None:
-                sequence.seed = sampling.seed
+        self.sequence.resample(sampling)
 
     def rewind(self, position: int) -> None:
         """Drop all tokens from ``position`` to the end, as if they had never been decoded.
@@ -594,9 +588,7 @@ class Branch:
         """
         with self._lock:
             self.sequence.check_usable()
-            position = whole("position", position, 0, self.position)
-            if position < self.position:
-                self.sequence.rewind(position)
+            self.sequence.keep(whole("position", position, 0, self.position))
 
     def prune(self) -> None:
         """Free the sequence; a second call does nothing. With children it raises BranchStateError."""

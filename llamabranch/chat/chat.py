@@ -745,7 +745,7 @@ class Answer:
         buffer = ThoughtBuffer(chat.ctx.model, thinking, limit)
         self._thought = buffer.tokens
         while True:
-            generation = Generation(chat.speculator.drafting, text, buffer, owner=self.branch)
+            generation = Generation(chat.speculator.loop, text, buffer, owner=self.branch)
             for token in self._segment(generation):
                 self.exchange.thought += token.text
                 yield token

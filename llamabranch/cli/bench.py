@@ -33,7 +33,7 @@ PROMPTS = (
     'One winter night somebody knocked. "Who is there?" asked the old woman.',
 )
 COLUMNS = (
-    "draft length", "tokens a second", "x plain", "95 %", "theory", "accepted", "tokens a round"
+    "draft length", "tokens a second", "x plain", "95 %", "accepted", "tokens a round"
 )  # fmt: skip
 
 
@@ -59,7 +59,7 @@ class SizeFlags:
         """Return the settings by their names in `PairBench`."""
         longest = self.longest or (2 if self.quick else 8)
         flags = {"n_tokens": self.max_tokens, "n_runs": self.runs}
-        quick = {"n_tokens": 16, "n_runs": 1, "n_pairs": 1, "verify_s": 0.0} if self.quick else {}
+        quick = {"n_tokens": 16, "n_runs": 1, "n_pairs": 1} if self.quick else {}
         settings = quick | {name: value for name, value in flags.items() if value is not None}
         return {**settings, "lengths": (*range(1, longest + 1), "auto")}
 
@@ -219,10 +219,6 @@ class BenchReport:
             ("temperature", f"{bench.sampling.temperature:g}"),
             ("prompts", f"{len(bench.prompts)}, {bench.n_tokens} tokens each, {bench.n_runs} runs"),
             ("plain, tokens a second", spread_text(report.plain.rate, 1)),
-            ("c, a draft step over a target step", number(report.c, 3)),
-            ("a, acceptance of a tested token", number(report.a, 2)),
-            ("a decode of one token, ms", number(1e3 * report.t.get(1, math.nan), 3)),
-            *((f"v({n})", f"{v:.2f}") for n, v in report.v.items() if n > 1),
         ]
         console.table(("", ""), facts, left=("",))
         console.line()
@@ -230,7 +226,7 @@ class BenchReport:
         console.line()
         if report.lengths:
             rows = list(map(self._row, report.lengths))
-            console.table(COLUMNS, rows, wide=("theory", "tokens a round"))
+            console.table(COLUMNS, rows, wide=("tokens a round",))
             console.line()
         console.line(self._advice())
         if command := self.command():
@@ -245,7 +241,6 @@ class BenchReport:
             spread_text(cell.series.rate, 1),
             spread_text(cell.series.ratio(cell.base), 2),
             interval_text(cell.series.interval(cell.base)),
-            number(self.report.predicted(cell), 2),
             number(100 * stats.draft_acceptance_rate, 1, " %"),
             number(stats.mean_acceptance_length, 2),
         )
@@ -266,13 +261,8 @@ class BenchReport:
             "profile": profile and str(profile),
             "batch_invariant": bench.target.capabilities.batch_invariant,
             "interrupted": report.stopped,
-            "t1_s": report.t.get(1),
-            "v": report.v,
-            "c": report.c,
-            "a": report.a,
             "plain": {"tokens_per_s": report.plain.rate.as_dict()} if report.plain.runs else None,
             "lengths": [self._cell(cell) for cell in report.lengths],
-            "theory": [{"draft_length": k, "speedup": x} for k, x in report.theory().items()],
             "confirmed": self._cell(report.confirmed),
             "verdict": report.verdict,
             "best": self._cell(report.best),
@@ -289,7 +279,6 @@ class BenchReport:
             "tokens_per_s": cell.series.rate.as_dict(),
             "speedup": cell.series.ratio(cell.base).as_dict(),
             "speedup_interval": cell.series.interval(cell.base).as_dict(),
-            "theory": self.report.predicted(cell),
             "same_text": same,
             "compared_text": compared,
             "accept_rate": cell.series.stats.draft_acceptance_rate,

@@ -103,22 +103,16 @@ class ReadingFlags:
 # -- shared by all measurements ------------------------------------------------------------------------
 
 
-def scoring_options(name: str, models: ModelFlags, n_seq_max: int) -> LoadOptions:
-    """Return context options that limit the memory of logits, for a vocabulary of any size."""
-    with vocabulary(name) as model:
-        rows = _ROW_BYTES // (4 * model.n_vocab)
-    n_batch = models.set("load").get("n_batch") or 512
-    n_seq_max = min(n_seq_max, n_batch)
-    return {"n_seq_max": n_seq_max, "n_outputs_max": max(n_seq_max, min(n_batch, 256, rows))}
-
-
 def open_for_chunks(name: str, models: ModelFlags, window: int, console: Console) -> Context:
-    """Open a context to read texts in chunks; K/V is f16 by default, as in llama-perplexity."""
-    more = scoring_options(name, models, 1)
+    """Open a context to read texts in chunks; K/V is f16 by default, as in llama-perplexity.
+
+    The memory of logits is limited, for a vocabulary of any size.
+    """
+    with vocabulary(name) as model:
+        most_rows = max(1, _ROW_BYTES // (4 * model.n_vocab))
     n_batch = models.set("load").get("n_batch") or min(512, window)
-    n_outputs = min(more["n_outputs_max"] or n_batch, n_batch)
-    more |= {"n_ctx": window, "n_batch": n_batch, "n_outputs_max": n_outputs}
-    more |= {"batch_invariant": False, "kv_type": models.kv_type or "f16"}
+    more = LoadOptions(n_seq_max=1, n_ctx=window, n_batch=n_batch, batch_invariant=False)
+    more |= {"n_outputs_max": min(256, n_batch, most_rows), "kv_type": models.kv_type or "f16"}
     return models.open(name, console, **more)
 
 

@@ -38,7 +38,7 @@ class ModelsFlags:
     )
     local: bool = option(
         False,
-        "List the models in the caches (Hugging Face's, llama.cpp's) and in Python packages.",
+        "List the models in the Hugging Face cache, which llama.cpp shares, and in Python packages.",
         "--local",
     )
 

@@ -23,6 +23,7 @@ from typing_extensions import TypeVar, Unpack
 from ..arguments import whole
 from ..errors import ClosedError, ConfigError
 from ..model import Prompt
+from ..request.request import AnyRequest, Event, Request, Result
 from ..sampling import SamplingParams
 from ..speculative import SpeculativeConfig
 from ..speculative.combined import DrafterChoice
@@ -37,7 +38,6 @@ from .completion import (
     plan_texts,
 )
 from .engine import Engine, Target
-from .request import AnyRequest, Event, Request, Result
 
 __all__ = ["AsyncEngine"]
 

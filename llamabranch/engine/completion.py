@@ -18,7 +18,6 @@ from ..context.context import text_context
 from ..context.params import DEFAULT_N_CTX
 from ..context.progress import OnPromptProgress
 from ..errors import CacheFullError, ConfigError, DecodeInterruptedError, UnsupportedError
-from ..generation.drafting import Drafting
 from ..model import Message, Model, chat_messages, is_chat
 from ..model.thoughts import (
     Thinking,
@@ -28,6 +27,9 @@ from ..model.thoughts import (
     thinking_variables,
 )
 from ..model.tools import Tool, Tools, conversation
+from ..request.request import EngineStats, Event, Request, RequestSource, Result
+from ..run.core import EngineCore
+from ..run.loop import Loop
 from ..sampling import SamplingParams, SamplingSettings
 from ..sampling.constraint import ConstraintLike
 from ..sampling.grammar import Grammar, turn_grammar
@@ -35,8 +37,7 @@ from ..sampling.noise import random_seed
 from ..sampling.params import check_names, settings_of
 from ..speculative import Drafter
 from ..speculative.combined import DrafterChoice, auto_drafter
-from .core import EngineCore
-from .request import EngineStats, Event, Request, RequestSource, Result
+from .stream import RequestStream
 
 __all__ = [
     "ChatOptions",
@@ -418,10 +419,10 @@ def run(
             if structured not in drafters:
                 drafters[structured] = auto_drafter(ctx, structured=structured)
             drafter = drafters[structured]
-    drafting = Drafting(ctx, drafter, batched=True)
-    core = EngineCore(drafting, EngineStats(), wait_s=0.5, max_tokens=_MAX_TOKENS)
+    loop = Loop(ctx, drafter, batched=True)
+    core = EngineCore(loop, EngineStats(), wait_s=0.5, max_tokens=_MAX_TOKENS)
     source = RequestSource(plan.requests, ())
-    events = plan.events(core.stream(source, random_seed(), reports_tokens=stream))
+    events = plan.events(RequestStream(core, source, random_seed(), reports_tokens=stream).events())
     if stream:
         return events
     try:

@@ -12,6 +12,7 @@ from ..context import Context as CacheContext
 from ..model import Prompt
 
 if TYPE_CHECKING:
+    from ..request.request import Result
     from ..speculative import Drafter
     from .completion import (
         ChatOptions,
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
         Prompts,
         TextOptions,
     )
-    from .request import Result
 
 __all__ = ["Context"]
 

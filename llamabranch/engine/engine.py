@@ -6,7 +6,7 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, closing
 from typing import cast
 
@@ -20,17 +20,9 @@ from ..errors import (
     DecodeInterruptedError,
     QueueFullError,
 )
-from ..generation.drafting import Drafting
 from ..hub import resolve
 from ..model import Model
-from ..sampling import SamplingParams
-from ..sampling.noise import derive_seed, random_seed
-from ..sampling.params import settings_of
-from ..speculative import Drafter, NullDrafter, SpeculativeConfig
-from ..speculative.combined import DrafterChoice, auto_drafter
-from .context import Context
-from .core import EngineCore
-from .request import (
+from ..request.request import (
     AnyRequest,
     EngineStats,
     Event,
@@ -41,6 +33,15 @@ from .request import (
     as_request,
     identity,
 )
+from ..run.core import EngineCore
+from ..run.loop import Loop
+from ..sampling import SamplingParams
+from ..sampling.noise import derive_seed, random_seed
+from ..sampling.params import settings_of
+from ..speculative import Drafter, NullDrafter, SpeculativeConfig
+from ..speculative.combined import DrafterChoice, auto_drafter
+from .context import Context
+from .stream import RequestStream
 
 __all__ = ["Engine", "Target"]
 
@@ -123,18 +124,18 @@ class Engine:
                 failing.callback(ctx.close)
             if drafter == "auto":
                 drafter = auto_drafter(ctx)
-            self._drafting = Drafting(ctx, drafter, config, batched=True)
+            self._loop = Loop(ctx, drafter, config, batched=True)
             self._parallel = None if parallel is None else whole("parallel", parallel, 1)
             failing.pop_all()
-        self.drafter, self.config = self._drafting.drafter, self._drafting.config
+        self.drafter, self.config = self._loop.drafter, self._loop.config
         self.stats = EngineStats()
         self.core = self._new_core()
         self._adding = threading.Lock()
         self._is_closed = False
-        # Every call of ``stream`` has a core of its own, with its own ids. A core that is
+        # Every call of ``stream`` has a core of its own, with its own ids. A stream that is
         # garbage-collected removes itself from the list; these list operations are atomic, so
         # ``abort`` needs no lock.
-        self._streams: list[weakref.ref[EngineCore]] = []
+        self._streams: list[weakref.ref[RequestStream]] = []
 
     @property
     def seed(self) -> int:
@@ -153,10 +154,10 @@ class Engine:
         n, self._n_seeds = self._n_seeds, self._n_seeds + 1
         return self._seed if self._repeats or not n else derive_seed(self._seed, n)
 
-    def _new_core(self, expected: Collection[str] = ()) -> EngineCore:
+    def _new_core(self) -> EngineCore:
         return EngineCore(
-            self._drafting, self.stats, self._parallel, self._wait_s, sampling=self.sampling,
-            max_tokens=self._max_tokens, expected=expected,
+            self._loop, self.stats, self._parallel, self._wait_s, sampling=self.sampling,
+            max_tokens=self._max_tokens,
         )  # fmt: skip
 
     def __enter__(self) -> Engine:
@@ -227,9 +228,9 @@ class Engine:
         only within one stream. An unknown id is ignored.
         """
         self.core.abort(instance("request_id", request_id, str))
-        for core in [ref() for ref in list(self._streams)]:
-            if core is not None:
-                core.abort(request_id)
+        for stream in [ref() for ref in list(self._streams)]:
+            if stream is not None:
+                stream.abort(request_id)
 
     def close(self, *, drain: bool = False) -> list[Event]:
         """Accept no more requests; end the added ones, and return their last events.
@@ -321,15 +322,16 @@ class Engine:
     ) -> Generator[Event, None, None]:
         """Return an iterator over the events of all steps, until ``source`` and all requests end."""
         self._check_open()
-        core = self._new_core(source.expected)
-        self._streams.append(weakref.ref(core, self._streams.remove))
-        return core.stream(source, self._draw_seed(), reports_tokens=reports_tokens)
+        stream = RequestStream(
+            self._new_core(), source, self._draw_seed(), reports_tokens=reports_tokens
+        )
+        self._streams.append(weakref.ref(stream, self._streams.remove))
+        return stream.events()
 
     def explain(self) -> str:
         """Describe how the engine drafts and batches, and the measurements that led to this."""
-        loop = self._drafting.loop
-        if loop.drafter is not None:
-            return loop.length.explain()
+        if self._loop.drafts:
+            return self._loop.length.explain()
         if isinstance(self.drafter, NullDrafter):
             return "plain decoding: there is no drafter"
         return "plain decoding: this model's memory cannot remove the rejected tokens of a draft"

@@ -1,12 +1,18 @@
-"""A token as branches, generations, sessions and engines emit it."""
+"""What is emitted: a token, the output of one generation so far, and where a part of it ends."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from copy import copy
 from typing import NamedTuple
 
+from ..arguments import whole
 from ..context.logits import Alternative
+from ..errors import ConfigError
+from ..model import NO_TOKEN, StopStrings
 
-__all__ = ["Produced"]
+__all__ = ["OutputBuffer", "Produced", "SegmentEnd"]
 
 
 class Produced(NamedTuple):
@@ -40,3 +46,163 @@ class Produced(NamedTuple):
     alternatives: tuple[Alternative, ...] = ()
     rank: int = 0
     is_thought: bool = False
+
+
+class OutputBuffer:
+    """The tokens and the text of one generation so far.
+
+    Args:
+        max_tokens: the most tokens to emit; None = until the model ends.
+        stop: strings that end the text. ``text`` does not include them; ``tokens`` includes their
+            tokens.
+        stop_tokens: ids that end the text, and are part of it.
+        min_tokens: the stop strings are ignored until there are this many tokens.
+
+    Raises:
+        ConfigError: a limit is negative or not an integer, or a stop string is empty.
+
+    Attributes:
+        tokens: ids, including those of a stop string, but no EOG tokens.
+        texts: the text emitted with each token; joined they are the text, without the stop string.
+        emitted: a `Produced` for each of ``tokens``.
+        eog: the EOG token that ended the text; None before that.
+        finish_reason: "stop" (EOG token or stop string), "length", None while it continues, or the
+            reason passed to ``break_off``. Only this class sets it.
+        is_stuck: whether the generation cannot continue for now, but may later. Meanwhile ``text``
+            includes the text that is held back as a possible beginning of a stop string.
+        elapsed_s: seconds so far, if the caller counts them.
+    """
+
+    def __init__(
+        self,
+        max_tokens: int | None,
+        stop: str | Sequence[str] = (),
+        stop_tokens: Sequence[int] = (),
+        min_tokens: int = 0,
+    ) -> None:
+        if max_tokens is not None:
+            max_tokens = whole("max_tokens", max_tokens, 0)
+        self._max_tokens = max_tokens
+        self._stops = StopStrings(stop)
+        self._stop_tokens = frozenset(stop_tokens)
+        self.min_tokens = min_tokens
+        self.tokens: list[int] = []
+        self.texts: list[str] = []
+        self.emitted: list[Produced] = []
+        self.eog: Produced | None = None
+        self.finish_reason: str | None = "length" if max_tokens == 0 else None
+        self.is_stuck = False
+        self.elapsed_s = 0.0
+
+    def copied(self) -> OutputBuffer:
+        """Return another buffer with the same tokens, which continues by itself."""
+        other = copy(self)
+        other.tokens, other.texts, other.emitted = [*self.tokens], [*self.texts], [*self.emitted]
+        other._stops = copy(self._stops)
+        return other
+
+    @property
+    def text(self) -> str:
+        """The emitted text."""
+        return "".join(self.texts) + (self._stops.held if self.is_stuck else "")
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The stop string or stop token that ended the text; None if neither did."""
+        if self._stops.found is not None or not self.tokens:
+            return self._stops.found
+        return self.tokens[-1] if self.tokens[-1] in self._stop_tokens else None
+
+    @property
+    def draft_limit(self) -> int:
+        """The longest draft with which a round passes neither ``min_tokens`` nor ``max_tokens``."""
+        n = len(self.tokens)
+        limit = 1 << 30 if self._max_tokens is None else self._max_tokens
+        return (min(limit, self.min_tokens) if n < self.min_tokens else limit) - n - 1
+
+    def add(self, emitted: Produced) -> Produced | None:
+        """Add the next token. Return it with the text to emit, or None if there is nothing to emit.
+
+        An EOG token is emitted only if it carries text that was held back for a stop string.
+        """
+        self.is_stuck = False
+        if emitted.is_stop:
+            self.finish_reason, self.eog = "stop", emitted
+            pending = self._stops.flush()
+            if not pending:
+                return None
+            self.texts.append(pending)
+            return emitted._replace(text=pending)
+        n = len(self.tokens) + 1
+        is_end = emitted.token in self._stop_tokens
+        last = self._max_tokens is not None and n >= self._max_tokens
+        text, reason = emitted.text, "length" if last else None
+        if n > self.min_tokens:
+            text = self._stops.show(text, last=last or is_end)
+        if is_end or self._stops.found is not None:
+            reason = "stop"
+        # No function is called from here on, so a signal handler raises before or after all of
+        # these changes.
+        self.tokens += (emitted.token,)
+        self.emitted += (emitted,)
+        self.texts += (text,)
+        self.finish_reason = reason
+        # A part may be held back for a stop string.
+        return emitted if text == emitted.text else emitted._replace(text=text)
+
+    def break_off(self, reason: str | None = None) -> Produced | None:
+        """End the text without an EOG token; return the text that was held back, if any.
+
+        After a regular end, or on a second call, there is no such text.
+
+        Args:
+            reason: why it cannot continue, such as "capacity" or "cancelled"; None if it may
+                continue or has already ended.
+        """
+        self.finish_reason = reason or self.finish_reason
+        pending = self._stops.flush()
+        if not pending:
+            return None
+        self.texts.append(pending)
+        return Produced(NO_TOKEN, pending, True, math.nan, math.nan)
+
+
+class SegmentEnd:
+    """Where a segment of a text ends. The job is parked there; a segment also ends with its text.
+
+    Args:
+        text: the segment ends after a token that completes this string.
+        n_tokens: it ends after this number of tokens; 0 = as soon as all tokens of the job are
+            decoded.
+        entropy: it ends before a token whose distribution has more entropy than this, in nats.
+    """
+
+    def __init__(
+        self, text: str | None = None, n_tokens: int | None = None, entropy: float | None = None
+    ) -> None:
+        self._text = text
+        self._n_tokens = n_tokens
+        self._entropy = entropy
+
+    @classmethod
+    def of(cls, step: str | int) -> SegmentEnd:
+        """Return the end that ``step`` describes: a string to end with, or a number of tokens.
+
+        Raises:
+            ConfigError: ``step`` is an empty string, or not a number of at least 1.
+        """
+        if not isinstance(step, str):
+            return cls(n_tokens=whole("step", step, 1))
+        if not step:
+            raise ConfigError("step must be a string that is not empty, or a number of tokens")
+        return cls(text=step)
+
+    def is_before(self, one: Produced, segment: Sequence[Produced]) -> bool:
+        """Return whether the segment ends before the next token ``one``."""
+        return self._entropy is not None and bool(segment) and one.entropy > self._entropy
+
+    def is_after(self, segment: Sequence[Produced]) -> bool:
+        """Return whether the segment ends after these tokens."""
+        if self._n_tokens is not None and len(segment) >= self._n_tokens:
+            return True
+        return self._text is not None and self._text in "".join(one.text for one in segment)

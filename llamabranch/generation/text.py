@@ -41,6 +41,8 @@ class Text:
             ``parent``, if there is one.
         seed: the seed of its draws.
         parent: the sequence to start as a copy of, sharing its cells; None = start empty.
+        beginning: without ``seq_id``, the tokens that the text will begin with, if known. The
+            prefix cache may have them.
 
     Attributes:
         lock: the lock of the context.
@@ -57,7 +59,7 @@ class Text:
             ends with them, except for an EOG token, which is never in ``tokens``. Code that changes
             the text, or asks for its next token, drops them.
         version: a number that changes whenever the text changes.
-        draft_state: the draft state that is kept between generations, see `Drafting`; or None.
+        draft_state: the draft state that is kept between generations, see `DraftStates`; or None.
     """
 
     def __init__(
@@ -67,12 +69,14 @@ class Text:
         sampler: Sampler,
         seed: int,
         parent: Text | None = None,
+        *,
+        beginning: Sequence[int] = (),
     ) -> None:
         self.tokens: list[int] = []  # set first, because error messages about the text show them
         self.seq_id = -1
         if seq_id is None:
             used = () if parent is None else (parent.seq_id,)
-            seq_id = ctx.sequences.allocate(self, used=used)
+            seq_id = ctx.sequences.allocate(self, beginning, used=used)
         self.seq_id = seq_id
         self.ctx = ctx
         self.lock = ctx.lock
@@ -201,6 +205,16 @@ class Text:
         self._produced = None
         self.version += 1
 
+    def resample(self, sampling: SamplingParams) -> None:
+        """Use other settings from here on; if they have no seed, the seed stays. Takes the lock."""
+        with self.lock:
+            self.check_usable()
+            self.drop_held()
+            sampler = Sampler(self.ctx.model, sampling, self.sampler.grammar)
+            self.use_sampler(self.replayed(sampler))
+            if sampling.seed is not None:
+                self.seed = sampling.seed
+
     def begin_anew(self, position: int, sampler: Sampler) -> None:
         """Continue from the first ``position`` tokens, which count as read, with a new sampler."""
         with self.lock:
@@ -249,12 +263,15 @@ class Text:
             self._is_generating = False
 
     def release(self) -> None:
-        """Free the sequence id."""
-        self.is_pruned = True
-        self.draft_state = None  # its sequence is freed as soon as nobody uses it
-        self.set_row(None)
-        if not self._owned_by_prefix_cache:
-            self.ctx.sequences.free(self.seq_id)
+        """Free the sequence id; a second call does nothing. Takes the lock."""
+        with self.lock:
+            if self.is_pruned:
+                return
+            self.is_pruned = True
+            self.draft_state = None  # its sequence is freed as soon as nobody uses it
+            self.set_row(None)
+            if not self._owned_by_prefix_cache:
+                self.ctx.sequences.free(self.seq_id)
 
     # -- logits ------------------------------------------------------------------------------------
 
@@ -685,6 +702,13 @@ class Text:
         if row is not None:
             self.set_row(LogitsRow(row))
         self.fork_position = min(self.fork_position, position)
+
+    def keep(self, n: int) -> None:
+        """Leave at most the first ``n`` tokens; takes the lock."""
+        with self.lock:
+            self.check_usable()
+            if n < self.position:
+                self.rewind(n)
 
     def end_at(self, position: int, *, decodes: bool) -> None:
         """Leave exactly the first ``position`` tokens; takes the lock.

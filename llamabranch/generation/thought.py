@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from ..model import Model
 from ..model.thoughts import Thinking
-from .generation import OutputBuffer
-from .output import Produced
+from .output import OutputBuffer, Produced
 
 __all__ = ["Thought", "ThoughtBuffer", "forced_token", "named_text", "token_text"]
 

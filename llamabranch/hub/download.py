@@ -9,22 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from ..errors import ConfigError, DownloadError, LlamaBranchError, UnsupportedError
 from ..extras import install_command
-from ..files import atomic_write, sha256
-from .caches import find, hub_cache
+from ..files import sha256
+from .caches import hub_cache
 from .choice import choose
 from .spec import HubSpec
 
 _SPARE_BYTES = 64 << 20  # left free on the disk
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 _LONG_CHECK_BYTES = 2 << 30  # checking a file of this size takes some seconds
 
 
@@ -51,37 +48,26 @@ def download(spec: HubSpec) -> Path:
             where, revision=spec.revision, files_metadata=True
         )
     siblings = {sibling.rfilename: sibling for sibling in info.siblings or ()}
-    commit, sizes = str(info.sha), {name: sibling.size or 0 for name, sibling in siblings.items()}
-    if not re.fullmatch(r"[0-9a-f]{40}", commit):
-        raise DownloadError(f"the hub names no commit of {where}")
-    names = choose(sizes, spec.tag, file=spec.file, where=where)
-    folder = root / f"models--{where.replace('/', '--')}"
-    snapshot = folder / "snapshots" / commit
+    names = choose(siblings, spec.tag, file=spec.file, where=where)
+    snapshot = root / f"models--{where.replace('/', '--')}" / "snapshots" / str(info.sha)
     missing = [name for name in names if not (snapshot / name).is_file()]
     if missing:
-        if local := find(replace(spec, file=names[0], tag=None)):
-            return local.path
-        for lfs in (siblings[name].lfs for name in missing):
-            if lfs and _SHA256.fullmatch(lfs.sha256):
-                with contextlib.suppress(OSError):  # left by 0.2 and 0.3, and no longer used
-                    (folder / "blobs" / f"{lfs.sha256}.incomplete").unlink()
-        n_bytes = sum(sizes[name] for name in missing)
+        n_bytes = sum(siblings[name].size or 0 for name in missing)
         parts = f" in {len(names)} parts" if len(names) > 1 else ""
         note(f"downloading {where}/{names[0]}{parts}: {_size(n_bytes)}, to {root}")
         _check_space(root, n_bytes, str(spec))
-    for name in missing:
+    paths = []
+    for name in names:
         with _requests(f"{where}/{name}"):
-            hf_hub_download(where, name, revision=commit, cache_dir=root, endpoint=endpoint)
-            lfs = siblings[name].lfs
-            if lfs and _SHA256.fullmatch(lfs.sha256):
-                _check_content(snapshot / name, lfs.sha256, f"{where}/{name}")
-    reference = folder / "refs" / (spec.revision or "main")
-    if reference.name != commit:
-        with contextlib.suppress(OSError):  # it only makes later look-ups faster
-            reference.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_write(reference) as opened:
-                opened.write(commit.encode())
-    return snapshot / names[0]
+            paths.append(
+                hf_hub_download(
+                    where, name, revision=spec.revision, cache_dir=root, endpoint=endpoint
+                )
+            )
+        lfs = siblings[name].lfs
+        if name in missing and lfs is not None:
+            _check_content(Path(paths[-1]), lfs.sha256, f"{where}/{name}")
+    return Path(paths[0])
 
 
 def _check_content(path: Path, expected: str, address: str) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 from ..arguments import function, real, whole
 from ..branch import Branch
-from ..engine.job import SegmentEnd
 from ..errors import ConfigError
+from ..generation.output import SegmentEnd
 from ..model import stop_strings
 from ..model.thoughts import answer_in
 from ..speculative import Drafter

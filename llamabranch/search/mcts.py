@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from ..arguments import bounded, choice, finite, function, whole
 from ..branch import Branch
-from ..engine.job import SegmentEnd
 from ..errors import ConfigError, DecodeInterruptedError, UsageError
+from ..generation.output import SegmentEnd
 from ..model import stop_strings
 from ..speculative import Drafter
 from .checks import MOST_STEPS, MOST_TEXTS, check_start, first_seed, token_limit

@@ -11,14 +11,14 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from ..branch import Branch, Produced
-from ..engine.core import EngineCore
-from ..engine.job import Beginning, Job, SegmentEnd, State, Submission
-from ..engine.request import EngineStats, Request
 from ..errors import CapacityError, DecodeInterruptedError
-from ..generation.drafting import Drafting
-from ..generation.generation import OutputBuffer
+from ..generation.output import OutputBuffer, SegmentEnd
 from ..generation.text import Text
 from ..native.interrupts import HeldInterrupts
+from ..request.request import EngineStats, Request
+from ..run.core import EngineCore
+from ..run.job import Job, State, Submission
+from ..run.loop import Loop
 from ..speculative import Drafter, SpeculativeConfig
 from .node import SearchNode
 from .result import Hypothesis
@@ -113,17 +113,17 @@ class Samples:
     ) -> None:
         self.tree = SearchTree(branch, on_step)
         ctx = branch.ctx
-        drafting = Drafting(ctx, drafter, SpeculativeConfig(rule="seeded"), batched=True)
+        loop = Loop(ctx, drafter, SpeculativeConfig(rule="seeded"), batched=True)
         params = branch.sampling.replace(seed=seed)
         self._stats = EngineStats()
-        self._core = EngineCore(drafting, self._stats, parallel)
-        self._beginning = Beginning(branch, drafting)
+        self._core = EngineCore(loop, self._stats, parallel)
+        self._beginning = loop.beginning(branch.sequence)
         request = Request("", stop=stop, n=2)  # its texts may be equal
         self._submission = Submission(
             request,
             "",
             0,
-            drafting,
+            loop,
             params,
             max_tokens,
             seed,
@@ -234,7 +234,7 @@ class Samples:
         job = sample.job
         if sample.node is self.tree.root:
             return self.tree.branch.sequence
-        if job.branch is None:
+        if job.sequence is None:
             self._core.scheduler.go_on(job, SegmentEnd(n_tokens=0))
             while job.state is not State.PARKED:
                 self._step()

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 from ..arguments import bounded, finite, function, whole
 from ..branch import Branch
-from ..engine.job import SegmentEnd
 from ..errors import ConfigError
+from ..generation.output import SegmentEnd
 from ..model import stop_strings
 from ..speculative import Drafter
 from .checks import MOST_STEPS, MOST_TEXTS, check_start, first_seed, token_limit

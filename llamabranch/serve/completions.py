@@ -12,11 +12,11 @@ from datetime import date
 from ..branch import Produced
 from ..context import TokenScore
 from ..engine.completion import tool_grammar
-from ..engine.openai import called, chat_choice, completion_choice
 from ..errors import LlamaBranchError
 from ..model import Turn, TurnEvent, TurnReader
 from ..model.thoughts import Thinking, ThinkingChoice, plan_thinking, thinking_variables
 from ..model.tools import Conversation, Tools, begun_answer, conversation, openai_deltas
+from ..request.openai import called, chat_choice, completion_choice
 from ..sampling import SamplingParams
 from .errors import HttpError, http_error
 from .fields import Limit, Prompt, TextFields, Top, engine_requests, limit_of, prompt_tokens

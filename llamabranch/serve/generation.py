@@ -12,9 +12,9 @@ from typing import Generic, TypeVar, cast
 from ..branch import Produced
 from ..context import PromptProgress
 from ..engine import Request, Result
-from ..engine.openai import End, completion_choice, end_reason
-from ..engine.openai import usage as usage_of
 from ..generation.thought import token_text
+from ..request.openai import End, completion_choice, end_reason
+from ..request.openai import usage as usage_of
 from .errors import HttpError, http_error
 from .fields import TextFields
 from .http_call import HttpCall

@@ -11,7 +11,7 @@ from pathlib import Path
 from time import time
 
 from ..engine import AsyncEngine, Request, Result
-from ..engine.openai import Vocabulary, head, named_piece
+from ..request.openai import Vocabulary, head, named_piece
 from ..sampling import SamplingParams
 from .errors import TOO_LONG, HttpError
 from .nodes import Branches

@@ -6,9 +6,11 @@ head.py         EAGLE-3 heads and MTP layers, which read hidden states of the ta
 copying.py      drafters that copy the tokens which followed an earlier place like this one
 combined.py     drafters made of other drafters or of a function; the default drafter, "auto"
 
-The loop, the rules and the draft length are in :mod:`llamabranch.generation`.
+The rules and the draft length are in :mod:`llamabranch.generation`, the loop in :mod:`llamabranch.run`.
 """
 
+from ..branch.generation import Generation
+from ..generation.config import SpeculativeConfig
 from ..generation.drafter import (
     Draft,
     Drafter,
@@ -17,8 +19,6 @@ from ..generation.drafter import (
     NullDrafter,
     SpeculativeStats,
 )
-from ..generation.drafting import SpeculativeConfig
-from ..generation.generation import Generation
 from ..generation.text import Text
 from ..generation.verify import Acceptance, RandomSource, RoundTrace, block_rule, token_rule
 from .combined import ChainDrafter, FunctionDrafter, GrammarDrafter

@@ -7,12 +7,15 @@ from contextlib import ExitStack
 
 from ..arguments import whole
 from ..branch import Branch, Produced
+from ..branch.generation import Generation
 from ..context import Context
 from ..errors import ClosedError, ConfigError, LlamaBranchError
+from ..generation.config import SpeculativeConfig
 from ..generation.drafter import Drafter, DraftLength, SpeculativeStats
-from ..generation.drafting import Drafting, SpeculativeConfig
-from ..generation.generation import Generation, OutputBuffer, Solo
+from ..generation.output import OutputBuffer
 from ..model import Prompt
+from ..run.loop import Loop
+from ..run.solo import Solo
 from ..sampling import SamplingParams
 from ..sampling.grammar import Grammar
 
@@ -45,14 +48,14 @@ class Speculator:
         drafter: Drafter | None = None,
         config: SpeculativeConfig | None = None,
     ) -> None:
-        self.drafting = drafting = Drafting(target, drafter, config)
-        self.target, self.drafter, self.config = target, drafting.drafter, drafting.config
-        self.stats = drafting.stats
+        self.loop = loop = Loop(target, drafter, config)
+        self.target, self.drafter, self.config = target, loop.drafter, loop.config
+        self.stats = loop.stats
 
     @property
     def length(self) -> DraftLength:
         """The draft-length controller, which learns from all generations."""
-        return self.drafting.length
+        return self.loop.length
 
     def generate(
         self,
@@ -84,15 +87,30 @@ class Speculator:
         branch = _start_or_continue(self.target, prompt, sampling, grammar, parse_special)
         release = None if branch is prompt else branch.prune
         text = branch.sequence
-        return Generation(self.drafting, text, output, top_logprobs, owner=branch, release=release)
+        return Generation(self.loop, text, output, top_logprobs, owner=branch, release=release)
 
     def explain(self) -> str:
         """Return a text that explains how much it drafts and why: measured costs, acceptance."""
-        return self.drafting.explain()
+        if not self.loop.drafts:
+            return "plain decoding: there is no drafter"
+        lines = [f"drafter: {self.drafter.name}; {self.length.explain()}"]
+        stats = self.loop.total()
+        if stats.num_drafts:
+            low, high = stats.alpha_interval
+            drafts = "1 draft" if stats.num_drafts == 1 else f"{stats.num_drafts} drafts"
+            lines.append(
+                f"{drafts}: {stats.draft_acceptance_rate:.1%} of the drafted tokens were accepted, "
+                f"{stats.mean_acceptance_length:.2f} tokens a drafted round; of those tested "
+                f"{stats.alpha_hat:.0%} (95 % interval {low:.0%} to {high:.0%})"
+            )
+        if stats.stop_reasons:
+            reasons = sorted(stats.stop_reasons.items(), key=lambda item: -item[1])
+            lines.append("drafts ended by: " + ", ".join(f"{why} {n}" for why, n in reasons))
+        return "\n".join(lines)
 
     def forget(self, branch: Branch) -> None:
         """Free the draft state that is kept for ``branch``, if there is one."""
-        self.drafting.forget(branch.sequence)
+        self.loop.states.forget(branch.sequence)
 
 
 class InferenceSession:
@@ -127,7 +145,7 @@ class InferenceSession:
         self._target = target
         self._config = config
         # The keys are ids, because a drafter may not be hashable. The value keeps it alive.
-        self._draftings: dict[int, Drafting] = {}
+        self._loops: dict[int, Loop] = {}
         self.branch = _start_or_continue(target, prompt, sampling, grammar, parse_special)
         self._owned = self.branch is not prompt
         self._text = self.branch.sequence
@@ -171,12 +189,12 @@ class InferenceSession:
             raise ClosedError("the session is closed")
         if self.finish_reason is not None:
             return None
-        drafting = self._draftings.get(id(drafter))
-        if drafting is None:
-            drafting = Drafting(self._target, drafter, self._config)
-            self._draftings[id(drafter)] = drafting
+        loop = self._loops.get(id(drafter))
+        if loop is None:
+            loop = Loop(self._target, drafter, self._config)
+            self._loops[id(drafter)] = loop
         try:
-            shown = self._solo.next(drafting)
+            shown = self._solo.next(loop)
         except LlamaBranchError:
             self._output.is_stuck = True  # a later call may succeed, once there is room again
             raise
@@ -191,8 +209,8 @@ class InferenceSession:
         self._generating.close()
         self._output.break_off()
         self._solo.end(decodes=True)
-        for drafting in self._draftings.values():
-            drafting.forget(self._text)
+        for loop in self._loops.values():
+            loop.states.forget(self._text)
         if self._owned and not self.branch.ctx.closed:
             self.branch.prune()
 

@@ -15,7 +15,7 @@ import pytest
 
 import llamabranch as lb
 from llamabranch import Branch, Context, Engine, Request, SamplingParams
-from llamabranch.errors import CacheFullError, CapacityError, DecodeInterruptedError, GrammarError
+from llamabranch.errors import CacheFullError, CapacityError, DecodeInterruptedError
 
 N_CTX = 256
 N_PROMPT = 240
@@ -172,20 +172,3 @@ def test_engine_emits_it(
     assert result.finish_reason == end
     assert len(result.tokens) == n
     assert shown(items) == result.text == "".join(pieces[:n])
-
-
-def test_engine_emits_it_before_a_requests_error(small_toy: lb.Model) -> None:
-    """After "ab" only a letter may follow that the vocabulary lacks."""
-    grammar = 'root ::= "ab" "z"'
-    with Context(small_toy, n_ctx=256, n_threads=1) as ctx:
-        params = SamplingParams(seed=1)
-        request = Request("abc", max_tokens=9, sampling=params, grammar=grammar, stop=("abc",))
-        (result,) = Engine(ctx).generate([request])
-        assert isinstance(result.error, GrammarError)
-        assert result.text == "ab"
-        branch = Branch.start(ctx, "abc", sampling=params, grammar=grammar)
-        items: list[lb.Produced] = []
-        with pytest.raises(GrammarError):
-            for item in branch.generate(9, stop=["abc"]):
-                items.append(item)
-        assert shown(items) == "ab"

@@ -73,22 +73,13 @@ def test_prefill_packs_prompts_into_as_few_decodes_as_possible(
         ctx.audit()
 
 
-def test_end_of_one_branch_stops_only_that_branch(ctx: Context, target: lb.Model) -> None:
-    assert target.eos is not None
-    root = Branch.start(ctx, STORY, sampling=WARM)
-    ending, going = root.fork_many(2)
-    ending.steer({target.eos: 100.0})
-    position = ending.position
-    produced = BranchStore(ctx).step([ending, going])
-    assert produced[ending].is_stop
-    assert ending.position == position
-    assert ending.state == "finished"
-    assert ending.is_stop
-    assert going.position == position + 1
-    assert going.state == "ready"
-    before = ctx.decoder.n_decodes
-    store = BranchStore(ctx)
-    assert store.step([ending])[ending].is_stop and store.step([]) == {}
+def test_what_has_ended_and_nothing_cost_no_decode(ctx: Context) -> None:
+    ended = Branch.start(ctx, STORY, sampling=WARM)
+    ended.steer({ctx.model.eos or 0: 100.0})
+    store, before = BranchStore(ctx), ctx.decoder.n_decodes
+    for _ in range(2):
+        assert store.step([ended])[ended].is_stop
+    assert store.step([]) == {}
     store.commit({})
     store.prefill({})
     assert ctx.decoder.n_decodes == before
@@ -141,25 +132,18 @@ def test_retain_only_leaves_one_root(ctx: Context, other_ctx: Context) -> None:
     assert child.tokens == winner.tokens and ctx.n_seq_free == 7
 
 
-def test_tree_shows_who_descends_from_whom(ctx: Context) -> None:
+def test_tree_has_the_text_of_each_edge_and_the_chosen_columns(ctx: Context) -> None:
     store = BranchStore(ctx)
     assert str(store.tree()) == ""
     root = Branch.start(ctx, STORY, sampling=WARM)
-    first, second = root.fork_many(2)
-    leaf = first.fork()
+    child, other = root.fork_many(2)
+    leaf = child.fork()
     lines = str(store.tree(["seq_id"])).split("\n")
     assert [line[: line.index("'")] for line in lines] == ["", "├─ ", "│  └─ ", "└─ "]
-    for line, branch in zip(lines, (root, first, leaf, second), strict=True):
+    for line, branch in zip(lines, (root, child, leaf, other), strict=True):
         assert line.endswith(f"  seq {branch.seq_id}")
     leaf.prune()
-    Branch.start(ctx, [5])
-    assert f"seq {leaf.seq_id}" not in str(store.tree(["seq_id"]))
-
-
-def test_tree_has_the_text_of_each_edge_and_the_chosen_columns(ctx: Context) -> None:
-    store = BranchStore(ctx)
-    root = Branch.start(ctx, STORY, sampling=WARM)
-    child = root.fork()
+    other.prune()
     for _ in range(4):
         store.step([child])
     tree = store.tree(["logprob", "perplexity", "tokens", "fork", "position", "seed", "state"])

@@ -199,17 +199,24 @@ def test_show_says_why_a_model_is_not_batch_invariant(tmp_path: Path) -> None:
 # -- which model drafts ------------------------------------------------------------------------------
 
 
+def publish(snapshot: Path) -> None:
+    """Make a folder of the Hugging Face cache, and the main branch that points to it."""
+    reference = snapshot.parents[1] / "refs/main"
+    for folder in (snapshot, reference.parent):
+        folder.mkdir(parents=True)
+    reference.write_text(snapshot.name)
+
+
 @pytest.fixture
 def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model with a byte vocabulary, and caches with models; some can draft for it."""
     for name in ("HF_HUB_CACHE", "LLAMABRANCH_CACHE", "HOME"):
         monkeypatch.setenv(name, str(tmp_path / name))
-    for name in ("LLAMA_CACHE", "LLAMABRANCH_DOWNLOAD"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("LLAMABRANCH_DOWNLOAD", raising=False)
     snapshot = tmp_path / f"HF_HUB_CACHE/models--me--drafts/snapshots/{COMMIT}"
     other = tmp_path / "HF_HUB_CACHE/models--me--other/snapshots/0123abcd"
     for folder in (snapshot, other):
-        folder.mkdir(parents=True)
+        publish(folder)
     toys.write_llama(snapshot / "fitting-Q8_0.gguf", vocab="bytes", n_layer=1)
     toys.write_llama(snapshot / "larger-Q8_0.gguf", vocab="bytes", n_layer=4, n_ff=512)
     toys.write_llama(snapshot / "too-large-Q8_0.gguf", vocab="bytes", n_layer=12, n_ff=512)
@@ -273,7 +280,7 @@ def test_listed_draft_that_is_not_here_is_asked_for_first(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     snapshot = target.parent / f"HF_HUB_CACHE/models--Qwen--Qwen3-4B-GGUF/snapshots/{COMMIT}"
-    snapshot.mkdir(parents=True)
+    publish(snapshot)
     target.rename(snapshot / "Qwen3-4B-Q4_K_M.gguf")
     first, *others = possible_drafts("qwen3-4b")
     assert (first.name, first.path, first.drafts_by) == ("qwen3-0.6b", None, "unknown")

@@ -259,9 +259,11 @@ def test_dead_end_of_a_grammar_is_one_requests_error(which: str, small_toy: lb.M
         assert (results[2].finish_reason, results[2].text) == ("error", "ab")
         assert isinstance(results[2].error, GrammarError)
         with Branch.start(ctx, "abc", sampling=WARM, grammar=grammar) as branch:
+            shown = ""
             with pytest.raises(GrammarError):
-                branch.generate(9, stop=["abc"]).finish()
-            assert branch.text.endswith("ab")
+                for produced in branch.generate(9, stop=["abc"]):
+                    shown += produced.text
+            assert shown == "ab" and branch.text.endswith("ab")
         for request, result in zip(requests, results, strict=True):
             if request is not dead:
                 Alone(ctx).check(request, result)
@@ -412,7 +414,7 @@ def test_engine_waits_while_others_are_at_work_and_no_longer(
             assert waits < 1000, "it waits for ever"
             work(engine, waits)
 
-        monkeypatch.setattr("llamabranch.engine.core.sleep", no_sleep)
+        monkeypatch.setattr("llamabranch.run.core.sleep", no_sleep)
         return engine.generate(requests)
 
     unfit: list[Request | str] = [Request([5] * 2000), Request(TALE, n=2), "text"]

@@ -26,15 +26,15 @@ from llamabranch import (
     SpeculativeConfig,
 )
 from llamabranch.engine import EngineStats
-from llamabranch.engine.job import Submission
-from llamabranch.engine.scheduler import Scheduler
 from llamabranch.errors import (
     ClosedError,
     ConfigError,
     QueueFullError,
     TokenizeError,
 )
-from llamabranch.generation.drafting import Drafting
+from llamabranch.run.job import Submission
+from llamabranch.run.loop import Loop
+from llamabranch.run.scheduler import Scheduler
 
 
 @pytest.fixture
@@ -279,9 +279,9 @@ def test_admission_costs_the_same_however_many_wait(tiny: lb.Model) -> None:
         with Context(tiny, n_ctx=256, n_seq_max=4, n_threads=1) as ctx:
             scheduler = Scheduler(ctx, None, EngineStats())
             request = Request([5, 6, 7], max_tokens=2)
-            drafting = Drafting(ctx)
+            loop = Loop(ctx)
             for i in range(n_waiting):
-                scheduler.add(Submission(request, str(i), i, drafting, GREEDY, 2, 0, [0]))
+                scheduler.add(Submission(request, str(i), i, loop, GREEDY, 2, 0, [0]))
             admitting = count_calls(scheduler)
             assert len(scheduler.active) == 4
             waiting = count_calls(scheduler)

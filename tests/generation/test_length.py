@@ -20,6 +20,7 @@ import pytest
 import llamabranch as lb
 from llamabranch import SpeculativeConfig
 from llamabranch.errors import ConfigError
+from llamabranch.generation.config import draft_length
 from llamabranch.generation.drafter import (
     NO_DRAFT,
     DraftLength,
@@ -28,7 +29,6 @@ from llamabranch.generation.drafter import (
     Round,
     propose,
 )
-from llamabranch.generation.drafting import draft_length
 from llamabranch.generation.length import AutoLength
 from llamabranch.speculative import Draft
 

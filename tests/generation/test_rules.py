@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
+from departure import departure
 
 from benchmarks.rule_error import (
     KINDS,
@@ -42,6 +43,7 @@ from llamabranch.sampling.noise import DRAFT, derive_seed
 
 V = 3
 EXACT = 1e-12
+LIMIT = 5.6  # standard deviations; a right program exceeds it with odds of 1e-8
 
 Context = tuple[int, ...]
 Sources = list[Distribution]
@@ -316,25 +318,6 @@ def sampled(rule: str, models: ModelPair, n: int, *, fresh: bool = True) -> Coun
     return Counter(generate(rule, models, seed, n, fresh) for seed in range(6000))
 
 
-def chi_square(models: ModelPair, texts: Counter[Context]) -> tuple[float, int]:
-    """Return the statistic and its degrees of freedom, cells merged to an expected count of 5."""
-    n = sum(texts.values())
-    cells = sorted((n * w, texts[t]) for t, w in models.completed({(): 1.0}).items())
-    merged = [[0.0, 0]]
-    for expected, seen in cells:
-        if merged[-1][0] >= 5.0:
-            merged.append([0.0, 0])
-        merged[-1][0] += expected
-        merged[-1][1] += seen
-    return sum((seen - e) ** 2 / e for e, seen in merged), len(merged) - 1
-
-
-def limit(degrees: int, odds: float = 1e-8) -> float:
-    """Return what a chi-square exceeds with less than ``odds`` (Laurent and Massart 2000, lemma 1)."""
-    x = -math.log(odds)
-    return degrees + 2.0 * math.sqrt(degrees * x) + 2.0 * x
-
-
 def noise_random_pair() -> ModelPair:
     """Return a pair that disagrees enough for every rule to reject often, over three positions."""
     rng = np.random.default_rng(8)
@@ -348,12 +331,11 @@ def noise_random_pair() -> ModelPair:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_rounds_on_real_noise_have_the_targets_law(rule: str) -> None:
-    # Four tokens in up to four rounds, 81 cells. A right program fails here with odds below 1e-8 (if the
-    # chi-square approximation is accurate). The seeds are fixed, so it passes always or never.
+    # Four tokens in up to four rounds, 81 texts. The seeds are fixed, so it passes always or never.
     models = noise_random_pair()
-    statistic, degrees = chi_square(models, sampled(rule, models, 4))
-    assert degrees > 30
-    assert statistic < limit(degrees)
+    law = models.completed({(): 1.0})
+    assert len(law) == 81
+    assert departure(sampled(rule, models, 4), law) < LIMIT
 
 
 def test_drafting_again_from_the_same_noise_is_biased() -> None:
@@ -361,10 +343,9 @@ def test_drafting_again_from_the_same_noise_is_biased() -> None:
     # token is rejected only if the second is a 0, too. Drawn again from the same noise in the next
     # round, it would always be a 0 again, instead of two times in three.
     models = example_of_the_block_paper()
-    statistic, degrees = chi_square(models, sampled("block", models, 3, fresh=True))
-    assert statistic < limit(degrees)
-    statistic, degrees = chi_square(models, sampled("block", models, 3, fresh=False))
-    assert statistic > limit(degrees)
+    law = models.completed({(): 1.0})
+    assert departure(sampled("block", models, 3, fresh=True), law) < LIMIT
+    assert departure(sampled("block", models, 3, fresh=False), law) > LIMIT
 
 
 def test_noise_is_that_of_plain_decoding_and_its_coins_are_fair() -> None:

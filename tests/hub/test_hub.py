@@ -15,7 +15,7 @@ from fake_hub import empty_caches
 
 import llamabranch as lb
 from llamabranch import hub
-from llamabranch.hub.caches import PACKAGES, find
+from llamabranch.hub.caches import PACKAGES
 from llamabranch.loading import LoadOptions
 
 
@@ -169,6 +169,8 @@ def test_resolve_looks_in_the_caches(
     caches: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     path = put(caches / place)
+    if "snapshots" in place:
+        put(path.parents[2] / "refs/main", path.parent.name)
     if place.startswith("home"):
         monkeypatch.delenv("HF_HUB_CACHE")
         monkeypatch.setenv("HF_HOME", str(caches / "home"))
@@ -204,9 +206,15 @@ def test_repository_is_found_in_the_shared_cache_by_tag_file_and_revision(caches
     assert hub.resolve("hf:me/tale-GGUF:q8_0") == new
     assert hub.resolve("me/tale-GGUF@v1:Q8_0") == old
     assert hub.resolve(f"me/tale-GGUF@{COMMITS[0]}") == old
-    assert hub.resolve("me/tale-GGUF:F16") == f16  # from another snapshot: the newest one lacks it
-    assert hub.resolve("me/tale-GGUF/more/tale-F16.gguf") == f16
-    for absent in ("me/tale-GGUF:BF16", "me/tale-GGUF@v2", "me/tale-GGUF/x.gguf", "me/other"):
+    assert hub.resolve("me/tale-GGUF@v1:F16") == f16
+    assert hub.resolve("me/tale-GGUF@v1/more/tale-F16.gguf") == f16
+    for absent in (
+        "me/tale-GGUF:F16",
+        "me/tale-GGUF@..",
+        "me/tale-GGUF@v2",
+        "me/tale-GGUF/x.gguf",
+        "me/other",
+    ):
         with pytest.raises(lb.ConfigError, match="is not on this machine") as caught:
             hub.resolve(absent)
         assert f"llamabranch models pull {absent}" in str(caught.value.hint)
@@ -214,6 +222,7 @@ def test_repository_is_found_in_the_shared_cache_by_tag_file_and_revision(caches
 
 def test_dangling_link_and_missing_shard_are_no_model(caches: Path) -> None:
     snapshot = caches / "hub/models--me--tale/snapshots" / COMMITS[0]
+    put(caches / "hub/models--me--tale/refs/main", COMMITS[0])
     put(snapshot / "tale-Q8_0-00001-of-00002.gguf")
     (snapshot / "tale-Q4_K_M.gguf").symlink_to("../../blobs/gone")
     assert hub.local_models() == []
@@ -225,24 +234,6 @@ def test_dangling_link_and_missing_shard_are_no_model(caches: Path) -> None:
     (model,) = hub.local_models()
     assert (model.name, model.files) == (f"me/tale/{first.name}", (first, second))
     assert model.size_bytes == 8
-
-
-def test_every_cache_is_searched_in_its_order(
-    caches: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LLAMA_CACHE", str(caches / "llama"))
-    snapshot = f"models--me--tale/snapshots/{COMMITS[0]}/tale-Q8_0.gguf"
-    places = [
-        (put(caches / "hub" / snapshot), "Hugging Face"),
-        (put(caches / "llama" / snapshot), "llama.cpp"),
-    ]
-    assert {model.cache for model in hub.local_models()} == {cache for _, cache in places}
-    for path, cache in places:
-        model = find(hub.HubSpec("me/tale", tag="q8_0"))
-        assert model is not None
-        assert (model.path, model.cache) == (path, cache)
-        path.unlink()
-    assert find(hub.HubSpec("me/tale", tag="q8_0")) is None
 
 
 # -- import ----------------------------------------------------------------------------------------

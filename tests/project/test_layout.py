@@ -22,6 +22,8 @@ FLOORS = (
     ("sampling",),
     ("context", "theory"),
     ("generation",),
+    ("request",),
+    ("run",),
     ("branch",),
     ("speculative",),
     ("engine",),

@@ -10,19 +10,37 @@ import pytest
 import toys
 
 import llamabranch as lb
-from llamabranch import Branch
+from llamabranch import Branch, Context
 
 PLAIN = lb.SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=3)
 EOG = 1
 
 
 @contextmanager
-def toy_of_letters(folders: pytest.TempPathFactory, letters: str) -> Iterator[lb.Model]:
-    """Open a random model with BOS (0, which has no text), EOG (1) and these letters."""
+def toy_of_letters(
+    folders: pytest.TempPathFactory, letters: str, n_ctx: int = 256, n_seq_max: int = 8
+) -> Iterator[Context]:
+    """Open a context of a random model with BOS (0, which has no text), EOG (1) and these letters."""
     path = folders.mktemp("few") / "few.gguf"
     vocabulary = toys.Vocabulary((toys.BOS, toys.EOS, *letters))
-    with lb.Model(toys.write_llama(path, vocab=vocabulary)) as model:
-        yield model
+    with (
+        lb.Model(toys.write_llama(path, vocab=vocabulary)) as model,
+        Context(
+            model, n_ctx=n_ctx, n_seq_max=n_seq_max, n_threads=1, batch_invariant=True
+        ) as context,
+    ):
+        yield context
+        context.audit()
+
+
+class OneB:
+    """Texts with exactly one b."""
+
+    def prefix(self, text: str) -> bool:
+        return text.count("b") <= 1
+
+    def complete(self, text: str) -> bool:
+        return text.count("b") == 1
 
 
 def every_text(

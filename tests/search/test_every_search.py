@@ -21,7 +21,8 @@ from llamabranch.sampling.noise import derive_seed
 from llamabranch.speculative import PromptLookupDrafter
 
 STORY = "The wolf ran and the wolf ran and the wolf"
-WARM = lb.SamplingParams(temperature=0.9, top_k=0, top_p=1.0, min_p=0.0, seed=5)
+WHOLE: dict[str, Any] = {"temperature": 0.9, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 5}
+WARM = lb.SamplingParams(**WHOLE)
 CHOICES = [" beautiful and good", " beautiful", " telephone wires", " beautiful and bad", " be"]
 Run = Callable[..., Any]
 
@@ -106,6 +107,62 @@ def nothing_is_left(root: Branch) -> Iterator[None]:
     yield
     assert state() == before
     ctx.audit()
+
+
+# -- the texts -----------------------------------------------------------------------------------------
+
+
+def mean(h: search.Hypothesis) -> float:
+    return h.logprob / len(h.tokens)
+
+
+def e_score(h: search.Hypothesis) -> float:
+    return likes_e(h.text)
+
+
+def zero(_: search.Hypothesis) -> float:
+    return 0.0
+
+
+COLD = {"temperature": 0.0}
+STEP: Run = partial(search.step_search, reward=likes_e, n=1, beam_width=1, max_tokens=30)
+SMC: Run = partial(search.smc, particles=1, max_tokens=24)
+# A search for one text; the settings; the options of `generate` for the same text; its score.
+ALONE: dict[str, tuple[Run, dict[str, Any], dict[str, Any], Callable[[Any], float]]] = {
+    "beam_search": (partial(search.beam_search, beams=1, max_tokens=40), COLD, {}, mean),
+    "beam_search of a token": (partial(search.beam_search, beams=1, max_tokens=1), COLD, {}, mean),
+    "best_of_n": (partial(search.best_of_n, n=1, max_tokens=20), {}, {}, mean),
+    "step_search": (partial(STEP, step=4), {}, {}, e_score),
+    "step_search comma": (partial(STEP, step=","), {}, {}, e_score),
+    "smc": (SMC, {}, {}, zero),
+    "smc grammar": (SMC, {"grammar": 'root ::= " " [a-z ]+ "."'}, {}, zero),
+    "smc constraint": (partial(SMC, constraint=no_s), {}, {"constraint": no_s}, zero),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_one_text_is_the_plain_text(ctx: Context, name: str) -> None:
+    run, settings, options, score = ALONE[name]
+    with Branch.start(ctx, STORY, **{**WHOLE, **settings}) as root, root.fork() as branch:
+        best = run(root).best
+        plain = branch.generate(run.keywords["max_tokens"], **options).finish()  # type: ignore[attr-defined]
+        assert (best.tokens, best.text) == (plain.tokens, plain.text)
+        assert best.finish_reason == branch.finish_reason
+        if best.finish_reason == "length":  # otherwise the end counts, too
+            assert best.logprob == pytest.approx(branch.log_likelihood(), abs=1e-3)
+        assert best.score == pytest.approx(score(best))
+
+
+@pytest.mark.parametrize("name", [name for name in OBSERVED if name != "tree_search moves"])
+def test_a_stop_string_ends_texts_before_it(ctx: Context, name: str) -> None:
+    with Branch.start(ctx, STORY, sampling=WARM) as root:
+        result = RUNS[name](root, stop=["e", ","])
+        assert "stop" in {h.finish_reason for h in result.hypotheses}
+        for h in result.hypotheses:
+            text = ctx.detokenize(h.tokens)
+            assert not {*"e,"} & {*h.text} and text.startswith(h.text)
+            assert text == h.text or (text[len(h.text)] in "e," and h.finish_reason == "stop")
+            assert h.node.path_tokens[: len(h.tokens)] == h.tokens
 
 
 # -- room, drafts, company -----------------------------------------------------------------------------
@@ -286,7 +343,10 @@ def test_a_failed_decode_leaves_nothing_behind(
 ) -> None:
     """Each decode in turn is interrupted, by llama.cpp's own abort; afterwards the text is the same."""
     run, real, n, fail_at = RUNS[name], C.llama_decode, 0, -1
-    more = {"drafter": SuffixDrafter()} if name in DRAFTED[::2] else {}
+    drafted = name in DRAFTED[::2]
+    more: dict[str, Any] = {"drafter": SuffixDrafter()} if drafted else {}
+    if name in OBSERVED:
+        more["on_step"] = lambda stats: False
 
     def decode(ptr: object, batch: C.llama_batch) -> int:
         nonlocal n
@@ -307,26 +367,41 @@ def test_a_failed_decode_leaves_nothing_behind(
                     run(root, **more)
                 except DecodeInterruptedError:
                     continue
-            assert more and n <= fail_at  # with a drafter the number of decodes may differ
+            assert drafted and n <= fail_at  # with a drafter the number of decodes may differ
         n, fail_at = 0, -1
         assert outcome(run(root, **more)) == expected
+
+
+class Watch(search.SearchObserver):
+    """Counts the nodes at each step. Interrupts a decode in the second one, or ends the search."""
+
+    def __init__(self, ctx: Context, interrupts: bool) -> None:
+        self.ctx, self.interrupts = ctx, interrupts
+        self.n_nodes: list[int] = []
+
+    def __call__(self, stats: search.SearchStats) -> bool:
+        assert self.root is not None
+        self.n_nodes.append(sum(1 for _ in self.root.walk()))
+        if len(self.n_nodes) == 2 and self.interrupts:
+            self.ctx.interrupt()
+        return len(self.n_nodes) == 2 + self.interrupts
 
 
 @pytest.mark.parametrize("interrupts", [False, True])
 @pytest.mark.parametrize("name", OBSERVED)
 def test_ended_early_it_returns_what_there_is(ctx: Context, name: str, interrupts: bool) -> None:
-    """Also if a decode is interrupted and the observer then ends the search."""
-    calls = count(1)
-
-    def on_step(stats: search.SearchStats) -> bool:
-        n = next(calls)
-        if n == 2 and interrupts:
-            ctx.interrupt()
-        return n == 2 + interrupts
-
+    """Also if a decode is interrupted and the observer, which sees the tree, then ends the search."""
+    watch = Watch(ctx, interrupts)
     with Branch.start(ctx, STORY, sampling=WARM) as root, nothing_is_left(root):
-        result = RUNS[name](root, on_step=on_step)
-    assert not any(node.status == "open" for node in result.tree.walk() if not node.children)
+        result = RUNS[name](root, on_step=watch)
+    tree: search.SearchNode = result.tree
+    assert watch.root is tree and watch.n_nodes == sorted(watch.n_nodes)
+    if not name.startswith("tree_search"):  # which reports a group of rewards once more
+        assert len(watch.n_nodes) == 2 + interrupts
+    elif name == "tree_search moves":
+        assert tree.n_visits == 2 * 4  # two groups
+    assert list(watch.effective_sizes) == list(result.effective_sizes)
+    assert not any(node.status == "open" for node in tree.walk() if not node.children)
     if name != "tree_search moves":  # whose rewards are no steps
         assert result.stats.steps == 2
     if name not in ("rejection", "tree_search moves"):
@@ -339,68 +414,32 @@ def test_ended_early_it_returns_what_there_is(ctx: Context, name: str, interrupt
         assert len(lengths) == (5 if method == "best_of_n" else 4)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, DecodeInterruptedError])
-@pytest.mark.parametrize("name", OBSERVED)
-def test_an_observer_that_raises_or_interrupts_leaves_nothing(
-    ctx: Context, name: str, error: type[BaseException]
-) -> None:
-    calls = count(1)
-
-    def on_step(stats: search.SearchStats) -> bool:
-        if next(calls) == 2:
-            if error is KeyboardInterrupt:
-                raise KeyboardInterrupt
-            ctx.interrupt()
-        return False
-
-    with (
-        Branch.start(ctx, STORY, sampling=WARM) as root,
-        nothing_is_left(root),
-        pytest.raises(error),
-    ):
-        RUNS[name](root, on_step=on_step)
+FAILING = [(name, "on_step") for name in OBSERVED] + [
+    ("best_of_n", "reward"), ("best_of_n rejects", "score"), ("step_search", "reward"),
+    ("tree_search samples", "reward"), ("tree_search moves", "expand"), ("smc", "critic"),
+    ("smc constraint", "constraint"), ("rejection", "constraint"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "argument"),
-    [
-        ("best_of_n", "reward"), ("best_of_n rejects", "score"), ("step_search", "reward"),
-        ("tree_search samples", "reward"), ("tree_search moves", "expand"), ("smc", "critic"),
-        ("smc constraint", "constraint"), ("rejection", "constraint"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "argument"), FAILING)
 def test_what_a_function_raises_comes_through_and_nothing_is_left(
     ctx: Context, name: str, argument: str
 ) -> None:
     """An exception of a constraint is named in a ConfigError."""
     calls = count()
+    kind: type[BaseException] = KeyboardInterrupt if argument == "on_step" else ZeroDivisionError
 
     def fails(text: Any) -> Any:
-        value = 1 / (next(calls) < 3)
-        return [" a"] if argument == "expand" else value > 0 if argument == "constraint" else value
+        if next(calls) == (1 if argument == "on_step" else 3):
+            raise kind("division by zero")
+        return {"expand": [" a"], "constraint": True, "on_step": False}.get(argument, 1.0)
 
-    kind = ConfigError if argument == "constraint" else ZeroDivisionError
     with (
         Branch.start(ctx, STORY, sampling=WARM) as root,
         nothing_is_left(root),
-        pytest.raises(kind, match=r"ZeroDivisionError|division by zero"),
+        pytest.raises(
+            ConfigError if argument == "constraint" else kind,
+            match=r"ZeroDivisionError|division by zero",
+        ),
     ):
         RUNS[name](root, **{argument: fails})
-
-
-@pytest.mark.parametrize("name", OBSERVED)
-def test_an_observer_sees_the_tree(ctx: Context, name: str) -> None:
-    class Watch(search.SearchObserver):
-        n_nodes: list[int] = []  # noqa: RUF012
-
-        def __call__(self, stats: search.SearchStats) -> bool:
-            assert self.root is not None
-            self.n_nodes = [*self.n_nodes, sum(1 for _ in self.root.walk())]
-            return False
-
-    watch = Watch()
-    with Branch.start(ctx, STORY, sampling=WARM) as root:
-        result = RUNS[name](root, on_step=watch)
-    assert watch.root is result.tree
-    assert watch.n_nodes == sorted(watch.n_nodes)
-    assert list(watch.effective_sizes) == list(result.effective_sizes)

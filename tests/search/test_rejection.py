@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from enumeration import PLAIN, ended, toy_of_letters
+from departure import departure
+from enumeration import PLAIN, OneB, ended, toy_of_letters
 
 import llamabranch as lb
 from llamabranch import Branch, Context, search
@@ -19,13 +20,8 @@ STORY = "Once upon a time there was"
 
 @pytest.fixture(scope="module")
 def little(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Context]:
-    """A context of a random model with 4 tokens: 0 BOS, 1 EOG, "a", "b"."""
-    with (
-        toy_of_letters(tmp_path_factory, "ab") as model,
-        Context(model, n_ctx=256, n_seq_max=8, n_threads=1, batch_invariant=True) as context,
-    ):
+    with toy_of_letters(tmp_path_factory, "ab") as context:
         yield context
-        context.audit()
 
 
 def exact(
@@ -37,14 +33,6 @@ def exact(
     return {tokens: p for tokens, p in every.items() if is_valid(text_of(tokens[:-1]))}
 
 
-class OneB:
-    def prefix(self, text: str) -> bool:
-        return text.count("b") <= 1
-
-    def complete(self, text: str) -> bool:
-        return text.count("b") == 1
-
-
 def ends_with_b(text: str) -> bool:
     return text.endswith("b") and len(text) == 3
 
@@ -52,7 +40,7 @@ def ends_with_b(text: str) -> bool:
 CASES = [
     (OneB(), PLAIN),
     (ends_with_b, PLAIN),
-    (ends_with_b, PLAIN.replace(top_k=3, repeat_penalty=1.3)),
+    (OneB(), PLAIN.replace(top_k=3, repeat_penalty=1.3)),
 ]
 
 
@@ -60,7 +48,7 @@ CASES = [
 def test_samples_have_the_distribution_of_valid_texts(
     little: Context, rule: Any, settings: lb.SamplingParams
 ) -> None:
-    """Chi-squared over 1,500 samples: by chance it fails in 1 of 1,000 versions of the noise."""
+    """1,500 samples: by chance it fails in 1 of 1,000 versions of the noise."""
     with Branch.start(little, "ab", sampling=settings) as root:
         is_valid = rule.complete if isinstance(rule, OneB) else rule
         expected = exact(root, 3, is_valid, settings)
@@ -76,15 +64,7 @@ def test_samples_have_the_distribution_of_valid_texts(
             assert result.valid_mass is not None
             low, high = result.valid_mass
             assert low <= share + 1e-12 and share <= high + 1e-12
-    assert set(counts) <= set(expected)
-    wanted_and_seen = [(1500 * p / share, counts[key]) for key, p in expected.items()]
-    cells = [pair for pair in wanted_and_seen if pair[0] >= 8]
-    rare = [pair for pair in wanted_and_seen if pair[0] < 8]  # are counted together
-    if rare:
-        cells.append((sum(wanted for wanted, _ in rare), sum(n for _, n in rare)))
-    chi = sum((n - wanted) ** 2 / wanted for wanted, n in cells)
-    k = len(cells) - 1
-    assert chi < k + 3.72 * math.sqrt(2 * k) + 8, (chi, k)
+    assert departure(counts, {tokens: p / share for tokens, p in expected.items()}) < 3.1
 
 
 def test_the_bounds_close_in_on_the_probability(little: Context) -> None:
@@ -132,14 +112,6 @@ def test_it_draws_fewer_texts_than_throwing_away(ctx: Context) -> None:
         assert result.stats.constraint_calls >= len(result.hypotheses)
         assert "valid_mass" in result.as_dict()
     ctx.audit()
-
-
-def test_ended_early_it_returns_what_there_is(ctx: Context) -> None:
-    with Branch.start(ctx, STORY, sampling=PLAIN) as root:
-        result = search.rejection(
-            root, lambda text: False, 2, 20, on_step=lambda stats: stats.steps == 5
-        )
-        assert result.stats.steps == 5 and not result.hypotheses
 
 
 def test_probabilities_are_forgotten_and_read_again(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -164,23 +165,12 @@ def test_a_drafter_must_suit_the_target(shared_branch: Branch) -> None:
     assert shared_branch.ctx.decoder.n_decodes == before
 
 
-COMBINATIONS: list[tuple[str, dict[str, Any], str]] = [
-    ("best_of_n", {"score": "sum", "reward": len}, "either score or reward"),
-    ("step_search", {"n": 4, "beam_width": 3}, "multiple of beam_width"),
-]
-
-
-@pytest.mark.parametrize(("name", "arguments", "words"), COMBINATIONS)
-def test_arguments_that_exclude_each_other(
-    name: str, arguments: dict[str, Any], words: str, shared_branch: Branch
-) -> None:
-    call, needed, _ = SEARCHES[name]
-    with pytest.raises(ConfigError, match=words):
-        call(shared_branch, **needed | arguments)
-
-
-def test_settings_that_a_search_cannot_have(shared_branch: Branch) -> None:
+def test_arguments_and_settings_that_exclude_each_other(shared_branch: Branch) -> None:
     ctx, plain = shared_branch.ctx, shared_branch.sampling
+    with pytest.raises(ConfigError, match="score or reward"):
+        search.best_of_n(shared_branch, 2, score="sum", reward=len)
+    with pytest.raises(ConfigError, match="multiple of beam_width"):
+        search.step_search(shared_branch, len, 4, beam_width=3)
     settings = {"top_k": 40, "top_p": 0.9, "min_p": 0.1, "temperature": 0.0, "typical_p": 0.9}
     for name, value in settings.items():
         root = Branch.start(ctx, STORY, sampling=plain.replace(**{name: value}))  # type: ignore[arg-type]
@@ -234,13 +224,14 @@ RETURNS: dict[str, tuple[Call, str, Values]] = {
     "best_of_n score": (search.best_of_n, "score", WRONG_NUMBERS),
     "step_search": (search.step_search, "reward", (*WRONG_NUMBERS, math.inf)),
     "tree_search": (search.tree_search, "reward", WRONG_NUMBERS),
+    "tree_search moves": (
+        partial(search.tree_search, reward=score, iterations=2), "expand",
+        (None, 5, "ab", [""], [1], iter(["a"])),
+    ),
     "smc critic": (search.smc, "critic", (*WRONG_NUMBERS, math.inf)),
-    "smc proposal": (
-        search.smc,
-        "proposal",
-        (None, 5, lb.Distribution.point(5)),
-    ),  # a vocabulary with other tokens
-}
+    # The distribution is over a vocabulary with other tokens.
+    "smc proposal": (search.smc, "proposal", (None, 5, lb.Distribution.point(5))),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RETURNS)
@@ -253,14 +244,10 @@ def test_what_functions_return_is_checked(name: str, shared_branch: Branch) -> N
         assert (shared_branch.ctx.usage(), shared_branch.ctx.n_seq_free) == before
 
 
-def test_what_answer_and_expand_return_is_checked(shared_branch: Branch) -> None:
+def test_what_is_no_answer_is_warned_of(shared_branch: Branch) -> None:
     for value in ([1], {"a": 1}, 1j, b"1", object()):
         with pytest.warns(LlamaBranchWarning, match="what answer returns"):
             search.vote(shared_branch, lambda _, value=value: value, 2, 2)  # type: ignore[misc]
-    for moves in (None, 5, "ab", [""], [1], iter(["a"])):
-        with pytest.raises(ConfigError, match="expand must return"):
-            search.tree_search(shared_branch, score, 2, expand=lambda _, moves=moves: moves)  # type: ignore[misc]
-    shared_branch.ctx.audit()
 
 
 def test_lengths_are_penalised_within_the_limits(shared_branch: Branch) -> None:

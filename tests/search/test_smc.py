@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from enumeration import EOG, PLAIN, ended, every_text, toy_of_letters
+from enumeration import EOG, PLAIN, OneB, ended, every_text, toy_of_letters
 
-import llamabranch as lb
 from llamabranch import Branch, Context, Distribution, search
 from llamabranch.errors import UsageError
 from llamabranch.sampling.constraint import ConstraintCalls
@@ -25,17 +24,9 @@ STORY = "Once upon a time there was"
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lb.Model]:
-    """A random model with 4 tokens: 0 BOS, 1 EOG, "a", "b"."""
-    with toy_of_letters(tmp_path_factory, "ab") as model:
-        yield model
-
-
-@pytest.fixture
-def little(four: lb.Model) -> Iterator[Context]:
-    with Context(four, n_ctx=256, n_seq_max=8, n_threads=1, batch_invariant=True) as context:
+def little(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Context]:
+    with toy_of_letters(tmp_path_factory, "ab") as context:
         yield context
-        context.audit()
 
 
 @pytest.fixture
@@ -189,16 +180,6 @@ def likes_b(text: str) -> float:
     return math.exp(LikesB().complete(text))
 
 
-class OneB:
-    """Texts with exactly one b."""
-
-    def prefix(self, text: str) -> bool:
-        return text.count("b") <= 1
-
-    def complete(self, text: str) -> bool:
-        return text.count("b") == 1
-
-
 def one_b() -> ConstraintCalls:
     return ConstraintCalls(OneB())
 
@@ -321,29 +302,15 @@ def test_a_power_of_whole_texts_is_exact(
     check(root, monkeypatch, n, max_tokens, expected, threshold=threshold, power=power, ramp=ramp)
 
 
-def test_a_power_of_one_changes_no_particle(ctx: Context) -> None:
+def test_options_that_change_nothing_change_no_particle_and_others_do(ctx: Context) -> None:
     with Branch.start(ctx, STORY, sampling=PLAIN) as root:
         free = search.smc(root, 4, 10)
-        same = search.smc(root, 4, 10, power=1.0, ramp=3)
-        assert same.hypotheses == free.hypotheses and same.log_evidence == free.log_evidence
+        for options in ({"power": 1.0, "ramp": 3}, {"constraint": lambda text: True}):
+            same = search.smc(root, 4, 10, **options)
+            assert [h.tokens for h in same.hypotheses] == [h.tokens for h in free.hypotheses]
+            assert same.log_evidence == pytest.approx(free.log_evidence, abs=1e-12)
         sharp = search.smc(root, 8, 10, power=4.0, force_end=False)
         assert max(h.logprob for h in sharp.hypotheses) > max(h.logprob for h in free.hypotheses)
-
-
-def test_a_constraint_that_refuses_nothing_changes_no_particle(ctx: Context) -> None:
-    with Branch.start(ctx, STORY, sampling=PLAIN) as root:
-        free = search.smc(root, 4, 10)
-        same = search.smc(root, 4, 10, constraint=lambda text: True)
-        assert [h.tokens for h in same.hypotheses] == [h.tokens for h in free.hypotheses]
-        assert same.log_evidence == pytest.approx(free.log_evidence, abs=1e-12)
-        single = search.smc(root, 1, 10, constraint=lambda text: "e" not in text)
-        with root.fork() as branch:
-            text = branch.generate(10, constraint=lambda text: "e" not in text).finish()
-        assert single.hypotheses[0].tokens == text.tokens
-
-
-def test_particles_keep_the_constraint_and_their_calls_are_few(ctx: Context) -> None:
-    with Branch.start(ctx, STORY, sampling=PLAIN) as root:
         free = search.smc(root, 8, 12, stop=["."], force_end=False)
         result = search.smc(
             root, 8, 12, stop=["."], force_end=False, constraint=lambda text: "e" not in text
@@ -405,18 +372,6 @@ def test_each_slot_is_taken_as_often_as_its_weight_says(scheme: str) -> None:
 
 
 # -- on a real model ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("grammar", [None, 'root ::= " " [a-z ]+ "."'], ids=["free", "grammar"])
-def test_one_particle_is_plain_text(ctx: Context, grammar: str | None) -> None:
-    params = PLAIN.replace(temperature=0.7)
-    with Branch.start(ctx, STORY, sampling=params, grammar=grammar) as root:
-        hypothesis = search.smc(root, 1, 24).best
-        with root.fork() as branch:
-            text = "".join(t.text for t in branch.generate(24))
-            assert hypothesis.text == text
-            assert hypothesis.score == 0.0
-            assert hypothesis.tokens == branch.generated
 
 
 def test_shares_sum_to_one_and_equal_texts_are_merged(ctx: Context) -> None:

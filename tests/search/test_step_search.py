@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from test_every_search import likes_e
 
 import llamabranch as lb
 from llamabranch import Branch, Context, search
 
 STORY = "Once upon a time there was"
 WARM = lb.SamplingParams(temperature=0.9, seed=5)
-
-
-def likes_e(text: str) -> float:
-    return text.count("e") / (1 + len(text))
-
-
-@pytest.mark.parametrize("step", [4, ","])
-def test_one_text_is_plain_text(ctx: Context, step: str | int) -> None:
-    with Branch.start(ctx, STORY, sampling=WARM) as root:
-        result = search.step_search(root, likes_e, 1, beam_width=1, step=step, max_tokens=30)
-        with root.fork() as branch:
-            assert result.best.text == "".join(t.text for t in branch.generate(30))
-        assert result.best.score == likes_e(result.best.text)
-        assert result.best.finish_reason == "length"
 
 
 def test_every_prefix_of_a_hypothesis_was_a_node_with_its_reward(ctx: Context) -> None:
@@ -39,7 +25,6 @@ def test_every_prefix_of_a_hypothesis_was_a_node_with_its_reward(ctx: Context) -
     )
     for hypothesis in result.hypotheses:
         assert [len(node.tokens) for node in hypothesis.node.path] == [5] * 4
-        assert hypothesis.node.path_tokens == hypothesis.tokens
         for node in hypothesis.node.path:
             assert node.path_text in asked
             assert node.score == asked[node.path_text]

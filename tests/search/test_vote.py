@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
+from test_every_search import first_letter
 
 import llamabranch as lb
 from llamabranch import Branch, Context, SuffixDrafter, search
@@ -95,13 +96,6 @@ def test_ties_are_broken_by_the_seed_and_not_by_the_order(ctx: Context) -> None:
 
 
 # -- when it is decided ----------------------------------------------------------------------------
-
-
-def first_letter(text: str) -> str | None:
-    """Return one of three answers, or none for some texts."""
-    letters = [c for c in text.lower() if c.isalpha()]
-    place = ord(letters[0]) % 7 if letters else 6
-    return None if place == 6 else "aaabbc"[place]
 
 
 @pytest.mark.filterwarnings("ignore:no text has an answer")

@@ -2,10 +2,9 @@
 
 The target is a random model of 16 tokens, so the law of its first tokens can be computed: softmax of its
 logits at the temperature, cut to the best k, multiplied along every path. Many generations with different
-seeds are compared with that law by a chi-square test (cells are merged until 5 are expected in each). The
-statistic is transformed to a standard normal one (Wilson & Hilferty 1931). Seeds are fixed. With new
-seeds a right loop would exceed the limit of 4 with odds of about 3e-5 for each of the 39 statistics: one
-false failure in 800 such runs. Loops that are known to be wrong must exceed it.
+seeds are compared with that law by a statistic that is standard normal for a right loop. Seeds are fixed.
+With new seeds a right loop would exceed the limit of 4 with odds of about 3e-5 for each of the 39
+statistics: one false failure in 800 such runs. Loops that are known to be wrong must exceed it.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import toys
+from departure import departure
 
 import llamabranch as lb
 from llamabranch import Branch, Context, Distribution, SamplingParams, SpeculativeConfig
@@ -38,27 +38,6 @@ OPEN = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 
 
 # -- the statistic -------------------------------------------------------------------------------
-
-
-def departure(counts: Counter[Text], law: Law) -> float:
-    """Return the distance of the counts from ``law``, in standard deviations."""
-    n = sum(counts.values())
-    assert set(counts) <= set(law), "said what has probability zero"
-    cells: list[tuple[float, int]] = []
-    expected, seen = 0.0, 0
-    for text in sorted(law, key=lambda t: (law[t], t)):
-        expected += n * law[text]
-        seen += counts[text]
-        if expected >= 5.0:
-            cells.append((expected, seen))
-            expected, seen = 0.0, 0
-    if expected:
-        last = cells.pop()
-        cells.append((last[0] + expected, last[1] + seen))
-    freedom = len(cells) - 1
-    square = sum((o - e) ** 2 / e for e, o in cells)
-    third = 2.0 / (9.0 * freedom)
-    return float((np.cbrt(square / freedom) - (1.0 - third)) / math.sqrt(third))
 
 
 def worst(texts: Sequence[Text], law: Law) -> float:

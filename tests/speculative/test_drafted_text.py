@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import toys
 from divergence import first_divergence
-from drafts import FIXED, GREEDY, PROMPTS, WARM, Eager
+from drafts import FIXED, GREEDY, PROMPTS, WARM, Eager, write_renumbered
 from rounding import rounding
 
 import llamabranch as lb
@@ -28,7 +28,6 @@ from llamabranch.errors import CacheFullError, ClosedError, LlamaBranchError
 from llamabranch.generation.drafter import DraftLength, NullState
 from llamabranch.speculative import Draft, NullDrafter, PromptLookupDrafter
 
-DATA = Path(lb.__file__).parent / "data"
 LOOKING_BACK = [
     {"repeat_penalty": 1.3, "penalty_last_n": 20},
     {"frequency_penalty": 0.7, "presence_penalty": 0.5, "penalty_last_n": -1},
@@ -259,9 +258,7 @@ SILENT = ("nobody", "none")
 def world(
     target: lb.Model, draft: lb.Model, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[World]:
-    order = np.random.default_rng(1).permutation(draft.n_vocab).tolist()
-    path = tmp_path_factory.mktemp("renumbered") / "draft.gguf"
-    toys.write_permuted(DATA / "tale-draft-q8_0.gguf", path, order)
+    path = write_renumbered(draft, tmp_path_factory.mktemp("renumbered"))
     models = (target, draft, target, lb.Model(path))
     opened = [Context(m, n_ctx=1024, n_seq_max=8, n_threads=1) for m in models]
     yield World(*opened)
@@ -776,10 +773,10 @@ def test_state_after_speculation_is_that_of_a_fresh_prefill(
     branch.rewind(branch.position - 45)
     check(branch)
     child = branch.fork()
-    for text in (child, branch):
-        speculator.generate(text, max_tokens=20).finish()
-        check(child)
-        check(branch)
+    running = [speculator.generate(text, max_tokens=20) for text in (child, branch)]
+    heard(*((generation, lambda: None) for generation in running))  # token by token in turn
+    check(child)
+    check(branch)
     if rule == "seeded":
         assert child.generated == branch.generated  # a fork draws like its parent
     for text in (child, branch):
@@ -798,21 +795,3 @@ def test_context_without_a_spare_sequence_goes_on_plainly(memory: Memory) -> Non
         in_place = kind.can_truncate or ctx.capabilities.rollback > 0
         assert (generation.stats.num_drafts > 0) == in_place
         ctx.audit()
-
-
-def test_generations_of_forks_take_turns(memory: Memory) -> None:
-    """Four branches use one draft context in turn, and each generates what it generates alone."""
-    ctx, draft = memory.world.ctx, lb.ModelDrafter(memory.world.draft)
-    speculator = Speculator(ctx, draft, SpeculativeConfig(draft_k=3))
-    with Branch.start(ctx, TOY_PROMPT, sampling=TOY_WARM) as root:
-        children, wanted = root.fork_many(3), []
-        for child in children:
-            with child.fork() as copy:
-                wanted.append([t.token for t in copy.generate(25)])
-        running = [speculator.generate(child, max_tokens=25) for child in children]
-        heard(*((generation, lambda: None) for generation in running))
-        assert [child.generated for child in children] == wanted
-        ctx.audit()
-        for child in children:
-            speculator.forget(child)
-            child.prune()

@@ -139,29 +139,21 @@ def test_copied_value_follows_what_is_forced(ctx: Context) -> None:
 
 
 @pytest.mark.parametrize("drafter", ["auto", None])
-def test_grammar_drafts_where_no_drafter_was_asked_for(
+def test_engine_drafts_for_each_request_what_its_own_grammar_forces(
     drafter: DrafterChoice, ctx: Context
 ) -> None:
-    params = SETTINGS["greedy"]
-    engine = Engine(ctx, drafter, LONG, sampling=params, max_tokens=60)
-    free, json = engine.generate([PROMPT, Request(PROMPT, grammar=JSON)])
-    assert free.tokens == plain(ctx, None, params)
-    assert free.stats.num_forced_tokens == 0
-    assert json.tokens == plain(ctx, JSON, params)
-    assert (json.stats.num_forced_tokens > 0) == (drafter == "auto")
-
-
-def test_engine_gives_each_request_its_own_grammar(ctx: Context) -> None:
+    """This is the default. A request without a grammar has no drafter then."""
     params = SamplingParams(temperature=0.8, seed=5)
-    grammars = GRAMMARS.values()
+    grammars = [None, *GRAMMARS.values()]
     requests = [Request(PROMPT, grammar=g, sampling=params, max_tokens=60) for g in grammars]
     for config in (LONG, SpeculativeConfig()):
-        for result, grammar in zip(
-            Engine(ctx, config=config).generate(requests), grammars, strict=True
-        ):
+        results = Engine(ctx, drafter, config).generate(requests)
+        for result, grammar in zip(results, grammars, strict=True):
             assert result.tokens == plain(ctx, grammar, params)
-            done = result.finish_reason == "stop"
-            assert result.parsed_or(None) == (grammar.parse(result.text) if done else None)
+            done = grammar is not None and result.finish_reason == "stop"
+            assert result.parsed_or(None) == (grammar.parse(result.text) if done else None)  # type: ignore[union-attr]
+        free, json = (result.stats.num_forced_tokens for result in results[:2])
+        assert (free == 0 and (json > 0) == (drafter == "auto")) or config is not LONG
 
 
 def test_prompts_of_other_lengths_with_a_common_beginning_are_drafted_as_alone(

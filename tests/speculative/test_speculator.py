@@ -160,23 +160,6 @@ def test_settings_changed_between_generations_reach_the_draft(
         speculator.forget(branch)
 
 
-def test_pruned_branches_free_the_draft(ctx: Context, draft_ctx: Context) -> None:
-    speculator = Speculator(ctx, lb.ModelDrafter(draft_ctx), FIXED)
-    root = Branch.start(ctx, PROMPTS[0], sampling=WARM)
-    children = root.fork_many(5)
-    for child in children:
-        speculator.generate(child, max_tokens=6).finish()
-    assert draft_ctx.n_seq_free == 3
-    for child in children:
-        child.prune()
-    speculator.generate(root, max_tokens=6).finish()
-    assert draft_ctx.n_seq_free == 7
-    root.prune()
-    del root, children, child
-    gc.collect()
-    assert draft_ctx.n_seq_free == 8
-
-
 def test_draft_with_too_few_sequences_serves_as_many_branches_as_it_can(
     ctx: Context, draft: lb.Model, other_ctx: Context
 ) -> None:
@@ -273,7 +256,7 @@ def test_single_slow_step_is_counted_but_not_learned(
 
     monkeypatch.setattr(Text, "decode_last", slow)
     speculator = Speculator(ctx)
-    speculator.drafting.loop.length = Spy(0)
+    speculator.loop.length = Spy(0)
     stats = speculator.generate(PROMPTS[0], max_tokens=20, sampling=WARM).finish().stats
     ((verify_s, n_rounds),) = learned
     assert n_rounds == 19 and verify_s < 1.0

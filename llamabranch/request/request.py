@@ -15,11 +15,13 @@ import numpy as np
 from typing_extensions import Self, TypeVar
 
 from ..arguments import function, instance, items, whole
-from ..branch import Produced
 from ..context.logits import TokenScore
 from ..context.progress import OnPromptProgress, PromptProgress
 from ..errors import ConfigError, LlamaBranchError, ParseError
+from ..generation.drafter import SpeculativeStats
+from ..generation.output import Produced
 from ..generation.thought import named_text
+from ..generation.verify import RoundTrace
 from ..model import Message, Model, Turn, chat_messages, is_chat, token_list
 from ..model.thoughts import Thinking
 from ..model.tools import ToolCall, Tools, begun_answer
@@ -27,7 +29,7 @@ from ..sampling import SamplingParams
 from ..sampling.constraint import ConstraintCalls, ConstraintLike
 from ..sampling.grammar import Grammar
 from ..sampling.params import settings_of
-from ..speculative import RoundTrace, SpeculativeStats
+from .from_json import request_fields
 from .openai import (
     Vocabulary,
     answer_message,
@@ -37,7 +39,6 @@ from .openai import (
     head,
     usage,
 )
-from .request_json import request_fields
 
 __all__ = [
     "AnyRequest",

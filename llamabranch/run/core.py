@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from time import perf_counter, sleep
 
-from ..branch import Produced
 from ..errors import (
     CapacityError,
-    ConfigError,
     ConstraintError,
     DecodeInterruptedError,
     LlamaBranchError,
 )
-from ..generation.drafting import Drafting
-from ..generation.loop import RunningText, Step
+from ..generation.output import Produced
 from ..native.interrupts import HeldInterrupts
+from ..request.request import EngineStats, Event, Request
 from ..sampling import SamplingParams
 from ..sampling.params import settings_of
-from ..speculative import SpeculativeStats
 from .job import Job, State, Submission
-from .request import EngineStats, Event, Request, RequestSource, Result
+from .loop import Loop, Step
+from .running import RunningText
 from .scheduler import Scheduler
 
 __all__ = ["EngineCore"]
@@ -32,21 +30,21 @@ _POLL_S = 0.02  # how often to check whether others have freed a sequence
 
 
 class EngineCore:
-    """Runs requests that share decodes: those of one ``stream`` call, or those added to the engine.
+    """Runs requests that share decodes: those of one call, or those added to an engine.
 
     Any thread may call ``add`` and ``abort`` at any time. All other methods may be used by one
     thread at a time.
 
     Args:
-        drafting: drafts for all texts; its ``ctx`` is the context that generates.
+        loop: runs all texts; its ``ctx`` is the context that generates.
         stats: the totals, which the core updates.
         parallel: the most texts at a time; None = as many as there are sequences.
         wait_s: how long to wait, in seconds, while others hold all sequences.
         sampling: the settings for requests without any.
         max_tokens: the limit for requests without one.
-        expected: ids of requests that are not added yet; ``abort`` applies to them as well.
 
     Attributes:
+        ctx: the context that generates.
         scheduler: decides which texts hold a sequence.
         n_added: how many requests were added.
         n_decoded: how many tokens its steps have decoded.
@@ -54,29 +52,25 @@ class EngineCore:
 
     def __init__(
         self,
-        drafting: Drafting,
+        loop: Loop,
         stats: EngineStats,
         parallel: int | None = None,
         wait_s: float = 0.0,
         *,
         sampling: SamplingParams | None = None,
         max_tokens: int | None = None,
-        expected: Collection[str] = (),
     ) -> None:
         self.n_added = self.n_decoded = 0
-        self._drafting = drafting
         self._sampling, self._max_tokens = settings_of(sampling), max_tokens
-        self._ctx = drafting.ctx
-        self._loop = drafting.loop
+        self.ctx = loop.ctx
+        self._loop = loop
         self._stats = stats
-        self.scheduler = Scheduler(drafting.ctx, parallel, stats)
+        self.scheduler = Scheduler(loop.ctx, parallel, stats)
         self._wait_s = wait_s
-        self._expected = expected
         self._n_idle = 0  # polls for a free sequence since the last decode
         self._n_decodes = -1
         self._added: deque[Submission] = deque()
         self._aborted: deque[Submission] = deque()
-        self._aborted_ahead: set[str] = set()  # ids in ``expected`` that were aborted
         self._events: list[Event] = []  # still to be returned
         self._failure: LlamaBranchError | None = None  # raised after those events
         self._is_broken_off = False  # an exception has interrupted a step
@@ -108,25 +102,16 @@ class EngineCore:
                 queued.
         """
         submission = Submission(
-            request, name, self.n_added, self._drafting, self._sampling, self._max_tokens, seed,
+            request, name, self.n_added, self._loop, self._sampling, self._max_tokens, seed,
             samples, reports_tokens=reports_tokens,
         )  # fmt: skip
         self.n_added += 1
         if submission.samples:
             self._added.append(submission)
-            if name in self._aborted_ahead:
-                self._aborted.append(submission)
 
-    def _refuse(
-        self, name: str, request: Request, samples: Sequence[int], error: LlamaBranchError
-    ) -> None:
-        """Report an error as the result of each text of a request that cannot be queued."""
-        self.n_added += 1
-        seed = 0 if request.sampling is None else request.sampling.seed or 0
-        for i in samples:
-            stats = SpeculativeStats()
-            result = Result(name, i, request.prompt, "", [], "error", seed, stats, error=error)
-            self._events.append(Event(name, i, result=result))
+    def refuse(self, event: Event) -> None:
+        """Return this event with those of the next step: a request could not be queued."""
+        self._events.append(event)
 
     def abort(self, name: str) -> None:
         """End a request at the next step; its results hold what was generated.
@@ -134,8 +119,6 @@ class EngineCore:
         A decode of its prompt can take seconds, so it is stopped. The stopped step changes nothing,
         and the other texts repeat it. An unknown id is ignored.
         """
-        if name in self._expected:
-            self._aborted_ahead.add(name)
         submission = self._find(name)  # also if it has just been added
         if submission is not None and not submission.is_aborted:
             submission.is_aborted = True
@@ -143,7 +126,7 @@ class EngineCore:
             with self._stopping:
                 if self._reads and any(j.is_reading for j in list(submission.jobs.values())):
                     self._has_stopped = True
-                    self._ctx.interrupt()
+                    self.ctx.interrupt()
 
     def abort_all(self) -> None:
         """End all requests at the next step."""
@@ -213,59 +196,6 @@ class EngineCore:
             if failure is not None and not isinstance(failure, DecodeInterruptedError):
                 raise failure
         return self._take_events()
-
-    def stream(
-        self, source: RequestSource, seed: int, *, reports_tokens: bool = True
-    ) -> Generator[Event, None, None]:
-        """Yield the events of all steps, until ``source`` and all requests have ended.
-
-        Requests are read as they are needed. When the iterator ends or is closed, all sequences are
-        free.
-
-        Raises:
-            DecodeInterruptedError: a decode was interrupted. The requests read so far end with
-                "cancelled"; their last events come before the exception.
-            Exception: reading ``source`` failed. The requests read before it end first.
-        """
-        ahead = max(2, self._ctx.n_seq_max)  # how many requests may wait, besides those that run
-        more = True
-        try:
-            while True:
-                while more and self.n_ahead < ahead:
-                    more = self._read_next(source, seed, reports_tokens=reports_tokens)
-                if not self.has_unfinished:
-                    if source.failure is not None:
-                        raise source.failure
-                    return
-                try:
-                    events = self.step()
-                except DecodeInterruptedError:
-                    self.abort_all()
-                    yield from self.drain()
-                    raise
-                yield from events
-        finally:
-            self.close()
-
-    def _read_next(self, source: RequestSource, seed: int, *, reports_tokens: bool) -> bool:
-        """Add the next request; return False if no request is left.
-
-        A refused request ends with its error.
-        """
-        if (asked := next(source, None)) is None:
-            return False
-        name, request, samples, error = asked
-        if name in self and error is None:
-            error = ConfigError(f"two unfinished requests have the id {name!r}")
-        try:
-            if error is None:
-                self.add(request, name, samples, seed, reports_tokens=reports_tokens)
-        except LlamaBranchError as refused:
-            error = refused
-        if error is not None:
-            self._refuse(name, request, samples, error)
-        source.expected.discard(name)  # from now on the request is known by this name
-        return True
 
     def _take_events(self) -> list[Event]:
         events: list[Event] = []
@@ -352,7 +282,7 @@ class EngineCore:
                 self._reads = False
                 if self._has_stopped:  # perhaps the decode had ended already
                     self._has_stopped = False
-                    self._ctx.resume()
+                    self.ctx.resume()
 
     # -- a step --------------------------------------------------------------------------------------
 
@@ -391,7 +321,7 @@ class EngineCore:
 
         Polls are counted, not seconds, so that a suspended machine does not use up the time.
         """
-        n_decodes = self._ctx.decoder.n_decodes
+        n_decodes = self.ctx.decoder.n_decodes
         if n_decodes != self._n_decodes:
             self._n_decodes, self._n_idle = n_decodes, 0
         if self._n_idle * _POLL_S >= self._wait_s:

@@ -7,8 +7,8 @@ from time import time
 from typing import TypedDict
 from uuid import uuid4
 
-from ..branch import Produced
 from ..context import TokenScore
+from ..generation.output import Produced
 from ..model import Model, Turn
 from ..model.tools import openai_call
 
@@ -22,6 +22,7 @@ __all__ = [
     "end_reason",
     "head",
     "named_piece",
+    "named_pieces",
     "usage",
 ]
 
@@ -113,6 +114,14 @@ def named_piece(model: Model, token: int) -> bytes:
     if not model.has_text:
         return b""
     return model.piece(token) or model.detokenize([token], special=True).encode()
+
+
+def named_pieces(model: Model, emitted: Iterable[Produced]) -> dict[int, bytes]:
+    """Return the bytes of all tokens in ``emitted``, and of their alternatives."""
+    tokens = {
+        token for one in emitted for token in (one.token, *(a.token for a in one.alternatives))
+    }
+    return {token: named_piece(model, token) for token in tokens}
 
 
 class Vocabulary:

@@ -10,18 +10,11 @@ import pytest
 import llamabranch as lb
 from llamabranch import Branch, Context, Request
 from llamabranch.engine import EngineStats
-from llamabranch.engine.core import EngineCore
-from llamabranch.engine.job import (
-    TRANSITIONS,
-    Beginning,
-    Job,
-    SegmentEnd,
-    State,
-    Submission,
-)
 from llamabranch.errors import ConfigError
-from llamabranch.generation.drafting import Drafting
-from llamabranch.generation.output import Produced
+from llamabranch.generation.output import Produced, SegmentEnd
+from llamabranch.run.core import EngineCore
+from llamabranch.run.job import TRANSITIONS, Job, State, Submission
+from llamabranch.run.loop import Loop
 
 STORY = "The wolf ran and the wolf ran and the wolf"
 WARM = lb.SamplingParams(temperature=0.8, seed=5)
@@ -31,19 +24,19 @@ class Jobs:
     """A scheduler with the texts of a branch."""
 
     def __init__(self, branch: Branch, parallel: int | None = None, max_tokens: int = 12) -> None:
-        drafting = Drafting(branch.ctx, None, lb.SpeculativeConfig(rule="seeded"), batched=True)
-        self.core = EngineCore(drafting, EngineStats(), parallel)
+        loop = Loop(branch.ctx, None, lb.SpeculativeConfig(rule="seeded"), batched=True)
+        self.core = EngineCore(loop, EngineStats(), parallel)
         self.all = Submission(
             Request("", n=2),
             "",
             0,
-            drafting,
+            loop,
             branch.sampling,
             max_tokens,
             5,
             (),
             reports_tokens=False,
-            beginning=Beginning(branch, drafting),
+            beginning=loop.beginning(branch.sequence),
         )
 
     def run(self, *jobs: Job, ends: SegmentEnd | None = None) -> None:
@@ -120,13 +113,13 @@ def test_a_parked_text_keeps_its_cells_until_others_need_them(target: lb.Model) 
         jobs = Jobs(root)
         first, *others = (jobs.all.job(i) for i in range(4))
         jobs.run(first, ends=SegmentEnd(n_tokens=5))
-        assert first.state is State.PARKED and first.branch is not None
-        assert first.branch.position == root.position + 5 == first.branch.sequence.n_cached
+        assert first.state is State.PARKED and first.sequence is not None
+        assert first.sequence.position == root.position + 5 == first.sequence.n_cached
         before = jobs.core.n_decoded
         jobs.run(first, ends=SegmentEnd(n_tokens=3))
         assert jobs.core.n_decoded - before == 3  # nothing was read again
         jobs.run(*others)
-        assert [first.state, first.branch, first.num_preemptions] == [State.PARKED, None, 1]
+        assert [first.state, first.sequence, first.num_preemptions] == [State.PARKED, None, 1]
         jobs.run(first)
         assert first.output.tokens == alone(root, first)
         assert [job.output.tokens for job in others] == [alone(root, job) for job in others]

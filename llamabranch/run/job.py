@@ -1,6 +1,6 @@
 """A request in the engine (`Submission`), and its texts: each text is a `Job` with a state.
 
-A request starts from a prompt or from a branch. In the second case its texts continue that branch.
+A request starts from a prompt or from a text. In the second case its texts continue that text.
 """
 
 from __future__ import annotations
@@ -12,35 +12,26 @@ from contextlib import suppress
 from enum import Enum
 from time import perf_counter
 
-from ..arguments import whole
-from ..branch import Branch, Produced
 from ..context.logits import LogitsRow, TokenScore
 from ..context.progress import Reading
-from ..errors import CapacityError, ConfigError, LlamaBranchError
-from ..generation.drafter import NO_STATE, DraftState, FixedLength, propose
-from ..generation.drafting import Drafting
-from ..generation.generation import OutputBuffer
-from ..generation.loop import RunningText
+from ..errors import CapacityError, LlamaBranchError
+from ..generation.draft_states import Beginning
+from ..generation.drafter import NO_STATE, DraftState, FixedLength, SpeculativeStats
+from ..generation.output import OutputBuffer, Produced, SegmentEnd
 from ..generation.text import Text
 from ..generation.thought import ThoughtBuffer, forced_token
 from ..generation.verify import rule_name
 from ..model import is_chat
 from ..model.thoughts import plan_thinking
+from ..request.openai import named_pieces
+from ..request.request import Event, Request, Result
 from ..sampling import Grammar, Sampler, SamplingParams
 from ..sampling.constraint import ConstraintCalls, ConstraintState
 from ..sampling.noise import derive_seed, seed_from_text
-from ..speculative import SpeculativeStats
-from .openai import named_piece
-from .request import Event, Request, Result
+from .loop import Loop
+from .running import RunningText
 
-__all__ = [
-    "TRANSITIONS",
-    "Beginning",
-    "Job",
-    "SegmentEnd",
-    "State",
-    "Submission",
-]
+__all__ = ["TRANSITIONS", "Job", "State", "Submission"]
 
 Key = tuple[int, int, int]  # (priority, number of the request, sample), in the order of admission
 
@@ -69,105 +60,26 @@ TRANSITIONS = {
 }
 
 
-class SegmentEnd:
-    """Where a segment of a text ends. The job is parked there; a segment also ends with its text.
-
-    Args:
-        text: the segment ends after a token that completes this string.
-        n_tokens: it ends after this number of tokens; 0 = as soon as all tokens of the job are
-            decoded.
-        entropy: it ends before a token whose distribution has more entropy than this, in nats.
-    """
-
-    def __init__(
-        self, text: str | None = None, n_tokens: int | None = None, entropy: float | None = None
-    ) -> None:
-        self._text = text
-        self._n_tokens = n_tokens
-        self._entropy = entropy
-
-    @classmethod
-    def of(cls, step: str | int) -> SegmentEnd:
-        """Return the end that ``step`` describes: a string to end with, or a number of tokens.
-
-        Raises:
-            ConfigError: ``step`` is an empty string, or not a number of at least 1.
-        """
-        if not isinstance(step, str):
-            return cls(n_tokens=whole("step", step, 1))
-        if not step:
-            raise ConfigError("step must be a string that is not empty, or a number of tokens")
-        return cls(text=step)
-
-    def is_before(self, one: Produced, segment: Sequence[Produced]) -> bool:
-        """Return whether the segment ends before the next token ``one``."""
-        return self._entropy is not None and bool(segment) and one.entropy > self._entropy
-
-    def is_after(self, segment: Sequence[Produced]) -> bool:
-        """Return whether the segment ends after these tokens."""
-        if self._n_tokens is not None and len(segment) >= self._n_tokens:
-            return True
-        return self._text is not None and self._text in "".join(one.text for one in segment)
-
-
-class Beginning:
-    """The branch that the texts of a request continue, with the draft state that has read it.
-
-    Args:
-        branch: a branch with logits for its next token. It is not changed, and must live as long as
-            the request.
-        drafting: drafts for the texts.
-    """
-
-    def __init__(self, branch: Branch, drafting: Drafting) -> None:
-        self.branch = branch
-        self._drafting = drafting
-        self._state: DraftState | None = None
-
-    def draft_state(self) -> DraftState | None:
-        """Return the draft state to fork for each text, so a drafter reads the branch only once.
-
-        Return None if nothing is drafted.
-        """
-        loop, text = self._drafting.loop, self.branch.sequence
-        if self._state is None and loop.drafter is not None:
-            with suppress(CapacityError):  # without room for it texts are decoded plainly
-                self._state = state = loop.drafter.start(
-                    text, rule_name(self._drafting.config.rule)
-                )
-                following = text.produce()
-                if not following.is_stop:  # a draft follows a token that is not decoded yet
-                    propose(state, [*text.tokens, following.token], FixedLength(1), 1)
-                    state.observe(text.position)
-        return self._state
-
-    def close(self) -> None:
-        """Free what the drafter holds. Idempotent."""
-        state, self._state = self._state, None
-        if state is not None:
-            state.close()
-
-
 class Submission:
     """A tokenized request. It creates the job of each text when that text's turn comes.
 
     Args:
         request, name: the request and its id.
         number: how many requests came before it.
-        drafting: drafts for its texts; ``drafting.ctx`` is the context that generates.
+        loop: runs its texts; ``loop.ctx`` is the context that generates.
         sampling, max_tokens, seed: the engine's values, for requests that have none.
         samples: the numbers of the texts to generate.
         reports_tokens: whether there are events for tokens; without them log-probabilities are computed
             only if the request asks for them.
-        beginning: has the branch that the texts continue, with the branch's own settings and
-            grammar. The request's prompt is then not read.
+        beginning: has the text that the texts continue, with that text's own settings and grammar.
+            The request's prompt is then not read.
 
     Raises:
         ConfigError: an empty prompt for a model without a beginning token, or a bad stop string.
         TokenizeError: text or token ids the model does not know.
 
     Attributes:
-        model, context: the model and the context that generate.
+        model: the model that generates.
         samples: the numbers of the texts that have not begun.
         jobs: its texts that have begun and have no result yet, by their numbers.
         is_aborted: whether its texts must end at the next step.
@@ -180,7 +92,7 @@ class Submission:
         request: Request,
         name: str,
         number: int,
-        drafting: Drafting,
+        loop: Loop,
         sampling: SamplingParams,
         max_tokens: int | None,
         seed: int,
@@ -194,11 +106,10 @@ class Submission:
         self.name = name
         self.number = number
         self.arrival = perf_counter()
-        self.drafting = drafting
-        self.context = drafting.ctx
-        self.model = model = drafting.ctx.model
+        self.loop = loop
+        self.model = model = loop.ctx.model
         if beginning is not None:
-            self.prompt = beginning.branch.tokens
+            self.prompt = beginning.text.shown.copy()
         else:
             self.prompt = model.prompt_tokens(request.prompt, parse_special=request.parse_special)
         self.samples = deque(samples)
@@ -254,7 +165,8 @@ class Job:
         n_read: how many of them count as prompt: all, unless the request has ``continues``.
         thought: the tokens of a thought that has ended, including tokens that were added to end it.
         output: the tokens and the text generated so far. The answer after a thought gets a new one.
-        branch: the sequence it holds; None while it waits, and once it has ended.
+        sequence: the text in the cache; None while it waits without a sequence, and once it has
+            ended.
         running: the text as the generation loop runs it; None until the prompt is read.
         state: what it does; ``become`` changes it.
         ends: where its segment ends; None = with the text.
@@ -308,7 +220,7 @@ class Job:
         self.ends: SegmentEnd | None = None
         self.state = State.WAITING
         self._n_before = 0  # tokens of its output before the segment
-        self.branch: Branch | None = None
+        self.sequence: Text | None = None
         self.running: RunningText | None = None
         self._before: RunningText | None = None  # ``running`` of the thought until the answer runs
         self.n_decoded = 0
@@ -355,6 +267,17 @@ class Job:
         """The grammar that it follows now: None in a thought, and otherwise the request's."""
         return None if self.is_thinking else self.request.grammar
 
+    def new_sampler(self) -> Sampler:
+        """Return a sampler with its settings and grammar that has accepted no token.
+
+        Raises:
+            GrammarError, ConfigError: the grammar or the settings are invalid.
+        """
+        grammar = self.grammar
+        if isinstance(grammar, str):
+            grammar = Grammar(grammar)
+        return Sampler(self.submission.model, self.sampling, grammar)
+
     # -- its states ----------------------------------------------------------------------------------
 
     def become(self, state: State) -> None:
@@ -393,7 +316,7 @@ class Job:
         """Drop tokens drafted beyond the end, and have the last token decoded if it is not yet."""
         n = len(self.prompt) + len(self.output.tokens)
         if self.text.position > n:
-            self.held.rewind(n)
+            self.text.keep(n)
         self.text.unsettle()
         if self.text.is_behind and self.state is not State.CLOSING:
             self.become(State.CLOSING)
@@ -437,11 +360,9 @@ class Job:
         self.prompt = [*self.submission.prompt, *(one.token for one in self.thought)]
         self.n_read = len(self.prompt)
         self.output = self._answer_output()
-        if self.branch is not None:
+        if self.sequence is not None:
             n = min(self.text.n_decoded, self.n_prompt + n_kept, len(self.prompt) - 1)
-            grammar = Grammar(given) if isinstance(given := self.grammar, str) else given
-            sampler = Sampler(self.submission.model, self.sampling, grammar)
-            self.text.begin_anew(n, sampler)
+            self.text.begin_anew(n, self.new_sampler())
             self.text.seed = self.seed
             self._before, self.running = self.running, None
             self.shared = (None, 0)
@@ -468,13 +389,13 @@ class Job:
 
         With a drafter this needs the rule "seeded" and a sampler without state.
         """
-        drafting = self.submission.drafting
-        is_seeded = drafting.config.rule == "seeded"
-        return drafting.loop.drafter is None or (is_seeded and self.text.sampler.is_stateless)
+        loop = self.submission.loop
+        is_seeded = loop.config.rule == "seeded"
+        return not loop.drafts or (is_seeded and self.text.sampler.is_stateless)
 
-    def admit(self, branch: Branch, n_cached: int) -> None:
-        """Give it a branch that holds its first ``n_cached`` tokens."""
-        self.branch = branch
+    def admit(self, sequence: Text, n_cached: int) -> None:
+        """Give it a sequence that holds its first ``n_cached`` tokens."""
+        self.sequence = sequence
         self.become(State.READING)
         if self.wants_rows:  # cached tokens are before ``logprobs_from``: no score
             self.scores += [None] * (n_cached + 1 - len(self.scores))
@@ -493,8 +414,8 @@ class Job:
 
         The list is empty if the last token is still to be decoded, or if the text ends here.
         """
-        request, output, drafting = self.request, self.output, self.submission.drafting
-        loop, rule, like = drafting.loop, drafting.config.rule, None
+        request, output, loop = self.request, self.output, self.submission.loop
+        rule, like = loop.config.rule, None
         if self.constraint is not None and not self.is_thinking:
             rule, model = "seeded", self.submission.model
             self.text.constrain(
@@ -516,7 +437,7 @@ class Job:
         ):
             like = source.running.state  # so the drafter, too, reads a shared prompt only once
         state: DraftState = NO_STATE
-        if drafts and loop.drafter is not None and output.finish_reason is None:
+        if drafts and loop.drafts and output.finish_reason is None:
             with suppress(CapacityError):  # without room for it there are no drafts
                 start = loop.drafter.start
                 state = start(self.text, rule_name(rule)) if like is None else like.fork(self.text)
@@ -524,7 +445,7 @@ class Job:
             self.text, state, loop.length.stream(), rule, self.stats, request.top_logprobs or 0
         )
         if request.draft_k is not None:
-            running.length = FixedLength(request.draft_k, drafting.config.entropy_stop)
+            running.length = FixedLength(request.draft_k, loop.config.entropy_stop)
         if like is not None:
             running.state.observe(n_shared)
         running.on_round = request.on_round
@@ -544,32 +465,27 @@ class Job:
 
     def release(self) -> None:
         """Free its sequence, and its drafter's. It can be admitted again."""
-        opened, branch = (self.running, self._before), self.branch
+        opened, sequence = (self.running, self._before), self.sequence
         self.running, self._before, self.shared = None, None, (None, 0)
         try:
             for running in opened:
                 if running is not None:
                     running.close()
         finally:  # also if the drafter fails: it may be a user's
-            if branch is not None and not branch.ctx.closed:
+            if sequence is not None and not sequence.ctx.closed:
                 if self.submission.beginning is None:
-                    branch.sequence.keep_cached(is_last=True)
-                branch.prune()
-            self.branch = None
+                    sequence.keep_cached(is_last=True)
+                sequence.release()
+            self.sequence = None
 
     # -- reading -------------------------------------------------------------------------------------
 
     @property
-    def held(self) -> Branch:
-        """Its branch, while it reads or runs."""
-        if self.branch is None:
-            raise RuntimeError(f"{self!r} holds no sequence")
-        return self.branch
-
-    @property
     def text(self) -> Text:
-        """The text of its branch."""
-        return self.held.sequence
+        """Its sequence, while it holds one."""
+        if self.sequence is None:
+            raise RuntimeError(f"{self!r} holds no sequence")
+        return self.sequence
 
     @property
     def to_cache(self) -> list[int]:
@@ -587,7 +503,7 @@ class Job:
     @property
     def n_uncached(self) -> int:
         """How many tokens of ``to_cache`` are not in the cache yet."""
-        done = 0 if self.branch is None else self.branch.sequence.n_decoded
+        done = 0 if self.sequence is None else self.sequence.n_decoded
         return max(0, self.n_to_cache - done)
 
     @property
@@ -603,15 +519,14 @@ class Job:
 
     def unread(self) -> list[int]:
         """Return the tokens of ``to_cache`` that are not in the cache yet."""
-        return self.to_cache[self.held.position :]
+        return self.to_cache[self.text.position :]
 
     def read(self, tokens: Sequence[int], rows: Sequence[LogitsRow]) -> None:
         """Append tokens of ``unread`` that were decoded.
 
         ``rows`` has the logits after each of them, or only after the last one.
         """
-        branch = self.held
-        start = branch.position
+        start = self.text.position
         if self.wants_rows:
             k = self.request.prompt_logprobs or 0
             del self.scores[start + 1 :]
@@ -652,7 +567,7 @@ class Job:
         """Note the time of a new token. Once the text has ``min_tokens``, it may end."""
         self._last = perf_counter()
         if 0 < self.output.min_tokens == len(self.output.tokens):
-            self.held.resample(self.sampling)
+            self.text.resample(self.sampling)
         if self._first is None:
             self._first = self._last
 
@@ -668,7 +583,8 @@ class Job:
         grammar = self.request.grammar
         unrated = max(1, min(self.request.logprobs_from, self.n_prompt))
         scores = [None] * unrated + self.scores[unrated:]
-        context = self.submission.context
+        logprobs = None if self.request.top_logprobs is None else emitted
+        context = self.submission.loop.ctx
         is_exact = context.capabilities.batch_invariant and context.usage().in_order
         return Result(
             id=self.name,
@@ -689,22 +605,14 @@ class Job:
             queued_s=self._since_arrival(self._admitted),
             first_token_s=self._since_arrival(self._first),
             last_token_s=self._since_arrival(self._last),
-            logprobs=None if self.request.top_logprobs is None else emitted,
+            logprobs=logprobs,
             prompt_logprobs=None if self.request.prompt_logprobs is None else scores,
             emitted=tuple(emitted),
             exact=is_exact,
             grammar=grammar if isinstance(grammar, Grammar) else None,
             model=self.submission.model.name,
-            pieces=self._pieces(emitted),
+            pieces={} if logprobs is None else named_pieces(self.submission.model, logprobs),
         )
-
-    def _pieces(self, emitted: Sequence[Produced]) -> dict[int, bytes]:
-        """Return the bytes of all tokens in its ``logprobs``; {} if it has none."""
-        if self.request.top_logprobs is None:
-            return {}
-        named = {a.token for one in emitted for a in one.alternatives}
-        named |= {one.token for one in emitted}
-        return {t: named_piece(self.submission.model, t) for t in named}
 
     def _since_arrival(self, moment: float | None) -> float | None:
         return None if moment is None else moment - self.submission.arrival

@@ -196,7 +196,7 @@ def test_ctrl_c_anywhere_in_a_step_loses_nothing(small_ctx: Context, every: int)
 
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 29])
 def test_exception_anywhere_in_the_engine_loses_nothing(small_ctx: Context, every: int) -> None:
-    assert not failures(small_ctx, PACKAGE / "engine", injected, every, Injected)
+    assert not failures(small_ctx, PACKAGE / "run", injected, every, Injected)
 
 
 def test_exception_at_its_last_token_does_not_let_a_text_run_on(

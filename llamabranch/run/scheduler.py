@@ -8,12 +8,13 @@ from __future__ import annotations
 import heapq
 from contextlib import suppress
 
-from ..branch import Branch
 from ..context import Context
 from ..context.prefix_cache import MIN_SHARED, n_common
 from ..errors import CacheFullError, GrammarError, LlamaBranchError, SequencesExhaustedError
-from .job import Job, Key, SegmentEnd, State, Submission
-from .request import EngineStats, Event
+from ..generation.output import SegmentEnd
+from ..generation.text import Text
+from ..request.request import EngineStats, Event
+from .job import Job, Key, State, Submission
 
 __all__ = ["Scheduler"]
 
@@ -148,7 +149,7 @@ class Scheduler:
                 jobs.remove(job)
         if not job.has_ended:
             job.become(State.ENDED)
-        if submission.beginning is not None and job.branch is not None:
+        if submission.beginning is not None and job.sequence is not None:
             heir, n = self._heir(job)
             if heir is not None:
                 self._queue.remove((heir.key, heir))
@@ -159,15 +160,15 @@ class Scheduler:
     def _heir(self, job: Job) -> tuple[Job | None, int]:
         """Return the waiting job that can take over the sequence of ``job``, which ends.
 
-        It is the text of the same branch that has the most tokens in common with ``job``, or None.
+        It is the text of the same request that has the most tokens in common with ``job``, or None.
         Also return how many tokens these are.
         """
         cells, best, n_best = job.cells, None, len(job.prompt)
         for _, other in self._queue:
             if not isinstance(other, Job) or other.submission is not job.submission:
                 continue
-            if other.state is State.WAITING and other.branch is None and other.output.tokens:
-                n = self._ctx.kv_cache.usable(job.held.seq_id, n_common(cells, other.to_cache))
+            if other.state is State.WAITING and other.sequence is None and other.output.tokens:
+                n = self._ctx.kv_cache.usable(job.text.seq_id, n_common(cells, other.to_cache))
                 if n > n_best:
                     best, n_best = other, n
         return best, n_best
@@ -175,11 +176,10 @@ class Scheduler:
     def _hand_over(self, source: Job, job: Job, n: int) -> None:
         """Move the sequence of ``source``, cut to its first ``n`` tokens, to another job."""
         source.rest()
-        branch, source.branch = source.held, None
-        if n < branch.position:
-            branch.rewind(n)
-        branch.sequence.seed = job.seed
-        self._activate(job, branch, n, None)
+        text, source.sequence = source.text, None
+        text.keep(n)
+        text.seed = job.seed
+        self._activate(job, text, n, None)
 
     def rebuild(self) -> None:
         """Queue all unfinished texts again: a step was interrupted at an unknown point."""
@@ -292,7 +292,7 @@ class Scheduler:
         """
         equals = job.equals
         events = [event for each in (job, *equals) for event in each.answer()]
-        if job.branch is None or not (job.may_be_equal and job.can_draw_others):
+        if job.sequence is None or not (job.may_be_equal and job.can_draw_others):
             job.equals = []
             for each in equals:
                 self.requeue(each)
@@ -306,30 +306,28 @@ class Scheduler:
         n = job.n_to_cache
         if len(self.active) != self._limit and self._free_one():
             with suppress(SequencesExhaustedError):  # others took it meanwhile
-                branch = self._fork(job, other.held, n)
-                self._activate(job, branch, n, other)
+                self._activate(job, self._fork(job, other.text, n), n, other)
                 return True
         self.requeue(job)
         return False
 
-    def _fork(self, job: Job, source: Branch, n: int) -> Branch:
-        """Return a root branch for a job; it copies ``n`` tokens and the settings of ``source``."""
+    def _fork(self, job: Job, source: Text, n: int) -> Text:
+        """Return a text for a job; it has the first ``n`` tokens and the settings of ``source``."""
         with self._ctx.lock:
-            branch = Branch(self._ctx, source.sequence.sampler.clone(), job.seed, source)
-            if n < branch.position:
-                branch.rewind(n)
-            branch.detach()
-            return branch
+            text = Text(self._ctx, None, source.sampler.clone(), job.seed, source)
+            text.keep(n)
+            text.parent, text.fork_position = None, 0
+            return text
 
-    def _activate(self, job: Job, branch: Branch, n_cached: int, shared: Job | None) -> None:
-        """Give a job a branch that holds its first ``n_cached`` tokens.
+    def _activate(self, job: Job, text: Text, n_cached: int, shared: Job | None) -> None:
+        """Give a job a sequence that holds its first ``n_cached`` tokens.
 
         ``shared`` is the job with which it shares these tokens, if any.
         """
         job.shared = (shared, n_cached if shared is not None else 0)
         if shared is not None or job.submission.beginning is not None:
             self._stats.shared_prompt_tokens += n_cached
-        job.admit(branch, n_cached)
+        job.admit(text, n_cached)
         self.active.append(job)
         self.most_held = max(self.most_held, len(self.active) + len(self.idle))
 
@@ -341,7 +339,7 @@ class Scheduler:
             return True
         if self._limit is not None and len(self.active) >= self._limit:
             return False
-        if job.branch is not None:  # it was parked
+        if job.sequence is not None:  # it was parked
             self.idle.remove(job)
             self.active.append(job)
             job.become(State.READING if job.running is None else State.RUNNING)
@@ -370,30 +368,30 @@ class Scheduler:
         self._activate(job, *found, source)
         return True
 
-    def _opened(self, job: Job, source: Job | None, n: int) -> tuple[Branch, int]:
-        """Return a branch for a job, and how many of the job's tokens it already holds."""
+    def _opened(self, job: Job, source: Job | None, n: int) -> tuple[Text, int]:
+        """Return a text for a job, and how many of the job's tokens it already holds."""
         beginning = job.submission.beginning
         if beginning is not None:
-            return self._fork(job, beginning.branch if source is None else source.held, n), n
+            return self._fork(job, beginning.text if source is None else source.text, n), n
         wanted = [] if source is not None else _not_scored(job)
-        branch = Branch.create(self._ctx, job.sampling, job.grammar, beginning=wanted)
+        text = Text(self._ctx, None, job.new_sampler(), job.seed, beginning=wanted)
         if source is not None:
-            branch.sequence.share_prefix(source.text, n)
-            return branch, n
+            text.share_prefix(source.text, n)
+            return text, n
         try:
-            n = branch.sequence.take_cached(wanted, job.n_read)
+            n = text.take_cached(wanted, job.n_read)
         except GrammarError:  # the grammar forbids the text that the request continues
-            branch.prune()
+            text.release()
             raise
         n = min(n, len(job.prompt))
         self._stats.cached_prompt_tokens += n
-        return branch, n
+        return text, n
 
     def _best_prefix(self, job: Job) -> tuple[Job | None, int]:
         """Return the job that shares the longest prefix with this one, and how many tokens.
 
         The job is None if the prefix cache has a longer prefix, or if no job shares more than the
-        branch that the request continues.
+        text that the request continues.
         """
         if job.wants_rows:
             return None, 0
@@ -411,11 +409,11 @@ class Scheduler:
             return best
         likely = [] if job.like is None else [job.like]
         for other in (*likely, *self.active, *self.idle):
-            if other.branch is None or (
+            if other.sequence is None or (
                 beginning is not None and other.submission is not job.submission
             ):
                 continue
-            n = memory.usable(other.branch.seq_id, n_common(other.cells, wanted))
+            n = memory.usable(other.sequence.seq_id, n_common(other.cells, wanted))
             if n >= n_least and n > best[1]:
                 best = (other, n)
                 if n == len(wanted):
@@ -438,9 +436,7 @@ class Scheduler:
         ``source`` is the job whose first tokens it shares. ``is_first`` is False if the last
         attempt found no free sequence.
         """
-        is_idle = (
-            source is not None and source in self.idle
-        )  # then its sequence is taken, if need be
+        is_idle = source in self.idle  # then its sequence is taken, if need be
         if not is_idle and not self._free_one() and (self.active or not is_first):
             return False
         n_needed = sum(other.n_uncached + 1 for other in self.active)
@@ -483,7 +479,7 @@ class Scheduler:
         return True
 
     def _preempt(self, job: Job) -> None:
-        job.num_preemptions += job.branch is not None
+        job.num_preemptions += job.sequence is not None
         job.release()
 
 

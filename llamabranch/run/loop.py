@@ -1,0 +1,386 @@
+"""The loop that generates: draft, decode once for all running texts, verify, take tokens.
+
+A generation runs one text; the engine and the sampled searches run many. All of them use this loop.
+A step may also read texts, such as prompts, if its decode has room. The caller decides which text
+gets a sequence and which one gives way. If the cache has no room for a step, nothing changes, and
+the result says so.
+
+Two threads may each generate on the context that the other one drafts with. So the calls that need
+the target's lock (decode, verify, take) and those that may need the drafter's (draft, conclude)
+never overlap: no thread waits for one lock while it holds the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Protocol
+
+from ..arguments import instance
+from ..context import Context
+from ..context.context import text_context
+from ..context.logits import LogitsRow
+from ..context.runner import Batch
+from ..errors import CacheFullError, CapacityError, LlamaBranchError
+from ..generation.config import SpeculativeConfig, draft_length
+from ..generation.draft_states import Beginning, DraftStates
+from ..generation.drafter import (
+    NO_DRAFT,
+    NO_STATE,
+    Drafter,
+    DraftRequest,
+    FixedLength,
+    NullDrafter,
+    SpeculativeStats,
+    checked_drafter,
+)
+from ..generation.output import Produced
+from ..generation.text import Text
+from ..native import forkable_lock
+from .running import PLAIN, RunningText
+
+__all__ = ["Loop", "Reader", "Step"]
+
+_lock = forkable_lock()  # for the totals of all loops
+
+
+class Reader(Protocol):
+    """A text that is read in as many steps as needed.
+
+    Attributes:
+        n_decoded: how many of its tokens the last step has read.
+        error: why it cannot continue.
+    """
+
+    n_decoded: int
+    error: LlamaBranchError | None
+
+    @property
+    def text(self) -> Text:
+        """The text that gets the tokens."""
+
+    @property
+    def wants_rows(self) -> bool:
+        """Whether it needs the logits after each token; if not, only those after the last one."""
+
+    def unread(self) -> list[int]:
+        """Return the tokens that are not decoded yet, at least one."""
+
+    def read(self, tokens: Sequence[int], rows: Sequence[LogitsRow]) -> None:
+        """Take decoded tokens, with the logits it needs. The context's lock is held."""
+
+
+@dataclass(slots=True)
+class Step:
+    """What a step did. Its tokens are in the texts.
+
+    Attributes:
+        n_tokens: tokens of the decode; 0 without a decode.
+        n_draft_decodes: decodes of the drafter.
+        verify_s: seconds of the decode.
+        no_room: the error if the cache has no room for the step, else None. Some text must then
+            give way; nothing has changed.
+    """
+
+    n_tokens: int = 0
+    n_draft_decodes: int = 0
+    verify_s: float = math.nan
+    no_room: CacheFullError | None = None
+
+
+class Loop:
+    """Runs texts of one context, alone or together, with drafts from one drafter.
+
+    Threads may share a loop if each uses its own texts.
+
+    Args:
+        ctx: the context that generates.
+        drafter: proposes the drafts; None = no drafts.
+        config: how much to draft.
+        batched: whether texts share decodes, as in an engine. If they do, nothing is drafted with
+            memory that cannot drop the last tokens of a sequence.
+
+    Raises:
+        ConfigError: an argument has the wrong type.
+        UnsupportedError: ``ctx`` is the context of a head, or the drafter is a head for another model.
+        VocabularyMismatchError: the drafter cannot draft for the context's vocabulary.
+
+    Attributes:
+        drafts: whether anything is drafted.
+        states: the draft states that it keeps between generations.
+        length: decides how long drafts are; it learns from all generations.
+        stats: counts and times of all generations that have ended.
+    """
+
+    def __init__(
+        self,
+        ctx: Context,
+        drafter: Drafter | None = None,
+        config: SpeculativeConfig | None = None,
+        *,
+        batched: bool = False,
+    ) -> None:
+        self.ctx = text_context("target", ctx)
+        self._lock = ctx.lock
+        self.drafter = checked_drafter(drafter, ctx.model)
+        config = SpeculativeConfig() if config is None else config
+        self.config = instance("config", config, SpeculativeConfig)
+        self.stats = SpeculativeStats()
+        self.states = DraftStates(self.drafter)
+        is_plain = isinstance(self.drafter, NullDrafter)
+        self.drafts = not is_plain and (not batched or ctx.kv_cache.undoes(1))
+        self.length = (
+            draft_length(self.config, self.drafter, ctx) if self.drafts else FixedLength(0)
+        )
+
+    def beginning(self, text: Text) -> Beginning:
+        """Return ``text`` as one that jobs continue, with what drafts for it."""
+        return Beginning(text, self.drafter if self.drafts else None, self.config.rule)
+
+    # -- texts that run alone ----------------------------------------------------------------------
+
+    def open(self, text: Text, stats: SpeculativeStats, n_alternatives: int = 0) -> RunningText:
+        """Return ``text`` as one that shares no decode; call ``close`` at the end."""
+        rule = self.config.rule if text.sampler.constraint is None else "seeded"
+        state = self.states.take(text, rule) if self.drafts else NO_STATE
+        length = self.length.stream()
+        return RunningText(text, state, length, rule, stats, n_alternatives, alone=True)
+
+    def close(self, running: RunningText, *, keep: bool, is_changed: bool = False) -> None:
+        """Report the last steps. Keep the draft state for the text's next generation, or free it.
+
+        ``is_changed``: whether other code has changed the text since its last round.
+        """
+        running.report()
+        text = running.text
+        tokens = running.seen if is_changed else list(text.shown)
+        self.states.give_back(text, running.state, tokens if keep else None)
+
+    def add_stats(self, stats: SpeculativeStats) -> None:
+        """Add the counts and times of a finished generation."""
+        with _lock:
+            self.stats.add(stats)
+
+    def total(self) -> SpeculativeStats:
+        """Return a copy of ``stats`` in which all numbers belong together."""
+        total = SpeculativeStats()
+        with _lock:
+            total.add(self.stats)
+        return total
+
+    def round(self, running: RunningText) -> list[Produced]:
+        """Run a step of one text by itself; return what it emits."""
+        text = running.text
+        if not text.is_behind:
+            return [running.draw()]
+        if running.state is NO_STATE or running.skips_draft():
+            with self._lock:
+                running.advance()
+            running.conclude()
+            return running.emitted
+        step = self._run([running], ())
+        error = step.no_room or running.error
+        if error is not None:
+            raise error
+        return running.emitted
+
+    def step(self, running: Sequence[RunningText], readers: Sequence[Reader] = ()) -> Step:
+        """Run a step of all texts, and read as many prompt tokens as fit beside them.
+
+        Args:
+            running: the texts; the cache lacks the last token of each.
+            readers: texts that are read in the same decode.
+
+        Raises:
+            DecodeError: the decode failed or was interrupted; all texts are as before. Errors of
+                the drafter are raised too.
+        """
+        step = self._run(running, readers)
+        if step.n_tokens and running and self.drafts:
+            # the time of a decode that also read texts is not comparable
+            verify_s = math.nan if readers else step.verify_s
+            self.length.learn([member.done for member in running], step.n_tokens, verify_s)
+        return step
+
+    def _run(self, running: Sequence[RunningText], readers: Sequence[Reader]) -> Step:
+        step = Step()
+        for member in running:
+            member.emitted, member.n_decoded, member.error, member.done = [], 0, None, PLAIN
+        for reader in readers:
+            reader.n_decoded, reader.error = 0, None
+        try:
+            step.n_draft_decodes = self._draft(running, len(readers))
+            try:
+                self._decode(step, running, readers)
+            except CapacityError:
+                if not any(member.draft.tokens for member in running):
+                    raise
+                for member in running:
+                    if member.draft.tokens:
+                        member.stats.count_stop("no room to verify")
+                    member.drop_draft()
+                self._decode(step, running, readers)
+        except LlamaBranchError as error:
+            for member in running:
+                member.drop_draft()
+            if not isinstance(error, CacheFullError):
+                raise
+            self._note_full(step, [*running, *readers], error)
+            return step
+        except BaseException:
+            for member in running:
+                member.abandon()
+            raise
+        for member in running:
+            if member.error is None:
+                try:
+                    member.conclude()
+                except LlamaBranchError as error:
+                    member.error = error
+        return step
+
+    def _draft(self, running: Sequence[RunningText], n_readers: int) -> int:
+        """Give each text a draft that fits into the decode; return how often the drafter decoded."""
+        ctx, drafter = self.ctx, self.drafter
+        if not self.drafts:
+            return 0
+        if n_readers and not ctx.kv_cache.can_draft:
+            for member in running:  # this memory cannot undo a decode that also reads
+                member.set_draft(NO_DRAFT)
+            return 0
+        asked: list[RunningText] = []
+        requests: list[DraftRequest] = []
+        for member in running:
+            n_lacking = int(member.text.is_behind)
+            room = ctx.kv_cache.room(member.text.seq_id, member.limit + n_lacking) - n_lacking
+            request = member.request(room)
+            if request is None:
+                member.set_draft(NO_DRAFT)
+            else:
+                asked.append(member)
+                requests.append(request)
+        if not requests:
+            return 0
+        room = ctx.n_outputs_max - len(running) - n_readers
+        n_decodes = 0
+        for member, draft in zip(asked, drafter.propose_many(requests), strict=True):
+            if len(draft.tokens) > room:
+                draft.cut(max(0, room))
+            room -= len(draft.tokens)
+            n_decodes += draft.n_decodes
+            member.set_draft(draft)
+        if len(running) > 1:
+            self._fit_together(running)
+        return n_decodes
+
+    def _fit_together(self, running: Sequence[RunningText]) -> None:
+        """Cut the drafts of several texts so that one decode can verify all of them.
+
+        How much of a draft fits depends on the other drafts' lengths, and those depend on drawn
+        tokens. A draft that was drawn at random for a rule that compares distributions is therefore
+        always dropped as a whole.
+        """
+        memory, drafts = self.ctx.kv_cache, [member.draft for member in running]
+        if memory.can_draft:
+            return
+        for member in running:
+            if member.draft.sources and member.rule != "seeded":
+                member.draft.cut(0)
+        fitting = memory.fit_together([len(draft.tokens) for draft in drafts], 0)
+        for draft, n in zip(drafts, fitting, strict=True):
+            draft.cut(n)
+
+    def _decode(
+        self, step: Step, running: Sequence[RunningText], readers: Sequence[Reader]
+    ) -> None:
+        """Decode last tokens, drafts and texts together; each text takes its rows."""
+        ctx = self.ctx
+        if not ctx.capabilities.batch_invariant and any(
+            member.rule == "seeded" for member in running
+        ):
+            ctx.warn_if_inexact(len(running) + sum(len(member.draft.tokens) for member in running))
+        with self._lock:  # the logits are valid until the next decode of any thread
+            if len(running) == 1 and not readers:
+                self._decode_alone(step, running[0])
+            else:
+                self._decode_together(step, running, readers)
+
+    def _decode_together(
+        self, step: Step, running: Sequence[RunningText], readers: Sequence[Reader]
+    ) -> None:
+        ctx = self.ctx
+        members: tuple[RunningText | Reader, ...] = (*running, *readers)
+        batch, texts = self._pack(running, readers)
+        expiring = [row for member in members for row in member.text.expiring_rows()]
+        start = perf_counter()
+        rows = batch.decode(ctx.decoder, expiring)
+        step.verify_s = verify_s = perf_counter() - start
+        step.n_tokens = sum(map(len, texts))
+        for member, tokens, member_rows in zip(members, texts, rows, strict=True):
+            member.n_decoded = len(tokens)
+            try:
+                if isinstance(member, RunningText):
+                    member.take(member_rows, verify_s * len(tokens) / step.n_tokens)
+                elif tokens:
+                    member.read(tokens, member_rows)
+            except LlamaBranchError as error:
+                member.error = error
+
+    def _decode_alone(self, step: Step, running: RunningText) -> None:
+        """Decode the plan of one text, which then takes its rows."""
+        start = perf_counter()
+        if running.draft.tokens:
+            rows = running.plan().decode()
+        else:  # the compiled core draws the next token in the same call
+            rows = [running.text.decode_last(draws_next=running.draws)]
+        step.verify_s = perf_counter() - start
+        step.n_tokens = running.n_decoded = 1 + len(running.draft.tokens)
+        try:
+            running.take(rows, step.verify_s)
+        except LlamaBranchError as error:
+            running.abandon()
+            if isinstance(error, CapacityError):  # memory that has to decode again to accept tokens
+                raise
+            running.error = error
+
+    def _pack(
+        self, running: Sequence[RunningText], readers: Sequence[Reader]
+    ) -> tuple[Batch, list[list[int]]]:
+        """Return the batch of a step, and the tokens of each text in it."""
+        ctx, batch = self.ctx, Batch()
+        texts = [
+            member.plan().tokens if member.draft.tokens else member.text.lacking()
+            for member in running
+        ]
+        for member, tokens in zip(running, texts, strict=True):
+            batch.add(member.text.seq_id, tokens, "all")
+        room = ctx.n_outputs_max - len(batch.entries) - len(readers)
+        for reader in readers:
+            left, wants_rows = ctx.n_batch - len(batch.entries), reader.wants_rows
+            if wants_rows:
+                left = min(left, 1 + max(0, room))
+            unread = reader.unread()
+            tokens = unread[: max(0, left)]
+            if wants_rows:
+                room -= len(tokens) - 1
+            is_last = len(tokens) == len(unread)
+            logits = "all" if wants_rows else "last" if is_last else "none"
+            batch.add(reader.text.seq_id, tokens, logits)
+            texts.append(tokens)
+        return batch, texts
+
+    def _note_full(
+        self, step: Step, members: Sequence[RunningText | Reader], error: CacheFullError
+    ) -> None:
+        """Set the error of each text whose part of the cache is full.
+
+        If there is no such text, set ``no_room``: some text must give way.
+        """
+        ctx = self.ctx
+        for member in members:
+            if not ctx.kv_cache.room(member.text.seq_id, 1):
+                member.error = error
+        if all(member.error is None for member in members):
+            step.no_room = error

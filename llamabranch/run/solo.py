@@ -1,0 +1,106 @@
+"""One text that runs by itself: a job without a queue, for branches, sessions and speculators."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from ..errors import ClosedError
+from ..generation.drafter import SpeculativeStats
+from ..generation.output import OutputBuffer, Produced
+from ..generation.text import Text
+from ..sampling.constraint import ConstraintState
+from .loop import Loop
+from .running import RunningText
+
+__all__ = ["Solo"]
+
+
+class Solo:
+    """Generates one text by itself, without an engine, and gives out one token at a time.
+
+    Between two tokens other code may change the text; the output then continues after the change.
+
+    Args:
+        text: a text that has read its prompt; the output continues it.
+        output: takes the tokens.
+        stats: counts the rounds.
+        n_alternatives: how many of the most probable tokens are reported with each token.
+        constraint: applies to the text after the last token that was read.
+        keeps: whether the text may be continued later. If not, the end neither trims its tokens nor
+            keeps its draft state.
+    """
+
+    def __init__(
+        self,
+        text: Text,
+        output: OutputBuffer,
+        stats: SpeculativeStats,
+        n_alternatives: int = 0,
+        constraint: ConstraintState | None = None,
+        *,
+        keeps: bool = True,
+    ) -> None:
+        self._keeps = keeps
+        self._text, self._output, self._stats = text, output, stats
+        self._n_alternatives, self._constraint = n_alternatives, constraint
+        self._version: int | None = None  # of the text, as this object left it; None: not begun
+        self._start = 0  # the position in the text where the output begins
+        self._running: dict[Loop, RunningText] = {}
+
+    def next(self, loop: Loop) -> Produced | None:
+        """Give out the next token; return None if there is nothing to emit for it.
+
+        If no token of the last round is left, another round runs, by ``loop``.
+        """
+        text, output = self._text, self._output
+        if text.version != self._version:
+            self._follow()
+        try:
+            if not text.held:
+                running = self._running.get(loop)
+                if running is None:
+                    running = loop.open(text, self._stats, self._n_alternatives)
+                    self._running[loop] = running
+                running.limit = output.draft_limit
+                text.held = loop.round(running)
+            shown = output.add(text.held[0])
+            del text.held[0]
+        except BaseException:
+            self._version = text.version  # all changes since then are this round's own
+            self.end(decodes=False)
+            raise
+        self._version = text.version
+        return shown
+
+    def _follow(self) -> None:
+        """Continue after other code has changed the text."""
+        text = self._text
+        text.held = []
+        self._close(is_changed=True)
+        self._start = text.position - len(self._output.tokens)
+        if self._constraint is not None:
+            text.constrain(self._constraint)
+        self._version = text.version
+
+    def _close(self, *, is_changed: bool) -> None:
+        while self._running:
+            loop, running = self._running.popitem()
+            loop.close(running, keep=self._keeps, is_changed=is_changed)
+
+    def end(self, *, decodes: bool) -> None:
+        """Leave the text with exactly the tokens that were given out; ``next`` may continue it.
+
+        ``decodes``: see `Text.end_at`.
+        """
+        text = self._text
+        is_changed = text.version != self._version
+        if is_changed:
+            self._start = text.position - len(self._output.tokens)
+        try:
+            # If the context was closed, the sampler of the text may be freed already.
+            with suppress(ClosedError):
+                if self._keeps and not text.ctx.closed:
+                    text.end_at(self._start + len(self._output.tokens), decodes=decodes)
+            self._version = text.version
+        finally:
+            self._close(is_changed=is_changed)

@@ -657,7 +657,7 @@ class ArgumentTags:
             raise Mismatch
         if not around.before.strip() and not _BARE_KEY.fullmatch(key):
             raise Mismatch  # one cannot tell where it begins
-        cursor.literal(between.rstrip() if between.strip() else between)
+        cursor.literal(between.rstrip())
         self._skip_tail(cursor, between)
         return key
 

@@ -125,9 +125,11 @@ def _variables(source: str) -> list[str]:
     """Return the names of the variables that a template uses and does not set."""
     try:
         from jinja2 import TemplateError, meta
-
+    except ImportError:
+        return []
+    try:
         return sorted(meta.find_undeclared_variables(_compiled(source).environment.parse(source)))
-    except (ImportError, TemplateError, RecursionError):
+    except (TemplateError, RecursionError):
         return []
 
 

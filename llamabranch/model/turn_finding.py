@@ -637,17 +637,9 @@ def _path_to(value: object, fits: object, depth: int = 0) -> tuple[str, ...] | N
     return None
 
 
-_SPACINGS = [
-    Values(),
-    Values(item=",", pair=":"),
-    Values(item=", ", pair=":"),
-    Values(item=",", pair=": "),
-]
-
-
 def _arguments_in(text: str, *, as_text: bool) -> tuple[str, Values] | None:
     """Return how the arguments of the probe are written in a text."""
-    for values in _SPACINGS:
+    for values in (Values(), Values(item=",", pair=":")):
         written = values.write({_KEY: _VALUE})
         written = json.dumps(written) if as_text else written
         if written in text:

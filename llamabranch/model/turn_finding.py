@@ -1,8 +1,8 @@
 """Find the form of a template's turns by rendering answers that differ in one thing and comparing them.
 
 No template is known by name. An answer is rendered with and without a thought, with one call, two calls,
-and other arguments. The form is the text around the texts that were put in. All renderings are made in
-one exchange with the process that runs templates.
+and other arguments. The form is the text around the texts that were put in. All renderings take two or
+three exchanges with the process that runs templates.
 """
 
 from __future__ import annotations

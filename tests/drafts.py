@@ -10,28 +10,19 @@ import toys
 
 from llamabranch import (
     Branch,
+    ChainDrafter,
     Context,
     Drafter,
     Model,
+    ModelDrafter,
     Produced,
     SamplingParams,
     SpeculativeConfig,
     SuffixDrafter,
 )
 from llamabranch.generation.drafter import Draft
+from llamabranch.speculative import PromptLookupDrafter
 from llamabranch.speculative.copying import doubling
-
-__all__ = [
-    "FIXED",
-    "GREEDY",
-    "PROMPTS",
-    "WARM",
-    "Eager",
-    "Knowing",
-    "counting",
-    "plain",
-    "write_renumbered",
-]
 
 FIXED = SpeculativeConfig(draft_k=4)
 PROMPTS = [
@@ -52,6 +43,18 @@ class Eager(SuffixDrafter):
         super().__init__()
         self.lengths = doubling(1, 8)
         self.factor = self.offset = factor
+
+
+def make(which: str, draft: Context) -> Drafter | None:
+    """Return a new drafter of a kind; ``draft`` is the context of a draft model."""
+    makers: dict[str, Callable[[], Drafter | None]] = {
+        "none": lambda: None,
+        "model": lambda: ModelDrafter(draft),
+        "lookup": lambda: PromptLookupDrafter(max_ngram=3, min_ngram=1),
+        "suffix": Eager,
+        "chain": lambda: ChainDrafter([PromptLookupDrafter(), ModelDrafter(draft)]),
+    }
+    return makers[which]()
 
 
 class Knowing(Drafter):

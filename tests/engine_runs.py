@@ -5,11 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import toys
-from drafts import GREEDY, WARM
 
 from llamabranch import Branch, Context, Engine, Event, Request, Result, SamplingParams
-
-__all__ = ["GREEDY", "PROMPTS", "WARM", "alone", "assert_clean", "results_of", "run", "write_tiny"]
 
 PROMPTS = ["Once upon a time", "The wolf", "In the forest there stood", "A king had a daughter"]
 
@@ -19,6 +16,15 @@ def alone(ctx: Context, request: Request, result: Result) -> list[int]:
     params = (request.sampling or SamplingParams()).replace(seed=result.seed)
     with Branch.start(ctx, request.prompt, sampling=params, grammar=request.grammar) as branch:
         return [t.token for t in branch.generate(request.max_tokens, request.stop)]
+
+
+def check_alone(ctx: Context, request: Request, result: Result) -> None:
+    """Fail unless tokens, text and finish reason are those of the request when it runs alone."""
+    params = (request.sampling or SamplingParams()).replace(seed=result.seed)
+    with Branch.start(ctx, request.prompt, sampling=params, grammar=request.grammar) as branch:
+        text = "".join(t.text for t in branch.generate(request.max_tokens, request.stop))
+        found = result.tokens, result.text, result.finish_reason
+        assert found == (branch.generated, text, branch.finish_reason), (request, result)
 
 
 def run(engine: Engine) -> list[Event]:
@@ -34,15 +40,16 @@ def results_of(events: list[Event]) -> dict[str, Result]:
     return {event.id: event.result for event in events if event.result is not None}
 
 
-def assert_clean(ctx: Context) -> None:
-    """Assert that only the prefix cache has something left, and clear it."""
-    usage = ctx.usage()
-    assert (usage.cells_used, ctx.n_seq_free, usage.in_order) == (0, ctx.n_seq_max, True)
-    if ctx.prefix_cache is not None:
-        ctx.prefix_cache.clear()
+def assert_clean(*contexts: Context) -> None:
+    """Assert that only the prefix caches have something left, and clear them."""
+    for ctx in contexts:
         usage = ctx.usage()
-    assert (usage.cells_cached, usage.cells_reserved) == (0, 0)
-    ctx.audit()
+        assert (usage.cells_used, ctx.n_seq_free, usage.in_order) == (0, ctx.n_seq_max, True)
+        if ctx.prefix_cache is not None:
+            ctx.prefix_cache.clear()
+            usage = ctx.usage()
+        assert (usage.cells_cached, usage.cells_reserved) == (0, 0)
+        ctx.audit()
 
 
 def write_tiny(path: Path) -> Path:

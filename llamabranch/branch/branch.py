@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import os
 import weakref
@@ -70,8 +69,7 @@ class Branch:
     ) -> None:
         """Allocate a sequence. For ``create`` and ``fork``, not for users."""
         inherited = None if parent is None else parent.sequence
-        used = () if inherited is None else (inherited.seq_id,)
-        seq_id = ctx.sequences.allocate(self, beginning, used=used)
+        seq_id = ctx.sequences.allocate(self, beginning)
         self.sequence: Text = Text(ctx, seq_id, sampler, seed, inherited)
         self.ctx = ctx
         self.parent: Branch | None = parent
@@ -641,23 +639,42 @@ class Branch:
         if parent is not None:
             parent._children.add(self)
 
-    def transfer_text(self) -> Branch:
-        """Move this branch's sequence to a new root and return that; this branch is pruned.
+    def leave_to_cache(self) -> None:
+        """Prune this branch; its K/V stays in the prefix cache, and its forks become roots.
 
-        For a cache of branches when no sequence is free for a fork; not for users.
+        For texts that may come back, such as turns of a chat; not for users.
         """
         with self._lock:
-            self.detach()
+            if self.sequence.is_pruned:
+                return
             for child in self.children:
                 child.detach()
-            heir = copy.copy(self)
-            heir._children, heir._serial = weakref.WeakSet(), next(_serial)
-            self.ctx.sequences.transfer(self.seq_id, heir)
-            self.sequence = ours = copy.copy(heir.sequence)
-            ours.is_pruned, ours.row, ours.draft_state = True, None, None
-            ours.tokens, ours.surprisals = [*ours.tokens], [*ours.surprisals]
-            ours.appended = [*ours.appended]
-            return heir
+            self.sequence.keep_cached(is_last=True)
+            self.prune()
+
+    def revived(self) -> Branch | None:
+        """Return a root with the text of this pruned branch; None if the prefix cache lacks its K/V.
+
+        Nothing is decoded. Not for users.
+
+        Raises:
+            SequencesExhaustedError: no sequence is free.
+        """
+        old, ctx = self.sequence, self.ctx
+        with self._lock:
+            prefixes, tokens = ctx.prefix_cache, list(old.tokens)
+            if prefixes is None or prefixes.n_common(tokens) < len(tokens) - 1:
+                return None
+            branch = Branch(ctx, old.sampler.clone(), old.seed, None, tokens)
+            text = branch.sequence
+            if not text.n_cached:
+                prefixes.take(text.seq_id, tokens)
+            text.restore(
+                tokens, old.n_prompt, old.appended, [*old.surprisals], old.incomplete, text.sampler,
+                old.seed,
+            )  # fmt: skip
+            text.finish_reason = old.finish_reason
+            return branch
 
     def snapshot(self) -> Snapshot:
         """Return a copy of the complete state, without children; see ``restore``.

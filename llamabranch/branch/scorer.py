@@ -219,7 +219,6 @@ class _Reading:
         self._least = 1 if self._is_tree else _LEAST_SHARED
         self._texts = [_Text(i, text) for i, text in enumerate(wanted)]
         self._paths: list[_Path] = []
-        self._used = {text.base.seq_id for text in self._texts}  # must not be evicted
         self._n_held = 0
         self._finished = [text.number for text in self._texts if text.is_done]
 
@@ -303,7 +302,7 @@ class _Reading:
         return self._n_needed(group) <= cells and n_leaves <= self._n_free() + n_in_place
 
     def _n_free(self) -> int:
-        return self._ctx.sequences.count_free(used=self._used)
+        return self._ctx.sequences.count_free()
 
     def _n_needed(self, group: Sequence[_Stretch]) -> int:
         """Return the most tokens that may be decoded; short shared parts may be decoded twice."""
@@ -320,8 +319,7 @@ class _Reading:
         ctx = self._ctx
         with ctx.lock:
             self._make_room(node.end - node.start)
-            seq_id = ctx.sequences.allocate(self, used=self._used)
-            self._used.add(seq_id)
+            seq_id = ctx.sequences.allocate(self)
             self._n_held += 1
         try:
             with ctx.lock:
@@ -332,7 +330,6 @@ class _Reading:
             self._walk(self._below(node, prefix))
         finally:
             self._n_held -= 1
-            self._used.discard(seq_id)
             ctx.sequences.free(seq_id)
 
     def _read_group(self, group: Sequence[_Stretch]) -> None:
@@ -354,7 +351,7 @@ class _Reading:
                         seqs[i], in_place[seq_id] = seq_id, len(node.base.tokens)
                         ctx.kv_cache.prepare(seq_id, len(self._paths[i].tokens))
                         continue
-                    seqs[i] = ctx.sequences.allocate(self, used=self._used)
+                    seqs[i] = ctx.sequences.allocate(self)
                     if as_tree or i == node.low:
                         self._share(node.base, seqs[i])
                 n_allocated = len(seqs) - len(in_place) + self._n_held

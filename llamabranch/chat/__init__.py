@@ -1,4 +1,4 @@
-"""Conversations whose turns are branches: only new tokens are evaluated."""
+"""Conversations in which only new tokens are evaluated."""
 
 from .chat import Answer, Chat, ChatSettings, ChatStats
 from .conversation import Exchange

@@ -19,7 +19,7 @@ from ..branch import Branch, Produced
 from ..branch.tree import BranchTree
 from ..context.context import text_context
 from ..context.prefix_cache import n_common
-from ..context.progress import OnPromptProgress
+from ..context.progress import OnPromptProgress, Reading
 from ..engine.completion import tool_grammar
 from ..engine.context import Context
 from ..errors import (
@@ -53,7 +53,6 @@ from ..speculative import Generation, SpeculativeConfig, SpeculativeStats, Specu
 from ..speculative.combined import DrafterChoice, auto_drafter
 from .conversation import Exchange, Line, exchanges_of, messages_of, tree_of
 from .saved import SavedChat, read_chat, write_chat
-from .turns import TurnBranches
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -111,8 +110,8 @@ class Chat:
     """A conversation that can be undone, edited, forked and saved; only new tokens are evaluated.
 
     The model's chat template writes the conversation. A message stays text, even if it spells control
-    tokens. The K/V of earlier turns is kept in branches, so the longest known beginning of a prompt is
-    not evaluated again, even after an edit or a switch.
+    tokens. The K/V of earlier turns stays in the context's prefix cache, so the longest known beginning
+    of a prompt is not evaluated again, even after an edit or a switch.
 
     In a batch-invariant context each answer has the text of a branch with the same prompt tokens,
     settings and seed; in other contexts rounding can change it.
@@ -121,8 +120,7 @@ class Chat:
     while an answer is run to its end, raises BranchStateError and changes nothing.
 
     Args:
-        ctx: the context that answers. With 8 sequences or more several turns are kept; all but the last
-            are evicted when another text needs a sequence.
+        ctx: the context that answers. The chat opens its prefix cache, even with ``prefix_cache=False``.
         drafter: drafts the answers; "auto" = like `Engine`, if the memory can drop tokens; None = plain
             decoding.
         config: how much to draft.
@@ -182,7 +180,7 @@ class Chat:
         self.current = 1
         self._lines = {1: Line(1, system=system)}
         self._id = uuid4().hex  # a saved chat has the id of the first chat in its folder
-        self._turns = TurnBranches(ctx)
+        self._branch: Branch | None = None  # the only one that is not pruned
         self._answer: Answer | None = None
         self._stats = ChatStats(0, 0, 0, 0, self.speculator.stats)
         if ctx.model.chat_template is None:
@@ -194,6 +192,7 @@ class Chat:
         self.set(**cast(ChatSettings, {**changes, **settings}))
         self.tools = Tools(tools or (), None, ctx.model.turn_format)
         self._tokens(system, (), Exchange(None, "x"))  # raises if the template refuses it
+        ctx.keep_prefixes(always=True)
 
     # -- properties --------------------------------------------------------------------------------
 
@@ -209,10 +208,13 @@ class Chat:
 
     @_exclusive
     def close(self) -> None:
-        """End a running answer and free all sequences. A second call does nothing."""
+        """End a running answer and free its sequence. A second call does nothing.
+
+        The K/V stays in the prefix cache until its cells are needed.
+        """
         self._end_answer()
         if not self.ctx.closed:
-            self._turns.close()
+            self._leave()
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -294,12 +296,12 @@ class Chat:
 
     @property
     def branch(self) -> Branch | None:
-        """The branch that ends with the last answer; None before that, or once it is pruned.
+        """The branch that ends with the last answer; None before that, or once its K/V is evicted.
 
-        The chat never prunes a fork of this branch.
+        It is pruned when the chat continues, but not its forks. After a switch or an undo it takes a
+        sequence, and nothing is evaluated.
         """
-        branch = None if self._line.head is None else self._line.head.branch
-        return None if branch is None or branch.state == "pruned" else branch
+        return None if self._line.head is None else self._revived(self._line.head)
 
     @property
     def stats(self) -> ChatStats:
@@ -416,11 +418,8 @@ class Chat:
         grammar = tool_grammar(model, self.tools, None) if self.tools.is_used else None
         before = [] if parent is None else parent.path[n_cut:]
         n_next = self._n_next(line.system, before, question, tokens)
-        prompt, n_new = self._turns.read(tokens, params, self.on_prompt_progress, n_next=n_next)
-        branch = self._turns.fork(prompt)
-        if not self.ctx.fits(branch.seq_id, 1):
-            self._turns.prune_one(branch)  # a verification needs a sequence
-        branch.resample(params)
+        branch, n_new = self._read(tokens, params, n_next)
+        self._branch = branch
         self._stats.num_evaluated_tokens += n_new
         self._stats.num_cached_tokens += len(tokens) - n_new
         self._stats.num_answers += 1
@@ -431,6 +430,49 @@ class Chat:
         self._lines, self.current = {**self._lines, line.number: line}, line.number
         self._answer = Answer(self, exchange, branch, thinking, grammar)
         return self._answer
+
+    def _read(
+        self, tokens: Sequence[int], params: SamplingParams, n_next: int
+    ) -> tuple[Branch, int]:
+        """Return a branch with a prompt, and how many of its tokens were evaluated.
+
+        ``n_next``: how many of these tokens the prompt of the next turn will probably begin with. Memory
+        that cannot be cut everywhere keeps a checkpoint there.
+        """
+        self._leave()
+        branch = Branch.create(self.ctx, params, beginning=tokens[:-1])
+        try:
+            n = branch.sequence.take_prompt(tokens)
+            report = self.on_prompt_progress
+            if report is not None and n < n_next < len(tokens):  # two parts, shown as one prompt
+                report = Reading(n, len(tokens)).relayed(report)
+            for part in (tokens[n:n_next], tokens[max(n, n_next) :]):
+                if part:
+                    branch.prefill(part, on_prompt_progress=report)
+            branch.sequence.keep_cached(with_row=True)
+        except BaseException:
+            branch.prune()
+            raise
+        return branch, len(tokens) - n
+
+    def _leave(self) -> None:
+        """Leave the K/V of the last branch to the prefix cache, and free its sequence."""
+        branch, self._branch = self._branch, None
+        if branch is not None:
+            branch.leave_to_cache()
+
+    def _revived(self, exchange: Exchange) -> Branch | None:
+        """Return the branch of an exchange, with its K/V from the prefix cache; None if it is evicted."""
+        if exchange.branch is not None and exchange.branch.state == "pruned":
+            with self.held():
+                self._leave()
+                self._branch = exchange.branch.revived()
+                exchange.branch = self._branch or exchange.branch
+        return (
+            None
+            if exchange.branch is None or exchange.branch.state == "pruned"
+            else exchange.branch
+        )
 
     def _fitting(self, line: Line, question: Exchange) -> tuple[list[int], int]:
         """Return the tokens of a prompt, and how many exchanges are left out because it is too long.
@@ -557,9 +599,10 @@ class Chat:
         self._end_answer()
         lines = list(self._lines.values())
         saved = SavedChat(self._id, lines, self.current, self.sampling, self.max_tokens, self.stop)
-        ends = {line.head.branch: line.head for line in lines if line.head is not None}
-        kept_branches = [ends[branch] for branch in self._turns.living() if branch in ends]
-        write_chat(folder, self.ctx.model, saved, kept_branches)
+        current_last = [*self._lines.values(), self._line]
+        heads = dict.fromkeys(line.head for line in reversed(current_last) if line.head is not None)
+        ends = (head for head in reversed(heads) if self._revived(head) is not None)
+        write_chat(folder, self.ctx.model, saved, ends)
 
     @classmethod
     def load(
@@ -594,24 +637,15 @@ class Chat:
                    stop=saved.stop)  # fmt: skip
         chat._id, chat.current = saved.id, saved.current
         chat._lines = {line.number: line for line in saved.lines}
-        branches: list[Branch] = []
         try:
-            for path, exchange in reversed(
-                saved.branches
-            ):  # the last one is the most recently used
-                exchange.branch = Branch.load(ctx, path, trusted=trusted)
-                branches.append(exchange.branch)
-        except CapacityError:  # the rest is evaluated again
-            pass
-        except BaseException as error:
-            for branch in branches:
-                branch.prune()
-            if not isinstance(error, SnapshotError) or error.setting is None:
+            for path, exchange in saved.branches:  # the last one is the most recently used
+                with suppress(CapacityError):  # it is evaluated again
+                    exchange.branch = Branch.load(ctx, path, trusted=trusted)
+                    exchange.branch.leave_to_cache()
+        except SnapshotError as error:
+            if error.setting is None:
                 raise
-            branches = []
             warn(f"the conversation is evaluated again: {error.message}", PerformanceWarning)
-        for branch in reversed(branches):
-            chat._turns.keep(branch)
         return chat
 
 
@@ -620,7 +654,8 @@ class Answer:
 
     Attributes:
         exchange: the message and its answer, as the chat keeps them.
-        branch: the branch with the tokens of the prompt and the answer.
+        branch: the branch with the tokens of the prompt and the answer. It is pruned when the chat
+            continues: fork it to keep it.
         prompt: the token ids of the prompt, written by the chat template.
     """
 
@@ -638,8 +673,7 @@ class Answer:
         self._chat = chat
         self._thinking, self._grammar = thinking, grammar
         self._thought: list[int] = []  # tokens
-        # There is a new generation each time that a full cache has ended one.
-        self._generations: list[Generation] = []
+        self._generation: Generation | None = None  # of the answer, after its thought
         self._events = self._run()
         self._has_ended = self._was_cut_off = False
         self._reader = 0  # the thread that iterates; 0 = none yet
@@ -651,16 +685,18 @@ class Answer:
     @property
     def text(self) -> str:
         """The text without the stop string. If nobody iterates, reading it generates all of it."""
-        if not self._generations:
-            self.finish()
+        self._begin_unread()
         return self.exchange.answer
 
     @property
     def thought(self) -> str:
         """The thought before the answer. If nobody iterates, reading it generates all of it."""
-        if not self._generations:
-            self.finish()
+        self._begin_unread()
         return self.exchange.thought
+
+    def _begin_unread(self) -> None:
+        if inspect.getgeneratorstate(self._events) == inspect.GEN_CREATED:
+            self.finish()
 
     @property
     def tool_calls(self) -> list[ToolCall]:
@@ -674,8 +710,7 @@ class Answer:
     @property
     def tokens(self) -> list[int]:
         """The token ids so far, beginning with those of the thought; a copy."""
-        answer = [token for generation in self._generations for token in generation.tokens]
-        return self._thought + answer
+        return self._thought + ([] if self._generation is None else self._generation.tokens)
 
     @property
     def finish_reason(self) -> str | None:
@@ -707,8 +742,8 @@ class Answer:
 
     def _note(self) -> None:
         """Write the answer so far into the conversation."""
-        if not self.exchange.calls:
-            self.exchange.answer = "".join(generation.text for generation in self._generations)
+        if self._generation is not None and not self.exchange.calls:
+            self.exchange.answer = self._generation.text
         self.exchange.n_tokens = len(self.tokens)
 
     def _run(self) -> Generator[Produced, None, None]:
@@ -719,23 +754,21 @@ class Answer:
             text, model = self.branch.sequence, chat.ctx.model
             sampler = Sampler(model, text.sampler.params, self._grammar)
             text.begin_anew(len(text.tokens), sampler)
-        while self.finish_reason is None:
+        if self.finish_reason is None:
             left = None if limit is None else max(0, limit - len(self.tokens))
-            generation = chat.speculator.generate(self.branch, max_tokens=left, stop=chat.stop)
-            self._generations.append(generation)
-            yield from self._segment(generation)
+            self._generation = chat.speculator.generate(
+                self.branch, max_tokens=left, stop=chat.stop
+            )
+            yield from self._until_full(self._generation)
         self._note()
         self._read_calls()
 
-    def _segment(self, generation: Generation) -> Generator[Produced, None, None]:
-        """Yield the tokens of a generation; note why it ended, unless it can continue with more cells."""
-        chat = self._chat
+    def _until_full(self, generation: Generation) -> Generator[Produced, None, None]:
+        """Yield the tokens of a generation; note why it ended."""
         try:
             yield from generation
         except CapacityError:
-            has_room = self.branch.position < chat.ctx.n_ctx_seq
-            if not (has_room and chat._turns.prune_one(self.branch)):
-                self.exchange.finish_reason = "capacity"
+            self.exchange.finish_reason = "capacity"
         else:
             self.exchange.finish_reason = generation.finish_reason
 
@@ -744,14 +777,10 @@ class Answer:
         chat, text, start = self._chat, self.branch.sequence, self.branch.position
         buffer = ThoughtBuffer(chat.ctx.model, thinking, limit)
         self._thought = buffer.tokens
-        while True:
-            generation = Generation(chat.speculator.loop, text, buffer, owner=self.branch)
-            for token in self._segment(generation):
-                self.exchange.thought += token.text
-                yield token
-            if self.finish_reason is not None or buffer.finish_reason is None:
-                break
-            buffer.resume()
+        generation = Generation(chat.speculator.loop, text, buffer, owner=self.branch)
+        for token in self._until_full(generation):
+            self.exchange.thought += token.text
+            yield token
         ended, self.exchange.thought = buffer.ended, buffer.thought
         if ended is None or self.finish_reason == "capacity":
             return
@@ -760,7 +789,7 @@ class Answer:
         self.exchange.finish_reason = None
         self.branch.rewind(start + n_kept)
         if forced:
-            chat._turns.with_room(lambda: self.branch.append(forced), self.branch)
+            self.branch.append(forced)
 
     def _read_calls(self) -> None:
         """Separate the calls of functions from the answer."""
@@ -808,6 +837,4 @@ class Answer:
             self._events.close()
         finally:
             self._note()
-            if not self._chat.ctx.closed:
-                self._chat._turns.keep(self.branch)
             self._chat._conclude(self.exchange)

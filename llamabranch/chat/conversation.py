@@ -1,6 +1,6 @@
 """A conversation as a tree of exchanges (a message and its answer), and its lines from the root.
 
-This module knows nothing about tokens; `turns` knows which of them are already evaluated.
+This module knows nothing about tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Exchange:
             then the text without them.
         results: the results of the functions that the previous exchange called; then there is no message
             of the user.
-        branch: the branch with the tokens of prompt and answer; it is pruned when its sequence is needed.
+        branch: the branch with the tokens of prompt and answer. It is pruned when the chat continues; see
+            `Chat.branch`.
     """
 
     parent: Exchange | None

@@ -12,12 +12,12 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import uuid4
 
-from ..errors import BranchStateError, SnapshotError, UnsupportedError
+from ..errors import SnapshotError, UnsupportedError
 from ..files import atomic_write, path_of
 from ..model import Model
 from ..sampling import SamplingParams
@@ -57,7 +57,7 @@ class SavedChat:
 
 
 def write_chat(
-    folder: str | os.PathLike[str], model: Model, chat: SavedChat, ends: Sequence[Exchange]
+    folder: str | os.PathLike[str], model: Model, chat: SavedChat, ends: Iterable[Exchange]
 ) -> None:
     """Save the chat, replacing an earlier save in this folder. Only the branches in ``ends`` are saved.
 
@@ -80,8 +80,8 @@ def write_chat(
         files: list[dict[str, object]] = []
         for exchange in ends:
             name = f"{uuid4().hex}.branch"
-            # If it cannot be saved, or another thread took its sequence, it is evaluated again later.
-            with contextlib.suppress(UnsupportedError, BranchStateError):
+            # If it cannot be saved, it is evaluated again later.
+            with contextlib.suppress(UnsupportedError):
                 if exchange.branch is not None:
                     exchange.branch.save(place / name)
                     files.append({"file": name, "exchange": number[exchange]})

@@ -202,11 +202,6 @@ class Context:
             return True
         return rewrite_in_order(self.decoder, self.sequences.holders(), self.prefix_cache)
 
-    def fits(self, seq_id: int, n: int) -> int:
-        """Return how many of ``n`` drafted tokens of a sequence can be verified in one decode."""
-        n = min(n, self.n_outputs_max - 1)
-        return self.kv_cache.fits(n, lambda: self.sequences.count_free(used=(seq_id,)))
-
     def mtp_head(self) -> Context | None:
         """Return the context of this model's own MTP layers, which drafts for this one; opened once.
 
@@ -218,21 +213,27 @@ class Context:
                 self._head = Context(self.model, target=self)
         return self._head
 
-    def keep_prefixes(self, most_idle: int = END) -> None:
+    def keep_prefixes(self, most_idle: int = END, *, always: bool = False) -> None:
         """Open the prefix cache, unless ``prefix_cache`` was set or too few ids are left for it.
 
-        ``most_idle``: the most cells that cached texts may hold while they are unused. It only
-        applies if flash attention is off, because each token is then computed against these cells
-        too. After several calls the largest number applies.
+        Args:
+            most_idle: the most cells that cached texts may hold while they are unused. It only applies
+                if flash attention is off, because each token is then computed against these cells too.
+                After several calls the largest number applies.
+            always: open it in any context, for texts that will come back. If there are no other ids,
+                cached texts take sequences of the context until another text needs them.
         """
         with self.lock:
             can = self.kv_cache.can_draft and not self.kv_cache.forks_copy
-            if can and self.params.prefix_cache is None and self.n_seq_max <= MOST_WITH_PREFIXES:
+            can = can and self.params.prefix_cache is None and self.n_seq_max <= MOST_WITH_PREFIXES
+            if can or always:
                 if self.params.flash_attention is not False:
                     most_idle = END  # flash attention skips such cells
-                before = self.prefix_cache
-                self.prefix_cache = before or self._open_prefix_cache(0)
-                self.prefix_cache.most_idle = max(most_idle, before.most_idle if before else 0)
+                prefixes = self.prefix_cache
+                if prefixes is None:
+                    prefixes = self.prefix_cache = self._open_prefix_cache(0)
+                    prefixes.most_idle = 0
+                prefixes.most_idle = max(most_idle, prefixes.most_idle)
 
     def _check_seq(self, seq_id: int) -> int:
         seq_id = whole("a sequence id", seq_id)

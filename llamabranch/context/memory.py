@@ -611,6 +611,9 @@ class States(Memory):
         self, handle: ContextHandle, state_layout: StateLayout | None = None, max_bytes: int = 0
     ) -> None:
         super().__init__(handle, state_layout)
+        # Sequences beyond the context's can have cells, but no states, and there is no room for their
+        # windows.
+        self.spare_seq_ids = range(0)
         self.checkpoints = Checkpoints(max_bytes)
         self.append = self._append if max_bytes else self.cells.append
 

@@ -434,9 +434,6 @@ def _probe(
         memory = States(handle, layout, max_bytes)
         if n_rollback:
             memory = RollingBack(handle, layout, max_bytes, n_rollback)
-        if recurrent:
-            # Sequences beyond the context's can have cells, but no states.
-            memory.spare_seq_ids = range(0)
     elif window:
         memory = Windowed(handle, layout, window)
     else:

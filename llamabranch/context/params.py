@@ -123,7 +123,8 @@ class ContextParams:
             prompt that begins like one of them is not processed again. None = on after the first call of
             ``complete`` or ``chat``, or with an ``AsyncEngine``, if the memory can share cells. If flash
             attention is off then, ``complete`` and ``chat`` keep at most 2,048 cells of cached texts that
-            nobody uses, or as many as the last text has.
+            nobody uses, or as many as the last text has. A `Chat` opens it in any context, even if it
+            is False.
         cache_ram: bytes of host memory for K/V that the prefix cache evicts; it is copied back if that is
             faster than processing the text again. 0 = none.
         checkpoint_ram: bytes of host memory for checkpoints, in contexts whose memory cannot drop the

@@ -21,13 +21,15 @@ from time import perf_counter
 
 from ..errors import SnapshotError
 from .hidden_states import PackedStates
-from .memory import END, State
+from .memory import END, Row, State
 from .runner import Runner
 from .sequence_ids import SequenceIds
 
 __all__ = ["MIN_SHARED", "CachedPrefix", "CachedPrefixes", "PrefixCache", "n_common"]
 
 MIN_SHARED = 8  # tokens; a shorter prefix is decoded faster than it is shared
+_FEWEST_IDS = 14  # with fewer ids of their own, cached texts take sequences of the context
+_MOST_ROWS = 32  # logits that are kept; each row takes 4 bytes for each token of the vocabulary
 
 _tokens = attrgetter("tokens")
 
@@ -38,6 +40,7 @@ class CachedPrefix:
     Attributes:
         tokens: its token ids; do not change them while the text is in a collection.
         seq_id: the sequence; -1 if it has none.
+        row: the logits after its last token, float32 (V,), if they will be asked for again.
         state: the K/V of all its tokens, uint8 (n,), if it is outside the cache.
         hidden: its hidden states, if it is outside the cache and there is a head.
     """
@@ -45,6 +48,7 @@ class CachedPrefix:
     def __init__(self, tokens: list[int], seq_id: int = -1) -> None:
         self.tokens = tokens
         self.seq_id = seq_id
+        self.row: Row | None = None
         self.state: State | None = None
         self.hidden: PackedStates | None = None
 
@@ -107,7 +111,7 @@ class CachedPrefixes:
         del self._sorted[bisect_left(self._sorted, text.tokens, key=_tokens)]
         is_new = self.find(text.tokens[:n])[0] < n
         if is_new:
-            text.tokens = text.tokens[:n]
+            text.tokens, text.row = text.tokens[:n], None
         insort(self._sorted, text, key=_tokens)
         return is_new
 
@@ -182,6 +186,8 @@ class PrefixCache:
         self.saved = SavedTexts(cache_ram)
         self._runner = runner
         self._restore_s = math.nan  # seconds for each token that was copied back
+        if len(memory.spare_seq_ids) < _FEWEST_IDS:
+            memory.spare_seq_ids = range(0)
         self._spare_seq_ids = list(memory.spare_seq_ids)  # a heap
         self._kept = CachedPrefixes()
         self.n_hits = 0
@@ -220,12 +226,33 @@ class PrefixCache:
         self._count_hit(n)
         return n
 
+    def take_whole(self, seq_id: int, tokens: Sequence[int]) -> Row | None:
+        """Share a text of ``tokens`` with an empty sequence if the logits after it are kept.
+
+        Returns:
+            These logits, (V,); None if nothing is shared.
+        """
+        memory, (n, text) = self._memory, self._find(tokens)
+        if text is None or n < len(tokens):
+            return None
+        row = text.row if n == len(text.tokens) else None
+        if row is None and memory.can_draft:  # other memory may have a checkpoint with logits
+            return None
+        is_whole = memory.fork(text.seq_id, seq_id, n) == n
+        row = memory.row(seq_id) if row is None else row
+        if not is_whole or row is None:
+            memory.drop(seq_id, 0)
+            return None
+        self._kept.use(text)
+        self._count_hit(n)
+        return row
+
     def transfer_text(self, tokens: Sequence[int], is_full: bool) -> int | None:
         """Drop a cached prefix that begins like ``tokens``; return its sequence, cut to the common part.
 
-        So nothing is copied with non-unified KV. The text is dropped if ``tokens`` continue all of it.
-        If no sequence is free (``is_full``), some text must be dropped anyway; then this one is dropped
-        if more of it is shared than lost.
+        So nothing is copied with non-unified KV. There the text is dropped if ``tokens`` continue all of
+        it. If no sequence is free (``is_full``), some text must be dropped anyway; then this one is
+        dropped if more of it is shared than lost, and with any memory if it is the only one.
 
         Returns:
             The sequence; None if ``take`` has to copy, or if there is nothing to take.
@@ -235,14 +262,15 @@ class PrefixCache:
             return None
         self._kept.use(text)  # so that another text is evicted
         n_lost = len(text.tokens) - n
-        if n_lost and not (is_full and (n_lost < n or len(self._kept) == 1)):
-            return None
-        if not self._memory.forks_copy:
+        is_cheap = self._memory.forks_copy and (
+            not n_lost or (is_full and n_lost < n and text.row is None)
+        )
+        if not is_cheap and (self._memory.spare_seq_ids or not is_full or len(self._kept) > 1):
             return None
         self._memory.prefix_seq_ids.discard(text.seq_id)
         if n_lost:
             self._save(text)
-            self._memory.drop(text.seq_id, n)
+            self._memory.cut(text.seq_id, n)
         self._kept.remove(text)
         self._count_hit(n)
         return text.seq_id
@@ -315,12 +343,15 @@ class PrefixCache:
 
     # -- keeping and evicting ----------------------------------------------------------------------
 
-    def put(self, seq_id: int, tokens: Sequence[int], *, is_last: bool = False) -> bool:
+    def put(
+        self, seq_id: int, tokens: Sequence[int], *, row: Row | None = None, is_last: bool = False
+    ) -> bool:
         """Keep the K/V of a sequence, which holds exactly ``tokens``, beyond the end of that sequence.
 
         Args:
             seq_id: a sequence that is held.
             tokens: the tokens that it holds.
+            row: the logits after them, (V,), which `take_whole` will return; None = not kept.
             is_last: nobody else uses the sequence from now on, so the cached text may take it over.
 
         Returns:
@@ -329,13 +360,20 @@ class PrefixCache:
         if len(tokens) < MIN_SHARED:
             return False
         n, known = self._find(tokens)
-        if known is not None and n == len(tokens):
-            self._kept.use(known)
-            return False
-        if known is not None and n == len(known.tokens) == self._memory.usable(seq_id, n):
-            self._drop(known)  # the new text continues the known one
+        if known is not None:
+            is_whole = n == len(known.tokens)
+            if n == len(tokens) and (is_whole or row is None):
+                self._kept.use(known)
+                known.row = known.row if row is None else row
+                return False
+            if is_whole and known.row is None and self._memory.usable(seq_id, n) == n:
+                self._drop(known)  # the new text continues the known one
         text = CachedPrefix(list(tokens))
-        transfers = is_last and self._memory.forks_copy  # a transfer saves the copy
+        if row is not None:
+            text.row = row
+            for kept in [kept for kept in self._kept if kept.row is not None][: 1 - _MOST_ROWS]:
+                kept.row = None
+        transfers = is_last and not self._memory.spare_seq_ids  # a transfer takes no other sequence
         allocated = seq_id if transfers else self._allocate(text)
         while allocated is None:
             if not self.evict_text():
@@ -367,23 +405,27 @@ class PrefixCache:
 
         Some may be quarantined afterwards, until the cache is compacted.
         """
-        freed = 0
-        for text in self._kept:
-            if freed >= n_cells:
-                break
-            first, n_alone = self._memory.cells.exclusive(text.seq_id, 0, END)
-            if first is None:
-                continue
-            n_tokens = len(text.tokens)
-            keep = max(first, n_tokens - (n_cells - freed))
-            keep = self._memory.usable(text.seq_id, keep)
-            freed += min(n_alone, n_tokens - keep)
-            self._save(text)
-            is_kept = keep >= MIN_SHARED and self._kept.cut(text, keep)
-            if not is_kept or self._memory.cut(text.seq_id, keep) < keep:
-                self._drop(text)
+        freed, is_over = 0, False
+        while freed < n_cells and not is_over:
+            is_over = True  # unless a text was freed that another one is a part of
+            for text in self._kept:
+                if freed < n_cells and (n := self._shorten(text, n_cells - freed)):
+                    freed, is_over = freed + n, False
         self.n_evicted += freed
         return freed
+
+    def _shorten(self, text: CachedPrefix, n_cells: int) -> int:
+        """Free up to ``n_cells`` cells that only this text uses, from its end; return how many."""
+        first, n_alone = self._memory.cells.exclusive(text.seq_id, 0, END)
+        if first is None:
+            return 0
+        n_tokens = len(text.tokens)
+        keep = self._memory.usable(text.seq_id, max(first, n_tokens - n_cells))
+        self._save(text)
+        is_kept = keep >= MIN_SHARED and self._kept.cut(text, keep)
+        if not is_kept or self._memory.cut(text.seq_id, keep) < keep:
+            self._drop(text)
+        return min(n_alone, n_tokens - keep)
 
     def evict_text(self) -> bool:
         """Drop the least recently used text; return False if no text is left."""

@@ -6,28 +6,14 @@ import gc
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 from ..errors import SequencesExhaustedError
 from .memory import Memory
 
-__all__ = ["Evictable", "SequenceIds"]
+__all__ = ["SequenceIds"]
 
 _TRIES = 1000  # tries, a millisecond apart: a collection in another thread may take that long
-
-
-class Evictable(Protocol):
-    """Sequences that may be taken if none is free and another text needs one."""
-
-    def evictable(self) -> Sequence[int]:
-        """Return their ids. Does not wait for a lock."""
-
-    def evict(self, used: Collection[int]) -> bool:
-        """Free one of them that is not in ``used``; False if there is no such sequence.
-
-        The caller holds the context's lock, in any thread.
-        """
 
 
 class SequenceIds:
@@ -54,8 +40,6 @@ class SequenceIds:
         self._check = check
         self._holders: dict[int, weakref.ref[object]] = {}
         self._collected: deque[int] = deque()
-        self._evictables: list[weakref.ref[Evictable]] = []  # the first one is asked first
-        self._in_use: list[tuple[weakref.ref[object], int]] = []  # users and their sequences
 
     def __contains__(self, seq_id: int) -> bool:
         return seq_id in self._holders
@@ -70,8 +54,8 @@ class SequenceIds:
         """How many sequences are allocated to other holders than the prefix cache."""
         return len(self._holders) - self.n_cached
 
-    def count_free(self, *, used: Collection[int] = ()) -> int:
-        """Return how many sequences could be allocated now; ``used`` is as for `allocate`.
+    def count_free(self) -> int:
+        """Return how many sequences could be allocated now, those of the prefix cache included.
 
         It does not wait until another thread has finished its step.
         """
@@ -80,26 +64,10 @@ class SequenceIds:
                 self.collect()
             finally:
                 self._lock.release()
-        used = self._with_those_in_use(used)
-        evictable = {
-            seq_id for owner in self._living_evictables() for seq_id in owner.evictable()
-        } - used
-        return sum(map(self._is_free, range(self.n_seq_max))) + self.n_cached + len(evictable)
+        return sum(map(self._is_free, range(self.n_seq_max))) + self.n_cached
 
     def _is_full(self) -> bool:
         return not any(map(self._is_free, reversed(range(self.n_seq_max))))
-
-    def use(self, seq_id: int, user: object) -> None:
-        """Do not evict this sequence until `end_use`, or until ``user`` is garbage. Hold the lock."""
-        self._in_use = [*self._in_use, (weakref.ref(user), seq_id)]
-
-    def end_use(self, user: object) -> None:
-        """End what `use` began. A second call does nothing."""
-        with self._lock:
-            self._in_use = [use for use in self._in_use if use[0]() not in (None, user)]
-
-    def _with_those_in_use(self, used: Collection[int]) -> set[int]:
-        return {*used, *(seq_id for user, seq_id in self._in_use if user() is not None)}
 
     def _is_free(self, seq_id: int) -> bool:
         return seq_id not in self._holders and self._memory.first_position(seq_id) < 0
@@ -116,23 +84,12 @@ class SequenceIds:
             all_holders = map(self.holder, range(self.n_seq_max))
             return [holder for holder in all_holders if holder is not None]
 
-    def evict_last(self, evictable: Evictable) -> None:
-        """Also take sequences from ``evictable`` from now on, after all others. Hold the lock."""
-        others = [other for other in self._living_evictables() if other is not evictable]
-        self._evictables = [weakref.ref(owner) for owner in (*others, evictable)]
-
-    def _living_evictables(self) -> list[Evictable]:
-        owners = (ref() for ref in self._evictables)
-        return [owner for owner in owners if owner is not None]
-
-    def allocate(
-        self, holder: object, beginning: Sequence[int] = (), *, used: Collection[int] = ()
-    ) -> int:
+    def allocate(self, holder: object, beginning: Sequence[int] = ()) -> int:
         """Allocate a sequence to ``holder`` until ``free`` or its garbage collection.
 
         The sequence is empty; or it holds the first tokens of ``beginning``, if a cached text has them
-        and hands its sequence over. ``used``: sequences that the caller works with; none of them is
-        evicted.
+        and hands its sequence over. If none is free, the prefix cache gives up its least recently used
+        one.
 
         Raises:
             SequencesExhaustedError: all are taken; the message lists the holders.
@@ -145,10 +102,6 @@ class SequenceIds:
                 self.transfer(reused, holder)
                 return reused
             while self._is_full() and self.n_cached and self.evict():
-                pass
-            while self._is_full() and any(
-                owner.evict(self._with_those_in_use(used)) for owner in self._living_evictables()
-            ):
                 pass
             if self._is_full():
                 _collect_garbage()  # an unreferenced branch may be in a reference cycle

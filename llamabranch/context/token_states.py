@@ -38,7 +38,7 @@ def kept_states(ctx: Context, seq_id: int, tokens: list[int], start: int) -> Sta
         if any(row is None for row in states):
             holder = _Reading()
             try:
-                other = ctx.sequences.allocate(holder, used=(seq_id,))
+                other = ctx.sequences.allocate(holder)
                 try:
                     decode_run(ctx.decoder, tokens, other, "none")
                     hidden.set_all(seq_id, hidden.all_of(other))
@@ -87,7 +87,7 @@ def layer_states(ctx: Context, seq_id: int, tokens: list[int], layer: int, start
 def _final_states(ctx: Context, seq_id: int, tokens: list[int], start: int) -> States:
     """Return the states after the output norm, for which llama.cpp has to decode with embeddings on."""
     holder = _Reading()
-    other = ctx.sequences.allocate(holder, used=(seq_id,))
+    other = ctx.sequences.allocate(holder)
     try:
         first = ctx.kv_cache.fork(seq_id, other, start)
         return ctx.decoder.final_states(tokens[first:], other)[start - first :]

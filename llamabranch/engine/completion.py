@@ -27,6 +27,7 @@ from ..model.thoughts import (
     thinking_variables,
 )
 from ..model.tools import Tool, Tools, conversation
+from ..request.from_json import GRAMMARS, chosen_grammar
 from ..request.request import EngineStats, Event, Request, RequestSource, Result
 from ..run.core import EngineCore
 from ..run.loop import Loop
@@ -272,7 +273,7 @@ def _planned(
     if top_logprobs is None and params.logprobs:
         top_logprobs = 0
     given_as_is = {name: value for name, value in options.items() if name in _AS_GIVEN}
-    asked = grammar = _grammar(options)
+    asked = grammar = chosen_grammar(options)
     if tools is not None and tools.is_used:
         grammar = tool_grammar(ctx.model, tools, asked)
     common = Request(
@@ -333,7 +334,7 @@ def plan_chat(
             talk = conversation(model, chats[-1], known, variables)
             tokens = talk.tokens(model)
             planned.append(asked.plan(model, tokens, begun=talk.begun, has_calls=known.is_used))
-    if known.forced and any(options.get(name) is not None for name in _GRAMMARS):
+    if known.forced and any(options.get(name) is not None for name in GRAMMARS):
         raise ConfigError("a forced tool call has its own grammar, so no other grammar is possible")
     plan = _planned(ctx, planned, base, options, known)
     plan.prompts, plan.is_list = chats, is_list
@@ -377,22 +378,6 @@ def _prompts(prompt: object) -> tuple[list[_Prompt], bool]:
 def _place(index: int, prompts: Sequence[object]) -> str:
     """Return the place of a prompt among several, for error messages."""
     return f"prompts[{index}]" if len(prompts) > 1 else ""
-
-
-_GRAMMARS = ("grammar", "json_schema", "regex", "choices")
-
-
-def _grammar(options: TextOptions) -> Grammar | None:
-    if sum(options.get(name) is not None for name in _GRAMMARS) > 1:
-        raise ConfigError(f"use only one of {', '.join(_GRAMMARS)}")
-    if (schema := options.get("json_schema")) is not None:
-        return Grammar.from_json_schema(schema)
-    if (regex := options.get("regex")) is not None:
-        return Grammar.from_regex(regex)
-    if (choices := options.get("choices")) is not None:
-        return Grammar.from_choices(choices)
-    grammar = options.get("grammar")
-    return Grammar(grammar) if isinstance(grammar, str) else grammar
 
 
 def run(

@@ -75,8 +75,7 @@ class Text:
         self.tokens: list[int] = []  # set first, because error messages about the text show them
         self.seq_id = -1
         if seq_id is None:
-            used = () if parent is None else (parent.seq_id,)
-            seq_id = ctx.sequences.allocate(self, beginning, used=used)
+            seq_id = ctx.sequences.allocate(self, beginning)
         self.seq_id = seq_id
         self.ctx = ctx
         self.lock = ctx.lock
@@ -626,10 +625,27 @@ class Text:
                     self.append_unscored(tokens[n_prompt:n], None)
             return n
 
-    def keep_cached(self, *, is_last: bool = False) -> None:
+    def take_prompt(self, tokens: Sequence[int]) -> int:
+        """Begin this empty sequence with a prompt, as far as the prefix cache has it.
+
+        The last token is left to decode, unless the logits after it are cached too. Return how many
+        tokens the sequence begins with.
+        """
+        prefixes, row = self.ctx.prefix_cache, None
+        with self.lock:
+            if prefixes is not None and not self.n_cached:
+                row = prefixes.take_whole(self.seq_id, tokens)
+            if row is None:
+                return self.take_cached(tokens[:-1])
+            self.append_prompt(tokens, LogitsRow(row))
+            return len(tokens)
+
+    def keep_cached(self, *, with_row: bool = False, is_last: bool = False) -> None:
         """Keep its K/V in the prefix cache, if there is one, for use after this text has ended.
 
-        ``is_last``: whether ``release`` follows.
+        Args:
+            with_row: also keep the logits at its end, for `take_prompt`.
+            is_last: whether ``release`` follows.
         """
         prefixes = self.ctx.prefix_cache
         if prefixes is None or self.is_pruned or self.ctx.closed:
@@ -639,8 +655,9 @@ class Text:
             if n > len(self.tokens):  # a round was broken off: the tail is a draft
                 return
             if n >= len(self.tokens) - 1 or self._cache.can_draft:
+                row = np.array(self.logits_row().array) if with_row else None
                 self._owned_by_prefix_cache = prefixes.put(
-                    self.seq_id, self.tokens[:n], is_last=is_last
+                    self.seq_id, self.tokens[:n], row=row, is_last=is_last
                 )
 
     def restore(

@@ -89,10 +89,6 @@ class ThoughtBuffer(OutputBuffer):
         pending = super().break_off(reason)
         return None if pending is None else pending._replace(is_thought=True)
 
-    def resume(self) -> None:
-        """Continue a thought that stopped because there was no room."""
-        self.finish_reason = None
-
     def add(self, emitted: Produced) -> Produced | None:
         """Add the next token; return it with the text to emit, or None if there is no text."""
         if emitted.is_stop:

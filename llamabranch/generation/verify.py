@@ -339,7 +339,7 @@ class Plan:
             self.rows = decode_run(ctx.decoder, self.tokens, text.seq_id, "all", expiring)
             return self.rows
         # This memory cannot drop a tail, so the tokens are decoded on a fork.
-        self._fork = ctx.sequences.allocate(self, used=(text.seq_id,))
+        self._fork = ctx.sequences.allocate(self)
         try:
             ctx.kv_cache.fork(text.seq_id, self._fork)
             self.rows = decode_run(ctx.decoder, self.tokens, self._fork, "all")

@@ -15,8 +15,9 @@ from ..sampling import SamplingParams
 from ..sampling.grammar import Grammar
 from ..sampling.params import SamplingSettings
 
-__all__ = ["RequestFields", "request_fields"]
+__all__ = ["GRAMMARS", "RequestFields", "chosen_grammar", "request_fields"]
 
+GRAMMARS = ("grammar", "json_schema", "regex", "choices")  # a text follows at most one of them
 _EXCLUSIVE = (
     ("prompt", "messages"), ("id", "custom_id"),
     ("grammar", "json_schema", "regex", "choice", "response_format"),
@@ -85,17 +86,6 @@ class _Line(Struct, forbid_unknown_fields=True):
     parse_special: bool = True
     stream: bool = False
 
-    def parsed_grammar(self) -> Grammar | None:
-        """Return the grammar that the text must follow."""
-        schema = self.response_format.schema if self.response_format else self.json_schema
-        if isinstance(schema, (str, dict)):
-            return Grammar.from_json_schema(schema)
-        if self.regex is not None:
-            return Grammar.from_regex(self.regex)
-        if self.choice is not None:
-            return Grammar.from_choices(self.choice)
-        return None if self.grammar is None else Grammar(self.grammar)
-
     def n_alternatives(self) -> int | None:
         """Return how many alternatives each token lists, or None for no log-probabilities.
 
@@ -107,6 +97,24 @@ class _Line(Struct, forbid_unknown_fields=True):
         if self.logprobs is not None and self.top_logprobs is not None:
             raise ConfigError("with top_logprobs, logprobs must be true or false")
         return self.top_logprobs if self.logprobs is None else self.logprobs
+
+
+def chosen_grammar(options: Mapping[str, object]) -> Grammar | None:
+    """Return the one grammar among options, or None; see `GRAMMARS`.
+
+    Raises:
+        ConfigError: there are several. GrammarError: it is invalid.
+    """
+    grammar, schema, regex, choices = given = [options.get(name) for name in GRAMMARS]
+    if sum(value is not None for value in given) > 1:
+        raise ConfigError(f"use only one of {', '.join(GRAMMARS)}")
+    if schema is not None:
+        return Grammar.from_json_schema(cast(type, schema))  # or text, or an object
+    if regex is not None:
+        return Grammar.from_regex(cast(str, regex))
+    if choices is not None:
+        return Grammar.from_choices(cast(Sequence[str], choices))
+    return Grammar(grammar) if isinstance(grammar, str) else cast("Grammar | None", grammar)
 
 
 def request_fields(
@@ -146,6 +154,7 @@ def _fields(
     prompt = next((given[key] for key in needs if given.get(key) not in (None, [])), None)
     if prompt is None:
         raise ConfigError(f"a request needs {' or '.join(needs)}")
+    schema = line.response_format.schema if line.response_format else line.json_schema
     return RequestFields(
         prompt=cast("str | list[int]", prompt),
         id=str(next((each for each in (line.id, line.custom_id) if each is not None), name)),
@@ -154,7 +163,7 @@ def _fields(
         n=line.n,
         top_logprobs=line.n_alternatives(),
         sampling=sampling,
-        grammar=line.parsed_grammar(),
+        grammar=chosen_grammar({**given, "json_schema": schema, "choices": line.choice}),
         priority=line.priority,
         prompt_logprobs=line.prompt_logprobs,
         parse_special=line.parse_special,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import TypeVar
@@ -195,9 +194,8 @@ class RunningText:
             self.stats.record_steps(n_steps, draft.n_read, draft.seconds)
             draft.tokens = token_list(draft.tokens)
             self.text.ctx.model.check_tokens(draft.tokens)
-            ctx, seq_id = self.text.ctx, self.text.seq_id
-            count_free = partial(ctx.sequences.count_free, used=(seq_id,))
-            draft.cut(ctx.kv_cache.fits(len(draft.tokens), count_free))
+            ctx = self.text.ctx
+            draft.cut(ctx.kv_cache.fits(len(draft.tokens), ctx.sequences.count_free))
             self._cut_refused(draft)
             self.stats.draft_forward_passes += draft.n_decodes
 

@@ -63,7 +63,6 @@ class SearchTree:
         with self.ctx.lock:
             branch.sequence.logits_row()
             self.root = SearchNode(None, (), 0.0, branch.text, branch.sequence.incomplete)
-            self.ctx.sequences.use(branch.seq_id, self)
             self.capacity = self.ctx.n_seq_free
         if self.capacity < 1:
             raise SequencesExhaustedError(
@@ -84,9 +83,8 @@ class SearchTree:
         self.close()
 
     def close(self) -> None:
-        """Release the branch's sequence. Idempotent."""
+        """Note how long the search took."""
         self.stats.elapsed_s = perf_counter() - self._start
-        self.ctx.sequences.end_use(self)
 
     # -- nodes -------------------------------------------------------------------------------------
 

@@ -160,4 +160,5 @@ def test_many_tokens_take_the_memory_of_few(target: lb.Model) -> None:
         assert peak < 100 * ctx.n_vocab * 4
         rows = plain.extend(tokens, logits="all")
         assert len(rows) == 450 and np.array_equal(rows[-1], row)
+        assert np.array_equal(branch.logits, row) and not np.shares_memory(rows[0], rows[1])
         assert plain.log_likelihood() == branch.log_likelihood()

@@ -86,8 +86,9 @@ def test_sampling_has_the_seed_in_effect(ctx: Context, other_ctx: Context) -> No
     assert (root.sampling, child.sampling) == (WARM, WARM.replace(seed=child.seed))
     again = Branch.start(other_ctx, STORY, sampling=child.sampling)
     assert generate(again) == generate(child)
-    child.resample(WARM)  # a given seed is used
-    assert child.seed == WARM.seed
+    child.resample(WARM.replace(presence_penalty=1e4, penalty_last_n=-1))
+    assert child.seed == WARM.seed  # a given seed is used
+    assert child.produce().token not in child.tokens  # and the history is kept
     free = Branch.start(ctx, STORY, temperature=1.0)
     free.reseed(5)
     assert free.sampling.seed is None  # the settings have no seed
@@ -318,21 +319,6 @@ def test_empty_prompt_begins_at_the_beginning(ctx: Context, toy: lb.Model) -> No
 # -- moving ----------------------------------------------------------------------------------------
 
 
-def test_extend_returns_the_rows_of_its_tokens(ctx: Context) -> None:
-    branch, other = (Branch.start(ctx, STORY, temperature=0.0) for _ in range(2))
-    tokens = [9, 99, 999, 5]
-    rows = branch.extend(tokens, logits="all")
-    assert len(rows) == 4
-    for token, row in zip(tokens, rows, strict=True):
-        other.commit(token)
-        assert np.array_equal(other.logits, row)
-    assert np.array_equal(branch.logits, rows[-1])
-    assert branch.perplexity() == other.perplexity()
-    (last,) = branch.extend(tokens)
-    assert np.array_equal(branch.logits, last)
-    assert all(not np.shares_memory(rows[0], row) for row in rows[1:])
-
-
 def test_perplexity_counts_what_was_generated(ctx: Context) -> None:
     """A branch that has generated nothing has no perplexity, and likelihood 1."""
     root = Branch.start(ctx, STORY, sampling=WARM)
@@ -399,14 +385,6 @@ def test_bias_is_inherited_and_can_end(ctx: Context) -> None:
     root.steer({})
     assert root.produce() == before
     assert child.produce().token == 77
-
-
-def test_resampling_keeps_history_and_seed(ctx: Context) -> None:
-    branch = Branch.start(ctx, STORY, sampling=WARM)
-    generate(branch, 10)
-    branch.resample(SamplingParams(temperature=1.0, presence_penalty=1e4, penalty_last_n=-1))
-    assert branch.seed == 11
-    assert branch.produce().token not in branch.tokens
 
 
 # -- trees ---------------------------------------------------------------------------------------

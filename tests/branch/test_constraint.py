@@ -210,20 +210,6 @@ def test_complete_and_generate_agree(ctx: Context, settings: dict[str, Any]) -> 
     assert not all(no_e(result.text) for result in free)
 
 
-def test_preempted_texts_go_on_under_their_constraint(target: lb.Model) -> None:
-    endless = lb.SamplingParams(temperature=0.8, seed=1, logit_bias={target.eos or 0: -1e9})
-    request = lb.Request(STORY, n=5, max_tokens=70, sampling=endless, constraint=no_e)
-    outcomes = []
-    for n_ctx in (2048, 256):
-        with Context(target, n_ctx=n_ctx, n_seq_max=6, n_threads=1, batch_invariant=True) as ctx:
-            results = lb.Engine(ctx).generate([request])
-            outcomes.append([(result.tokens, no_e(result.text)) for result in results])
-            n_preempted = sum(result.num_preemptions for result in results)
-            assert (n_preempted > 0) == (n_ctx == 256)
-    assert outcomes[0] == outcomes[1]
-    assert all(keeps and len(tokens) == 70 for tokens, keeps in outcomes[0])
-
-
 def test_a_dead_end_keeps_the_text_so_far(ctx: Context) -> None:
     def three(text: str) -> bool:
         """No text is complete, and no text has more than three characters."""

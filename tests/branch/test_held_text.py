@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from drafts import make
 
 import llamabranch as lb
 from llamabranch import Branch, Context, Engine, Request, SamplingParams
@@ -44,14 +45,6 @@ def small(target: lb.Model) -> Iterator[Context]:
         yield ctx
         assert ctx.usage().cells_used == 0
         ctx.audit()
-
-
-def make(which: str, draft: Context) -> lb.Drafter | None:
-    return {
-        "none": None,
-        "model": lb.ModelDrafter(draft),
-        "lookup": lb.speculative.PromptLookupDrafter(max_ngram=3, min_ngram=1),
-    }[which]
 
 
 def stop_after(pieces: list[str], n: int) -> tuple[str, ...]:

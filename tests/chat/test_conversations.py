@@ -34,6 +34,7 @@ TRIMMING = (
     "{% for m in messages %}{{ m.role }}: {{ m.content | trim }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
+PLAIN: dict[str, Any] = {"seed": 1, "max_tokens": 5, "logit_bias": {1: -1e30}}
 MEMORIES: dict[str, tuple[Callable[..., Path], bool]] = {
     "llama": (toys.write_llama, True),
     "gemma3, full window": (toys.write_gemma3, True),
@@ -69,6 +70,22 @@ def by_hand(ctx: Context, answer: lb.chat.Answer, chat: Chat) -> list[int]:
         for _ in branch.generate(chat.max_tokens, chat.stop):
             pass
         return branch.generated
+
+
+@contextmanager
+def toy_context(name: str, folder: Path) -> Iterator[Context]:
+    """Open a context of a small model with this kind of memory, which is audited at the end."""
+    write, swa_full = MEMORIES[name]
+    path = write(folder / "toy.gguf", vocab="bytes", weights="f32")
+    options = lb.ContextParams(
+        n_ctx=2048, n_seq_max=8, n_threads=1, kv_type="f32", swa_full=swa_full
+    )
+    with (
+        lb.Model(path, chat_template=toys.CHAT_TEMPLATE) as toy,
+        Context(toy, options) as context,
+    ):
+        yield context
+        context.audit()
 
 
 def n_distinct(texts: Sequence[Sequence[int]]) -> int:
@@ -462,8 +479,8 @@ def test_others_get_sequences_that_a_chat_keeps_turns_in(
                 assert by_hand(other_ctx, answer, talk) == answer.tokens
         running = chat.send("Tell me more.")
         next(running)
-        branches = [Branch.start(context, "One day") for _ in range(6)]
-        with pytest.raises(lb.errors.SequencesExhaustedError):  # the prompt and the answer stay
+        branches = [Branch.start(context, "One day") for _ in range(7)]
+        with pytest.raises(lb.errors.SequencesExhaustedError):  # the answer stays
             Branch.start(context, "One day")
         assert by_hand(other_ctx, running.finish(), chat) == running.tokens
         for branch in branches:
@@ -512,18 +529,90 @@ def test_turn_that_is_forked_or_rated_does_not_give_way_to_its_fork(model: lb.Mo
         chat.send("One day").finish()
         chat.fork()
         chat.edit(1, "One night").finish()
-        first = chat.on(1)[0].branch
+        chat.switch(1)
+        first = chat.branch
         assert first is not None
         tokens = first.tokens
         first.score([5, 6])
         with first.fork() as fork, first.fork() as two:
             assert fork.tokens == two.tokens == first.tokens == tokens
-        second = chat.on(2)[0].branch
-        assert second is not None and second.state != "pruned"
-        work = {first: [[5, 6], [7, 8], [9, 5]], second: [[5, 6]]}
-        scores = lb.BranchStore(chat.ctx).score(work)
-        assert scores[second] == [second.score([5, 6])]
-        assert first.tokens == tokens
+        with Branch.start(chat.ctx, "One day") as second:
+            work = {first: [[5, 6], [7, 8], [9, 5]], second: [[5, 6]]}
+            scores = lb.BranchStore(chat.ctx).score(work)
+            assert scores[second] == [second.score([5, 6])]
+        assert first.tokens == tokens and first.state != "pruned"
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_branch_of_another_line_comes_back_as_it_was_without_a_decode(
+    name: str, tmp_path: Path
+) -> None:
+    with toy_context(name, tmp_path) as context, Chat(context, None, **PLAIN) as chat:
+        before = chat.send("One day").finish().branch
+        known = (before.tokens, before.generated, before.perplexity(), before.seed)
+        fork = before.fork()
+        chat.fork()
+        chat.send("And then?").finish()
+        assert before.tokens == known[0]
+        chat.switch(1)
+        with counting(context) as counts:
+            branch, again = chat.branch, chat.branch
+        assert branch is not None and again is branch
+        assert (branch.tokens, branch.generated, branch.perplexity(), branch.seed) == known
+        assert counts == []
+        np.testing.assert_allclose(branch.logits, fork.logits, atol=rounding(context))
+        chat.undo()
+        assert chat.branch is None
+        chat.switch(2)
+        chat.close()
+        assert (before.state, fork.state) == ("pruned", "ready")
+        assert context.usage().cells_used == fork.position  # the fork is the caller's
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_chats_that_begin_alike_read_their_beginning_once(name: str, tmp_path: Path) -> None:
+    """The last logits of a prompt are kept too, so that an equal one needs no decode at all."""
+    document = "Once upon a time there was a king. " * 8
+    with toy_context(name, tmp_path) as context, contextlib.ExitStack() as stack:
+        chats = [
+            stack.enter_context(Chat(context, None, system=document, **PLAIN)) for _ in range(3)
+        ]
+        with counting(context) as counts:
+            answers = [chat.send("Who was it?").finish() for chat in chats]
+        assert sum(counts) == len(answers[0].prompt) + sum(len(each.tokens) for each in answers)
+        assert answers[0].tokens == answers[1].tokens == answers[2].tokens
+        chats[0].send("And then?").finish()
+        with counting(context) as counts:
+            assert chats[0].edit(1, "Who was it?").prompt == answers[0].prompt
+        assert counts == []
+
+
+def test_a_chat_keeps_its_turns_whatever_the_context_was_opened_with(model: lb.Model) -> None:
+    options: list[dict[str, Any]] = [
+        {"prefix_cache": False}, {"prefix_cache": True, "cache_ram": 1 << 20}, {"kv_unified": False},
+    ]  # fmt: skip
+    for more in options:
+        with Context(model, n_ctx=2048, n_seq_max=4, n_threads=1, **more) as context:
+            before = context.prefix_cache
+            with Chat(context, None, seed=1, max_tokens=5) as chat:
+                assert before in (None, context.prefix_cache)
+                first = chat.send("One day").finish()
+                with counting(context) as counts:
+                    second = chat.send("And then?")
+                assert sum(counts) <= len(second.prompt) - len(first.prompt) - 4, more
+            context.audit()
+
+
+def test_turns_give_all_their_cells_up_at_once(model: lb.Model) -> None:
+    """A prompt is a part of the text of its answer, and an answer of the next prompt."""
+    with talking(model, seed=1, max_tokens=5) as chat:
+        for i in range(3):
+            chat.send(f"hi {i}").finish()
+        chat.close()
+        prefixes, n_cells = chat.ctx.prefix_cache, chat.ctx.usage().cells_cached
+        assert prefixes is not None and n_cells > 0
+        assert prefixes.evict(n_cells) == n_cells
+        assert chat.ctx.usage().cells_cached == 0
 
 
 def test_sequences_taken_by_another_thread_cost_no_text(
@@ -817,6 +906,13 @@ def test_a_chat_thinks_as_a_call_does_and_keeps_its_thoughts(tmp_path: Path) -> 
         chat.set(thinking=False)
         chat.undo()
         assert chat.send("And then?").finish().thought == ""
+
+
+def test_text_of_an_answer_that_thinks_does_not_run_it_to_its_end() -> None:
+    with thinking_chat() as chat:
+        answer = chat.send("Tell me of a bear.")
+        n = [(next(answer), answer.text, len(answer.tokens))[2] for _ in range(3)]
+        assert (n, answer.finish_reason) == ([1, 2, 3], None)
 
 
 def test_a_thought_that_is_broken_off_is_all_there_is() -> None:

@@ -113,9 +113,8 @@ def test_memory_is_the_one_that_fits(world: World) -> None:
     memory, kind = world.ctx.kv_cache, KINDS[world.name][2]
     assert type(memory) is kind
     assert memory.can_draft == world.ctx.capabilities.can_truncate == world.gives_parts
-    is_recurrent = world.ctx.capabilities.recurrent
-    assert bool(memory.spare_seq_ids) != (is_recurrent or kind is NonUnified)
-    assert world.ctx.fits(0, 4) == 4
+    assert bool(memory.spare_seq_ids) == (world.gives_parts and kind is not NonUnified)
+    assert world.ctx.kv_cache.fits(4, world.ctx.sequences.count_free) == 4
     world.ctx.decode(TOKENS[:9], 0)
     assert memory.usable(0, 9) == 9
     assert memory.usable(0, 5) == (5 if world.gives_parts else 0)

@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from engine_runs import PROMPTS, WARM, alone
+from drafts import WARM
+from engine_runs import PROMPTS, alone
 
 import llamabranch as lb
 from llamabranch import AsyncEngine, Context, Event, Request, Result, SamplingParams

@@ -471,6 +471,8 @@ BAD_OPTIONS: list[dict[str, Any]] = [
         {"tools": TOOLS, "tool_choice": {}}, {"tools": TOOLS, "tool_choice": {"function": {}}},
         {"tool_choice": "required"}, {"chat_template_kwargs": {"messages": []}},
         {"tools": TOOLS, "tool_choice": "required", "regex": "a"},
+        *({"share": x} for x in ("thoughts", 1, True)),
+        *({"thinking": x} for x in (-1, "on", 1.5, [1])),
 ]  # fmt: skip
 BAD_CHATS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     *((HELLO, options, ConfigError, "") for options in BAD_OPTIONS),

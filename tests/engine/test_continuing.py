@@ -140,24 +140,6 @@ def test_texts_have_at_least_so_many_tokens(ctx: Context, drafter: lb.Drafter | 
         Request(prompt, min_tokens=1, constraint=lambda text: True)
 
 
-def test_preempted_texts_keep_their_least_length(target: lb.Model) -> None:
-    bias = dict.fromkeys(target.eog_tokens, 1e9)
-    texts = ["Once upon a time", "The wolf", "A king", "In the forest", "The moon", "Far away"]
-    requests = [
-        Request(text, id=text, max_tokens=60, min_tokens=50, sampling=WARM.replace(logit_bias=bias))
-        for text in texts
-    ]
-    with lb.Context(target, n_ctx=256, n_seq_max=6, n_threads=1) as small:
-        engine = Engine(small)
-        results = engine.generate(requests)
-    assert engine.stats.preemptions == sum(result.num_preemptions for result in results) > 0
-    assert results[0].num_preemptions == 0  # the oldest request is never preempted
-    with lb.Context(target, n_ctx=256, n_threads=1) as ctx:
-        for request, result in zip(requests, results, strict=True):
-            assert result.tokens == one(ctx, request).tokens
-            assert len(result.tokens) == 50
-
-
 def test_steps_are_the_events_of_generate_in_lists(ctx: Context) -> None:
     request = Request("Once upon", n=2, max_tokens=12, sampling=WARM)
 

@@ -12,7 +12,7 @@ import math
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Literal
@@ -20,7 +20,8 @@ from typing import Annotated, Literal
 import pydantic
 import pytest
 import toys
-from drafts import FIXED, Eager
+from drafts import FIXED, GREEDY, WARM, make
+from engine_runs import assert_clean, check_alone
 from typing_extensions import TypedDict
 
 import llamabranch as lb
@@ -47,8 +48,6 @@ from llamabranch.errors import (
 from llamabranch.generation.drafter import NullState
 from llamabranch.generation.verify import RoundTrace
 
-GREEDY = SamplingParams(temperature=0.0)
-WARM = SamplingParams(temperature=0.8, seed=42)
 UNSEEDED = SamplingParams(temperature=0.8)
 PENALISED = SamplingParams(temperature=0.7, seed=5, repeat_penalty=1.3)
 TALE = "Once upon a time there was a king who had three daughters, and the youngest was so fair "
@@ -59,62 +58,13 @@ PROMPTS = [
     "The wolf",
     "In the middle of the forest there stood a little house, and in that house there lived",
 ]
-DRAFTERS = ("none", "model", "lookup", "suffix", "chain")
-
-Generated = tuple[list[int], str, str | None]
-
-
-def make(which: str, draft: Context) -> lb.Drafter | None:
-    makers: dict[str, lb.Drafter | None] = {
-        "none": None,
-        "model": lb.ModelDrafter(draft),
-        "lookup": lb.speculative.PromptLookupDrafter(max_ngram=3, min_ngram=1),
-        "suffix": Eager(),
-        "chain": lb.ChainDrafter([lb.speculative.PromptLookupDrafter(), lb.ModelDrafter(draft)]),
-    }
-    return makers[which]
-
-
-@dataclass
-class Alone:
-    """Generates what requests give when nobody else is there, each one once."""
-
-    ctx: Context
-    known: dict[object, Generated] = field(default_factory=dict, repr=False)
-
-    def generated(self, request: Request, result: Result) -> Generated:
-        """Return tokens, text and finish reason."""
-        params = (request.sampling or UNSEEDED).replace(seed=result.seed)
-        prompt, n, stop = request.prompt, request.max_tokens, tuple(request.stop)
-        key = (str(prompt), repr(params), stop, request.grammar, n)
-        if key not in self.known:
-            grammar = request.grammar
-            with Branch.start(self.ctx, prompt, sampling=params, grammar=grammar) as branch:
-                text = "".join(t.text for t in branch.generate(n, stop))
-                reason = "length" if n == 0 else branch.finish_reason
-                self.known[key] = branch.generated, text, reason
-        return self.known[key]
-
-    def check(self, request: Request, result: Result) -> None:
-        """Fail unless the result is what the request gives alone."""
-        found = result.tokens, result.text, result.finish_reason
-        assert found == self.generated(request, result), (request, result)
 
 
 @pytest.fixture(scope="module")
-def alone(target: lb.Model) -> Iterator[Alone]:
+def clean(target: lb.Model) -> Iterator[Context]:
+    """A context in which requests run alone."""
     with Context(target, n_ctx=1024, n_seq_max=1, n_threads=1) as ctx:
-        yield Alone(ctx)
-
-
-def assert_clean(*contexts: Context) -> None:
-    """Nothing is left: no cell, no sequence, and llama.cpp agrees."""
-    for ctx in contexts:
-        assert ctx.usage().cells_used == 0
-        assert ctx.n_seq_free == ctx.n_seq_max
-        ctx.audit()
-        cell_order = ctx.kv_cache.order
-        assert cell_order.in_order and cell_order.n_cells == 0, ctx
+        yield ctx
 
 
 def by_name(results: Sequence[Result]) -> dict[tuple[str, int], Result]:
@@ -149,7 +99,7 @@ def test_seed_of_a_request_does_not_depend_on_its_place(
 
 
 def test_shared_prefixes_are_forked_not_computed(
-    ctx: Context, draft_ctx: Context, alone: Alone
+    ctx: Context, draft_ctx: Context, clean: Context
 ) -> None:
     """The texts draft together: eight that draft 4 tokens need 5 draft decodes a round, not 40."""
     shared = TALE * 4
@@ -157,7 +107,7 @@ def test_shared_prefixes_are_forked_not_computed(
     n_shared = len(ctx.tokenize(shared)) - 1  # the last token may join with what follows
     engine = Engine(ctx, make("model", draft_ctx), FIXED)
     for request, result in zip(requests, engine.generate(requests), strict=True):
-        alone.check(request, result)
+        check_alone(clean, request, result)
         assert result.num_prompt_tokens == len(ctx.tokenize(str(request.prompt)))
     stats = engine.stats
     assert stats.shared_prompt_tokens >= 4 * n_shared
@@ -178,7 +128,7 @@ def test_shared_prefixes_are_forked_not_computed(
 
 @pytest.mark.parametrize("sampling", [WARM, WARM.replace(repeat_penalty=1.2)])
 def test_request_that_continues_a_running_one_is_drafted_for(
-    sampling: SamplingParams, ctx: Context, draft_ctx: Context, alone: Alone
+    sampling: SamplingParams, ctx: Context, draft_ctx: Context, clean: Context
 ) -> None:
     """What the draft model has drafted for the first text is read by the others."""
     engine = Engine(ctx, make("model", draft_ctx), FIXED)
@@ -200,7 +150,7 @@ def test_request_that_continues_a_running_one_is_drafted_for(
                 requests[engine.add_request(request)] = request
     assert engine.stats.shared_prompt_tokens >= 2 * (len(tale) + 11)
     for name, request in requests.items():
-        alone.check(request, results[name])
+        check_alone(clean, request, results[name])
     assert_clean(ctx, draft_ctx)
 
 
@@ -209,7 +159,7 @@ def test_request_that_continues_a_running_one_is_drafted_for(
     "sampling", [GREEDY, WARM, PENALISED, WARM.replace(temperature=0.3)], ids=str
 )
 def test_samples_that_begin_alike_are_decoded_once(
-    target: lb.Model, draft_ctx: Context, alone: Alone, which: str, n_seq_max: int,
+    target: lb.Model, draft_ctx: Context, clean: Context, which: str, n_seq_max: int,
     sampling: SamplingParams,
 ) -> None:  # fmt: skip
     counted = []
@@ -230,7 +180,7 @@ def test_samples_that_begin_alike_are_decoded_once(
         assert len(results) == 8
         decoded: set[tuple[object, ...]] = set()
         for result in results:
-            alone.check(requests[int(result.id)], result)
+            check_alone(clean, requests[int(result.id)], result)
             shown = [e for e in events if (e.id, e.sample) == (result.id, result.sample)]
             assert "".join(e.text for e in shown) == result.text
             decoded |= {(result.id, *result.tokens[: i + 1]) for i in range(len(result.tokens))}
@@ -266,7 +216,7 @@ def test_dead_end_of_a_grammar_is_one_requests_error(which: str, small_toy: lb.M
             assert shown == "ab" and branch.text.endswith("ab")
         for request, result in zip(requests, results, strict=True):
             if request is not dead:
-                Alone(ctx).check(request, result)
+                check_alone(ctx, request, result)
         assert_clean(ctx, draft_ctx)
 
 
@@ -284,7 +234,7 @@ BAD: dict[str, tuple[Request, str, type[Exception]]] = {
 
 @pytest.mark.parametrize("which", ["none", "model"])
 def test_request_that_cannot_be_served_gets_its_own_error(
-    which: str, ctx: Context, draft_ctx: Context, alone: Alone
+    which: str, ctx: Context, draft_ctx: Context, clean: Context
 ) -> None:
     good = [Request(p, max_tokens=10, sampling=WARM) for p in PROMPTS]
     bad = [replace(request, id=name) for name, (request, _, _) in BAD.items()]
@@ -297,7 +247,7 @@ def test_request_that_cannot_be_served_gets_its_own_error(
         assert isinstance(result.error, kind)
     for number, request in enumerate(mixed):
         if request.id is None:
-            alone.check(request, results[str(number), 0])
+            check_alone(clean, request, results[str(number), 0])
     assert_clean(ctx, draft_ctx)
 
 
@@ -369,26 +319,15 @@ def test_ids_are_unique(ctx: Context) -> None:
 
 @pytest.mark.parametrize(("n_ctx", "n_seq_max"), [(256, 1), (256, 6), (2048, 2)])
 def test_small_draft_context_slows_down_but_changes_nothing(
-    n_ctx: int, n_seq_max: int, ctx: Context, draft: lb.Model, alone: Alone
+    n_ctx: int, n_seq_max: int, ctx: Context, draft: lb.Model, clean: Context
 ) -> None:
     requests = [Request(TALE + p, max_tokens=40, sampling=WARM) for p in PROMPTS * 2]
     with Context(draft, n_ctx=n_ctx, n_seq_max=n_seq_max, n_threads=1) as small:
         for request, result in zip(
             requests, Engine(ctx, lb.ModelDrafter(small), FIXED).generate(requests), strict=True
         ):
-            alone.check(request, result)
+            check_alone(clean, request, result)
         assert_clean(ctx, small)
-
-
-def test_text_that_fills_its_own_cells_ends_and_no_other(toy: lb.Model) -> None:
-    no_end = WARM.replace(logit_bias={1: -math.inf})
-    with Context(toy, n_ctx=512, n_seq_max=2, n_threads=1, kv_unified=False) as ctx:
-        requests = [Request([5] * n, max_tokens=40, sampling=no_end) for n in (250, 9)]
-        full, other = Engine(ctx).generate(requests)
-        assert (full.finish_reason, len(full.tokens)) == ("capacity", 7)
-        assert isinstance(full.error, CacheFullError)
-        assert (other.finish_reason, len(other.tokens)) == ("length", 40)
-        assert_clean(ctx)
 
 
 def take_all(ctx: Context) -> list[Branch]:
@@ -396,7 +335,7 @@ def take_all(ctx: Context) -> list[Branch]:
 
 
 def test_engine_waits_while_others_are_at_work_and_no_longer(
-    ctx: Context, alone: Alone, monkeypatch: pytest.MonkeyPatch
+    ctx: Context, clean: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others hold every sequence: it waits as long as they work; a request may be cancelled meanwhile."""
     guests, waits = take_all(ctx), 0
@@ -441,18 +380,18 @@ def test_engine_waits_while_others_are_at_work_and_no_longer(
 
     requests = [Request(p, max_tokens=8, sampling=WARM) for p in PROMPTS]
     for request, result in zip(requests, generate(requests, 0.5, work), strict=True):
-        alone.check(request, result)
+        check_alone(clean, request, result)
     assert_clean(ctx)
 
 
-def test_engines_in_threads_share_the_sequences(target: lb.Model, alone: Alone) -> None:
+def test_engines_in_threads_share_the_sequences(target: lb.Model, clean: Context) -> None:
     requests = [Request(p, max_tokens=12, sampling=WARM) for p in PROMPTS]
     with Context(target, n_ctx=1024, n_seq_max=2, n_threads=1) as ctx:
         with ThreadPoolExecutor(4) as pool:
             engines = [Engine(ctx, wait_s=math.inf) for _ in range(4)]
             for job in [pool.submit(engine.generate, requests) for engine in engines]:
                 for request, result in zip(requests, job.result(), strict=True):
-                    alone.check(request, result)
+                    check_alone(clean, request, result)
         assert_clean(ctx)
 
 
@@ -537,7 +476,7 @@ def test_cancelling_reaches_every_open_stream_and_no_other(when: str, ctx: Conte
 # -- statistics ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("which", DRAFTERS)
+@pytest.mark.parametrize("which", ["none", "model", "lookup", "suffix", "chain"])
 def test_forward_passes_are_counted(which: str, ctx: Context, draft_ctx: Context) -> None:
     before = ctx.decoder.n_decodes, draft_ctx.decoder.n_decodes
     engine = Engine(ctx, make(which, draft_ctx), SpeculativeConfig(draft_k=4))

@@ -10,10 +10,11 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import cast
+from typing import Any, cast
 
 import pytest
-from engine_runs import GREEDY, PROMPTS, WARM, alone, assert_clean, results_of, run, write_tiny
+from drafts import GREEDY, WARM
+from engine_runs import PROMPTS, alone, assert_clean, results_of, run, write_tiny
 
 import llamabranch as lb
 from llamabranch import (
@@ -109,23 +110,6 @@ def test_result_is_short_to_read(ctx: Context) -> None:
     n = len(ctx.tokenize("once " * 2000))
     assert f"the prompt has {n} tokens" in repr(failed)
     assert f"has room for {ctx.n_ctx}" in repr(failed)
-
-
-def test_alternatives_carry_their_text(ctx: Context) -> None:
-    request = Request("The wolf", max_tokens=3, top_logprobs=4, prompt_logprobs=2)
-    (result,) = Engine(ctx, seed=1).generate(request)
-    rated = [*(result.logprobs or ()), *(s for s in result.prompt_logprobs or () if s is not None)]
-    assert len(rated) >= 4
-    for score in rated:
-        for alternative in score.alternatives:
-            token, logprob = alternative
-            assert (alternative.token, alternative.logprob) == (token, logprob)
-            piece = ctx.model.piece(token).decode("utf-8", "replace")
-            assert alternative.text == piece
-            kept = pickle.loads(pickle.dumps(alternative))
-            assert (kept, kept.text) == (alternative, piece)
-    first = result.as_dict()["logprobs"][0]["alternatives"][0]  # type: ignore[index]
-    assert first == [*rated[0].alternatives[0], rated[0].alternatives[0].text]
 
 
 def test_queue_has_a_limit_that_counts_the_request_that_is_next(target: lb.Model) -> None:
@@ -414,7 +398,9 @@ def test_prompts_are_rated(cached: bool, tiny: lb.Model) -> None:
 
 def test_tokens_come_with_detail(ctx: Context, draft_ctx: Context, other_ctx: Context) -> None:
     engine = Engine(ctx, lb.ModelDrafter(draft_ctx), SpeculativeConfig(draft_k=3))
-    request = Request("Once upon a time", max_tokens=20, sampling=WARM, top_logprobs=3)
+    request = Request(
+        "Once upon a time", max_tokens=20, sampling=WARM, top_logprobs=3, prompt_logprobs=2
+    )
     detailed, plain = engine.generate([request, Request("The wolf", max_tokens=3)])
     assert plain.logprobs is None
     details = detailed.logprobs
@@ -425,8 +411,17 @@ def test_tokens_come_with_detail(ctx: Context, draft_ctx: Context, other_ctx: Co
         for detail, score in zip(details, branch.score(detailed.tokens, top=3), strict=True):
             assert detail.alternatives == score.alternatives
             assert (detail.logprob, detail.entropy) == (score.logprob, score.entropy)
-    record = detailed.as_dict()
-    assert len(record["logprobs"]) == 20  # type: ignore[arg-type]
+    for rated in (*details, *(detailed.prompt_logprobs or ())[1:]):
+        assert rated is not None and rated.alternatives
+        for alternative in rated.alternatives:
+            assert (alternative.token, alternative.logprob) == tuple(alternative)
+            piece = ctx.model.piece(alternative.token).decode("utf-8", "replace")
+            kept = pickle.loads(pickle.dumps(alternative))
+            assert (kept, kept.text, alternative.text) == (alternative, piece, piece)
+    record: Any = detailed.as_dict()
+    assert len(record["logprobs"]) == 20
+    first = details[0].alternatives[0]
+    assert record["logprobs"][0]["alternatives"][0] == [*first, first.text]
     assert detailed.queued_s is not None
     assert detailed.first_token_s is not None
     assert detailed.last_token_s is not None

@@ -79,19 +79,6 @@ def test_branch_may_be_used_between_two_tokens(
         ctx.audit()
 
 
-def test_drafter_reads_the_beginning_of_a_fork_once(ctx: Context, draft_ctx: Context) -> None:
-    drafter = lb.ModelDrafter(draft_ctx)
-    with Branch.start(ctx, PROMPTS[2], sampling=WARM) as branch:
-        first = branch.generate(20, drafter=drafter, config=SpeculativeConfig(draft_k=3))
-        first.finish()
-        n_read = draft_ctx.usage().cells_used
-        assert n_read > branch.n_prompt
-        with branch.fork() as child:
-            again = child.generate(20, drafter=drafter, config=SpeculativeConfig(draft_k=3))
-            again.finish()
-        assert draft_ctx.usage().cells_used < 2 * n_read  # the beginning was read once
-
-
 def test_state_of_a_text_that_was_changed_at_the_end_is_not_kept(
     ctx: Context, draft_ctx: Context
 ) -> None:

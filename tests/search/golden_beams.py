@@ -41,17 +41,10 @@ def cases() -> list[dict[str, Any]]:
         [[], [1], [1, 2], [0, 5, 7]],
         [1, 3, 6, 12],
     )
-    chosen = random.Random(7).sample(list(grid), 160)
+    names = ("beams", "length_penalty", "early_stopping", "eog", "max_tokens")
     return [
-        {
-            "seed": seed,
-            "beams": beams,
-            "length_penalty": penalty,
-            "early_stopping": early,
-            "eog": eog,
-            "max_tokens": most,
-        }
-        for seed, (beams, penalty, early, eog, most) in enumerate(chosen)
+        {"seed": seed, **dict(zip(names, chosen, strict=True))}
+        for seed, chosen in enumerate(random.Random(7).sample(list(grid), 160))
         if seed % 2 == 0 or seed in TELLING
     ]
 

@@ -21,6 +21,7 @@ from llamabranch.sampling.noise import derive_seed
 from llamabranch.speculative import PromptLookupDrafter
 
 STORY = "The wolf ran and the wolf ran and the wolf"
+N_CELLS = 256  # llama.cpp's least
 WHOLE: dict[str, Any] = {"temperature": 0.9, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 5}
 WARM = lb.SamplingParams(**WHOLE)
 CHOICES = [" beautiful and good", " beautiful", " telephone wires", " beautiful and bad", " be"]
@@ -172,6 +173,7 @@ ROOMS: dict[str, dict[str, Any]] = {
     "3 sequences": {"n_seq_max": 3, "n_batch": 64},
     "small batches": {"n_seq_max": 4, "n_batch": 4},
     "few cells": {"n_seq_max": 8, "n_batch": 64},
+    "own cells": {"n_seq_max": 4, "n_ctx": 4 * N_CELLS, "kv_unified": False},
 }
 
 
@@ -183,8 +185,9 @@ def test_little_room_gives_the_same(target: lb.Model, ctx: Context, name: str, r
         expected = run(root)
         if not name.startswith(("rejection", "tree_search")):  # these return to earlier nodes
             assert expected.stats.tokens_redecoded == 0
+    options = {"n_ctx": N_CELLS, "n_threads": 1, "batch_invariant": True, **ROOMS[room]}
     with (
-        Context(target, n_ctx=256, n_threads=1, batch_invariant=True, **ROOMS[room]) as small,
+        Context(target, **options) as small,
         Branch.start(small, STORY, sampling=WARM) as root,
     ):
         others = [[9] * (small.usage().cells_free - 24)] if room == "few cells" else []
@@ -297,7 +300,6 @@ def test_a_cache_that_is_full_in_the_last_step_changes_no_text(target: lb.Model)
 
 NO_END = lb.SamplingParams(temperature=0.9, seed=3, logit_bias={1: -math.inf})
 BYTES = [5, 6, 7, 8, 9, 5, 6, 7, 8]
-N_CELLS = 256  # llama.cpp's least
 
 
 @pytest.fixture
@@ -322,16 +324,6 @@ def test_full_texts_end_and_the_others_are_not_begun_again(own: Context, drafter
         ) as alone:
             texts.append(alone.generate(N_CELLS - len(BYTES)).finish().tokens)
     assert sorted(h.tokens[:-1] for h in result.hypotheses) == sorted(texts)
-
-
-def test_select_reads_choices_that_share_a_beginning(own: Context) -> None:
-    choices = ["abcd", "abxy", "yz"]
-    scores = []
-    with Context(own.model, n_ctx=1024, n_seq_max=4, n_threads=1) as shared:
-        for ctx in (shared, own):
-            with Branch.start(ctx, BYTES, sampling=NO_END) as branch:
-                scores.append(search.select(branch, choices).scores)
-    assert scores[0] == pytest.approx(scores[1], abs=0.02)
 
 
 # -- what ends a search early ----------------------------------------------------------------------------

@@ -18,106 +18,104 @@ from llamabranch.errors import ConfigError, LlamaBranchWarning
 STORY = "Once upon a time"
 Values = tuple[object, ...]
 
-NOT_INTEGER: Values = (2.5, math.nan, math.inf, True, "3", None, [3], np.array([1, 2]))
-NOT_POSITIVE: Values = (0, -1, -(2**63), 1 << 9000, *NOT_INTEGER)
+NOT_INTEGER: Values = (2.5, math.nan, math.inf, True, "3", [3], np.array([1, 2]))
+NOT_POSITIVE: Values = (0, -1, -(2**63), 1 << 9000, None, *NOT_INTEGER)
 COUNT: Values = (*NOT_POSITIVE, 10**9, 2**63)
-TOKENS: Values = (-1, 2.5, math.nan, True, "3", [3], 2**31, 2**63, 1 << 9000)
-LIMIT: Values = (0, *TOKENS, None)
-NUMBER: Values = ("1", None, True, [1], 1j, np.array([1.0, 2.0]), math.nan)
-FUNCTION: Values = (-1, 1, "len", [], True, object())
-STOP: Values = (5, True, b"x", [""], "", [1], ["a", None], {"a": 1}, object(), np.array(["a"]))
-SEED: Values = (1.5, "1", True, [1], math.nan)
-DRAFTER: Values = (-1, 1, "lookup", True, [], object(), lb.speculative.PromptLookupDrafter)
-FLAG: Values = (0, 1, "yes", None, [], np.array([True]))
-NAME: Values = ("", "best", 1, True, None, [], ["mean"], np.array(["beam", "mean"]), b"mean")
-SHARED: dict[str, Values] = {
-    "on_step": FUNCTION, "stop": STOP, "seed": SEED, "drafter": DRAFTER, "max_tokens": TOKENS,
-}  # fmt: skip
-CONSTRAINT: Values = (*FUNCTION, lb.search.Potential, "no e")
-BRANCH: Values = (None, 1, "Once", [1, 2], Branch, object())
+NO_NUMBER: Values = ("1", True, [1], 1j, np.array([1.0, 2.0]), math.nan)
 BIG: Values = (10**400, math.inf)
+FUNCTION: Values = (-1, 1, True, "len", [], object())
+CONSTRAINT: Values = (*FUNCTION, lb.search.Potential, "no e")
 
 
 def score(text: object) -> float:
     return 1.0
 
 
-BEAM: dict[str, Values] = {
-    "beams": COUNT, "max_tokens": LIMIT, "n": (*NOT_POSITIVE, 5, 2**63),
-    "length_penalty": (*NUMBER, *BIG, 33.0, -33.0, 1e308, -1e308),
-    "early_stopping": ("always", 0, 1, None, 1.0, [], np.array([True, False])),
+# What no argument of a type takes, by its annotation.
+WRONG: dict[str, Values] = {
+    "Branch": (None, 1, "Once", [1, 2], Branch, object()),
+    "int": (*NOT_INTEGER, None, -1, -(2**63), 2**63, 1 << 9000),
+    "int | None": NOT_INTEGER,
+    "float": (None, *NO_NUMBER, *BIG),
+    "float | None": NO_NUMBER,
+    "bool": (0, 1, "yes", None, [], np.array([True])),
+    "bool | str": ("always", 0, 1, None, 1.0, [], np.array([True, False])),
+    "str": ("", "best", 1, True, None, [], ["mean"], np.array(["beam", "mean"]), b"mean"),
+    "str | int": ("", 0, -1, 2.5, True, None, b"x", []),
+    "str | Callable[[Hypothesis], float]": (1, None, "best", [], np.array(["mean"]), b"sum"),
+    "str | Sequence[str]": (
+        5, True, b"x", [""], "", [1], ["a", None], {"a": 1}, object(), np.array(["a"]),
+    ),
+    "Sequence[str]": (None, "ab", b"ab", 5, [], [""], [1], ["a", ""], ["a", "\ud800"], {"a": 1}),
+    "Sequence[Potential]": (
+        -1, None, "ab", [1], [None], search.Potential(), [search.Potential], score, {"a": 1},
+    ),
+    "OnStep | None": FUNCTION,
+    "Proposal | None": FUNCTION,
+    "Callable[[str], float]": (*FUNCTION, None),
+    "Callable[[str], float] | None": FUNCTION,
+    "Callable[[str], Answer | None]": (*FUNCTION, None),
+    "ConstraintLike | None": CONSTRAINT,
+    "Callable[[str], bool] | Constraint": (*CONSTRAINT, None),
+    "Drafter | None": (
+        -1, 1, "lookup", True, [], object(), lb.speculative.PromptLookupDrafter,
+    ),
+    "Expand | int": (0, -1, 2.5, True, None, "ab", [], 10**9, 2**63),
 }  # fmt: skip
-VOTE: dict[str, Values] = {
-    "answer": (*FUNCTION, None),
-    "n": COUNT,
-    "confidence": (*(v for v in NUMBER if v is not None), *BIG, 0, 0.5, 0.95, 1.5),
-    "width": tuple(v for v in COUNT if v is not None),
+MUST_DRAW = ("beam_search", "smc", "rejection", "tree_search", "TreeSearch")
+# What is out of the range of an argument.
+BEYOND: dict[str, Values] = {
+    **dict.fromkeys(("beams", "max_steps", "particles", "max_draws", "iterations"), (0, 10**9)),
+    **dict.fromkeys(("parallel", "width"), (0, -1, 10**9)),
+    "n": (0, 2**63),
+    **{f"{name} n": (10**9,) for name in ("best_of_n", "vote", "step_search", "rejection")},
+    "beam_search n": (5,),
+    "beam_width": (0, 3, 10**9),
+    "max_tokens": (-1, 2**31, 2**63, 1 << 9000),
+    **{f"{name} max_tokens": (0,) for name in MUST_DRAW},
+    "max_rejects": (0,),
+    "reject_every": (0, -1),
+    "length_penalty": (33.0, -33.0, 1e308, -1e308),
+    "confidence": (*BIG, 0, 0.5, 0.95, 1.5),
+    "entropy": (-1.0,),
+    "threshold": (-0.1, 1.1),
+    "power": (0, -1, 101),
+    "exploration": (-1, 1e10),
 }
-BEST: dict[str, Values] = {
-    "n": COUNT, "score": (1, None, "best", [], np.array(["mean"]), b"sum"), "reward": FUNCTION,
-    "reject_every": (0, -1, 2.5, True, "3", [1]),
-}  # fmt: skip
-STEPS: dict[str, Values] = {
-    "reward": (*FUNCTION, None), "n": COUNT, "beam_width": (*COUNT, 3),
-    "max_steps": COUNT, "step": ("", 0, -1, 2.5, True, None, b"x", []),
-    "entropy": (-1.0, math.nan, "1", True, []),
-}  # fmt: skip
-SMC: dict[str, Values] = {
-    "particles": COUNT, "max_tokens": LIMIT,
-    "potentials": (-1, None, "ab", [1], [None], search.Potential(), [search.Potential], score, {"a": 1}),
-    "critic": FUNCTION, "proposal": FUNCTION, "threshold": (*NUMBER, -0.1, 1.1, *BIG),
-    "resampling": NAME, "force_end": FLAG, "constraint": CONSTRAINT, "max_rejects": NOT_POSITIVE,
-    "power": (*NUMBER, *BIG, 0, -1, 101), "ramp": (-1, 2.5, True, None, 2**63),
-}  # fmt: skip
-REJECTION: dict[str, Values] = {
-    "constraint": (*CONSTRAINT, None), "n": COUNT, "max_tokens": LIMIT, "max_draws": COUNT,
-}  # fmt: skip
-EXPAND: Values = (0, -1, 2.5, True, None, "ab", [], 10**9, 2**63)
-MCTS: dict[str, Values] = {
-    "expand": EXPAND, "exploration": (*NUMBER, *BIG, -1, 1e10), "prior": NAME, "step": STEPS["step"],
-    "max_tokens": LIMIT, "rollout_tokens": (-1, 2.5, True, "3", None, 2**63),
-}  # fmt: skip
-SELECT: dict[str, Values] = {
-    "choices": (None, "ab", b"ab", 5, [], [""], [1], ["a", ""], ["a", "\ud800"], {"a": 1}),
-    "method": NAME,
-}  # fmt: skip
 
 Call = Callable[..., object]
-SEARCHES: dict[str, tuple[Call, dict[str, Any], dict[str, Values]]] = {
-    "beam_search": (search.beam_search, {}, BEAM),
-    "best_of_n": (search.best_of_n, {}, BEST),
-    "vote": (search.vote, {"answer": str}, VOTE),
-    "step_search": (search.step_search, {"reward": score}, STEPS),
-    "smc": (search.smc, {}, SMC),
-    "rejection": (search.rejection, {"constraint": score}, REJECTION),
-    "select": (search.select, {"choices": [" there"]}, SELECT),
-    "tree_search": (
-        search.tree_search, {"reward": score},
-        MCTS | {"reward": (*FUNCTION, None), "iterations": COUNT, "n": NOT_POSITIVE, "parallel": COUNT,
-                "enough": ("1", True, [1], math.nan)},
-    ),
-    "TreeSearch": (search.TreeSearch, {}, MCTS),
-}  # fmt: skip
+SEARCHES: dict[str, tuple[Call, dict[str, Any]]] = {
+    "beam_search": (search.beam_search, {}),
+    "best_of_n": (search.best_of_n, {}),
+    "vote": (search.vote, {"answer": str}),
+    "step_search": (search.step_search, {"reward": score}),
+    "smc": (search.smc, {}),
+    "rejection": (search.rejection, {"constraint": score}),
+    "select": (search.select, {"choices": [" there"]}),
+    "tree_search": (search.tree_search, {"reward": score}),
+    "TreeSearch": (search.TreeSearch, {}),
+}
 
 
 def cases() -> list[Any]:
-    params = []
-    for name, (call, _, own) in SEARCHES.items():
-        parameters = inspect.signature(call).parameters
-        shared = {key: value for key, value in SHARED.items() if key in parameters}
-        tables = {"branch": BRANCH} | shared | own
-        assert tables.keys() == parameters.keys() - {"self"}, name  # no argument is left out
-        params += [
-            pytest.param(name, key, values, id=f"{name}-{key}") for key, values in tables.items()
-        ]
-    return params
+    """Return all arguments of all searches with their wrong values."""
+    return [
+        pytest.param(
+            name,
+            key,
+            (*WRONG[p.annotation], *BEYOND.get(key, ()), *BEYOND.get(f"{name} {key}", ())),
+            id=f"{name}-{key}",
+        )
+        for name, (call, _) in SEARCHES.items()
+        for key, p in inspect.signature(call).parameters.items()
+    ]
 
 
 @pytest.mark.parametrize(("name", "argument", "values"), cases())
 def test_a_wrong_argument_is_a_typed_error_before_anything_happens(
     name: str, argument: str, values: Values, shared_branch: Branch
 ) -> None:
-    call, needed, _ = SEARCHES[name]
+    call, needed = SEARCHES[name]
     branch, ctx = shared_branch, shared_branch.ctx
     before = ctx.decoder.n_decodes, ctx.usage(), ctx.n_seq_free, branch.tokens
     for value in values:
@@ -141,7 +139,7 @@ def shared_branch(target: lb.Model) -> Any:
 @pytest.mark.parametrize("name", SEARCHES)
 @pytest.mark.parametrize("state", ["pruned", "empty", "closed"])
 def test_a_branch_that_cannot_be_continued(name: str, state: str, target: lb.Model) -> None:
-    call, needed, _ = SEARCHES[name]
+    call, needed = SEARCHES[name]
     with lb.Context(target, n_ctx=256, n_threads=1) as ctx:
         branch = Branch.create(ctx, lb.SamplingParams(top_k=0, top_p=1.0, min_p=0.0))
         if state == "pruned":
@@ -218,20 +216,20 @@ def test_trees_are_asked_and_drawn_with_what_they_know(shared_branch: Branch) ->
         search.SearchObserver()  # type: ignore[abstract]
 
 
-WRONG_NUMBERS: Values = (None, "1", math.nan, [1], True, 1j, np.array([1.0, 2.0]))
 RETURNS: dict[str, tuple[Call, str, Values]] = {
-    "best_of_n": (search.best_of_n, "reward", WRONG_NUMBERS),
-    "best_of_n score": (search.best_of_n, "score", WRONG_NUMBERS),
-    "step_search": (search.step_search, "reward", (*WRONG_NUMBERS, math.inf)),
-    "tree_search": (search.tree_search, "reward", WRONG_NUMBERS),
+    "best_of_n": (search.best_of_n, "reward", (None, *NO_NUMBER)),
+    "best_of_n score": (search.best_of_n, "score", (None, *NO_NUMBER)),
+    "step_search": (search.step_search, "reward", (None, *NO_NUMBER, math.inf)),
+    "tree_search": (search.tree_search, "reward", (None, *NO_NUMBER)),
     "tree_search moves": (
-        partial(search.tree_search, reward=score, iterations=2), "expand",
+        partial(search.tree_search, reward=score, iterations=2),
+        "expand",
         (None, 5, "ab", [""], [1], iter(["a"])),
     ),
-    "smc critic": (search.smc, "critic", (*WRONG_NUMBERS, math.inf)),
+    "smc critic": (search.smc, "critic", (None, *NO_NUMBER, math.inf)),
     # The distribution is over a vocabulary with other tokens.
     "smc proposal": (search.smc, "proposal", (None, 5, lb.Distribution.point(5))),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", RETURNS)

@@ -122,12 +122,7 @@ def enumerated(script: Script) -> Callable[..., list[int]]:
 
 
 def moments(
-    root: Branch,
-    monkeypatch: pytest.MonkeyPatch,
-    n: int,
-    max_tokens: int,
-    kind: type[Script] = Script,
-    **options: Any,
+    root: Branch, n: int, max_tokens: int, kind: type[Script] = Script, **options: Any
 ) -> tuple[float, float, dict[str, float]]:
     """Return E[Z], Var[Z] and E[Z x share of each text], over all runs of the filter."""
     first = second = total = 0.0
@@ -135,8 +130,8 @@ def moments(
     choices: list[int] | None = []
     while choices is not None:
         script = kind(choices)
-        monkeypatch.setattr(module, "ancestors", enumerated(script))
-        with Frontier(root) as lines:
+        with pytest.MonkeyPatch.context() as patch, Frontier(root) as lines:
+            patch.setattr(module, "ancestors", enumerated(script))
             result = module.run_particles(lines, n, max_tokens, script, module.Filter(**options))
         assert result.log_evidence is not None
         z, p = math.exp(result.log_evidence), script.probability
@@ -197,15 +192,10 @@ def critic(text: str) -> float:
 
 
 def check(
-    root: Branch,
-    monkeypatch: pytest.MonkeyPatch,
-    n: int,
-    max_tokens: int,
-    expected: dict[str, float],
-    **options: Any,
+    root: Branch, n: int, max_tokens: int, expected: dict[str, float], **options: Any
 ) -> None:
     """Assert that E[Z] and E[Z x share of each text] are exactly these."""
-    mean, _, texts = moments(root, monkeypatch, n, max_tokens, **options)
+    mean, _, texts = moments(root, n, max_tokens, **options)
     assert mean == pytest.approx(sum(expected.values()), abs=1e-12)
     assert texts == pytest.approx(expected, abs=1e-12)
 
@@ -222,12 +212,10 @@ CASES = [("systematic", 0.0), ("systematic", 0.9), *((scheme, 1.0) for scheme in
     ],
     ids=lambda options: "-".join(getattr(v, "__name__", str(v)) for v in options.values()),
 )
-def test_evidence_and_weighted_texts_are_unbiased(
-    root: Branch, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
-) -> None:
+def test_evidence_and_weighted_texts_are_unbiased(root: Branch, options: dict[str, Any]) -> None:
     """A proposal and a critic change no expectation."""
     expected = exact(root, 2, likes_b)
-    check(root, monkeypatch, 2, 2, expected, potentials=[LikesB()], **options)
+    check(root, 2, 2, expected, potentials=[LikesB()], **options)
 
 
 RULE = 'root ::= "ab" | "b" "b"? | "aab" | "a"'
@@ -242,7 +230,7 @@ def bound(little: Context) -> Iterator[Branch]:
 @pytest.mark.parametrize("power", [1.0, 2.0])
 @pytest.mark.parametrize("constraint", [None, one_b], ids=["free", "one b"])
 def test_a_grammar_is_weighted_by_the_mass_it_keeps(
-    root: Branch, bound: Branch, monkeypatch: pytest.MonkeyPatch, constraint: Any, power: float
+    root: Branch, bound: Branch, constraint: Any, power: float
 ) -> None:
     """Particles with more than two tokens die. The grammar forbids BOS, which has no text."""
     every = {t: p**power for t, p in ended(root, 2, PLAIN).items() if 0 not in t}
@@ -250,56 +238,47 @@ def test_a_grammar_is_weighted_by_the_mass_it_keeps(
     expected = {text: p for text, p in by_text(root, every).items() if text in allowed}
     for ramp in (0, 1):
         check(
-            bound, monkeypatch, 1 + (constraint is None), 2, expected, power=power, ramp=ramp,
+            bound, 1 + (constraint is None), 2, expected, power=power, ramp=ramp,
             threshold=1.0, constraint=constraint and constraint(),
         )  # fmt: skip
 
 
-@pytest.mark.parametrize(("n", "max_tokens", "threshold"), [(1, 2, 0.0), (2, 1, 1.0)])
+# Particles, tokens and the threshold of resampling.
+SIZES = [(1, 2, 0.0), (2, 1, 1.0), (2, 2, 1.0)]
+Size = tuple[int, int, float]
+
+
+@pytest.mark.parametrize("size", SIZES[:2])
 @pytest.mark.parametrize("max_rejects", [1, 2, 3, 64])
 @pytest.mark.parametrize("proposal", [None, cold], ids=["model", "cold"])
 def test_weights_under_a_constraint_are_exact(
-    root: Branch,
-    monkeypatch: pytest.MonkeyPatch,
-    n: int,
-    max_tokens: int,
-    threshold: float,
-    max_rejects: int,
-    proposal: Any,
+    root: Branch, size: Size, max_rejects: int, proposal: Any
 ) -> None:
+    n, max_tokens, threshold = size
     expected = exact(root, max_tokens, lambda text: float(OneB().complete(text)))
     check(
-        root, monkeypatch, n, max_tokens, expected, constraint=one_b(), max_rejects=max_rejects,
+        root, n, max_tokens, expected, constraint=one_b(), max_rejects=max_rejects,
         threshold=threshold, proposal=proposal,
     )  # fmt: skip
 
 
-def test_a_constraint_beside_a_potential_and_cut_texts(
-    root: Branch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_constraint_beside_a_potential_and_cut_texts(root: Branch) -> None:
     both = exact(root, 2, lambda text: OneB().complete(text) * likes_b(text))
-    check(root, monkeypatch, 1, 2, both, constraint=one_b(), potentials=[LikesB()])
+    check(root, 1, 2, both, constraint=one_b(), potentials=[LikesB()])
     cut = {t: p for t, p in every_text(root, 2, PLAIN).items() if len(t) == 2 or t[-1] == EOG}
     assert sum(cut.values()) == pytest.approx(1.0)
-    mean, _, _ = moments(root, monkeypatch, 2, 2, force_end=False, threshold=1.0)
+    mean, _, _ = moments(root, 2, 2, force_end=False, threshold=1.0)
     assert mean == pytest.approx(1.0, abs=1e-12)
     expected = {text: p for text, p in by_text(root, cut).items() if OneB().complete(text)}
-    check(root, monkeypatch, 1, 2, expected, constraint=one_b(), force_end=False)
+    check(root, 1, 2, expected, constraint=one_b(), force_end=False)
 
 
-@pytest.mark.parametrize(("n", "max_tokens", "threshold"), [(1, 2, 0.0), (2, 1, 1.0), (2, 2, 1.0)])
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("power", "ramp"), [(2.0, 0), (0.5, 0), (3.0, 1), (3.0, 2), (2.0, 9)])
-def test_a_power_of_whole_texts_is_exact(
-    root: Branch,
-    monkeypatch: pytest.MonkeyPatch,
-    n: int,
-    max_tokens: int,
-    threshold: float,
-    power: float,
-    ramp: int,
-) -> None:
+def test_a_power_of_whole_texts_is_exact(root: Branch, size: Size, power: float, ramp: int) -> None:
+    n, max_tokens, threshold = size
     expected = exact(root, max_tokens, lambda text: 1.0, power)
-    check(root, monkeypatch, n, max_tokens, expected, threshold=threshold, power=power, ramp=ramp)
+    check(root, n, max_tokens, expected, threshold=threshold, power=power, ramp=ramp)
 
 
 def test_options_that_change_nothing_change_no_particle_and_others_do(ctx: Context) -> None:
@@ -322,14 +301,12 @@ def test_options_that_change_nothing_change_no_particle_and_others_do(ctx: Conte
         assert not none.hypotheses and none.log_evidence == -math.inf
 
 
-def test_slots_draw_independently_and_sharing_noise_doubles_the_variance(
-    root: Branch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slots_draw_independently_and_sharing_noise_doubles_the_variance(root: Branch) -> None:
     """Unbiasedness does not show shared noise; the variance does."""
     options: dict[str, Any] = {"potentials": [LikesB()], "threshold": 0.0}
-    mean, variance_1, _ = moments(root, monkeypatch, 1, 2, **options)
-    same, variance_2, _ = moments(root, monkeypatch, 2, 2, **options)
-    trap, shared, _ = moments(root, monkeypatch, 2, 2, SharedNoise, **options)
+    mean, variance_1, _ = moments(root, 1, 2, **options)
+    same, variance_2, _ = moments(root, 2, 2, **options)
+    trap, shared, _ = moments(root, 2, 2, SharedNoise, **options)
     assert (same, trap) == pytest.approx((mean, mean), abs=1e-12)
     assert (variance_2, shared) == pytest.approx((variance_1 / 2, variance_1), abs=1e-12)
 

@@ -183,3 +183,22 @@ def chromium() -> Iterator[Browser]:
 
     with browser() as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def served(chromium: Browser, request: pytest.FixtureRequest, tmp_path_factory: Any) -> Any:
+    """A page in a process of its own, with the arguments that the file has for it."""
+    from paging import Opened
+
+    folder = tmp_path_factory.mktemp("loom")
+    with Opened(folder, *request.module.arguments(folder)) as running:
+        yield running
+
+
+@pytest.fixture
+def page(chromium: Browser, served: Any) -> Any:
+    """That page at the beginning of another text than those that other tests wrote."""
+    from browsing import afresh
+
+    with afresh(chromium, served) as opened:
+        yield opened

@@ -20,7 +20,7 @@ from llamabranch import (
     SpeculativeConfig,
     SuffixDrafter,
 )
-from llamabranch.generation.drafter import Draft
+from llamabranch.generation.drafter import Draft, NullState
 from llamabranch.speculative import PromptLookupDrafter
 from llamabranch.speculative.copying import doubling
 
@@ -57,8 +57,8 @@ def make(which: str, draft: Context) -> Drafter | None:
     return makers[which]()
 
 
-class Knowing(Drafter):
-    """A drafter without state. It calls a function for tokens that may follow a text.
+class Knowing(NullState, Drafter):
+    """A drafter that is its own state. It calls a function for tokens that may follow a text.
 
     ``drafted(tokens, limit)`` returns at most ``limit`` tokens.
     """
@@ -72,18 +72,8 @@ class Knowing(Drafter):
         """Draft for any model."""
 
     def start(self, target: Any, rule: str) -> Any:
-        """Return itself, because it is its own state."""
-        return self
-
-    def fork(self, target: Any) -> Any:
         """Return itself."""
         return self
-
-    def observe(self, n_tokens: int) -> None:
-        """Do nothing: there is nothing to forget."""
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to close."""
 
     def propose(self, tokens: Sequence[int], length: Any, limit: int) -> Draft:
         """Return the tokens of the function."""

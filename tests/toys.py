@@ -473,6 +473,7 @@ def write_toy(
     metadata: Mapping[str, Value | None] | None = None,
     drop: Sequence[str] = (),
     half: Sequence[str] = (),
+    values: Callable[[str, Array], Array] = lambda _, noise: noise,
     **sizes: int,
 ) -> Path:
     """Write a toy of `architecture` and return its path.
@@ -482,7 +483,7 @@ def write_toy(
     `drift` in [0, 1] mixes in other noise: a file of the same seed and a small drift predicts
     much like the original (a draft model). `metadata` overrides keys (the architecture's prefix
     is added; None removes the key). `drop` names tensors to leave out, `"*"` all of them; `half`
-    names tensors to store as F16.
+    names tensors to store as F16; `values` returns what replaces a tensor of this name.
     """
     s = Sizes(**sizes)
     n_vocab, text = 16, _NO_VOCABULARY
@@ -513,7 +514,8 @@ def write_toy(
         if drift:
             unit *= np.float32(math.sqrt(1 - drift * drift))
             unit += np.float32(drift) * other.standard_normal(shape, dtype=np.float32)
-        _add_tensor(writer, name, _scaled(unit, name, architecture), weights, half)
+        tensor = values(name, _scaled(unit, name, architecture))
+        _add_tensor(writer, name, tensor, weights, half)
     return finish(writer, path)
 
 

@@ -1,4 +1,4 @@
-"""One generation of a text, as an iterator over its tokens."""
+"""A generation of one text, as an iterator over its tokens."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ class Generation:
         Args:
             loop: drafts for the text and decodes it.
             text: has read its prompt.
-            output: holds the limits and takes the tokens.
+            output: has the limits and takes the tokens.
             n_alternatives: how many of the most probable tokens are reported with each token.
-            constraint: applies to the text after the last token that was read.
-            owner: the object that holds the text's sequence; it is kept alive until the generation
-                ends.
+            constraint: applies to the text after the last token that was read, not generated.
+            owner: the object that frees the text's sequence when it is deleted, such as a branch.
+                It is kept alive until the generation ends.
             release: called at the end, to free a text that nobody else will continue.
         """
         self.seed = text.seed
         self.stats = SpeculativeStats()
         self._output = output
-        # The loop holds no reference to this object, so dropping a generation ends it at once.
-        self._events = _run(
+        # The generator holds no reference to this object, so deleting this object ends it at once.
+        self._tokens = _tokens(
             loop, text, output, n_alternatives, constraint, self.stats, owner, release
         )
 
@@ -68,7 +68,7 @@ class Generation:
 
     @property
     def tokens(self) -> list[int]:
-        """The ids of the yielded tokens, a copy. Includes those of a stop string, but no EOG tokens."""
+        """The ids of the yielded tokens (a copy), with those of a stop string, but no EOG token."""
         return list(self._output.tokens)
 
     @property
@@ -82,7 +82,7 @@ class Generation:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds spent generating, without the prompt's prefill and the caller's time between tokens."""
+        """Seconds spent generating, without the time for the prompt and the time between two calls."""
         return self._output.elapsed_s
 
     @property
@@ -106,7 +106,7 @@ class Generation:
     def __next__(self) -> Produced:
         start = perf_counter()
         try:
-            return next(self._events)
+            return next(self._tokens)
         finally:
             self._output.elapsed_s += perf_counter() - start
 
@@ -118,10 +118,10 @@ class Generation:
 
     def close(self) -> None:
         """Stop here. A branch you passed keeps exactly the yielded tokens. Idempotent."""
-        self._events.close()
+        self._tokens.close()
 
 
-def _run(
+def _tokens(
     loop: Loop,
     text: Text,
     output: OutputBuffer,
@@ -131,8 +131,9 @@ def _run(
     owner: object,
     release: Callable[[], None] | None,
 ) -> Generator[Produced, None, None]:
+    """Yield the tokens of a generation; at the end, free its draft states and add its counts."""
     with text.generating():
-        is_consumed = True
+        is_consumed = True  # False while a token is yielded: the generator may be closed there
         text.finish_reason = output.finish_reason
         solo = Solo(text, output, stats, n_alternatives, constraint, keeps=release is None)
         try:
@@ -151,7 +152,7 @@ def _run(
             reason = "capacity" if isinstance(error, CapacityError) else None
             pending = output.break_off("constraint" if is_dead_end else reason)
             text.finish_reason = output.finish_reason if is_dead_end else text.finish_reason
-            # A generator that is being closed may not yield.
+            # A generator must not yield while it is being closed.
             if pending is not None and is_consumed:
                 yield pending
             if not is_dead_end:

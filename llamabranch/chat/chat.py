@@ -440,7 +440,7 @@ class Chat:
         that cannot be cut everywhere keeps a checkpoint there.
         """
         self._leave()
-        branch = Branch.create(self.ctx, params, beginning=tokens[:-1])
+        branch = Branch.create(self.ctx, params, beginning=tokens)
         try:
             n = branch.sequence.take_prompt(tokens)
             report = self.on_prompt_progress
@@ -451,7 +451,7 @@ class Chat:
                     branch.prefill(part, on_prompt_progress=report)
             branch.sequence.keep_cached(with_row=True)
         except BaseException:
-            branch.prune()
+            branch.leave_to_cache()  # the last turn may be in its sequence
             raise
         return branch, len(tokens) - n
 

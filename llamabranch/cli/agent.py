@@ -20,7 +20,7 @@ from .bundles import argument, option, with_bundles
 from .console import Console, shortened
 from .files import check_new_file, load_functions, read_piped_text, read_standard_input
 from .interrupts import EXIT_FAILURE
-from .options import DEFAULTS, OUTPUT, SAMPLING, TEXT, ModelFlags, OutputFlags, trained_length
+from .options import DEFAULTS, OUTPUT, TEXT, DrawFlags, ModelFlags, OutputFlags, trained_length
 
 _CELLS = 8192  # cells of the cache, unless -c is given or the model was trained for less
 _SHOWN = 200  # characters of a call's result that are shown
@@ -37,7 +37,7 @@ class AgentFlags:
     """The task, and the functions that the model may call."""
 
     panel: ClassVar[str] = TEXT
-    first: ClassVar[str] = "tools system journal temperature seed"
+    first: ClassVar[str] = "tools system journal"
 
     words: list[str] | None = argument("What to do; - reads standard input.", metavar="TASK")
     tools: list[Path] | None = option(
@@ -55,20 +55,6 @@ class AgentFlags:
         metavar="FILE.jsonl",
         rich_help_panel=OUTPUT,
     )
-    temperature: float = option(
-        DEFAULTS.temperature,
-        "0 or less always takes the most probable token.",
-        "--temp --temperature",
-        callback=lambda value: max(value, 0.0),
-        rich_help_panel=SAMPLING,
-    )
-    seed: int | None = option(
-        None,
-        "The same seed and equal results of the functions give the same text; -1 is a random seed.",
-        "--seed -s",
-        callback=lambda value: None if value == -1 else value,
-        rich_help_panel=SAMPLING,
-    )
 
     def task(self) -> str:
         """Return the task, or the text that is piped in; ConfigError if there is neither."""
@@ -82,7 +68,9 @@ class AgentFlags:
 
 
 @with_bundles
-def agent(*, task: AgentFlags, models: ModelFlags, output: OutputFlags) -> None:
+def agent(
+    *, task: AgentFlags, sampling: DrawFlags, models: ModelFlags, output: OutputFlags
+) -> None:
     """Do a task with a model that may call the functions of a Python file.
 
     Steps are shown as they happen; if the output is a pipe they go to standard error. Ctrl-C ends
@@ -94,7 +82,7 @@ def agent(*, task: AgentFlags, models: ModelFlags, output: OutputFlags) -> None:
         if task.journal is not None:
             check_new_file(task.journal)
         params = DEFAULTS.replace(
-            **{"temperature": task.temperature, "seed": task.seed, **models.set("sampling")}
+            **{"temperature": sampling.temperature, "seed": sampling.seed, **models.set("sampling")}
         )
         name = models.announce(console)
         more = LoadOptions()

@@ -138,7 +138,7 @@ def measure(reading: ReadingFlags, name: str, models: ModelFlags, console: Conso
     If it is interrupted, the results so far are saved and printed.
     """
     logits, save_to = reading.logits, reading.save_to
-    if logits is not None and (reading.text_file or reading.chunks or save_to):
+    if logits is not None and (reading.text_file or reading.chunks):
         message = (
             f"{logits} contains the text and its chunks, and can be compared with only one model"
         )
@@ -209,10 +209,6 @@ def compare(
     from llamabranch.eval.comparison import compare_models
 
     text, path = reading.text(), reading.check_output()
-    if reading.save_to is not None:
-        raise ConfigError("--save-logits is for one model")
-    if name == base:
-        raise ConfigError("--against compares with another model", hint="-m names one")
     window, chunks = _window_of(base, models), reading.chunks or _CHUNKS
     first, second = (
         open_for_chunks(model_name, models, window, console) for model_name in (base, name)
@@ -260,12 +256,8 @@ def compare_several(
 
     If it is interrupted, the results so far are printed and written to ``--output``.
     """
-    if reading.save_to is not None:
-        raise ConfigError("--save-logits is for one model")
     text, path = reading.text(), reading.check_output()
-    names = list(dict.fromkeys(names if base is None else [base, *names]))
-    if len(names) < 2:
-        raise ConfigError("--against compares with another model", hint="-m names one")
+    names = list(names) if base is None else [base, *names]
     files = {name: lb.hub.parts(lb.hub.resolve(name, download=None)) for name in names}
     sizes = {name: sum(part.stat().st_size for part in parts) for name, parts in files.items()}
     if base is not None:
@@ -408,8 +400,13 @@ def eval(
             if against is None:
                 hint = "--perplexity FILE; tasks run in Python, with llamabranch.eval.LlamaBranchLM"
             raise ConfigError("there is no text to measure", hint=hint)
-        names = models.names(console)
-        is_pair = against is not None and reading.logits is None and len(names) == 1
+        given = models.names(console)
+        names = [name for name in given if name != against]
+        if not names:
+            raise ConfigError("--against compares with another model", hint="-m names one")
+        if reading.save_to is not None and (against is not None or len(names) > 1):
+            raise ConfigError("--save-logits is for one model without --against")
+        is_pair = against is not None and reading.logits is None and len(given) == 1
         if not is_pair and (reading.fail_kl, reading.fail_top) != (None, None):
             message = "--fail-kl and --fail-top compare two models"
             raise ConfigError(message, hint="--against MODEL, and one model with -m")

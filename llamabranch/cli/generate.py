@@ -76,7 +76,6 @@ class GenerateReport:
         console: where results, progress and totals go.
         file: the file that results are appended to instead of being printed, or None.
         chat: whether prompts are messages, which are printed on separate lines.
-        is_flat: whether the JSON object describes the only text, in the form of ``speculate``.
         shows_drafts: whether to print the figures of drafting too, if there is a drafter.
 
     Attributes:
@@ -92,14 +91,13 @@ class GenerateReport:
         file: ResultFile | None,
         *,
         chat: bool = False,
-        is_flat: bool = False,
         shows_drafts: bool = False,
     ) -> None:
         self.engine, self._console, self._file = engine, console, file
         self._requests = {str(request.id): request for request in requests}
         self.done = set() if file is None else file.done
         self.comparison: DraftComparison | None = None
-        self._chat, self._is_flat = chat, is_flat
+        self._chat = chat
         self._is_plain = isinstance(engine.drafter, NullDrafter)
         self._results: list[Result] = []
         self._finish_reasons: Counter[str] = Counter()
@@ -230,8 +228,7 @@ class GenerateReport:
             self._console.note(self._summary())
         if "capacity" in self._finish_reasons and not self._console.silent:
             self._console.note("the context is full: raise --ctx-size to continue")
-        answer = self._flat() if self._is_flat else self._totals(interrupted)
-        self._console.answer({**answer, **compared})
+        self._console.answer({**self._totals(interrupted), **compared})
         if interrupted:
             more = "" if self._file is None else "; --resume continues from here"
             self._console.note("interrupted" + more)
@@ -253,33 +250,23 @@ class GenerateReport:
         }
         if self._file is None:
             answer["results"] = [result.as_dict(stats=False) for result in self._results]
+        if self._n_texts == 1 and self._file is None:
+            answer |= {"text": "", "tokens": [], "finish_reason": None}
+            for result in self._results:  # none if it failed, or was interrupted before a token
+                reason = None if result.finish_reason == "cancelled" else result.finish_reason
+                answer |= {"text": result.text, "tokens": result.tokens, "finish_reason": reason}
+            compared = self.comparison
+            rate = compared.drafted.rate.median if compared else self._stats.tokens_per_s
+            answer |= {"tokens_per_s": rate, "rule": str(self.engine.config.rule)}
         return answer
-
-    def _flat(self) -> dict[str, object]:
-        """Return the JSON object of ``speculate`` for its only text."""
-        explained = {"explain": self._explanation}
-        if not self._results:  # it was interrupted before the first token, or failed
-            return {"text": "", "tokens": [], "finish_reason": None, **explained}
-        (result,), compared = self._results, self.comparison
-        return {
-            "text": result.text,
-            "tokens": result.tokens,
-            "finish_reason": None if result.finish_reason == "cancelled" else result.finish_reason,
-            "tokens_per_s": compared.drafted.rate.median if compared else self._stats.tokens_per_s,
-            "seed": result.seed,
-            "rule": str(self.engine.config.rule),
-            **explained,
-            "stats": result.stats.as_dict(),
-        }
 
     def _compared(self, found: DraftComparison) -> dict[str, object]:
         results, engine = found.plain_results, self.engine
         can, is_exact = engine.target.capabilities, engine.sampling.temperature == 0
         plain: dict[str, object] = {"tokens_per_s": found.plain.rate.median}
-        if self._is_flat:
+        plain["results"] = [result.as_dict(stats=False) for result in results]
+        if self._n_texts == 1:
             plain |= {"text": results[0].text, "tokens": results[0].tokens}
-        else:
-            plain["results"] = [result.as_dict(stats=False) for result in results]
         # Whether the text, and not only its distribution, must be that of plain decoding.
         expected = self._is_plain or is_exact or str(engine.config.rule) == "seeded"
         requests = list(self._requests.values())
@@ -307,7 +294,7 @@ class GenerateReport:
             f"{stats.generated_tokens} tokens",
             f"ended by {reasons}" if reasons else "",
             "" if math.isnan(stats.tokens_per_s) else f"{stats.tokens_per_s:.1f} a second",
-            f"seed {self._results[0].seed if self._is_flat and self._results else self.engine.seed}",
+            f"seed {self.engine.seed}",
         ]
         return ", ".join(filter(None, parts))
 
@@ -326,7 +313,7 @@ class GenerateReport:
             figures["drafts ended by"] = _counted(self._stats.speculative.stop_reasons)
         figures |= {name: stats[name] for name in _SHOWN}
         figures = {name: value for name, value in figures.items() if value or name not in _RARE}
-        figures["seed"] = self._results[0].seed if self._is_flat and self._results else engine.seed
+        figures["seed"] = engine.seed
         figures["kv_type"] = engine.target.kv_type
         figures["batch_invariant"] = can.batch_invariant or f"no: {can.batch_invariant_reason}"
         paragraphs = [self._explanation] if self._console.verbose else []
@@ -455,18 +442,18 @@ def generate(
     """
     with output.console() as console:
         # All arguments are checked before a model loads.
-        if models.compare and text.seed is None:
+        is_speculate = call.command.name == "speculate"
+        if text.seed is None and (models.compare or is_speculate):
             text = replace(text, seed=secrets.randbits(31))
-        is_flat = call.command.name == "speculate"
         if not any((prompts.texts, prompts.prompts, prompts.files, prompts.input_file)):
             piped = read_piped_text()
-            if piped is not None or is_flat:
+            if piped is not None or is_speculate:
                 prompts = replace(prompts, prompts=[DEFAULT_PROMPT if piped is None else piped])
         chat = chat.decided(models.target or hub.default_model())
-        # The seed is a setting of the only text; if there are more, it is a setting of the job.
-        params = text.params(models, text.seed if is_flat else None)
+        # For speculate the seed is a setting of the text, otherwise of the job.
+        params = text.params(models, text.seed if is_speculate else None)
         requests = _requests(prompts, text, job, params)
-        _check(requests, models, job, is_flat=is_flat)
+        _check(requests, models, job)
         settings, file = _settings(text, params, chat, models, job), None
         if job.output_file is not None:
             file = ResultFile(job.output_file, settings, requests, resume=job.resume)
@@ -487,7 +474,7 @@ def generate(
         if file is not None:
             file.open(context.model, engine.seed)
         shown = GenerateReport(
-            engine, requests, console, file, chat=chat.is_on, is_flat=is_flat,
+            engine, requests, console, file, chat=chat.is_on,
             shows_drafts=models.draft is not None or bool(drafter.contexts),
         )  # fmt: skip
         prepared = [_prepared(request, text, chat, context) for request in requests]
@@ -525,7 +512,7 @@ def _requests(
     ]
 
 
-def _check(requests: list[Request], models: BatchFlags, job: ResultFlags, *, is_flat: bool) -> None:
+def _check(requests: list[Request], models: BatchFlags, job: ResultFlags) -> None:
     """Raise ConfigError for options that exclude each other."""
     models.config()
     if job.resume and job.output_file is None:
@@ -534,8 +521,6 @@ def _check(requests: list[Request], models: BatchFlags, job: ResultFlags, *, is_
         raise ConfigError("there is no prompt", hint="pass one, pipe it in, or use --input")
     if models.compare and job.output_file is not None:
         raise ConfigError("--compare prints its results: leave out --output")
-    if is_flat and (len(requests) > 1 or requests[0].n > 1 or job.output_file is not None):
-        raise ConfigError("speculate has one text", hint="`llamabranch generate` takes more")
 
 
 def _settings(

@@ -436,8 +436,8 @@ class ChatFlags:
 
 
 @dataclass(frozen=True)
-class SamplingFlags:
-    """How tokens are drawn: the settings of `llamabranch.SamplingParams` by the same names."""
+class DrawFlags:
+    """The two settings of sampling that every command has that samples."""
 
     panel: ClassVar[str] = SAMPLING
     first: ClassVar[str] = "temperature seed"
@@ -448,6 +448,18 @@ class SamplingFlags:
         "--temp --temperature",
         callback=lambda value: max(value, 0.0),
     )
+    seed: int | None = option(
+        None,
+        "The same seed gives the same text, with drafts or without; -1 is a random seed.",
+        "--seed -s",
+        callback=lambda value: None if value == -1 else value,
+    )
+
+
+@dataclass(frozen=True)
+class SamplingFlags(DrawFlags):
+    """How tokens are drawn: the settings of `llamabranch.SamplingParams` by the same names."""
+
     top_k: int = option(DEFAULTS.top_k, "Keep the k most probable; 0 keeps all.")
     top_p: float = option(DEFAULTS.top_p, "Nucleus sampling; 1 is off.")
     min_p: float = option(
@@ -455,12 +467,6 @@ class SamplingFlags:
         "Drop tokens less probable than this share of the most probable one; 0 is off.",
     )
     repeat_penalty: float = option(DEFAULTS.repeat_penalty, "Penalise recent tokens; 1 is off.")
-    seed: int | None = option(
-        None,
-        "The same seed gives the same text, with drafts or without; -1 is a random seed.",
-        "--seed -s",
-        callback=lambda value: None if value == -1 else value,
-    )
     ignore_eos: bool = option(
         False, "Never sample a token that ends the text.", "--ignore-eos --ignore-end"
     )

@@ -262,9 +262,8 @@ class PrefixCache:
             return None
         self._kept.use(text)  # so that another text is evicted
         n_lost = len(text.tokens) - n
-        is_cheap = self._memory.forks_copy and (
-            not n_lost or (is_full and n_lost < n and text.row is None)
-        )
+        is_cheap = self._memory.forks_copy and text.row is None
+        is_cheap = is_cheap and (not n_lost or (is_full and n_lost < n))
         if not is_cheap and (self._memory.spare_seq_ids or not is_full or len(self._kept) > 1):
             return None
         self._memory.prefix_seq_ids.discard(text.seq_id)

@@ -1,4 +1,4 @@
-"""Requests that are read as they are needed, and the events of all their steps."""
+"""Runs the requests of one call: reads them as they are needed, and yields their events."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["RequestStream"]
 
 
 class RequestStream:
-    """Runs the requests of one source in a core of their own.
+    """Runs the requests of one source.
 
     Any thread may call ``abort``.
 
     Args:
-        core: runs them; nobody else uses it.
+        core: runs them; it must have no other requests.
         source: the requests.
         seed: the seeds of the texts are derived from it, unless a request has one.
         reports_tokens: whether there are events for tokens.
@@ -31,10 +31,10 @@ class RequestStream:
         self._source = source
         self._seed = seed
         self._reports_tokens = reports_tokens
-        self._aborted: set[str] = set()  # ids of requests that were not read yet
+        self._aborted: set[str] = set()  # ids that were aborted before their request was read
 
     def abort(self, name: str) -> None:
-        """End a request as `EngineCore.abort` does, also one that is not read yet."""
+        """End a request as `EngineCore.abort` does. The request may be one that is not read yet."""
         if name in self._source.expected:
             self._aborted.add(name)
         self._core.abort(name)
@@ -51,7 +51,7 @@ class RequestStream:
             Exception: reading the source failed. The requests read before it end first.
         """
         core, source = self._core, self._source
-        ahead = max(2, core.ctx.n_seq_max)  # how many requests may wait, besides those that run
+        ahead = max(2, core.ctx.n_seq_max)  # read on while fewer requests than this wait
         more = True
         try:
             while True:
@@ -74,7 +74,7 @@ class RequestStream:
     def _read_next(self) -> bool:
         """Add the next request; return False if no request is left.
 
-        A refused request ends with its error.
+        An invalid request gets a result with its error.
         """
         core, source = self._core, self._source
         if (asked := next(source, None)) is None:
@@ -95,5 +95,5 @@ class RequestStream:
                 core.refuse(Event(name, i, result=result))
         elif name in self._aborted:
             core.abort(name)
-        source.expected.discard(name)  # from now on the request is known by this name
+        source.expected.discard(name)  # from now on ``core.abort`` knows the id
         return True

@@ -1,6 +1,7 @@
 """Two models on one text, in llama-perplexity's chunks: a report of how much they differ.
 
-Both models read a chunk in turns of some tokens. So no file of logits is needed.
+The first model reads a chunk and its rows are kept in memory, then the second one reads it. So no file of
+logits is needed.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ..branch import Branch
 from ..context import Context
+from ..context.logits import LogitsRow
 from ..model import Model
 from ..sampling import SamplingParams
 from .divergence import KLDivergence
-from .pair import Number, PairScore, Span, read_pair, same_vocabulary, spans, totals
-from .perplexity import text_chunks, with_bos
+from .pair import Number, Span, compared, same_vocabulary, spans, totals
+from .perplexity import Perplexity, text_chunks, with_bos
 
 __all__ = ["Comparison", "Token", "compare_models"]
 
@@ -191,28 +194,40 @@ def _about(ctx: Context) -> dict[str, object]:
 
 
 def _read(
-    comparison: Comparison, pair: tuple[Context, Context], part: list[int], tokens: list[int]
+    comparison: Comparison,
+    pair: tuple[Context, Context],
+    part: list[int],
+    tokens: list[int],
 ) -> None:
     """Let both models read a chunk, and record the figures of its second half."""
-    model, first, rows = pair[0].model, len(part) // 2 + 1, list[tuple[float, ...]]()
+    a, b = pair
+    first = len(part) // 2
+    base: list[npt.NDArray[np.float32]] = []
 
-    def record(start: int, scores: list[PairScore]) -> bool:
-        for i, place in enumerate(scores, start):
-            score, other, text = place.score, place.other, _text(model, [place.token])
-            change = math.exp(other.logprob) - math.exp(score.logprob)
-            rows.append((-other.logprob, -score.logprob, place.kl, change, float(place.same)))
-            around = tokens[max(0, i - _AROUND) : i], tokens[i + 1 : i + 1 + _AROUND]
-            before, after = (_text(model, ids) for ids in around)
-            tops = [_text(model, [s.alternatives[0].token]) for s in (score, other)]
-            quarter = 1 + 4 * (i - first) // (len(part) - first)
-            comparison.tokens.append(
-                Token(place.kl, place.klr, quarter, _kind(text), before, text, after, *tops)
-            )
-        return False
+    def hold(_chunk: int, _i: int, _token: int, row: LogitsRow) -> float:
+        base.append(row.array.copy())
+        return 0.0
 
-    read_pair(pair, part, first, None, record)
+    Perplexity(len(part), 1, "", "").read(a, [part], hold)
+
+    def compare(_chunk: int, i: int, token: int, row: LogitsRow) -> tuple[float, ...]:
+        place = compared((a.model, b.model), (LogitsRow(base[i - first]), row), token, None, top=1)
+        score, other = place.score, place.other
+        change = math.exp(other.logprob) - math.exp(score.logprob)
+        numbers = -other.logprob, -score.logprob, place.kl, change, float(place.same)
+        around = tokens[max(0, i + 1 - _AROUND) : i + 1], tokens[i + 2 : i + 2 + _AROUND]
+        before, after = (_text(a.model, ids) for ids in around)
+        tops = [_text(a.model, [s.alternatives[0].token]) for s in (score, other)]
+        quarter = 1 + 4 * (i - first) // (len(part) - 1 - first)
+        text = _text(a.model, [token])
+        comparison.tokens.append(
+            Token(numbers[2], place.klr, quarter, _kind(text), before, text, after, *tops)
+        )
+        return numbers
+
+    numbers = KLDivergence(len(part), 1, "", "").read(b, [part], compare)
     if comparison.divergence is not None:
-        comparison.divergence.rows.append(np.array(rows))
+        comparison.divergence.rows.extend(numbers.rows)
     comparison.n_chunks += 1
 
 

@@ -79,6 +79,7 @@ def compared(
     rows: tuple[LogitsRow, LogitsRow],
     token: int,
     draw: int | None,
+    top: int = _TOP,
 ) -> PairScore:
     """Compare two rows of logits, which are the two models' distributions of ``token``."""
     n = min(len(row.array) for row in rows)
@@ -90,7 +91,7 @@ def compared(
         float(np.sum(np.exp(log) * change, where=log > -np.inf))
         for log, change in zip(logs, (difference, -difference), strict=True)
     )
-    a, b = (row.score(token, model, _TOP) for row, model in zip(rows, models, strict=True))
+    a, b = (row.score(token, model, top) for row, model in zip(rows, models, strict=True))
     return PairScore(token, a, kl, klr, b, rows[0].best == rows[1].best, draw)
 
 

@@ -1,4 +1,4 @@
-"""How to speculate: the settings, and the draft length that they ask for."""
+"""The settings of speculative decoding, and the draft length that they choose."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["SpeculativeConfig", "draft_length"]
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """How to speculate.
+    """The settings of speculative decoding.
 
     Args:
         draft_k: tokens to draft in each round, 0 to 256. "auto" measures while it runs and drafts
-            the number of tokens with the highest throughput, or none if drafting does not pay. The
-            first token comes from the prompt's logits and the last one needs no draft, so nothing
-            is drafted with ``max_tokens=2``.
+            the number of tokens with the highest throughput, or none if drafting does not pay.
+            Nothing is drafted with ``max_tokens=2``: the first token comes from the prompt's
+            logits, and the last one needs no draft.
         max_draft_tokens: the most tokens that "auto" may draft in a round, 1 to 256.
         entropy_stop: end a draft before a token whose distribution has more than this entropy, in
             nats; None = never. The decision does not depend on the drawn token, so it is lossless.
@@ -30,7 +30,7 @@ class SpeculativeConfig:
             they keep the target's distribution. Under "seeded" the text also equals the text of
             plain decoding with the same seed. At temperature 0 this holds for all three. With a
             draft model and a temperature above 0, "block" accepts the most tokens. You may pass a
-            rule of your own: a function with the arguments of `token_rule`. `rule_error` verifies
+            rule of your own: a function with the arguments of `token_rule`. `rule_error` computes
             by enumeration whether it is lossless.
 
     Raises:
@@ -61,7 +61,7 @@ class SpeculativeConfig:
 def draft_length(
     config: SpeculativeConfig, drafter: Drafter | None = None, ctx: Context | None = None
 ) -> DraftLength:
-    """Return the draft length that ``config`` sets; "auto" uses what was learned on ``ctx`` before."""
+    """Return the draft length for ``config``. "auto" begins with what was learned on ``ctx`` before."""
     if isinstance(config.draft_k, int):
         return FixedLength(config.draft_k, config.entropy_stop)
     return AutoLength(config.max_draft_tokens, config.entropy_stop, drafter, ctx)

@@ -1,4 +1,4 @@
-"""Draft states of texts: kept between generations, forked with the texts, freed when room is needed."""
+"""The draft states of texts: kept between generations, forked for forks, freed to make room."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["Beginning", "DraftStates"]
 
 
 class DraftStates:
-    """Keeps what one drafter knows of texts between their generations.
+    """Keeps the draft states of one drafter between generations.
 
     A text has at most one draft state, which belongs to the drafter that drafted last for this
     text. The state is kept between generations, so that the drafter decodes no text twice. A text
-    without a state gets a fork of its nearest ancestor's state, or a new state. ``observe`` tells a
-    state how many of its tokens the text still has. When a draft model runs out of sequences, the
-    least recently used states are closed.
+    without a state gets a fork of its nearest ancestor's state, or a new state. When a kept state
+    is used again, ``observe`` tells it how many of its tokens the text still has. When a draft
+    model runs out of sequences, the least recently used states are closed.
 
     Only one thread at a time uses or forks a state. No lock is held while a method of a state runs,
     because that method may wait for a context's lock.
@@ -40,7 +40,7 @@ class DraftStates:
         self._drafter = drafter
 
     def take(self, text: Text, rule: Rule) -> DraftState:
-        """Return the state that drafts for ``text`` after its last token, until ``give_back``."""
+        """Return a state that drafts for ``text`` after its last token. Call ``give_back`` later."""
         kept = self._use(text, text, rule, draws_alike=True)
         if kept is not None:
             kept.state.observe(n_common(kept.tokens, text.shown))
@@ -50,7 +50,7 @@ class DraftStates:
                 state = self._make(text, rule)
                 break
             except CapacityError:
-                if not self._free_oldest():  # no room for a draft state: decode plainly
+                if not self._free_oldest():  # there is no room for a state: decode plainly
                     return NO_STATE
         _free(text)
         if state is not NO_STATE:
@@ -60,9 +60,9 @@ class DraftStates:
         return state
 
     def give_back(self, text: Text, state: DraftState, tokens: Sequence[int] | None) -> None:
-        """Keep a state that ``take`` has returned for the text's next generation, or free it.
+        """Keep the state that ``take`` has returned until the text's next generation, or free it.
 
-        ``tokens``: the tokens that the state has read or will be told of; None = free the state.
+        ``tokens``: the tokens of the text that the state has seen; None = free the state.
         """
         if state is NO_STATE:
             return
@@ -80,7 +80,7 @@ class DraftStates:
     def _use(
         self, holder: Text, text: Text, rule: Rule, *, draws_alike: bool = False
     ) -> _Kept | None:
-        """Return the state of ``holder``, marked as in use; None if ``text`` cannot use it.
+        """Mark the state of ``holder`` as used and return it; return None if ``text`` cannot use it.
 
         The state can be used if no other thread uses it, if it belongs to this drafter, and if it
         was made for the same rule and for drafts from the same position on. With ``draws_alike`` it
@@ -97,6 +97,7 @@ class DraftStates:
             return kept
 
     def _make(self, text: Text, rule: Rule) -> DraftState:
+        """Return a fork of the nearest state among the text and its ancestors, or a new state."""
         relative: Text | None = text  # a text whose seed or settings changed forks its own state
         while relative is not None:
             kept = self._use(relative, text, rule)
@@ -121,7 +122,7 @@ class DraftStates:
             _free(text)
 
     def _free_oldest(self) -> bool:
-        """Free the least recently used state that takes room from this drafter.
+        """Free the least recently used state of the drafters that share a context with this one.
 
         States that are in use stay. Return False if there was no state to free.
         """
@@ -140,11 +141,12 @@ class DraftStates:
 
 
 class Beginning:
-    """The text that the texts of a request continue, with the draft state that has read it.
+    """A text that all texts of a request continue, as in a search, and a draft state that has read it.
 
     Args:
-        text: has logits for its next token. It is not changed, and must live as long as the request.
-        drafter: drafts for the texts; None = nothing is drafted.
+        text: the text, with the logits after its last token. It must not change or be freed while
+            the request runs.
+        drafter: drafts for the texts of the request; None = nothing is drafted.
         rule: how drafted tokens are accepted.
     """
 
@@ -154,22 +156,24 @@ class Beginning:
         self._state: DraftState | None = None
 
     def draft_state(self) -> DraftState | None:
-        """Return the draft state to fork for each text, so a drafter reads the beginning only once.
+        """Return the draft state to fork for each text, or None if nothing is drafted.
 
-        Return None if nothing is drafted.
+        The first call makes it. So the drafter reads the beginning only once.
         """
         text = self.text
         if self._state is None and self._drafter is not None:
-            with suppress(CapacityError):  # without room for it texts are decoded plainly
+            with suppress(CapacityError):  # without room for the state, texts are decoded plainly
                 self._state = state = self._drafter.start(text, rule_name(self._rule))
                 following = text.produce()
-                if not following.is_stop:  # a draft follows a token that is not decoded yet
+                if (
+                    not following.is_stop
+                ):  # a drafter reads tokens only when it is asked for a draft
                     propose(state, [*text.tokens, following.token], FixedLength(1), 1)
                     state.observe(text.position)
         return self._state
 
     def close(self) -> None:
-        """Free what the drafter holds. Idempotent."""
+        """Free the draft state. Idempotent."""
         state, self._state = self._state, None
         if state is not None:
             state.close()
@@ -177,13 +181,13 @@ class Beginning:
 
 @dataclass(eq=False)
 class _Kept:
-    """The draft state of a text, what it was made for, and the text's tokens when it was returned."""
+    """The draft state of a text, with what ``_made_for`` returned when it was made."""
 
     state: DraftState
     drafter: Drafter
     made_for: tuple[Rule, int, int, SamplingParams]
-    tokens: Sequence[int] = ()
-    returned: int = 0  # number of its last return, counted over all states
+    tokens: Sequence[int] = ()  # the tokens that it had seen at its last return
+    returned: int = 0  # the number of its last return, counted over all states
     is_used: bool = True  # a thread drafts with it or forks it; no other thread may use it now
 
 
@@ -205,6 +209,6 @@ def _free(text: Text) -> None:
 
 
 def _made_for(text: Text, rule: Rule) -> tuple[Rule, int, int, SamplingParams]:
-    """Return what a state depends on: rule, where drafting may begin, seed, and settings."""
+    """Return what a state depends on: rule, where drafting may begin, seed, settings."""
     n_prompt = text.n_prompt if text.grammar is None else text.answer_start
     return rule, n_prompt, text.seed, text.sampling

@@ -1,4 +1,4 @@
-"""What is emitted: a token, the output of one generation so far, and where a part of it ends."""
+"""Emitted tokens, the output of one generation so far, and where a segment of it ends."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Produced(NamedTuple):
             the text, the id is -1 and the numbers are NaN.
         logprob, entropy: of the model's own distribution at this position, nats, before any sampling
             setting; NaN with ``SamplingParams(logprobs=False)``.
-        source: "drafted" (proposed and accepted), "forced" (also proposed and accepted, but the
-            grammar allowed no other text), "bonus" (the target's own token after a draft that was
-            accepted whole), "corrected" (the target's own token in place of a rejected one) or
-            "plain".
+        source: where it comes from. "plain": drawn without a draft. "drafted": proposed and
+            accepted. "forced": also proposed and accepted, but the grammar allowed no other text,
+            or read between a thought and its answer. "bonus": the target's own token after a draft
+            that was accepted whole. "corrected": the target's own token in place of a rejected one.
         alternatives: the requested number of most probable tokens, best first: pairs (token,
             log-probability) with an attribute ``text``.
         rank: 1 + how many tokens the model finds more probable; 0 if no alternatives were
@@ -55,7 +55,7 @@ class OutputBuffer:
         max_tokens: the most tokens to emit; None = until the model ends.
         stop: strings that end the text. ``text`` does not include them; ``tokens`` includes their
             tokens.
-        stop_tokens: ids that end the text, and are part of it.
+        stop_tokens: ids of tokens that end the text, and are part of it.
         min_tokens: the stop strings are ignored until there are this many tokens.
 
     Raises:
@@ -70,7 +70,7 @@ class OutputBuffer:
             reason passed to ``break_off``. Only this class sets it.
         is_stuck: whether the generation cannot continue for now, but may later. Meanwhile ``text``
             includes the text that is held back as a possible beginning of a stop string.
-        elapsed_s: seconds so far, if the caller counts them.
+        elapsed_s: seconds so far; the caller adds them.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class OutputBuffer:
         self.elapsed_s = 0.0
 
     def copied(self) -> OutputBuffer:
-        """Return another buffer with the same tokens, which continues by itself."""
+        """Return another buffer with the same tokens. Neither changes the other."""
         other = copy(self)
         other.tokens, other.texts, other.emitted = [*self.tokens], [*self.texts], [*self.emitted]
         other._stops = copy(self._stops)
@@ -115,7 +115,7 @@ class OutputBuffer:
 
     @property
     def draft_limit(self) -> int:
-        """The longest draft with which a round passes neither ``min_tokens`` nor ``max_tokens``."""
+        """The most tokens to draft, so that a round does not pass ``min_tokens`` or ``max_tokens``."""
         n = len(self.tokens)
         limit = 1 << 30 if self._max_tokens is None else self._max_tokens
         return (min(limit, self.min_tokens) if n < self.min_tokens else limit) - n - 1
@@ -147,7 +147,7 @@ class OutputBuffer:
         self.emitted += (emitted,)
         self.texts += (text,)
         self.finish_reason = reason
-        # A part may be held back for a stop string.
+        # The end of the text may be held back for a stop string.
         return emitted if text == emitted.text else emitted._replace(text=text)
 
     def break_off(self, reason: str | None = None) -> Produced | None:
@@ -156,8 +156,8 @@ class OutputBuffer:
         After a regular end, or on a second call, there is no such text.
 
         Args:
-            reason: why it cannot continue, such as "capacity" or "cancelled"; None if it may
-                continue or has already ended.
+            reason: why it cannot continue, such as "capacity" or "cancelled"; None leaves
+                ``finish_reason`` as it is.
         """
         self.finish_reason = reason or self.finish_reason
         pending = self._stops.flush()
@@ -168,12 +168,12 @@ class OutputBuffer:
 
 
 class SegmentEnd:
-    """Where a segment of a text ends. The job is parked there; a segment also ends with its text.
+    """Where a segment of a text ends. The job is parked there. A segment also ends with its text.
 
     Args:
         text: the segment ends after a token that completes this string.
-        n_tokens: it ends after this number of tokens; 0 = as soon as all tokens of the job are
-            decoded.
+        n_tokens: it ends after this number of tokens. 0 = nothing is generated: the job is parked
+            once its tokens are decoded.
         entropy: it ends before a token whose distribution has more entropy than this, in nats.
     """
 
@@ -197,12 +197,14 @@ class SegmentEnd:
             raise ConfigError("step must be a string that is not empty, or a number of tokens")
         return cls(text=step)
 
-    def is_before(self, one: Produced, segment: Sequence[Produced]) -> bool:
-        """Return whether the segment ends before the next token ``one``."""
-        return self._entropy is not None and bool(segment) and one.entropy > self._entropy
+    def is_before(self, following: Produced, segment: Sequence[Produced]) -> bool:
+        """Return whether the segment ends before the next token, ``following``."""
+        return self._entropy is not None and bool(segment) and following.entropy > self._entropy
 
     def is_after(self, segment: Sequence[Produced]) -> bool:
         """Return whether the segment ends after these tokens."""
         if self._n_tokens is not None and len(segment) >= self._n_tokens:
             return True
-        return self._text is not None and self._text in "".join(one.text for one in segment)
+        return self._text is not None and self._text in "".join(
+            produced.text for produced in segment
+        )

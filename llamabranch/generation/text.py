@@ -635,6 +635,10 @@ class Text:
         with self.lock:
             if prefixes is not None and not self.n_cached:
                 row = prefixes.take_whole(self.seq_id, tokens)
+            elif self.n_cached == len(tokens):
+                row = self._cache.row(self.seq_id)
+                if row is None:
+                    self._cache.cut(self.seq_id, len(tokens) - 1)
             if row is None:
                 return self.take_cached(tokens[:-1])
             self.append_prompt(tokens, LogitsRow(row))

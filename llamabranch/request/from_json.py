@@ -1,4 +1,4 @@
-"""The fields of a request in JSON: a line of a file of requests, or a row of a table."""
+"""Requests from JSON objects: lines of a file, or rows of a table."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class _Format(Struct):
 
 
 class _Line(Struct, forbid_unknown_fields=True):
-    """A request without its sampling settings; see `Request.from_json`."""
+    """The fields of a JSON object but the sampling settings; see `Request.from_json`."""
 
     prompt: str | list[_Token] | None = None
     messages: list[dict[str, object]] | None = None

@@ -1,4 +1,4 @@
-"""A request to the engine, its events and its result; and the reader of many requests."""
+"""A request, its events and its result; reading many requests; the engine's totals."""
 
 from __future__ import annotations
 
@@ -77,11 +77,11 @@ class Request:
             string; the ``tokens`` of the result include the stop string.
         stop_tokens: ids of tokens that end the text, besides the model's EOG tokens. Unlike EOG tokens
             they are part of ``tokens`` and of the text.
-        on_round: called in the engine's thread after each round with a draft, with the drafted, accepted
-            and rejected tokens.
+        on_round: called in the engine's thread after each round with a draft, with a `RoundTrace`: the
+            drafted, accepted and rejected tokens.
         on_prompt_progress: called in the engine's thread with a `PromptProgress`, before the prompt is
             processed and after each decode that processed a part of it. An exception in it ends the step.
-        prompt_progress: True = there are also events for that, `Event.progress`.
+        prompt_progress: whether this progress is also reported as events, see ``Event.progress``.
         min_tokens: the smallest number of tokens in the text. Before that, EOG tokens and
             ``stop_tokens`` are not drawn, and stop strings are ignored. You cannot combine it with
             ``continues``, nor with a grammar or a constraint, which decide themselves where a text
@@ -144,7 +144,7 @@ class Request:
                 f"a prompt must be text, a list of token ids or messages, not {self.prompt!r:.40}",
                 hint="decode bytes first: prompt.decode()" if is_bytes else None,
             )
-        fields = self.__dict__  # they are frozen after this method
+        fields = self.__dict__  # a frozen dataclass forbids ``self.name = ...``
         if is_chat(self.prompt):
             fields["prompt"] = tuple(chat_messages(self.prompt))
         elif not isinstance(self.prompt, str) and any(type(t) is not int for t in self.prompt):
@@ -238,13 +238,13 @@ class Result(Generic[T]):
     its tokens.
 
     Attributes:
-        thought: the thought before the answer, without the tags; "" = none.
+        thought: the thought before the answer, without the tags; "" if there is no thought.
         n_thought_tokens: how many of ``tokens`` come before the answer: the thought, its tags, and text
             that was written to end it.
         emitted: the tokens with their text, log-probability and other numbers.
         num_prompt_tokens: the number of tokens of the prompt.
-        num_cached_tokens: how many of them were in the cache when the text was first admitted, so that
-            they were not evaluated.
+        num_cached_tokens: how many of them were already in the cache when the text was first
+            admitted, and were not processed again.
         num_preemptions: how often it lost its cells and was processed again.
         stop_reason: the stop string or stop token that ended it; None if an EOG token did.
         queued_s, first_token_s, last_token_s: seconds from the arrival of the request to the admission
@@ -252,7 +252,7 @@ class Result(Generic[T]):
         logprobs: the tokens in detail, if the request has ``top_logprobs``.
         prompt_logprobs: a score for each prompt token, if the request asked for scores. The first
             token has no score: None.
-        exact: whether the text was generated in a batch-invariant context. Then the same seed gives
+        exact: whether the text was generated in a batch-invariant context. If so, the same seed gives
             the same tokens again, alone or together with any other texts, with or without drafts.
         grammar: the grammar of the request, for ``parsed``.
         choices: from ``complete`` and ``chat``: all texts of the prompt, including this one.
@@ -392,12 +392,12 @@ class Result(Generic[T]):
     def as_dict(self, *, stats: bool = True) -> dict[str, object]:
         """Return the result as JSON types.
 
-        Times and cache counts are left out, because they differ from run to run.
+        Times and cache counts are left out, because they differ from run to run. ``error``,
+        ``logprobs`` and ``prompt_logprobs`` are included only if the result has them.
 
-        ``stats=False`` leaves out the drafting statistics, which for a short text take most of the
-        space.
-
-        ``error``, ``logprobs`` and ``prompt_logprobs`` are included only if the result has them.
+        Args:
+            stats: False leaves out the drafting statistics. For a short text they take most of the
+                space.
         """
         record: dict[str, object] = {
             "id": self.id,
@@ -442,10 +442,10 @@ def _finite(number: float) -> float | None:
 class Event:
     """A new token of a text (``emitted``), or the end of the text (``result``).
 
-    For a request with ``prompt_progress``, it can also be the progress of its prompt (``progress``).
-    When a thought ends and an answer follows, ``ended_thought`` holds all tokens of the thought as
-    the result will have them. They can differ from the tokens reported before: the last ones may be
-    drawn again, and tokens may be added to end the thought.
+    Two other kinds are rarer. For a request with ``prompt_progress``, an event can be the progress
+    of its prompt (``progress``). When a thought ends and an answer follows, ``ended_thought`` has
+    all tokens of the thought as the result will have them. They can differ from the tokens reported
+    before: the last ones may be replaced, and tokens may be added to end the thought.
     """
 
     id: str
@@ -475,8 +475,8 @@ class Event:
 class EngineStats:
     """Totals of an engine's work; ``speculative`` is the sum over all requests.
 
-    ``prompt_tokens`` counts the prompt tokens that were evaluated, ``shared_prompt_tokens`` those that
-    were shared with a running text, and ``cached_prompt_tokens`` those from the prefix cache.
+    ``prompt_tokens`` counts the prompt tokens that were decoded, ``shared_prompt_tokens`` those that
+    were shared with another text, and ``cached_prompt_tokens`` those from the prefix cache.
     """
 
     target_forward_passes: int = 0
@@ -518,14 +518,14 @@ class RequestSource:
         requests: requests or prompts, or a single one. The requests in a list are checked at once,
             and begin in the order of their priorities.
         skip: texts not to generate.
-        order: filled with the id of each request that is read, and its number.
+        order: a dictionary that gets the number of each request that is read, by its id.
 
     Raises:
         ConfigError: two requests have the same id, an item is not a request, or there are no requests.
 
     Attributes:
-        failure: the exception that reading raised.
-        expected: the known ids of requests that are not read yet.
+        failure: the exception that reading raised; None so far.
+        expected: the ids of the requests in a list that are not read yet.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The core of an engine: it runs the steps of all jobs, and collects their events."""
+"""Runs the steps of all jobs, for an engine or a search, and collects their events."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _POLL_S = 0.02  # how often to check whether others have freed a sequence
 
 
 class EngineCore:
-    """Runs requests that share decodes: those of one call, or those added to an engine.
+    """Runs requests whose texts share decodes: those of one call, or those added to an engine.
 
     Any thread may call ``add`` and ``abort`` at any time. All other methods may be used by one
     thread at a time.
@@ -39,7 +39,8 @@ class EngineCore:
         loop: runs all texts; its ``ctx`` is the context that generates.
         stats: the totals, which the core updates.
         parallel: the most texts at a time; None = as many as there are sequences.
-        wait_s: how long to wait, in seconds, while others hold all sequences.
+        wait_s: how long to wait, in seconds, while other users of the context, such as branches,
+            hold all sequences.
         sampling: the settings for requests without any.
         max_tokens: the limit for requests without one.
 
@@ -67,16 +68,16 @@ class EngineCore:
         self._stats = stats
         self.scheduler = Scheduler(loop.ctx, parallel, stats)
         self._wait_s = wait_s
-        self._n_idle = 0  # polls for a free sequence since the last decode
-        self._n_decodes = -1
+        self._n_idle = 0  # polls for a free sequence since the last decode on the context
+        self._n_decodes = -1  # decodes on the context at the last poll
         self._added: deque[Submission] = deque()
         self._aborted: deque[Submission] = deque()
         self._events: list[Event] = []  # still to be returned
-        self._failure: LlamaBranchError | None = None  # raised after those events
-        self._is_broken_off = False  # an exception has interrupted a step
-        # Whether the running decode reads prompts, and whether an abort has stopped it.
+        self._failure: LlamaBranchError | None = None  # raised once those events are returned
+        self._is_interrupted = False  # True in a step, and after one that an exception ended
+        # Whether the running decode reads prompts, and whether ``abort`` has stopped it.
         self._stopping = threading.Lock()
-        self._reads = self._has_stopped = False
+        self._is_reading = self._has_stopped = False
 
     # -- requests ------------------------------------------------------------------------------------
 
@@ -98,8 +99,7 @@ class EngineCore:
             reports_tokens: whether there are events for tokens.
 
         Raises:
-            ConfigError, TokenizeError: the prompt or the stop strings are invalid; nothing is
-                queued.
+            ConfigError, TokenizeError: the prompt or the stop strings are invalid. Nothing is queued.
         """
         submission = Submission(
             request, name, self.n_added, self._loop, self._sampling, self._max_tokens, seed,
@@ -110,21 +110,23 @@ class EngineCore:
             self._added.append(submission)
 
     def refuse(self, event: Event) -> None:
-        """Return this event with those of the next step: a request could not be queued."""
+        """Report, with the events of the next step, that a request could not be queued."""
         self._events.append(event)
 
     def abort(self, name: str) -> None:
-        """End a request at the next step; its results hold what was generated.
+        """End a request at the next step; its results have the text so far.
 
-        A decode of its prompt can take seconds, so it is stopped. The stopped step changes nothing,
-        and the other texts repeat it. An unknown id is ignored.
+        A decode that reads its prompt can take seconds, so such a decode is stopped. The stopped
+        step changes nothing, and the other texts repeat it. An unknown id is ignored.
         """
         submission = self._find(name)  # also if it has just been added
         if submission is not None and not submission.is_aborted:
             submission.is_aborted = True
             self._aborted.append(submission)
             with self._stopping:
-                if self._reads and any(j.is_reading for j in list(submission.jobs.values())):
+                if self._is_reading and any(
+                    job.is_reading for job in list(submission.jobs.values())
+                ):
                     self._has_stopped = True
                     self.ctx.interrupt()
 
@@ -148,7 +150,7 @@ class EngineCore:
 
     @property
     def n_ahead(self) -> int:
-        """How many requests wait, plus the events (such as refusals) that are not returned yet."""
+        """The number of waiting requests, plus that of the events that are not returned yet."""
         return self.n_waiting + len(self._events)
 
     @property
@@ -170,8 +172,8 @@ class EngineCore:
         """Run one step; return its events.
 
         Raises:
-            DecodeError: the decode failed or was interrupted. The requests are as before; the next call
-                continues them.
+            DecodeError: the decode failed or was interrupted. The requests are as before the step,
+                and the next call continues them.
         """
         if self._failure is None or self._events:
             self.advance()
@@ -207,19 +209,19 @@ class EngineCore:
             raise
 
     def advance(self) -> None:
-        """Run one step, and keep its events and its error for ``step``."""
+        """Run one step; keep its events and its error, which ``step`` returns and raises."""
         start = perf_counter()
-        with HeldInterrupts() as held:
+        with HeldInterrupts() as interrupts:
             try:
-                if self._is_broken_off:
+                if self._is_interrupted:
                     self._recover()
-                self._is_broken_off = True
+                self._is_interrupted = True
                 try:
                     self._step()
                 except LlamaBranchError as error:
-                    if held.caught is None:
+                    if interrupts.caught is None:
                         self._failure = error
-                self._is_broken_off = False
+                self._is_interrupted = False
             except BaseException:
                 self._recover()
                 raise
@@ -227,7 +229,7 @@ class EngineCore:
                 self._stats.elapsed_s += perf_counter() - start
 
     def _recover(self) -> None:
-        """Queue all texts again after an interrupted step; they continue after their last token."""
+        """Queue all texts again after an interrupted step; each continues after its last token."""
         ended = {(event.id, event.sample) for event in self._events if event.result is not None}
         for submission in self.scheduler.unfinished():
             for job in list(submission.jobs.values()):
@@ -235,41 +237,40 @@ class EngineCore:
                     with suppress(Exception):
                         self.scheduler.finish(job)
         self.scheduler.rebuild()
-        self._is_broken_off = False
+        self._is_interrupted = False
 
     def close(self) -> None:
-        """Free all sequences; requests without a result get none."""
+        """Free all sequences. Requests that have no result yet never get one."""
         with HeldInterrupts():
             self._added.clear()
             self._events.clear()
             self.scheduler.close()
 
     def _step(self) -> None:
+        """Schedule the jobs, run a step of the loop, and take the results."""
         jobs, reading = self._schedule()
         announced = [event for job in reading if not job.is_announced for event in job.note_read()]
         if announced:  # report this before the decode, which can take seconds
             self._events += announced
             return
-        if jobs or reading:
-            running = []
-            for job in jobs:
-                if job.running is not None:
-                    job.running.limit = job.output.draft_limit
-                    job.running.draws = job.state is not State.CLOSING
-                    running.append(job.running)
-            step = self._run(running, reading)
-            if step is None:
-                return
+        running = []
+        for job in jobs:
+            if job.running is not None:
+                job.running.draft_limit = job.output.draft_limit
+                job.running.draws_next = job.state is not State.CLOSING
+                running.append(job.running)
+        step = self._decode(running, reading) if jobs or reading else None
+        if step is not None:
             self.n_decoded += step.n_tokens
             self._stats.target_forward_passes += step.n_tokens > 0
             self._stats.draft_forward_passes += step.n_draft_decodes
             self._postprocess([*jobs, *reading], step)
 
-    def _run(self, running: Sequence[RunningText], reading: Sequence[Job]) -> Step | None:
-        """Run a step of the loop; return None if ``abort`` stopped it, which changes nothing."""
+    def _decode(self, running: Sequence[RunningText], reading: Sequence[Job]) -> Step | None:
+        """Run a step of the loop; return None if ``abort`` stopped it. Then nothing has changed."""
         if not reading:
             return self._loop.step(running)
-        self._reads = True
+        self._is_reading = True
         try:
             return self._loop.step(running, reading)
         except DecodeInterruptedError:
@@ -279,12 +280,10 @@ class EngineCore:
             return None
         finally:
             with self._stopping:
-                self._reads = False
-                if self._has_stopped:  # perhaps the decode had ended already
+                self._is_reading = False
+                if self._has_stopped:  # also if the decode had already ended
                     self._has_stopped = False
                     self.ctx.resume()
-
-    # -- a step --------------------------------------------------------------------------------------
 
     def _schedule(self) -> tuple[list[Job], list[Job]]:
         """Take the requests that were added or aborted since the last step, and admit those that fit.
@@ -306,7 +305,7 @@ class EngineCore:
             self._fail(job, job.error)
         if scheduler.no_sequence is None:
             self._n_idle = 0
-        elif not self._waits():  # others hold all sequences of the context
+        elif not self._wait():
             while (waiting := scheduler.head()) is not None:
                 self.end(waiting, "capacity", scheduler.no_sequence)
         active = scheduler.active
@@ -316,7 +315,7 @@ class EngineCore:
                 self._begin(job)
         return [job for job in active if job.running], [job for job in reading if job.is_reading]
 
-    def _waits(self) -> bool:
+    def _wait(self) -> bool:
         """Sleep briefly; return False once ``wait_s`` has passed without a decode on the context.
 
         Polls are counted, not seconds, so that a suspended machine does not use up the time.
@@ -334,21 +333,21 @@ class EngineCore:
         """Start texts whose prompt has been read, report new tokens, and end finished texts."""
         try:
             for job in jobs:
-                self._take(job)
-            if step.no_room is not None:  # preempt the newest text; end it if it is the only one
+                self._take_results(job)
+            if step.no_room is not None:  # preempt a text; end it if it is the only one
                 if self.scheduler.preempt():
                     self._stats.preemptions += 1
                 else:
                     self.end(self.scheduler.active[0], "capacity", step.no_room)
-        except LlamaBranchError:  # a drafter failed to close a state; the other texts are complete
+        except LlamaBranchError:  # a drafter could not close a state; the other texts are complete
             self._recover()
             raise
 
-    def _take(self, job: Job) -> None:
-        """Add the results of a step to a text."""
+    def _take_results(self, job: Job) -> None:
+        """Take what the loop's step did for a job: new tokens, an error, or tokens of its prompt."""
         running = job.running
         if running is not None:
-            self._add(job, running.emitted, running.error)
+            self._emit(job, running.emitted, running.error)
         elif job.error is not None:
             self._fail(job, job.error)
         elif job.n_decoded:
@@ -361,91 +360,82 @@ class EngineCore:
         """Start to generate a text whose prompt has been read completely."""
         try:
             emitted = job.begin()
-        except LlamaBranchError as failure:
-            self._fail(job, failure)
+        except LlamaBranchError as error:
+            self._fail(job, error)
         else:
-            self._add(job, emitted, None)
+            self._emit(job, emitted, None)
 
-    def _add(self, job: Job, emitted: Sequence[Produced], error: LlamaBranchError | None) -> None:
+    def _emit(self, job: Job, emitted: Sequence[Produced], error: LlamaBranchError | None) -> None:
         """Add tokens to a running text. After them it may begin its answer, be parked, or end."""
-        has_segments = job.ends is not None
+        has_segments = job.segment_end is not None
         closes = has_segments and (job.state is State.CLOSING or job.is_at_end())
-        for one in emitted:
+        for produced in emitted:
             if job.output.finish_reason is None and not closes:
-                if has_segments and (closes := job.is_at_end(one)):
+                if has_segments and (closes := job.is_at_end(produced)):
                     break
-                self._events += job.emit(one)
+                self._events += job.emit(produced)
                 closes = has_segments and job.is_at_end()
         if emitted:
             job.note_token()
-            if job.equals and job.shares_thought:
-                for each in job.equals:
-                    self._give(each, emitted)
-            elif job.equals and job.running is not None:
-                self._part(job, job.running)
+            if job.equals and job.running is not None:
+                self._split_equals(job, job.running)
         reason = job.output.finish_reason
-        if error is not None:
-            if reason is not None:
-                self.end(job, reason)
-            else:
-                self._fail(job, error)
-        elif closes:
+        if error is not None and reason is None:
+            self._fail(job, error)
+        elif error is None and closes:
             job.close_segment()
             if not job.text.is_behind:
-                job.rest()
+                job.stop_running()
                 self.scheduler.park(job)
-        elif reason is not None and job.ends_thought:
-            for each in (job, *job.equals):
-                self._events += each.break_off()
-            self._events += self.scheduler.answer(job)
+        elif error is None and reason is not None and job.ends_thought:
+            for thinking in (job, *job.equals):
+                self._events += thinking.break_off()
+            self._events += self.scheduler.begin_answers(job)
         elif reason is not None:
             self.end(job, reason)
 
-    def _part(self, job: Job, running: RunningText) -> None:
-        """Give equal texts their tokens.
+    def _split_equals(self, job: Job, running: RunningText) -> None:
+        """Give the texts that were equal to ``job`` their tokens.
 
-        A text that drew a different token runs by itself from now on.
+        Those that drew other tokens leave it. Each group that is still equal runs as one text.
         """
-        emitted = running.emitted
-        job.equals, apart = running.part(job.equals)
-        for drawn, group in [(emitted, job.equals), *apart]:
-            for each in group:
-                self._give(each, drawn)
-        for _, (first, *others) in apart:
+        split: list[tuple[list[Produced], list[Job]]] = []
+        if not job.shares_thought:  # otherwise all of them take the same tokens
+            job.equals, split = running.split(job.equals)
+        for drawn, group in [(running.emitted, job.equals), *split]:
+            for other in group:
+                for produced in drawn:
+                    if other.output.finish_reason is None:
+                        self._events += other.emit(produced)
+                other.note_token()
+        for _, (first, *others) in split:
             first.equals = others
             reason = first.output.finish_reason
             try:
                 if first.ends_thought:
-                    self._events += self.scheduler.answer(first)
+                    self._events += self.scheduler.begin_answers(first)
                     self.scheduler.requeue(first)
                 elif reason is not None:
                     self.end(first, reason)
-                elif self.scheduler.part(first, job):
+                elif self.scheduler.split_off(first, job):
                     first.begin()
             except LlamaBranchError as error:
                 self._fail(first, error)
-
-    def _give(self, job: Job, drawn: Sequence[Produced]) -> None:
-        """Add drawn tokens to a text that was equal to another one so far."""
-        for one in drawn:
-            if job.output.finish_reason is None:
-                self._events += job.emit(one)
-        job.note_token()
 
     def _fail(self, job: Job, error: LlamaBranchError | None) -> None:
         self.end(job, "capacity" if isinstance(error, CapacityError) else "error", error)
 
     def end(self, job: Job, reason: str, error: LlamaBranchError | None = None) -> None:
-        """Report the results of a text and its equal texts, and free what they hold."""
+        """Report the results of a text and of its equal texts, and free their sequences."""
         if isinstance(error, ConstraintError):
             reason, error = "constraint", None
-        for each in (job, *job.equals):
-            if not each.has_ended:
-                self._events += each.break_off(reason)
-                each.error = error
-                if each.submission.beginning is None:  # a search reads its jobs itself
-                    result = each.result(reason, error)
-                    self._events.append(Event(each.name, each.sample, result=result))
+        for ending in (job, *job.equals):
+            if ending.state is not State.ENDED:
+                self._events += ending.break_off(reason)
+                ending.error = error
+                if ending.submission.beginning is None:  # a search reads its jobs itself
+                    result = ending.result(reason, error)
+                    self._events.append(Event(ending.name, ending.sample, result=result))
                     self._stats.generated_tokens += len(result.tokens)
-                self.scheduler.finish(each)
-                self._stats.speculative.add(each.stats)
+                self.scheduler.finish(ending)
+                self._stats.speculative.add(ending.stats)

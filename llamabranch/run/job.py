@@ -1,6 +1,6 @@
-"""A request in the engine (`Submission`), and its texts: each text is a `Job` with a state.
+"""A request that is run (`Submission`), and its texts: each text is a `Job` with a state.
 
-A request starts from a prompt or from a text. In the second case its texts continue that text.
+The texts of a request continue its prompt, or a text that exists already, as in a search.
 """
 
 from __future__ import annotations
@@ -40,50 +40,52 @@ class State(Enum):
     """What a job does; `TRANSITIONS` lists the states that may follow."""
 
     WAITING = "waits in the queue"
-    FOLLOWING = "is equal to another text so far: it waits, and gets the tokens of that one"
-    READING = "has a sequence, and reads the tokens that it lacks"
+    FOLLOWING = "has no sequence: it equals another text so far, and gets that text's tokens"
+    READING = "has a sequence, and reads the tokens that the cache lacks"
     RUNNING = "generates"
     CLOSING = "is at the end of its segment: its last token is decoded next"
     PARKED = "is not continued for now; it keeps its sequence while there is room"
     ENDED = "has its result"
 
 
-_ANY = frozenset({State.WAITING, State.PARKED, State.ENDED})
-TRANSITIONS = {
-    State.WAITING: _ANY - {State.WAITING} | {State.FOLLOWING, State.READING, State.RUNNING},
-    State.FOLLOWING: _ANY - {State.PARKED} | {State.READING},
-    State.READING: _ANY | {State.RUNNING},
-    State.RUNNING: _ANY | {State.READING, State.CLOSING},
-    State.CLOSING: _ANY,
-    State.PARKED: _ANY - {State.PARKED},
-    State.ENDED: frozenset(),
+TRANSITIONS: dict[State, set[State]] = {
+    State.WAITING: {State.FOLLOWING, State.READING, State.RUNNING, State.PARKED, State.ENDED},
+    State.FOLLOWING: {State.WAITING, State.READING, State.ENDED},
+    State.READING: {State.WAITING, State.RUNNING, State.PARKED, State.ENDED},
+    State.RUNNING: {State.WAITING, State.READING, State.CLOSING, State.PARKED, State.ENDED},
+    State.CLOSING: {State.WAITING, State.PARKED, State.ENDED},
+    State.PARKED: {State.WAITING, State.ENDED},
+    State.ENDED: set(),
 }
 
 
 class Submission:
-    """A tokenized request. It creates the job of each text when that text's turn comes.
+    """A tokenized request. It creates the job of a text when the text is the next in the queue.
 
     Args:
         request, name: the request and its id.
         number: how many requests came before it.
         loop: runs its texts; ``loop.ctx`` is the context that generates.
-        sampling, max_tokens, seed: the engine's values, for requests that have none.
+        sampling, max_tokens, seed: the engine's values, for a request that does not set its own.
         samples: the numbers of the texts to generate.
         reports_tokens: whether there are events for tokens; without them log-probabilities are computed
             only if the request asks for them.
-        beginning: has the text that the texts continue, with that text's own settings and grammar.
-            The request's prompt is then not read.
+        beginning: holds the text that all texts of the request continue, with the settings and the
+            grammar of that text. The request's prompt is then ignored.
 
     Raises:
-        ConfigError: an empty prompt for a model without a beginning token, or a bad stop string.
+        ConfigError: an empty prompt for a model without a BOS token, or a bad stop string.
         TokenizeError: text or token ids the model does not know.
 
     Attributes:
+        prompt: the token ids that all its texts begin with.
         model: the model that generates.
-        samples: the numbers of the texts that have not begun.
-        jobs: its texts that have begun and have no result yet, by their numbers.
+        samples: the numbers of the texts that have no job yet.
+        jobs: the jobs that have no result yet, by the numbers of their texts.
         is_aborted: whether its texts must end at the next step.
         thinking: how its texts begin with a thought; None = they do not.
+        sampling: the settings of its texts; each job sets its own seed.
+        max_tokens: the most tokens of a text, including its thought; None = no limit.
         seed: the seed of its first text.
     """
 
@@ -121,11 +123,10 @@ class Submission:
         params = request.sampling or sampling
         self.reports_tokens = reports_tokens
         logprobs = params.logprobs and (reports_tokens or request.top_logprobs is not None)
-        self._params = params.replace(logprobs=logprobs)
-        params_seed = self._params.seed
-        self.seed = derive_seed(seed, seed_from_text(name)) if params_seed is None else params_seed
-        self._max_tokens = max_tokens if request.max_tokens is None else request.max_tokens
-        OutputBuffer(self._max_tokens, request.stop)  # raises for a bad stop string
+        self.sampling = params.replace(logprobs=logprobs)
+        self.seed = derive_seed(seed, seed_from_text(name)) if params.seed is None else params.seed
+        self.max_tokens = max_tokens if request.max_tokens is None else request.max_tokens
+        OutputBuffer(self.max_tokens, request.stop)  # raises for a bad stop string
         model.check_tokens(request.stop_tokens)
 
     @property
@@ -140,59 +141,57 @@ class Submission:
         self.samples.popleft()
         return job
 
-    def job(self, sample: int, like: Job | None = None) -> Job:
+    def job(self, sample: int, forked_from: Job | None = None) -> Job:
         """Return a job for the text of this number, which also determines the seed.
 
-        With ``like``, the job starts with the tokens of that job.
+        With ``forked_from``, the job starts with the tokens of that job.
         """
-        seed = self.seed if sample == 0 else derive_seed(self.seed, sample)
-        job = Job(self, sample, self._params, self._max_tokens, seed)
-        if like is not None:
-            job.output, job.like = like.output.copied(), like
+        job = Job(self, sample)
+        if forked_from is not None:
+            job.output, job.forked_from = forked_from.output.copied(), forked_from
         return job
 
 
 class Job:
     """One text of a request, with everything that survives a preemption.
 
-    A preempted job loses its sequence and cells, but not what it has generated: once it is admitted
-    again, its prompt and its generated tokens are decoded again, and it continues after them.
+    A preempted job loses its sequence and cells, but keeps the tokens that it has generated. Once it
+    is admitted again, its prompt and these tokens are decoded again, and it continues after them.
+
+    Args:
+        submission: the request.
+        sample: the number of the text in the request, from 0.
 
     Attributes:
-        prompt: its token ids.
-        n_prompt: how many of them are the request's prompt. In an answer, the tokens of the thought
-            follow them.
-        n_read: how many of them count as prompt: all, unless the request has ``continues``.
+        prompt: the token ids that its output continues. In an answer they include the thought.
+        n_prompt: how many of them are the request's prompt.
+        n_read: how many of them count as read. With ``Request.continues``, the rest counts as
+            generated.
         thought: the tokens of a thought that has ended, including tokens that were added to end it.
+        thought_text: the text of that thought, without tags.
         output: the tokens and the text generated so far. The answer after a thought gets a new one.
         sequence: the text in the cache; None while it waits without a sequence, and once it has
             ended.
-        running: the text as the generation loop runs it; None until the prompt is read.
+        running: the text as the loop runs it; None until the prompt is read, and while it is parked
+            after a segment.
+        stats: counts its rounds.
         state: what it does; ``become`` changes it.
-        ends: where its segment ends; None = with the text.
-        like: the job whose tokens it started with, if any.
+        segment_end: where its segment ends; None = with the text.
+        forked_from: the job whose tokens it started with, if any.
         n_decoded: how many tokens of its prompt the last step has read.
         error: why these tokens could not be read, or why the job cannot be served at all.
         shared: the job with which it shares the cells of its first tokens, and the number of these
             tokens.
-        equals: other texts of the request that have the same tokens so far. They wait, and get its
-            tokens.
+        equals: the jobs of the request that have the same tokens so far. They are FOLLOWING this one.
         key: its place in the queue. The running job with the largest key is preempted first.
         n_cached: prompt tokens that were in the cache when it was first admitted; None before.
         num_preemptions: how often it was preempted.
         constraint: calls the request's constraint; None without one.
-        scores: the ratings of the prompt's tokens so far, if they are asked for.
+        scores: the scores of the prompt's tokens so far, if the request asks for scores.
         is_announced: False until the first progress report, if the request asks for reports.
     """
 
-    def __init__(
-        self,
-        submission: Submission,
-        sample: int,
-        sampling: SamplingParams,
-        max_tokens: int | None,
-        seed: int,
-    ) -> None:
+    def __init__(self, submission: Submission, sample: int) -> None:
         request = submission.request
         self.submission = submission
         self.request = request
@@ -202,27 +201,26 @@ class Job:
         self.prompt = submission.prompt
         self.n_prompt = len(self.prompt)
         self.n_read = self.n_prompt - request.continues
-        self._sampling = sampling
-        self._seed = seed
-        self.like: Job | None = None
+        self._seed = submission.seed if sample == 0 else derive_seed(submission.seed, sample)
+        self.forked_from: Job | None = None
         self.key: Key = request.priority, submission.number, sample
-        self._max_tokens = max_tokens
         self.thought: list[Produced] = []
-        thinking, model = submission.thinking, submission.model
+        thinking = submission.thinking
         self.output = (
             self._answer_output()
             if thinking is None
-            else ThoughtBuffer(model, thinking, max_tokens)
+            else ThoughtBuffer(submission.model, thinking, submission.max_tokens)
         )
         self.stats = SpeculativeStats()
-        given = request.constraint
-        self.constraint = None if given is None else ConstraintCalls(given)
-        self.ends: SegmentEnd | None = None
+        constraint = request.constraint
+        self.constraint = None if constraint is None else ConstraintCalls(constraint)
+        self.segment_end: SegmentEnd | None = None
         self.state = State.WAITING
-        self._n_before = 0  # tokens of its output before the segment
+        self._segment_start = 0  # tokens of its output before the segment
         self.sequence: Text | None = None
         self.running: RunningText | None = None
-        self._before: RunningText | None = None  # ``running`` of the thought until the answer runs
+        # After a thought, its ``running`` is kept until the answer runs: the drafter has read it.
+        self._thought_running: RunningText | None = None
         self.n_decoded = 0
         self.error: LlamaBranchError | None = None
         self.shared: tuple[Job | None, int] = (None, 0)
@@ -241,25 +239,26 @@ class Job:
         return f"<Job {self.name!r} sample {self.sample}, {n} tokens>"
 
     def _answer_output(self) -> OutputBuffer:
-        """Return an empty buffer for the answer; its limit is what the thought has left over."""
-        request, most = self.request, self._max_tokens
+        """Return an empty buffer for the answer. The tokens of the thought count for its limit."""
+        request, max_tokens = self.request, self.submission.max_tokens
         return OutputBuffer(
-            None if most is None else max(0, most - len(self.thought)),
+            None if max_tokens is None else max(0, max_tokens - len(self.thought)),
             request.stop, request.stop_tokens, request.min_tokens,
         )  # fmt: skip
 
     @property
     def sampling(self) -> SamplingParams:
         """Its settings. Until it has ``min_tokens``, tokens that end the text are forbidden."""
-        bias = self._sampling.logit_bias
+        sampling = self.submission.sampling
+        bias = sampling.logit_bias
         if len(self.output.tokens) < self.output.min_tokens and not self.shares_thought:
             ends = {*self.submission.model.eog_tokens, *self.request.stop_tokens}
             bias = {**bias, **dict.fromkeys(ends, -math.inf)}
-        return self._sampling.replace(logit_bias=bias, seed=self.seed)
+        return sampling.replace(logit_bias=bias, seed=self.seed)
 
     @property
     def seed(self) -> int:
-        """The seed of its draws. A shared thought is drawn with the first text's seed."""
+        """The seed of its draws. While it shares a thought, that is the seed of the first text."""
         return self.submission.seed if self.shares_thought else self._seed
 
     @property
@@ -278,7 +277,7 @@ class Job:
             grammar = Grammar(grammar)
         return Sampler(self.submission.model, self.sampling, grammar)
 
-    # -- its states ----------------------------------------------------------------------------------
+    # -- states --------------------------------------------------------------------------------------
 
     def become(self, state: State) -> None:
         """Change its state.
@@ -290,30 +289,25 @@ class Job:
             raise RuntimeError(f"{self!r} {self.state.value}: it cannot become {state.name}")
         self.state = state
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether it has a result."""
-        return self.state is State.ENDED
-
-    def begin_segment(self, ends: SegmentEnd | None) -> None:
-        """Begin a segment after the tokens that it has."""
-        self.ends, self._n_before = ends, len(self.output.emitted)
+    def begin_segment(self, end: SegmentEnd | None) -> None:
+        """Begin a segment after the tokens generated so far."""
+        self.segment_end, self._segment_start = end, len(self.output.emitted)
 
     @property
     def segment(self) -> list[Produced]:
         """The tokens of its segment."""
-        return self.output.emitted[self._n_before :]
+        return self.output.emitted[self._segment_start :]
 
     def is_at_end(self, following: Produced | None = None) -> bool:
         """Return whether its segment has ended, or ends before the token ``following``."""
-        if self.ends is None or self.output.finish_reason is not None:
+        if self.segment_end is None or self.output.finish_reason is not None:
             return False
         if following is not None:
-            return self.ends.is_before(following, self.segment)
-        return self.ends.is_after(self.segment)
+            return self.segment_end.is_before(following, self.segment)
+        return self.segment_end.is_after(self.segment)
 
     def close_segment(self) -> None:
-        """Drop tokens drafted beyond the end, and have the last token decoded if it is not yet."""
+        """Drop the tokens after the segment's end. If the last token is not decoded, become CLOSING."""
         n = len(self.prompt) + len(self.output.tokens)
         if self.text.position > n:
             self.text.keep(n)
@@ -321,8 +315,8 @@ class Job:
         if self.text.is_behind and self.state is not State.CLOSING:
             self.become(State.CLOSING)
 
-    def rest(self) -> None:
-        """Stop generating, but keep the sequence."""
+    def stop_running(self) -> None:
+        """Close ``running``, but keep the sequence."""
         running, self.running = self.running, None
         if running is not None:
             running.close()
@@ -339,17 +333,18 @@ class Job:
 
     @property
     def shares_thought(self) -> bool:
-        """Whether all texts of its request wait for this thought, and continue after it."""
+        """Whether it generates one thought for all texts of its request, which wait for its end."""
         thinking = self.submission.thinking
         return self.is_thinking and thinking is not None and thinking.is_shared
 
     def answer(self) -> list[Event]:
         """Begin the answer if a thought has ended; otherwise do nothing.
 
-        Return the event that reports the thought's tokens, if there is one.
+        Some tokens may be forced between the thought and the answer. They are read next. Without
+        them, the last token of the thought is read again.
 
-        The forced tokens after the thought are read next. Without such tokens, the last token of the
-        thought is read again.
+        Returns:
+            the event that reports the thought's tokens, if events are reported.
         """
         output = self.output
         if not isinstance(output, ThoughtBuffer) or output.ended is None:
@@ -357,14 +352,14 @@ class Job:
         text, n_kept, forced = output.ended
         self.thought = [*output.emitted[:n_kept], *map(forced_token, forced)]
         self.thought_text = text
-        self.prompt = [*self.submission.prompt, *(one.token for one in self.thought)]
+        self.prompt = [*self.submission.prompt, *(produced.token for produced in self.thought)]
         self.n_read = len(self.prompt)
         self.output = self._answer_output()
         if self.sequence is not None:
             n = min(self.text.n_decoded, self.n_prompt + n_kept, len(self.prompt) - 1)
             self.text.begin_anew(n, self.new_sampler())
             self.text.seed = self.seed
-            self._before, self.running = self.running, None
+            self._thought_running, self.running = self.running, None
             self.shared = (None, 0)
             self.become(State.READING)
         if not self.submission.reports_tokens:
@@ -378,10 +373,16 @@ class Job:
 
     @property
     def may_be_equal(self) -> bool:
-        """Whether it needs only a row of logits for a token, so that equal texts can share it."""
-        asked = self.request
-        is_plain = asked.constraint is None and not asked.min_tokens and self.ends is None
-        return is_plain and asked.prompt_logprobs is None and asked.on_round is None
+        """Whether each of its draws depends only on a row of logits and its seed.
+
+        Equal texts can then be drawn from one row.
+        """
+        request = self.request
+        return (
+            (request.constraint, request.prompt_logprobs, request.on_round) == (None, None, None)
+            and not request.min_tokens
+            and self.segment_end is None
+        )
 
     @property
     def can_draw_others(self) -> bool:
@@ -397,25 +398,26 @@ class Job:
         """Give it a sequence that holds its first ``n_cached`` tokens."""
         self.sequence = sequence
         self.become(State.READING)
-        if self.wants_rows:  # cached tokens are before ``logprobs_from``: no score
+        if self.wants_rows:  # cached tokens are before ``logprobs_from`` and get no score
             self.scores += [None] * (n_cached + 1 - len(self.scores))
         self.note_admitted(n_cached)
         if self.request.prompt_progress or self.request.on_prompt_progress is not None:
             self._reading, self.is_announced = Reading(n_cached, self.n_to_cache), False
 
     def note_admitted(self, n_cached: int) -> None:
-        """Note the first time that it is admitted, with ``n_cached`` tokens in the cache."""
+        """Note the time and ``n_cached`` of its first admission; a later call does nothing."""
         if self._admitted is None:
             self._admitted = perf_counter()
             self.n_cached = n_cached
 
     def begin(self) -> list[Produced]:
-        """Start to generate, after all tokens were read. Return the token that it draws, if any.
+        """Start to generate once all tokens are read. Return the token that it draws, if any.
 
-        The list is empty if the last token is still to be decoded, or if the text ends here.
+        The list is empty if the last token must be decoded first, or if the text ends here.
         """
         request, output, loop = self.request, self.output, self.submission.loop
-        rule, like = loop.config.rule, None
+        # 1. Find a draft state to fork, so that the drafter reads no token twice.
+        rule, parent_state = loop.config.rule, None
         if self.constraint is not None and not self.is_thinking:
             rule, model = "seeded", self.submission.model
             self.text.constrain(
@@ -423,39 +425,43 @@ class Job:
             )
         source, n_shared = self.shared
         beginning, drafts = self.submission.beginning, True
-        before, self._before = self._before, None
+        thought, self._thought_running = self._thought_running, None
         if beginning is not None:
-            like, n_shared = beginning.draft_state(), len(self.submission.prompt)
-            drafts = like is not None
-        elif before is not None and before.rule == rule and self.grammar is None:
-            like, n_shared = before.state, self.text.n_decoded
+            parent_state, n_shared = beginning.draft_state(), len(self.submission.prompt)
+            drafts = parent_state is not None
+        elif thought is not None and thought.rule == rule and self.grammar is None:
+            parent_state, n_shared = thought.state, self.text.n_decoded
         elif (
             source is not None
             and source.running is not None
             and source.running.rule == rule
             and source.grammar == self.grammar
         ):
-            like = source.running.state  # so the drafter, too, reads a shared prompt only once
+            parent_state = source.running.state
         state: DraftState = NO_STATE
         if drafts and loop.drafts and output.finish_reason is None:
-            with suppress(CapacityError):  # without room for it there are no drafts
-                start = loop.drafter.start
-                state = start(self.text, rule_name(rule)) if like is None else like.fork(self.text)
+            with suppress(CapacityError):  # without room for a state there are no drafts
+                if parent_state is None:
+                    state = loop.drafter.start(self.text, rule_name(rule))
+                else:
+                    state = parent_state.fork(self.text)
+        # 2. Let the loop run the text.
         self.running = running = RunningText(
             self.text, state, loop.length.stream(), rule, self.stats, request.top_logprobs or 0
         )
         if request.draft_k is not None:
             running.length = FixedLength(request.draft_k, loop.config.entropy_stop)
-        if like is not None:
+        if parent_state is not None:
             running.state.observe(n_shared)
         running.on_round = request.on_round
-        if before is not None:
-            before.close()
-        if not self.shares_thought:  # with a shared thought they just get its tokens
-            running.other_seeds = [each.seed for each in self.equals]
+        if thought is not None:
+            thought.close()
+        if not self.shares_thought:  # texts that share a thought get its tokens without draws
+            running.other_seeds = [job.seed for job in self.equals]
         self.become(State.RUNNING)
+        # 3. Draw the first token. A job that was preempted continues after its last token instead.
         if len(running.text.tokens) < len(self.prompt) + len(output.tokens):
-            last = output.emitted[-1]  # it was preempted, and continues after its last token
+            last = output.emitted[-1]
             running.text.append(last.token, -last.logprob, None)
             return []
         if output.finish_reason is not None or self.is_at_end():
@@ -464,14 +470,14 @@ class Job:
         return [] if self.text.is_behind else [running.draw()]
 
     def release(self) -> None:
-        """Free its sequence, and its drafter's. It can be admitted again."""
-        opened, sequence = (self.running, self._before), self.sequence
-        self.running, self._before, self.shared = None, None, (None, 0)
+        """Free its sequence and its draft states. It can be admitted again."""
+        open_texts, sequence = (self.running, self._thought_running), self.sequence
+        self.running, self._thought_running, self.shared = None, None, (None, 0)
         try:
-            for running in opened:
+            for running in open_texts:
                 if running is not None:
                     running.close()
-        finally:  # also if the drafter fails: it may be a user's
+        finally:  # also if the drafter, which may be the user's code, raises an error
             if sequence is not None and not sequence.ctx.closed:
                 if self.submission.beginning is None:
                     sequence.keep_cached(is_last=True)
@@ -482,16 +488,16 @@ class Job:
 
     @property
     def text(self) -> Text:
-        """Its sequence, while it holds one."""
+        """``sequence``, for callers that know that it holds one."""
         if self.sequence is None:
             raise RuntimeError(f"{self!r} holds no sequence")
         return self.sequence
 
     @property
     def to_cache(self) -> list[int]:
-        """The tokens the cache must hold before the next draw: the prompt, and those generated so far.
+        """The prompt and the generated tokens but the last, which the next round decodes.
 
-        The last generated token is left out: the next round decodes it.
+        The cache must hold them before that round.
         """
         return [*self.prompt, *self.output.tokens[:-1]]
 
@@ -508,63 +514,65 @@ class Job:
 
     @property
     def cells(self) -> list[int]:
-        """The tokens that its sequence holds, or will hold before it runs."""
+        """The tokens whose cells other texts can share: in the cache, or being read into it."""
         return self.to_cache if self.n_uncached else self.text.tokens[: self.text.n_decoded]
 
     @property
     def wants_rows(self) -> bool:
         """True while tokens of the prompt are to be scored: their logits are needed."""
-        asked = self.request.prompt_logprobs is not None
-        return asked and len(self.scores) < self.n_prompt
+        has_scores = self.request.prompt_logprobs is not None
+        return has_scores and len(self.scores) < self.n_prompt
 
     def unread(self) -> list[int]:
         """Return the tokens of ``to_cache`` that are not in the cache yet."""
         return self.to_cache[self.text.position :]
 
     def read(self, tokens: Sequence[int], rows: Sequence[LogitsRow]) -> None:
-        """Append tokens of ``unread`` that were decoded.
+        """Append the first tokens of ``unread``, which were decoded.
 
-        ``rows`` has the logits after each of them, or only after the last one.
+        ``rows`` has the logits after each of them if ``wants_rows``, else after the last one if
+        that is the last of ``unread``.
         """
         start = self.text.position
         if self.wants_rows:
             k = self.request.prompt_logprobs or 0
             del self.scores[start + 1 :]
-            for its, token in zip(rows, self.prompt[start + 1 : self.n_prompt], strict=False):
-                self.scores.append(its.score(token, self.submission.model, k))
+            following = self.prompt[start + 1 : self.n_prompt]
+            for token_row, token in zip(rows, following, strict=False):
+                self.scores.append(token_row.score(token, self.submission.model, k))
         row = rows[-1] if rows and len(tokens) == self.n_uncached else None
-        n = max(0, self.n_read - start)  # the others were generated before
+        n = max(0, self.n_read - start)  # the tokens after these count as generated
         if n:
             self.text.append_prompt(tokens[:n], row if len(tokens) <= n else None)
         if len(tokens) > n:
             self.text.append_unscored(tokens[n:], row)
 
     def note_read(self) -> list[Event]:
-        """Report how much of ``to_cache`` is in the cache; return the event, if one is needed."""
+        """Report how much of ``to_cache`` is in the cache; return the event, if it was requested."""
         self.is_announced = True
         if self._reading is None:
             return []
         progress = self._reading.progress(self.text.n_decoded)
         if self.request.on_prompt_progress is not None:
             self.request.on_prompt_progress(progress)
-        of = self.name, self.sample
-        return [Event(*of, progress=progress)] if self.request.prompt_progress else []
+        event = Event(self.name, self.sample, progress=progress)
+        return [event] if self.request.prompt_progress else []
 
-    # -- its output ----------------------------------------------------------------------------------
+    # -- output --------------------------------------------------------------------------------------
 
-    def emit(self, one: Produced) -> list[Event]:
+    def emit(self, produced: Produced) -> list[Event]:
         """Add a token to the output; return the event of its text, if any."""
-        reports, of = self.submission.reports_tokens, (self.name, self.sample)
+        reports, key = self.submission.reports_tokens, (self.name, self.sample)
         # This is one line so that an interrupt between two lines cannot lose an event.
-        return [Event(*of, it)] if (it := self.output.add(one)) and reports else []
+        return [Event(*key, shown)] if (shown := self.output.add(produced)) and reports else []
 
     def break_off(self, reason: str | None = None) -> list[Event]:
         """End its output; return the event of text that was held back, if any."""
-        reports, of = self.submission.reports_tokens, (self.name, self.sample)
-        return [Event(*of, it)] if (it := self.output.break_off(reason)) and reports else []
+        reports, key = self.submission.reports_tokens, (self.name, self.sample)
+        return [Event(*key, shown)] if (shown := self.output.break_off(reason)) and reports else []
 
     def note_token(self) -> None:
-        """Note the time of a new token. Once the text has ``min_tokens``, it may end."""
+        """Note the time of a new token. At ``min_tokens``, allow the tokens that end the text."""
         self._last = perf_counter()
         if 0 < self.output.min_tokens == len(self.output.tokens):
             self.text.resample(self.sampling)
@@ -574,18 +582,18 @@ class Job:
     def result(self, reason: str, error: LlamaBranchError | None = None) -> Result:
         """Return its result, with ``reason`` as the finish reason."""
         emitted = [*self.thought, *self.output.emitted]
-        tokens = [*(one.token for one in self.thought), *self.output.tokens]
+        tokens = [*(produced.token for produced in self.thought), *self.output.tokens]
         n_thought, thought, text = len(self.thought), self.thought_text, self.output.text
         if isinstance(self.output, ThoughtBuffer):  # there is no answer
             n_thought, thought, text = len(tokens), self.output.thought, ""
         self.stats.num_emitted_tokens = len(tokens)
         self.stats.count_constraint(self.constraint)
         grammar = self.request.grammar
-        unrated = max(1, min(self.request.logprobs_from, self.n_prompt))
-        scores = [None] * unrated + self.scores[unrated:]
+        n_unscored = max(1, min(self.request.logprobs_from, self.n_prompt))
+        scores = [None] * n_unscored + self.scores[n_unscored:]
         logprobs = None if self.request.top_logprobs is None else emitted
-        context = self.submission.loop.ctx
-        is_exact = context.capabilities.batch_invariant and context.usage().in_order
+        ctx = self.submission.loop.ctx
+        is_exact = ctx.capabilities.batch_invariant and ctx.usage().in_order
         return Result(
             id=self.name,
             sample=self.sample,

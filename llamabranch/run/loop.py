@@ -1,9 +1,9 @@
 """The loop that generates: draft, decode once for all running texts, verify, take tokens.
 
 A generation runs one text; the engine and the sampled searches run many. All of them use this loop.
-A step may also read texts, such as prompts, if its decode has room. The caller decides which text
-gets a sequence and which one gives way. If the cache has no room for a step, nothing changes, and
-the result says so.
+A step can also read prompts, as far as its decode has room. The caller decides which text gets a
+sequence and which one must wait. If the cache has no room for a step, nothing changes, and the
+result says so.
 
 Two threads may each generate on the context that the other one drafts with. So the calls that need
 the target's lock (decode, verify, take) and those that may need the drafter's (draft, conclude)
@@ -43,11 +43,11 @@ from .running import PLAIN, RunningText
 
 __all__ = ["Loop", "Reader", "Step"]
 
-_lock = forkable_lock()  # for the totals of all loops
+_stats_lock = forkable_lock()  # for the totals of all loops
 
 
 class Reader(Protocol):
-    """A text that is read in as many steps as needed.
+    """Reads tokens into a text in as many steps as needed: a `Job` that reads its prompt.
 
     Attributes:
         n_decoded: how many of its tokens the last step has read.
@@ -74,14 +74,14 @@ class Reader(Protocol):
 
 @dataclass(slots=True)
 class Step:
-    """What a step did. Its tokens are in the texts.
+    """What a step did. The new tokens are in ``RunningText.emitted``.
 
     Attributes:
         n_tokens: tokens of the decode; 0 without a decode.
         n_draft_decodes: decodes of the drafter.
         verify_s: seconds of the decode.
-        no_room: the error if the cache has no room for the step, else None. Some text must then
-            give way; nothing has changed.
+        no_room: the error if the cache has no room for the step, else None. Nothing has changed
+            then, and the caller must free cells.
     """
 
     n_tokens: int = 0
@@ -99,8 +99,8 @@ class Loop:
         ctx: the context that generates.
         drafter: proposes the drafts; None = no drafts.
         config: how much to draft.
-        batched: whether texts share decodes, as in an engine. If they do, nothing is drafted with
-            memory that cannot drop the last tokens of a sequence.
+        batched: whether texts share decodes, as in an engine. Then nothing is drafted if the
+            context's memory cannot drop the last tokens of a sequence.
 
     Raises:
         ConfigError: an argument has the wrong type.
@@ -108,8 +108,9 @@ class Loop:
         VocabularyMismatchError: the drafter cannot draft for the context's vocabulary.
 
     Attributes:
+        drafter: the drafter; a `NullDrafter` if there is none.
         drafts: whether anything is drafted.
-        states: the draft states that it keeps between generations.
+        states: keeps draft states between generations.
         length: decides how long drafts are; it learns from all generations.
         stats: counts and times of all generations that have ended.
     """
@@ -129,49 +130,50 @@ class Loop:
         self.config = instance("config", config, SpeculativeConfig)
         self.stats = SpeculativeStats()
         self.states = DraftStates(self.drafter)
-        is_plain = isinstance(self.drafter, NullDrafter)
-        self.drafts = not is_plain and (not batched or ctx.kv_cache.undoes(1))
+        self.drafts = not isinstance(self.drafter, NullDrafter) and (
+            not batched or ctx.kv_cache.undoes(1)
+        )
         self.length = (
             draft_length(self.config, self.drafter, ctx) if self.drafts else FixedLength(0)
         )
 
     def beginning(self, text: Text) -> Beginning:
-        """Return ``text`` as one that jobs continue, with what drafts for it."""
+        """Return a beginning for jobs that continue ``text``; its draft state is made when needed."""
         return Beginning(text, self.drafter if self.drafts else None, self.config.rule)
 
     # -- texts that run alone ----------------------------------------------------------------------
 
     def open(self, text: Text, stats: SpeculativeStats, n_alternatives: int = 0) -> RunningText:
-        """Return ``text`` as one that shares no decode; call ``close`` at the end."""
+        """Return a running text for ``text`` that shares no decode. Call ``close`` at the end."""
         rule = self.config.rule if text.sampler.constraint is None else "seeded"
         state = self.states.take(text, rule) if self.drafts else NO_STATE
         length = self.length.stream()
         return RunningText(text, state, length, rule, stats, n_alternatives, alone=True)
 
     def close(self, running: RunningText, *, keep: bool, is_changed: bool = False) -> None:
-        """Report the last steps. Keep the draft state for the text's next generation, or free it.
+        """Report the last steps. With ``keep`` the draft state is kept for the text, else freed.
 
         ``is_changed``: whether other code has changed the text since its last round.
         """
         running.report()
         text = running.text
-        tokens = running.seen if is_changed else list(text.shown)
+        tokens = running.state_tokens if is_changed else list(text.shown)
         self.states.give_back(text, running.state, tokens if keep else None)
 
     def add_stats(self, stats: SpeculativeStats) -> None:
         """Add the counts and times of a finished generation."""
-        with _lock:
+        with _stats_lock:
             self.stats.add(stats)
 
     def total(self) -> SpeculativeStats:
-        """Return a copy of ``stats`` in which all numbers belong together."""
+        """Return a copy of ``stats``. No other thread changes the numbers while they are copied."""
         total = SpeculativeStats()
-        with _lock:
+        with _stats_lock:
             total.add(self.stats)
         return total
 
     def round(self, running: RunningText) -> list[Produced]:
-        """Run a step of one text by itself; return what it emits."""
+        """Run a step of one text by itself; return the new tokens."""
         text = running.text
         if not text.is_behind:
             return [running.draw()]
@@ -191,23 +193,23 @@ class Loop:
 
         Args:
             running: the texts; the cache lacks the last token of each.
-            readers: texts that are read in the same decode.
+            readers: read tokens into other texts, in the same decode.
 
         Raises:
-            DecodeError: the decode failed or was interrupted; all texts are as before. Errors of
-                the drafter are raised too.
+            DecodeError: the decode failed or was interrupted; all texts are as before.
+            Exception: the drafter, which may be the user's code, raised it.
         """
         step = self._run(running, readers)
         if step.n_tokens and running and self.drafts:
-            # the time of a decode that also read texts is not comparable
+            # The time of a decode that also read prompts says nothing about drafts.
             verify_s = math.nan if readers else step.verify_s
-            self.length.learn([member.done for member in running], step.n_tokens, verify_s)
+            self.length.learn([member.outcome for member in running], step.n_tokens, verify_s)
         return step
 
     def _run(self, running: Sequence[RunningText], readers: Sequence[Reader]) -> Step:
         step = Step()
         for member in running:
-            member.emitted, member.n_decoded, member.error, member.done = [], 0, None, PLAIN
+            member.emitted, member.draft, member.error, member.outcome = [], NO_DRAFT, None, PLAIN
         for reader in readers:
             reader.n_decoded, reader.error = 0, None
         try:
@@ -244,21 +246,16 @@ class Loop:
     def _draft(self, running: Sequence[RunningText], n_readers: int) -> int:
         """Give each text a draft that fits into the decode; return how often the drafter decoded."""
         ctx, drafter = self.ctx, self.drafter
-        if not self.drafts:
-            return 0
-        if n_readers and not ctx.kv_cache.can_draft:
-            for member in running:  # this memory cannot undo a decode that also reads
-                member.set_draft(NO_DRAFT)
+        # Some memory cannot undo a decode that also reads prompts.
+        if not self.drafts or (n_readers and not ctx.kv_cache.can_draft):
             return 0
         asked: list[RunningText] = []
         requests: list[DraftRequest] = []
         for member in running:
             n_lacking = int(member.text.is_behind)
-            room = ctx.kv_cache.room(member.text.seq_id, member.limit + n_lacking) - n_lacking
+            room = ctx.kv_cache.room(member.text.seq_id, member.draft_limit + n_lacking) - n_lacking
             request = member.request(room)
-            if request is None:
-                member.set_draft(NO_DRAFT)
-            else:
+            if request is not None:
                 asked.append(member)
                 requests.append(request)
         if not requests:
@@ -295,7 +292,7 @@ class Loop:
     def _decode(
         self, step: Step, running: Sequence[RunningText], readers: Sequence[Reader]
     ) -> None:
-        """Decode last tokens, drafts and texts together; each text takes its rows."""
+        """Decode last tokens, drafts and prompts together; each text takes its rows of logits."""
         ctx = self.ctx
         if not ctx.capabilities.batch_invariant and any(
             member.rule == "seeded" for member in running
@@ -319,12 +316,13 @@ class Loop:
         step.verify_s = verify_s = perf_counter() - start
         step.n_tokens = sum(map(len, texts))
         for member, tokens, member_rows in zip(members, texts, rows, strict=True):
-            member.n_decoded = len(tokens)
             try:
                 if isinstance(member, RunningText):
                     member.take(member_rows, verify_s * len(tokens) / step.n_tokens)
-                elif tokens:
-                    member.read(tokens, member_rows)
+                else:
+                    member.n_decoded = len(tokens)
+                    if tokens:
+                        member.read(tokens, member_rows)
             except LlamaBranchError as error:
                 member.error = error
 
@@ -334,21 +332,21 @@ class Loop:
         if running.draft.tokens:
             rows = running.plan().decode()
         else:  # the compiled core draws the next token in the same call
-            rows = [running.text.decode_last(draws_next=running.draws)]
+            rows = [running.text.decode_last(draws_next=running.draws_next)]
         step.verify_s = perf_counter() - start
-        step.n_tokens = running.n_decoded = 1 + len(running.draft.tokens)
+        step.n_tokens = 1 + len(running.draft.tokens)
         try:
             running.take(rows, step.verify_s)
         except LlamaBranchError as error:
             running.abandon()
-            if isinstance(error, CapacityError):  # memory that has to decode again to accept tokens
+            if isinstance(error, CapacityError):  # some memory decodes accepted tokens once more
                 raise
             running.error = error
 
     def _pack(
         self, running: Sequence[RunningText], readers: Sequence[Reader]
     ) -> tuple[Batch, list[list[int]]]:
-        """Return the batch of a step, and the tokens of each text in it."""
+        """Return the batch of a step, and the tokens in it of each running text and each reader."""
         ctx, batch = self.ctx, Batch()
         texts = [
             member.plan().tokens if member.draft.tokens else member.text.lacking()
@@ -376,7 +374,7 @@ class Loop:
     ) -> None:
         """Set the error of each text whose part of the cache is full.
 
-        If there is no such text, set ``no_room``: some text must give way.
+        If there is no such text, the whole cache is full: set ``no_room``.
         """
         ctx = self.ctx
         for member in members:

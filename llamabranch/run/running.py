@@ -1,4 +1,4 @@
-"""A text while the loop runs it: its draft, its draws, and what each round was worth."""
+"""A text that the loop runs: its draft, its draws, and what it reports of each round."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class RunningText:
-    """A text and the state that drafts for it.
+    """A text and the draft state that drafts for it.
 
     Args:
         text: has read its prompt.
@@ -42,24 +42,22 @@ class RunningText:
         rule: how drafted tokens are accepted.
         stats: counts its rounds.
         n_alternatives: how many of the most probable tokens are reported with each token.
-        alone: whether no other text shares its decodes. It then reports them to ``length`` itself.
+        alone: whether no other text shares its decodes. Then this object reports each round to
+            ``length``; otherwise `Loop.step` reports the rounds of all texts together.
 
     Attributes:
         emitted: the tokens of the last step.
-        n_decoded: how many of its tokens that step decoded.
         error: why it cannot continue; also set if its part of a non-unified KV cache is full.
         draft: the draft of this round.
-        limit: the most tokens to draft in the next step.
-        draws: whether the next step draws a token after it has decoded the last one. If not,
+        draft_limit: the most tokens to draft in the next step.
+        draws_next: whether the next step draws a token after it has decoded the last one. If not,
             nothing is drafted.
-        seen: the tokens that the draft state got with its last call.
+        state_tokens: the tokens that the draft state got with its last request.
         on_round: a function that is called after each round with a draft, or None.
-        done: the outcome of the last step, from which ``length`` learns.
+        outcome: the outcome of the last step, from which ``length`` learns.
         other_seeds: seeds of other texts that are equal so far. The next token is drawn for each of
             them too. With drafts this works only if the sampler has no state and the rule is
             "seeded".
-        others: for each of these texts the tokens of the last step, up to the first one that
-            differs from ``emitted``.
     """
 
     def __init__(
@@ -79,34 +77,35 @@ class RunningText:
         self.rule = rule
         self.stats = stats
         self.emitted: list[Produced] = []
-        self.n_decoded = 0
         self.error: LlamaBranchError | None = None
-        self.limit, self.draws = 0, True
-        self.done = PLAIN
+        self.draft_limit, self.draws_next = 0, True
+        self.outcome = PLAIN
         self._alone = alone
         self._n_alternatives = n_alternatives
-        self.seen: list[int] = []
+        self.state_tokens: list[int] = []
         self.draft = NO_DRAFT
         self.on_round: Callable[[RoundTrace], None] | None = None
         self.other_seeds: list[int] = []
-        self.others: list[list[Produced]] = []
+        # For each of ``other_seeds``: its tokens of the last step, up to the first that differs.
+        self._others_emitted: list[list[Produced]] = []
         self._trace: RoundTrace | None = None
         self._plan: Plan | None = None
         self._n_plain_left = 0  # plain steps to take before the drafter is called again
-        self._plain_s: list[tuple[float, float]] = []  # seconds of each: decode, rest
-        self._verify_s: float | None = None  # decode time of a verified, unreported round
+        self._plain_s: list[tuple[float, float]] = []  # seconds of each: decode, everything else
+        self._verify_s: float | None = None  # seconds of a decode that ``conclude`` must report
 
     # -- plain steps -------------------------------------------------------------------------------
 
     def draw(self) -> Produced:
         """Draw the next token and append it, but do not decode it. An EOG token is not appended."""
         with self.text.lock:
-            self.emitted = [self._drawn(self.text.logits_row())]
+            self.emitted = [self._draw_from(self.text.logits_row())]
         return self.emitted[0]
 
-    def _drawn(self, row: LogitsRow) -> Produced:
+    def _draw_from(self, row: LogitsRow) -> Produced:
+        """Draw the next token from ``row``, for the equal texts too, and append it."""
         text = self.text
-        produced = self._described(text.produce_from(row), row)
+        produced = self._with_alternatives(text.produce_from(row), row)
         if self.other_seeds:
             self._draw_others([produced], [row], text.incomplete)
         if not produced.is_stop:
@@ -118,10 +117,12 @@ class RunningText:
     ) -> None:
         """Draw the tokens of the equal texts too.
 
-        ``rows``: the logits before each token of ``emitted``, whose last token is not appended yet.
-        ``incomplete``: the bytes of an incomplete character before these tokens.
+        Args:
+            emitted: the tokens of this text in this step; the last one is not appended yet.
+            rows: the logits from which each of these tokens was drawn.
+            incomplete: the bytes of an incomplete character before these tokens.
         """
-        text, self.others = self.text, []
+        text, self._others_emitted = self.text, []
         start = len(text.tokens) - len(emitted) + 1
         for seed in self.other_seeds:
             other, pending = [], incomplete
@@ -129,26 +130,28 @@ class RunningText:
                 token = row.draw(text.sampler, seed, position, measured=False)
                 is_same = token == produced.token
                 if not is_same:
-                    produced = self._described(text.describe(token, row)[0], row)
+                    produced = self._with_alternatives(text.describe(token, row)[0], row)
                 if not produced.is_stop:
                     piece, pending = text.ctx.model.text_after(token, pending)
                     produced = produced._replace(text=piece)
                 other.append(produced)
                 if not is_same:
                     break
-            self.others.append(other)
+            self._others_emitted.append(other)
 
-    def part(self, texts: Sequence[T]) -> tuple[list[T], list[tuple[list[Produced], list[T]]]]:
-        """Group ``texts``, the equal texts of ``other_seeds``, by the tokens that they drew.
+    def split(self, texts: Sequence[T]) -> tuple[list[T], list[tuple[list[Produced], list[T]]]]:
+        """Group the equal texts by the tokens that they drew in the last step.
+
+        ``texts`` are those of ``other_seeds``, in the same order.
 
         Returns:
-            the texts that drew the tokens of ``emitted``, for which this text still draws; and the
+            the texts that drew the same tokens as this one, which still draws for them; and the
             tokens and texts of each other group.
         """
         groups: dict[tuple[int, ...], tuple[list[Produced], list[T]]] = {}
         seeds = []
         emitted = tuple(produced.token for produced in self.emitted)
-        for text, seed, other in zip(texts, self.other_seeds, self.others, strict=True):
+        for text, seed, other in zip(texts, self.other_seeds, self._others_emitted, strict=True):
             tokens = tuple(produced.token for produced in other)
             groups.setdefault(tokens, (other, []))[1].append(text)
             if tokens == emitted:
@@ -162,11 +165,11 @@ class RunningText:
         start = perf_counter()
         row = self.text.decode_last(draws_next=True)
         decoded = perf_counter()
-        self.emitted = [self._drawn(row)]
+        self.emitted = [self._draw_from(row)]
         self._plain_s.append((decoded - start, perf_counter() - decoded))
 
     def skips_draft(self) -> bool:
-        """Return whether the length has asked for a plain step now, and count that step."""
+        """Return whether the draft length has asked for a plain step now; count that step."""
         self._n_plain_left -= 1
         return self._n_plain_left >= 0
 
@@ -175,26 +178,26 @@ class RunningText:
     def request(self, limit: int) -> DraftRequest | None:
         """Return the request for a draft of at most ``limit`` tokens; None for a round without one."""
         limit = min(limit, self.length.limit)
-        if limit <= 0 or not self.draws:
+        if limit <= 0 or not self.draws_next:
             return None
         self.report()
         tokens = self.text.tokens
-        n_plain = self.length.plain_steps(len(tokens) - len(self.seen))
+        n_plain = self.length.plain_steps(len(tokens) - len(self.state_tokens))
         if n_plain:
-            self._n_plain_left = n_plain - 1  # this one is taken now
+            self._n_plain_left = n_plain - 1  # this step is the first of them
             return None
-        self.seen = tokens.copy()
-        return DraftRequest(self.state, self.seen, self.length, limit)
+        self.state_tokens = tokens.copy()
+        return DraftRequest(self.state, self.state_tokens, self.length, limit)
 
     def set_draft(self, draft: Draft) -> None:
-        """Use as much of ``draft`` in this round as can be verified."""
+        """Use ``draft`` in this round, as far as it can be verified."""
         self.draft = draft
         if draft is not NO_DRAFT:
             n_steps = max(draft.n_decodes, len(draft.tokens))
             self.stats.record_steps(n_steps, draft.n_read, draft.seconds)
             draft.tokens = token_list(draft.tokens)
-            self.text.ctx.model.check_tokens(draft.tokens)
             ctx = self.text.ctx
+            ctx.model.check_tokens(draft.tokens)
             draft.cut(ctx.kv_cache.fits(len(draft.tokens), ctx.sequences.count_free))
             self._cut_refused(draft)
             self.stats.draft_forward_passes += draft.n_decodes
@@ -202,8 +205,8 @@ class RunningText:
     def _cut_refused(self, draft: Draft) -> None:
         """Drop the first token that the text's grammar rejects, and all tokens after it.
 
-        Keep them if they were drawn at random for a rule that compares distributions: dropping some
-        would depend on the drawn tokens and bias the text. The rule rejects them.
+        Tokens that were drawn at random for a rule that compares distributions are kept, and the
+        rule rejects them. Dropping them would depend on what was drawn, and so bias the text.
         """
         sampler = self.text.sampler
         drawn = bool(draft.sources) and self.rule != "seeded"
@@ -224,29 +227,30 @@ class RunningText:
         return self._plan
 
     def abandon(self) -> None:
-        """Return the sequences that the plan holds. Safe to call at any time."""
+        """Free the sequences that the plan holds. Safe to call at any time."""
         plan, self._plan = self._plan, None
         if plan is not None:
             with self.text.lock:
                 plan.end()
 
     def take(self, rows: Sequence[LogitsRow], verify_s: float) -> None:
-        """Apply the rule to the plan; append the accepted tokens and the one after them.
+        """Apply the rule to the draft; append the accepted tokens and the one after them.
 
-        Call ``conclude`` next, once the context's lock is free.
+        Without a draft, draw and append the next token. Call ``conclude`` next, once the context's
+        lock is free.
 
         Args:
-            rows: the logits after each token of the plan.
+            rows: the logits after each decoded token.
             verify_s: seconds of the decode, or this text's share of them.
         """
         start = perf_counter()
         draft, plan, n_accepted = self.draft, self._plan, 0
         if plan is not None:
             plan.rows = rows
-            self.emitted, n_accepted = self._verified(draft, plan)
+            self.emitted, n_accepted = self._accept(draft, plan)
         else:
             self.text.set_row(rows[-1])
-            self.emitted = [self._drawn(rows[-1])] if self.draws else []
+            self.emitted = [self._draw_from(rows[-1])] if self.draws_next else []
         self._plan = None
         overhead_s = perf_counter() - start
         if draft is NO_DRAFT:
@@ -255,11 +259,11 @@ class RunningText:
             followed = None
             if draft.following is not None and n_accepted == len(draft.tokens):
                 followed = self.emitted[-1].token == draft.following
-            self.done = Round(draft, n_accepted, overhead_s, followed)
+            self.outcome = Round(draft, n_accepted, overhead_s, followed)
             self._verify_s = verify_s
 
-    def _verified(self, draft: Draft, plan: Plan) -> tuple[list[Produced], int]:
-        """Return the tokens a draft yields, and how many of the draft were accepted."""
+    def _accept(self, draft: Draft, plan: Plan) -> tuple[list[Produced], int]:
+        """Append the accepted tokens and the one after them; return them, and the first number."""
         text, rows = self.text, plan.rows
         verdict = plan.verify(self.rule)
         if self.on_round is not None:
@@ -274,17 +278,17 @@ class RunningText:
             self.stats.num_forced_tokens += is_forced
             source = "forced" if is_forced else "drafted"
             produced = Produced(token, piece, False, logprob, entropy, source)
-            emitted.append(self._described(produced, row))
+            emitted.append(self._with_alternatives(produced, row))
             row = rows[i + 1]
         last = text.describe(verdict.token, row)[0]._replace(source=verdict.source)
-        emitted.append(self._described(last, row))
+        emitted.append(self._with_alternatives(last, row))
         if self.other_seeds:
             self._draw_others(emitted, rows[: verdict.n_kept + 1], incomplete)
         if not last.is_stop:
             text.append(last.token, -last.logprob, None)
         return emitted, verdict.n_accepted
 
-    def _described(self, produced: Produced, row: LogitsRow) -> Produced:
+    def _with_alternatives(self, produced: Produced, row: LogitsRow) -> Produced:
         """Return ``produced``, with its alternatives and rank if they were requested."""
         if not self._n_alternatives:
             return produced
@@ -292,7 +296,7 @@ class RunningText:
         return produced._replace(alternatives=alternatives, rank=row.rank(produced.token))
 
     def conclude(self) -> None:
-        """Report the round to the draft state and the length. Call it without the context's lock."""
+        """Report the round to the draft state, length and statistics, without the context's lock."""
         verify_s, self._verify_s = self._verify_s, None
         if verify_s is None:
             if len(self._plain_s) >= _MOST_PLAIN:
@@ -301,8 +305,8 @@ class RunningText:
         start = perf_counter()
         self.state.observe(self.text.n_decoded)
         rollback_s = perf_counter() - start
-        stats, draft, n_accepted, overhead_s, _ = self.stats, *self.done
-        self.done = self.done._replace(overhead_s=overhead_s + rollback_s)
+        stats, draft, n_accepted, overhead_s, _ = self.stats, *self.outcome
+        self.outcome = self.outcome._replace(overhead_s=overhead_s + rollback_s)
         stats.sample_time_s += overhead_s
         stats.rollback_time_s += rollback_s
         trace, self._trace = self._trace, None
@@ -317,10 +321,10 @@ class RunningText:
             stats.plain_time_s += verify_s
         stats.count_stop(draft.stopped)
         if self._alone:
-            self.length.learn([self.done], 1 + len(draft.tokens), verify_s)
+            self.length.learn([self.outcome], 1 + len(draft.tokens), verify_s)
 
     def report(self) -> None:
-        """Report the plain steps in which the drafter was not called."""
+        """Report the plain steps since the last report to the statistics and the length."""
         if self._plain_s:
             verify_s, overhead_s = zip(*self._plain_s, strict=True)
             n = len(self._plain_s)
@@ -334,5 +338,5 @@ class RunningText:
         """Report its last steps and free the draft state."""
         try:
             self.report()
-        finally:  # also if the length, which may be the user's code, raises an error
+        finally:  # also if the draft length, which may be the user's code, raises an error
             self.state.close()

@@ -1,6 +1,6 @@
 """Decides which jobs hold a sequence: admission, shared prefixes, parking and preemption.
 
-The scheduler decodes nothing.
+The scheduler never decodes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Scheduler:
     job shares those cells instead of decoding the tokens again. If the first job in the queue does
     not fit, the jobs behind it wait too.
 
-    A parked job keeps its sequence until other jobs need it. A job that has lost its sequence reads
+    A parked job keeps its sequence until other jobs need it. A job that has lost its sequence decodes
     its tokens again before it continues.
 
     Args:
@@ -37,10 +37,11 @@ class Scheduler:
 
     Attributes:
         active: the jobs that read their prompt or generate.
-        idle: the jobs that hold a sequence only until others need it, least recently used first.
-        most_held: the most sequences that were held at a time.
+        idle: the parked jobs that still hold a sequence, least recently used first.
+        most_held: the most sequences that its jobs held at a time.
         paused: ids of requests whose texts are not continued for now.
-        no_sequence: the error, if no job is active and others hold all sequences; otherwise None.
+        no_sequence: the error if no job is active because the context's other users hold all
+            sequences; otherwise None.
     """
 
     def __init__(self, ctx: Context, limit: int | None, stats: EngineStats) -> None:
@@ -72,7 +73,7 @@ class Scheduler:
         return list(self._known.values())
 
     def head(self) -> Job | None:
-        """Return the job that is next, without taking it; None if nothing waits."""
+        """Return the next job, which stays in the queue; None if nothing waits."""
         while self._queue:
             _, first = self._queue[0]
             if isinstance(first, Submission):
@@ -84,7 +85,7 @@ class Scheduler:
                     heapq.heappop(self._queue)
                 else:
                     heapq.heapreplace(self._queue, (first.key, first))
-                self._push(job)
+                heapq.heappush(self._queue, (job.key, job))
                 continue
             if first.state is not State.WAITING:
                 heapq.heappop(self._queue)
@@ -98,13 +99,10 @@ class Scheduler:
     def requeue(self, job: Job) -> None:
         """Put a text that has begun back into the queue."""
         job.become(State.WAITING)
-        self._push(job)
-
-    def _push(self, job: Job) -> None:
         heapq.heappush(self._queue, (job.key, job))
 
     def pause(self, name: str) -> None:
-        """Do not continue the texts of a request until ``resume``; others may take their cells."""
+        """Do not continue the texts of a request until ``resume``; other jobs may take their cells."""
         if name in self._known:
             self.paused.add(name)
 
@@ -122,14 +120,14 @@ class Scheduler:
         self.active.remove(job)
         self.idle.append(job)
 
-    def go_on(self, job: Job, ends: SegmentEnd | None) -> None:
+    def continue_job(self, job: Job, end: SegmentEnd | None) -> None:
         """Queue a parked text, or one that has not begun, for its next segment."""
         self._known[job.name] = job.submission
         job.submission.jobs[job.sample] = job
-        job.begin_segment(ends)
+        job.begin_segment(end)
         if job.state is State.PARKED:
             job.become(State.WAITING)
-        self._push(job)
+        heapq.heappush(self._queue, (job.key, job))
 
     def jobs_of(self, submission: Submission) -> list[Job]:
         """Return the unfinished jobs of a request; create those that do not exist yet."""
@@ -147,7 +145,7 @@ class Scheduler:
         for jobs in (self.active, self.idle):
             if job in jobs:
                 jobs.remove(job)
-        if not job.has_ended:
+        if job.state is not State.ENDED:
             job.become(State.ENDED)
         if submission.beginning is not None and job.sequence is not None:
             heir, n = self._heir(job)
@@ -158,10 +156,10 @@ class Scheduler:
         job.release()
 
     def _heir(self, job: Job) -> tuple[Job | None, int]:
-        """Return the waiting job that can take over the sequence of ``job``, which ends.
+        """Return the waiting job that takes over the sequence of ``job``, which ends; or None.
 
-        It is the text of the same request that has the most tokens in common with ``job``, or None.
-        Also return how many tokens these are.
+        It is the text of the same request that has the most tokens in common with ``job``. Also
+        return the number of these tokens.
         """
         cells, best, n_best = job.cells, None, len(job.prompt)
         for _, other in self._queue:
@@ -175,7 +173,7 @@ class Scheduler:
 
     def _hand_over(self, source: Job, job: Job, n: int) -> None:
         """Move the sequence of ``source``, cut to its first ``n`` tokens, to another job."""
-        source.rest()
+        source.stop_running()
         text, source.sequence = source.text, None
         text.keep(n)
         text.seed = job.seed
@@ -223,16 +221,13 @@ class Scheduler:
         """Free all sequences and forget all requests."""
         self._known.clear()
         self._queue.clear()
-        self._release_all()
-
-    def _release_all(self) -> None:
         try:
             for jobs in (self.active, self.idle):
                 while jobs:
                     jobs.pop().release()
-        finally:  # release the others too if a drafter fails to close its state
+        finally:  # free the other sequences too if a drafter raises an error
             if self.active or self.idle:
-                self._release_all()
+                self.close()
 
     @property
     def is_idle(self) -> bool:
@@ -248,35 +243,32 @@ class Scheduler:
         either, ``no_sequence`` is the error.
         """
         refused: list[Job] = []
-        before, self.no_sequence = self.no_sequence, None
-        for each in self.active[:] if self.paused else ():
-            if each.name in self.paused and each.state is State.RUNNING:
-                self.park(each)
+        previous, self.no_sequence = self.no_sequence, None
+        for active in self.active[:] if self.paused else ():
+            if active.name in self.paused and active.state is State.RUNNING:
+                self.park(active)
         while (job := self.head()) is not None:
-            if self._joins(job):
-                heapq.heappop(self._queue)
-                continue
-            if not self._admit(job, before):
+            if not (self._joins(job) or self._admit(job, previous)):
                 break
+            heapq.heappop(self._queue)
             if job.error is not None:
-                heapq.heappop(self._queue)
                 refused.append(job)
         return refused
 
     def _joins(self, job: Job) -> bool:
-        """Let a new text follow another text of its request, which still reads the prompt.
+        """Let a new text follow another text of its request that still reads the prompt.
 
         The new text then waits, and gets its tokens from the other one. Return False if that is
-        impossible, for example because the new text needs more than a row of logits for each token.
+        impossible, for example because the new text has a constraint of its own.
         """
         if job.n_cached is not None or job.request.n == 1 or job.output.tokens:
             return False
         if not job.shares_thought and not job.may_be_equal:
             return False
         for other in self.active:
-            is_begin = other.is_reading and not other.output.tokens
+            reads_prompt = other.is_reading and not other.output.tokens
             may_join = other.shares_thought or other.can_draw_others
-            if other.submission is job.submission and is_begin and may_join:
+            if other.submission is job.submission and reads_prompt and may_join:
                 other.equals.append(job)
                 job.become(State.FOLLOWING)
                 n = len(job.prompt) - 1 if self._ctx.kv_cache.can_draft else 0
@@ -285,26 +277,26 @@ class Scheduler:
                 return True
         return False
 
-    def answer(self, job: Job) -> list[Event]:
-        """Let a text and its equal texts begin their answers: together if that is possible.
+    def begin_answers(self, job: Job) -> list[Event]:
+        """Let a text and its equal texts begin their answers; the texts stay equal if possible.
 
         Return the events that report their thoughts.
         """
         equals = job.equals
-        events = [event for each in (job, *equals) for event in each.answer()]
+        events = [event for text in (job, *equals) for event in text.answer()]
         if job.sequence is None or not (job.may_be_equal and job.can_draw_others):
             job.equals = []
-            for each in equals:
-                self.requeue(each)
+            for other in equals:
+                self.requeue(other)
         return events
 
-    def part(self, job: Job, other: Job) -> bool:
+    def split_off(self, job: Job, other: Job) -> bool:
         """Give a text that was equal to ``other`` its own sequence; return False if it must wait.
 
         The sequence holds all tokens but the last one. Nothing is decoded.
         """
         n = job.n_to_cache
-        if len(self.active) != self._limit and self._free_one():
+        if len(self.active) != self._limit and self._free_sequence():
             with suppress(SequencesExhaustedError):  # others took it meanwhile
                 self._activate(job, self._fork(job, other.text, n), n, other)
                 return True
@@ -322,7 +314,7 @@ class Scheduler:
     def _activate(self, job: Job, text: Text, n_cached: int, shared: Job | None) -> None:
         """Give a job a sequence that holds its first ``n_cached`` tokens.
 
-        ``shared`` is the job with which it shares these tokens, if any.
+        ``shared`` is the job with which it shares the cells of these tokens, if any.
         """
         job.shared = (shared, n_cached if shared is not None else 0)
         if shared is not None or job.submission.beginning is not None:
@@ -331,8 +323,11 @@ class Scheduler:
         self.active.append(job)
         self.most_held = max(self.most_held, len(self.active) + len(self.idle))
 
-    def _admit(self, job: Job, before: SequencesExhaustedError | None) -> bool:
-        """Give the first waiting job a sequence or an error; return False if it must wait."""
+    def _admit(self, job: Job, previous: SequencesExhaustedError | None) -> bool:
+        """Give the first waiting job a sequence or an error; return False if it must wait.
+
+        ``previous`` is the value of ``no_sequence`` after the last ``admit``.
+        """
         n_tokens, job.error = job.n_to_cache, None
         if n_tokens > self._ctx.n_ctx_seq:
             job.error = CacheFullError.of_prompt(n_tokens, self._ctx.n_ctx_seq)
@@ -343,43 +338,40 @@ class Scheduler:
             self.idle.remove(job)
             self.active.append(job)
             job.become(State.READING if job.running is None else State.RUNNING)
-            heapq.heappop(self._queue)
             return True
         source, n_cached = self._best_prefix(job)
         if source is not None and source.is_reading and source.text.n_cached < n_cached:
             return False  # the prefix it will share is still being decoded
-        if not self._make_room(max(1, n_tokens + 1 - n_cached), source, is_first=before is None):
-            self.no_sequence = None if self.active else before
+        if not self._make_room(max(1, n_tokens + 1 - n_cached), source, is_first=previous is None):
+            self.no_sequence = None if self.active else previous
             return False
-        if source is not None and source in self.idle and not self._free_one(source):
-            heapq.heappop(self._queue)
+        if source is not None and source in self.idle and not self._free_sequence(source):
             self.idle.remove(source)
             self._hand_over(source, job, n_cached)
             return True
         try:
-            found = self._opened(job, source, n_cached)
+            text, n_cached = self._new_text(job, source, n_cached)
         except SequencesExhaustedError as error:
             self.no_sequence = None if self.active else error
             return False
         except LlamaBranchError as error:  # its grammar or sampling settings are invalid
             job.error = error
             return True
-        heapq.heappop(self._queue)
-        self._activate(job, *found, source)
+        self._activate(job, text, n_cached, source)
         return True
 
-    def _opened(self, job: Job, source: Job | None, n: int) -> tuple[Text, int]:
+    def _new_text(self, job: Job, source: Job | None, n: int) -> tuple[Text, int]:
         """Return a text for a job, and how many of the job's tokens it already holds."""
         beginning = job.submission.beginning
         if beginning is not None:
             return self._fork(job, beginning.text if source is None else source.text, n), n
-        wanted = [] if source is not None else _not_scored(job)
-        text = Text(self._ctx, None, job.new_sampler(), job.seed, beginning=wanted)
+        cacheable = [] if source is not None else _unscored(job)
+        text = Text(self._ctx, None, job.new_sampler(), job.seed, beginning=cacheable)
         if source is not None:
             text.share_prefix(source.text, n)
             return text, n
         try:
-            n = text.take_cached(wanted, job.n_read)
+            n = text.take_cached(cacheable, job.n_read)
         except GrammarError:  # the grammar forbids the text that the request continues
             text.release()
             raise
@@ -388,10 +380,10 @@ class Scheduler:
         return text, n
 
     def _best_prefix(self, job: Job) -> tuple[Job | None, int]:
-        """Return the job that shares the longest prefix with this one, and how many tokens.
+        """Return the job that has the longest prefix in common with this one, and its length.
 
-        The job is None if the prefix cache has a longer prefix, or if no job shares more than the
-        text that the request continues.
+        The job is None if the prefix cache has a longer prefix. In a search it is None if no job
+        has more in common than the branch that all texts continue.
         """
         if job.wants_rows:
             return None, 0
@@ -401,14 +393,14 @@ class Scheduler:
             tokens = wanted = [*job.prompt, *job.output.tokens]
             n_least, best = len(job.prompt) + 1, (None, len(job.prompt))
         else:
-            # The last token must be decoded: its logits are needed. Tokens that a job generated before
-            # it was preempted are decoded by the job itself, since they advance its grammar.
+            # The job decodes its last token itself, because it needs the logits after it, and also
+            # the tokens generated before a preemption, because its grammar must accept them.
             tokens = job.to_cache[:-1]
             wanted, n_least, best = tokens[: job.n_read], MIN_SHARED, (None, 0)
         if len(wanted) < n_least:
             return best
-        likely = [] if job.like is None else [job.like]
-        for other in (*likely, *self.active, *self.idle):
+        parent = [] if job.forked_from is None else [job.forked_from]
+        for other in (*parent, *self.active, *self.idle):
             if other.sequence is None or (
                 beginning is not None and other.submission is not job.submission
             ):
@@ -431,48 +423,48 @@ class Scheduler:
     # -- room ----------------------------------------------------------------------------------------
 
     def _make_room(self, n: int, source: Job | None, *, is_first: bool) -> bool:
-        """Make room for a job that decodes ``n`` tokens, besides the next ones of the active jobs.
+        """Make room for ``n`` tokens of a new job, and for the next tokens of the active jobs.
 
         ``source`` is the job whose first tokens it shares. ``is_first`` is False if the last
         attempt found no free sequence.
         """
-        is_idle = source in self.idle  # then its sequence is taken, if need be
-        if not is_idle and not self._free_one() and (self.active or not is_first):
+        is_idle = source in self.idle  # the new job can take over its sequence
+        if not is_idle and not self._free_sequence() and (self.active or not is_first):
             return False
         n_needed = sum(other.n_uncached + 1 for other in self.active)
         while self.active and not self._ctx.kv_cache.has_room(n, n_needed):
-            if not self._give_up_idle(source):
+            if not self._free_idle(source):
                 return False
         return True
 
-    def _free_one(self, source: Job | None = None) -> bool:
-        """Return whether a sequence is free; an idle job other than ``source`` may lose its own."""
-        return self._ctx.n_seq_free > 0 or self._give_up_idle(source)
+    def _free_sequence(self, source: Job | None = None) -> bool:
+        """Return whether a sequence is free; if needed, free that of an idle job but ``source``."""
+        return self._ctx.n_seq_free > 0 or self._free_idle(source)
 
-    def make_room(self, n: int, source: Job) -> None:
+    def free_sequences(self, n: int, source: Job) -> None:
         """Free sequences of idle jobs other than ``source`` until ``n`` sequences are free."""
-        while self._ctx.n_seq_free < n and self._give_up_idle(source):
+        while self._ctx.n_seq_free < n and self._free_idle(source):
             pass
 
-    def _give_up_idle(self, source: Job | None = None) -> bool:
-        """Free the sequence of an idle job other than ``source``; return False without one."""
-        idle = [job for job in self.idle if job is not source]
-        if not idle:
+    def _free_idle(self, source: Job | None = None) -> bool:
+        """Free the sequence of an idle job other than ``source``; return False if there is none."""
+        oldest = next((job for job in self.idle if job is not source), None)
+        if oldest is None:
             return False
-        self.idle.remove(idle[0])
-        self._preempt(idle[0])
+        self.idle.remove(oldest)
+        self._preempt(oldest)
         return True
 
     def preempt(self) -> bool:
-        """Free the sequence of an idle job, or else of the newest active job, which waits.
+        """Free the sequence of an idle job; without one, that of the newest active job, which then waits.
 
-        Return False if fewer than two jobs are active.
+        Return False if there is no idle job and fewer than two jobs are active.
         """
-        if self._give_up_idle():
+        if self._free_idle():
             return True
         if len(self.active) < 2:
             return False
-        job = max(self.active, key=lambda j: j.key)
+        job = max(self.active, key=lambda active: active.key)
         self.active.remove(job)
         self._preempt(job)
         self.requeue(job)
@@ -483,8 +475,8 @@ class Scheduler:
         job.release()
 
 
-def _not_scored(job: Job) -> list[int]:
-    """Return the first tokens of a job, which may come from the prefix cache."""
+def _unscored(job: Job) -> list[int]:
+    """Return the first tokens of a job, those that may come from the prefix cache."""
     tokens = job.to_cache[:-1]
     if job.wants_rows:  # the token before the first scored one has to be decoded
         tokens = tokens[: max(0, min(job.request.logprobs_from, len(job.prompt)) - 1)]

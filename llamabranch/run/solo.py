@@ -1,4 +1,4 @@
-"""One text that runs by itself: a job without a queue, for branches, sessions and speculators."""
+"""One text that runs by itself, without an engine: for branches, sessions and speculators."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ __all__ = ["Solo"]
 
 
 class Solo:
-    """Generates one text by itself, without an engine, and gives out one token at a time.
+    """Generates one text by itself and gives out one token at a time.
 
-    Between two tokens other code may change the text; the output then continues after the change.
+    Other code may change the text between two tokens. The output then continues after the change.
 
     Args:
         text: a text that has read its prompt; the output continues it.
         output: takes the tokens.
         stats: counts the rounds.
         n_alternatives: how many of the most probable tokens are reported with each token.
-        constraint: applies to the text after the last token that was read.
-        keeps: whether the text may be continued later. If not, the end neither trims its tokens nor
-            keeps its draft state.
+        constraint: applies to the text after the last token that was read, not generated.
+        keeps: whether the text may be continued later. If not, ``end`` neither drops tokens that
+            were not given out nor keeps the draft state.
     """
 
     def __init__(
@@ -43,14 +43,14 @@ class Solo:
         self._keeps = keeps
         self._text, self._output, self._stats = text, output, stats
         self._n_alternatives, self._constraint = n_alternatives, constraint
-        self._version: int | None = None  # of the text, as this object left it; None: not begun
+        self._version: int | None = None  # the text's version after the last call; None at first
         self._start = 0  # the position in the text where the output begins
-        self._running: dict[Loop, RunningText] = {}
+        self._running: dict[Loop, RunningText] = {}  # a session has one for each of its drafters
 
     def next(self, loop: Loop) -> Produced | None:
         """Give out the next token; return None if there is nothing to emit for it.
 
-        If no token of the last round is left, another round runs, by ``loop``.
+        If all tokens of the last round are given out, ``loop`` first runs another round.
         """
         text, output = self._text, self._output
         if text.version != self._version:
@@ -61,19 +61,19 @@ class Solo:
                 if running is None:
                     running = loop.open(text, self._stats, self._n_alternatives)
                     self._running[loop] = running
-                running.limit = output.draft_limit
+                running.draft_limit = output.draft_limit
                 text.held = loop.round(running)
             shown = output.add(text.held[0])
             del text.held[0]
         except BaseException:
-            self._version = text.version  # all changes since then are this round's own
+            self._version = text.version  # only this call has changed the text
             self.end(decodes=False)
             raise
         self._version = text.version
         return shown
 
     def _follow(self) -> None:
-        """Continue after other code has changed the text."""
+        """Start with the text as it is now: at the first token, or after other code has changed it."""
         text = self._text
         text.held = []
         self._close(is_changed=True)
@@ -88,7 +88,7 @@ class Solo:
             loop.close(running, keep=self._keeps, is_changed=is_changed)
 
     def end(self, *, decodes: bool) -> None:
-        """Leave the text with exactly the tokens that were given out; ``next`` may continue it.
+        """Drop the tokens that were not given out. ``next`` may continue the text later.
 
         ``decodes``: see `Text.end_at`.
         """

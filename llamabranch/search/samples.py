@@ -151,11 +151,11 @@ class Samples:
 
     def fork(self, sample: Sample, number: int) -> Sample:
         """Return a copy of a text that is between two segments, with draws of its own."""
-        return Sample(self._submission.job(number, like=sample.job), sample.node)
+        return Sample(self._submission.job(number, forked_from=sample.job), sample.node)
 
     def end(self, sample: Sample, reason: str) -> None:
         """End a text where it is, and free its sequence."""
-        if not sample.job.has_ended:
+        if sample.job.state is not State.ENDED:
             self._core.end(sample.job, reason)
 
     def run(
@@ -178,7 +178,7 @@ class Samples:
         tree, after = self.tree, after or self.tree.end_step
         running = [sample for sample in group if not sample.is_finished]
         for sample in running:
-            self._core.scheduler.go_on(sample.job, ends)
+            self._core.scheduler.continue_job(sample.job, ends)
         # Each step holds interrupts. Around all of them this costs little: only the outermost block
         # changes the handler, which takes as long as other work of a step.
         with HeldInterrupts() as held:
@@ -226,7 +226,7 @@ class Samples:
         """Score given texts after a text; return their nodes, as `SearchTree.add_given`."""
         scheduler = self._core.scheduler
         after = self._decoded(sample)
-        scheduler.make_room(len(texts), sample.job)
+        scheduler.free_sequences(len(texts), sample.job)
         return self.tree.add_given(sample.node, after, texts, len(scheduler.idle))[0]
 
     def _decoded(self, sample: Sample) -> Text:
@@ -235,7 +235,7 @@ class Samples:
         if sample.node is self.tree.root:
             return self.tree.branch.sequence
         if job.sequence is None:
-            self._core.scheduler.go_on(job, SegmentEnd(n_tokens=0))
+            self._core.scheduler.continue_job(job, SegmentEnd(n_tokens=0))
             while job.state is not State.PARKED:
                 self._step()
                 if job.error is not None:

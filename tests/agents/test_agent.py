@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import re
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import date
 from enum import Enum
@@ -48,8 +50,8 @@ from llamabranch.errors import (
 )
 
 
-def kinds(report: Report) -> list[str]:
-    return [step.kind for step in report.steps]
+def kinds(steps: Iterable[Step]) -> str:
+    return " ".join(step.kind for step in steps)
 
 
 def results(report: Report) -> list[str]:
@@ -67,6 +69,9 @@ def read_by(ctx: Context, report: Report) -> str:
     return ctx.detokenize(report.tokens, special=True)
 
 
+CALLED = "prompt text call result prompt text end"
+
+
 # -- a run -----------------------------------------------------------------------------------------
 
 
@@ -75,14 +80,9 @@ def test_a_call_is_made_and_its_result_is_read(stage: Context) -> None:
     report = agent.run("one: what is 1 + 2?")
     assert report.text == "It is three." and report.finish_reason == "stop"
     assert [(c.name, c.arguments) for c in report.calls] == [("add", {"a": 1, "b": 2})]
-    assert kinds(report) == ["prompt", "text", "call", "result", "prompt", "text", "end"]
-    assert [m["role"] for m in report.messages] == [
-        "system",
-        "user",
-        "assistant",
-        "tool",
-        "assistant",
-    ]
+    assert kinds(report.steps) == CALLED
+    roles = [str(message["role"]) for message in report.messages]
+    assert " ".join(roles) == "system user assistant tool assistant"
     assert "<|tool|>3<|end|>" in read_by(stage, report)
     assert report.seed == 1 and report.limit is None and report.error is None
     assert report.choices == [report] and report.exact
@@ -147,10 +147,8 @@ def test_a_run_goes_on_after_a_report(stage: Context) -> None:
     assert second.text == "And again."
     assert second.tokens[: len(first.tokens)] == first.tokens
     assert second.stats.reread == 0
-    assert [m["content"] for m in second.messages if m["role"] == "user"] == [
-        "plain: hello",
-        "and again?",
-    ]
+    asked = [m["content"] for m in second.messages if m["role"] == "user"]
+    assert asked == ["plain: hello", "and again?"]
     other = Agent(stage, "sys", [add])
     with pytest.raises(ConfigError, match="another agent"):
         other.run("x", after=first)
@@ -204,29 +202,120 @@ def test_an_agent_does_not_change(stage: Context) -> None:
 
 def test_many_threads_use_one_agent(stage: Context) -> None:
     agent = Agent(stage, tools=[add, name], seed=1)
-    texts: list[str] = []
-    threads = [
-        threading.Thread(target=lambda: texts.append(agent.run("two: go").text)) for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert texts == ["Both are here."] * 4
+    with ThreadPoolExecutor(4) as pool:
+        reports = [*pool.map(agent.run, ["two: go"] * 4)]
+    assert [report.text for report in reports] == ["Both are here."] * 4
 
 
 # -- the table of what can go wrong with a call -------------------------------------------------------
 
 
-def test_unknown_function_is_told(stage: Context) -> None:
-    report = Agent(stage, tools=[add, name]).run("unknown: go")
-    assert results(report) == ["error: no function nope; there are add, name"]
-    assert report.text == "There is no such function." and report.finish_reason == "stop"
+def named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function under the name that a script calls."""
+    function.__name__ = name
+    return function
 
 
-def test_json_that_is_an_answer_is_no_call(stage: Context) -> None:
-    report = Agent(stage).run("unknown: go")
-    assert report.text == '{"name": "nope", "arguments": {}}' and not report.calls
+async def counts_later(n: int) -> AsyncIterator[int]:
+    for number in range(n):
+        yield number
+
+
+def awaitable() -> object:
+    return name()
+
+
+async def awaitable_later() -> object:
+    return name()
+
+
+def halves() -> object:
+    return {"half \ud800": ["\udfff", Sum(number=1, why="x")]}
+
+
+class Mute(Exception):
+    """An exception that cannot say what it is."""
+
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+def raising(name: str, error: BaseException, *, is_async: bool = False) -> Callable[..., Any]:
+    """Return a function that raises."""
+
+    def raises() -> str:
+        raise error
+
+    async def raises_later() -> str:
+        await asyncio.sleep(0)
+        raise error
+
+    return named(name, raises_later if is_async else raises)
+
+
+MADE = "error: made already; its result is above"
+SUM = '{"number":1,"why":"x"}'
+READ = "I have read it."
+LATE = "It takes long."
+NONE = "There is no such function."
+# A task, the functions, other options; the results that the model reads, and its answer.
+TOLD: list[tuple[str, list[Any], dict[str, Any], list[str], str]] = [
+    ("plain", [], {}, [], "No call is needed."),
+    ("unknown", [], {}, [], '{"name": "nope", "arguments": {}}'),
+    ("unknown", [add, name], {}, ["error: no function nope; there are add, name"], NONE),
+    ("told", [fails], {}, ["error: it is not there"], "It says no."),
+    ("lookup", [fails], {"tell": (LookupError, OSError)}, ["error: no such key"], "It says no."),
+    ("calls", [raising("called", Mute())], {"tell": Mute}, ["error: Mute"], READ),
+    ("calls", [raising("called", ToolError("half \ud800"))], {}, ["error: half ?"], READ),
+    ("calls", [raising("called", ToolError(""))], {}, ["error: ToolError"], READ),
+    ("calls", [raising("called", ToolError(CONTROL))], {}, [f"error: {CONTROL}"], READ),
+    ("calls", [named("called", awaitable)], {}, ["Ida"], READ),
+    ("calls", [named("called", awaitable_later)], {}, ["Ida"], READ),
+    ("calls", [named("called", halves)], {}, [f'{{"half ?":["?",{SUM}]}}'], READ),
+    ("half", [gives], {}, ["half ?"], READ),
+    ("gives", [gives], {}, ['"abc"', "NaN", CONTROL, SUM, "null"], READ),
+    ("counts", [counts], {}, ["[0,1,2]"], READ),
+    ("counts", [named("counts", counts_later)], {}, ["[0,1,2]"], READ),
+    ("hangs", [hangs], {"tool_seconds": 0.2}, ["error: no result after 0.2 s"], LATE),
+    ("sleeps", [sleeps], {"tool_seconds": 0.2}, ["error: no result after 0.2 s"], LATE),
+    ("again", [name], {}, ["Ida"] * 3 + [MADE] * 2, "Enough."),
+]
+
+
+@pytest.mark.parametrize(("task", "tools", "options", "told", "text"), TOLD, ids=range(len(TOLD)))
+def test_results_are_told_to_the_model(
+    stage: Context, task: str, tools: list[Any], options: Any, told: list[str], text: str
+) -> None:
+    report = Agent(stage, tools=tools, **options).run(f"{task}: go")
+    assert (results(report), report.text) == (told, text)
+    assert report.finish_reason == "stop" and len(report.calls) == len(told)
+    errors = [s.error or "" for s in report.steps if s.kind == "result"]
+    assert [*map(bool, errors)] == [result.startswith("error:") for result in told]
+
+
+class Odd(BaseException):
+    """An exception that is not a subclass of Exception."""
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(
+    "kind",
+    [SystemExit, KeyboardInterrupt, GeneratorExit, StopIteration, StopAsyncIteration,
+     asyncio.CancelledError, MemoryError, RecursionError, Odd, ZeroDivisionError, LookupError, Mute],
+)  # fmt: skip
+def test_whatever_a_function_raises_ends_its_agent_only(
+    stage: Context, kind: type[BaseException], is_async: bool
+) -> None:
+    agent = Agent(stage, tools=[raising("ends", kind(), is_async=is_async), add, name], output=Sum)
+    report, other = agent.run(["ends: go", "two: go"])
+    assert report.finish_reason == "error" and isinstance(report.error, ToolError)
+    told = rf"ends raised ({kind.__name__}$|RuntimeError: )"
+    assert re.match(told, report.error.message)
+    assert isinstance(report.error.__cause__, (kind, RuntimeError))
+    assert isinstance(other.parsed, Sum)
+    with pytest.raises(ParseError):
+        _ = report.parsed
+    assert_left_alone(stage)
 
 
 def test_arguments_that_pydantic_refuses_are_told(stage: Context) -> None:
@@ -241,110 +330,6 @@ def test_arguments_that_pydantic_refuses_are_told(stage: Context) -> None:
     report = Agent(stage, tools=[add], parallel_calls=False).run("one: go")
     (text,) = results(report)
     assert text.startswith("error: b: ") and "above 5" in text and len(text) < 320
-
-
-def test_tool_error_is_told_and_what_is_in_tell(stage: Context) -> None:
-    report = Agent(stage, tools=[fails]).run("told: go")
-    assert results(report) == ["error: it is not there"]
-    assert report.text == "It says no." and report.steps[3].error == "told"
-    report = Agent(stage, tools=[fails], tell=(LookupError, OSError)).run("lookup: go")
-    assert results(report) == ["error: no such key"] and report.text == "It says no."
-
-
-@pytest.mark.parametrize(
-    ("task", "kind"),
-    [("raises", ZeroDivisionError), ("exits", SystemExit), ("lookup", LookupError)],
-)
-def test_what_else_a_function_raises_ends_its_agent(
-    stage: Context, task: str, kind: type[BaseException]
-) -> None:
-    agent = Agent(stage, tools=[add, fails, name])
-    report, other = agent.run([f"{task}: go", "two: go"])
-    assert report.finish_reason == "error" and isinstance(report.error, ToolError)
-    assert isinstance(report.error.__cause__, kind) and "fails raised" in report.error.message
-    assert other.text == "Both are here."  # no other agent is ended
-    with pytest.raises(ParseError):
-        _ = Agent(stage, tools=[add, fails, name], output=Sum).run(f"{task}: go").parsed
-
-
-class Odd(BaseException):
-    """An exception that is not a subclass of Exception."""
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize(
-    "kind",
-    [SystemExit, KeyboardInterrupt, GeneratorExit, StopIteration, StopAsyncIteration,
-     asyncio.CancelledError, MemoryError, RecursionError, Odd],
-)  # fmt: skip
-def test_whatever_a_function_raises_ends_its_agent_only(
-    stage: Context, kind: type[BaseException], is_async: bool
-) -> None:
-    def ends() -> str:
-        raise kind
-
-    async def ends_later() -> str:
-        await asyncio.sleep(0)
-        raise kind
-
-    ends_later.__name__ = "ends"
-    agent = Agent(stage, tools=[ends_later if is_async else ends, add, name])
-    report, other = agent.run(["ends: go", "two: go"])
-    assert report.finish_reason == "error" and isinstance(report.error, ToolError)
-    assert "ends" in report.error.message and other.text == "Both are here."
-    assert_left_alone(stage)
-
-
-def test_a_generator_is_a_list(stage: Context) -> None:
-    async def counts_later(n: int) -> AsyncIterator[int]:
-        for number in range(n):
-            yield number
-
-    counts_later.__name__ = "counts"
-    for tool in (counts, counts_later):
-        report = Agent(stage, tools=[tool]).run("counts: go")
-        assert results(report) == ["[0,1,2]"] and report.text == "I have read it."
-
-
-class Mute(Exception):
-    """An exception that cannot say what it is."""
-
-    def __str__(self) -> str:
-        raise RuntimeError
-
-
-def test_an_exception_that_cannot_be_written_ends_its_agent_only(stage: Context) -> None:
-    def called() -> None:
-        raise Mute
-
-    report, other = Agent(stage, tools=[called, add, name]).run(["calls: go", "two: go"])
-    assert report.error is not None and report.error.message == "called raised Mute"
-    assert other.text == "Both are here."
-    assert results(Agent(stage, tools=[called], tell=Mute).run("calls: go")) == ["error: Mute"]
-
-
-@pytest.mark.parametrize(
-    ("text", "told"), [("half \ud800", "half ?"), ("", "ToolError"), (CONTROL, CONTROL)]
-)
-def test_a_failure_is_told_whatever_its_text_is(stage: Context, text: str, told: str) -> None:
-    def called() -> None:
-        raise ToolError(text)
-
-    report = Agent(stage, tools=[called]).run("calls: go")
-    assert results(report) == [f"error: {told}"] and report.text == "I have read it."
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-def test_an_awaitable_result_is_awaited(stage: Context, is_async: bool) -> None:
-    def called() -> object:
-        return name()
-
-    async def called_later() -> object:
-        return name()
-
-    called_later.__name__ = "called"
-    report = Agent(stage, tools=[called_later if is_async else called]).run("calls: go")
-    assert results(report) == ["Ida"]
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -415,23 +400,12 @@ def test_a_function_may_use_its_context_and_other_agents(stage: Context) -> None
 
 def test_a_context_that_a_function_closes_ends_the_agent(scripted: lb.Model) -> None:
     with lb.Context(scripted, n_ctx=1024, n_threads=1) as ctx:
-        report = Agent(ctx, tools=[ctx_closer(ctx)]).run("calls: go")
+
+        def called() -> None:
+            ctx.close()
+
+        report = Agent(ctx, tools=[called]).run("calls: go")
         assert report.finish_reason in ("cancelled", "error") and report.error is not None
-
-
-def ctx_closer(ctx: Context) -> Callable[[], str]:
-    def called() -> str:
-        ctx.close()
-        return "closed"
-
-    return called
-
-
-@pytest.mark.parametrize("task", ["hangs", "sleeps"])
-def test_function_that_takes_too_long_is_told(stage: Context, task: str) -> None:
-    agent = Agent(stage, tools=[hangs, sleeps], tool_seconds=0.2)
-    report = agent.run(f"{task}: go")
-    assert results(report) == ["error: no result after 0.2 s"] and report.text == "It takes long."
 
 
 def test_functions_that_hang_take_no_thread_from_others(stage: Context) -> None:
@@ -443,21 +417,15 @@ def test_functions_that_hang_take_no_thread_from_others(stage: Context) -> None:
     RELEASED.set()
 
 
-def test_call_that_is_repeated_too_often_is_told(stage: Context) -> None:
-    report = Agent(stage, tools=[name]).run("again: go")
-    assert results(report) == ["Ida"] * 3 + ["error: made already; its result is above"] * 2
-    assert report.text == "Enough."
-    report = Agent(stage, tools=[name], repeats=0).run("again: go")
-    assert results(report)[1].startswith("error: made already")
-
-
 def test_an_agent_that_only_repeats_its_calls_is_told_to_answer(stage: Context) -> None:
     report = Agent(stage, tools=[name]).run("loops: go")
     assert report.text == "It is Ida." and report.finish_reason == "stop"
     assert report.limit == "repeats" and len(report.calls) == 6
     *told, last = results(report)[3:]
-    assert told == ["error: made already; its result is above"] * 2
+    assert told == [MADE] * 2
     assert last.startswith(told[0]) and last.endswith("answer the question. loops: go")
+    report = Agent(stage, tools=[name], repeats=0).run("again: go")
+    assert results(report)[:2] == ["Ida", MADE]
 
 
 def test_three_turns_of_failed_calls_end_the_agent(stage: Context) -> None:
@@ -477,9 +445,8 @@ def test_result_of_fifty_kilobytes_is_shortened_and_told(stage: Context) -> None
     first, note, last = text.split("\n")
     assert note == "[49800 of 50000 tokens left out]"
     assert first == long(50_000)[:150] and last == long(50_000)[-50:]
-    assert [s.text for s in report.steps if s.kind == "result"] == [
-        long(50_000)
-    ]  # the journal has all
+    (step,) = (s for s in report.steps if s.kind == "result")
+    assert step.text == long(50_000)  # the journal has all
     assert report.text == "That was long."
 
 
@@ -487,12 +454,6 @@ def test_result_is_never_longer_than_the_room(scripted: lb.Model) -> None:
     with lb.Context(scripted, n_ctx=1024, n_threads=1) as ctx:
         report = Agent(ctx, tools=[long], result_tokens=5000).run("long: go")
         assert report.text == "That was long." and len(report.tokens) < 1024
-
-
-def test_results_that_are_no_text(stage: Context) -> None:
-    report = Agent(stage, tools=[gives]).run("gives: go")
-    assert report.text == "I have read it."
-    assert results(report) == ['"abc"', "NaN", CONTROL, '{"number":1,"why":"x"}', "null"]
 
 
 def test_text_of_control_tokens_in_a_result_stays_text(stage: Context) -> None:
@@ -506,17 +467,6 @@ def test_text_of_control_tokens_in_a_result_stays_text(stage: Context) -> None:
     assert seen.count("<|user|>") == 1 and seen.count("<|tool|>") == n_results
     assert seen.count("<|assistant|>") == n_results + 1 and "<|one0|>" not in seen
     assert CONTROL in read_by(stage, report)
-
-
-def test_half_a_surrogate_pair_is_replaced(stage: Context) -> None:
-    report = Agent(stage, tools=[gives]).run("half: go")
-    assert results(report) == ["half ?"] and report.text == "I have read it."
-
-    def called() -> object:
-        return {"half \ud800": ["\udfff", Sum(number=1, why="x")]}
-
-    report = Agent(stage, tools=[called]).run("calls: go")
-    assert results(report) == ['{"half ?":["?",{"number":1,"why":"x"}]}']
 
 
 @pytest.mark.parametrize("task", ["object", "raw"])
@@ -598,9 +548,7 @@ def test_output_is_asked_for_after_the_answer(stage: Context) -> None:
     other = Agent(stage, output=Sum).run("plain: go")
     assert isinstance(other.parsed, Sum)
     asked = str(other.messages[-2]["content"])
-    assert (
-        asked.startswith("Give your answer as JSON that follows this schema:") and '"why"' in asked
-    )
+    assert '"why"' in asked  # the schema
     assert Agent(stage).run("plain: go").parsed is None
 
 
@@ -623,7 +571,7 @@ def test_another_agent_is_a_function_that_takes_a_task(stage: Context) -> None:
     report = Agent(stage, "Ask.", [helper]).run("asks: go")
     assert results(report) == ["It is three."] and report.text == "The helper has added."
     inner = [s for s in report.steps if s.path == "0.0/0.0"]
-    assert [s.kind for s in inner] == ["prompt", "text", "call", "result", "prompt", "text", "end"]
+    assert kinds(inner) == CALLED
     assert {s.agent for s in inner} == {"helper"}
     end = next(s for s in inner if s.kind == "end")
     assert end.report is not None and end.report.seed != report.seed
@@ -641,9 +589,7 @@ def test_forks_go_on_from_the_callers_tokens(stage: Context) -> None:
         fork = ends[f"0.0/0.0.{k}"]
         assert fork is not None and fork.stats.reread == 0
         tool_messages = [m for m in fork.messages if m["role"] == "tool"]
-        assert str(tool_messages[0]["content"]).startswith(
-            f"You are fork {k + 1} of 2. Do only this: "
-        )
+        assert f"fork {k + 1} of 2" in str(tool_messages[0]["content"])
         assert fork.tokens[:20] == report.tokens[:20]
         assert fork.stats.cached > 0.8 * fork.stats.evaluated
 
@@ -698,22 +644,11 @@ def test_parameters_of_any_type_name_and_default() -> None:
     assert schema["required"] == ["place", "color", "day"]
     assert schema["properties"]["_x"] == {"type": "integer", "default": 3}
     lb.Grammar.from_json_schema(json.dumps(schema))
-    arguments = {
-        "place": {"name": "hall"},
-        "color": "red",
-        "day": "2027-03-01",
-        "kind": "a",
-        "copy": True,
-    }
+    arguments: dict[str, object] = {"color": "red", "day": "2027-03-01", "kind": "a"}
+    arguments |= {"copy": True, "place": {"name": "hall"}}
     assert takes(**cast(Any, tool.check(arguments))) == "hall2 RED 2027 a.txt a 3 y True"
-    refused: list[object] = [
-        {**arguments, "color": "blue"},
-        {**arguments, "x": 1},
-        {"place": {}, "color": "red"},
-        [],
-        "x",
-    ]
-    for bad in refused:
+    refused: list[object] = [[], "x", {"place": {}, "color": "red"}]
+    for bad in [*refused, {**arguments, "color": "blue"}, {**arguments, "x": 1}]:
         with pytest.raises(Refused):
             tool.check(bad)
 
@@ -731,14 +666,6 @@ class Adder:
 # -- bad input -------------------------------------------------------------------------------------
 
 
-def plain(a) -> str:  # type: ignore[no-untyped-def]
-    return str(a)
-
-
-def starred(*a: int) -> str:
-    return str(a)
-
-
 def keywords(**a: int) -> str:
     return str(a)
 
@@ -754,7 +681,7 @@ def odd(a: threading.Thread) -> str:
 @pytest.mark.parametrize(
     "tools",
     [
-        [plain], [starred], [keywords], [positional], [odd], [lambda: 1], [Adder], [Adder(1)],
+        [keywords], [positional], [odd], [Adder], [Adder(1)],
         [partial(add, a=1)], [Adder.__call__], [print], [int], [add, add], [1], ["add"], "add",
         add, {"add": add}, [None], [[add]],
     ],

@@ -21,7 +21,6 @@ from turn_shapes import CHANGING, SHAPES
 import llamabranch as lb
 from llamabranch import Agent, AsyncEngine, Context
 from llamabranch.agents import Report
-from llamabranch.model.functions import function_tool
 from llamabranch.model.tools import ToolCall, openai_call
 
 CHAT = (
@@ -349,12 +348,3 @@ def test_law_7_json_that_looks_like_a_call_is_no_last_answer(text: str, stage: C
         allows(grammar, stage, fine)
         for fine in ("[1, 2]", "It is [3](a link).", "```python\n1\n```")
     )
-
-
-def test_the_schema_of_a_function_is_that_of_its_annotations() -> None:
-    schema = cast(Any, function_tool(add))["function"]
-    assert schema["parameters"]["properties"]["a"] == {
-        "type": "integer",
-        "description": "the first.",
-    }
-    assert schema["description"] == "Add two numbers."

@@ -99,20 +99,15 @@ def test_time_and_cancelled_runs_can_be_made_again(stage: Context, tmp_path: Pat
     agent = Agent(stage, journal=path, max_seconds=0.3, max_tokens=100_000, logit_bias=bias)
     report = agent.run("plain: go")
     assert report.finish_reason == "time"
-    assert [(s.kind, s.text) for s in replay(path, stage)] == [
-        (s.kind, s.text) for s in report.steps
-    ]
+    told = [(s.kind, s.text) for s in report.steps]
+    assert [(s.kind, s.text) for s in replay(path, stage)] == told
     agent = Agent(stage, "sys", [sleeps], journal=tmp_path / "cancelled.jsonl")
     steps = agent.stream("sleeps: go")
     while next(iter(steps)).kind != "call":
         pass
     cast(Any, steps).close()
-    assert [s.kind for s in replay(tmp_path / "cancelled.jsonl", stage)] == [
-        "prompt",
-        "text",
-        "call",
-        "end",
-    ]
+    again = [s.kind for s in replay(tmp_path / "cancelled.jsonl", stage)]
+    assert again == ["prompt", "text", "call", "end"]
 
 
 def test_a_token_that_differs_is_an_error(scripted: lb.Model, tmp_path: Path) -> None:
@@ -123,9 +118,7 @@ def test_a_token_that_differs_is_an_error(scripted: lb.Model, tmp_path: Path) ->
         texts = [line for line in records if line.get("kind") == "text"]
         texts[1]["tokens"][-1] += 1
         path.write_text("".join(json.dumps(line) + "\n" for line in records))
-        with pytest.raises(
-            ParseError, match=r"the text of turn 1 of path 0\.0 differs from its token 0 on"
-        ):
+        with pytest.raises(ParseError, match=r"turn 1 of path 0\.0 differs from its token 0 on"):
             list(replay(path, ctx))
         records[0]["exact"] = False  # as a Q4_K_M is
         path.write_text("".join(json.dumps(line) + "\n" for line in records))
@@ -158,14 +151,9 @@ def test_a_damaged_line_or_head_is_an_error(stage: Context, tmp_path: Path) -> N
     path = tmp_path / "run.jsonl"
     Agent(stage, "sys", [add], journal=path).run("one: go")
     records = path.read_bytes().splitlines(keepends=True)
-    for number, line in (
-        (2, b"{}\n"),
-        (3, b'{"kind": \n'),
-        (2, records[2].replace(b'"tokens": [', b'"tokens": ["')),
-    ):
+    bad = records[2].replace(b'"tokens": [', b'"tokens": ["')
+    for number, line in ((3, b'{"kind": \n'), (2, bad)):
         path.write_bytes(b"".join([*records[:number], line, *records[number + 1 :]]))
-        if line == b"{}\n":  # no step of this run: the path ends where it is missing
-            continue
         with pytest.raises(ParseError, match=f"line {number + 1}"):
             replay(path, stage)
     heads: list[object] = [3, {}, None]

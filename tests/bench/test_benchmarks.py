@@ -226,9 +226,8 @@ def test_answers_go_on_with_the_plan_of_the_file(cache: Path, tmp_path: Path) ->
     first = program("answers", cache, "--out", str(out))["results"]
     lines = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
     assert [line["plan"] for line in lines[:5]] == list(answer_tasks.TASKS)
-    assert [(line["task"], line["item"]) for line in lines[5:]] == [
-        (task, i) for i in (0, 1) for task in answer_tasks.TASKS
-    ]
+    asked = [(line["task"], line["item"]) for line in lines[5:]]
+    assert asked == [(task, i) for i in (0, 1) for task in answer_tasks.TASKS]
     assert program("answers", cache, "--out", str(out))["results"] == first
     assert len(out.read_text("utf-8").splitlines()) == len(lines)
     for line in lines[5:]:
@@ -474,7 +473,7 @@ def test_padded_model_computes_its_source(
     error: float,
     target: lb.Model,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Any,
 ) -> None:
     """Weights are copied bit for bit and added outputs are zero, so only the order of sums may differ.
 

@@ -73,12 +73,12 @@ def by_hand(ctx: Context, answer: lb.chat.Answer, chat: Chat) -> list[int]:
 
 
 @contextmanager
-def toy_context(name: str, folder: Path) -> Iterator[Context]:
+def toy_context(name: str, folder: Path, n_seq_max: int = 8) -> Iterator[Context]:
     """Open a context of a small model with this kind of memory, which is audited at the end."""
     write, swa_full = MEMORIES[name]
     path = write(folder / "toy.gguf", vocab="bytes", weights="f32")
     options = lb.ContextParams(
-        n_ctx=2048, n_seq_max=8, n_threads=1, kv_type="f32", swa_full=swa_full
+        n_ctx=2048, n_seq_max=n_seq_max, n_threads=1, kv_type="f32", swa_full=swa_full
     )
     with (
         lb.Model(path, chat_template=toys.CHAT_TEMPLATE) as toy,
@@ -585,6 +585,22 @@ def test_chats_that_begin_alike_read_their_beginning_once(name: str, tmp_path: P
         with counting(context) as counts:
             assert chats[0].edit(1, "Who was it?").prompt == answers[0].prompt
         assert counts == []
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_message_that_is_interrupted_leaves_what_was_read_before_it(
+    name: str, tmp_path: Path
+) -> None:
+    """Even if it was read into the only sequence, which the last turn had before."""
+    with toy_context(name, tmp_path, 1) as context, Chat(context, None, **PLAIN) as chat:
+        first = chat.send("Who was the king of old?").finish()
+        context.interrupt()
+        with pytest.raises(lb.errors.DecodeInterruptedError):
+            chat.send("And then?")
+        assert [exchange.user for exchange in chat.exchanges] == ["Who was the king of old?"]
+        with counting(context) as counts:
+            again = chat.retry()
+        assert (again.prompt, sum(counts) <= 1) == (first.prompt, True)
 
 
 def test_a_chat_keeps_its_turns_whatever_the_context_was_opened_with(model: lb.Model) -> None:

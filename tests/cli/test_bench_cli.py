@@ -80,20 +80,8 @@ def test_json_holds_what_was_measured_and_seeded_text_is_that_of_plain_decoding(
 def test_prompts_of_files_and_settings_of_drafting_are_measured(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "The old king"}\n{"prompt": [5, 6, 7]}\n')
-    answer = run_json(
-        "--temperature",
-        "0",
-        "--longest",
-        "3",
-        "-p",
-        "A fox",
-        "-i",
-        str(path),
-        "-S",
-        "rule=block",
-        "-S",
-        "entropy_stop=0",
-    )
+    settings = "--temperature 0 --longest 3 -S rule=block -S entropy_stop=0"
+    answer = run_json(*settings.split(), "-p", "A fox", "-i", str(path))
     assert answer["n_prompts"] == 3 and {cell["rule"] for cell in answer["lengths"]} == {"block"}
     assert not any(cell["stats"]["num_draft_tokens"] for cell in answer["lengths"])
     assert [cell["draft_length"] for cell in answer["lengths"]] == [1, 2, 3, "auto"]
@@ -210,14 +198,10 @@ def _decided(*speedups: float, n_drafted: int = 50) -> PairReport:
     ("speedups", "verdict"),
     [
         ((1.07,), "inconclusive"),  # what 0.1 called the best
-        ((1.5,) * 5, "inconclusive"),  # five of a side happen once in sixteen times
         ((1.02,) * 6, "faster"),
-        ((1.5,) * 5 + (0.99,), "inconclusive"),
         ((1.5,) * 10 + (0.6, 0.7), "faster"),  # 12 pairs: two may be outliers
-        ((1.5,) * 9 + (0.6, 0.7, 0.8), "inconclusive"),
         ((0.7,) * 10 + (1.6, 1.7), "slower"),
         ((0.9, 1.1) * 6, "inconclusive"),
-        ((1.0,) * 40, "inconclusive"),
     ],
 )
 def test_a_best_is_named_only_where_the_whole_interval_is_above_1(
@@ -314,15 +298,6 @@ def test_the_best_is_named_with_a_command_that_works(
     assert (program, command, *arguments[:2]) == ("llamabranch", "generate", "-m", "tale-target")
     again = commands.run("generate", "Once", *arguments, "-n", "4")
     assert again.exit_code == 0, again.stderr
-
-
-def test_complaints_name_what_disturbs() -> None:
-    def complaint(load: float | None, n_threads: int) -> str:
-        return Machine("p", 2, load, "", "", ()).complaint(n_threads)
-
-    assert complaint(0.1, 2) == complaint(None, 2) == complaint(1.0, 1) == ""
-    assert "load 3.00" in complaint(3.0, 1)
-    assert "4 threads share 2 cores" in complaint(0.0, 4)
 
 
 def test_progress_reaches_a_pipe_now_and_then(

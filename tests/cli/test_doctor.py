@@ -102,16 +102,6 @@ def test_llama_cpp_that_cannot_be_loaded_is_a_failed_check_below_what_is_known()
     assert json.loads(done.stdout)["error"]["type"] == "FileNotFoundError"
 
 
-def test_failed_check_is_shown_and_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    def damaged(_ctx: lb.Context) -> None:
-        raise lb.errors.SnapshotError("damaged")
-
-    monkeypatch.setattr(lb.Context, "audit", damaged)
-    result = run()
-    assert result.exit_code == 1
-    assert "FAIL  the cache's accounting: SnapshotError: damaged" in result.stdout
-
-
 @pytest.mark.parametrize("invariant", [True, False])
 def test_texts_may_differ_where_batches_are_not_exact(
     invariant: bool, monkeypatch: pytest.MonkeyPatch
@@ -146,7 +136,8 @@ def test_texts_may_differ_where_batches_are_not_exact(
     assert "FAIL  a saved branch: not the tokens that follow where it was saved\n" in shown
 
 
-def test_texts_that_fail_alike_are_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("part", ["a text", "an engine", "the accounting"])
+def test_a_check_that_raises_has_failed(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine puts the error of a text into its result. Two empty texts would be equal."""
     generate = lb.Engine.generate
 
@@ -156,21 +147,21 @@ def test_texts_that_fail_alike_are_no_proof(monkeypatch: pytest.MonkeyPatch) -> 
             result.tokens, result.error = [], lb.errors.DecodeError("no")
         return results
 
-    monkeypatch.setattr(lb.Engine, "generate", failing)
-    shown = run().stdout
-    for name in ("four texts in one batch", "speculative decoding"):
-        assert f"FAIL  {name}: DecodeError: no" in shown
+    def refused(*_: object) -> None:
+        raise lb.errors.DecodeError("no")
 
-
-def test_engine_that_cannot_be_made_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_arguments: object) -> None:
-        raise lb.ConfigError("no engine")
-
-    monkeypatch.setattr(lb.Engine, "__init__", refused)
-    shown = run().stdout
-    for name in ("four texts in one batch", "speculative decoding"):
-        assert f"FAIL  {name}: ConfigError: no engine" in shown
-    assert "ok    a saved branch" in shown
+    owner, name = (lb.Context, "audit") if part == "the accounting" else (lb.Engine, "__init__")
+    if part == "a text":
+        monkeypatch.setattr(lb.Engine, "generate", failing)
+    else:
+        monkeypatch.setattr(owner, name, refused)
+    result = run()
+    assert result.exit_code == 1
+    of_texts = ("four texts in one batch", "speculative decoding")
+    failed = ("the cache's accounting",) if part == "the accounting" else of_texts
+    for name in failed:
+        assert f"FAIL  {name}: DecodeError: no" in result.stdout
+    assert result.stdout.count("FAIL  ") == len(failed)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +171,8 @@ def test_engine_that_cannot_be_made_is_a_failed_check(monkeypatch: pytest.Monkey
         (MACHINE, 4, {"on_gpu": True, "tools": ("nvidia-smi",)}, []),
         (MACHINE, 4, {"flags": FLAGS | {"avx512f"}}, ["avx512f", "-DGGML_NATIVE=on"]),
         (MACHINE, 4, {"tools": ("nvidia-smi",)}, ["-DGGML_CUDA=on"]),
-        (replace(MACHINE, load=4.0), 4, {}, ["busy"]),
+        (replace(MACHINE, load=4.0), 4, {}, ["busy (load 4.00"]),
+        (replace(MACHINE, load=None), 4, {}, []),
         (replace(MACHINE, features=()), 4, {"flags": frozenset()}, []),  # unknown: no advice
         (MACHINE, 8, {}, ["8 threads share 4 cores"]),
         (MACHINE, 4, {"extra": False}, ["[hub]'"]),

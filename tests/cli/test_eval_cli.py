@@ -88,21 +88,8 @@ def test_quants_says_what_was_made_from_what(text: Path, tmp_path: Path) -> None
     """The names of quantized files say which model they were made from. The files need not exist."""
     quantized = tmp_path / "smollm2-135m-Q8_0.gguf"
     quantized.symlink_to(TARGET)
-    shared = (
-        "eval",
-        "-m",
-        DRAFT,
-        "-m",
-        TARGET,
-        "--against",
-        quantized,
-        "--perplexity",
-        text,
-        "-c",
-        64,
-        "--chunks",
-        1,
-    )
+    models = ("-m", DRAFT, "-m", TARGET, "--against", quantized)
+    shared = ("eval", *models, "--perplexity", text, "-c", 64, "--chunks", 1)
     assert "made from" in run(*shared).stdout
     report = answer(*shared)
     assert report["base"] == str(quantized)

@@ -63,16 +63,8 @@ def test_reading_of_a_long_prompt_is_a_line_that_goes(tmp_path: Path) -> None:
 
 def test_command_of_the_seed_runs_as_it_is_written() -> None:
     command = ["generate", "--target_model", "tale-target", "--draft_model", "tale-draft"]
-    command += [
-        "--prompts",
-        *PROMPTS,
-        "--gamma",
-        "5",
-        "--max_tokens",
-        "12",
-        "--temperature",
-        "0.75",
-    ]
+    command += ["--prompts", *PROMPTS]
+    command += ["--gamma", "5", "--max_tokens", "12", "--temperature", "0.75"]
     result = run(*command)
     assert result.exit_code == 0, result.stderr
     for label in ("requests", *STATISTICS, "target forward passes", "draft forward passes"):
@@ -127,16 +119,16 @@ def test_one_text_is_streamed_and_coloured_by_source_on_a_terminal() -> None:
     assert "\x1b[32m" in colored and "\x1b[33m" in colored  # drafted: green; corrected: yellow
 
 
-def test_json_of_speculate_is_flat_and_has_the_names_of_the_field() -> None:
+def test_json_of_one_text_has_the_names_of_the_field() -> None:
     report = speculate("-n", "20", "-s", "5", *FIXED)
-    assert set(report) == {
-        *("text", "tokens", "finish_reason", "tokens_per_s", "seed", "rule", "explain", "stats")
-    }
+    flat = {"text", "tokens", "finish_reason", "tokens_per_s", "seed", "rule", "explain", "stats"}
+    assert flat <= set(report)
+    assert set(answer("generate", "-p", "Once", "-n", "2")) == set(report)
     assert (report["rule"], report["seed"]) == ("seeded", 5)
     assert report["finish_reason"] in ("length", "stop") and len(report["tokens"]) <= 20
     assert "tale-draft" in report["explain"]
     stats = report["stats"]
-    assert set(stats) == set(lb.SpeculativeStats().as_dict())
+    assert set(stats) >= set(lb.SpeculativeStats().as_dict())
     assert 0 < stats["num_accepted_tokens"] <= stats["num_draft_tokens"]
     with lb.load(n_threads=1) as ctx:
         plain = lb.Speculator(ctx).generate(
@@ -158,7 +150,9 @@ def test_figures_are_printed_where_drafting_was_asked_for() -> None:
     grammar = run(*arguments, "--grammar", "/ is [a-z ]{40}/").stderr
     assert "num drafts" not in grammar
     for more in ((), ("-d", "suffix"), ("-d", "none", "-v"), ("-d", "none", "--compare")):
-        assert "target forward passes" in run(*arguments, *more).stderr, more
+        shown = run(*arguments, *more).stderr
+        assert "target forward passes" in shown, more
+        assert ("plain decoding: there is no drafter" in shown) == ("-v" in more)
     two = run("generate", "-p", "A", "B", "-n", "3", "-d", "none", "-s", "1").stderr
     assert "2 texts, 6 tokens, ended by length 2, " in two
 
@@ -332,11 +326,8 @@ def test_draft_none_decodes_plainly_and_a_length_bounds_what_a_round_drafts() ->
     stopped = speculate("-S", "entropy_stop=0", *arguments)["stats"]
     assert (stopped["num_draft_tokens"], stopped["draft_acceptance_rate"]) == (0, None)
     shown = run("speculate", "-S", "entropy_stop=0", *arguments).stderr
-    for row in (
-        "num accepted tokens +0",
-        "draft acceptance rate +-",
-        "drafts ended by +[a-z]+ \\d+",
-    ):
+    rows = "num accepted tokens +0", "draft acceptance rate +-", "drafts ended by +[a-z]+ \\d+"
+    for row in rows:
         assert re.search(f"^{row}", shown, re.MULTILINE), row
     assert not re.search("^(failed|preemptions|shared prompt tokens) ", shown, re.MULTILINE)
 
@@ -355,14 +346,6 @@ def test_draft_of_another_vocabulary_drafts_through_the_text(tmp_path: Path) -> 
     assert json.loads(result.stdout)["tokens"] == speculate(*arguments[1:], "-d", "none")["tokens"]
 
 
-def test_how_it_drafted_is_told_on_request() -> None:
-    arguments = ("speculate", "-n", "16", "-s", "7", *FIXED)
-    assert "drafter: " not in said_by(*arguments)
-    shown = run(*arguments, "-v").stderr
-    assert "drafter: tale-draft-q8_0; always 4 tokens a draft" in shown
-    assert "no drafter" in said_by(*arguments, "-d", "none", "-v")
-
-
 # -- compared with plain decoding ----------------------------------------------------------------------
 
 
@@ -370,7 +353,7 @@ def test_how_it_drafted_is_told_on_request() -> None:
 def test_compare_gives_the_text_of_plain_decoding(temperature: str) -> None:
     report = speculate("--compare", "--temp", temperature, "-n", "40", "-s", "7", *FIXED)
     plain = report["plain"]
-    assert set(plain) == {"text", "tokens", "tokens_per_s"}
+    assert set(plain) == {"text", "tokens", "tokens_per_s", "results"}
     assert (plain["text"], plain["tokens"]) == (report["text"], report["tokens"])
     assert report["speedup"] == pytest.approx(report["tokens_per_s"] / plain["tokens_per_s"])
     assert report["same_text"] is report["same_text_expected"] is report["batch_invariant"] is True

@@ -14,7 +14,7 @@ from toys import CHAT_TEMPLATE, write_toy
 import llamabranch as lb
 from llamabranch import hub
 from llamabranch.cli.app import COMMANDS, HIDDEN, MOVED, load_command
-from llamabranch.cli.command import HINTS, IGNORED, SETTINGS, spread_out
+from llamabranch.cli.command import HINTS, IGNORED, SETTINGS
 from llamabranch.cli.options import setting_names
 
 TARGET, DRAFT = str(hub.resolve(hub.BUNDLED_TARGET)), str(hub.resolve(hub.BUNDLED_DRAFT))
@@ -73,7 +73,7 @@ SPELLINGS = (
      "--n-predict", 12, "--temp", 0.7, "--seed", 5, "--ctx-size", 256, "-t", 1,
      "--n-gpu-layers", "all", "-fa", "1"),
     ("generate", "--prompts", "The old king", "--target_model", TARGET, "--draft_model", DRAFT,
-     "--gamma", 3, "--max_tokens", 12, "--temperature", 0.7, "--seed", 5, "-c", 256, "-t", 1),
+     "--gamma", 3, "--max_tokens=12", "--temperature", 0.7, "--seed", 5, "-c", 256, "-t", 1),
     ("generate", "The old king", "-m", TARGET, "--auto_regressive", "-n12", "--temp", 0.7, "-s5",
      "-c", 256, "-t", 1, "--top-k", 40, "--top-p", 0.95, "--min-p", 0.05, "--repeat-penalty", 1,
      "-ctk", "bf16", "-ctv", "bf16", "--parallel", 4),
@@ -194,12 +194,8 @@ def test_flags_that_a_command_lacks_get_a_hint() -> None:
     known = {option for name in COMMANDS for p in options(name) for option in p.opts}
     for names, hint in HINTS.items():
         for name in names.split():
-            if name in known or name in (
-                *DONE_ANYWAY,
-                "-cnv",
-                "--conversation",
-            ):  # options of another command, or without effect
-                continue
+            if name in known | {*DONE_ANYWAY, "-cnv", "--conversation"}:
+                continue  # an option of another command, or without effect
             message = said_by("generate", name, r"x\n")
             assert f"No such option: {name} (" in message, name
             assert hint.split()[0] in message
@@ -210,34 +206,14 @@ def test_flags_that_a_command_lacks_get_a_hint() -> None:
 
 
 def test_flags_of_llama_cpp_that_change_no_text_are_taken_in_silence() -> None:
-    arguments = (
-        "generate",
-        "-p",
-        "The king",
-        "-n",
-        "4",
-        "-s",
-        "1",
-        "-d",
-        "none",
-        "-m",
-        "tale-target",
-    )
+    few = ("-n", "4", "-s", "1", "-d", "none", "-m", "tale-target")
+    arguments = ("generate", "-p", "The king", *few)
     expected = run(*arguments)
     flags = IGNORED[0].split()
     flags += [part for name in IGNORED[1].split() for part in (name, "1")]
-    flags += [
-        "--color",
-        "-co",
-        "on",
-        "--log-colors=off",
-        *DONE_ANYWAY,
-        "-cnv",
-        "-e",
-        "--mirostat",
-        "0",
-    ]
-    flags += ["-b", "256", "--ubatch-size=64", "--mlock", "--no-mmap", "-tb", "1", "-ngl", "99"]
+    flags += ["--color", "-co", "on", "--log-colors=off", "-cnv", "-e", "--mirostat", "0"]
+    flags += [*DONE_ANYWAY, "-b", "256", "--ubatch-size=64", "--mlock", "--no-mmap", "-tb", "1"]
+    flags += ["-ngl", "99"]
     result = run(*arguments, *flags)
     assert result.exit_code == 0, result.output
     assert result.stdout == expected.stdout
@@ -284,17 +260,6 @@ def test_a_value_that_looks_like_an_option_is_a_value() -> None:
     assert run("speculate", "-n2", "-k2", "-dlookup").exit_code == 0
     for prompt in ("-b", "-hff"):
         assert run("speculate", "-n", "2", "-t", "1", *SHORT, "--", prompt).exit_code == 0
-
-
-@pytest.mark.parametrize(
-    ("words", "meant"),
-    [
-        (["--input", "-", "--max_tokens=5"], ["--input", "-", "--max-tokens=5"]),
-        (["--no_such_thing", "x_y"], ["--no_such_thing", "x_y"]),
-    ],
-)
-def test_known_names_get_dashes(words: list[str], meant: list[str]) -> None:
-    assert spread_out(words, {"--prompts", "--input", "--max-tokens"}) == meant
 
 
 @pytest.mark.parametrize("name", MOVED)

@@ -45,7 +45,6 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     (("speculate", "-ctv", "q8_0", "-fa", "0"), "needs flash attention"),
     (("speculate", "-fa", "maybe"), "unknown --flash-attn"),
     (("speculate", "-ngl", "many"), "many"),
-    (("speculate", "a", "b"), "speculate has one text"),
     (("generate", "--seed", "1"), "there is no prompt"),
     (("generate", "--prompts"), "at least one prompt"),
     (("generate", "a", "--resume"), "needs --output"),

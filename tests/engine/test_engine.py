@@ -20,7 +20,7 @@ from typing import Annotated, Literal
 import pydantic
 import pytest
 import toys
-from drafts import FIXED, GREEDY, WARM, make
+from drafts import FIXED, GREEDY, WARM, counting, make
 from engine_runs import assert_clean, check_alone
 from typing_extensions import TypedDict
 
@@ -162,20 +162,13 @@ def test_samples_that_begin_alike_are_decoded_once(
     target: lb.Model, draft_ctx: Context, clean: Context, which: str, n_seq_max: int,
     sampling: SamplingParams,
 ) -> None:  # fmt: skip
-    counted = []
-
-    def count(decode: Callable[[int], int], n: int) -> int:
-        counted.append(n)
-        return decode(n)
-
     requests = [
         Request("The wolf ran and the wolf", n=6, max_tokens=14, sampling=sampling, stop=["."]),
         Request(PROMPTS[3], n=2, max_tokens=9, sampling=sampling, top_logprobs=2),
     ]
     with Context(target, n_ctx=1024, n_seq_max=n_seq_max, n_threads=1, batch_invariant=True) as ctx:
-        before = ctx.decoder.hook(count)
-        events = list(Engine(ctx, make(which, draft_ctx), FIXED, seed=3).stream(requests))
-        ctx.decoder.hook(before)
+        with counting(ctx) as counts:
+            events = list(Engine(ctx, make(which, draft_ctx), FIXED, seed=3).stream(requests))
         results = [event.result for event in events if event.result is not None]
         assert len(results) == 8
         decoded: set[tuple[object, ...]] = set()
@@ -187,7 +180,7 @@ def test_samples_that_begin_alike_are_decoded_once(
         assert_clean(ctx, draft_ctx)
         if which == "none":
             n_prompts = sum(len(ctx.tokenize(str(request.prompt))) for request in requests)
-            assert sum(counted) <= n_prompts + len(decoded)
+            assert sum(counts) <= n_prompts + len(decoded)
 
 
 # -- how texts end ---------------------------------------------------------------------------------

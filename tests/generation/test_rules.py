@@ -54,10 +54,6 @@ Target = Callable[[int], Distribution]
 Drafting = Callable[["ModelPair", RandomSource], tuple[list[int], Sources]]
 
 
-def dirichlet(rng: np.random.Generator, alpha: float) -> Distribution:
-    return Distribution.from_probs(rng.dirichlet([alpha] * V) + 1e-9)
-
-
 # -- ways to draft ---------------------------------------------------------------------------------
 
 
@@ -311,21 +307,10 @@ def sampled(rule: str, models: ModelPair, n: int, *, fresh: bool = True) -> Coun
     return Counter(generate(rule, models, seed, n, fresh) for seed in range(6000))
 
 
-def noise_random_pair() -> ModelPair:
-    """Return a pair that disagrees enough for every rule to reject often, over three positions."""
-    rng = np.random.default_rng(8)
-    distributions = {c: (dirichlet(rng, 0.6), dirichlet(rng, 0.6)) for c in texts_up_to(3)}
-    return ModelPair(
-        {c: p for c, (p, _) in distributions.items()},
-        {c: q for c, (_, q) in distributions.items()},
-        3,
-    )
-
-
 @pytest.mark.parametrize("rule", RULES)
 def test_rounds_on_real_noise_have_the_targets_law(rule: str) -> None:
     # Four tokens in up to four rounds, 81 texts. The seeds are fixed, so it passes always or never.
-    models = noise_random_pair()
+    models = random_pair("dense", 3, 8)
     law = models.completed({(): 1.0})
     assert len(law) == 81
     assert departure(sampled(rule, models, 4), law) < LIMIT

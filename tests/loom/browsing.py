@@ -154,6 +154,30 @@ def written(page: Page) -> list[str]:
     return tokens(page)
 
 
+def take(page: Page, i: int) -> str | None:
+    """Point at a token and take its first other alternative; return that."""
+    page.locator("#text [data-token]").nth(i).hover()
+    page.locator(f"#token-pane[data-position='{i}']").wait_for()
+    other = page.locator("[data-alternative]:not([aria-current])").first
+    other.wait_for()
+    word = other.get_attribute("data-alternative")
+    other.click()
+    idle(page)
+    return word
+
+
+def typed(page: Page, text: str) -> None:
+    """Type what follows the cursor."""
+    page.locator("#text").press("Enter")
+    page.locator(".typing textarea").fill(text)
+    press(page, "Escape")
+
+
+def chosen_token(page: Page) -> int:
+    """Return which token the cursor is at."""
+    return int(page.locator("#text [aria-selected=true]").get_attribute("data-token") or -1)
+
+
 def tokens(page: Page) -> list[str]:
     """Return the texts of the tokens that are shown."""
     return page.locator("#text [data-token]").all_text_contents()
@@ -190,7 +214,34 @@ def exported(page: Page, folder: Path) -> Path:
     return file
 
 
-def axe() -> str:
-    """Return axe-core's source; skip the test where it is absent."""
+def violations(page: Page) -> list[str]:
+    """Return what axe-core finds, once the page is idle; skip the test where axe-core is absent."""
     pytest.importorskip("axe_playwright_python", reason="pip install axe-playwright-python")
-    return files("axe_playwright_python").joinpath("axe.min.js").read_text("utf-8")
+    if page.evaluate("!('axe' in window)"):
+        folder = files("axe_playwright_python")
+        page.evaluate(folder.joinpath("axe.min.js").read_text("utf-8"))
+    page.wait_for_function("() => document.documentElement.dataset.busy === undefined")
+    found = page.evaluate(
+        "() => axe.run(document, {resultTypes: ['violations']}).then(result => result.violations.map("
+        " each => `${each.id}: ${each.nodes.map(node => node.html).slice(0, 3)}`))"
+    )
+    return list(found)
+
+
+@contextmanager
+def from_disk(browser: Browser, file: Path) -> Iterator[Page]:
+    """Open an exported file; it requests nothing but itself, and nothing goes wrong."""
+    context = browser.new_context()
+    page = context.new_page()
+    requests: list[str] = []
+    wrong: list[str] = []
+    page.on("request", lambda request: requests.append(request.url))
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("console", lambda told: wrong.append(told.text) if told.type == "error" else None)
+    page.goto(file.as_uri())
+    state(page, "read-only")
+    idle(page)
+    yield page
+    assert [url for url in requests if not url.startswith(("data:", "blob:"))] == [file.as_uri()]
+    assert wrong == []
+    context.close()

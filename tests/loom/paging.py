@@ -6,7 +6,7 @@ import itertools
 import json
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import sleep
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from llamabranch.loom import Loom, front_of
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["CHAT", "DRAFT", "TARGET", "Opened", "Paged", "chat_model", "drafted"]
+__all__ = ["CHAT", "DRAFT", "TARGET", "Opened", "Paged", "chat_model", "drafted", "events_of"]
 
 DRAFT = Path(lb.__file__).parent / "data" / "tale-draft-q8_0.gguf"
 # A template of today's kind: thoughts, calls, control tokens; earlier thoughts are left out.
@@ -42,6 +42,17 @@ CONTROL = ("<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "
 def chat_model(folder: Path) -> Path:
     """Write the bundled target with a chat template and its control tokens."""
     return toys.write_chat(TARGET, folder / "chat.gguf", CHAT, *CONTROL)
+
+
+def events_of(answer: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the names and the data of the events of a stream."""
+    name = ""
+    for line in answer.iter_lines():
+        field, _, value = line.partition(": ")
+        if field == "event":
+            name = value
+        elif field == "data":
+            yield name, json.loads(value)
 
 
 def drafted() -> lb.Drafter:
@@ -159,15 +170,10 @@ class Paged(Serving):
     def _listen(self) -> None:
         try:
             with self.api.stream("GET", "/loom/events?since=old", timeout=None) as answer:
-                name = ""
-                for line in answer.iter_lines():
-                    field, _, value = line.partition(": ")
-                    if field == "event":
-                        name = value
-                    elif field == "data":
-                        with self._news:
-                            self.events.append((name, json.loads(value)))
-                            self._news.notify_all()
+                for event in events_of(answer):
+                    with self._news:
+                        self.events.append(event)
+                        self._news.notify_all()
         except httpx.HTTPError:
             pass
 

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from browsing import (
-    afresh,
     asked,
     begin,
+    chosen_token,
     exported,
+    from_disk,
     idle,
     lens_of,
     press,
     state,
+    take,
     tokens,
     told,
     visiting,
@@ -32,25 +33,13 @@ ROWS = "[role=treeitem]:not([hidden])"
 NOTED = ".words[data-marks*='✎']"
 
 
-@pytest.fixture(scope="module")
-def served(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
-    with Opened(tmp_path_factory.mktemp("loom"), "--draft-length", "4") as running:
-        yield running
-
-
-@pytest.fixture
-def page(chromium: Browser, served: Opened) -> Iterator[Page]:
-    """The page at the beginning of another text than those that other tests wrote."""
-    with afresh(chromium, served) as opened:
-        yield opened
+def arguments(_: Path) -> list[object]:
+    """Return those of the page."""
+    return ["--draft-length", "4"]
 
 
 def chosen_node(page: Page) -> str | None:
     return page.locator("[role=treeitem][aria-selected=true]").get_attribute("data-node")
-
-
-def chosen_token(page: Page) -> int:
-    return int(page.locator("#text [aria-selected=true]").get_attribute("data-token") or -1)
 
 
 def stored(page: Page) -> Any:
@@ -73,14 +62,7 @@ def test_first_half_minute(page: Page) -> None:
     assert page.locator(".shoot .t").count() >= 48
     page.locator(".shoot").first.click()
     idle(page)
-    at = len(tokens(page)) - 5
-    page.locator("#text [data-token]").nth(at).hover()
-    page.locator(f"#token-pane[data-position='{at}']").wait_for()
-    other = page.locator("[data-alternative]:not([aria-current])").first
-    other.wait_for()
-    word = other.get_attribute("data-alternative")
-    other.click()
-    idle(page)
+    word = take(page, len(tokens(page)) - 5)
     assert page.locator("#status").inner_text().startswith("0 prompt tokens read")
     page.locator("#text").focus()
     current = page.locator("[data-alternative][aria-current]")
@@ -148,9 +130,9 @@ def test_session_with_the_keyboard_alone(page: Page) -> None:
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")
     page.locator(NOTED).first.wait_for()
-    page.keyboard.press("u")
+    press(page, "u")
     page.wait_for_function("noted => !document.querySelector(noted)", arg=NOTED)
-    page.keyboard.press("Control+Shift+Z")
+    press(page, "Control+Shift+Z")
     page.locator(NOTED).first.wait_for()
     page.keyboard.press("/")
     page.keyboard.type("old king")
@@ -182,7 +164,7 @@ def test_typed_text_is_scored_and_edits_fork(page: Page) -> None:
     assert "sun rose" in now and "moon" not in now
     assert tokens(page)[: len(before)] == before
     page.locator("#tree").focus()
-    page.keyboard.press("u")
+    press(page, "u")
     rows = "[...document.querySelectorAll('#rows > :not([hidden])')]"  # hidden ones keep their last text
     page.wait_for_function(f"() => !{rows}.some((row) => /sun rose/.test(row.textContent))")
 
@@ -208,7 +190,7 @@ def test_a_fork_is_shown_before_its_answer(page: Page) -> None:
     assert chosen_node(page) == fork
 
 
-def test_searches_are_watched_and_adopted(page: Page) -> None:
+def test_searches_are_watched_and_adopted_once(page: Page) -> None:
     begin(page)
     for kind in ("beam", "best_of_n", "smc", "vote", "steps", "tree"):
         page.locator("#text").press("S")
@@ -219,11 +201,11 @@ def test_searches_are_watched_and_adopted(page: Page) -> None:
         page.locator("#live-body .outline li.finished").first.wait_for()
         idle(page)
         n = len(asked(page, "/loom/doc")["nodes"]["id"])
-        page.locator("#live-body .outline li.finished button").first.focus()
-        page.keyboard.press("Enter")
-        page.wait_for_function(
-            "n => fetch('/loom/doc').then(a => a.json()).then(d => d.nodes.id.length > n)", arg=n
-        )
+        for _ in range(2):
+            press(page, "Enter", at="#live-body .outline li.finished button >> nth=0")
+        page.locator("#live-body .outline li.adopted").wait_for()
+        told(page, "#status", "already")
+        assert len(asked(page, "/loom/doc")["nodes"]["id"]) == n + 1
         page.locator("#live-body .totals button", has_text="Close").click()
 
 
@@ -286,26 +268,6 @@ def test_two_tabs_show_the_same_and_what_is_typed_outlives_the_server(
             assert page.locator("[role=treeitem]").count() > 0
 
 
-def test_two_models_are_compared(chromium: Browser, tmp_path: Path) -> None:
-    compare = Opened(tmp_path, "--compare", "tale-draft")
-    with compare as served, visiting(chromium, served) as page:
-        idle(page)
-        begin(page)
-        page.locator(".shoot").first.click()
-        page.locator("#text").press("d")
-        page.locator("dialog button.main").click()
-        idle(page)
-        assert lens_of(page) == "divergence"
-        assert tokens(page) == page.locator("#text-b [data-token]").all_text_contents()
-        assert page.locator("#text [data-cue='⚑']").count() == 1  # the first of another top token
-        assert "tokens compared: mean KL(A, B)" in page.locator("#status").inner_text()
-        assert "Under B" in page.locator("#token").inner_text()
-        press(page, "v")
-        told = page.locator("#text [data-cue]")
-        cues = set(told.evaluate_all("all => all.map(each => each.dataset.cue)"))
-        assert cues and cues <= {"+", "−"}
-
-
 def test_remapped_keys_survive_another_port(chromium: Browser, tmp_path: Path) -> None:
     with Opened(tmp_path) as first, visiting(chromium, first) as page:
         begin(page)
@@ -343,20 +305,6 @@ def imported(page: Page, text: str) -> int:
     return int(asked(page, "/loom/import", text)["count"])
 
 
-def opened(chromium: Browser, file: Path) -> tuple[Page, list[str], list[str]]:
-    """Open a file from disk; what it requests and what goes wrong is recorded."""
-    page = chromium.new_context().new_page()
-    requests: list[str] = []
-    wrong: list[str] = []
-    page.on("request", lambda request: requests.append(request.url))
-    page.on("pageerror", lambda error: wrong.append(str(error)))
-    page.on("console", lambda told: wrong.append(told.text) if told.type == "error" else None)
-    page.goto(file.as_uri())
-    state(page, "read-only")
-    idle(page)
-    return page, requests, wrong
-
-
 def test_exported_file_works_from_disk_without_a_request(
     chromium: Browser, page: Page, tmp_path: Path
 ) -> None:
@@ -364,22 +312,19 @@ def test_exported_file_works_from_disk_without_a_request(
     n_rows = page.locator(ROWS).count()
     file = exported(page, tmp_path)
     assert imported(page, file.read_text("utf-8")) >= 4
-    page, requests, wrong = opened(chromium, file)
-    assert "".join(tokens(page)) == text
-    assert page.locator(ROWS).count() == n_rows
-    page.locator("#text [data-token]").last.hover()
-    page.locator("[data-alternative]").first.wait_for()
-    page.locator("#text").press("v")
-    assert lens_of(page) == "entropy"
-    page.locator("#text").press("g")
-    told(page, "#status", "no model")
-    page.locator("#fold").click()
-    page.locator("#live-body").wait_for()
-    page.locator("#find").fill("fox")
-    told(page, "#found", "[1-9]")
-    assert [url for url in requests if not url.startswith(("data:", "blob:"))] == [file.as_uri()]
-    assert wrong == []
-    page.context.close()
+    with from_disk(chromium, file) as page:
+        assert "".join(tokens(page)) == text
+        assert page.locator(ROWS).count() == n_rows
+        page.locator("#text [data-token]").last.hover()
+        page.locator("[data-alternative]").first.wait_for()
+        page.locator("#text").press("v")
+        assert lens_of(page) == "entropy"
+        page.locator("#text").press("g")
+        told(page, "#status", "no model")
+        page.locator("#fold").click()
+        page.locator("#live-body").wait_for()
+        page.locator("#find").fill("fox")
+        told(page, "#found", "[1-9]")
 
 
 def test_imported_text_is_scored_and_hostile_text_runs_and_reorders_nothing(
@@ -401,10 +346,8 @@ def test_imported_text_is_scored_and_hostile_text_runs_and_reorders_nothing(
         page.locator("[role=treeitem]", has_text="marks]").wait_for()
         check_hostile(page)
         file = exported(page, tmp_path)
-    page, _, wrong = opened(chromium, file)
-    check_hostile(page)
-    assert wrong == []
-    page.context.close()
+    with from_disk(chromium, file) as page:
+        check_hostile(page)
 
 
 def check_hostile(page: Page) -> None:

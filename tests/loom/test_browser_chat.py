@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +11,16 @@ from browsing import (
     CONTRAST,
     afresh,
     asked,
-    axe,
+    chosen_token,
     exported,
+    from_disk,
     idle,
     press,
-    state,
+    take,
     tokens,
     told,
+    typed,
+    violations,
     visiting,
     written,
 )
@@ -27,24 +29,17 @@ from paging import Opened, chat_model
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
+QUESTION = "Who lived in the old house?"
+MARKS = ["<|im_start|>", "<|im_end|>"]
 ANSWER = (
     "<think>\nI think of foxes.\n</think>\n\nA fox lived there.<tool_call>\n"
     '{"name": "find", "arguments": {"where": "house"}}\n</tool_call>'
 )
 
 
-@pytest.fixture(scope="module")
-def served(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
-    folder = tmp_path_factory.mktemp("chat")
-    with Opened(folder, chat_model(folder)) as running:
-        yield running
-
-
-@pytest.fixture
-def page(chromium: Browser, served: Opened) -> Iterator[Page]:
-    """The page of a model with a chat template, before another text begins."""
-    with afresh(chromium, served) as opened:
-        yield opened
+def arguments(folder: Path) -> list[object]:
+    """Return those of the page: a model with a chat template."""
+    return [chat_model(folder)]
 
 
 def set_bar(page: Page, opener: str = "#bar-said", **values: str) -> None:
@@ -61,7 +56,7 @@ def set_bar(page: Page, opener: str = "#bar-said", **values: str) -> None:
     idle(page)
 
 
-def talk(page: Page, text: str = "Who lived in the old house?") -> None:
+def talk(page: Page, text: str = QUESTION) -> None:
     """Begin a chat with a system message, of one short answer, and wait for it."""
     set_bar(page, "#bar-begin", n="1", max_tokens="6")
     page.locator("#system").fill("You tell tales.")
@@ -106,26 +101,12 @@ def test_a_chat_begins_where_the_model_has_a_template_and_its_turns_are_cards(pa
     assert page.locator("#mode input:checked").get_attribute("value") == "chat"
     talk(page)
     (system, user, answer) = turns(page)
-    assert (system, user) == (
-        ("system", "You tell tales."),
-        ("user", "Who lived in the old house?"),
-    )
+    assert (system, user) == (("system", "You tell tales."), ("user", QUESTION))
     assert answer[0] == "assistant" and answer[1]
-    assert page.locator("#text .turn.markup .t.control").all_text_contents()[:2] == [
-        "<|im_start|>",
-        "<|im_end|>",
-    ]
-    assert (
-        page.locator("#tree [role=treeitem]")
-        .first.locator(".words")
-        .inner_text()
-        .startswith("Who lived")
-    )
-    page.evaluate(axe())
-    wrong = page.evaluate(
-        "() => axe.run(document, {resultTypes: ['violations']}).then(r => r.violations.map(v => v.id))"
-    )
-    assert wrong == []
+    assert page.locator("#text .turn.markup .t.control").all_text_contents()[:2] == MARKS
+    row = page.locator("#tree [role=treeitem] .words").first
+    assert row.inner_text().startswith("Who lived")
+    assert violations(page) == []
 
 
 def test_a_reply_continues_and_turns_are_edited_and_answered_again(page: Page) -> None:
@@ -155,7 +136,7 @@ def test_a_reply_continues_and_turns_are_edited_and_answered_again(page: Page) -
     page.locator("#text .turn.by-user").first.hover()
     page.locator("#turn-tools button", has_text="Edit").click()
     box = page.locator(".typing textarea")
-    assert box.input_value() == "Who lived in the old house?"
+    assert box.input_value() == QUESTION
     box.fill("Who lived in the new house?")
     box.press("Control+Enter")
     page.locator("#text .turn.said", has_text="new house").wait_for()
@@ -249,12 +230,12 @@ def test_the_tools_box_tells_the_model_of_tools(page: Page) -> None:
     page.locator("#tools-box summary").click()
     tools = page.locator("#tools")
     set_bar(page, "#bar-begin", n="1", max_tokens="6")
-    page.locator("#begin").fill("Who lived in the old house?")
+    page.locator("#begin").fill(QUESTION)
     for bad, told_of in (("{", "not JSON"), ('[{"function": {}}]', "name"), ("7", "tools")):
         tools.fill(bad)
         page.locator("#start").click()
         told(page, "#status", told_of)
-        assert page.locator("#begin").input_value() == "Who lived in the old house?"
+        assert page.locator("#begin").input_value() == QUESTION
         assert page.locator("#empty").is_visible()
     tools.fill(
         '[{"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}]'
@@ -286,9 +267,7 @@ def test_an_answer_is_continued_from_the_cursor(page: Page) -> None:
     assert tokens(page)[: last - 2] == words[: last - 2]
     assert newest(page)[0][1] == last - 2
     page.locator(f"#text [data-token='{last - 3}']").click()
-    page.locator("#text").press("Enter")  # its next words are typed
-    page.locator(".typing textarea").fill(" and a queen")
-    press(page, "Escape")
+    typed(page, " and a queen")
     assert turns(page)[2][1].endswith(" and a queen") and len(turns(page)) == 3
 
 
@@ -296,15 +275,10 @@ def test_an_exported_chat_has_its_cards(chromium: Browser, page: Page, tmp_path:
     talk(page)
     edit_answer(page, ANSWER)
     shown = turns(page)
-    file = exported(page, tmp_path)
-    viewer = chromium.new_context().new_page()
-    viewer.goto(file.as_uri())
-    state(viewer, "read-only")
-    idle(viewer)
-    assert turns(viewer) == shown
-    assert viewer.locator("#text .turn.thought.folded").count() == 1
-    assert viewer.locator("#text .turn.call").count() == 1
-    viewer.context.close()
+    with from_disk(chromium, exported(page, tmp_path)) as viewer:
+        assert turns(viewer) == shown
+        assert viewer.locator("#text .turn.thought.folded").count() == 1
+        assert viewer.locator("#text .turn.call").count() == 1
 
 
 def test_typed_text_parses_control_tokens_and_says_so(page: Page) -> None:
@@ -318,10 +292,7 @@ def test_typed_text_parses_control_tokens_and_says_so(page: Page) -> None:
     idle(page)
     assert page.locator("#text .turn").count() == 0
     assert "".join(tokens(page)).startswith("<|im_start|>user\nHello<|im_end|>")
-    assert page.locator("#text .t.control").all_text_contents()[:2] == [
-        "<|im_start|>",
-        "<|im_end|>",
-    ]
+    assert page.locator("#text .t.control").all_text_contents()[:2] == MARKS
 
 
 # -- the bar ---------------------------------------------------------------------------------------
@@ -375,9 +346,8 @@ def test_the_bar_is_kept_in_the_document_and_used(chromium: Browser, tmp_path: P
         assert "2 texts, 5 tokens, temperature 0.5" in page.locator("#bar-said").inner_text()
         page.locator("#bar-said").click()
         assert page.locator("dialog [name=n]").input_value() == "2"
-        assert json.loads(page.locator("dialog [name=follow]").input_value()) == {
-            "enum": ["north", "south"]
-        }
+        kept = json.loads(page.locator("dialog [name=follow]").input_value())
+        assert kept == {"enum": ["north", "south"]}
         presets = page.locator("dialog select").first
         presets.select_option("three short texts")
         assert page.locator("dialog [name=max_tokens]").input_value() == "24"
@@ -397,95 +367,59 @@ def story(page: Page) -> Page:
     return page
 
 
-def go_label(page: Page) -> str:
-    return page.locator("#go").inner_text()
-
-
-def test_where_an_action_acts_is_said(story: Page) -> None:
+def test_an_action_acts_where_it_is_said(story: Page) -> None:
     page = story
-    assert "Continue at the end" in go_label(page)
+    label = page.locator("#go")
+
+    def check(at: int, where: str = "#text") -> None:
+        """Continue there, and take it back."""
+        press(page, "g", at=where)
+        assert {place for _, place in newest(page, 3)} == {at}
+        press(page, "u", at="#text")
+
+    assert "Continue at the end" in label.inner_text()
     page.locator("#text [data-token]", has_text="time").first.click()
     told(page, "#go", "Continue after “time”")
-    assert (
-        page.locator("#actions [data-action=search]").get_attribute("title")
-        == "Search after “time”"
-    )
-    at = int(page.locator("#text [aria-selected=true]").get_attribute("data-token") or -1) + 1
-    press(page, "g", at="#text")
-    assert {place for _, place in newest(page, 3)} == {at}
-
-
-def test_undo_gives_the_text_back_that_was_there(story: Page) -> None:
-    page = story
-    before = tokens(page)
-    page.locator("#text [data-token]").nth(4).click()
-    press(page, "g", at="#text")
-    assert len(tokens(page)) == 5
-    assert page.locator(".shoot").count() >= 3  # what could follow here is shown
-    press(page, "u", at="#text")
-    assert tokens(page) == before
-    assert page.locator("#text [aria-selected=true]").get_attribute("data-token") == "4"
-    set_bar(page, n="1")
-    press(page, "g", at="#text")  # one text, which is shown at once
-    assert tokens(page)[:5] == before[:5] and len(tokens(page)) == 15
-    press(page, "u", at="#text")
-    assert tokens(page) == before
-    page.locator("#text [data-token]").nth(6).hover()
-    page.locator("#token-pane[data-position='6']").wait_for()
-    page.locator("[data-alternative]:not([aria-current])").first.click()
-    idle(page)
-    assert tokens(page) != before
-    press(page, "u", at="#text")
-    assert tokens(page) == before
-
-
-def test_after_an_alternative_one_reads_on_from_it_and_continues_at_the_end(story: Page) -> None:
-    page = story
-    page.locator("#text [data-token]").nth(6).click()
-    page.locator("#token-pane[data-position='6']").wait_for()
-    other = page.locator("[data-alternative]:not([aria-current])").first
-    other.wait_for()
-    word = other.get_attribute("data-alternative")
-    other.click()
-    idle(page)
-    n = len(tokens(page))
-    assert "Continue at the end" in go_label(page)
+    search = page.locator("#actions [data-action=search]")
+    assert search.get_attribute("title") == "Search after “time”"
+    check(chosen_token(page) + 1)
+    # After an alternative one reads on from it and continues at the end.
+    word = take(page, 6)
+    assert "Continue at the end" in label.inner_text()
     shown = page.locator("[data-alternative][aria-current]")
     assert shown.get_attribute("data-alternative") == word  # it is inspected
-    press(page, "g", at="#text")
-    assert {place for _, place in newest(page, 3)} == {n}
+    check(len(tokens(page)))
     press(page, "u", at="#text")
-    press(page, "ArrowRight", at="#text")
-
-
-def test_after_a_find_the_cursor_is_at_the_end_of_the_match(story: Page) -> None:
-    page = story
+    # After a find: the end of the match.
     page.locator("#text").press("/")
     page.keyboard.type("a time there was a lit")
     told(page, "#found", "[1-9]")
-    page.keyboard.press("Enter")
-    idle(page)
-    words = tokens(page)
-    i = int(page.locator("#text [aria-selected=true]").get_attribute("data-token") or -1)
-    assert "".join(words[: i + 1]).endswith("little")
+    press(page, "Enter")
+    at = chosen_token(page) + 1
+    assert "".join(tokens(page)[:at]).endswith("little")
     page.keyboard.press("Escape")
-    assert "Continue after “little”" in go_label(page)
-    press(page, "g", at="#tree")
-    assert {place for _, place in newest(page, 3)} == {i + 1}
-
-
-def test_after_an_edit_one_continues_at_its_end(story: Page) -> None:
-    page = story
+    assert "Continue after “little”" in label.inner_text()
+    check(at, "#tree")
+    # After an edit: its end.
     page.locator("#text [data-token]").nth(3).click()
     page.locator("#text").press("e")
     box = page.locator(".typing textarea")
     box.fill(box.input_value().replace("little", "large"))
     press(page, "Escape")
     assert "large" in "".join(tokens(page))
-    assert "Continue at the end" in go_label(page)
-    n = len(tokens(page))
-    press(page, "g", at="#text")
-    assert {place for _, place in newest(page, 3)} == {n}
+    assert "Continue at the end" in label.inner_text()
+    check(len(tokens(page)))
+
+
+def test_undo_of_one_text_gives_back_the_text_and_the_cursor(story: Page) -> None:
+    page = story
+    before = tokens(page)
+    set_bar(page, n="1")
+    page.locator("#text [data-token]").nth(4).click()
+    press(page, "g", at="#text")  # one text, which is shown at once
+    assert tokens(page)[:5] == before[:5] and len(tokens(page)) == 15
+    press(page, "u", at="#text")
+    assert tokens(page) == before and chosen_token(page) == 4
 
 
 # -- the first screen ------------------------------------------------------------------------------
@@ -516,21 +450,6 @@ def test_the_first_screen_is_calm_and_its_cards_run(chromium: Browser, tmp_path:
         page.keyboard.press("Escape")
 
 
-def test_bookmarks_are_a_list(story: Page) -> None:
-    page = story
-    n = int(page.locator("#marks").inner_text().removeprefix("★ "))
-    node = page.locator("[role=treeitem][aria-selected=true]").get_attribute("data-node")
-    page.locator("#text").press("b")
-    told(page, "#marks", f"★ {n + 1}")
-    page.locator("#tree [role=treeitem]").first.click()
-    idle(page)
-    page.locator("#marks").click()
-    page.locator(f"dialog [data-bookmark={node}]").click()
-    idle(page)
-    now = page.locator("[role=treeitem][aria-selected=true]").get_attribute("data-node")
-    assert now == node
-
-
 def test_every_action_is_found_without_the_help(story: Page) -> None:
     """What has a key is also a button, a menu entry, or what arrows and digits mean everywhere."""
     page = story
@@ -538,28 +457,16 @@ def test_every_action_is_found_without_the_help(story: Page) -> None:
         "import('/loom/app/keys.js').then(keys => keys.ACTIONS.map(([name, , title]) => [name, title]))"
     )
     page.locator("[data-action=menu]").click()
-    menu = page.locator("dialog .menu").all_inner_texts()
-    entries = "\n".join(menu)
-    buttons = page.locator("[data-action]").evaluate_all(
-        "all => all.map(each => each.dataset.action)"
-    )
-    arrows = {
-        "up",
-        "down",
-        "left",
-        "right",
-        "first",
-        "last",
-        "text.left",
-        "text.right",
-        "text.first",
-        "text.last",
-    }
+    entries = "\n".join(page.locator("dialog .menu").all_inner_texts())
+    of_button = "all => all.map(each => each.dataset.action)"
+    buttons = page.locator("[data-action]").evaluate_all(of_button)
+    arrows = {"up", "down", "left", "right", "first", "last"}
     shown = {"toggle", "lens", "lensBack", "find", "text.surpriseBack"}  # triangle, radios, box
-    missing = [
+    assert [
         name
         for name, title in names
-        if name not in buttons and title not in entries and name not in arrows | shown
-    ]
-    assert missing == []
+        if name not in {*buttons, *shown}
+        and name.removeprefix("text.") not in arrows
+        and title not in entries
+    ] == []
     page.keyboard.press("Escape")

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pytest
 from browsing import (
-    afresh,
     anew,
     asked,
     begin,
+    chosen_token,
     exported,
+    from_disk,
     idle,
+    lens_of,
     menu,
     press,
     state,
+    take,
     tokens,
     told,
+    typed,
     visiting,
     written,
 )
@@ -33,18 +36,9 @@ ROW = "#rows > :not([hidden])"
 CODE = "def area(width, height):\n    # of a rectangle\n    return width * height\n"
 
 
-@pytest.fixture(scope="module")
-def served(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
-    arguments = ("--draft-length", "4", "--compare", "tale-draft")
-    with Opened(tmp_path_factory.mktemp("loom"), *arguments) as running:
-        yield running
-
-
-@pytest.fixture
-def page(chromium: Browser, served: Opened) -> Iterator[Page]:
-    """The page at the beginning of another text than those that other tests wrote."""
-    with afresh(chromium, served) as opened:
-        yield opened
+def arguments(_: Path) -> list[object]:
+    """Return those of the page."""
+    return ["--draft-length", "4", "--compare", "tale-draft"]
 
 
 def do(page: Page, op: str, **fields: object) -> Any:
@@ -126,13 +120,8 @@ def test_a_row_shows_no_text_beyond_its_fork(chromium: Browser, page: Page, tmp_
     page.locator(f"{ROW}[data-node={node}]").first.click()
     idle(page)
     check(page)
-    file = exported(page, tmp_path)
-    other = chromium.new_context().new_page()
-    other.goto(file.as_uri())
-    state(other, "read-only")
-    idle(other)
-    check(other)
-    other.context.close()
+    with from_disk(chromium, exported(page, tmp_path)) as other:
+        check(other)
 
 
 def test_no_label_is_cut_inside_a_character(page: Page) -> None:
@@ -157,23 +146,16 @@ def test_a_find_in_an_exported_file_finds_every_place(
     other = do(page, "type", node=node, at=n, text=" and a witch")["node"]["id"]
     idle(page)
     show(page, other)
-    file = exported(page, tmp_path)
-    shown = chromium.new_context().new_page()
-    shown.goto(file.as_uri())
-    state(shown, "read-only")
-    idle(shown)
-    for wanted, count in (("wizard", 3), ("wizard.*", 1), ("(wizard)", 1), ("wizard and a wit", 1)):
-        for opened in (page, shown):
-            opened.locator("#find").fill(wanted)
+    wanted = {"wizard": 3, "wizard.*": 1, "(wizard)": 1, "wizard and a wit": 1}
+    with from_disk(chromium, exported(page, tmp_path)) as shown:
+        for (words, count), opened in product(wanted.items(), (page, shown)):
+            opened.locator("#find").fill(words)
             told(opened, "#found", f"^{count}$")
-            opened.locator("#find").press("Enter")
-            idle(opened)
-            i = int(opened.locator("#text [aria-selected=true]").get_attribute("data-token") or -1)
-            text = "".join(tokens(opened)[: i + 1]).lower()
-            assert wanted.lower() in text[-len(wanted) - 3 :], wanted
-    shown.locator("#find").fill("")
-    told(shown, "#found", "^$")
-    shown.context.close()
+            press(opened, "Enter", at="#find")
+            text = "".join(tokens(opened)[: chosen_token(opened) + 1]).lower()
+            assert words in text[-len(words) - 3 :], words
+        shown.locator("#find").fill("")
+        told(shown, "#found", "^$")
 
 
 def test_what_tokens_share_is_drawn_as_one(page: Page) -> None:
@@ -211,7 +193,6 @@ def test_what_was_picked_is_not_called_typed(page: Page) -> None:
     page.locator("#text").press("End")
     page.locator("[data-alternative]:not([aria-current])").first.click()
     idle(page)
-    at = page.locator("#text [data-token]").count() - 1
     found = asked(page, f"/loom/tokens?node={chosen(page)}&path=1")
     src = "".join(part["src"] for part in found["parts"])
     at = src.rindex("k")
@@ -242,27 +223,31 @@ def test_the_card_of_two_models_writes_and_compares(page: Page) -> None:
     card.click()
     page.locator("#text-b [data-token]").first.wait_for()
     idle(page)
-    assert page.evaluate("document.documentElement.dataset.lens") == "divergence"
+    assert lens_of(page) == "divergence"
     assert "The moral of the story is that" in "".join(tokens(page))
     told(page, "#status", r"tokens compared: mean KL\(A, B\)")
-    both = ["#head-a", "#head-b"]
-    assert [page.locator(head).is_visible() for head in both] == [True, True]
-    words = page.locator("#text-b [data-token]").all_text_contents()
-    assert words == tokens(page)
+    assert [page.locator(head).is_visible() for head in ("#head-a", "#head-b")] == [True, True]
+    assert page.locator("#text-b [data-token]").all_text_contents() == tokens(page)
+    assert page.locator("#text [data-cue='⚑']").count() == 1  # the first of another top token
+    assert "Under B" in page.locator("#token").inner_text()
     nodes = asked(page, "/loom/doc")["nodes"]
     ends = [at + n for at, n in zip(nodes["at"], nodes["n"], strict=True)]
     assert nodes["at"][-1] in (ends[-2], nodes["at"][-2])  # it goes on from the end of a text
+    press(page, "v", at="#text")
+    cued = page.locator("#text [data-cue]").evaluate_all("all => all.map(e => e.dataset.cue)")
+    assert cued and {*cued} <= {"+", "−"}
     page.locator("#text").press("Escape")
     page.locator("#text-b").wait_for(state="hidden")
 
 
-def test_what_is_imported_is_shown(page: Page) -> None:
+def test_what_is_imported_is_shown_until_it_is_undone(page: Page) -> None:
     written(page)
     tree = json.dumps({"text": "A king", "children": [{"text": " slept"}]})
     for name, data, text in (
         ("tale.txt", "\ufeffA café by the sea", "A café by the sea"),
         ("loom.json", tree, "A king"),
     ):
+        before = chosen(page), tokens(page)
         page.locator("#text").press("E")
         file: Any = {"name": name, "mimeType": "text/plain", "buffer": data.encode()}
         page.locator("dialog input[type=file]").set_input_files(file)
@@ -270,56 +255,51 @@ def test_what_is_imported_is_shown(page: Page) -> None:
         told(page, "#status", "imported")
         idle(page)
         assert "".join(tokens(page)).startswith(text)
+        press(page, "u", at="#text")
+        assert (chosen(page), tokens(page)) == before
+        press(page, "U", at="#text")
+        assert "".join(tokens(page)).startswith(text)
 
 
-def test_undo_shows_a_deleted_branch_again(page: Page) -> None:
+def test_undo_shows_what_was_shown_and_redo_what_is_done_again(page: Page) -> None:
     written(page)
-    node, before = chosen(page), tokens(page)
-    press(page, "Delete", at="#text")
-    assert len(tokens(page)) < len(before)
+    for way in ("delete", "delete and reload", "continue", "take", "type"):
+        if way == "continue":
+            press(page, "u", "g", at="#text")
+            page.locator(".shoot").first.click()
+            idle(page)
+            page.locator("#text [data-token]").nth(4).click()
+        before = chosen(page), tokens(page)
+        if way == "continue":
+            press(page, "g", at="#text")
+            assert page.locator(".shoot").count() >= 3  # what could follow here is shown
+        elif way == "take":
+            take(page, 6)
+        elif way == "type":
+            typed(page, " and so they slept")
+        else:
+            press(page, "Delete", at="#text")
+        after = chosen(page), tokens(page)
+        assert after != before, way
+        if way == "delete and reload":
+            page.reload()
+            idle(page)
+        press(page, "u", at="#text")
+        assert (chosen(page), tokens(page)) == before, way
+        press(page, "U", at="#text")
+        told(page, "#status", "Redone")
+        assert (chosen(page), tokens(page)) == after, way
+        if way == "continue":
+            page.locator(".shoot").nth(2).click()
+            idle(page)
+        elif way == "delete":
+            press(page, "u", at="#text")
     press(page, "u", at="#text")
-    assert (chosen(page), tokens(page)) == (node, before)
-    press(page, "Delete", at="#text")
-    page.reload()
-    idle(page)
-    press(page, "u", at="#text")
-    assert (chosen(page), tokens(page)) == (node, before)
     press(page, "b", at="#text")  # another action on the same branch moves nothing
     page.locator("#text").press("Home")
     shown = tokens(page)
     press(page, "u", at="#text")
     assert tokens(page) == shown
-
-
-def test_redo_shows_what_it_does_again(page: Page) -> None:
-    written(page)
-    press(page, "g", at="#text")
-    page.locator(".shoot").first.click()
-    idle(page)
-    for way in ("continue", "take", "type", "delete"):
-        if way == "continue":
-            page.locator("#text [data-token]").nth(4).click()
-            press(page, "g", at="#text")
-        elif way == "take":
-            page.locator("#text [data-token]").nth(6).hover()
-            page.locator("#token-pane[data-position='6']").wait_for()
-            page.locator("[data-alternative]:not([aria-current])").first.click()
-            idle(page)
-        elif way == "type":
-            page.locator("#text").press("Enter")
-            page.locator(".typing textarea").fill(" and so they slept")
-            press(page, "Escape")
-        else:
-            press(page, "Delete", at="#text")
-        after = chosen(page), tokens(page)
-        press(page, "u", at="#text")
-        assert (chosen(page), tokens(page)) != after, way
-        press(page, "U", at="#text")
-        assert (chosen(page), tokens(page)) == after, way
-        told(page, "#status", "Redone")
-        if way == "continue":
-            page.locator(".shoot").nth(2).click()
-            idle(page)
 
 
 def test_a_deleted_text_is_shown_no_more(page: Page) -> None:
@@ -349,21 +329,6 @@ def test_a_deleted_text_is_shown_no_more(page: Page) -> None:
     marked(n)
 
 
-def test_undo_of_an_import_shows_what_was_shown_before(page: Page) -> None:
-    written(page)
-    before = chosen(page), tokens(page)
-    page.locator("#text").press("E")
-    file: Any = {"name": "a.txt", "mimeType": "text/plain", "buffer": b"A king slept."}
-    page.locator("dialog input[type=file]").set_input_files(file)
-    page.locator("dialog[open]").wait_for(state="detached")
-    idle(page)
-    assert "".join(tokens(page)) == "A king slept."
-    press(page, "u", at="#text")
-    assert (chosen(page), tokens(page)) == before
-    press(page, "U", at="#text")
-    assert "".join(tokens(page)) == "A king slept."
-
-
 def test_half_a_character_is_no_error(page: Page) -> None:
     """A program that cuts an emoji in two leaves half of it in the clipboard."""
     cut = "An owl \\ud83d sat"
@@ -385,7 +350,7 @@ def test_half_a_character_is_no_error(page: Page) -> None:
     page.evaluate(put, ["dialog [name=stop]", set_to])
     page.locator("dialog button[value=keep]").click()
     page.locator("dialog[open]").wait_for(state="detached")
-    assert "stop at “page and \ufffd”" in page.locator("#bar-said").inner_text()
+    told(page, "#bar-said", "stop at “page and \ufffd”")
     do(page, "bar", set={"text": {}})
 
 
@@ -413,29 +378,8 @@ def test_a_find_leaves_out_what_is_gone(page: Page) -> None:
 # -- searches and comparisons ----------------------------------------------------------------------
 
 
-def test_a_search_is_adopted_once(page: Page) -> None:
-    begin(page)
-    in_dialog(page, "S", kind="beam", options__max_tokens="6")
-    line = page.locator("#live-body .outline li.finished").first
-    line.wait_for()
-    idle(page)
-    n = len(asked(page, "/loom/doc")["nodes"]["id"])
-    for _ in range(3):
-        page.locator("#live-body .outline li.finished button").first.click()
-        idle(page)
-    page.locator("#live-body .outline li.adopted").wait_for()
-    assert len(asked(page, "/loom/doc")["nodes"]["id"]) == n + 1
-    told(page, "#status", "already")
-    page.locator("#live-body .totals button", has_text="Close").click()
-
-
-def is_comparing(page: Page) -> bool:
-    idle(page)
-    return page.locator("#text-b").is_visible()
-
-
-def test_a_comparison_can_be_closed(page: Page) -> None:
-    for way in ("button", "key", "Escape", "new text"):
+def test_a_comparison_is_shown_until_it_is_closed_or_another_text_is_shown(page: Page) -> None:
+    for way in ("button", "d", "Escape", "new text", "import"):
         begin(page, f"A comparison that a {way} closes")
         page.locator(".shoot").first.click()
         in_dialog(page, "d")
@@ -446,21 +390,14 @@ def test_a_comparison_can_be_closed(page: Page) -> None:
         elif way == "new text":
             anew(page)
             begin(page, "Another text")
+        elif way == "import":
+            imported(page, "A text that nobody compared")
         else:
-            page.locator("#text").press({"key": "d"}.get(way, way))
-        assert not is_comparing(page), way
-        assert page.evaluate("document.documentElement.dataset.lens") == "probability"
+            page.locator("#text").press(way)
+        idle(page)
+        assert page.locator("#text-b").is_hidden(), way
+        assert lens_of(page) == ("divergence" if way == "import" else "probability"), way
         anew(page)
-
-
-def test_a_comparison_is_shown_beside_the_text_that_was_compared(page: Page) -> None:
-    begin(page)
-    page.locator(".shoot").first.click()
-    in_dialog(page, "d")
-    page.locator("#text-b").wait_for()
-    idle(page)
-    imported(page, "A text that nobody compared")
-    assert not is_comparing(page)
 
 
 # -- copying ---------------------------------------------------------------------------------------
@@ -483,7 +420,9 @@ def test_the_text_is_copied_and_nothing_else(chromium: Browser, served: Opened) 
         page.keyboard.press("c")
         told(page, "#status", "Copied")
         assert copied(page) == text
+        page.evaluate("navigator.clipboard.writeText('')")
         menu(page, "copy the text")
+        page.wait_for_function("navigator.clipboard.readText().then(text => text.length > 0)")
         assert copied(page) == text
         press(page, "Home", at="#text")
         first = page.locator("#text [data-token='1']")
@@ -506,13 +445,9 @@ def test_errors_of_a_dialog_are_in_the_dialog(page: Page, tmp_path: Path) -> Non
     in_dialog(page, "S", options__width="9999", options__max_tokens="4")
     told(page, "dialog .wrong", "256")
     assert page.locator("dialog[open]").count() == 1
-    for name, bad, told_of in (("width", "wide", "width: “wide” is not a whole number"),
-                               ("width", "1.5", "whole number"), ("temperature", "hot", "not a number"),
-                               ("seed", "lucky", "seed: “lucky”")):  # fmt: skip
-        page.locator(f"dialog [name='options.{name}']").fill(bad)
-        page.locator("dialog button.main").click()
-        told(page, "dialog .wrong", told_of)
-        page.locator(f"dialog [name='options.{name}']").fill("")
+    page.locator("dialog [name='options.width']").fill("wide")
+    page.locator("dialog button.main").click()
+    told(page, "dialog .wrong", "width: “wide” is not a whole number")
     page.locator("dialog [name='options.width']").fill("2")
     page.locator("dialog button.main").click()
     page.wait_for_function("() => !document.querySelector('dialog[open]')")
@@ -684,39 +619,27 @@ def test_fingers_reach_everything(chromium: Browser, served: Opened) -> None:
         assert page.evaluate("innerWidth") == 390  # it is not zoomed out for what is too wide
 
 
-def test_a_phone_shows_rounds_and_the_text_beside_them(chromium: Browser, tmp_path: Path) -> None:
+# -- drafts ----------------------------------------------------------------------------------------
+
+
+def test_the_card_of_drafts_shows_them_also_on_a_phone(chromium: Browser, tmp_path: Path) -> None:
     narrow: dict[str, Any] = {**PHONE, "viewport": {"width": 360, "height": 740}}
+    # --draft auto may draft nothing
     with Opened(tmp_path) as running, visiting(chromium, running, **narrow) as page:
         idle(page)
         page.locator("[data-card=draft]").tap()
         page.locator("#live-body .round").nth(3).wait_for()
         idle(page)
         rounds = page.locator("#live-body .round").evaluate_all(
-            "all => all.map(each => each.getBoundingClientRect().right)"
+            "all => all.map(each => [each.title, each.getBoundingClientRect().right])"
         )
-        assert max(rounds) <= 360
+        assert any("drafted 4" in title for title, _ in rounds)
+        assert max(right for _, right in rounds) <= 360
         assert page.evaluate("document.querySelector('#columns').clientHeight") > 100
         assert page.evaluate("innerWidth") == 360
-
-
-# -- drafts ----------------------------------------------------------------------------------------
-
-
-def test_the_card_of_drafts_shows_them(chromium: Browser, tmp_path: Path) -> None:
-    with (
-        Opened(tmp_path) as served,
-        visiting(chromium, served) as page,
-    ):  # --draft auto may draft nothing
-        idle(page)
-        page.locator("[data-card=draft]").click()
-        page.locator("#live-body .round").nth(3).wait_for()
-        idle(page)
-        titles = page.locator(".round").evaluate_all("all => all.map(each => each.title)")
-        assert any("drafted 4" in title for title in titles)
-        assert page.evaluate("document.documentElement.dataset.lens") == "source"
-        kinds = {"accepted", "rejected", "next"}
+        assert lens_of(page) == "source"
         shown = page.locator(".judged").evaluate_all("all => all.map(each => each.classList[1])")
-        assert kinds <= set(shown)
+        assert {"accepted", "rejected", "next"} <= set(shown)
 
 
 def test_live_follows_the_job_that_runs(page: Page) -> None:

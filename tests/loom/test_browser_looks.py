@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
-from browsing import CONTRAST, axe, begin, idle, state, visiting
+from browsing import CONTRAST, begin, idle, state, violations, visiting
 from paging import Opened
 
 if TYPE_CHECKING:
@@ -74,18 +74,7 @@ def test_every_lens_has_a_cue_besides_colour(page: Page) -> None:
     assert len(set(lines)) == 6  # the two most probable bins have none
 
 
-def violations(page: Page) -> list[str]:
-    """Return what axe-core finds, once it is loaded and the page is idle."""
-    page.wait_for_function("() => document.documentElement.dataset.busy === undefined")
-    found = page.evaluate(
-        "() => axe.run(document, {resultTypes: ['violations']}).then(result => result.violations.map("
-        " each => `${each.id}: ${each.nodes.map(node => node.html).slice(0, 3)}`))"
-    )
-    return list(found)
-
-
 def test_axe_finds_nothing(page: Page) -> None:
-    page.evaluate(axe())
     assert violations(page) == []
     for key in ("?", "S"):
         page.locator("#text").press(key)
@@ -107,7 +96,6 @@ def test_a_page_without_a_session_asks_for_a_link(chromium: Browser, served: Ope
     page.goto(served.url)
     state(page, "no-session")
     assert "open the new link" in page.locator("#bar").inner_text()
-    page.evaluate(axe())
     assert violations(page) == []
     page.close()
 

@@ -54,12 +54,26 @@ def test_numbers_are_nearly_those_of_a_file_of_logits(text: str, tmp_path: Path)
     assert abs(divergence.statistics.mean.value - mean) <= 2e-5 + 0.005 * mean
 
 
+@pytest.mark.smollm2
+def test_chunks_are_read_whole_as_for_a_file_of_logits(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The logits of these models depend on how many tokens are read at once."""
+    monkeypatch.setattr(comparison, "_until_they_part", lambda *_: 0)
+    file, window = tmp_path / "base.kld", 512
+    first, second = map(lb.hub.resolve, ("smollm2-135m", "smollm2-135m:Q8_0"))
+    with opened(first, window) as a, opened(second, window) as b:
+        evaluation.perplexity(a, text, window, chunks=1, save_to=file)
+        wanted = evaluation.divergence(b, file).statistics.mean.value
+        divergence = compare_models(a, b, text, window, 1).divergence
+    assert divergence is not None
+    assert divergence.statistics.mean.value == pytest.approx(wanted, rel=0.01)
+
+
 def test_a_model_is_at_zero_from_itself(text: str) -> None:
     compared = compare(TARGET, TARGET, text)
     assert compared.divergence is not None and compared.reverse == 0.0
-    assert (
-        {token.kl for token in compared.tokens} == {0.0} == {token.klr for token in compared.tokens}
-    )
+    assert {(token.kl, token.klr) for token in compared.tokens} == {(0.0, 0.0)}
     assert compared.divergence.statistics.same_top.value == 1.0
     assert len(set(compared.forks)) == 1 and compared.advice == "both give the same distributions"
 
@@ -175,11 +189,8 @@ def test_the_page_tells_why_other_tokenizers_have_no_divergence(tmp_path: Path) 
         root = page.type("Once upon a time there was")
         page.done("compare", node=root["id"], mode="read")
         compared = page.tokens(root["id"])["compare"][-1]
-        assert (
-            "kl" not in compared
-            and "tokenizers" in compared["why"]
-            and compared["totals"]["bpbB"] > 0
-        )
+        assert "kl" not in compared and "tokenizers" in compared["why"]
+        assert compared["totals"]["bpbB"] > 0
         page.do("compare", 409, node=root["id"], mode="lockstep")
 
 
@@ -218,22 +229,10 @@ def test_the_command_prints_and_writes_a_report(file: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("limits", "code"),
     [(["--fail-kl", "0"], 1), (["--fail-kl", "99"], 0), (["--fail-top", "1"], 1),
-     (["--fail-top", "0"], 0)],
+     (["--fail-top", "0"], 0), (["-m", TARGET, "--fail-kl", "1"], 2)],
 )  # fmt: skip
-def test_limits_decide_the_exit_code(file: Path, limits: list[str], code: int) -> None:
+def test_limits_decide_the_exit_code(file: Path, limits: list[object], code: int) -> None:
     assert run(*BOTH, "-f", file, *limits).exit_code == code
-
-
-def test_wrong_use_is_told(file: Path, tmp_path: Path) -> None:
-    (tmp_path / "short.txt").write_text("too short")
-    for arguments in (
-        BOTH, (*BOTH, "-f", tmp_path / "none.txt"),
-        ("--against", TARGET, "-m", tmp_path / "none.gguf", "-f", file),
-        (*BOTH, "-f", tmp_path / "short.txt"),
-        (*BOTH, "-m", TARGET, "-f", file, "--fail-kl", "1"),
-    ):  # fmt: skip
-        done = run(*arguments)
-        assert done.exit_code in (1, 2) and "error:" in done.output
 
 
 HOSTILE = "\x1b[31m red \u202e reversed </script><img src=x onerror=alert(1)> \x00 end. "

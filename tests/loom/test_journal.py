@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-from paging import TARGET, Opened, Paged
+from paging import TARGET, Opened, Paged, events_of
 
 from llamabranch import ConfigError
 from llamabranch.cli.open import PageFlags
@@ -43,13 +42,10 @@ def test_a_killed_process_loses_no_action_and_goes_on_the_same(
         node = process.do("continue", "c", **asked)["nodes"][0]["id"]
         heard: list[int] = []
         with process.api.stream("GET", f"/loom/events?since={since}") as events:
-            name, n = "", 0
-            for line in events.iter_lines():
-                field, _, value = line.partition(": ")
-                if field == "event":
-                    name = value
-                elif field == "data" and name == "tokens" and json.loads(value)["node"] == node:
-                    heard += json.loads(value)["ids"]
+            n = 0
+            for name, data in events_of(events):
+                if name == "tokens" and data["node"] == node:
+                    heard += data["ids"]
                     n += 1
                 if n == n_events or name == "end":
                     break

@@ -18,6 +18,8 @@ from llamabranch.model import ToolCall
 
 SYSTEM = "You tell tales."
 ASKED = "Who lived in the old house?"
+THOUGHT = "<think>\nold houses\n</think>\n\n"
+CALL = '<tool_call>\n{"name": "find", "arguments": {"where": "house"}}\n</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}]
 
 
@@ -56,7 +58,7 @@ def turns(page: Paged, node: str) -> list[tuple[str, str]]:
 
 def test_a_beginning_is_what_the_template_writes(page: Paged, model: lb.Model) -> None:
     node = chat(page, system=SYSTEM, text=ASKED)
-    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": ASKED}]
+    messages = [("system", SYSTEM), ("user", ASKED)]
     assert page.tokens(node["id"], path=1)["ids"] == model.chat_tokens(messages)
     assert turns(page, node["id"]) == [("system", SYSTEM), ("user", ASKED), ("assistant", "")]
     assert {*page.doc()["models"]["A"]["chat"]["roles"]} >= {"user", "system"}
@@ -76,9 +78,7 @@ def test_an_answer_ends_at_its_token_and_a_reply_continues_it(page: Paged, model
     ids = page.tokens(free["id"], path=1)["ids"]
     # The end of a turn is drawn where it is likely enough, and is no part of the text.
     (end,) = model.tokenize("<|im_end|>", add_special=False, parse_special=True)
-    ended = page.done(
-        "continue", node=free["id"], n=1, max_tokens=4, sampling={"logit_bias": {str(end): 100}}
-    )["nodes"][0]
+    ended = page.grow(free["id"], max_tokens=4, sampling={"logit_bias": {str(end): 100}})
     told = page.tokens(ended["id"], path=1)
     assert (told["node"]["reason"], told["node"]["n"]) == ("stop", 0)
     reply = chat(page, node=free["id"], text="And then?")
@@ -89,10 +89,7 @@ def test_an_answer_ends_at_its_token_and_a_reply_continues_it(page: Paged, model
     assert said[2] == ("user", "And then?")
     answer = page.loom.document.written(ids[node["n"] :])
     assert said[1][1] == answer
-    messages = [
-        {"role": "user", "content": ASKED}, {"role": "assistant", "content": answer},
-        {"role": "user", "content": "And then?"},
-    ]  # fmt: skip
+    messages = [("user", ASKED), ("assistant", answer), ("user", "And then?")]
     assert model.detokenize(whole, special=True) == model.apply_chat_template(messages)
 
 
@@ -114,19 +111,15 @@ def test_turns_are_edited_as_branches(page: Paged) -> None:
     same = page.do("chat", 200, node=last["id"], turn=2, text=before[2][1])
     assert same["same"] and same["node"]["id"] == last["id"]
     held = page.loom.document.nodes[last["id"]]
-    assert [turn.role for turn in page.loom.document.turns(held, same["at"])] == [
-        "system",
-        "user",
-        "assistant",
-    ]
+    roles = [turn.role for turn in page.loom.document.turns(held, same["at"])]
+    assert roles == ["system", "user", "assistant"]
 
 
 def test_thoughts_and_calls_are_apart_and_the_template_leaves_earlier_thoughts_out(
     page: Paged, model: lb.Model
 ) -> None:
     begun = chat(page, text=ASKED, tools=TOOLS)
-    call = '<tool_call>\n{"name": "find", "arguments": {"where": "house"}}\n</tool_call>'
-    text = f"<think>\nold houses\n</think>\n\nI look.{call}"
+    text = f"{THOUGHT}I look.{CALL}"
     wrote = answered(page, begun, text)
     assert turns(page, wrote["id"])[-1] == ("assistant", text)
     (think,) = model.tokenize("<think>", add_special=False, parse_special=True)
@@ -174,12 +167,10 @@ def test_the_page_gets_the_thoughts_and_calls_of_every_form(shape: str, tmp_path
 
 
 def test_parts_of_an_answer_are_those_of_its_own_branch(page: Paged) -> None:
-    call = '<tool_call>\n{"name": "find", "arguments": {"where": "house"}}\n</tool_call>'
-    begun = chat(page, text=ASKED, tools=TOOLS)
-    wrote = answered(page, begun, f"<think>\nold houses\n</think>\n\nI look.{call}")
+    wrote = answered(page, chat(page, text=ASKED, tools=TOOLS), f"{THOUGHT}I look.{CALL}")
     thought, called = parts(page, wrote["id"])
-    assert thought == ("thought", "<think>\nold houses\n</think>\n\n", [])
-    assert called == ("call", call, [["find", {"where": "house"}]])
+    assert thought == ("thought", THOUGHT, [])
+    assert called == ("call", CALL, [["find", {"where": "house"}]])
     at = page.get("/loom/tokens", node=wrote["id"]).json()["parts"][0]["answers"][0][1][1][1] + 5
     cut = page.type(" and no call", wrote["id"], at=at)
     assert [kind for kind, *_ in parts(page, cut["id"])] == ["thought"]
@@ -231,11 +222,8 @@ def test_a_text_goes_on_as_it_was_cut_and_files_keep_the_turns(page: Paged, tmp_
     new = page.doc()["turns"]
     assert list(new.values()).count(told) >= 2  # the imported one too
     lines = page.loom.journal.path.read_text("utf-8").splitlines()
-    (line,) = (
-        each
-        for each in map(json.loads, lines)
-        if each.get("id") == reply["id"] and each["op"] == "node"
-    )
+    ours = [each for each in map(json.loads, lines) if each.get("id") == reply["id"]]
+    (line,) = (each for each in ours if each["op"] == "node")
     assert [turn["role"] for turn in line["turns"]] == ["assistant", "user", "assistant"]
 
 
@@ -268,11 +256,7 @@ def test_typed_text_parses_control_tokens_as_the_command_line_does(
     assert page.tokens(node["id"], path=1)["ids"] == model.prompt_tokens(text)
     plain = page.type(text, parse_special=False)
     assert page.tokens(plain["id"], path=1)["ids"] == model.prompt_tokens(text, parse_special=False)
-    edited = page.done(
-        "type", node=node["id"], at=1, edit=True, text=text[len("<|im_start|>") :] + "!"
-    )
-    assert (
-        edited["node"]["at"] == node["n"] and edited["node"]["n"] == 1
-    )  # nothing before it is new
-    more = page.done("type", node=node["id"], text="<|im_start|>")["node"]
+    edited = page.type(text[len("<|im_start|>") :] + "!", node["id"], at=1, edit=True)
+    assert (edited["at"], edited["n"]) == (node["n"], 1)  # nothing before it is new
+    more = page.type("<|im_start|>", node["id"])
     assert more["n"] == 1 and not more["flags"] & 2  # no seam: read at once it is the same

@@ -160,12 +160,8 @@ def test_numpy_integers_are_token_ids(kind: Any, toy: lb.Model) -> None:
             store.commit({third: tokens[0]})
             for token in tokens[1:]:
                 third.commit(token)
-            for branch_copy, like in (
-                (branch, expected),
-                (empty, expected),
-                (other, plain_fork),
-                (third, plain_fork),
-            ):
+            likes = (expected, expected, plain_fork, plain_fork)
+            for branch_copy, like in zip((branch, empty, other, third), likes, strict=True):
                 assert all(type(token) is int for token in branch_copy.tokens)
                 assert branch_copy.tokens == like.tokens
                 if branch_copy is not third:  # decoded one by one
@@ -397,6 +393,7 @@ KINDS: dict[str, Call] = {
     "text of a request": lambda ctx, b, x: lb.Engine(ctx).abort(x),
     "minimum": lambda ctx, b, x: lb.Request(STORY, min_tokens=x),
 }
+NO_KIND = (None, -1, 2.5, "ab", b"ab", [None], [[1, 2]], [("a", 1)], {"a": 1}, object(), [1])
 MAY_BE_NONE = (
     "sampling of", "grammar", "config", "values", "rope", "progress", "entropy of logits",
 )  # fmt: skip
@@ -407,19 +404,7 @@ TEXTS = ("grammar", "path", "name", "text")
 def test_a_value_of_another_kind_is_a_typed_error(name: str, ctx: lb.Context) -> None:
     branch = lb.Branch.start(ctx, STORY, temperature=0.0)
     before = branch.tokens, branch.sampling, ctx.usage(), ctx.n_seq_free
-    for value in (
-        None,
-        -1,
-        2.5,
-        "ab",
-        b"ab",
-        [None],
-        [[1, 2]],
-        [("a", 1)],
-        {"a": 1},
-        object(),
-        [1],
-    ):
+    for value in NO_KIND:
         if value is None and name.startswith(MAY_BE_NONE):
             continue
         if isinstance(value, str) and name.startswith(TEXTS):

@@ -14,16 +14,8 @@ import pytest
 from llamabranch.extras import install_command, require
 
 ROOT = Path(__file__).parents[2]
-EXTRAS = {
-    "starlette",
-    "uvicorn",
-    "httptools",
-    "uvloop",
-    "huggingface_hub",
-    "matplotlib",
-    "lm_eval",
-    "ray",
-}
+EXTRAS = {"starlette", "uvicorn", "httptools", "uvloop", "huggingface_hub", "matplotlib"}
+EXTRAS |= {"lm_eval", "ray"}
 COMMANDS = (
     "generate", "speculate", "chat", "search", "score", "eval", "models", "doctor", "demo",
     "bench", "open", "serve",
@@ -100,11 +92,8 @@ def test_a_bare_install_runs_every_command(tmp_path: Path) -> None:
     # Only pip's cache of wheels belongs to the user; it is named as a folder, independent of HOME.
     clean["PIP_CACHE_DIR"] = str(home / "pip")
     run("sh", "-c", f"{lines[0]} --quiet", where=ROOT)
-    installed = {
-        requirement.split("==")[0].replace("-", "_")
-        for requirement in run("pip", "freeze").split("\n")
-    }
-    assert not EXTRAS & installed
+    freeze = run("pip", "freeze").split("\n")
+    assert not EXTRAS & {requirement.split("==")[0].replace("-", "_") for requirement in freeze}
 
     modules = run("python", "-c", IMPORT_ALL).splitlines()
     assert not [line for line in modules if not line.startswith("extra llamabranch.")]
@@ -143,9 +132,7 @@ def test_a_missing_package_is_named_with_the_command_that_brings_it() -> None:
     from llamabranch.errors import UnsupportedError
 
     require("serve", "the server", "json")  # nothing is missing
-    with pytest.raises(
-        UnsupportedError, match=r"the server needs no_such_module, which is not"
-    ) as e:
+    with pytest.raises(UnsupportedError, match="the server needs no_such_module") as e:
         require("serve", "the server", "json", "no_such_module")
     assert e.value.hint == install_command("serve")
     assert e.value.hint.startswith("pip install ") and e.value.hint.endswith("[serve]'")

@@ -42,7 +42,7 @@ class Jobs:
     def run(self, *jobs: Job, ends: SegmentEnd | None = None) -> None:
         """Run texts until their segments end."""
         for job in jobs:
-            self.core.scheduler.go_on(job, ends)
+            self.core.scheduler.continue_job(job, ends)
         while any(job.state not in (State.PARKED, State.ENDED) for job in jobs):
             self.core.step()
 
@@ -127,7 +127,7 @@ def test_copies_of_a_parked_text_share_its_cells(ctx: Context) -> None:
         first = jobs.all.job(0)
         jobs.run(first, ends=SegmentEnd(n_tokens=6))
         before = jobs.core.n_decoded
-        copies = [jobs.all.job(i, like=first) for i in (1, 2)]
+        copies = [jobs.all.job(i, forked_from=first) for i in (1, 2)]
         jobs.run(first, *copies, ends=SegmentEnd(n_tokens=2))
         assert jobs.core.n_decoded - before == 6  # two tokens of each
         for copy in copies:
@@ -159,7 +159,7 @@ def test_a_step_that_is_broken_off_loses_no_parked_text(
         jobs = Jobs(root)
         parked, running = jobs.all.job(0), jobs.all.job(1)
         jobs.run(parked, ends=SegmentEnd(n_tokens=5))
-        jobs.core.scheduler.go_on(running, None)
+        jobs.core.scheduler.continue_job(running, None)
         jobs.core.step()
         with monkeypatch.context() as patch:
             patch.setattr(type(running.running), "take", lambda *_: 1 / 0)

@@ -58,14 +58,8 @@ def cluster(num_cpus: int = 3) -> Iterator[Any]:
     )
     import ray
 
-    found = Cluster(
-        initialize_head=True,
-        head_node_args={
-            "num_cpus": num_cpus,
-            "object_store_memory": 80 * MIB,
-            "include_dashboard": False,
-        },
-    )
+    head = {"num_cpus": num_cpus, "object_store_memory": 80 * MIB, "include_dashboard": False}
+    found = Cluster(initialize_head=True, head_node_args=head)
     ray.init(address=found.address, log_to_driver=False, logging_level="ERROR")
     try:
         yield found
@@ -76,14 +70,11 @@ def cluster(num_cpus: int = 3) -> Iterator[Any]:
 
 def prompts(n: int, **more: Any) -> list[Row]:
     """Return ``n`` rows, some of which begin alike, of different lengths."""
+    begin = "Once upon a time a {} met a {}, and then {}"
+    texts = [begin.format(WORDS[i % 3], WORDS[i % len(WORDS)], i) for i in range(n)]
     return [
-        {
-            "id": i,
-            "prompt": f"Once upon a time a {WORDS[i % 3]} met a {WORDS[i % len(WORDS)]}, and then {i}",
-            "max_tokens": 2 + 5 * (i % 4),
-            **more,
-        }
-        for i in range(n)
+        {"id": i, "prompt": text, "max_tokens": 2 + 5 * (i % 4), **more}
+        for i, text in enumerate(texts)
     ]
 
 
@@ -106,18 +97,11 @@ def read_output(folder: Path | str) -> list[Row]:
 def alone(context: lb.Context, rows: Sequence[Row], seed: int) -> dict[Any, Row]:
     """Return what one process generates for good rows, by id."""
     engine = lb.Engine(context, seed=seed)
-    requests = [
-        lb.Request(row["prompt"], id=str(row["id"]), max_tokens=row.get("max_tokens"))
-        for row in rows
-    ]
     ids = {str(row["id"]): row["id"] for row in rows}
+    requests = [lb.Request(x["prompt"], id=str(x["id"]), max_tokens=x["max_tokens"]) for x in rows]
+    names = ("text", "tokens", "finish_reason")
     return {
-        ids[result.id]: {
-            "text": result.text,
-            "tokens": result.tokens,
-            "finish_reason": result.finish_reason,
-            "seed": result.seed % 2**64,
-        }
+        ids[result.id]: {"seed": result.seed % 2**64, **{n: getattr(result, n) for n in names}}
         for result in engine.generate(requests)
     }
 

@@ -68,9 +68,8 @@ def test_rows_of_very_different_lengths(generate: Any, ctx: lb.Context) -> None:
     rows[0]["note"] = "x" * 3_000_000
     _, output = generate(rows, workers=2, keep=["prompt", "note"])
     assert_equal(output, alone(ctx, rows, SEED))
-    assert {row["id"]: row["prompt"] for row in output} == {
-        row["id"]: row["prompt"] for row in rows
-    }
+    kept, given = ({row["id"]: row["prompt"] for row in part} for part in (output, rows))
+    assert kept == given
 
 
 def test_killed_worker_loses_nothing(
@@ -96,15 +95,11 @@ def test_bad_rows_are_errors_and_the_others_are_not(generate: Any, ctx: lb.Conte
     report, output = generate(rows + bad, workers=1)
     assert_equal([row for row in output if row["error"] is None], alone(ctx, rows, SEED))
     errors = {row["id"]: row for row in output if row["error"] is not None}
-    assert sorted(errors) == [100, 101, 103, 104]
-    assert report.n_errors == 4
-    assert "grammar does not parse" in errors[100]["error"]
-    assert "the context has room for" in errors[101]["error"]
-    assert errors[103]["error"] == "a request needs prompt"
-    assert "max_tokens must be at least 0" in errors[104]["error"]
-    reasons = {row["finish_reason"] for i, row in errors.items() if i != 101}
-    assert reasons == {"error"}
-    assert errors[101]["finish_reason"] == "capacity"
+    assert report.n_errors == 4 == len(errors)
+    expected = {100: "grammar", 101: "context", 103: "prompt", 104: "max_tokens"}
+    for i, part in expected.items():
+        assert part in errors[i]["error"]
+        assert errors[i]["finish_reason"] == ("capacity" if i == 101 else "error")
 
 
 def test_row_that_ends_its_process_holds_back_no_other_row(
@@ -126,24 +121,18 @@ def test_row_that_ends_its_process_holds_back_no_other_row(
     assert not (tmp_path / "out" / "_SUCCESS").exists()
 
 
-def test_worker_that_dies_while_it_loads_ends_the_job(
-    generate: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("n_retries", "n_rows", "block_rows", "message"),
+    [(1, 8, 8, r"0 of 8 rows are in .* the workers of the others died"),
+     (0, 12, 1, "its workers died again and again")],  # with the ninth block
+)  # fmt: skip
+def test_workers_that_die_while_they_load_end_the_job(
+    generate: Any, monkeypatch: Any, n_retries: int, n_rows: int, block_rows: int, message: str
 ) -> None:
     monkeypatch.setattr(job_module, "Generate", clusters.Stillborn)
-    monkeypatch.setattr(job_module, "MOST_RETRIES", 1)  # each death costs seconds
-    with pytest.raises(
-        lb.errors.JobError, match=r"0 of 8 rows are in .* the workers of the others died"
-    ):
-        generate(prompts(8), workers=1)
-
-
-def test_ninth_block_whose_worker_dies_ends_the_job(
-    generate: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(job_module, "Generate", clusters.Stillborn)
-    monkeypatch.setattr(job_module, "MOST_RETRIES", 0)
-    with pytest.raises(lb.errors.JobError, match="its workers died again and again"):
-        generate(prompts(12), workers=1, block_rows=1)
+    monkeypatch.setattr(job_module, "MOST_RETRIES", n_retries)  # each death costs seconds
+    with pytest.raises(lb.errors.JobError, match=message):
+        generate(prompts(n_rows), workers=1, block_rows=block_rows)
 
 
 def test_full_disk_ends_the_job_and_it_can_be_resumed(
@@ -182,14 +171,10 @@ def test_job_that_ended_in_the_middle_is_resumed(
     assert json.loads((tmp_path / "out" / "_SUCCESS").read_text())["n_rows"] == 32
 
     # The same input and settings only.
-    for wrong, name in (
-        ({"max_tokens": 5}, "max_tokens"),
-        ({"seed": 12}, "seed"),
-        ({"sampling": lb.SamplingParams(temperature=0)}, "sampling"),
-        ({"load": {"n_ctx": 512}}, "load"),
-    ):
+    others = {"max_tokens": 5, "seed": 12, "load": {"n_ctx": 512}}
+    for name, value in {**others, "sampling": lb.SamplingParams(temperature=0)}.items():
         with pytest.raises(lb.ConfigError, match=f"other settings: {name}"):
-            generate(str(tmp_path / "in.jsonl"), resume=True, **wrong)
+            generate(str(tmp_path / "in.jsonl"), resume=True, **{name: value})
     write_rows(tmp_path / "in.jsonl", prompts(33))
     with pytest.raises(lb.ConfigError, match="other settings: input"):
         generate(str(tmp_path / "in.jsonl"), resume=True)
@@ -239,13 +224,8 @@ def test_score_gives_what_the_library_gives(
     texts = ["Once upon a time there was a king.", "The wolf ate the bread.", "the", "A crown"]
     rows: list[clusters.Row] = [{"id": i, "text": text} for i, text in enumerate(texts)]
     rows += [{"id": 10, "context": "The king", "text": " said"}, {"id": 12}]
-    report = scale.score(
-        write_rows(tmp_path / "in.jsonl", rows),
-        str(tmp_path / "out"),
-        model=TARGET,
-        load=LOAD,
-        streams=4,
-    )
+    inputs, out = write_rows(tmp_path / "in.jsonl", rows), str(tmp_path / "out")
+    report = scale.score(inputs, out, model=TARGET, load=LOAD, streams=4)
     assert (report.n_rows, report.n_errors) == (6, 1)
     output = {row["id"]: row for row in read_output(tmp_path / "out")}
     for i, text in enumerate(texts):
@@ -262,22 +242,6 @@ def test_score_gives_what_the_library_gives(
     assert output[12]["error"] == "text must be a str, not None"
 
 
-def test_class_for_map_batches_in_a_pipeline_of_ones_own(ray_cluster: Any, ctx: lb.Context) -> None:
-    import ray.data
-
-    rows = prompts(20)
-    dataset = ray.data.from_items(rows)
-    worker = scale.WorkerOptions(streams=4)
-    found = dataset.map_batches(
-        scale.Generate,
-        fn_constructor_args=(TARGET,),
-        fn_constructor_kwargs={"seed": SEED, "worker": worker, "n_ctx": 1024},
-        batch_size=8,
-        compute=ray.data.ActorPoolStrategy(size=1),
-    ).take_all()
-    assert_equal(sorted(found, key=lambda row: int(row["id"])), alone(ctx, rows, SEED))
-
-
 def test_documented_jobs_run(
     ray_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,8 +249,11 @@ def test_documented_jobs_run(
     text = (Path(__file__).parents[2] / "docs" / "scale.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```py\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     assert len(blocks) == 2
+    names: dict[str, Any] = {}
     for block in blocks:
-        exec(compile(block, "docs/scale.md", "exec"), {})
+        exec(compile(block, "docs/scale.md", "exec"), names)
+    assert (names["report"].n_rows, names["report"].n_errors) == (4, 0)
+    assert all(row["text"] and row["error"] is None for row in names["texts"].take_all())
 
 
 def test_model_that_is_no_model_and_unknown_options_are_refused(
@@ -311,9 +278,8 @@ def test_driver_that_is_killed_is_resumed_where_it_was(
     settings = {"model": TARGET, "seed": SEED, "block_rows": 8, "streams": 4, "load": dict(LOAD)}
     code = "scale.generate(inputs, out, **settings)"
 
-    with clusters.driver(
-        ray_cluster.address, code, inputs=inputs, out=str(out), settings=settings
-    ) as process:
+    names = {"inputs": inputs, "out": str(out), "settings": settings}
+    with clusters.driver(ray_cluster.address, code, **names) as process:
         wait_for(lambda: len(list(out.glob("*.parquet"))) >= 2)
         process.kill()
         process.wait()
@@ -326,11 +292,7 @@ def test_driver_that_is_killed_is_resumed_where_it_was(
 
 
 def test_node_that_goes_without_grace_loses_nothing(
-    ray_cluster: Any,
-    generate: Any,
-    ctx: lb.Context,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    generate: Any, ray_cluster: Any, ctx: lb.Context, tmp_path: Path, monkeypatch: Any
 ) -> None:
     rows, seen = prompts(40), tmp_path / "seen"
     seen.mkdir()

@@ -119,12 +119,8 @@ def test_finished_rows_are_those_of_complete_files_that_share_no_row(tmp_path: P
     assert len(folder.finished("name")) == 0
 
     def write(file: str, *names: str) -> None:
-        errors = [None if name != "bad" else "why" for name in names]
-        rows = {
-            "name": names,
-            "error": pa.array(errors, pa.string()),
-            "batch_invariant": [True] * len(names),
-        }
+        errors = pa.array([None if name != "bad" else "why" for name in names], pa.string())
+        rows = {"name": names, "error": errors, "batch_invariant": [True] * len(names)}
         pq.write_table(pa.table(rows), tmp_path / file)
 
     write("1.parquet", "a", "bad")
@@ -140,11 +136,8 @@ def test_finished_rows_are_those_of_complete_files_that_share_no_row(tmp_path: P
 
 def test_schema_of_the_output_does_not_depend_on_the_rows() -> None:
     for kind in (GenerateRows(8, None), GenerateRows(8, None, n=2), ScoreRows()):
-        nothing: dict[str, object] = {
-            "id": 1,
-            "finish_reason": ["error"] if kind.n > 1 else "error",
-            "error": "x",
-        }
+        reason: object = ["error"] if kind.n > 1 else "error"
+        nothing: dict[str, object] = {"id": 1, "finish_reason": reason, "error": "x"}
         batch = pa.table({"id": pa.array([1], pa.int64())})
         table = output_table([nothing], batch, kind, "id", ())
         assert table.schema.field("error").type == pa.string()
@@ -161,16 +154,13 @@ def test_batches_of_any_kind_are_read() -> None:
         read_rows(5)
 
 
+SETTINGS: dict[str, object] = {"max_tokens": 3, "stop": ["a", "b"], "seed": 5}
+
+
 @pytest.mark.parametrize(
     "fields",
     [
-        {
-            "prompt": "A king",
-            "max_tokens": 3,
-            "stop": ["a", "b"],
-            "seed": 5,
-            "parse_special": False,
-        },
+        {"prompt": "A king", **SETTINGS, "parse_special": False},
         {"prompt": [2, 3], "stop": "a", "grammar": 'root ::= "a"'},
         {"prompt": "A king", "json_schema": '{"type": "boolean"}'},
         {"prompt": "A king", "regex": "[a-c]{3}"},

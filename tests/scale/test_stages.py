@@ -66,9 +66,7 @@ def test_row_that_cannot_be_run_is_an_error(generate: Any, wrong: dict[str, Any]
     ((bad,), (good,)) = run(
         generate, [{"id": "a", "prompt": "A wolf", **wrong}], [{"id": "b", "prompt": "A wolf"}]
     )
-    assert bad["finish_reason"] == "error"
-    assert bad["error"]
-    assert good["error"] is None
+    assert bad["finish_reason"] == "error" and bad["error"] and good["error"] is None
 
 
 def test_rows_need_ids(generate: Any) -> None:
@@ -86,11 +84,8 @@ def test_samples_are_lists_of_one_row() -> None:
 
 
 def test_seed_and_limit_of_a_row_replace_the_jobs(generate: Any) -> None:
-    rows = [
-        {"id": 1, "prompt": "A wolf", "seed": 5, "max_tokens": 6},
-        {"id": 2, "prompt": "A wolf", "seed": 5, "max_tokens": 6},
-        {"id": 3, "prompt": "A wolf", "max_tokens": 6},
-    ]
+    row = {"prompt": "A wolf", "max_tokens": 6}
+    rows = [{"id": 1, **row, "seed": 5}, {"id": 2, **row, "seed": 5}, {"id": 3, **row}]
     (batch,) = run(generate, rows)
     assert batch[0]["seed"] == batch[1]["seed"] == 5
     assert batch[0]["tokens"] == batch[1]["tokens"]

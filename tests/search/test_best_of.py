@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -69,9 +70,19 @@ def test_losing_halves_are_given_up_early(ctx: Context) -> None:
             assert hypothesis.tokens in [text[:n] for text in whole]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.4, 0.8])
-def test_texts_that_begin_alike_are_decoded_once(ctx: Context, temperature: float) -> None:
-    with Branch.start(ctx, STORY, temperature=temperature, seed=5) as root:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"temperature": t} for t in (0.0, 0.4, 0.8)),
+        {"temperature": 0.3, "repeat_penalty": 1.1, "grammar": 'root ::= " " [a-z ]+ "."'},
+    ],
+    ids=str,
+)
+def test_texts_that_begin_alike_are_decoded_once_and_keep_states_of_their_own(
+    ctx: Context, settings: dict[str, Any]
+) -> None:
+    """Penalties and grammars have a state; after texts part, each text has its own."""
+    with Branch.start(ctx, STORY, seed=5, **settings) as root:
         for seed in (5, 6, 7):
             root.reseed(seed)
             result = search.best_of_n(root, 6, 20, stop=["."])
@@ -82,26 +93,13 @@ def test_texts_that_begin_alike_are_decoded_once(ctx: Context, temperature: floa
             for h in result.hypotheses:
                 n = len(h.tokens) + (ctx.model.is_eog(h.node.tokens[-1]))
                 decoded |= {tuple(h.tokens[:k]) for k in range(1, n)}
+                with root.fork() as branch:
+                    for token in h.tokens:
+                        branch.commit(token)
+                    if h.finish_reason == "length":
+                        assert h.logprob == pytest.approx(branch.log_likelihood(), abs=1e-5)
             assert result.stats.tokens_decoded == len(decoded)
             assert sum(len(h.tokens) for h in result.hypotheses) >= len(decoded)
-
-
-def test_texts_that_part_keep_their_probabilities_and_states(ctx: Context) -> None:
-    """Penalties and grammars have a state; after texts part, each text has its own."""
-    settings = lb.SamplingParams(temperature=0.3, repeat_penalty=1.1, seed=2)
-    grammar = 'root ::= " " [a-z ]+ "."'
-    with Branch.start(ctx, STORY, sampling=settings, grammar=grammar) as root:
-        result = search.best_of_n(root, 5, 16)
-        for h in result.hypotheses:
-            with root.fork() as branch:
-                for token in h.tokens:
-                    branch.commit(token)
-                if h.finish_reason == "length":
-                    assert h.logprob == pytest.approx(branch.log_likelihood(), abs=1e-5)
-        assert sorted(h.tokens for h in result.hypotheses) == sorted(
-            alone(root, i, 16) for i in range(5)
-        )
-        assert result.stats.tokens_decoded < sum(len(h.tokens) for h in result.hypotheses)
 
 
 @pytest.mark.smollm2

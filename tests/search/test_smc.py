@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from enumeration import EOG, PLAIN, OneB, ended, every_text, toy_of_letters
+from test_every_search import Short
 
 from llamabranch import Branch, Context, Distribution, search
 from llamabranch.errors import UsageError
@@ -361,10 +362,6 @@ def test_shares_sum_to_one_and_equal_texts_are_merged(ctx: Context) -> None:
 
 
 def test_effective_sizes_tell_how_unequal_the_weights_are(ctx: Context) -> None:
-    class Short(search.Potential):
-        def prefix(self, text: str) -> float:
-            return -0.2 * len(text)
-
     with Branch.start(ctx, STORY, sampling=PLAIN) as root:
         equal = search.smc(root, 6, 8, force_end=False)
         unequal = search.smc(root, 6, 8, potentials=[Short()], threshold=0.0)

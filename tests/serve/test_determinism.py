@@ -12,17 +12,12 @@ from functools import partial
 from typing import Any
 
 import pytest
-from serving import Serving, bundled_engine, httpx
+from serving import Serving, bundled_engine, httpx, record_schema
 
 import llamabranch as lb
 
 PROMPTS = ["Once upon a time", "The wolf", "In the forest there stood", "A king had a daughter"]
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 10}, "age": {"type": "integer"}},
-    "required": ["name", "age"],
-    "additionalProperties": False,
-}
+SCHEMA = record_schema({"type": "integer"}, most=10)
 VOLATILE = {"id", "created", "timings", "usage"}  # the usage says how much was cached
 
 

@@ -153,14 +153,11 @@ def test_llama_cpps_own_tests_pass_but_for_the_deviations(tmp_path: Path) -> Non
             if len(failed.get(name, [])) != expected.get(name, 0)
         }
 
-    if (
-        again := wrong()
-    ):  # their time limits depend on other load, so failed tests run once more, alone
-        _, failed_again = failures(
+    # Their time limits depend on other load, so failed tests run once more, alone.
+    if again := wrong():
+        _, once_more = failures(
             folder, ["unit/test_{}.py::{}".format(*name.split("::")) for name in again]
         )
-        failed = {
-            name: messages for name, messages in failed.items() if name not in again
-        } | failed_again
+        failed = {name: told for name, told in failed.items() if name not in again} | once_more
     assert not wrong(), "\n".join(f"{name}: {messages}" for name, messages in wrong().items())
     assert n > 130

@@ -7,9 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from serving import TARGET, Serving, httpx
-
-import llamabranch as lb
+from serving import Serving, bundled_engine
 
 openai = pytest.importorskip("openai")
 
@@ -25,16 +23,9 @@ N = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 0, "ma
 BODY: dict[str, Any] = {"model": "tale", "messages": ASKED, "temperature": 0.8, "seed": 6}
 
 
-def open_engine(template: str = TEMPLATE) -> lb.AsyncEngine:
-    ctx = lb.load(
-        TARGET, n_ctx=1024, n_seq_max=4, n_threads=1, prefix_cache=True, chat_template=template
-    )
-    return lb.AsyncEngine(ctx, None, max_tokens=None, parallel=4)
-
-
 @pytest.fixture(scope="module")
 def server() -> Iterator[Serving]:
-    with Serving(open_engine) as running:
+    with Serving(partial(bundled_engine, chat_template=TEMPLATE)) as running:
         yield running
 
 
@@ -87,10 +78,8 @@ def test_thoughts_are_switched_off(client: Any, server: Serving, how: dict[str, 
 
 def test_a_schema_binds_the_answer(client: Any) -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": N}}
-    answer = client.chat.completions.create(
-        **extra(thinking_token_budget=10), response_format=schema
-    )
-    message = answer.choices[0].message
+    asked = {**extra(thinking_token_budget=10), "response_format": schema}
+    message = client.chat.completions.create(**asked).choices[0].message
     assert message.reasoning_content
     assert message.content.startswith('{"n": ') or message.content == "{}"
 
@@ -105,8 +94,8 @@ def test_a_thought_that_takes_all_tokens_has_no_answer(client: Any) -> None:
 def test_a_model_without_thoughts_takes_the_fields() -> None:
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
     body = {**BODY, "max_tokens": 4, "thinking_token_budget": 5, "reasoning_effort": "high"}
-    with Serving(partial(open_engine, template)) as running, running.client() as client:
+    open_engine = partial(bundled_engine, chat_template=template)
+    with Serving(open_engine) as running, running.client() as client:
         answer = client.post("/v1/chat/completions", json=body)
         assert answer.status_code == 200, answer.text
         assert "reasoning_content" not in answer.json()["choices"][0]["message"]
-        assert isinstance(client, httpx.Client)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import date
+from functools import partial
 from typing import Any
 
 import pytest
-from serving import TARGET, Serving, serving
+from serving import Serving, bundled_engine, serving
 from toys import CHAT_TEMPLATE
 
 import llamabranch as lb
@@ -66,22 +67,17 @@ def test_tokens(api: Any, server: Serving) -> None:
         ({"prompt": text}, model.prompt_tokens(text)),
         ({"content": text, "parse_special": False}, model.tokenize(text, add_special=False)),
         ({"content": ""}, []),
+        ({"content": "word " * 3000}, model.tokenize("word " * 3000, add_special=False)),
     ):
         reply = api.post("/tokenize", json=body).json()
         assert reply["tokens"] == expected
         assert reply["count"] == len(expected)
     tokens = model.tokenize(text, add_special=False)
-    pieces = api.post(
-        "/tokenize", json={"content": text, "with_pieces": True, "parse_special": False}
-    )
-    raw = [p["piece"] for p in pieces.json()["tokens"]]
+    body = {"content": text, "with_pieces": True, "parse_special": False}
+    raw = [p["piece"] for p in api.post("/tokenize", json=body).json()["tokens"]]
     assert b"".join(p.encode() if isinstance(p, str) else bytes(p) for p in raw).decode() == text
     back = api.post("/detokenize", json={"tokens": tokens}).json()
     assert back["content"] == back["prompt"] == text
-    long = "word " * 3000
-    assert api.post("/tokenize", json={"content": long}).json()["tokens"] == model.tokenize(
-        long, add_special=False
-    )
     assert api.post("/detokenize", json={"tokens": [-1]}).status_code == 400
 
 
@@ -96,11 +92,8 @@ def test_templates(api: Any, server: Serving) -> None:
 
 
 def test_templates_that_ask_for_the_date_are_told_it() -> None:
-    def open_engine() -> lb.AsyncEngine:
-        template = "{{ date_string }}|{{ strftime_now('%Y') }}|{{ messages[0]['content'] }}"
-        ctx = lb.load(TARGET, n_ctx=256, n_threads=1, chat_template=template)
-        return lb.AsyncEngine(ctx, max_tokens=None)
-
+    template = "{{ date_string }}|{{ strftime_now('%Y') }}|{{ messages[0]['content'] }}"
+    open_engine = partial(bundled_engine, chat_template=template)
     with Serving(open_engine) as server, server.client() as api:
         for more, day in (({}, date.today().strftime("%d %b %Y")), ({"date_string": "x"}, "x")):
             body = {"messages": [{"role": "user", "content": "Hi"}], "chat_template_kwargs": more}
@@ -153,10 +146,7 @@ def test_what_is_turned_off_is_not_there() -> None:
 
 
 def test_answers_tell_where_batches_are_not_exact() -> None:
-    def open_engine() -> lb.AsyncEngine:
-        ctx = lb.load(TARGET, n_ctx=256, n_threads=1, batch_invariant=False)
-        return lb.AsyncEngine(ctx, max_tokens=None)
-
+    open_engine = partial(bundled_engine, batch_invariant=False)
     with Serving(open_engine) as server, server.client() as api:
         answer = api.post("/v1/completions", json={"prompt": "Once", "max_tokens": 2})
         assert answer.json()["batch_invariant"] is False

@@ -9,7 +9,7 @@ import pytest
 
 from llamabranch import Branch, Context, Model, SamplingParams
 from llamabranch.errors import SequencesExhaustedError
-from llamabranch.generation.drafter import DraftLength, FixedLength
+from llamabranch.generation.drafter import DraftLength, FixedLength, NullState
 from llamabranch.speculative import (
     Draft,
     Drafter,
@@ -186,7 +186,7 @@ def test_what_others_say_and_what_was_rewound_is_evidence(branch: Branch) -> Non
 # -- chain -----------------------------------------------------------------------------------------
 
 
-class Script(Drafter):
+class Script(NullState, Drafter):
     """A drafter and its own state: it proposes given tokens and remembers what it observes."""
 
     name = "script"
@@ -207,9 +207,6 @@ class Script(Drafter):
 
     def observe(self, n_tokens: int) -> None:
         self.log.append(("observe", n_tokens))
-
-    def fork(self, target: Text) -> DraftState:
-        return Script(self.says)
 
     def close(self) -> None:
         self.log.append(("close", 0))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +12,10 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import pytest
 import toys
+from commands import answer, run, said_by
 from test_drafted_text import CALLERS, Case, plain
-from typer.testing import CliRunner
 
 import llamabranch as lb
-from llamabranch.cli import app
 from llamabranch.context.token_states import kept_states
 from llamabranch.errors import DecodeInterruptedError, ModelLoadError
 from llamabranch.generation.drafter import DraftRequest, FixedLength
@@ -718,20 +716,9 @@ def test_draft_ends_where_the_targets_memory_is_full(folder: Path, target: lb.Mo
         ctx.audit()
 
 
-def answer(*arguments: str) -> dict[str, Any]:
-    """Return the JSON that a command prints."""
-    result = CliRunner().invoke(app, [*arguments, "--json"])
-    assert result.exit_code == 0, result.stderr
-    report: dict[str, Any] = json.loads(result.stdout)
-    return report
-
-
 def test_command_line_takes_heads(folder: Path) -> None:
     path = str(toy("glm4moe", folder))
-    run = (
-        *("speculate", "Once upon", "--max-tokens", "8", "--seed", "1"),
-        *("--draft-length", "2", "--threads", "1"),
-    )
+    speculate = ("speculate", "Once upon", "-n", 8, "--seed", 1, "--draft-length", 2)
     trunk, layers = map(str, parts("mimo2", folder))
     gemma4, assistant = str(toy("gemma4", folder)), str(toy("gemma4-assistant", folder))
     for target, head in (
@@ -741,14 +728,11 @@ def test_command_line_takes_heads(folder: Path) -> None:
         (("--target", trunk), layers),
         (("--target", gemma4), assistant),
     ):
-        drafted = answer(*run, *target, "--draft", head)
+        drafted = answer(*speculate, *target, "--draft", head)
         assert drafted["stats"]["num_draft_tokens"] > 0
-        plain = answer(*run, *target, "--draft", "none")["tokens"]
-        assert drafted["tokens"] == plain
-    refused = CliRunner().invoke(app, [*run, "--draft", "mtp"])
-    assert refused.exit_code != 0 and "has no MTP layers" in refused.stderr
-    refused = CliRunner().invoke(app, [*run, "--draft", layers])
-    assert refused.exit_code != 0 and "those of a mimo2 model" in refused.stderr
+        assert drafted["tokens"] == answer(*speculate, *target, "--draft", "none")["tokens"]
+    for head, reason in (("mtp", "has no MTP layers"), (layers, "those of a mimo2 model")):
+        assert reason in said_by(*speculate, "--draft", head)
 
 
 def test_models_show_tells_what_files_offer(folder: Path) -> None:
@@ -762,7 +746,7 @@ def test_models_show_tells_what_files_offer(folder: Path) -> None:
     assert (pair["compatible"], pair["path"]) == (True, "hidden states")
     assert [(m["head_kind"], m["mtp_layers"]) for m in pair["models"]] == [("", 0), ("mtp-only", 3)]
     files = str(toy("gemma4", folder)), str(toy("gemma4-assistant", folder))
-    shown = " ".join(CliRunner().invoke(app, ["models", "show", *files]).stdout.split())
+    shown = " ".join(run("models", "show", *files).stdout.split())
     for part in ("mtp layers 0 2", "shares memory no yes"):
         assert part in shown
     assert "can draft for the first" in shown

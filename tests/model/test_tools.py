@@ -102,7 +102,7 @@ def test_a_template_that_wants_text_gets_text() -> None:
     form = TurnFormat.of(
         TOJSON.replace("c.function.arguments | tojson", "'' + c.function.arguments")
     )
-    assert form.parts.arguments_as_text
+    assert form.arguments_as_text
     answer: Any = written_history(called({"text": "é"}), form)[1]
     assert answer["tool_calls"][0]["function"]["arguments"] == '{"text": "é"}'
 

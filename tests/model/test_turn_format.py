@@ -109,7 +109,7 @@ def test_calls_are_read_as_they_are_written(
     text = "".join(parts)
     turn = form.read(text, TOOLS)
     assert (turn.thought, turn.content, meant(turn.calls)) == (thought, content, meant(calls))
-    assert form.read(text + form.parts.turn_end, TOOLS) == turn
+    assert form.read(text + form.turn_end, TOOLS) == turn
     for eager in (False, True):
         assert streamed(form, text, size, eager=eager) == turn
     reader = TurnReader(form, TOOLS, in_thought=False)
@@ -224,7 +224,7 @@ def test_thoughts_are_found(kind: str) -> None:
         assert streamed(form, text, size, eager=False) == Turn(f"Hm, {end[1:]}.", "Yes.", [])
     assert start is not None
     assert form.read(start + "\nHm", in_thought=False) == Turn("Hm", "", [])
-    assert form.is_in_thought(f"<x>{form.parts.header}{start}\nHm") and not form.is_in_thought("Hm")
+    assert form.is_in_thought(f"<x>{form.header}{start}\nHm") and not form.is_in_thought("Hm")
 
 
 def test_thoughts_that_are_switched_off_have_a_text() -> None:
@@ -463,7 +463,7 @@ def counted(self, batch):
     return render_many(self, batch)
 ChatTemplate.render_many = counted
 form = TurnFormat.of(sys.stdin.read())
-print(len(asked), sorted(form.parts.roles), replace(form.parts, roles=frozenset()))
+print(len(asked), sorted(form.roles), replace(form, roles=frozenset()))
 """
 
 

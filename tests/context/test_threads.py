@@ -105,14 +105,16 @@ def test_all_kinds_of_users_share_a_context(ctx: Context, draft_ctx: Context) ->
     faulthandler.dump_traceback_later(500, exit=True)  # a deadlock ends here, and shows where
     groups: list[list[Callable[[], object]]] = [[*drafting, raw, store], [*drafting, *mutual]]
     groups.append([*writing])
-    for acts in groups:
-        alone = [act() for act in acts]
-        for _ in range(3):
-            assert together(*acts) == alone
-            for context in (ctx, draft_ctx):
-                context.audit()
-                assert context.usage().cells_used == 0
-    faulthandler.cancel_dump_traceback_later()
+    try:
+        for acts in groups:
+            alone = [act() for act in acts]
+            for _ in range(3):
+                assert together(*acts) == alone
+                for context in (ctx, draft_ctx):
+                    context.audit()
+                    assert context.usage().cells_used == 0
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def test_contexts_of_one_model_run_side_by_side(target: lb.Model) -> None:

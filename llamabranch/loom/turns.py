@@ -79,7 +79,7 @@ def chat_fields(model: Model) -> dict[str, object] | None:
     """Return the roles that the chat template knows; None if there is no template."""
     if model.chat_template is None:
         return None
-    known = model.turn_format.parts.roles & {"system", "tool"}
+    known = model.turn_format.roles & {"system", "tool"}
     return {"roles": ["user", *sorted(known, reverse=True)]}
 
 

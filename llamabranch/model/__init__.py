@@ -5,6 +5,7 @@ from .model import Model
 from .pairs import VocabularyReport
 from .text import NO_TOKEN, StopStrings, TextDecoder, TokenIds, stop_strings, token_list
 from .tools import ToolCall
+from .turn_finding import TurnParts
 from .turn_format import Turn, TurnEvent, TurnFormat, TurnReader
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Turn",
     "TurnEvent",
     "TurnFormat",
+    "TurnParts",
     "TurnReader",
     "VocabularyReport",
     "chat_messages",

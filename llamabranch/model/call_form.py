@@ -197,6 +197,23 @@ class Cursor:
         self.at = end + len(core)
         return text
 
+    def before(self, literal: str) -> str:
+        """Read a short text up to the first word of a literal, or a name if the literal has none."""
+        core = literal.split()[0] if literal.strip() else ""
+        if core:
+            end = self.text.find(core, self.at)
+            if end < 0:
+                raise self.need()
+        else:
+            match = _NAME.match(self.text, self.at)
+            if match is None or (match.end() == len(self.text) and not self.last):
+                raise self.need()
+            end = match.end()
+        text, self.at = self.text[self.at : end], end
+        if len(text) > 256:
+            raise Mismatch
+        return text
+
     def json(self) -> object:
         """Read a JSON value."""
         self.space()
@@ -635,19 +652,14 @@ class ArgumentTags:
             cursor.at = word.end()
             return word[0]
         # All of `between`, because it may contain quotes that mark a string.
-        core = between.split()[0]
-        end = cursor.text.find(core, cursor.at)
-        if end < 0:
-            raise cursor.need()
-        key = cursor.text[cursor.at : end]
-        if not key.strip() or "\n" in key.strip() or len(key) > 256:
+        key = cursor.before(between).strip()
+        if not key or "\n" in key:
             raise Mismatch
-        if not around.before.strip() and not _BARE_KEY.fullmatch(key.strip()):
+        if not around.before.strip() and not _BARE_KEY.fullmatch(key):
             raise Mismatch  # one cannot tell where it begins
-        cursor.at = end
-        cursor.literal(between.rstrip() if between.strip() else between)
+        cursor.literal(between.rstrip())
         self._skip_tail(cursor, between)
-        return key.strip()
+        return key
 
     @staticmethod
     def _skip_tail(cursor: Cursor, literal: str) -> None:
@@ -755,10 +767,9 @@ class CallForm:
     """How a template writes calls.
 
     Attributes:
-        kind: "json" = an object that holds name and arguments; "tag" = a tag with the name, and JSON;
-            "tags" = names and values in tags, or in quotes.
-        unit: the literals and slots of a call. For JSON, the parts from ``object_at`` to ``object_end``
-            are the object.
+        unit: the literals and slots of a call.
+        object_at, object_end: the parts that are a JSON object with name and arguments; 0 = there is no
+            such object.
         section_start, section_end: around all calls of a turn.
         separator: between two calls.
         several: whether a turn may have several calls; None = unknown.
@@ -771,7 +782,6 @@ class CallForm:
         other: another form of the same calls, which the model writes although the template does not.
     """
 
-    kind: str
     unit: tuple[Part, ...]
     object_at: int = 0
     object_end: int = 0
@@ -788,6 +798,17 @@ class CallForm:
     name_in_id: tuple[str, str] | None = None
     index_from: int = 0
     other: CallForm | None = None
+
+    @property
+    def kind(self) -> str:
+        """How a call is written.
+
+        "json" = an object that holds name and arguments; "tag" = a tag with the name, and JSON; "tags" =
+        names and values in tags, or in quotes.
+        """
+        if self.object_end:
+            return "json"
+        return "tag" if self.tags is None else "tags"
 
     @property
     def call_start(self) -> str:
@@ -981,7 +1002,7 @@ class CallForm:
             elif part is Slot.NAME:
                 cursor.literal(name)
             else:
-                text = _until(cursor, after).strip()
+                text = cursor.before(after).strip()
                 if part is Slot.INDEX and not text.isdigit():
                     raise Mismatch
                 if part is Slot.ID:
@@ -1020,21 +1041,11 @@ class CallForm:
                 return name
         if known.schemas is not None:
             raise Mismatch
-        core = after.split()[0] if after.strip() else ""
-        if core:
-            end = cursor.text.find(core, start)
-            if end < 0:
-                raise cursor.need()
-            name = cursor.text[start:end].strip()
-        else:
-            match = _NAME.match(cursor.text, start)
-            if match is None or (match.end() == len(cursor.text) and not cursor.last):
-                raise cursor.need()
-            name, end = match[0], match.end()
-        if not name or len(name) > 256 or "\n" in name:
+        name = cursor.before(after).rstrip()
+        cursor.at = start + len(name)
+        if not name.strip() or "\n" in name.strip():
             raise Mismatch
-        cursor.at = start + len(cursor.text[start:end].rstrip())
-        return name
+        return name.strip()
 
 
 _missing = object()
@@ -1046,24 +1057,6 @@ def _at(value: object, path: Sequence[str], default: object = None) -> object:
             return default
         value = value[key]
     return value
-
-
-def _until(cursor: Cursor, literal: str) -> str:
-    core = literal.split()[0] if literal.strip() else ""
-    if not core:
-        match = _NAME.match(cursor.text, cursor.at)
-        if match is None or (match.end() == len(cursor.text) and not cursor.last):
-            raise cursor.need()
-        cursor.at = match.end()
-        return match[0]
-    end = cursor.text.find(core, cursor.at)
-    if end < 0:
-        raise cursor.need()
-    text = cursor.text[cursor.at : end]
-    if len(text) > 256:
-        raise Mismatch
-    cursor.at = end
-    return text.rstrip() if literal[:1].isspace() else text
 
 
 def arguments_of(value: object, known: Known, name: str) -> object:

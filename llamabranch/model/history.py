@@ -27,7 +27,7 @@ def written_history(
     Raises:
         ConfigError: a call has no name, or its arguments are not a JSON object.
     """
-    roles, parts = turns.parts.roles, turns.parts
+    roles = turns.roles
     written: list[dict[str, object]] = []
     ids: dict[str, str] = {}
     names: dict[str, str] = {}
@@ -47,23 +47,11 @@ def written_history(
             else:
                 name = message.get("name") or names.get(answered_id) or "the function"
                 changed = {"role": "user", "content": f"Result of {name}:\n{message['content']}"}
-                if (
-                    written
-                    and written[-1].get("role") == "user"
-                    and "role" in messages[index - 1]
-                    and (messages[index - 1]["role"] in ("tool", "function"))
-                ):
-                    before = written.pop()
-                    changed["content"] = f"{before['content']}\n\n{changed['content']}"
-        elif (
-            role == "user"
-            and index
-            and messages[index - 1]["role"] in ("tool", "function")
-            and "tool" not in roles
-        ):
+        follows_result = index > 0 and messages[index - 1]["role"] in ("tool", "function")
+        if changed["role"] == "user" and follows_result and "tool" not in roles:
             before = written.pop()  # templates refuse two messages of the user in a row
-            changed["content"] = f"{before['content']}\n\n{message['content']}"
-        if role == "assistant" and parts.thought_end and "reasoning_content" not in changed:
+            changed["content"] = f"{before['content']}\n\n{changed['content']}"
+        if role == "assistant" and turns.thought_end and "reasoning_content" not in changed:
             changed = _with_thought(changed, turns)
         written.append(changed)
     return written
@@ -75,7 +63,7 @@ def _with_thought(message: dict[str, object], turns: TurnFormat) -> dict[str, ob
     content = message.get("content")
     if not isinstance(content, str) or not start or not content.lstrip().startswith(start):
         return message
-    if not turns.parts.takes_thoughts:
+    if not turns.takes_thoughts:
         return message
     thought, tag, rest = content.lstrip()[len(start) :].partition(end)
     if not tag:
@@ -93,26 +81,26 @@ def _with_calls(
     """Return an answer with its calls in the form that the template expects."""
     if not isinstance(calls, Sequence) or isinstance(calls, (str, bytes)):
         raise ConfigError(f"tool_calls must be a list, not {shown(calls)}")
-    parts, own_calls = turns.parts, []
+    own_calls: list[ToolCall] = []
     for index, item in enumerate(calls):
         with placed(f"tool_calls[{index}]"):
             call = _call_of(item)
         own = call.id or call_id(str(len(ids)), index, call.name)
-        if parts.calls is not None and parts.calls.name_in_id:
-            before, after = parts.calls.name_in_id
+        if turns.calls is not None and turns.calls.name_in_id:
+            before, after = turns.calls.name_in_id
             own = own if call.name in own else f"{before}{call.name}{after}{index}"
-        elif parts.short_ids and not _SHORT_ID.fullmatch(own):
+        elif turns.short_ids and not _SHORT_ID.fullmatch(own):
             own = call_id(own, index, call.name)
         ids[call.id], names[call.id] = own, call.name
         own_calls.append(call._replace(id=own))
-    if parts.calls is None:
+    if turns.calls is None:
         plain = {key: value for key, value in message.items() if key != "tool_calls"}
         texts = [str(plain.get("content") or ""), turns.write(own_calls)]
         return {**plain, "content": "\n".join(filter(None, texts))}
     written = []
     for call in own_calls:
         arguments: object = call.arguments
-        if parts.arguments_as_text:
+        if turns.arguments_as_text:
             arguments = json.dumps(arguments, ensure_ascii=False)
         function = {"name": call.name, "arguments": arguments}
         written.append({"id": call.id, "type": "function", "function": function})

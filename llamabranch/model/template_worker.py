@@ -120,13 +120,16 @@ def _containers(value: object) -> Iterator[int]:
             yield from _containers(inner)
 
 
+@lru_cache(maxsize=8)
 def _variables(source: str) -> list[str]:
     """Return the names of the variables that a template uses and does not set."""
     try:
         from jinja2 import TemplateError, meta
-
+    except ImportError:
+        return []
+    try:
         return sorted(meta.find_undeclared_variables(_compiled(source).environment.parse(source)))
-    except (ImportError, TemplateError, RecursionError):
+    except (TemplateError, RecursionError):
         return []
 
 
@@ -157,15 +160,9 @@ def main(lines: Iterable[str], memory_bytes: int, cpu_s: int) -> None:
     for line in lines:
         limit_time()
         request = json.loads(line)
-        source, batch = request["source"], request.get("batch")
-        reply: dict[str, object] = (
-            {**_reply(source, request["variables"])}
-            if batch is None
-            else {
-                "names": _variables(source),
-                "replies": [_reply(source, variables) for variables in batch],
-            }
-        )
+        source = request["source"]
+        replies = [_reply(source, variables) for variables in request["batch"]]
+        reply = {"names": _variables(source), "replies": replies}
         sys.stdout.write(json.dumps(reply) + "\n")
         sys.stdout.flush()
 

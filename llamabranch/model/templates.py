@@ -103,7 +103,7 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
             **variables,
         }
-        reply = cast(dict[str, str], self._ask({"variables": arguments}))
+        _, (reply,) = self._ask([arguments])
         if "refused" in reply:
             raise ConfigError(f"the model's chat template refuses the messages: {reply['refused']}")
         if "missing" in reply:
@@ -131,15 +131,15 @@ class ChatTemplate:
         arguments = [
             {"add_generation_prompt": False, **self._special, **variables} for variables in batch
         ]
-        reply = self._ask({"batch": arguments})
-        return cast(list[str], reply["names"]), cast(list[dict[str, str]], reply["replies"])
+        return self._ask(arguments)
 
-    def _ask(self, request: Mapping[str, object]) -> dict[str, object]:
+    def _ask(self, batch: Sequence[Mapping[str, object]]) -> tuple[list[str], list[dict[str, str]]]:
         try:
-            text = json.dumps({"source": self._source, **request}, default=_plain)
+            text = json.dumps({"source": self._source, "batch": batch}, default=_plain)
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(f"messages and variables must be JSON types: {error}") from None
-        return _ask(text.encode("ascii"), self._limit_s)
+        reply = _ask(text.encode("ascii"), self._limit_s)
+        return cast(list[str], reply["names"]), cast(list[dict[str, str]], reply["replies"])
 
 
 def _plain(value: object) -> object:
@@ -172,7 +172,7 @@ class _Worker:
             stderr=subprocess.DEVNULL,
         )
         self._stop = weakref.finalize(self, _stop, self._process, self.pid)
-        if self.ask(b'{"source": "", "variables": {}}', _START_S) is None:  # it also imports Jinja
+        if self.ask(b'{"source": "", "batch": [{}]}', _START_S) is None:  # it also imports Jinja
             raise UnsupportedError(
                 "the process that renders chat templates cannot be started",
                 hint=f"{sys.executable} must be a Python interpreter",

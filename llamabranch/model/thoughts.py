@@ -111,7 +111,6 @@ def plan_thinking(
     budget = thinking_budget(thinking)
     instance("thinking_end", ending, str)
     form = model.turn_format
-    parts = form.parts
     if form.thought_end is None:
         if thinking:
             raise UnsupportedError(
@@ -123,13 +122,13 @@ def plan_thinking(
     text = model.detokenize(prompt[-_TAIL:], special=True)
     is_open = form.is_in_thought(text)
     is_over = not is_open and end in form.begun_turn(text)
-    opening = parts.thought_open if end not in parts.thought_open else start
-    close = parts.thought_close if end in parts.thought_close else end
+    opening = form.thought_open if end not in form.thought_open else start
+    close = form.thought_close if end in form.thought_close else end
     space = close[close.rfind(end) + len(end) :]
     # Text after the tag may belong to the header; with calls, the model writes the header.
-    follows_tag = parts.header.startswith(end) and not has_calls
-    header_rest = parts.header[len(end) :] if follows_tag else ""
-    head = "" if has_calls else parts.content_start
+    follows_tag = form.header.startswith(end) and not has_calls
+    header_rest = form.header[len(end) :] if follows_tag else ""
+    head = "" if has_calls else form.content_start
     thought = Thinking(
         start=start.strip(),
         end=end.strip(),

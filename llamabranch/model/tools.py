@@ -225,7 +225,7 @@ def conversation(
         if ends[-1] and not chat[-1].get("tool_calls"):
             beginning, generates = str(chat.pop()["content"]), True
     options["add_generation_prompt"] = generates is not False
-    if tools.is_used and model.turn_format.parts.takes_tools:
+    if tools.is_used and model.turn_format.takes_tools:
         options["tools"] = tools.given
     elif tools.is_used:
         chat = _described(chat, tools.given, model.turn_format)
@@ -237,7 +237,7 @@ def _described(
 ) -> list[dict[str, object]]:
     """Return messages that describe the tools, for a template that does not."""
     text = _PROMPT.format(tools=json.dumps(tools, ensure_ascii=False))
-    role = "system" if "system" in turns.parts.roles else "user"
+    role = "system" if "system" in turns.roles else "user"
     for index, message in enumerate(messages[:1] if role == "system" else messages):
         if message.get("role") in (role, "developer"):
             own = str(message.get("content") or "")

@@ -1,8 +1,8 @@
 """Find the form of a template's turns by rendering answers that differ in one thing and comparing them.
 
 No template is known by name. An answer is rendered with and without a thought, with one call, two calls,
-and other arguments. The form is the text around the texts that were put in. All renderings are made in
-one exchange with the process that runs templates.
+and other arguments. The form is the text around the texts that were put in. All renderings take two or
+three exchanges with the process that runs templates.
 """
 
 from __future__ import annotations
@@ -137,7 +137,6 @@ def _answers(as_text: bool) -> dict[str, list[dict[str, object]]]:
 
     answers = {kind: called((_NAME, arguments)) for kind, arguments in _SINGLE.items()}
     answers["pair"] = called((_NAME, _SINGLE["one"]), (_OTHER, _SINGLE["one"]))
-    answers["said"] = called((_NAME, _SINGLE["one"]), content=_CONTENT)
     answers["thought"] = called((_NAME, _SINGLE["one"]), **_THOUGHTS)
     answers["no content"] = called((_NAME, _SINGLE["one"]), content=None)
     return answers
@@ -147,20 +146,26 @@ class _Renderings:
     """The renderings of a template, by purpose."""
 
     def __init__(self, template: ChatTemplate) -> None:
-        self._template = template
+        self.template = template
         self.texts: dict[str, str] = {}
         self.faults: dict[str, str] = {}
         self.names: list[str] = []
 
     def add(self, probes: Mapping[str, Mapping[str, object]]) -> None:
         """Render these variables and keep the results."""
-        names, replies = self._template.render_many(list(probes.values()))
+        names, replies = self.template.render_many(list(probes.values()))
         self.names = names
         for key, reply in zip(probes, replies, strict=True):
             if "text" in reply:
                 self.texts[key] = reply["text"]
             else:
                 self.faults[key] = next(iter(reply.values()), "it failed")
+
+    def replace(self, other: _Renderings) -> None:
+        """Use the renderings of another object in place of its own."""
+        keys = {*other.texts, *other.faults}
+        self.texts = {k: t for k, t in self.texts.items() if k not in keys} | other.texts
+        self.faults = {k: f for k, f in self.faults.items() if k not in keys} | other.faults
 
     def tail(self, key: str) -> str | None:
         """Return the text of a rendering after the user's message."""
@@ -191,8 +196,7 @@ def find_parts(template: ChatTemplate) -> TurnParts:
             "messages": [{"role": "developer", "content": "Dez zrole"}, *_ASKED],
         },
     }
-    probes |= {f"{kind} False": {"messages": m, **tools} for kind, m in _answers(False).items()}
-    seen.add(probes)
+    seen.add(probes | _with_tools(_answers(as_text=False), tools))
     for _ in range(4):  # it may need variables that other templates do not have
         lacks = re.search(r"'(\w+)' is undefined", next(iter(seen.faults.values()), ""))
         if seen.texts or lacks is None:
@@ -200,12 +204,11 @@ def find_parts(template: ChatTemplate) -> TurnParts:
         value = tools["functions"] if re.search("function|tool", lacks[1]) else ""
         template = template.with_variables({lacks[1]: str(value)})
         seen = _Renderings(template)
-        seen.add(probes)
+        seen.add(probes | _with_tools(_answers(as_text=False), tools))
     if not seen.texts:
         raise UnsupportedError(f"the template renders nothing: {seen.faults['prompt']}")
-    single = seen.texts.get("one False", "")
-    if "{'" in single or not (_NAME in single or _IDS[0] in single):  # it may need OpenAI's strings
-        seen.add({f"{kind} True": {"messages": m, **tools} for kind, m in _answers(True).items()})
+    as_text = _needs_text(seen, tools)
+    answers = _answers(as_text)
     switches = tuple(n for n in seen.names if re.search(r"think|reason", n) and "effort" not in n)
     more: dict[str, Mapping[str, object]] = {
         f"{name} {state}": {**prompt, name: state} for name in switches for state in (True, False)
@@ -214,29 +217,47 @@ def find_parts(template: ChatTemplate) -> TurnParts:
         values = dict.fromkeys(switches, state)
         more[f"prompt {state}"] = {**prompt, **values}
         more[f"thoughtful {state}"] = {"messages": [*_ASKED, {**answer, **_THOUGHTS}], **values}
-        for as_text in (False, True) if "one True" in seen.texts else (False,):
-            more[f"thought {as_text} {state}"] = {
-                "messages": _answers(as_text)["thought"], **tools, **values,
-            }  # fmt: skip
     for i, blocks in enumerate(_BLOCKS):
         more[f"blocks {i}"] = {"messages": [*_ASKED, {"role": "assistant", "content": blocks}]}
     for i, literal in enumerate(_closers(template)):
         content = f"{_THOUGHT}{literal}{_CONTENT}"
         earlier = {**answer, "content": content}
         more[f"split {i}"] = {"messages": [*_ASKED, earlier, *_ASKED, _FINE, *_ASKED]}
-        more[f"last split {i}"] = {"messages": [*_ASKED, {**answer, "content": content}]}
+        more[f"last split {i}"] = {"messages": [*_ASKED, earlier]}
     result = {"role": "tool", "content": "Rez zresult", "tool_call_id": _IDS[0], "name": _NAME}
-    for as_text in (False, True):
-        more[f"result {as_text}"] = {
-            **prompt, **tools, "messages": [*_answers(as_text)["one"], result],
-        }  # fmt: skip
-    for as_text in (False, True):
-        long = json.loads(
-            json.dumps(_answers(as_text)["one"]).replace(_IDS[0], f"call_{_IDS[0]}x24")
-        )
-        more[f"long {as_text}"] = {"messages": long, **tools}
+    more["result"] = {**prompt, **tools, "messages": [*answers["one"], result]}
+    long = json.loads(json.dumps(answers["one"]).replace(_IDS[0], f"call_{_IDS[0]}x24"))
+    more["long"] = {"messages": long, **tools}
     seen.add(more)
-    return _Finder(seen, template, switches).found()
+    return _Finder(seen, switches, as_text=as_text).found()
+
+
+def _with_tools(
+    answers: Mapping[str, object], tools: Mapping[str, object]
+) -> dict[str, Mapping[str, object]]:
+    return {kind: {"messages": messages, **tools} for kind, messages in answers.items()}
+
+
+def _needs_text(seen: _Renderings, tools: Mapping[str, object]) -> bool:
+    """Return whether arguments must be passed as text; the answers are then rendered that way.
+
+    They must if objects fail, or are not written as JSON.
+    """
+
+    def is_called(text: str | None) -> bool:
+        return text is not None and (_NAME in text or _IDS[0] in text)
+
+    single = seen.tail("one")
+    is_python = "{'" in (single or "")  # Python's text of a dict
+    if is_called(single) and not is_python:
+        return False
+    as_texts = _Renderings(seen.template)
+    as_texts.add(_with_tools(_answers(as_text=True), tools))
+    text = as_texts.tail("one")
+    if text is None or ("{'" in text if is_called(single) else not is_called(text)):
+        return False
+    seen.replace(as_texts)
+    return True
 
 
 def _closers(template: ChatTemplate) -> list[str]:
@@ -246,10 +267,8 @@ def _closers(template: ChatTemplate) -> list[str]:
 
 
 class _Finder:
-    def __init__(
-        self, seen: _Renderings, template: ChatTemplate, switches: tuple[str, ...]
-    ) -> None:
-        self._seen, self._template, self._switches = seen, template, switches
+    def __init__(self, seen: _Renderings, switches: tuple[str, ...], *, as_text: bool) -> None:
+        self._seen, self._switches, self._as_text = seen, switches, as_text
         self._reasons: list[str] = []
         self._prompt_end = ""  # if a prompt does not end with the header
 
@@ -258,53 +277,43 @@ class _Finder:
         if seen.tail("prompt") is None:
             why = seen.faults.get("prompt") or "it does not write the user's message"
             self._reasons.append(f"the template does not render a question: {why}")
-        as_text = self._as_text()
-        self._header = self._find_header(as_text)
+        self._header = self._find_header()
         parts = self._with_ends(TurnParts(header=self._header))
-        parts = self._with_thoughts(parts, as_text)
+        parts = self._with_thoughts(parts)
         parts = self._with_content(parts)
-        parts = self._with_calls(parts, as_text)
+        parts = self._with_calls(parts)
         roles = {
             role
             for role, needle in (("system", "Syz zrole"), ("developer", "Dez zrole"))
             if needle in seen.texts.get(role, "")
         }
-        if any(
-            "Rez zresult" in seen.texts.get(f"result {is_text}", "") for is_text in (False, True)
-        ):
+        if "Rez zresult" in seen.texts.get("result", ""):
             roles.add("tool")
         with_tools = seen.texts.get("tools prompt", "")
         return replace(
             parts,
             takes_tools=_NAME in with_tools,
-            arguments_as_text=as_text,
+            arguments_as_text=self._as_text,
             takes_thoughts=self._takes_thoughts(parts),
-            short_ids=f"long {as_text}" in seen.faults and f"one {as_text}" in seen.texts,
+            short_ids="long" in seen.faults and "one" in seen.texts,
             roles=frozenset(roles),
             reason="; ".join(self._reasons),
         )
-
-    def _as_text(self) -> bool:
-        """Return whether to pass arguments as text, because objects fail or are not written as JSON."""
-        single, text = self._seen.tail("one False"), self._seen.tail("one True")
-        if single is None or (_NAME not in single and _IDS[0] not in single):
-            return text is not None and (_NAME in text or _IDS[0] in text)
-        return "{'" in single and text is not None and "{'" not in text  # Python's text of a dict
 
     def _takes_thoughts(self, parts: TurnParts) -> bool:
         """Return whether the template moves, or leaves out, a thought in an answer's content."""
         names, end = {"reasoning_content", "thinking", "reasoning"}, parts.thought_end
         return end is not None and (
-            any(end in text or text in names for text in self._template.strings)
+            any(end in text or text in names for text in self._seen.template.strings)
             or any(_THOUGHT in self._seen.texts.get(f"thoughtful{s}", "") for s in ("", " True"))
         )
 
     # -- header, ends ------------------------------------------------------------------------------
 
-    def _find_header(self, as_text: bool) -> str:
+    def _find_header(self) -> str:
         """Return the common beginning of all turns, after the user's text."""
         keys = ["prompt", "answer", "thoughtful", "prompt True", "prompt False"]
-        keys += [f"one {as_text}", f"thought {as_text}", "thoughtful True"]
+        keys += ["one", "thought", "thoughtful True"]
         tails = [tail for key in keys if (tail := self._seen.tail(key)) is not None]
         if not tails:
             return ""
@@ -343,7 +352,7 @@ class _Finder:
 
     # -- thoughts ----------------------------------------------------------------------------------
 
-    def _with_thoughts(self, parts: TurnParts, as_text: bool) -> TurnParts:
+    def _with_thoughts(self, parts: TurnParts) -> TurnParts:
         seen, header = self._seen, self._header
         rests = {
             key: tail[tail.find(header) + len(header) :]
@@ -352,8 +361,8 @@ class _Finder:
         }
         start = end = None
         opening = closing = ""
-        keys = ["thoughtful", "thoughtful True", f"thought {as_text}"]
-        keys += [f"thought {as_text} True", *(f"blocks {i}" for i in range(len(_BLOCKS)))]
+        keys = ["thoughtful", "thoughtful True", "thought"]
+        keys += [f"blocks {i}" for i in range(len(_BLOCKS))]
         for key in keys:
             tail = seen.tail(key)
             if tail is None or _THOUGHT not in tail:
@@ -421,20 +430,9 @@ class _Finder:
 
     def _from_content(self, rests: Mapping[str, str]) -> tuple[str | None, str | None]:
         """Return the tags of a thought that the template removes from an answer's content."""
-        ends = []
-        for i, literal in enumerate(_closers(self._template)):
-            for key in (f"split {i}", f"last split {i}"):
-                text = self._seen.texts.get(key, "")
-                if _CONTENT in text and (_THOUGHT not in text or literal not in text):
-                    ends.append(literal)
-                    break
-        for end in ends:
-            for text in [*rests.values(), *sorted(self._template.strings)]:
-                start = text.strip()
-                alike = _words(start) == _words(end) != set() and "/" not in start
-                if start != end and alike and (start[0], start[-1]) == (end[0], end[-1]):
-                    return start, end
-            if "/" in end:
+        for i, end in enumerate(_closers(self._seen.template)):
+            texts = [self._seen.texts.get(f"{key} {i}", "") for key in ("split", "last split")]
+            if any(_CONTENT in t and (_THOUGHT not in t or end not in t) for t in texts):
                 return end.replace("/", "", 1), end
         for rest in rests.values():
             start = rest.strip()
@@ -478,13 +476,11 @@ class _Finder:
 
     # -- calls -------------------------------------------------------------------------------------
 
-    def _with_calls(self, parts: TurnParts, as_text: bool) -> TurnParts:
-        bodies = {
-            key: self._body(f"{key} {as_text}", parts) for key in (*_SINGLE, "pair", "no content")
-        }
+    def _with_calls(self, parts: TurnParts) -> TurnParts:
+        bodies = {key: self._body(key, parts) for key in (*_SINGLE, "pair", "no content")}
         single = bodies["one"] or bodies["no content"]
         if single is None:
-            why = self._seen.faults.get(f"one {as_text}")
+            why = self._seen.faults.get("one")
             self._reasons.append(
                 f"the template refuses calls: {why}" if why else "the template writes no calls"
             )
@@ -584,45 +580,21 @@ def _json_form(single: str, pair: str | None) -> CallForm | None:
         arguments_path = _path_to(
             value, lambda v: isinstance(v, str) and _json_of(v) == {_KEY: _VALUE}
         )
-    if arguments_path is None:
+    written = _arguments_in(single[start:end], as_text=is_text)
+    if arguments_path is None or written is None:
         return None
     if name_path is None:
         name_path, arguments_path = (), ()
-    id_path = _path_to(value, lambda v: v == _IDS[0])
-    text = single[start:end]
-    written = _arguments_in(text, as_text=is_text)
-    if written is None:
-        return None
     inner, values = written
-    numbered = None
-    if id_path is None and pair is not None:
-        numbered = _index_in(text, pair)
-    parts = _split(text, inner, {_NAME: Slot.NAME, _IDS[0]: Slot.ID})
-    head, tail = single[:start], single[end:]
-    section_start, call_start, call_end, separator, section_end = head, "", "", "", tail
-    if pair is not None:
-        first, second = _object_of(pair, _NAME), _object_of(pair, _OTHER)
-        if first is None or second is None:
-            pair = None
-        else:
-            middle = pair[first[1] : second[0]]
-            section_start, call_start, call_end, separator, section_end = _shared(
-                head, middle, tail, in_list
-            )
-    if (
-        pair is None and not in_list
-    ):  # two calls were not rendered, so each call gets the text around one
-        section_start, call_start, call_end, section_end = "", head, tail, ""
-    if numbered:
-        parts = _with_index(parts, *numbered)
-        id_path = _path_to(value, lambda v: str(v) == str(numbered[1]))
-    unit = (*([call_start] if call_start else []), *parts, *([call_end] if call_end else []))
-    at = 1 if call_start else 0
-    return CallForm(
-        "json", unit, object_at=at, object_end=at + len(parts), section_start=section_start,
-        section_end=section_end, separator=separator, name_path=name_path,
-        arguments_path=arguments_path, id_path=id_path, values=values, arguments_as_text=is_text,
-        index_from=numbered[1] if numbered else 0,
+    second = None if pair is None else (_object_of(pair, _NAME), _object_of(pair, _OTHER))
+    spans = [place[:2] for place in second or () if place is not None]
+    form = _surrounded(inner, single, (start, end), pair or "", spans, in_list=in_list)
+    id_path = _path_to(value, lambda v: v == _IDS[0])
+    if Slot.INDEX in form.unit:
+        id_path = _path_to(value, lambda v: str(v) == str(form.index_from))
+    return replace(
+        form, name_path=name_path, arguments_path=arguments_path, id_path=id_path, values=values,
+        arguments_as_text=is_text,
     )  # fmt: skip
 
 
@@ -665,17 +637,9 @@ def _path_to(value: object, fits: object, depth: int = 0) -> tuple[str, ...] | N
     return None
 
 
-_SPACINGS = [
-    Values(),
-    Values(item=",", pair=":"),
-    Values(item=", ", pair=":"),
-    Values(item=",", pair=": "),
-]
-
-
 def _arguments_in(text: str, *, as_text: bool) -> tuple[str, Values] | None:
     """Return how the arguments of the probe are written in a text."""
-    for values in _SPACINGS:
+    for values in (Values(), Values(item=",", pair=":")):
         written = values.write({_KEY: _VALUE})
         written = json.dumps(written) if as_text else written
         if written in text:
@@ -700,37 +664,60 @@ def _split(text: str, inner: str, needles: Mapping[str, Slot]) -> tuple[Part, ..
     return tuple(parts)
 
 
-def _index_in(text: str, pair: str) -> tuple[str, int] | None:
-    """Return the text before a number that counts calls, and the first number."""
-    second_name = pair.find(_OTHER)
-    for match in re.finditer(r"\d+", text):
-        if match[0] not in ("0", "1"):
+def _surrounded(
+    inner: str,
+    single: str,
+    span: tuple[int, int],
+    pair: str,
+    spans: Sequence[tuple[int, int]],
+    *,
+    in_list: bool | None = None,
+) -> CallForm:
+    """Return the form of calls with the texts around all of them and around each.
+
+    Args:
+        inner: the text of the arguments.
+        single, span: a rendering of one call, and its place.
+        pair, spans: a rendering of two calls, and their places; no places = they were not rendered.
+        in_list: whether the calls are items of a JSON list; None = they are not JSON objects.
+    """
+    head, core, tail = single[: span[0]], single[slice(*span)], single[span[1] :]
+    parts = _split(core, inner, {_NAME: Slot.NAME, _IDS[0]: Slot.ID})
+    first_index = 0
+    section_start, call_start, call_end, separator, section_end = "", head, tail, "", ""
+    if len(spans) == 2:
+        (_, first_end), second = spans
+        section_start, call_start, call_end, separator, section_end = _shared(
+            head, pair[first_end : second[0]], pair[second[1] :], bool(in_list)
+        )
+        others = _split(pair[slice(*second)], inner, {_OTHER: Slot.NAME, _IDS[1]: Slot.ID})
+        parts, first_index = _numbered(parts, others)
+    elif in_list:
+        section_start, call_start, call_end, section_end = head, "", "", tail
+    unit = (*([call_start] if call_start else []), *parts, *([call_end] if call_end else []))
+    at = 0 if in_list is None or not call_start else 1
+    return CallForm(
+        unit, object_at=at, object_end=0 if in_list is None else at + len(parts),
+        section_start=section_start, section_end=section_end, separator=separator,
+        index_from=first_index,
+    )  # fmt: skip
+
+
+def _numbered(parts: tuple[Part, ...], others: tuple[Part, ...]) -> tuple[tuple[Part, ...], int]:
+    """Return the parts of a call with a slot for a number that counts calls, and the first number.
+
+    Args:
+        parts, others: those of the first and of the second call.
+    """
+    for i, (part, other) in enumerate(zip(parts, others, strict=False)):
+        if not isinstance(part, str):
             continue
-        before, n = text[max(0, match.start() - 8) : match.start()], int(match[0])
-        named = before.replace(_NAME, _OTHER)
-        counts = pair.count(f"{before}{n}") and pair.count(f"{before}{n + 1}") and second_name >= 0
-        if counts or (named != before and pair.count(f"{named}{n + 1}")):
-            return before, n
-    return None
-
-
-def _with_index(parts: Sequence[Part], before: str, first: int) -> tuple[Part, ...]:
-    number = str(first)
-    parts_made: list[Part] = []
-    is_done = False
-    for part in parts:
-        tail = before if isinstance(part, str) else ""
-        # Only text in the same literal can be compared; a name before it is a slot.
-        while tail and isinstance(part, str) and tail + number not in part:
-            tail = tail[1:]
-        at = part.find(tail + number) if isinstance(part, str) and not is_done else -1
-        if at >= 0 and isinstance(part, str) and (tail or part.startswith(number)):
-            cut = at + len(tail)
-            parts_made += [p for p in (part[:cut], Slot.INDEX, part[cut + len(number) :]) if p]
-            is_done = True
-        else:
-            parts_made.append(part)
-    return tuple(parts_made)
+        for match in re.finditer(r"\d+", part):
+            before, after = part[: match.start()], part[match.end() :]
+            if other == f"{before}{int(match[0]) + 1}{after}":
+                pieces: list[Part] = [piece for piece in (before, Slot.INDEX, after) if piece]
+                return (*parts[:i], *pieces, *parts[i + 1 :]), int(match[0])
+    return parts, 0
 
 
 def _shared(head: str, middle: str, tail: str, in_list: bool) -> tuple[str, str, str, str, str]:
@@ -765,122 +752,61 @@ def _tag_form(
     bodies: Mapping[str, str | None],
     name_in_id: tuple[str, str] | None,
 ) -> CallForm:
-    needle = _IDS[0] if name_in_id else _NAME
-    other = _IDS[1] if name_in_id else _OTHER
     written = _arguments_in(single, as_text=False)
-    tags = None
+    tags, values = None, Values()
     if written is not None:
         inner, values = written
     else:
         tags, inner = _tags_of(bodies, single)
-        values = Values()
-    start, end = single.find(needle), single.rfind(inner) + len(inner)
-    if start < 0 or end < start:
-        raise Mismatch
-    start = min(i for word in (needle, _IDS[0]) if (i := single.find(word)) >= 0)
-    head, tail = single[:start], single[end:]
-    core = single[start:end]
-    section_start, call_start, call_end, separator, section_end = "", head, tail, "", ""
-    index = None
+    first, second = (_NAME, _IDS[0], inner), (_OTHER, _IDS[1], inner)
+    span = _span(single, first)
+    spans: list[tuple[int, int]] = []
     if pair is not None:
-        after = pair.find(inner) + len(inner)
-        places = [i for word in (other, _IDS[1]) if (i := pair.find(word, after)) >= 0]
-        at = min(places, default=-1)
-        if pair.count(inner) < 2 or at < after:
-            second = inner if tags is None else None
-            if second is None or at < 0:
-                pair = None
-        if pair is not None and at >= after:
-            middle = pair[after:at]
-            tail_of_pair = pair[pair.rfind(inner) + len(inner) :]
-            if _IDS[0] in tail:  # an id after the arguments
-                core, tail, middle = _past_id(core, tail, middle)
-                tail_of_pair = tail_of_pair[tail_of_pair.find(_IDS[1]) + len(_IDS[1]) :]
-            section_start, call_start, call_end, separator, section_end = _shared(
-                head, middle, tail_of_pair, in_list=False
-            )
-            index = _index_in(core, pair)
-    parts = _split(core, inner, {_NAME: Slot.NAME, _IDS[0]: Slot.ID})
-    if index:
-        parts = _with_index(parts, *index)
-    parts = tuple(_split(call_start, "", {_NAME: Slot.NAME})) + parts if call_start else parts
-    unit = (*parts, *([call_end] if call_end else []))
-    return CallForm(
-        "tag" if tags is None else "tags", unit, section_start=section_start,
-        section_end=section_end, separator=separator, tags=tags, values=values,
-        name_in_id=name_in_id, index_from=index[1] if index else 0,
-    )  # fmt: skip
+        at = min(i for word in second[:2] if (i := pair.find(word)) >= 0)
+        spans = [_span(pair[:at], first), (at, _span(pair, second)[1])]
+    form = _surrounded(inner, single, span, pair or "", spans)
+    return replace(form, tags=tags, values=values, name_in_id=name_in_id)
 
 
-def _past_id(core: str, tail: str, middle: str) -> tuple[str, str, str]:
-    cut = tail.index(_IDS[0]) + len(_IDS[0])
-    in_middle = middle.find(_IDS[0]) + len(_IDS[0])
-    return core + tail[:cut], tail[cut:], middle[in_middle:]
+def _span(text: str, words: Iterable[str]) -> tuple[int, int]:
+    """Return the place of some words, from the first to the last."""
+    starts = [i for word in words if (i := text.find(word)) >= 0]
+    ends = [i + len(word) for word in words if (i := text.rfind(word)) >= 0]
+    if not starts:
+        raise Mismatch
+    return min(starts), max(ends)
 
 
 def _tags_of(bodies: Mapping[str, str | None], single: str) -> tuple[ArgumentTags, str]:
     """Return the form of arguments that are not a JSON object, and the text of the probe's."""
-    at_key, at_value = single.find(_KEY), single.find(_VALUE)
-    if at_key < 0 or at_value < at_key:
-        raise Mismatch
     none, two = bodies.get("none"), bodies.get("two")
-    if none is not None and two is not None:
-        n = len(_whole_tags(single[: _n_common(single, none)]))
-        rest_one, rest_none = single[n:], none[n:]
-        m = min(_n_common(reversed(rest_one), reversed(rest_none)), len(rest_none))
-        inner = rest_one[: len(rest_one) - m]
-    else:
+    if none is None or two is None:
         raise Mismatch
-    if _KEY not in inner or _VALUE not in inner:
+    rest = single[len(_whole_tags(single[: _n_common(single, none)])) :]
+    rest_of_none = none[len(single) - len(rest) :]
+    inner = rest[: len(rest) - _n_common(reversed(rest), reversed(rest_of_none))]
+    first, at_value = inner.find(_KEY), inner.find(_VALUE)
+    if not 0 <= first < at_value:
         raise Mismatch
-    first, last = inner.find(_KEY), inner.rfind(_VALUE) + len(_VALUE)
-    before, between = inner[:first], inner[first + len(_KEY) : inner.find(_VALUE)]
-    after = inner[last:]
-    at = two.find(_VALUE)
-    middle = two[at + len(_VALUE) : two.rfind(_KEY2) if two.count(_KEY2) == 1 else two.find(_KEY2)]
-    start = end = ""
-    named_middle = middle.replace(_KEY, "\0")
-    named_after = after.replace(_KEY, "\0")
-    n_start = _n_common(reversed(before), reversed(named_middle))
-    start, before_each = before[: len(before) - n_start], before[len(before) - n_start :]
-    left = named_middle[: len(named_middle) - n_start]
-    n_end = _n_common(named_after, left)
-    after_each, end, separator = named_after[:n_end], named_after[n_end:], left[n_end:]
-    parts: tuple[Part, ...] = tuple(
-        p
-        for i, piece in enumerate(after_each.split("\0"))
-        for p in ([Slot.NAME] if i else []) + [piece]
-        if p
+    between = inner[first + len(_KEY) : at_value]
+    after = inner[inner.rfind(_VALUE) + len(_VALUE) :]
+    at = two.find(_VALUE) + len(_VALUE)
+    middle = two[at : two.rfind(_KEY2) if two.count(_KEY2) == 1 else two.find(_KEY2)]
+    start, before, after_each, separator, end = _shared(
+        inner[:first], middle.replace(_KEY, "\0"), after.replace(_KEY, "\0"), in_list=False
     )
-    text = Around(before_each, between, parts)
-    raw = bodies.get("raw") or ""
-    is_raw = f"{between}{_RAW}" in raw
-    others = {}
-    values = Values()
-    prefix, suffix = (
-        single[: single.find(inner)] + start,
-        end + single[single.find(inner) + len(inner) :],
-    )
-    texts: dict[str, str] = {}
-    for kind, _value in _OTHERS.items():
-        body = bodies.get(kind)
-        if body is None or not body.startswith(prefix) or not body.endswith(suffix):
-            continue
-        texts[kind] = body[len(prefix) : len(body) - len(suffix)]
-    number = texts.get("number", "")
-    if str(_OTHERS["number"]) in number:
-        at = number.index("4711")
-        around_number = _split(number[at + 4 :], "", {_KEY: Slot.NAME})
-        key_at = number.find(_KEY)
-        base = Around(number[:key_at], number[key_at + len(_KEY) : at], around_number)
-        others["number"] = base
-        values = _values_of(texts, between)
-        for kind, whole in texts.items():
-            around = _around(whole, values.write(_OTHERS[kind]))
-            if around is not None:
-                others[kind] = around
-    else:
-        others["number"] = text
+    text = Around(before, between, _split(after_each, "", {"\0": Slot.NAME}))
+    is_raw = f"{between}{_RAW}" in (bodies.get("raw") or "")
+    prefix = single[: single.find(inner)] + start
+    suffix = end + single[single.find(inner) + len(inner) :]
+    texts = {
+        kind: body[len(prefix) : len(body) - len(suffix)]
+        for kind in _OTHERS
+        if (body := bodies.get(kind)) and body.startswith(prefix) and body.endswith(suffix)
+    }
+    values = _values_of(texts, between)
+    arounds = {kind: _around(body, values.write(_OTHERS[kind])) for kind, body in texts.items()}
+    others = {"number": text, **{kind: around for kind, around in arounds.items() if around}}
     lines = bodies.get("lines") or ""
     wrapped = re.search(
         rf"{re.escape(between)}(\S*?){re.escape(_LINES)}(\S*?){re.escape(after)}", lines

@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -39,7 +39,6 @@ _LIMIT_S = 5.0  # for all renderings of a template; an ordinary template takes 0
 _ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _WORDS = ("True", "False", "None")
 _BARE = CallForm(
-    "json",
     ('{"name": "', Slot.NAME, '", "arguments": ', Slot.ARGUMENTS, "}"),
     object_end=5,
     separator="\n",
@@ -48,7 +47,6 @@ _TAGGED = replace(
     _BARE, unit=("<tool_call>\n", *_BARE.unit, "\n</tool_call>"), object_at=1, object_end=6
 )
 _PYTHON = CallForm(
-    "tags",
     (Slot.NAME, "(", Slot.ARGUMENTS, ")"),
     section_start="[",
     section_end="]",
@@ -139,16 +137,11 @@ def known_functions(tools: Iterable[object]) -> Known:
 
 
 @dataclass(frozen=True)
-class TurnFormat:
+class TurnFormat(TurnParts):
     """The form of a model's turns, found by rendering its chat template.
 
-    Use ``TurnFormat.of(template)`` or ``model.turn_format``.
-
-    Attributes:
-        parts: the parts of a turn that were found.
+    Use ``TurnFormat.of(template)`` or ``model.turn_format``. Its attributes are those of ``TurnParts``.
     """
-
-    parts: TurnParts = field(default_factory=TurnParts)
 
     @classmethod
     def of(
@@ -176,55 +169,30 @@ class TurnFormat:
     @classmethod
     def built_in(cls) -> TurnFormat:
         """Return the form of a built-in template, which takes only roles and texts."""
-        return cls(TurnParts(roles=frozenset({"system"})))
+        return cls(roles=frozenset({"system"}))
 
     # -- properties of the template ----------------------------------------------------------------
 
     @property
-    def thought_start(self) -> str | None:
-        """The tag that begins a thought; None = the template knows no thoughts."""
-        return self.parts.thought_start
-
-    @property
-    def thought_end(self) -> str | None:
-        """The tag that ends a thought; None = the template knows no thoughts."""
-        return self.parts.thought_end
-
-    @property
-    def starts_in_thought(self) -> bool:
-        """Whether the generation prompt ends inside a thought."""
-        return self.parts.starts_in_thought
-
-    @property
-    def thought_off(self) -> str | None:
-        """The end of the generation prompt when thoughts are switched off; None = they cannot be."""
-        return self.parts.thought_off
-
-    @property
-    def reason(self) -> str:
-        """Why thoughts or calls were not found; "" if they were."""
-        return self.parts.reason
-
-    @property
     def form(self) -> CallForm:
         """How calls are written: in the template's form, or as bare JSON."""
-        return self.parts.calls or _BARE
+        return self.calls or _BARE
 
     @property
     def is_general(self) -> bool:
         """Whether calls are bare JSON because the template's own form cannot be read."""
-        return self.parts.calls is None
+        return self.calls is None
 
     def thinking_variables(self, on: bool) -> dict[str, object]:
         """Return the variables of the template that switch thoughts on or off; {} = it has none."""
-        names = self.parts.thinking
+        names = self.thinking
         return {
             name: on for name in names if not (on and re.search("budget|effort|strength", name))
         }
 
     def begun_turn(self, prompt: str) -> str:
         """Return the text of a prompt after its last header; all of it if there is no header."""
-        header = self.parts.header.strip()
+        header = self.header.strip()
         return prompt.rpartition(header)[2] if header else prompt
 
     def is_in_thought(self, prompt: str) -> bool:
@@ -241,10 +209,10 @@ class TurnFormat:
 
         A tag may be a control token, whose text a generation leaves out, but a reader needs it.
         """
-        parts, form = self.parts, self.form
+        form = self.form
         texts = [
-            parts.thought_start, parts.thought_end, parts.content_start, parts.content_end,
-            parts.header, form.section_start, form.section_end, form.separator,
+            self.thought_start, self.thought_end, self.content_start, self.content_end,
+            self.header, form.section_start, form.section_end, form.separator,
             *(part for shape in (form, form.other or form) for part in shape.unit
               if isinstance(part, str)),
         ]  # fmt: skip
@@ -256,11 +224,11 @@ class TurnFormat:
         if self.thought_end is None:
             words.append("does not think")
         else:
-            always = "" if self.parts.thinking else ", always"
+            always = "" if self.thinking else ", always"
             begins = f"between {self.thought_start} and {self.thought_end}"
             if not self.thought_start:
                 begins = f"up to {self.thought_end}"
-            is_on = self.starts_in_thought or self.parts.thought_off is not None
+            is_on = self.starts_in_thought or self.thought_off is not None
             state = always or (", on by default" if is_on else ", off by default")
             if always and not self.starts_in_thought:
                 state = ", when the model chooses to"
@@ -314,7 +282,7 @@ class TurnFormat:
             call if call.id else call._replace(id=call_id("", i, call.name))
             for i, call in enumerate(calls)
         ]
-        return self.form.write(named).removeprefix(self.parts.lead)
+        return self.form.write(named).removeprefix(self.lead)
 
 
 @lru_cache(maxsize=32)
@@ -325,9 +293,9 @@ def _found(template: ChatTemplate) -> TurnFormat:
         try:
             parts = find_parts(template)
         except UnsupportedError as error:  # not kept, because the machine may just have been busy
-            return TurnFormat(TurnParts(roles=frozenset({"system"}), reason=error.message))
+            return TurnFormat(roles=frozenset({"system"}), reason=error.message)
         write_entries([("turns", key, kept(parts))])
-    return TurnFormat(parts)
+    return TurnFormat(**vars(parts))
 
 
 def _beginnings(tags: Iterable[str]) -> frozenset[str]:
@@ -368,7 +336,7 @@ class TurnReader:
         calls: bool = True,
     ) -> None:
         self._tools = list(tools)
-        self._parts, self._form, self._known = form.parts, form.form, known_functions(self._tools)
+        self._turns, self._form, self._known = form, form.form, known_functions(self._tools)
         self._salt, self._eager, self._reads_calls = salt, eager, calls
         inside = form.starts_in_thought if in_thought is None else in_thought
         self._in_thought = inside and bool(form.thought_end)
@@ -389,14 +357,17 @@ class TurnReader:
         self._is_started = False
         self._is_over = False  # another role's message has begun
         self._is_anew = False  # a header was read, but nothing after it yet
-        self._headers = self._parts.headers
-        role = _ROLE.search(self._parts.header + self._parts.prompt_end)
+        self._headers = self._turns.headers
+        role = _ROLE.search(self._turns.header + self._turns.prompt_end)
         self._role = (role[1], role[2]) if role else ("", "")
-        self._keys = self._all_keys()
+        self._marks = self._all_marks()
+        self._keys: dict[str, list[str]] = {}  # what the first word of a mark may begin
+        for kind, text in self._marks.items():
+            self._keys.setdefault(text.split()[0], []).append(kind)
         pattern = "|".join(map(re.escape, sorted(self._keys, key=len, reverse=True))) or "(?!)"
         self._pattern = re.compile(pattern)
         self._begun = _beginnings(self._keys)
-        in_thought_too = (self._parts.thought_end or "", *self._form.opening.split()[:1])
+        in_thought_too = (self._turns.thought_end or "", *self._form.opening.split()[:1])
         self._begun_in_thought = _beginnings(in_thought_too)
         self._longest = max(map(len, [*self._keys, *in_thought_too]))
 
@@ -414,7 +385,7 @@ class TurnReader:
         """Return the events of the next piece of the text."""
         if not self._is_started and (self._buffer or text):
             self._is_started = True
-            lead = self._parts.lead
+            lead = self._turns.lead
             self._buffer = "" if text.startswith(lead) else lead
             self._n_cut = -len(self._buffer)
         self._buffer += text
@@ -544,34 +515,28 @@ class TurnReader:
     def _cursor(self, at: int, *, last: bool = False) -> Cursor:
         return Cursor(self._buffer, at, last=last, ruled_out=self._ruled_out)
 
-    def _all_keys(self) -> dict[str, list[str]]:
-        """Return the texts to look for in content, and what each of them may be."""
-        parts = self._parts
-        keys: dict[str, list[str]] = {}
-        marks = [
-            ("call", self._form.opening),
-            ("other call", self._form.other.opening if self._form.other else None),
-            ("thought", parts.thought_start if parts.thought_end else None),
-            ("stray end", parts.thought_end),
-            ("content start", parts.lead + parts.content_start if parts.content_start else None),
-            ("preamble", self._preamble),
-            ("role", self._role[0]),
-            ("content end", parts.content_end),
-            ("section end", self._form.section_end if len(self._form.section_end) > 4 else ""),
-            ("turn end", parts.turn_end),
-            ("bare", "{" if self._known.schemas is not None or not self._form.opening.strip() else None),
-        ]  # fmt: skip
+    def _all_marks(self) -> dict[str, str]:
+        """Return the texts that may begin something in content, by what it may be."""
+        turns, form = self._turns, self._form
+        marks = {
+            "call": form.opening,
+            "other call": form.other.opening if form.other else "",
+            "thought": (turns.thought_start or "") if turns.thought_end else "",
+            "stray end": turns.thought_end or "",
+            "content start": turns.lead + turns.content_start if turns.content_start else "",
+            "preamble": self._preamble,
+            "role": self._role[0],
+            "content end": turns.content_end,
+            "section end": form.section_end.strip() if len(form.section_end) > 4 else "",
+            "turn end": turns.turn_end,
+            "bare": "{" if self._known.schemas is not None or not form.opening.strip() else "",
+        }
         if not self._reads_calls:
-            marks = [mark for mark in marks if mark[0] not in _OF_CALLS]
+            marks = {kind: text for kind, text in marks.items() if kind not in _OF_CALLS}
         elif self._known.schemas is not None:
-            marks += [("fence", "```"), ("tagged", "<tool_call>"), ("python", "[")]
-        for i, piece in enumerate(self._headers):
-            marks.append((f"header {i}", piece))
-        for kind, text in marks:
-            key = (text or "").split()[0] if (text or "").strip() else ""
-            if key:
-                keys.setdefault(key, []).append(kind)
-        return keys
+            marks |= {"fence": "```", "tagged": "<tool_call>", "python": "["}
+        marks |= {f"header {i}": header for i, header in enumerate(turns.headers)}
+        return {kind: text.lstrip() for kind, text in marks.items() if text.strip()}
 
     @property
     def _preamble(self) -> str:
@@ -581,58 +546,34 @@ class TurnReader:
 
     def _tag(self, kind: str, start: int, last: bool) -> bool:
         """Read a tag of a kind, or its beginning. Return False, or raise Mismatch, for other text."""
-        parts = self._parts
         cursor = self._cursor(start, last=last)
         if kind in ("call", "other call"):
             form = self._form.other if kind == "other call" else self._form
-            if form is None or not form.opening.strip():
-                return False
-            return self._own_call(cursor, form)
-        if kind == "thought":
-            if not self._is_first and not self._is_anew:
-                return False
-            cursor.literal(parts.thought_start or "")
-            self._in_thought, self._at, self._space = True, cursor.at, ""
-            return True
-        if kind == "stray end":  # the end of a thought that the prompt opened, or of no thought
-            if not self._is_first:
-                return False
-            cursor.literal(parts.thought_end or "")
-            self._at, self._trims, self._space = cursor.at, True, ""
-            return True
-        if kind in ("content start", "preamble"):
-            own = (parts.lead + parts.content_start).lstrip()
-            cursor.literal(own if kind == "content start" else self._preamble)
-            self._at, self._trims, self._space = cursor.at, True, ""
-            return True
-        if kind == "section end":  # text between calls and their end is content
-            if not self._calls:
-                return False
-            cursor.literal(self._form.section_end.strip())
-            self._at = cursor.at
-            return True
+            return form is not None and self._own_call(cursor, form)
+        if kind in ("bare", "fence", "tagged", "python"):
+            return self._loose(kind, cursor)
+        is_possible = {
+            "thought": self._is_first or self._is_anew,
+            "stray end": self._is_first,  # of a thought that the prompt opened, or of no thought
+            "section end": bool(self._calls),  # text between calls and their end is content
+        }
+        if not is_possible.get(kind, True):
+            return False
+        mark = self._marks[kind]
+        cursor.literal(mark.rstrip() if kind == "turn end" else mark)
         if kind == "role":  # another message begins; after calls some templates repeat their form
-            cursor.literal(self._role[0])
             if not self._calls or cursor.tries(self._role[1]):
                 return False
-            self._at, self._is_over = len(cursor.text), True
-            return True
-        if kind == "content end":
-            cursor.literal(parts.content_end)
-            self._at = cursor.at
-            return True
-        if kind.startswith("header"):  # of another message of the same turn, or of the next one
-            header = self._headers[int(kind.split()[1])]
-            cursor.literal(header)
-            role = parts.prompt_end.strip()
-            if self._calls and role and header.strip() != role and not cursor.tries(role):
-                # After a call, some templates repeat what calls look like.
-                self._at, self._is_over = len(cursor.text), True
-                return True
-            self._at, self._is_anew, self._trims = cursor.at, True, True
-            return True
-        if kind == "turn end":
-            cursor.literal(parts.turn_end.rstrip())
+            self._is_over = True
+        elif kind.startswith("header"):  # of another message of the same turn, or of the next one
+            role = self._turns.prompt_end.strip()
+            # After a call, some templates repeat what calls look like.
+            self._is_over = bool(
+                self._calls and role and mark.strip() != role and not cursor.tries(role)
+            )
+            if not self._is_over:
+                self._is_anew = self._trims = True
+        elif kind == "turn end":
             cursor.space()
             rest = cursor.text[cursor.at :]
             if rest and not any(rest.startswith(h.strip()) for h in self._headers):
@@ -641,14 +582,17 @@ class TurnReader:
                 return False
             if not rest and not last:
                 raise Incomplete
-            self._at = cursor.at
-            return True
-        return self._loose(kind, cursor)
+        elif kind == "thought":
+            self._in_thought, self._space = True, ""
+        elif kind in ("stray end", "content start", "preamble"):
+            self._trims, self._space = True, ""
+        self._at = len(cursor.text) if self._is_over else cursor.at
+        return True
 
     # -- thoughts ----------------------------------------------------------------------------------
 
     def _step_thought(self, last: bool) -> bool:
-        start, end = self._parts.thought_start or "", self._parts.thought_end or ""
+        start, end = self._turns.thought_start or "", self._turns.thought_end or ""
         buffer = self._buffer
         if not self._thought:  # at its beginning the tag may be repeated
             cursor = Cursor(buffer, self._at, last=last)
@@ -716,8 +660,8 @@ class TurnReader:
 
     def _ends_in_call(self, at: int) -> bool:
         """Return whether the rest of the text is only calls and their end."""
-        parts = replace(self._parts, thought_end=None, lead="")
-        reader = TurnReader(TurnFormat(parts), self._tools, in_thought=False)
+        form = replace(self._turns, thought_end=None, lead="")
+        reader = TurnReader(form, self._tools, in_thought=False)
         reader.feed(self._buffer[at:])
         reader.finish()
         turn = reader.turn

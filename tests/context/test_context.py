@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import inspect
-import os
 import pickle
 import sys
 import threading
@@ -20,7 +19,6 @@ import toys
 import llamabranch as lb
 from llamabranch import Branch, Context, errors
 from llamabranch.errors import (
-    CacheFullError,
     ContextLengthWarning,
     DecodeError,
     LlamaBranchError,
@@ -35,30 +33,17 @@ B = [700, 3, 40, 2000]
 
 
 def test_logits_rows_are_those_of_the_tokens(ctx: Context, other_ctx: Context) -> None:
+    """They are copies, and survive the decodes of branches."""
     ctx.decode(A, 0, logits="all")
-    for i, token in enumerate(A):
-        other_ctx.decode([token], i)
-        assert np.array_equal(ctx.logits(i), other_ctx.logits())
-        assert np.array_equal(ctx.logits(i - len(A)), other_ctx.logits(0))
-
-
-def test_rows_survive_the_decodes_of_branches(ctx: Context) -> None:
-    ctx.decode(A, 0, logits="all")
-    before = [ctx.logits(i) for i in range(len(A))]
-    branch = Branch.start(ctx, B, temperature=0.0)
-    list(branch.generate(5))
-    assert all(np.array_equal(ctx.logits(i), row) for i, row in enumerate(before))
-
-
-def test_sample_draws_and_changes_nothing(ctx: Context) -> None:
-    ctx.decode(A, 0)
-    params = lb.SamplingParams(temperature=1.5, top_k=0, top_p=1.0, min_p=0.0, seed=3)
-    before = (ctx.logits(), ctx.usage())
-    assert ctx.sample(params) == ctx.sample(params)
-    assert len({ctx.sample(params.replace(seed=seed)) for seed in range(30)}) > 5
-    assert ctx.sample(lb.SamplingParams(temperature=0.0)) == int(ctx.logits().argmax())
-    assert np.array_equal(ctx.logits(), before[0])
-    assert ctx.usage() == before[1]
+    for _ in range(2):
+        other_ctx.kv_cache_clear()
+        for i, token in enumerate(A):
+            other_ctx.decode([token], i)
+            assert np.array_equal(ctx.logits(i), other_ctx.logits())
+            row = ctx.logits(i - len(A))
+            assert np.array_equal(row, other_ctx.logits(0))
+            row += 1
+        list(Branch.start(ctx, B, temperature=0.0).generate(5))
 
 
 @pytest.mark.parametrize("n_batch", [8, 16, 512])
@@ -75,9 +60,13 @@ def test_sample_draws_what_a_branch_draws_whatever_the_batches(
     with Context(target, n_ctx=256, n_batch=n_batch, n_threads=1) as ctx:
         ctx.decode(tokens[:20], 0, logits="none")
         ctx.decode(tokens[20:], 20, logits="all")
+        before = (ctx.logits(), ctx.usage())
         drawn = [ctx.sample(params.replace(seed=n), n - 21) for n in range(30, 41)]
         assert drawn == expected
-        assert ctx.sample(params.replace(seed=40)) == expected[-1]
+        for _ in range(2):
+            assert ctx.sample(params.replace(seed=40)) == expected[-1]
+        assert ctx.sample(lb.SamplingParams(temperature=0.0)) == int(ctx.logits().argmax())
+        assert np.array_equal(ctx.logits(), before[0]) and ctx.usage() == before[1]
     assert len(set(expected)) > 5
 
 
@@ -135,23 +124,31 @@ def test_bundled_models_are_batch_invariant_by_default(target: lb.Model, draft: 
             assert ctx.capabilities.batch_invariant_reason
 
 
-@pytest.mark.parametrize("kv_type", ["bf16", "q8_0", "q8_0/f16"])
+@pytest.mark.parametrize(
+    ("kv_type", "n_threads", "n_prompt"),
+    # After 512 cells llama.cpp divides a token among threads where K and V are both f16.
+    [("bf16", 1, 0), ("q8_0", 1, 0), ("q8_0/f16", 1, 0), ("q8_0/f16", 2, 600)],
+)
 def test_batches_of_any_size_give_the_same_logits_to_the_bit(
-    kv_type: str, target: lb.Model
+    kv_type: str, n_threads: int, n_prompt: int, target: lb.Model
 ) -> None:
-    tokens = np.random.default_rng(1).integers(0, 4096, 260).tolist()
-    with Context(
-        target, n_ctx=512, n_threads=1, n_outputs_max=512, kv_type=kv_type, batch_invariant=True
-    ) as ctx:
+    drawn = np.random.default_rng(1).integers(0, 4096, n_prompt + 260).tolist()
+    prompt, tokens = drawn[:n_prompt], drawn[n_prompt:]
+    options: dict[str, Any] = {"n_ctx": 1024, "n_outputs_max": 512, "batch_invariant": True}
+    with Context(target, n_threads=n_threads, kv_type=kv_type, **options) as ctx:
+        if prompt:
+            ctx.decode(prompt, 0, logits="none")
         alone = []
         for i, token in enumerate(tokens):
-            ctx.decode([token], i)
+            ctx.decode([token], n_prompt + i)
             alone.append(ctx.logits())
         for size in (2, 3, 7, 16, 33, 64, 129, 260):
             ctx.kv_cache_clear()
+            for low in range(0, n_prompt, 2 * size):
+                ctx.decode(prompt[low : low + 2 * size], low, logits="none")
             for low in range(0, len(tokens), size):
                 chunk = tokens[low : low + size]
-                ctx.decode(chunk, low, logits="all")
+                ctx.decode(chunk, n_prompt + low, logits="all")
                 for i in range(len(chunk)):
                     assert np.array_equal(ctx.logits(i), alone[low + i]), (size, low + i)
 
@@ -159,37 +156,16 @@ def test_batches_of_any_size_give_the_same_logits_to_the_bit(
 # -- capacity ------------------------------------------------------------------------------------
 
 
-def test_full_cache_is_a_typed_error_and_nothing_moves(target: lb.Model) -> None:
-    with Context(target, n_ctx=256, n_seq_max=4, n_batch=64, n_threads=1) as ctx:
-        ctx.decode([5] * 200, 0, seq_id=0)
-        ctx.decode(A, 0, seq_id=1)
-        before = (ctx.logits(), ctx.usage())
-        for n in (49, 60, 130, 300):  # within one batch, and spilling over in the second or third
-            with pytest.raises(CacheFullError, match=r"\d+ of 256 are free") as caught:
-                ctx.decode([9] * n, len(A), seq_id=1)
-            assert "n_ctx" in str(caught.value.hint)
-            assert ctx.usage() == before[1]
-            assert np.array_equal(ctx.logits(), before[0])
-            ctx.audit()
-        ctx.kv_cache_remove(0)
-        ctx.decode([9] * 200, len(A), seq_id=1)
-        ctx.audit()
-
-
 def test_exhausted_sequences_name_their_holders(ctx: Context) -> None:
     ctx.decode(A, 0, seq_id=0)
     branches = [Branch.start(ctx, B, temperature=0.0) for _ in range(7)]
-    before = [branch.logits for branch in branches]
-    usage = ctx.usage()
     with pytest.raises(SequencesExhaustedError, match="all 8 sequences") as caught:
         branches[0].fork()
     assert "n_seq_max" in str(caught.value.hint)
     assert "[0] by raw calls" in str(caught.value)
     assert repr(branches[3]) in str(caught.value)
-    assert ctx.usage() == usage
-    assert all(np.array_equal(b.logits, row) for b, row in zip(branches, before, strict=True))
     branches[3].prune()
-    assert np.array_equal(branches[0].fork().logits, before[0])
+    assert np.array_equal(branches[0].fork().logits, branches[0].logits)
 
 
 def test_forgotten_branches_come_back_while_another_thread_collects_garbage(ctx: Context) -> None:
@@ -219,16 +195,6 @@ def test_forgotten_branches_come_back_while_another_thread_collects_garbage(ctx:
     threading.Timer(0.05, end.set).start()
     assert Branch.start(ctx, A).position > 0
     collecting.join()
-
-
-def test_child_outlives_a_forgotten_parent(ctx: Context, other_ctx: Context) -> None:
-    root = Branch.start(ctx, A, temperature=0.0)
-    child = root.fork()
-    del root
-    gc.collect()
-    tokens = [t.token for t in child.generate(5)]
-    other = Branch.start(other_ctx, A, temperature=0.0)
-    assert tokens == [t.token for t in other.generate(5)]
 
 
 # -- life ----------------------------------------------------------------------------------------
@@ -266,16 +232,12 @@ def test_errors_survive_pickling(kind: type[LlamaBranchError]) -> None:
 
 
 def test_decode_errors_keep_their_codes_and_plain_python_catches_errors() -> None:
-    error = DecodeError("no", code=-3, memory_changed=True)
-    again = pickle.loads(pickle.dumps(error))
+    again = pickle.loads(pickle.dumps(DecodeError("no", code=-3, memory_changed=True)))
     assert (again.code, again.memory_changed) == (-3, True)
-    for kind, base in (
-        (errors.ConfigError, ValueError),
-        (errors.BranchStateError, RuntimeError),
-        (CacheFullError, errors.CapacityError),
-        (SequencesExhaustedError, errors.CapacityError),
-    ):
-        assert issubclass(kind, base)
+    assert issubclass(errors.ConfigError, ValueError)
+    assert issubclass(errors.BranchStateError, RuntimeError)
+    for kind in (errors.CacheFullError, SequencesExhaustedError):
+        assert issubclass(kind, errors.CapacityError)
 
 
 @pytest.mark.parametrize(
@@ -318,17 +280,15 @@ def test_default_context_is_not_longer_than_the_model_was_trained_for(
         assert (ctx.n_ctx, ctx.n_seq_max) == (TRAINED, 16)
 
 
-@pytest.mark.parametrize("options", [{}, {"n_seq_max": 1}], ids=str)
-def test_longer_context_warns_once_with_rope_scaling_as_the_hint(
-    options: dict[str, Any], target: lb.Model
-) -> None:
+def test_longer_context_warns_once_with_rope_scaling_as_the_hint(target: lb.Model) -> None:
     message = r"n_ctx=2048 .* 1024 tokens .*rope_scaling='yarn', rope_freq_scale=0.5"
-    with pytest.warns(ContextLengthWarning, match=message) as caught:
-        ctx = Context(target, n_ctx=2048, n_threads=1, **options)
-    assert len(caught) == 1
-    assert caught[0].filename == __file__
-    with ctx:
-        ctx.decode([5] * (TRAINED + 3), 0)  # warned already
+    every: list[dict[str, Any]] = [{}, {"n_seq_max": 1}]
+    for options in every:
+        with pytest.warns(ContextLengthWarning, match=message) as caught:
+            ctx = Context(target, n_ctx=2048, n_threads=1, **options)
+        assert [warning.filename for warning in caught] == [__file__]
+        with ctx:
+            ctx.decode([5] * (TRAINED + 3), 0)  # warned already
     with pytest.warns(ContextLengthWarning), lb.load(n_ctx=2048, n_threads=1):
         pass
 
@@ -349,34 +309,32 @@ def test_many_sequences_may_share_more_cells_until_one_gets_too_long(short_toy: 
         ctx.audit()
 
 
-WAYS: dict[str, Callable[[Branch], object]] = {
-    "decode": lambda branch: branch.ctx.decode([2] * 301, 0),
-    "prefill": lambda branch: branch.prefill([2] * 50),
-    "extend": lambda branch: branch.extend([3, 4, 5]),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_every_way_of_decoding_notices_the_trained_length(way: str, short_toy: lb.Model) -> None:
+@pytest.mark.parametrize(
+    "decode",
+    [
+        lambda branch: branch.ctx.decode([2] * 301, 0), lambda branch: branch.prefill([2] * 50),
+        lambda branch: branch.extend([3, 4, 5]),
+    ],
+    ids=["decode", "prefill", "extend"],
+)  # fmt: skip
+def test_every_way_of_decoding_notices_the_trained_length(
+    decode: Callable[[Branch], object], short_toy: lb.Model
+) -> None:
     with Context(short_toy, n_ctx=1024, n_seq_max=4, n_batch=128, n_threads=1) as ctx:
         branch = Branch.create(ctx)
         branch.prefill([2] * 298)
         with pytest.warns(ContextLengthWarning) as caught:
-            WAYS[way](branch)
+            decode(branch)
         assert len(caught) == 1
 
 
-YARN = {"rope_scaling": "yarn", "rope_freq_scale": 0.5}
-LINEAR = {"rope_scaling": "linear", "rope_freq_scale": 0.5}
-
-
-@pytest.mark.parametrize("options", [YARN, LINEAR, {"rope_freq_base": 50_000.0}], ids=str)
-def test_rope_settings_of_ones_own_stretch_the_length(
-    options: dict[str, Any], short_toy: lb.Model
-) -> None:
-    with Context(short_toy, n_threads=1, **options) as ctx:
-        assert ctx.n_ctx == 2048
-        ctx.decode([2] * 301, 0)
+def test_rope_settings_of_ones_own_stretch_the_length(short_toy: lb.Model) -> None:
+    own: list[dict[str, Any]] = [{"rope_freq_base": 50_000.0}]
+    own += [{"rope_scaling": way, "rope_freq_scale": 0.5} for way in ("yarn", "linear")]
+    for options in own:
+        with Context(short_toy, n_threads=1, **options) as ctx:
+            assert ctx.n_ctx == 2048
+            ctx.decode([2] * 301, 0)
     with Context(short_toy, n_threads=1) as ctx:  # YaRN changes llama.cpp's own number
         assert ctx.n_ctx == 512
 
@@ -385,16 +343,3 @@ def test_recurrent_memory_has_no_trained_length(tmp_path: Path) -> None:
     path = toys.write_mamba(tmp_path / "mamba.gguf", n_ctx_train=300)
     with lb.Model(path) as model, Context(model, n_ctx=512, n_threads=1) as ctx:
         ctx.decode([2] * 301, 0)
-
-
-def test_default_threads_do_not_exceed_the_cores_of_this_process(target: lb.Model) -> None:
-    with Context(target, n_ctx=256) as ctx:
-        assert ctx.n_threads == len(os.sched_getaffinity(0))
-
-
-def test_logits_are_a_copy(ctx: Context) -> None:
-    ctx.decode(A, 0)
-    row = ctx.logits()
-    kept = row.copy()
-    row += 1
-    assert np.array_equal(ctx.logits(), kept)

@@ -116,28 +116,6 @@ def test_claims_hold_in_random_batches(model: lb.Model) -> None:
                 branch.prune()
 
 
-def test_k_in_q8_0_and_v_in_f16_are_exact_with_several_threads(target: lb.Model) -> None:
-    """After 512 cells llama.cpp divides a token among threads where K and V are both f16."""
-    prompt, tokens = (np.random.default_rng(3).integers(0, 4096, n).tolist() for n in (600, 70))
-    with Context(
-        target, n_ctx=1024, n_threads=2, n_outputs_max=70, kv_type="q8_0/f16", batch_invariant=True
-    ) as ctx:
-        ctx.decode(prompt, 0, logits="none")
-        alone = []
-        for i, token in enumerate(tokens):
-            ctx.decode([token], len(prompt) + i)
-            alone.append(ctx.logits())
-        for size, piece in ((2, 512), (9, 63), (70, 1)):
-            ctx.kv_cache_clear()
-            for low in range(0, len(prompt), piece):
-                ctx.decode(prompt[low : low + piece], low, logits="none")
-            for low in range(0, len(tokens), size):
-                part = tokens[low : low + size]
-                ctx.decode(part, len(prompt) + low, logits="all")
-                for i in range(len(part)):
-                    assert np.array_equal(ctx.logits(i), alone[low + i]), (size, low + i)
-
-
 def test_how_far_batches_are_from_rows_alone_is_measured(model: lb.Model) -> None:
     """The total variation is 0 if all sizes agree. If not, it is at least that of 64 rows."""
     with Context(model, n_ctx=256, n_seq_max=1, n_threads=1, kv_type="bf16") as ctx:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from llama_cpp import llama_cpp as C
+from decodes import Decodes
 from programs import run_code
 
 import llamabranch as lb
@@ -37,21 +37,12 @@ def small(target: lb.Model) -> Iterator[Context]:
         context.audit()
 
 
-class Failures:
-    """Makes decodes fail in one of several real ways, and records llama.cpp's codes."""
+class Failures(Decodes):
+    """Makes decodes fail in one of several real ways."""
 
     def __init__(self, ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(monkeypatch)
         self._ctx = ctx
-        self.codes: list[int] = []
-        real = C.llama_decode
-
-        def decode(ptr: object, batch: C.llama_batch) -> int:
-            self.before()
-            self.codes.append(int(real(ptr, batch)))
-            return self.codes[-1]
-
-        self.before: Callable[[], object] = lambda: None
-        monkeypatch.setattr(C, "llama_decode", decode)
 
     @contextmanager
     def full_cache(self) -> Iterator[None]:
@@ -69,16 +60,16 @@ class Failures:
     @contextmanager
     def abort(self) -> Iterator[None]:
         """Ask for an abort once llama.cpp has been called."""
-        self.before = self._ctx.interrupt
+        self.before = lambda _: self._ctx.interrupt()
         yield
-        self.before = lambda: None
+        self.before = lambda _: None
 
     @contextmanager
     def gap(self) -> Iterator[None]:
         """Leave a gap below the positions of every batch."""
-        self.before = self.shift
+        self.before = lambda _: self.shift()
         yield
-        self.before = lambda: None
+        self.before = lambda _: None
 
 
 @pytest.fixture
@@ -123,7 +114,10 @@ def test_failed_call_leaves_everything_as_it_was(
         with pytest.raises(kind) as caught:
             ACTS[act](branch, other)
         assert failures.codes[-1] == code
-        if isinstance(caught.value, DecodeError):
+        if isinstance(caught.value, CacheFullError):
+            assert "of 256 are free" in str(caught.value) and "n_ctx" in str(caught.value.hint)
+        else:
+            assert isinstance(caught.value, DecodeError)
             assert (caught.value.code, caught.value.memory_changed) == (code, memory_changed)
         small.audit()
     small.audit()
@@ -157,11 +151,10 @@ def test_prefill_that_fails_in_a_later_batch_is_taken_back_whole(
     small.decode([3] * (256 - 10 - fails_at * BATCH - 5), 0)
     if way != "full_cache":
         small.kv_cache_remove(0)
-        start, fail = len(failures.codes), small.interrupt if way == "abort" else failures.shift
-        failures.before = lambda: len(failures.codes) - start == fails_at and fail()
+        failures.on_call(fails_at, small.interrupt if way == "abort" else failures.shift)
     with pytest.raises(kind):
         branch.prefill(tokens)
-    failures.before = lambda: None
+    failures.before = lambda _: None
     assert failures.codes[-1] == code
     assert branch.position == 10 == small.kv_cache_size(branch.seq_id)
     assert np.array_equal(branch.logits, before)

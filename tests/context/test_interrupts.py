@@ -1,7 +1,7 @@
 """Ctrl-C, ``interrupt`` and time limits: a decode stops at once, and nothing else has changed.
 
-``llama_decode`` is wrapped by a function that sends signals at a known point, makes the real call and
-records its code. Logits are compared with those from before, or with a clean replay.
+Signals are sent at a known point of a decode. Logits are compared with those from before, or with a
+clean replay.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from decodes import Decodes
 from llama_cpp import llama_cpp as C
 from programs import run_code, run_python
 from self_signal import signalled_at_decode
@@ -36,31 +37,6 @@ pytestmark = [
 ]
 
 N_LONG = 2600  # tokens: long enough for the bundled target that a decode is watched for signals
-
-
-class Decodes:
-    """The number of tokens of each decode, and llama.cpp's codes; ``during`` runs inside a call."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.answers: list[tuple[int, int]] = []
-        self.n_calls = 0
-        self.during: Callable[[int], None] = lambda call: None
-        self.after: Callable[[int], None] = lambda call: None
-        self._real = C.llama_decode
-        monkeypatch.setattr(C, "llama_decode", self._decode)
-
-    def _decode(self, ctx: object, batch: C.llama_batch) -> int:
-        call, self.n_calls = self.n_calls, self.n_calls + 1
-        self.during(call)
-        code = int(self._real(ctx, batch))
-        self.answers.append((batch.n_tokens, code))
-        self.after(call)
-        return code
-
-    def on_call(self, number: int, action: Callable[[], object]) -> None:
-        """Do ``action`` inside the call with this number, counted from now on, and in no other call."""
-        wanted = self.n_calls + number
-        self.during = lambda call: (action(), None)[1] if call == wanted else None
 
 
 @pytest.fixture(autouse=True)
@@ -188,22 +164,21 @@ def test_a_long_prefill_ends_inside_its_micro_batch(
             decodes.on_call(0, lambda: act(long_ctx))
             with Branch.create(long_ctx) as branch:
                 branch.prefill(long_prompt(1800))
-            assert decodes.answers[-1] == (1800, 0)
+            assert (decodes.sizes[-1], decodes.codes[-1]) == (1800, 0)
             raises[0] = True
         with Branch.start(long_ctx, "Once upon a time", temperature=0.9, seed=3) as branch:
             before = branch.tokens, branch.logits
             decodes.on_call(0, lambda: act(long_ctx))
             limit = long_ctx.time_limit(0.01 if how == "time limit" else 3600)
             with pytest.raises(kind) as caught, limit:
-                while (
-                    True
-                ):  # on a busy machine the first may be over before the timer's thread runs
+                # On a busy machine the first may be over before the timer's thread runs.
+                while True:
                     branch.prefill(long_prompt())
                     assert how == "time limit"
                     branch.rewind(len(before[0]))
             if isinstance(caught.value, DecodeInterruptedError):
                 assert (caught.value.code, caught.value.memory_changed) == (2, True)
-            assert decodes.answers[-1] == (N_LONG, 2), "llama.cpp broke the decode off"
+            assert (decodes.sizes[-1], decodes.codes[-1]) == (N_LONG, 2), "it was broken off"
             assert branch.tokens == before[0]
             assert np.array_equal(branch.logits, before[1])
             check_goes_on(branch, long_ctx)
@@ -361,17 +336,7 @@ def test_interrupted_engine_leaves_clean_contexts_and_generates_the_same_again(
     check_goes_on(branch, ctx)
 
 
-def test_search_changes_the_handler_once_and_its_observer_is_interrupted_at_once(
-    ctx: Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    changes: list[object] = []
-
-    def counted(number: int, handler: Any) -> object:
-        changes.append(handler)
-        return signal.signal(number, handler)
-
-    handlers = SimpleNamespace(signal=counted, getsignal=signal.getsignal)
-    monkeypatch.setattr("llamabranch.native.interrupts._signal", handlers)
+def test_observer_of_a_search_is_interrupted_at_once(ctx: Context) -> None:
     is_late: list[bool] = []
 
     def watch(stats: lb.search.SearchStats) -> None:
@@ -380,8 +345,6 @@ def test_search_changes_the_handler_once_and_its_observer_is_interrupted_at_once
             is_late.append(True)
 
     with Branch.start(ctx, "Once upon a time", temperature=0.9, seed=3) as branch:
-        assert lb.search.best_of_n(branch, 3, 20).stats.steps > 10
-        assert len(changes) == 4  # around all steps, and when the sequences are returned
         with pytest.raises(KeyboardInterrupt):
             lb.search.best_of_n(branch, 3, 20, on_step=watch)
         assert not is_late
@@ -457,9 +420,8 @@ def test_ctrl_c_while_a_decode_is_interrupted_is_not_lost(
         Context(target, n_ctx=1024, n_batch=1024, n_threads=1) as ctx,
         Branch.create(ctx) as branch,
     ):
-        monkeypatch.setattr(
-            ctx.decoder.handle, "n_watched", 1 << 30
-        )  # in this thread, as short ones are
+        # In this thread, as short ones are.
+        monkeypatch.setattr(ctx.decoder.handle, "n_watched", 1 << 30)
         for _ in range(3):
             begun.clear()
             thread = threading.Thread(target=stop)
@@ -476,23 +438,6 @@ def test_ctrl_c_while_a_decode_is_interrupted_is_not_lost(
 # -- while a model loads ---------------------------------------------------------------------------
 
 LOADING = ("loaded meta data", "load_tensors", "llama_context: constructing", "llama_kv_cache")
-
-
-class InterruptingStderr:
-    """Sends the process a Ctrl-C when llama.cpp logs a given line."""
-
-    def __init__(self, line: str) -> None:
-        self.line = line
-        self.n_sent = 0
-
-    def write(self, text: str) -> int:
-        if self.line in text and not self.n_sent:
-            self.n_sent += 1
-            ctrl_c()
-        return len(text)
-
-    def flush(self) -> None:
-        pass
 
 
 @pytest.mark.parametrize("at", [*LOADING, 0.0, 0.5, 1.0])
@@ -522,15 +467,22 @@ def test_ctrl_c_while_a_model_loads_reaches_the_caller_and_frees_everything(
         if not isinstance(at, str) and fraction >= at:
             ctrl_c()
 
-    stderr = InterruptingStderr(at if isinstance(at, str) else "\0")
-    monkeypatch.setattr(sys, "stderr", stderr)
+    sent: list[str] = []
+
+    def write(text: str) -> int:
+        if isinstance(at, str) and at in text and not sent:
+            sent.append(text)
+            ctrl_c()
+        return len(text)
+
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=write, flush=lambda: None))
     lb.set_log_level("debug")
     try:
         with pytest.raises(KeyboardInterrupt):
             lb.load("tale-target", n_ctx=256, n_threads=1, progress=progress)
     finally:
         lb.set_log_level("none")
-    assert stderr.n_sent == isinstance(at, str), "llama.cpp did not log such a line"
+    assert bool(sent) == isinstance(at, str), "llama.cpp did not log such a line"
     gc.collect()
     assert len(freed) == len(pointers)
     with lb.load("tale-target", n_ctx=256, n_threads=1) as ctx:
@@ -576,8 +528,6 @@ hub.resolve = resolve
 # Python loses what is raised in a finalizer.
 COMMANDS: dict[str, tuple[str, list[str]]] = {
     "speculate": ("", ["speculate", LONG_TALE, *LONG]),
-    "json": ("", ["speculate", LONG_TALE, "--json", "--compare", *LONG]),
-    "plain": ("", ["speculate", LONG_TALE, "--draft", "none", *LONG]),
     "generate": ("", ["generate", "--prompts", LONG_TALE, "The king", *LONG]),
     "speculate, loading": (LOADING_COMMAND, ["speculate", "--verbose"]),
     "doctor, loading": (LOADING_COMMAND, ["doctor", "--verbose"]),

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import toys
-from llama_cpp import llama_cpp as C
+from decodes import Decodes
 from rounding import rounding
 
 import llamabranch as lb
@@ -42,7 +42,20 @@ KINDS: dict[str, tuple[str, dict[str, Any], type[Memory], bool]] = {
     "q8_0": ("llama", {"kv_type": "q8_0"}, Memory, True),
     "q4_1": ("llama", {"kv_type": "q4_1"}, Memory, True),
     "f32": ("llama", {"kv_type": "f32"}, Memory, True),
+    "two types": ("llama", {"kv_type": "q8_0/f16"}, Memory, True),
     "non-unified": ("llama", {"kv_unified": False}, NonUnified, True),
+    "non-unified, transposed": (
+        "llama",
+        {"kv_unified": False, "flash_attention": False},
+        NonUnified,
+        True,
+    ),
+    "non-unified, two types": (
+        "llama",
+        {"kv_unified": False, "kv_type": "q8_0/f16"},
+        NonUnified,
+        True,
+    ),
     "window": ("gemma3", {}, Windowed, True),
     "window, cells used again": ("gemma3", GEMMA, States, False),
     "window, checkpoints": ("gemma3", GEMMA, States, False),
@@ -192,9 +205,8 @@ def saved(w: World, folder: Path) -> Iterator[Branch]:
 def scored(w: World, folder: Path) -> Iterator[Branch]:
     branch = Branch.start(w.ctx, TOKENS[:40])
     texts = [TOKENS[40:50], TOKENS[60:63], [5]]
-    for tokens, scores in zip(
-        texts, BranchStore(w.ctx).score({branch: texts})[branch], strict=True
-    ):
+    scored_texts = BranchStore(w.ctx).score({branch: texts})[branch]
+    for tokens, scores in zip(texts, scored_texts, strict=True):
         with branch.fork() as fork:
             fork.extend(tokens)
             total = sum(score.logprob for score in scores)
@@ -238,34 +250,8 @@ def test_text_in_company_is_the_text_alone(
         world.check(branch)
 
 
-def on_decode(
-    monkeypatch: pytest.MonkeyPatch, before: Callable[[int], object], after: Callable[[int], object]
-) -> list[int]:
-    """Call these with the number of a decode, before and after it; return llama.cpp's answers."""
-    decode = C.llama_decode
-    codes: list[int] = []
-
-    def decoded(*arguments: Any) -> int:
-        before(len(codes))
-        codes.append(int(decode(*arguments)))
-        after(len(codes) - 1)
-        return codes[-1]
-
-    monkeypatch.setattr(C, "llama_decode", decoded)
-    return codes
-
-
-def nothing(_number: int) -> None:
-    pass
-
-
-def ctrl_c(_number: int) -> None:
+def ctrl_c() -> None:
     os.kill(os.getpid(), signal.SIGINT)
-
-
-def at(wanted: int, act: Callable[[int], object]) -> Callable[[int], object]:
-    """Return what acts at the decode of this number alone."""
-    return lambda number: act(number) if number == wanted else None
 
 
 @pytest.mark.parametrize("how", ["ctrl-c", "interrupt"])
@@ -280,14 +266,17 @@ def test_no_kind_of_memory_loses_a_branch(
         children = root.fork_many(2)
         children[0].prefill([80, 81])
         with monkeypatch.context() as patch:
+            decodes = Decodes(patch)
             if how == "ctrl-c":
-                codes = on_decode(patch, nothing, at(call, ctrl_c))
+                decodes.after = lambda number: ctrl_c() if number == call else None
             else:
-                codes = on_decode(patch, at(call, lambda _: ctx.interrupt()), nothing)
+                decodes.on_call(call, ctx.interrupt)
             with pytest.raises((KeyboardInterrupt, DecodeInterruptedError)):
                 children[1].prefill(TOKENS)
         # An unfinished graph would leave wrong states in sequences outside the batch.
-        assert codes[call] == (2 if how == "interrupt" and not ctx.capabilities.recurrent else 0)
+        assert decodes.codes[call] == (
+            2 if how == "interrupt" and not ctx.capabilities.recurrent else 0
+        )
         assert [b.position for b in (root, *children, beside)] == [40, 42, 40, 8]
         world.check(children[1], root, children[0], beside)
 
@@ -297,7 +286,7 @@ def test_a_second_ctrl_c_while_memory_is_read_again_loses_nothing(
 ) -> None:
     with Branch.start(world.ctx, TOKENS[:90]) as branch, branch.fork() as sibling:
         with monkeypatch.context() as patch:
-            on_decode(patch, nothing, ctrl_c)
+            Decodes(patch).after = lambda _: ctrl_c()
             for _ in range(3):
                 with pytest.raises(KeyboardInterrupt):
                     branch.commit(90)
@@ -313,10 +302,9 @@ def test_an_interrupted_raw_sequence_is_as_before_or_shorter(
 ) -> None:
     ctx = world.ctx
     ctx.decode(TOKENS[:10], 0)
-    with (
-        monkeypatch.context() as patch
-    ):  # in its second batch: the tokens of the first are dropped as well
-        on_decode(patch, at(1, lambda _: ctx.interrupt()), nothing)
+    with monkeypatch.context() as patch:
+        # In its second batch: the tokens of the first are dropped as well.
+        Decodes(patch).on_call(1, ctx.interrupt)
         with pytest.raises(DecodeInterruptedError) as caught:
             ctx.decode(TOKENS, 10)
     assert caught.value.memory_changed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,10 +12,8 @@ import toys
 
 import llamabranch as lb
 from llamabranch import Branch, Context, SamplingParams
-from llamabranch.context.prefix_cache import PrefixCache
-from llamabranch.errors import (
-    CacheFullError,
-)
+from llamabranch.context.prefix_cache import CachedPrefix, CachedPrefixes, PrefixCache
+from llamabranch.errors import CacheFullError
 
 WARM = SamplingParams(temperature=0.8, seed=42)
 
@@ -49,50 +48,35 @@ def check(branch: Branch, clean: Context, n: int = 8) -> None:
         assert [t.token for t in branch.generate(n)] == [t.token for t in again.generate(n)]
 
 
-def test_same_prompt_is_not_read_again(cached: Context, clean: Context) -> None:
-    tokens = random_tokens(np.random.default_rng(0), 100)
+def test_longest_prefix_is_not_read_again(cached: Context, clean: Context) -> None:
+    rng, prefixes = np.random.default_rng(0), prefixes_of(cached)
+    tokens, ends = random_tokens(rng, 100), [random_tokens(rng, 20) for _ in range(2)]
     Branch.start(clean, tokens).prune()
     assert (clean.prefix_cache, clean.usage().cells_cached) == (None, 0)
-    Branch.start(cached, tokens).prune()
-    usage = cached.usage()
-    assert (usage.cells_used, usage.cells_cached, usage.sequences) == (0, 100, {})
-    assert usage.cells_free == 512
-    assert cached.n_seq_free == 4
-    branch = Branch.start(cached, tokens, sampling=WARM)
-    assert prefixes_of(cached).n_hit_tokens == 99  # the last one's logits are needed
-    assert cached.usage().cells_used == 100
-    check(branch, clean)
-    branch.prune()
-    cached.kv_cache_clear()
-    assert (len(prefixes_of(cached)), cached.usage().cells_cached) == (0, 0)
-    Branch.start(cached, tokens).prune()
-    assert prefixes_of(cached).n_hits == 1
-
-
-def test_longest_prefix_is_shared(cached: Context, clean: Context) -> None:
-    rng = np.random.default_rng(1)
-    common, ends = random_tokens(rng, 60), [random_tokens(rng, 20) for _ in range(3)]
-    for end in ends[:2]:
-        Branch.start(cached, common + end).prune()
-    prefixes = prefixes_of(cached)
-    assert (len(prefixes), prefixes.n_hit_tokens) == (2, 60)
-    assert cached.usage().cells_cached == 100
-    branch = Branch.start(cached, common + ends[1][:10] + ends[2], sampling=WARM)
-    assert prefixes.n_hit_tokens == 60 + 70
-    check(branch, clean)
-    branch.prune()
-
-
-def test_text_that_continues_another_replaces_it(cached: Context) -> None:
-    rng = np.random.default_rng(2)
     Branch.start(cached, [5] * 7).prune()
-    assert len(prefixes_of(cached)) == 0  # too short to be kept
-    tokens = random_tokens(rng, 30)
-    for _ in range(6):
-        tokens += random_tokens(rng, 10)
-        Branch.start(cached, tokens).prune()
-        assert len(prefixes_of(cached)) == 1
-    assert cached.usage().cells_cached == len(tokens)
+    assert len(prefixes) == 0  # too short to be kept
+    for n in (30, 70, 100):  # a text that continues another replaces it
+        Branch.start(cached, tokens[:n]).prune()
+        usage = cached.usage()
+        assert (usage.cells_used, usage.cells_cached, usage.sequences) == (0, n, {})
+        assert (len(prefixes), usage.cells_free, cached.n_seq_free) == (1, 512, 4)
+    for text, n_hit, n_cells in (
+        (tokens, 99, 100),  # the last one's logits are needed
+        (tokens[:60] + ends[0], 60, 120),
+        (tokens[:60] + ends[0][:10] + ends[1], 70, 140),
+    ):
+        before = prefixes.n_hit_tokens
+        branch = Branch.start(cached, text, sampling=WARM)
+        assert prefixes.n_hit_tokens - before == n_hit
+        assert cached.usage().cells_used == len(text)
+        check(branch, clean)
+        branch.prune()
+        assert cached.usage().cells_cached == n_cells
+    cached.kv_cache_clear()
+    assert (len(prefixes), cached.usage().cells_cached) == (0, 0)
+    n_hits = prefixes.n_hits
+    Branch.start(cached, tokens).prune()
+    assert prefixes.n_hits == n_hits
 
 
 def test_least_recently_used_text_gives_up_its_end_first(cached: Context, clean: Context) -> None:
@@ -170,9 +154,8 @@ def test_a_kept_text_longer_than_the_window_serves_its_beginnings(n: int, tmp_pa
         Context(model, n_ctx=256, n_seq_max=2, n_threads=1, prefix_cache=True) as ctx,
         Context(model, n_ctx=256, n_seq_max=1, n_threads=1) as clean,
     ):
-        Branch.start(
-            ctx, others[:20]
-        ).prune()  # its cells come first, so they are free below the others
+        # Its cells come first, so they are free below the others.
+        Branch.start(ctx, others[:20]).prune()
         Branch.start(ctx, tokens).prune()
         prefixes_of(ctx).evict(20)
         Branch.start(ctx, others[20:90]).prune()
@@ -243,15 +226,12 @@ def test_texts_that_are_read_faster_are_read_again(saving: Context) -> None:
 
 
 def test_host_memory_is_limited(target: lb.Model) -> None:
-    rng = np.random.default_rng(12)
-    with Context(
-        target, n_ctx=256, n_seq_max=2, n_threads=1, prefix_cache=True, cache_ram=1_000_000
-    ) as ctx:
+    rng, options = np.random.default_rng(12), {"prefix_cache": True, "cache_ram": 1_000_000}
+    with Context(target, n_ctx=256, n_seq_max=2, n_threads=1, **options) as ctx:  # type: ignore[arg-type]
         saved = prefixes_of(ctx).saved
         assert saved is not None
-        for _ in range(6):
-            Branch.start(ctx, random_tokens(rng, 100)).prune()
-        Branch.start(ctx, random_tokens(rng, 250)).prune()
+        for n in (*[100] * 6, 250):
+            Branch.start(ctx, random_tokens(rng, n)).prune()
         assert saved.n_bytes <= 1_000_000
         assert len(saved) < 6
 
@@ -280,3 +260,57 @@ def test_texts_that_nobody_reads_take_few_cells_without_flash_attention(
             ctx.complete(random_tokens(rng, 400), max_tokens=2, seed=1)
         assert ctx.usage().cells_cached > 3000
         ctx.audit()
+
+
+# -- how prefixes are found --------------------------------------------------------------------------
+
+
+def n_same(left: list[int], right: list[int]) -> int:
+    n = 0
+    while n < min(len(left), len(right)) and left[n] == right[n]:
+        n += 1
+    return n
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_what_is_found_is_what_a_search_finds(seed: int) -> None:
+    """A search through the whole list."""
+    rng = random.Random(seed)
+
+    def text_of() -> list[int]:
+        return rng.choices((0, 1, 2), k=rng.randint(1, 9))
+
+    asked = [text_of() for _ in range(5)]
+    kept = CachedPrefixes()
+    known: list[CachedPrefix] = []  # the least recently used first
+    for _ in range(30):
+        deed, n = rng.choice(("add", "add", "use", "cut", "remove")), rng.randint(1, 9)
+        tokens = rng.choice(known).tokens if known and rng.random() < 0.3 else text_of()
+        text = next((text for text in known if text.tokens == tokens), None)
+        others = [other.tokens for other in known if other is not text]
+        if text is None:
+            with pytest.raises(KeyError):
+                kept.remove(CachedPrefix(tokens))
+            if deed == "add":
+                known.append(CachedPrefix(tokens))
+                kept.add(known[-1])
+        elif deed == "use":
+            known.remove(text)
+            known.append(text)
+            kept.use(text)
+        elif deed == "cut" and n < len(tokens):
+            is_new = all(n_same(other, tokens[:n]) < n for other in others)
+            assert kept.cut(text, n) == is_new
+            assert text.tokens == (tokens[:n] if is_new else tokens)
+        elif deed == "remove":
+            known.remove(text)
+            kept.remove(text)
+        assert list(kept) == known and len(kept) == len(known)
+        for wanted in [*asked, tokens]:
+            n, nearest = kept.find(wanted)
+            assert n == max((n_same(text.tokens, wanted) for text in known), default=0)
+            assert (0 if nearest is None else n_same(nearest.tokens, wanted)) == n
+            wholes = [text for text in known if text.tokens == wanted[: len(text.tokens)]]
+            longest = max(wholes, key=lambda text: len(text.tokens), default=None)
+            expected = (0, None) if longest is None else (len(longest.tokens), longest)
+            assert kept.find_whole(wanted) == expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -137,12 +138,8 @@ def test_engine_tells_of_each_prompt_what_the_last_decode_has_read_of_it(ctx: Co
 def test_async_engine_has_the_events(ctx: Context) -> None:
     async def ask() -> list[PromptProgress]:
         async with AsyncEngine(ctx, None) as engine:
-            reports = []
-            request = Request(PROMPT, max_tokens=2, prompt_progress=True)
-            async for event in engine.generate(request):
-                if event.progress is not None:
-                    reports.append(event.progress)
-            return reports
+            events = engine.generate(Request(PROMPT, max_tokens=2, prompt_progress=True))
+            return [event.progress async for event in events if event.progress is not None]
 
     check(asyncio.run(ask()), STEPS, 100)
 
@@ -156,11 +153,9 @@ def test_preempted_text_tells_that_it_is_read_again(target: lb.Model) -> None:
             Request(PROMPT[::-1][:60], id="b", on_prompt_progress=seen.append, **ends),  # type: ignore[arg-type]
         ])  # fmt: skip
         assert results[1].num_preemptions
-        again = [
-            i for i, progress in enumerate(seen) if i and progress.n_read <= seen[i - 1].n_read
-        ]
+        again = [now for before, now in pairwise(seen) if now.n_read <= before.n_read]
         assert len(again) == results[1].num_preemptions
-        assert seen[again[0]].n_total > 60  # what it had generated, too
+        assert again[0].n_total > 60  # what it had generated, too
 
 
 # -- opening ---------------------------------------------------------------------------------------
@@ -186,31 +181,26 @@ def test_load_tells_what_is_measured_and_says_nothing_of_what_is_known(
 # -- what stops the reading ------------------------------------------------------------------------
 
 
-def stops(engine: Engine, name: str, chunk: int) -> Callable[[Callable[[int], int], int], int]:
-    """Return a hook that aborts a request while its prompt's chunk of this number is decoded."""
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_abort_stops_the_decode_that_reads_and_no_other_text_notices(
+    chunk: int, ctx: Context
+) -> None:
+    engine = Engine(ctx, None, max_tokens=6, sampling=lb.SamplingParams(temperature=0.0))
     n_seen = 0
 
     def around(decode: Callable[[int], int], n: int) -> int:
         nonlocal n_seen
         n_seen += 1
         if n_seen == chunk:
-            engine.abort(name)
+            engine.abort("x")
         return decode(n)
 
-    return around
-
-
-@pytest.mark.parametrize("chunk", [1, 3])
-def test_abort_stops_the_decode_that_reads_and_no_other_text_notices(
-    chunk: int, ctx: Context
-) -> None:
-    engine = Engine(ctx, None, max_tokens=6, sampling=lb.SamplingParams(temperature=0.0))
     other = Request(PROMPT[3:60], id="y")
     (alone,) = engine.generate([other])
     ctx.kv_cache_clear()
     seen: list[PromptProgress] = []
     long = Request(PROMPT[::-1], id="x", on_prompt_progress=seen.append)
-    before = ctx.decoder.hook(stops(engine, "x", chunk))
+    before = ctx.decoder.hook(around)
     try:
         x, y = engine.generate([long, other])
     finally:

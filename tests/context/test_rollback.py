@@ -1,4 +1,4 @@
-"""Rolling back: memory with states verifies drafts in place, and texts are the same as without.
+"""Rolling back: memory with states verifies drafts in place, also when several texts share decodes.
 
 `test_memory_kinds.py` has the laws of every kind of memory, this one among them.
 """
@@ -14,164 +14,285 @@ import numpy as np
 import pytest
 import toys
 from drafts import Knowing, counting
-from rounding import rounding
 
 import llamabranch as lb
 from llamabranch import Branch, Context, Engine, Request, SamplingParams
 from llamabranch.context import opening
 from llamabranch.context.memory import RollingBack, States
 from llamabranch.context.runner import Batch, decode_run
+from llamabranch.errors import DecodeError
+from llamabranch.generation.verify import RoundTrace
 from llamabranch.native import ContextHandle
 from llamabranch.speculative import SpeculativeConfig
 
-ARCHITECTURES = ("lfm2", "qwen35", "nemotron_h")
 OPTIONS: dict[str, Any] = {"n_ctx": 1024, "n_seq_max": 5, "n_threads": 1}
-TEXT = [2 + (7 * i + i * i) % 250 for i in range(400)]
+# With weights of float32 a wrong state moves logits 100 times as much as rounding does.
+EXACT: dict[str, Any] = {**OPTIONS, "kv_type": "f32", "batch_invariant": False}
+ALLOWED = 0.01
+TEXT = [2 + (7 * i + i * i) % 250 for i in range(60)]
 FIXED = SpeculativeConfig(draft_k=4, rule="seeded")
-ENDLESS = {1: -np.inf}
+WARM = SamplingParams(temperature=0.9, logit_bias={1: -np.inf})
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(scope="module", params=["lfm2", "qwen35", "nemotron_h"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = tmp_path_factory.mktemp("rollback") / f"{request.param}.gguf"
-    with lb.Model(toys.write_toy(path, request.param, vocab="bytes")) as opened:
+    with lb.Model(toys.write_toy(path, request.param, vocab="bytes", weights="f32")) as opened:
         yield opened
 
 
-@pytest.fixture
-def ctx(model: lb.Model) -> Iterator[Context]:
-    with Context(model, **OPTIONS) as context:
+@pytest.fixture(params=[512 << 20, 0], ids=["checkpoints", "no checkpoints"])
+def ctx(model: lb.Model, request: pytest.FixtureRequest) -> Iterator[Context]:
+    with Context(model, checkpoint_ram=request.param, n_rs_seq=4, **EXACT) as context:
+        assert type(context.kv_cache) is RollingBack
         yield context
         context.audit()
 
 
-def knowing(text: Sequence[int], seed: int) -> Knowing:
-    """Return a drafter that knows the coming text, with errors at places that the seed chooses."""
+def knowing(texts: Sequence[list[int]], seed: int = 1) -> Knowing:
+    """Return a drafter that knows the coming texts; its drafts have several lengths and some errors."""
     rng = random.Random(seed)
 
     def drafted(tokens: Sequence[int], limit: int) -> list[int]:
-        following = text[len(tokens) : len(tokens) + rng.randint(0, limit)]
-        return [t if rng.random() < 0.7 else rng.randrange(2, 250) for t in following]
+        n = len(tokens)
+        known = next((text for text in texts if text[:n] == list(tokens)), list(tokens))
+        following = known[n : n + rng.randint(min(1, limit), min(4, limit))]
+        return [token if rng.random() < 0.8 else 99 for token in following]
 
     return Knowing(drafted)
 
 
-def plain(ctx: Context, seed: int, n: int = 60) -> list[int]:
-    params = SamplingParams(temperature=0.9, seed=seed, logit_bias=ENDLESS)
-    with Branch.start(ctx, TEXT[:30], sampling=params) as branch:
+def plain(ctx: Context, prompt: list[int], sampling: SamplingParams, n: int) -> list[int]:
+    with Branch.start(ctx, prompt, sampling=sampling) as branch:
         branch.generate(max_tokens=n).finish()
         return branch.tokens
 
 
+def check(ctx: Context, texts: dict[int, list[int]]) -> None:
+    """Assert that each sequence continues as its tokens do in a sequence of their own."""
+    for seq_id, tokens in sorted(texts.items()):
+        logits = decode_run(ctx.decoder, [77], seq_id, "last")[0].array.copy()
+        ctx.kv_cache.drop(4, 0)
+        decode_run(ctx.decoder, [*tokens, 77][:-1], 4, "none")
+        expected = decode_run(ctx.decoder, [77], 4, "last")[0].array
+        np.testing.assert_allclose(logits, expected, atol=ALLOWED)
+    ctx.kv_cache.clear()
+
+
+# -- texts -------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_texts_with_drafts_are_those_without(model: lb.Model, ctx: Context, seed: int) -> None:
-    expected = plain(ctx, seed)
-    params = SamplingParams(temperature=0.9, seed=seed, logit_bias=ENDLESS)
-    with Context(model, **OPTIONS, n_rs_seq=0) as without:
+    """Snapshots go between contexts that roll back and others, too."""
+    sampling = WARM.replace(seed=seed)
+    expected = plain(ctx, TEXT[:30], sampling, 60)
+    with Context(model, **EXACT, n_rs_seq=0) as without:
         assert type(without.kv_cache) is States
-        for context in (ctx, without):
-            drafter = knowing(expected, seed)
-            with Branch.start(context, TEXT[:30], sampling=params) as branch:
+        for context, other in ((ctx, without), (without, ctx)):
+            with Branch.start(context, TEXT[:30], sampling=sampling) as branch:
+                saved = branch.snapshot()
                 with counting(context) as counts:
                     generation = branch.generate(
-                        max_tokens=60, drafter=drafter, config=FIXED
+                        max_tokens=60, drafter=knowing([expected], seed), config=FIXED
                     ).finish()
                 assert branch.tokens == expected
-                assert generation.stats.num_draft_tokens > generation.stats.num_accepted_tokens > 10
-                n_rounds = generation.stats.num_drafts + generation.stats.num_plain_steps
-                if context is ctx:  # nothing is decoded twice
-                    assert len(counts) <= n_rounds + 1
-                else:
-                    assert len(counts) > n_rounds
+                stats = generation.stats
+                assert stats.num_draft_tokens > stats.num_accepted_tokens > 10
+                n_rounds = stats.num_drafts + stats.num_plain_steps
+                # Where states roll back nothing is decoded twice.
+                assert (len(counts) <= n_rounds + 1) == (context is ctx)
+            with Branch.restore(other, saved) as restored:
+                restored.generate(max_tokens=60).finish()
+                assert restored.tokens == expected
+
+
+def test_texts_of_an_engine_are_drafted_together(model: lb.Model) -> None:
+    """All of them draft in the same decodes. Accepted tokens have the probabilities of plain decoding."""
+    prompt = TEXT[:12] * 4
+    with Context(model, n_rs_seq=4, **EXACT) as ctx:
+        all_params = [WARM.replace(temperature=0.3, seed=seed) for seed in (1, 2, 3)]
+        texts = [plain(ctx, prompt, params, 40) for params in all_params]
+        traces: list[list[RoundTrace]] = [[], [], []]
+        requests = [
+            Request(prompt, max_tokens=40, sampling=params, on_round=trace.append)
+            for params, trace in zip(all_params, traces, strict=True)
+        ]
+        with counting(ctx) as shapes:
+            results = Engine(ctx, knowing(texts), FIXED).generate(requests)
+        n_compared = 0
+        for result, rounds in zip(results, traces, strict=True):
+            assert result.stats.num_draft_tokens > result.stats.num_accepted_tokens > 0
+            with Branch.start(ctx, prompt) as branch:
+                scores = [score.logprob for score in branch.score(result.tokens)]
+            for trace in rounds:
+                start = trace.position - len(prompt)
+                kept = trace.logprobs[: trace.n_accepted]
+                np.testing.assert_allclose(kept, scores[start : start + len(kept)], atol=ALLOWED)
+                n_compared += len(kept)
+        assert n_compared > 20
+        assert max(shapes[1:]) > 6  # drafts of several texts in one decode
+        for params in all_params:  # alone they are the plain texts
+            request = Request(prompt, max_tokens=40, sampling=params)
+            (result,) = Engine(ctx, knowing(texts), FIXED).generate([request])
+            assert result.stats.num_draft_tokens
+            assert [*prompt, *result.tokens] in texts
+        ctx.audit()
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_drafts_that_are_drawn_are_not_cut_by_their_length(model: lb.Model, rule: str) -> None:
+    """They are left out of shared decodes: which drafts are cut would depend on the drawn tokens."""
+    with Context(model, **EXACT) as ctx, Context(model, **EXACT) as other:
+        drafter = lb.ModelDrafter(other)
+        engine = Engine(ctx, drafter, SpeculativeConfig(draft_k=3, rule=rule))
+        results = engine.generate(
+            [Request(TEXT[:9], max_tokens=12, sampling=WARM.replace(seed=i)) for i in (1, 2)]
+        )
+        assert [len(result.tokens) for result in results] == [12, 12]
+        assert sum(result.stats.num_draft_tokens for result in results) == 0
+        ctx.audit()
+
+
+# -- the memory --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_whatever_is_done_logits_are_those_of_the_tokens(
-    model: lb.Model, ctx: Context, seed: int
-) -> None:
-    """Decodes of one and of several sequences, cuts, forks, drops. Each gives what it gives alone."""
+def test_whatever_is_done_logits_are_those_of_the_tokens(ctx: Context, seed: int) -> None:
+    """Drafts of one length are undone together, next to single tokens too, in any order.
+
+    In between sequences are forked, cut later, and dropped, wherever llama.cpp moves the states.
+    """
     rng, memory = random.Random(seed), ctx.kv_cache
     assert isinstance(memory, RollingBack)
     memory.every, memory.apart = 16, 4
-    allowed = rounding(ctx, 0.15)
     texts: dict[int, list[int]] = {}
     n_undone = 0
-    for _ in range(60):
-        act = rng.choice(["one", "one", "one", "many", "cut", "cut", "fork", "drop"])
-        if act == "one" or not texts:
-            seq = rng.randrange(4)
-            new = [rng.randrange(2, 250) for _ in range(rng.randint(1, 7))]
-            decode_run(ctx.decoder, new, seq, "none")
-            texts.setdefault(seq, []).extend(new)
-        elif act == "many":
-            batch = Batch()
-            for seq in rng.sample(sorted(texts), rng.randint(1, len(texts))):
-                new = [rng.randrange(2, 250) for _ in range(rng.randint(1, 5))]
-                batch.add(seq, new, "none")
-                texts[seq] += new
+
+    def cut(seq_id: int, n_kept: int) -> int:
+        n_left = memory.cut(seq_id, n_kept)
+        texts[seq_id] = texts[seq_id][:n_left]
+        if not n_left:
+            del texts[seq_id]
+        return n_left
+
+    for step in range(80):
+        act = rng.choice(["decode", "decode", "decode", "decode", "cut", "fork", "drop"])
+        if act == "decode" or not texts:
+            batch, n = Batch(), rng.randint(2, 5)
+            drafts: dict[int, int] = {}
+            for seq_id in rng.sample(range(4), rng.randint(1, 4)):
+                n_new = n if rng.random() < 0.7 else 1
+                n_new = 9 if seq_id not in texts and step < 3 else n_new
+                new = [rng.randrange(2, 250) for _ in range(n_new)]
+                batch.add(seq_id, new, "all")
+                texts.setdefault(seq_id, []).extend(new)
+                drafts[seq_id] = n_new
             batch.decode(ctx.decoder)
+            is_one_length = len({n_new for n_new in drafts.values() if n_new > 1}) < 2
+            for seq_id, n_new in drafts.items():
+                n_kept = len(texts[seq_id]) - rng.randint(0, min(4, n_new - 1))
+                was = len(texts[seq_id])
+                n_left = cut(seq_id, n_kept)
+                if is_one_length and max(drafts.values()) <= 5:
+                    assert n_left == n_kept
+                    n_undone += n_kept < was
         elif act == "cut":
-            seq = rng.choice(sorted(texts))
-            n = max(1, len(texts[seq]) - rng.randint(1, 6))
-            n_left = memory.cut(seq, n)
-            n_undone += n_left == n
-            texts[seq] = texts[seq][:n_left]
-            if not n_left:
-                del texts[seq]
+            seq_id = rng.choice(sorted(texts))
+            cut(seq_id, max(1, len(texts[seq_id]) - rng.randint(1, 6)))
         elif act == "fork":
             source, target = rng.choice(sorted(texts)), rng.randrange(4)
             if source != target:
-                n_left = memory.fork(source, target)
-                assert n_left == len(texts[source])
-                texts[target] = texts[source][:]
+                texts[target] = texts[source][: memory.fork(source, target)]
+                if not texts[target]:
+                    del texts[target]
         else:
-            seq = rng.choice(sorted(texts))
-            memory.drop(seq, 0)
-            del texts[seq]
+            seq_id = rng.choice(sorted(texts))
+            memory.drop(seq_id, 0)
+            del texts[seq_id]
         ctx.audit()
-    assert n_undone > 3
-    for seq, tokens in sorted(texts.items()):
-        logits = decode_run(ctx.decoder, [77], seq, "last")[0].array.copy()
-        memory.drop(4, 0)
-        decode_run(ctx.decoder, tokens, 4, "none")
-        expected = decode_run(ctx.decoder, [77], 4, "last")[0].array
-        np.testing.assert_allclose(logits, expected, atol=allowed)
+    assert n_undone > 10
+    check(ctx, texts)
+
+
+def test_nothing_is_undone_of_a_decode_before_the_last(ctx: Context) -> None:
+    """A single token after a draft has no earlier states, and neither has a restored state."""
+    memory, text = ctx.kv_cache, TEXT[:20]
+    decode_run(ctx.decoder, text, 0, "none")
+    decode_run(ctx.decoder, [30, 31, 32], 0, "none")
+    ctx.decoder.advance(0, 33, None)
+    n_left = memory.cut(0, 22)
+    assert n_left in (0, 20) or n_left < 22
+    expected = {0: [*text, 30, 31][:n_left]}
+    if n_left:
+        check(ctx, expected)
     memory.clear()
+    decode_run(ctx.decoder, TEXT[:40], 1, "none")
+    state = memory.state(1)
+    decode_run(ctx.decoder, text, 0, "none")
+    memory.drop(0, 0)
+    assert memory.set_state(0, state, 40)
+    n_left = memory.cut(0, 38)
+    assert n_left < 38
+    check(ctx, {0: TEXT[:n_left], 1: TEXT[:40]} if n_left else {1: TEXT[:40]})
 
 
-def test_a_text_of_an_engine_is_drafted_in_place(ctx: Context) -> None:
-    params = SamplingParams(temperature=0.9, logit_bias=ENDLESS)
-    prompt = TEXT[:12] * 4
-    engine = Engine(ctx, lb.SuffixDrafter(), SpeculativeConfig(draft_k=4))
-    n_drafted = 0
-    for seed in (1, 2, 3):
-        request = Request(prompt, max_tokens=40, sampling=params.replace(seed=seed))
-        (result,) = engine.generate([request])
-        n_drafted += result.stats.num_draft_tokens
-        with Branch.start(ctx, prompt, sampling=params.replace(seed=seed)) as branch:
-            branch.generate(max_tokens=40).finish()
-            assert result.tokens == branch.tokens[len(prompt) :]
-    assert n_drafted > 0
+def test_an_undone_sequence_that_was_dropped_can_be_forked(ctx: Context) -> None:
+    memory = ctx.kv_cache
+    decode_run(ctx.decoder, TEXT[:20], 0, "none")
+    assert memory.cut(0, 18) == 18
+    memory.drop(0, 0)
+    assert memory.fork(0, 1) == 0
+    decode_run(ctx.decoder, TEXT[:9], 0, "none")
+    assert memory.fork(0, 1) == 9
+    check(ctx, {0: TEXT[:9], 1: TEXT[:9]})
 
 
-def test_a_snapshot_goes_between_contexts_that_roll_back_and_not(
-    model: lb.Model, ctx: Context, tmp_path: Path
+@pytest.mark.parametrize("n_new", [1, 2, 4, 5, 12])
+@pytest.mark.parametrize("code", [-2, -3])
+def test_a_failed_decode_leaves_no_state_that_was_not_computed(
+    ctx: Context, n_new: int, code: int
 ) -> None:
-    with Context(model, **OPTIONS, n_rs_seq=0) as without:
-        for i, (source, other) in enumerate([(ctx, without), (without, ctx)]):
-            path = tmp_path / f"{i}.branch"
-            with Branch.start(source, TEXT[:50]) as branch:
-                expected = branch.logits.copy()
-                branch.save(path)
-            with Branch.load(other, path) as loaded:
-                loaded.commit(TEXT[50])
-                with Branch.start(other, TEXT[:51]) as again:
-                    np.testing.assert_allclose(loaded.logits, again.logits, atol=rounding(other))
-            assert np.isfinite(expected).all()
+    """After a failure llama.cpp undoes the tokens itself, even if it has not written their states."""
+    handle, start = ctx.decoder.handle, 20
+
+    def fail(decode: Any, n: int) -> int:
+        assert decode(n) == 0
+        handle.remove(0, start, -1)
+        return code
+
+    decode_run(ctx.decoder, TEXT[:12], 0, "none")
+    ctx.kv_cache.mark(0)
+    decode_run(ctx.decoder, TEXT[12:start], 0, "none")
+    before = ctx.decoder.hook(fail)
+    try:
+        with pytest.raises(DecodeError):
+            decode_run(ctx.decoder, [40 + i for i in range(n_new)], 0, "none")
+    finally:
+        ctx.decoder.hook(before)
+    end = ctx.kv_cache.next_position(0)
+    assert end < start
+    check(ctx, {0: TEXT[:end]} if end else {})
 
 
-def test_what_it_costs_is_told(model: lb.Model, ctx: Context) -> None:
-    capabilities = ctx.capabilities
+def test_what_fits_into_a_decode_of_several(ctx: Context) -> None:
+    memory = ctx.kv_cache
+    assert memory.fit_together([3], 0) == [3]
+    assert memory.fit_together([3], 1) == [0]
+    assert memory.fit_together([4, 4, 1], 0) == [4, 4, 0]
+    assert memory.fit_together([4, 2, 2], 0) == [2, 2, 2]
+    assert memory.fit_together([1, 0, 0], 0) == [1, 0, 0]
+    assert memory.fit_together([0, 0], 0) == [0, 0]
+    n = memory.handle.n_chunk // 5 + 1
+    assert max(memory.fit_together([4] * n, 0)) < 4
+
+
+# -- whether and how far -----------------------------------------------------------------------------
+
+
+def test_what_it_costs_is_told(model: lb.Model) -> None:
+    with Context(model, **OPTIONS) as context:
+        capabilities = context.capabilities
     assert capabilities.rollback == 8
     assert capabilities.rollback_bytes == 8 * capabilities.state_bytes > 0
     assert "8 tokens were undone" in capabilities.rollback_reason

@@ -32,29 +32,44 @@ def of_16_gib(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("of_16_gib")
 @pytest.mark.parametrize(
-    "options",
+    ("architecture", "options"),
     [
-        {"n_ctx": 10**9}, {"n_ctx": 2**31 - 256}, {"n_ctx": 10**9, "n_seq_max": 1},
-        {"n_ctx": 10**9, "n_seq_max": 200, "kv_unified": False},
-        {"n_ctx": 10**9, "kv_type": "q4_0"}, {"n_ctx": 10**9, "kv_type": "iq4_nl"},
-        {"n_ctx": 10**9, "prefix_cache": True},
+        *((architecture, {}) for architecture in ARCHITECTURES),
+        *(("llama", options) for options in (
+            {"n_ctx": 2**31 - 256}, {"n_seq_max": 1}, {"n_seq_max": 200, "kv_unified": False},
+            {"kv_type": "q4_0"}, {"kv_type": "iq4_nl"}, {"prefix_cache": True},
+        )),
     ],
     ids=str,
 )  # fmt: skip
-def test_cells_that_do_not_fit_are_refused_at_once(options: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match=r"needs at least [\d,.]+ GB .* 17\.2 GB") as raised:
-        lb.load(n_threads=1, **options)  # type: ignore[arg-type]
+def test_cells_that_do_not_fit_are_refused_at_once(
+    architecture: str, options: dict[str, Any], target: lb.Model, tmp_path: Path
+) -> None:
+    path = target.path
+    if architecture != "llama":
+        path = toys.write_toy(tmp_path / "toy.gguf", architecture)
+    message = r"needs at least [\d,.]+ GB .* 17\.2 GB"
+    with Model(path) as model, pytest.raises(ConfigError, match=message) as raised:
+        Context(model, n_threads=1, **{"n_ctx": 10**9, **options})
     smaller = re.search(r"n_ctx=([\d,]+) could fit", str(raised.value.hint))
     assert smaller is not None
     assert 0 < int(smaller[1].replace(",", "")) < 10**9
 
 
-@pytest.mark.usefixtures("of_16_gib")
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_so_are_those_of_every_memory_with_cells(architecture: str, tmp_path: Path) -> None:
-    path = toys.write_toy(tmp_path / "toy.gguf", architecture)
-    with Model(path) as model, pytest.raises(ConfigError, match="needs at least"):
-        Context(model, n_ctx=10**9)
+def taken(
+    model: Model, kind: str, capfd: pytest.CaptureFixture[str], **options: Any
+) -> tuple[float, int]:
+    """Return the bytes that llama.cpp takes for cells (KV) or states (RS), and those of a state."""
+    lb.set_log_level("info")
+    try:
+        capfd.readouterr()
+        with Context(model, n_threads=1, batch_invariant=False, **options) as ctx:
+            state_bytes = ctx.capabilities.state_bytes
+    finally:
+        lb.set_log_level("none")
+    sizes = re.findall(rf"{kind} buffer size = +([\d.]+) MiB", capfd.readouterr().err)
+    assert sizes
+    return sum(map(float, sizes)) * 2**20, state_bytes
 
 
 @pytest.mark.filterwarnings("ignore::llamabranch.errors.ContextLengthWarning")
@@ -63,25 +78,13 @@ def test_so_are_those_of_every_memory_with_cells(architecture: str, tmp_path: Pa
 def test_least_is_not_more_than_llama_cpp_takes(
     architecture: str, kv_type: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    path = toys.write_toy(tmp_path / "toy.gguf", architecture)
-    lb.set_log_level("info")
-    try:
-        with Model(path) as model:
-            least = room.cell_bytes(
-                model, ContextParams(n_ctx=65536, kv_type=kv_type).resolve(model)
-            )
-            capfd.readouterr()
-            with Context(model, n_ctx=65536, kv_type=kv_type, n_threads=1, batch_invariant=False):
-                pass
-    finally:
-        lb.set_log_level("none")
-    sizes = re.findall(r"KV buffer size = +([\d.]+) MiB", capfd.readouterr().err)
-    taken = sum(map(float, sizes)) * 2**20
-    of_records = 65536 * room.BYTES_OF_CELL
-    assert sizes
-    assert least <= taken + of_records + 2**14
+    options: dict[str, Any] = {"n_ctx": 65536, "kv_type": kv_type}
+    with Model(toys.write_toy(tmp_path / "toy.gguf", architecture)) as model:
+        least = room.cell_bytes(model, ContextParams(**options).resolve(model))
+        most = taken(model, "KV", capfd, **options)[0] + 65536 * room.BYTES_OF_CELL
+    assert least <= most + 2**14
     if architecture == "llama":
-        assert least == pytest.approx(taken + of_records, rel=0.01)
+        assert least == pytest.approx(most, rel=0.01)
 
 
 @pytest.mark.filterwarnings("ignore::llamabranch.errors.ContextLengthWarning")
@@ -120,9 +123,7 @@ def test_states_that_do_not_fit_are_refused_with_their_size(
         limit = room.cell_bytes(model, params) + states // 2
         monkeypatch.setattr(room, "memory_bytes", lambda: limit)
         monkeypatch.setattr(room, "BYTES_OF_CELL", 0)
-        message = (
-            rf"n_seq_max={n_seq_max} with n_rs_seq={n_rs_seq} needs .* MB for the states of each"
-        )
+        message = rf"n_seq_max={n_seq_max} with n_rs_seq={n_rs_seq} needs .* MB for the states"
         with pytest.raises(ConfigError, match=message) as raised:
             Context(model, n_ctx=256, n_threads=1, **options)
         fits = re.search(r"at most n_seq_max=(\d+) could fit", str(raised.value.hint))
@@ -136,21 +137,14 @@ def test_states_that_do_not_fit_are_refused_with_their_size(
 def test_states_take_what_the_header_says(
     architecture: str, n_rs_seq: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    path = toys.write_toy(tmp_path / "toy.gguf", architecture, n_layer=6)
     options: dict[str, Any] = {"n_ctx": 256, "n_seq_max": 150, "n_rs_seq": n_rs_seq}
-    lb.set_log_level("info")
-    try:
-        with Model(path) as model:
-            least = room.least_state_bytes(model, ContextParams(**options).resolve(model))
-            capfd.readouterr()
-            with Context(model, n_threads=1, batch_invariant=False, **options) as ctx:
-                assert ctx.capabilities.state_bytes >= model.state_numbers * 4
-    finally:
-        lb.set_log_level("none")
-    sizes = re.findall(r"RS buffer size = +([\d.]+) MiB", capfd.readouterr().err)
+    with Model(toys.write_toy(tmp_path / "toy.gguf", architecture, n_layer=6)) as model:
+        least = room.least_state_bytes(model, ContextParams(**options).resolve(model))
+        n_bytes, state_bytes = taken(model, "RS", capfd, **options)
+        assert state_bytes >= model.state_numbers * 4
     if architecture == "mamba" and n_rs_seq:  # llama.cpp keeps no other states of it
         least //= 1 + n_rs_seq
-    assert least == pytest.approx(float(sizes[0]) * 2**20, rel=0.02, abs=2**13)
+    assert least == pytest.approx(n_bytes, rel=0.02, abs=2**13)
 
 
 def machine(root: Path, **files: str) -> Path:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from llama_cpp import llama_cpp as C
-from programs import run_code
+from decodes import Decodes
 
 import llamabranch as lb
 from llamabranch import Branch, BranchStore, Context
@@ -63,22 +64,26 @@ def write_text(ctx: Context, prompt: str, seed: int, n: int = 40) -> list[int]:
 
 
 def test_all_kinds_of_users_share_a_context(ctx: Context, draft_ctx: Context) -> None:
+    """Each context is also the other one's drafter."""
     config = lb.SpeculativeConfig(draft_k=3)
-    engine = lb.Engine(ctx, lb.ModelDrafter(draft_ctx), config, seed=4, max_tokens=40)
+    engines = {
+        ctx: lb.Engine(ctx, lb.ModelDrafter(draft_ctx), config, seed=4, max_tokens=40),
+        draft_ctx: lb.Engine(draft_ctx, lb.ModelDrafter(ctx), config, seed=4, max_tokens=40),
+    }
 
-    def speculate() -> object:
-        speculator = lb.Speculator(ctx, lb.ModelDrafter(draft_ctx), config)
+    def speculate(ctx: Context, other: Context) -> object:
+        speculator = lb.Speculator(ctx, lb.ModelDrafter(other), config)
         return speculator.generate("The king", max_tokens=40, sampling=WARM).finish().text
 
-    def session() -> object:
+    def session(ctx: Context, other: Context) -> object:
         with lb.InferenceSession(ctx, "A wolf", sampling=WARM) as generation:
-            drafter = lb.ModelDrafter(draft_ctx)
+            drafter = lb.ModelDrafter(other)
             while len(generation.tokens) < 30 and generation.next_token(drafter) is not None:
                 pass
             return generation.text
 
-    def batch() -> object:
-        return [result.text for result in engine.generate(["The queen"])]
+    def batch(ctx: Context, _: Context) -> object:
+        return [result.text for result in engines[ctx].generate(["The queen"])]
 
     def raw() -> object:
         for i in range(20):
@@ -94,21 +99,22 @@ def test_all_kinds_of_users_share_a_context(ctx: Context, draft_ctx: Context) ->
                 BranchStore(ctx).step(branches)
             return [branch.text for branch in branches]
 
-    def write(job: tuple[int, str]) -> Callable[[], object]:
-        return lambda: write_text(ctx, job[1], job[0], 25)
-
-    for acts in ((speculate, session, batch, raw, store), tuple(map(write, enumerate(PROMPTS)))):
-        check_alone_and_together(acts, ctx, draft_ctx)
-
-
-def check_alone_and_together(acts: Sequence[Callable[[], object]], *contexts: Context) -> None:
-    """Each context gives the same in a thread of its own, beside others, as it gives alone."""
-    alone = [act() for act in acts]
-    for _ in range(3):
-        assert together(*acts) == alone
-        for context in contexts:
-            context.audit()
-            assert context.usage().cells_used == 0
+    drafting = [partial(act, ctx, draft_ctx) for act in (speculate, session, batch)]
+    mutual = [partial(act, draft_ctx, ctx) for act in (speculate, session, batch)]
+    writing = [partial(write_text, ctx, prompt, i, 25) for i, prompt in enumerate(PROMPTS)]
+    faulthandler.dump_traceback_later(500, exit=True)  # a deadlock ends here, and shows where
+    groups: list[list[Callable[[], object]]] = [[*drafting, raw, store], [*drafting, *mutual]]
+    groups.append([*writing])
+    try:
+        for acts in groups:
+            alone = [act() for act in acts]
+            for _ in range(3):
+                assert together(*acts) == alone
+                for context in (ctx, draft_ctx):
+                    context.audit()
+                    assert context.usage().cells_used == 0
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def test_contexts_of_one_model_run_side_by_side(target: lb.Model) -> None:
@@ -117,7 +123,7 @@ def test_contexts_of_one_model_run_side_by_side(target: lb.Model) -> None:
             return [t for prompt in PROMPTS for t in write_text(ctx, prompt, seed, 20)]
 
     alone = [work(seed) for seed in range(4)]
-    assert together(*(lambda seed=seed: work(seed) for seed in range(4))) == alone
+    assert together(*(partial(work, seed) for seed in range(4))) == alone
 
 
 def test_branches_that_threads_forget_come_back(ctx: Context) -> None:
@@ -135,7 +141,12 @@ def test_branches_that_threads_forget_come_back(ctx: Context) -> None:
             if rng.random() < 0.2:
                 gc.collect()
 
-    together(*(lambda seed=seed: scatter(seed) for seed in range(3)))
+    root = Branch.start(ctx, "The king", temperature=0.0)
+    child, text = root.fork(), [token.token for token in root.generate(5)]
+    del root
+    together(*(partial(scatter, seed) for seed in range(3)))
+    assert [token.token for token in child.generate(5)] == text  # it outlives its parent
+    del child
     gc.collect()
     assert ctx.n_seq_free == 8
     assert ctx.usage().cells_used == 0
@@ -178,17 +189,11 @@ def test_decoding_frees_the_gil(n: int, target: lb.Model, monkeypatch: pytest.Mo
             time.sleep(0)  # releases the GIL
 
     counted: list[int] = []
-    real = C.llama_decode
-
-    def decode(ctx: object, batch: C.llama_batch) -> int:
-        before = counter[0]
-        code = int(real(ctx, batch))
-        counted.append(counter[0] - before)
-        return code
-
     thread = threading.Thread(target=count, daemon=True)
     with Context(target, n_ctx=2048, n_batch=2048, n_seq_max=2, n_threads=1) as ctx:
-        monkeypatch.setattr(C, "llama_decode", decode)
+        decodes = Decodes(monkeypatch)
+        decodes.before = lambda _: counted.append(-counter[0])
+        decodes.after = lambda _: counted.append(counted.pop() + counter[0])
         sys.setswitchinterval(1000)
         thread.start()
         try:
@@ -246,72 +251,6 @@ def test_closing_while_threads_decode_is_an_error_for_them_and_no_crash(
 
 
 # -- drafting across threads -----------------------------------------------------------------------
-
-MUTUAL = """
-import faulthandler, sys, threading
-import llamabranch as lb
-
-faulthandler.dump_traceback_later(240, exit=True)  # a deadlock ends here, with where each thread waits
-sys.setswitchinterval(1e-6)
-target, draft = (lb.Model(path) for path in sys.argv[1:3])
-# Three texts and their drafts, two of the other side with theirs.
-left, right = (lb.Context(m, n_ctx=512, n_seq_max=6, n_threads=1) for m in (target, draft))
-config = lb.SpeculativeConfig(draft_k=3)
-warm = lb.SamplingParams(temperature=0.8, seed=2)
-start = threading.Barrier(2)
-
-def speculator(ctx, other):
-    speculator = lb.Speculator(ctx, lb.ModelDrafter(other), config)
-    generations = [speculator.generate("The king", max_tokens=40, sampling=warm) for _ in range(2)]
-    return [t.token for pair in zip(*generations) for t in pair]
-
-def session(ctx, other):
-    drafter = lb.ModelDrafter(other)
-    with lb.InferenceSession(ctx, "The king", sampling=warm, max_tokens=60) as generation:
-        while generation.next_token(drafter) is not None:
-            pass
-        return generation.tokens
-
-def engine(ctx, other):
-    engine = lb.Engine(ctx, lb.ModelDrafter(other), config, seed=4, max_tokens=40)
-    return [result.tokens for result in engine.generate(["The queen", "A wolf", "Once"])]
-
-acts = {act.__name__: act for act in (speculator, session, engine)}
-jobs = [(acts[sys.argv[3]], left, right), (acts[sys.argv[4]], right, left)]
-alone = [act(ctx, other) for act, ctx, other in jobs]
-texts = [None, None]
-
-def run(i):
-    act, ctx, other = jobs[i]
-    start.wait()
-    texts[i] = [act(ctx, other) for _ in range(3)]
-
-threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join()
-assert texts == [[alone[0]] * 3, [alone[1]] * 3]
-for ctx in (left, right):
-    ctx.audit()
-    assert ctx.usage().cells_used == 0
-"""
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ("speculator", "speculator"),
-        ("engine", "engine"),
-        ("session", "session"),
-        ("engine", "speculator"),
-    ],
-)
-def test_contexts_that_draft_for_each_other_wait_for_nobody(
-    one: str, other: str, target: lb.Model, draft: lb.Model
-) -> None:
-    """Each is the other's drafter. In a process of its own, whose watchdog ends it if it hangs."""
-    run_code(MUTUAL, target.path, draft.path, one, other)
 
 
 class Watched(lb.Drafter):
@@ -372,9 +311,8 @@ def test_threads_share_a_speculator(
         n_emitted = [0]
         count = threading.Lock()
 
-        def write_text(prompt: str, seed: int) -> list[list[int]]:
-            texts = []
-            params = lb.SamplingParams(temperature=0.8, seed=seed)
+        def drafted(prompt: str, seed: int) -> list[list[int]]:
+            texts, params = [], WARM.replace(seed=seed)
             for n in (3, 12):
                 with Branch.start(ctx, prompt, sampling=params) as root:
                     texts.append(speculator.generate(root, max_tokens=n).finish().tokens)
@@ -389,9 +327,8 @@ def test_threads_share_a_speculator(
             return texts
 
         def plain(prompt: str, seed: int) -> list[list[int]]:
-            texts = []
+            texts, params = [], WARM.replace(seed=seed)
             for n in (3, 12):
-                params = lb.SamplingParams(temperature=0.8, seed=seed)
                 with Branch.start(ctx, prompt, sampling=params) as root:
                     text = [t.token for t in root.generate(2 * n + 1)]
                     texts += [text[:n], text[n : 2 * n], text[n + 1 : 2 * n + 1]]
@@ -400,7 +337,7 @@ def test_threads_share_a_speculator(
         jobs = [(prompt, seed) for seed, prompt in enumerate(PROMPTS)]
         expected = [plain(*job) for job in jobs]
         for _ in range(4):
-            assert together(*(lambda job=job: write_text(*job) for job in jobs)) == expected
+            assert together(*(partial(drafted, *job) for job in jobs)) == expected
         assert speculator.stats.num_emitted_tokens == n_emitted[0]
         assert watched.asked >= {"propose", "observe", "fork", "close"}
         gc.collect()
@@ -417,15 +354,13 @@ def test_model_is_tokenized_with_from_many_threads(target: lb.Model) -> None:
     texts = [f"{prompt} {i} ." for prompt in PROMPTS for i in range(50)]
     alone = [target.tokenize(text) for text in texts]
 
-    def tokenize() -> object:
-        return [target.tokenize(text) for text in texts]
-
     def spell() -> object:
         return [target.tokenize(target.detokenize(tokens, special=True)) for tokens in alone]
 
-    first, other, spelled, spelled_again = together(tokenize, tokenize, spell, spell)
+    tokenize = partial(map, target.tokenize, texts)
+    first, other, *spelled = together(lambda: [*tokenize()], lambda: [*tokenize()], spell, spell)
     assert first == alone == other
-    assert spelled == spelled_again
+    assert spelled[0] == spelled[1]
 
 
 def test_interrupts_from_many_threads_change_no_text(ctx: Context) -> None:

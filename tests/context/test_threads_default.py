@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,6 @@ def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write_entry(section: str, key: str, entry: dict[str, object]) -> None:
-    """Store one entry."""
     write_entries([(section, key, entry)])
 
 
@@ -59,14 +59,8 @@ def is_chosen(ctx: Context) -> bool:
 def _rows(model: lb.Model, n: int, n_batch: int | None, options: dict[str, Any]) -> Any:
     """Return rows of a prefill, of single tokens and of a small batch, with ``n`` threads."""
     tokens = [(7 * i + 3) % model.n_vocab for i in range(600)]
-    all_options = {
-        "n_ctx": 1024,
-        "n_seq_max": 2,
-        "n_threads": n,
-        "n_threads_batch": n_batch,
-        **options,
-    }
-    with Context(model, **all_options) as ctx:
+    numbers: dict[str, Any] = {"n_threads": n, "n_threads_batch": n_batch}
+    with Context(model, n_ctx=1024, n_seq_max=2, **numbers, **options) as ctx:
         ctx.decode(tokens, 0)
         rows = [ctx.logits()]
         for position, token in enumerate(tokens[:4], start=600):
@@ -128,7 +122,7 @@ def test_a_given_number_is_obeyed_and_nothing_is_measured(
     monkeypatch.setenv("LLAMABRANCH_PROFILE", "0")  # all cores, and no file
     assert profile_path() is None
     with Context(target, n_ctx=256) as ctx:
-        assert ctx.n_threads == CORES
+        assert ctx.n_threads == CORES == len(os.sched_getaffinity(0))
 
 
 def test_measuring_leaves_a_context_as_if_nothing_had_been(
@@ -213,17 +207,10 @@ def test_what_is_invalid_is_measured_again_and_replaced(
     assert read_entry("threads", "key") == {"n_threads": 1}
 
 
-def test_file_of_a_later_version_is_left_alone(profile: Path) -> None:
-    profile.parent.mkdir()
-    profile.write_text('{"version": 2, "threads": {"key": {}}}', encoding="utf-8")
-    write_entry("threads", "key", {"n_threads": 1})
-    assert read_entry("threads", "key") is None
-    assert json.loads(profile.read_text(encoding="utf-8"))["version"] == 2
-
-
 def test_other_sections_and_what_is_beside_the_file_are_left_alone(
     profile: Path, tmp_path: Path
 ) -> None:
+    """A file of a later version stays, too."""
     profile.parent.mkdir()
     profile.symlink_to(tmp_path / "elsewhere.json")
     write_entry("costs", "pair", {"v": [1.0, 1.5]})
@@ -231,6 +218,11 @@ def test_other_sections_and_what_is_beside_the_file_are_left_alone(
     assert read_entry("costs", "pair") == {"v": [1.0, 1.5]}
     assert [path.name for path in profile.parent.iterdir()] == ["profile.json"]
     assert profile.is_symlink()  # a link to the file stays one
+    later = '{"version": 2, "threads": {"key": {}}}'
+    profile.write_text(later, encoding="utf-8")
+    write_entry("threads", "key", {"n_threads": 1})
+    assert read_entry("threads", "key") is None
+    assert profile.read_text(encoding="utf-8") == later
 
 
 def test_a_section_keeps_its_youngest_entries(profile: Path) -> None:

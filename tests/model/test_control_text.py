@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import gguf
 import pytest
@@ -11,18 +12,15 @@ import toys
 import llamabranch as lb
 from llamabranch.model.control_text import ControlText, ControlToken
 
-_TAIL = "{% if add_generation_prompt %}"
 LLAMA3 = (
     "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n'"
-    " + m['content'] | trim + '<|eot_id|>' }}{% endfor %}"
-    + _TAIL
-    + "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+    " + m['content'] | trim + '<|eot_id|>' }}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
 GEMMA = (
     "{{ bos_token }}{% for m in messages %}{% set role = 'model' if m.role == 'assistant' else m.role %}"
     "{{ '<start_of_turn>' + role + '\n' + m['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
-    + _TAIL
-    + "{{ '<start_of_turn>model\n' }}{% endif %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
 MISTRAL = (
     "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}"
@@ -48,45 +46,30 @@ with_control = toys.Vocabulary.with_control
 QWEN = with_control("<|endoftext|>", *CHATML)
 FORMATS = {
     "chatml": (toys.CHAT_TEMPLATE, QWEN),
-    "llama3": (
-        LLAMA3,
-        with_control("<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"),
-    ),
-    "gemma": (
-        GEMMA,
-        with_control("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>", is_spm=True),
-    ),
+    "llama3": (LLAMA3, with_control(
+        "<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>")),
+    "gemma": (GEMMA, with_control(
+        "<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>", is_spm=True)),
     "mistral": (MISTRAL, with_control("<s>", "</s>", "[INST]", "[/INST]", is_spm=True)),
     "reasoning": (REASONING, QWEN),
     "built": (BUILT, with_control("<|x|>", "<|end|>", "<|user|>", "<|assistant|>", "<|im_end|>")),
     "defined": (toys.CHAT_TEMPLATE, with_control("<|endoftext|>", *CHATML, is_spm=True)),
     "json": (JSON, QWEN),
-}
+}  # fmt: skip
 REAL = ["chatml", "llama3", "gemma", "mistral", "defined"]
 ORDINARY = [
-    "Hello",
-    "  spaces at both ends \n",
-    "a < b > c, <b>bold</b>, [INS] and <|almost",
-    "> a quotation, as in a mail",
-    "what does x[0] <",
-    "grüße, 日本 \U0001f43a \U000f0000",
-    "im_end",
-    "",
-]
+    "Hello", "  spaces at both ends \n", "a < b > c, <b>bold</b>, [INS] and <|almost",
+    "> a quotation, as in a mail", "what does x[0] <", "grüße, 日本 \U0001f43a \U000f0000", "im_end", "",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, lb.Model]]:
-    folder = tmp_path_factory.mktemp("chat")
-    by_name = {}
+    folder, by_name = tmp_path_factory.mktemp("chat"), {}
     for name, (template, vocabulary) in FORMATS.items():
-        by_name[name] = lb.Model(
-            toys.write_toy(
-                folder / f"{name}.gguf",
-                vocab=vocabulary,
-                metadata={"tokenizer.chat_template": template, **types(name, vocabulary)},
-            )
-        )
+        metadata = {"tokenizer.chat_template": template, **types(name, vocabulary)}
+        path = toys.write_toy(folder / f"{name}.gguf", vocab=vocabulary, metadata=metadata)
+        by_name[name] = lb.Model(path)
     yield by_name
     for model in by_name.values():
         model.close()
@@ -94,15 +77,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, lb.Mo
 
 def types(name: str, vocabulary: toys.Vocabulary) -> dict[str, toys.Value]:
     """Mark the control tokens of the format "defined" as user-defined, as some converted files do."""
-    if name != "defined":
-        return {}
-    token_types = vocabulary.metadata()["tokenizer.ggml.token_type"]
-    assert isinstance(token_types, list)
-    user_defined = int(gguf.TokenType.USER_DEFINED)
-    n = vocabulary.n_control
-    return {
-        "tokenizer.ggml.token_type": [*token_types[:1], *[user_defined] * (n - 1), *token_types[n:]]
-    }
+    key, kind = "tokenizer.ggml.token_type", int(gguf.TokenType.USER_DEFINED)
+    known: Any = vocabulary.metadata()[key]
+    n = vocabulary.n_control if name == "defined" else 1
+    return {key: [*known[:1], *[kind] * (n - 1), *known[n:]]}
 
 
 def talk(*contents: str) -> list[dict[str, object]]:
@@ -112,30 +90,11 @@ def talk(*contents: str) -> list[dict[str, object]]:
 
 def control(model: lb.Model, tokens: list[int]) -> list[str]:
     """Return the control tokens among ``tokens``, as text."""
-    texts = {
-        control_token[0]: text for text, control_token in model.handle.control_tokens().items()
-    }
+    texts = {known[0]: text for text, known in model.handle.control_tokens().items()}
     return [texts[token] for token in tokens if token in texts]
 
 
 # -- prompts that are text -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", REAL)
-def test_text_of_a_template_has_the_tokens_of_llama_cpp(
-    name: str, models: dict[str, lb.Model]
-) -> None:
-    model = models[name]
-    text = model.apply_chat_template(talk("Hello", "Hi.", "Bye"))
-    own = model.handle.tokenize(text.encode(), add_special=False, parse_special=True)
-    tokens = model.prompt_tokens(text)
-    assert model.bos is not None
-    assert tokens[tokens[0] == model.bos :] == own[own[0] == model.bos :]
-    assert tokens.count(model.bos) <= 1  # llama.cpp adds one to a text that begins with it
-    assert len(control(model, tokens)) >= 6 - (name == "mistral")
-    if name != "defined":  # llama.cpp parses user-defined tokens in any text
-        letters = model.prompt_tokens(text, parse_special=False)
-        assert control(model, letters) == control(model, letters[:1])
 
 
 def test_a_bos_token_is_added_once(models: dict[str, lb.Model]) -> None:
@@ -147,28 +106,25 @@ def test_a_bos_token_is_added_once(models: dict[str, lb.Model]) -> None:
     assert both[0] == model.bos and len(both) > 5
 
 
-def test_control_tokens_in_text_are_parsed_wherever_it_is_a_prompt(
-    models: dict[str, lb.Model],
-) -> None:
+def test_texts_and_messages_are_prompts_everywhere(models: dict[str, lb.Model]) -> None:
+    """Control tokens of a text are parsed unless ``parse_special`` is False."""
     model, text = models["chatml"], "<|im_start|>user\nHello<|im_end|>\n"
-    sampling = lb.SamplingParams(seed=1)
+    sampling, drawn = lb.SamplingParams(seed=1), []
     with lb.Context(model, n_ctx=256, n_threads=1) as ctx:
-        texts = {}
-        for parses in (True, False):
-            tokens = model.prompt_tokens(text, parse_special=parses)
-            with lb.Branch.start(ctx, text, sampling=sampling, parse_special=parses) as branch:
+        for prompt, parses in ((text, True), (text, False), (talk("Hello", "Hi."), True)):
+            options: Any = {"sampling": sampling, "parse_special": parses}
+            tokens = model.prompt_tokens(prompt, parse_special=parses)
+            with lb.Branch.start(ctx, prompt, **options) as branch:
                 assert branch.tokens == tokens
-                texts[parses] = [t.token for t in branch.generate(4)]
-            generation = lb.Speculator(ctx).generate(
-                text, max_tokens=4, sampling=sampling, parse_special=parses
-            )
-            with lb.InferenceSession(ctx, text, sampling=sampling, parse_special=parses) as session:
+                drawn.append([t.token for t in branch.generate(4)])
+            with lb.InferenceSession(ctx, prompt, **options) as session:
                 assert session.branch.tokens == tokens
-            request = lb.Request(text, max_tokens=4, sampling=sampling, parse_special=parses)
-            (result,) = lb.Engine(ctx).generate([request])
-            assert generation.finish().tokens == result.tokens == texts[parses]
+            generation = lb.Speculator(ctx).generate(prompt, max_tokens=4, **options)
+            (result,) = lb.Engine(ctx).generate([lb.Request(prompt, max_tokens=4, **options)])
+            assert generation.finish().tokens == result.tokens == drawn[-1]
             assert result.num_prompt_tokens == len(tokens)
-        assert texts[True] != texts[False]
+            assert result.as_dict()["prompt"] == prompt
+    assert drawn[0] != drawn[1]
     with pytest.raises(lb.ConfigError, match="parse_special"):
         lb.Request(text, parse_special="no")  # type: ignore[arg-type]
 
@@ -188,6 +144,13 @@ def test_messages_have_the_tokens_of_llama_cpp(
     assert tokens == model.prompt_tokens(text) == model.prompt_tokens(messages)
     own = model.handle.tokenize(text.encode(), add_special=False, parse_special=True)
     assert tokens[tokens[0] == model.bos :] == own[own[0] == model.bos :]
+    assert (
+        model.bos is not None and tokens.count(model.bos) <= 1
+    )  # llama.cpp adds one to a text that begins with it
+    assert len(control(model, tokens)) >= 6 - (name == "mistral")
+    if name != "defined":  # llama.cpp parses user-defined tokens in any text
+        letters = model.prompt_tokens(text, parse_special=False)
+        assert control(model, letters) == control(model, letters[:1])
 
 
 @pytest.mark.parametrize("name", FORMATS)

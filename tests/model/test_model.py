@@ -36,35 +36,22 @@ TEXTS = [
 
 def test_properties_of_the_bundled_pair(target: lb.Model, draft: lb.Model) -> None:
     for model in (target, draft):
-        assert model.architecture == "llama"
-        assert model.file_type == "Q8_0"
-        assert model.memory_type == "attention"
-        assert model.vocab_type == "bpe"
-        assert model.can_generate
-        assert model.has_text
-        assert model.n_vocab == 4096
-        assert model.n_swa == 0
-        assert model.n_ctx_train >= 512
+        kinds = (model.architecture, model.file_type, model.memory_type, model.vocab_type)
+        assert kinds == ("llama", "Q8_0", "attention", "bpe")
+        assert model.can_generate and model.has_text
+        assert (model.n_vocab, model.n_swa) == (4096, 0) and model.n_ctx_train >= 512
         assert model.metadata["general.architecture"] == "llama"
         assert model.name == model.path.stem  # not general.name, which other files share
         assert model.name in repr(model)
         assert model.size_bytes < model.path.stat().st_size
     assert target.n_params > 4 * draft.n_params
-    assert (target.n_layer, target.n_embd) == (6, 256)
-    assert (draft.n_layer, draft.n_embd) == (2, 128)
+    assert (target.n_layer, target.n_embd, draft.n_layer, draft.n_embd) == (6, 256, 2, 128)
 
 
 def test_end_tokens_are_eog_and_others_are_not(target: lb.Model) -> None:
     assert target.eos in target.eog_tokens
     assert all(target.is_eog(token) for token in target.eog_tokens)
     assert not target.is_eog(target.tokenize("a", add_special=False)[0])
-
-
-def test_fingerprint_belongs_to_the_file(target: lb.Model, draft: lb.Model) -> None:
-    with lb.Model(target.path, vocab_only=True) as again:
-        assert again.fingerprint == target.fingerprint
-    assert target.fingerprint != draft.fingerprint
-    assert len(target.fingerprint) == 64
 
 
 def changed(path: Path, at: int) -> None:
@@ -85,7 +72,7 @@ def large(tmp_path: Path, target: lb.Model) -> Path:
 def test_fingerprint_is_of_the_whole_file(large: Path, tmp_path: Path) -> None:
     other = Path(shutil.copy(large, tmp_path / "other.gguf"))
     changed(other, other.stat().st_size // 2)
-    with lb.Model(large) as model, lb.Model(other) as fake:
+    with lb.Model(large, vocab_only=True) as model, lb.Model(other) as fake:
         assert model.fingerprint == hashlib.sha256(large.read_bytes()).hexdigest()
         assert model.quick_key == fake.quick_key
         assert model.fingerprint != fake.fingerprint
@@ -150,11 +137,10 @@ def test_file_that_was_replaced_after_loading_has_no_fingerprint(
         with pytest.raises(UsageError, match="was changed, replaced or removed") as raised:
             _ = ctx.model.fingerprint
         assert "load the model again" in str(raised.value.hint)
-        with pytest.raises(SnapshotError, match="cannot be identified"):
-            branch.save(tmp_path / "a.branch")
-        large.unlink()
-        with pytest.raises(SnapshotError, match="cannot be identified"):
-            branch.save(tmp_path / "a.branch")
+        for _ in range(2):
+            with pytest.raises(SnapshotError, match="cannot be identified"):
+                branch.save(tmp_path / "a.branch")
+            large.unlink(missing_ok=True)
 
 
 def test_branch_and_chat_of_other_weights_in_the_middle_are_refused(
@@ -168,10 +154,9 @@ def test_branch_and_chat_of_other_weights_in_the_middle_are_refused(
         chat.save(tmp_path / "chat")
     changed(large, large.stat().st_size // 2)
     with lb.load(large, **options) as ctx:
-        with pytest.raises(SnapshotError, match="from another model"):
-            lb.Branch.load(ctx, tmp_path / "a.branch", trusted=True)
-        with pytest.raises(SnapshotError, match="from another model"):
-            lb.Chat.load(ctx, tmp_path / "chat", trusted=True)
+        for load, name in ((lb.Branch.load, "a.branch"), (lb.Chat.load, "chat")):
+            with pytest.raises(SnapshotError, match="from another model"):
+                load(ctx, tmp_path / name, trusted=True)
 
 
 def test_branch_of_a_version_before_0_4_is_taken(

@@ -24,33 +24,24 @@ Open = Callable[[str], lb.Model]
 
 HEAD = "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>"
 TAIL = "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-ITERATES = (
-    HEAD
-    + (
-        "{{ m.role }}\n{{ m.content or '' }}{% for c in m.tool_calls or [] %}<do>{{ c.function.name }}"
-        "{% for k, v in c.function.arguments.items() %}<k>{{ k }}</k><v>{{ v }}</v>{% endfor %}</do>"
-        "{% endfor %}"
-    )
-    + TAIL
+
+
+def calling(call: str, after: str = "") -> str:
+    """Return a template with a text for each call, and one after all calls of a message."""
+    calls = f"{{% for c in m.tool_calls or [] %}}{call}{{% endfor %}}"
+    return f"{HEAD}{{{{ m.role }}}}\n{{{{ m.content or '' }}}}{calls}{after}{TAIL}"
+
+
+ITERATES = calling(
+    "<do>{{ c.function.name }}{% for k, v in c.function.arguments.items() %}<k>{{ k }}</k>"
+    "<v>{{ v }}</v>{% endfor %}</do>"
 )
-TOJSON = (
-    HEAD
-    + (
-        "{{ m.role }}\n{{ m.content or '' }}{% for c in m.tool_calls or [] %}<do>"
-        '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</do>'
-        "{% endfor %}"
-    )
-    + TAIL
-)
-NINE = (
-    HEAD
-    + (
-        "{{ m.role }}\n{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
-        "{% if c.id | length != 9 %}{{ raise_exception('ids have nine characters') }}{% endif %}"
-        '[DO]{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}, '
-        '"id": "{{ c.id }}"}{% endfor %}{% if m.role == "tool" %}[{{ m.tool_call_id }}]{% endif %}'
-    )
-    + TAIL
+CALL = '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}'
+TOJSON = calling(f"<do>{CALL}}}</do>")
+NINE = calling(
+    "{% if c.id | length != 9 %}{{ raise_exception('ids have nine characters') }}{% endif %}"
+    f'[DO]{CALL}, "id": "{{{{ c.id }}}}"}}',
+    after='{% if m.role == "tool" %}[{{ m.tool_call_id }}]{% endif %}',
 )
 NO_ROLES = (  # it has no system role, no tool role and no calls
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
@@ -111,7 +102,7 @@ def test_a_template_that_wants_text_gets_text() -> None:
     form = TurnFormat.of(
         TOJSON.replace("c.function.arguments | tojson", "'' + c.function.arguments")
     )
-    assert form.parts.arguments_as_text
+    assert form.arguments_as_text
     answer: Any = written_history(called({"text": "é"}), form)[1]
     assert answer["tool_calls"][0]["function"]["arguments"] == '{"text": "é"}'
 
@@ -205,13 +196,8 @@ def test_histories_reach_templates_in_their_form(open_model: Open) -> None:
     text = open_model(NO_ROLES).apply_chat_template(called('{"text": "x"}'))
     assert text.count("Result of find") == 1
     assert open_model("chatml").apply_chat_template(called('{"text": "x"}')).count("find") == 2
-    message = {
-        "role": "user",
-        "content": "a",
-        "name": "b",
-        "reasoning_content": "c",
-        "refusal": None,
-    }
+    ignored = {"name": "b", "reasoning_content": "c", "refusal": None}
+    message = {"role": "user", "content": "a", **ignored}
     model = open_model("chatml")
     assert model.apply_chat_template([message]) == model.apply_chat_template([("user", "a")])
 
@@ -256,7 +242,8 @@ def test_a_tools_schema_fault_names_the_tool(open_model: Open) -> None:
             turn_grammar(model, Tools([TOOL, wrong], choice, model.turn_format))
 
 
-def test_detection_is_kept_by_the_model(open_model: Open) -> None:
+def test_detection_is_remembered(open_model: Open) -> None:
     model = open_model(TOJSON)
     assert model.turn_format is model.turn_format and not model.turn_format.is_general
+    assert TurnFormat.of(TOJSON) is TurnFormat.of(TOJSON)
     assert open_model("chatml").turn_format.is_general

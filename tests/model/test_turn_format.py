@@ -84,58 +84,34 @@ def streamed(form: TurnFormat, text: str, size: int, *, eager: bool) -> Turn:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@example([ToolCall("find", {"text": "x"})], "Let me look.", 3)
+@example([ToolCall("find", {"text": "x"}), ToolCall("ping", {})], "Let me look.", "Hm.", 3)
 @given(
-    st.lists(_CALL, min_size=1, max_size=3),
-    st.sampled_from(["", "Let me look."]),
-    st.integers(1, 9),
-)
-@settings(max_examples=30, deadline=None)
+    st.lists(_CALL, min_size=1, max_size=3), st.sampled_from(["", "Let me look."]),
+    st.sampled_from(["", "Hm."]), st.integers(1, 9),
+)  # fmt: skip
+@settings(max_examples=50, deadline=None)
 def test_calls_are_read_as_they_are_written(
-    shape: str, calls: list[ToolCall], content: str, size: int
+    shape: str, calls: list[ToolCall], content: str, thought: str, size: int
 ) -> None:
-    """In pieces too, after a text, and with any values."""
+    """In pieces too, after a thought and a text, with any values; a reader tells where they are."""
     form = FORMATS[shape]
     assert not form.is_general, form.reason
     if shape == "tags named like values" and any("" in c.arguments for c in calls):  # type: ignore[operator]
         return
-    text = content + "\n" * (shape == "bare JSON") + form.write(calls)
-    if shape == "channels":
-        text = (
-            f"<|on|>final<|say|>{content}<|over|><|go|>bot{form.write(calls)}" if content else text
-        )
-    turn = form.read(text, TOOLS)
-    assert (turn.content, meant(turn.calls)) == (content, meant(calls))
-    assert form.read(text + form.parts.turn_end, TOOLS) == turn
-    for eager in (False, True):
-        assert streamed(form, text, size, eager=eager) == turn
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@example([ToolCall("find", {"text": "x"}), ToolCall("ping", {})], "Let me look.", "Hm.", 3)
-@given(
-    st.lists(_CALL, min_size=1, max_size=3),
-    st.sampled_from(["", "Let me look."]),
-    st.sampled_from(["", "Hm."]),
-    st.integers(1, 9),
-)
-@settings(max_examples=30, deadline=None)
-def test_a_reader_tells_where_thoughts_and_calls_are(
-    shape: str, calls: list[ToolCall], content: str, thought: str, size: int
-) -> None:
-    form = FORMATS[shape]
-    if shape == "tags named like values" and any("" in c.arguments for c in calls):  # type: ignore[operator]
-        return
+    wrote = form.write(calls)
     if shape == "channels":
         parts = [thought and f"<|on|>musing<|say|>{thought}<|over|>"]
-        parts += [
-            ("<|go|>bot" * bool(thought) + f"<|on|>final<|say|>{content}<|over|>") * bool(content)
-        ]
-        parts += ["<|go|>bot" * any(parts) + form.write(calls)]
+        parts += [content and "<|go|>bot" * bool(thought) + f"<|on|>final<|say|>{content}<|over|>"]
+        parts += ["<|go|>bot" * any(parts) + wrote]
     else:
-        parts = [thought and f"<mull>\n{thought}\n</mull>", content, form.write(calls)]
-        parts[2] = "\n" * (shape == "bare JSON") + parts[2]
+        parts = [thought and f"<mull>\n{thought}\n</mull>", content]
+        parts += ["\n" * (shape == "bare JSON") + wrote]
     text = "".join(parts)
+    turn = form.read(text, TOOLS)
+    assert (turn.thought, turn.content, meant(turn.calls)) == (thought, content, meant(calls))
+    assert form.read(text + form.turn_end, TOOLS) == turn
+    for eager in (False, True):
+        assert streamed(form, text, size, eager=eager) == turn
     reader = TurnReader(form, TOOLS, in_thought=False)
     for i in range(0, len(text), size):
         reader.feed(text[i : i + size])
@@ -144,8 +120,8 @@ def test_a_reader_tells_where_thoughts_and_calls_are(
     assert "".join(thoughts).strip() == parts[0]
     called = [span for span in reader.spans if span.kind == "call"]
     assert meant([call for span in called for call in span.calls]) == meant(calls)
-    wrote = "".join(text[span.start : span.end] for span in called)
-    assert "".join(wrote.split()) == "".join(form.write(calls).split())
+    in_spans = "".join(text[span.start : span.end] for span in called)
+    assert "".join(in_spans.split()) == "".join(wrote.split())
     ends = [place for span in reader.spans for place in (span.start, span.end)]
     assert ends == sorted(ends) and len({*ends}) >= len(reader.spans) + 1
     assert not reader.is_in_thought
@@ -164,25 +140,21 @@ def test_a_thought_that_lasts_is_told_as_far_as_it_is_read() -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_template_itself_writes_the_same(shape: str) -> None:
     form = FORMATS[shape]
-    own_calls = [
-        ToolCall("find", {"text": "a 'b' \"c\"\nd", "n": 5}, "abcdefgh1"),
-        ToolCall("ping", {}, "abcdefgh2"),
-    ]
+    own = [ToolCall("find", {"text": "a 'b' \"c\"\nd", "n": 5}, "abcdefgh1")]
+    own += [ToolCall("ping", {}, "abcdefgh2")]
     if shape == "the id is the name":
-        own_calls = [c._replace(id=f"functions.{c.name}:{i}") for i, c in enumerate(own_calls)]
+        own = [c._replace(id=f"functions.{c.name}:{i}") for i, c in enumerate(own)]
     calls = [
         {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
-        for c in own_calls
-    ]  # fmt: skip
+        for c in own
+    ]
     answer: dict[str, object] = {"role": "assistant", "content": "", "tool_calls": calls}
     messages: list[dict[str, object]] = [{"role": "user", "content": "Hm?"}, answer]
-    text = ChatTemplate(SHAPES[shape], {}).render(
-        messages, add_generation_prompt=False, variables={}
-    )
-    assert form.write(own_calls) in text
-    assert meant(form.read(text[text.index("Hm?") + len("Hm?<eot>\n") :], TOOLS).calls) == meant(
-        own_calls
-    )
+    template = ChatTemplate(SHAPES[shape], {})
+    text = template.render(messages, add_generation_prompt=False, variables={})
+    assert form.write(own) in text
+    turn = text[text.index("Hm?") + len("Hm?<eot>\n") :]
+    assert meant(form.read(turn, TOOLS).calls) == meant(own)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -239,9 +211,8 @@ def test_thoughts_are_found(kind: str) -> None:
     form = TurnFormat.of(source)
     marks = form.thought_start, form.thought_end, form.starts_in_thought
     assert marks == (start, end, inside)
-    assert form.describe().startswith(
-        "does not think" if end is None else f"thinks between {start}"
-    )
+    words = "does not think" if end is None else f"thinks between {start}"
+    assert form.describe().startswith(words)
     if end is None:
         assert form.read("<mull>a</mull>b").thought == ""
         return
@@ -253,7 +224,7 @@ def test_thoughts_are_found(kind: str) -> None:
         assert streamed(form, text, size, eager=False) == Turn(f"Hm, {end[1:]}.", "Yes.", [])
     assert start is not None
     assert form.read(start + "\nHm", in_thought=False) == Turn("Hm", "", [])
-    assert form.is_in_thought(f"<x>{form.parts.header}{start}\nHm") and not form.is_in_thought("Hm")
+    assert form.is_in_thought(f"<x>{form.header}{start}\nHm") and not form.is_in_thought("Hm")
 
 
 def test_thoughts_that_are_switched_off_have_a_text() -> None:
@@ -292,19 +263,17 @@ def test_calls_in_another_form_than_the_templates_are_read_too(shape: str, kind:
     assert form.read(inline, TOOLS) == Turn("", inline, [])
 
 
-def test_python_that_calls_nothing_known_is_content() -> None:
+def test_python_calls_what_is_known_with_what_it_says() -> None:
+    """Other Python is content; an escape that means nothing is kept."""
     form = FORMATS["tags around JSON"]
     for text in (
-        "[seek(text='x')]",
-        "[find]",
-        "[find(text='x']",
-        "[1, 2]",
-        "[find(x)]",
-        "[",
-        "[x](y)",
-    ):
+        "[seek(text='x')]", "[find]", "[find(text='x']", "[1, 2]", "[find(x)]", "[", "[x](y)",
+    ):  # fmt: skip
         for size in (1, 3, 99):
             assert streamed(form, text, size, eager=False) == Turn("", text, [])
+    for text in ("C:\\users", "C:\\xy", "a\\U12"):
+        calls = form.read(f"[find(text='{text}'), ping()]", TOOLS).calls
+        assert meant(calls) == [("find", {"text": text}), ("ping", {})]
     two = streamed(form, "I see.\n[find(n=-1.5, yes=True), ping()]", 2, eager=False)
     assert meant(two.calls) == [("find", {"n": -1.5, "yes": True}), ("ping", {})]
 
@@ -333,10 +302,8 @@ def test_quotes_inside_quotes_end_where_the_call_goes_on() -> None:
         start="<|py|>[", end="]<|/py|>", between=", ",
     )  # fmt: skip
     form = TurnFormat.of(source)
-    calls = [
-        ToolCall("find", {"text": "f(a='b')", "n": 2}),
-        ToolCall("find_all", {"text": "it's ('x')"}),
-    ]
+    calls = [ToolCall("find", {"text": "f(a='b')", "n": 2})]
+    calls += [ToolCall("find_all", {"text": "it's ('x')"})]
     assert meant(form.read(form.write(calls), TOOLS).calls) == meant(calls)
 
 
@@ -398,12 +365,6 @@ def test_each_piece_of_a_long_call_takes_as_many_steps(
         assert len(steps) > 800 and sum(late) <= 1.2 * sum(early)
 
 
-@pytest.mark.parametrize("text", ["C:\\users", "C:\\xy", "a\\U12"])
-def test_an_escape_that_means_nothing_is_kept(text: str) -> None:
-    turn = FORMATS["tags around JSON"].read(f"[find(text='{text}')]", TOOLS)
-    assert meant(turn.calls) == [("find", {"text": text})]
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_text_without_calls_is_content(shape: str, text: str) -> None:
@@ -448,9 +409,8 @@ def test_ids_are_the_same_again_and_of_a_form_that_templates_take() -> None:
 def test_values_without_a_schema_are_json_where_they_are() -> None:
     form = FORMATS["tags for values"]
     text = form.write([ToolCall("any", {"a": 5, "b": "x", "c": [1], "d": True, "e": "5"})])
-    assert meant(form.read(text).calls) == [
-        ("any", {"a": 5, "b": "x", "c": [1], "d": True, "e": 5})
-    ]
+    values = {"a": 5, "b": "x", "c": [1], "d": True, "e": 5}
+    assert meant(form.read(text).calls) == [("any", values)]
     typed = [{"name": "any", "parameters": {"properties": {"e": {"type": "string"}}}}]
     assert form.read(text, typed).calls[0].arguments["e"] == "5"  # type: ignore[index]
 
@@ -492,21 +452,6 @@ def test_what_is_no_template_or_no_tool_is_refused() -> None:
             TurnFormat().read("x", [tool])
 
 
-def test_many_tools_and_names_with_quotes() -> None:
-    names = [f"tool_{i}" for i in range(1000)] + ['say "hi"', "it's"]
-    tools = [{"name": name, "parameters": {"type": "object", "properties": {}}} for name in names]
-    for shape in ("tags around JSON", "name, then JSON", "tags for values", "Python"):
-        form = FORMATS[shape]
-        for name in ("tool_1", "tool_11", 'say "hi"', "it's"):
-            text = form.write([ToolCall(name, {})])
-            assert meant(form.read(text, tools).calls) == [(name, {})], (shape, name)
-
-
-def test_detection_is_remembered() -> None:
-    source = SHAPES["Python"] + "{# once #}"
-    assert TurnFormat.of(source) is TurnFormat.of(source)
-
-
 COUNTS = """
 import sys
 from dataclasses import replace
@@ -518,7 +463,7 @@ def counted(self, batch):
     return render_many(self, batch)
 ChatTemplate.render_many = counted
 form = TurnFormat.of(sys.stdin.read())
-print(len(asked), sorted(form.parts.roles), replace(form.parts, roles=frozenset()))
+print(len(asked), sorted(form.roles), replace(form, roles=frozenset()))
 """
 
 

@@ -6,6 +6,8 @@ import numpy as np
 from compiled import core  # type: ignore[import-not-found]  # copies, beside this file
 from rows import KINDS, SETTINGS, row
 
+DEFAULT = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+
 
 def main() -> None:
     assert core.available, core.description
@@ -20,13 +22,7 @@ def main() -> None:
         for these in (rows, odd):
             core.measure(these.ctypes.data, len(these), n_vocab)
             for settings in SETTINGS.values():
-                settings_of_row = {
-                    "temperature": 0.8,
-                    "top_k": 40,
-                    "top_p": 0.95,
-                    "min_p": 0.05,
-                    **settings,
-                }
+                settings_of_row = {**DEFAULT, **settings}
                 bias = settings_of_row.pop("logit_bias", {})
                 if settings_of_row["top_k"] >= n_vocab:
                     settings_of_row["top_k"] = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,6 +39,7 @@ FILES: dict[str, tuple[bytes, str, str]] = {
     "lora": (b"algg" + bytes(100), "a LoRA adapter", "as GGUF"),
     "gzip": (b"\x1f\x8b\x08" + bytes(100), "compressed by gzip", "unpack"),
     "zstd": (b"\x28\xb5\x2f\xfd" + bytes(100), "compressed by zstd", "unpack"),
+    "zip": (b"PK\x03\x04" + bytes(100), "a ZIP archive, as PyTorch's", "convert_hf_to_gguf"),
     "swapped": (b"FUGG" + bytes(100), "its bytes swapped", "convert"),
 }  # fmt: skip
 
@@ -53,14 +53,6 @@ def test_file_that_is_no_gguf_is_named(name: str, tmp_path: Path) -> None:
         with pytest.raises(ModelLoadError, match=reason) as raised:
             lb.Model(path, vocab_only=vocab_only)
         assert re.search(hint, str(raised.value.hint))
-
-
-def test_pytorch_archive_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "pytorch_model.bin"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("data.pkl", "")
-    with pytest.raises(ModelLoadError, match=r"a ZIP archive, as PyTorch's"):
-        lb.load(path)
 
 
 @pytest.mark.parametrize("data", [b"GG", b"\0" * 999, bytes(range(200, 256)) * 9, b"\xff\xfe a \0"])

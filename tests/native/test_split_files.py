@@ -57,26 +57,6 @@ def test_commands_open_a_split_model(whole: Path) -> None:
     assert "use the first part" in message
 
 
-def later_part(parts: Parts) -> Path:
-    return parts[2]
-
-
-def later_part_alone(parts: Parts) -> Path:
-    return parts[2].rename(parts[2].with_name("other-00003-of-00003.gguf"))
-
-
-def later_part_renamed(parts: Parts) -> Path:
-    return parts[1].rename(parts[1].with_name("second.gguf"))
-
-
-def first_renamed(parts: Parts) -> Path:
-    return parts[0].rename(parts[0].with_name("model.gguf"))
-
-
-def first_with_a_wrong_count(parts: Parts) -> Path:
-    return parts[0].rename(parts[0].with_name("model-00001-of-00004.gguf"))
-
-
 def missing(parts: Parts) -> Path:
     parts[1].unlink()
     return parts[0]
@@ -111,15 +91,25 @@ def not_gguf(parts: Parts) -> Path:
     return parts[0]
 
 
+def renamed(part: int, name: str) -> Callable[[Parts], Path]:
+    return lambda parts: parts[part].rename(parts[part].with_name(name))
+
+
 WRONG: list[tuple[Callable[[Parts], Path], str, str]] = [
-    (later_part, "it is part 3 of 3 of a split model", "first part: .*whole-00001-of-00003.gguf"),
-    (later_part_alone, "part 3 of 3", "other-00001-of-00003.gguf, which is not in the same folder"),
-    (later_part_renamed, "part 2 of 3", "name ends in -00001-of-00003.gguf"),
-    (first_renamed, "name does not end in -00001-of-00003.gguf", "original names of all parts"),
     (
-        first_with_a_wrong_count,
-        "name does not end in -00001-of-00003.gguf",
-        "original names of all parts",
+        lambda parts: parts[2],
+        "it is part 3 of 3 of a split model",
+        "first part: .*whole-00001-of-00003.gguf",
+    ),
+    (
+        renamed(2, "other-00003-of-00003.gguf"),
+        "part 3 of 3",
+        "other-00001-of-00003.gguf, which is not in the same folder",
+    ),
+    (renamed(1, "second.gguf"), "part 2 of 3", "name ends in -00001-of-00003.gguf"),
+    *(
+        (renamed(0, name), "does not end in -00001-of-00003.gguf", "original names of all parts")
+        for name in ("model.gguf", "model-00001-of-00004.gguf")
     ),
     (missing, "part 2 of 3 is missing: whole-00002-of-00003.gguf", "in one folder"),
     (swapped, "whole-00002.*it is not part 2 of 3 of a model: it is part 3 of 3", "again"),
@@ -131,7 +121,7 @@ WRONG: list[tuple[Callable[[Parts], Path], str, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("spoil", "reason", "hint"), WRONG, ids=lambda x: getattr(x, "__name__", "")
+    ("spoil", "reason", "hint"), WRONG, ids=lambda x: x if isinstance(x, str) else ""
 )
 @pytest.mark.parametrize("vocab_only", [False, True])
 def test_what_is_wrong_with_parts_is_said(

@@ -85,7 +85,7 @@ def judge(schema: Any) -> Any:
     return kind(schema, format_checker=_CHECKER)
 
 
-def _walk(model: lb.Model, grammar: Grammar, seed: int) -> str:
+def walk(model: lb.Model, grammar: Grammar, seed: int) -> str:
     """Return a random text of the grammar."""
     rng = np.random.default_rng(seed)
     sampler = Sampler(model, _ALL, grammar)
@@ -107,7 +107,7 @@ def _walk(model: lb.Model, grammar: Grammar, seed: int) -> str:
     raise AssertionError(f"the text does not end: {text[:200]!r}")
 
 
-def _object(**more: Any) -> dict[str, Any]:
+def obj(**more: Any) -> dict[str, Any]:
     return {"type": "object", **more}
 
 
@@ -126,7 +126,6 @@ KEPT: list[Any] = [  # beside those of real_schemas
     {"enum": ["a", "abcd", 7], "maxLength": 3},
     {"enum": [1, 2], "const": 2},
     # strings and numbers
-    {"type": "string", "minLength": 3, "maxLength": 3},
     *({"type": "string", "format": f} for f in _FORMS),
     {"type": "string", "format": "date", "minLength": 10, "maxLength": 10},
     {"type": "integer", "minimum": -12, "exclusiveMaximum": 105},
@@ -152,47 +151,45 @@ KEPT: list[Any] = [  # beside those of real_schemas
     {"type": "array", "items": False},
     {"items": {"type": "string", "maxLength": 1}, "minItems": 4},
     {"type": "array", "items": [_INT, {"type": "null"}]},
-    {"prefixItems": [_INT, {"type": "null"}], "minItems": 2, "maxItems": 2},
     # objects
-    _object(properties=_AB, required=["a", "b"], additionalProperties=False),
-    _object(additionalProperties=False),
-    _object(properties=_AB, required=["a"], additionalProperties={"type": "boolean"}),
-    _object(properties=_AB, additionalProperties=True),
-    _object(properties={"": _INT, "ab": _INT, "a": _INT}, additionalProperties={"type": "string"}),
-    _object(properties={'a"b': _INT, "c\\d": _INT, "e\nf": _INT, "é": _INT}, required=['a"b']),
-    _object(properties={"a b": _INT, "a-b": {"type": "null"}, "string": _INT, "root": _INT},
+    obj(properties=_AB, required=["a", "b"], additionalProperties=False),
+    obj(additionalProperties=False),
+    obj(properties=_AB, required=["a"], additionalProperties={"type": "boolean"}),
+    obj(properties=_AB, additionalProperties=True),
+    obj(properties={"": _INT, "ab": _INT, "a": _INT}, additionalProperties={"type": "string"}),
+    obj(properties={'a"b': _INT, "c\\d": _INT, "e\nf": _INT, "é": _INT}, required=['a"b']),
+    obj(properties={"a b": _INT, "a-b": {"type": "null"}, "string": _INT, "root": _INT},
             required=["a b", "a-b", "string", "root"]),
-    _object(properties={"a": False, "b": True}),
+    obj(properties={"a": False, "b": True}),
     {"required": ["a"], "properties": {"a": {"const": 1}}},
     # combinations
     {"anyOf": [{"type": "string", "maxLength": 2}, {"type": "boolean"}]},
     {"type": "string", "anyOf": [{"maxLength": 2}, {"pattern": "^x+$"}]},
-    {"oneOf": [{"type": "string"}, {"type": "integer"}, {"type": "null"}]},
     {"oneOf": [{"const": 1}, {"enum": [2, 3]}, {"type": "string"}]},
     {"oneOf": [
-        _object(properties={"kind": {"const": k}, "x": _INT}, required=["kind"]) for k in "ab"
+        obj(properties={"kind": {"const": k}, "x": _INT}, required=["kind"]) for k in "ab"
     ]},
-    {"oneOf": [_object(properties={k: _INT}, required=[k]) for k in "ab"]},
-    {"allOf": [_object(properties={"a": _INT}, required=["a"]), _object(properties={"b": _INT})]},
+    {"oneOf": [obj(properties={k: _INT}, required=[k]) for k in "ab"]},
+    {"allOf": [obj(properties={"a": _INT}, required=["a"]), obj(properties={"b": _INT})]},
     {"allOf": [{"enum": ["x", "y"]}]},
     {"allOf": [{"$ref": "#/$defs/color"}], "$defs": {"color": {"enum": ["red", "blue"]}}},
-    {"allOf": [{"anyOf": [_object(properties={k: _INT}, required=[k]) for k in "ab"]}]},
+    {"allOf": [{"anyOf": [obj(properties={k: _INT}, required=[k]) for k in "ab"]}]},
     {"allOf": [{"anyOf": [{"properties": {"a": _INT}}, {"properties": {"b": _INT}}]}]},
     # references
     {"$ref": "#/$defs/a~1b/items", "$defs": {"a/b": {"items": {"type": "string", "maxLength": 1}}}},
-    _object(
+    obj(
         properties={"x": {"$ref": "#/$defs/p/properties/v"}, "y": {"$ref": "#/$defs/q/properties/v"}},
         required=["x", "y"],
         **{"$defs": {"p": {"properties": {"v": _INT}}, "q": {"properties": {"v": {"type": "null"}}}}},
     ),
-    _object(properties={"s": {"type": "string"}, "t": {"$ref": "#/$defs/string"}}, required=["s", "t"],
+    obj(properties={"s": {"type": "string"}, "t": {"$ref": "#/$defs/string"}}, required=["s", "t"],
             **{"$defs": {"string": {"type": "boolean"}}}),
-    {"$ref": "#/$defs/tree", "$defs": {"tree": _object(
+    {"$ref": "#/$defs/tree", "$defs": {"tree": obj(
         properties={"v": _INT, "kids": {"items": {"$ref": "#/$defs/tree"}, "maxItems": 2}},
         required=["v"],
     )}},
-    _object(properties={"next": {"$ref": "#"}, "n": _INT}, required=["n"]),
-    _object(properties={"a": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, required=["a"]),
+    obj(properties={"next": {"$ref": "#"}, "n": _INT}, required=["n"]),
+    obj(properties={"a": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, required=["a"]),
     # refused before llguidance
     *({"type": "string", "pattern": p} for p in (
         r"^a\$", "^(?P<n>a)$", "^(a?)*$", "^a{30}$",
@@ -205,12 +202,11 @@ KEPT: list[Any] = [  # beside those of real_schemas
     {"prefixItems": [_INT, _INT], "maxItems": 1},
     {"type": "integer", "multipleOf": 3, "maximum": 100},
     {"type": "number", "minimum": 0.5, "maximum": 0.75},
-    _object(properties=_AB, required=["c"]),
-    _object(patternProperties={"^x": _INT}, maxProperties=3),
+    obj(properties=_AB, required=["c"]),
+    obj(patternProperties={"^x": _INT}, maxProperties=3),
     {"anyOf": [_INT, {"type": "string"}], "maxLength": 3},
     {"$ref": "#/$defs/a", "maxLength": 3, "$defs": {"a": {"type": "string"}}},
-    {"allOf": [{"type": "string"}, {"maxLength": 3}]},
-    {"allOf": [_object(properties={"a": _INT}), _object(properties={"a": {"minimum": 3}})]},
+    {"allOf": [obj(properties={"a": _INT}), obj(properties={"a": {"minimum": 3}})]},
     {"anyOf": [{"$ref": "#/$defs/a"}, _INT], "$defs": {"a": {"items": {"$ref": "#"}, "type": "array"}}},
 ]  # fmt: skip
 
@@ -224,99 +220,20 @@ WALKED = [s for s, *_ in REAL if not NOT_WALKED & set(re.findall(r'"\w+"', json.
 def test_text_is_json_that_fits_the_schema(schema: Any, toy: lb.Model) -> None:
     grammar, valid = Grammar.from_json_schema(json.dumps(schema)), judge(schema)
     for seed in range(N_TEXTS):
-        text = _walk(toy, grammar, seed)
+        text = walk(toy, grammar, seed)
         assert valid.is_valid(json.loads(text)), text
 
 
-def _accepts(model: lb.Model, grammar: Grammar, text: str) -> bool:
+def accepts(model: lb.Model, grammar: Grammar, text: str) -> bool:
     """Return whether a grammar accepts exactly ``text``."""
-    sampler = Sampler(model, _ALL, grammar)
     tokens = model.tokenize(text, add_special=False)
-    return sampler.count_allowed([*tokens, 1]) == len(tokens) + 1
-
-
-def test_no_properties_are_none(toy: lb.Model) -> None:
-    for schema, is_open in (
-        (_object(properties={}), False), (_object(), True),
-        (_object(properties={}, additionalProperties=True), True),
-        (_object(properties={}, patternProperties={"x": True}), True),
-    ):  # fmt: skip
-        grammar = Grammar.from_json_schema(schema)
-        assert _accepts(toy, grammar, "{}")
-        assert _accepts(toy, grammar, '{"x": 1}') == is_open, schema
-
-
-_BASE = {
-    "Base": _object(properties={"n": _INT, "c": _object(properties={"d": _INT})}, required=["n"])
-}
-_NODE = {
-    "Node": {
-        "allOf": [{"$ref": "#/$defs/Base"}, _object(properties={"next": {"$ref": "#/$defs/Node"}})]
-    },
-    **_BASE,
-}
-
-
-@pytest.mark.parametrize(
-    ("schema", "texts", "others"),
-    [
-        (_object(), ['{"z": 1}'], []),  # any object
-        (_object(required=["a"]), ['{"a": 1}', '{"a": {"b": 2}}'], ['{"a": 1, "z": 1}', "{}"]),
-        (_object(properties={"a": _INT}, required=["b"]), ['{"a": 1, "b": "x"}', '{"b": 2}'],
-         ['{"b": 1, "z": 1}', '{"a": 1}']),
-        (_object(properties={"a": _INT}, allOf=[{"properties": {"b": _INT}, "required": ["b"]}]),
-         ['{"a": 1, "b": 2}', '{"b": 2}'], ['{"a": 1, "b": 2, "z": 3}', '{"a": 1}', '{"b": "x"}']),
-        ({"allOf": [{"$ref": "#/$defs/Base"}, _object(properties={"a": _INT})], "$defs": _BASE},
-         ['{"n": 1, "c": {"d": 2}, "a": 3}', '{"n": 1}'],
-         ['{"n": 1, "z": 1}', '{"n": 1, "c": {"z": 1}}', '{"a": 1}']),
-        ({"$ref": "#/$defs/Node", "$defs": _NODE}, ['{"n": 1, "next": {"n": 2, "c": {"d": 1}}}'],
-         ['{"n": 1, "next": {"n": 2, "z": 3}}', '{"n": 1, "z": 1}', '{"next": {"n": 1}}']),
-        (_object(properties={"a/b ~": _INT}, required=["a/b ~"], allOf=[{"$ref": "#/$defs/C"}],
-                 **{"$defs": {"C": _object(properties={"%/é ~": _INT})}}),
-         ['{"a/b ~": 1, "%/é ~": 2}'], ['{"a/b ~": 1, "z": 1}', '{"a/b ~": 1, "%/é ~": "x"}']),
-        (_object(properties={"a": _INT}, allOf=[_object(properties={"a": {"minimum": 3}})]),
-         ['{"a": 3}'], ['{"a": 2}', '{"a": 4, "z": 1}']),
-        (_object(properties={"a": _INT}, anyOf=[{"required": ["a"]}, {"required": ["b"]}]),
-         ['{"a": 3}', '{"b": 1}', '{"a": 4, "b": "x"}'], ['{"z": 2}', "{}"]),
-        (_object(properties={"k": _INT}, required=["k"],
-                 anyOf=[_object(properties={"x": _INT}, required=["x"]), {"$ref": "#/$defs/Base"}],
-                 **{"$defs": _BASE}),
-         ['{"k": 1, "x": 2}', '{"k": 1, "n": 2, "c": {"d": 1}}'],
-         ['{"k": 1}', '{"k": 1, "x": "a"}', '{"k": 1, "x": 2, "z": 3}']),
-        (_object(properties={"both": {"allOf": [{"$ref": "#/$defs/Base"}, _object(required=["b"])]},
-                             "alone": {"$ref": "#/$defs/Base"}}, **{"$defs": _BASE}),
-         ['{"both": {"n": 1, "b": 2}, "alone": {"n": 1, "z": 2}}'],
-         ['{"both": {"n": 1, "b": 2, "z": 2}}', '{"z": 1}']),
-        ({"anyOf": [_object(properties={"x": _INT}), _object(properties={"y": _INT})]},
-         ['{"x": 1}', '{"y": 1}'], ['{"x": 1, "y": 2}', '{"z": 1}']),
-        (_object(properties={"a": _INT}, allOf=[_object(additionalProperties=_INT)]),
-         ['{"a": 1, "z": 2}'], ['{"a": 1, "z": "x"}']),
-        # Names of properties and values are no keywords.
-        (_object(properties={"properties": _INT, "required": _INT}),
-         ['{"properties": 1, "required": 2}'], ['{"additionalProperties": 1}']),
-        ({"const": {"required": ["b"], "type": "object"}},
-         ['{"required": ["b"], "type": "object"}'], []),
-        (_object(properties={"default": _object(required=["a"])}),
-         ['{"default": {"a": 1}}'], ['{"default": {"a": 1, "z": 1}}']),
-    ],
-    ids=lambda s: json.dumps(s)[:70] if isinstance(s, dict) else "",
-)  # fmt: skip
-def test_objects_have_what_is_declared_or_required(
-    schema: Any, texts: list[str], others: list[str], toy: lb.Model
-) -> None:
-    grammar = Grammar.from_json_schema(schema)
-    for text in texts:
-        assert _accepts(toy, grammar, text), text
-    for text in others:
-        assert not _accepts(toy, grammar, text), text
-    for seed in range(N_TEXTS):
-        judge(schema).validate(json.loads(_walk(toy, grammar, seed)))
+    return Sampler(model, _ALL, grammar).count_allowed([*tokens, 1]) == len(tokens) + 1
 
 
 def test_schemas_stay_small_where_many_objects_are_put_together() -> None:
-    base = _object(properties={f"p{i}": _INT for i in range(3_000)})
+    base = obj(properties={f"p{i}": _INT for i in range(3_000)})
     parts = {f"q{i}": {"allOf": [{"$ref": "#/$defs/B"}, {}]} for i in range(3_000)}
-    closed = schemas.closed(_object(properties=parts, **{"$defs": {"B": base}}))
+    closed = schemas.closed(obj(properties=parts, **{"$defs": {"B": base}}))
     assert len(json.dumps(closed)) < 3_000_000
     assert closed["additionalProperties"] is False
 
@@ -334,30 +251,24 @@ def test_integers_between_bounds_are_exactly_those(toy: lb.Model) -> None:
             grammar = Grammar.from_json_schema(schema)
             for n in (-130, *range(-13, 9), *range(-100, -98), *range(98, 102), 1105):
                 fits_both = (least is None or n >= least) and (most is None or n <= most)
-                assert _accepts(toy, grammar, str(n)) == fits_both, (schema, n)
+                assert accepts(toy, grammar, str(n)) == fits_both, (schema, n)
 
 
 REFUSED: list[tuple[Any, str]] = [
-    (_object(properties={"a": _object(properties={"b": {"pattern": "^(a$"}})}),
+    (obj(properties={"a": obj(properties={"b": {"pattern": "^(a$"}})}),
      "at #/properties/a/properties/b: pattern: unclosed group"),
-    (_object(properties={"not": _INT, "x": {"not": {}}}), "'not' at #/properties/x is"),
-    (_object(properties={"a/b": {"items": [{"anyOf": [_INT, {"format": "x"}]}]}}),
+    (obj(properties={"not": _INT, "x": {"not": {}}}), "'not' at #/properties/x is"),
+    (obj(properties={"a/b": {"items": [{"anyOf": [_INT, {"format": "x"}]}]}}),
      "at #/properties/a~1b/items/0/anyOf/1: Unknown format: x"),
-    (_object(properties={"a": {"$ref": "#/$defs/B"}}, required=["a"],
+    (obj(properties={"a": {"$ref": "#/$defs/B"}}, required=["a"],
              **{"$defs": {"B": {"items": {"type": "x"}}, "C": {"not": {}}}}),
      "at #/$defs/B/items: Invalid type: x"),
-    (_object(properties={"a": _object(properties={"b": {"enum": ["x"], "pattern": "^y$"}},
+    (obj(properties={"a": obj(properties={"b": {"enum": ["x"], "pattern": "^y$"}},
                                       required=["b"])}, required=["a"]),
      "at #/properties/a/properties/b: no text satisfies it: pattern and the other"),
-    (_object(properties={f"p{i}": {"pattern": "(" if i == 90 else "a"} for i in range(99)}),
+    (obj(properties={f"p{i}": {"pattern": "(" if i == 90 else "a"} for i in range(99)}),
      "at #/properties/p90: pattern: unclosed group"),
     ({"pattern": "^$a$"}, "at #: pattern: lookarounds not supported"),
-    ({"pattern": r"^\bа$"}, "lookarounds not supported"),
-    ({"pattern": r"^(a)\1$"}, "backreferences"),
-    ({"pattern": "^(?=a)a$"}, "look-around"),
-    ({"pattern": "^[a$"}, "unclosed character class"),
-    ({"pattern": "^[b-a]$"}, "character class range"),
-    ({"pattern": "^a{2,1}$"}, "repetition count range"),
     ({"pattern": 3}, "pattern"),
     ({"format": "regex"}, "Unknown format: regex"),
     ({"format": "idn-email"}, "idn-email"),
@@ -371,27 +282,41 @@ REFUSED: list[tuple[Any, str]] = [
     ({"enum": [1], "minimum": 5}, "minimum"),
     ({"type": "string", "minLength": "a"}, "minLength"),
     ({"type": "string", "minLength": 5, "maxLength": 2}, "minLength"),
-    (_object(properties=[]), "properties"),
-    (_object(properties={"a": False}, required=["a"]), "'a' is unsatisfiable"),
-    (_object(properties={"a": {"anyOf": [{"not": {}}]}}), "'not' at #/properties/a/anyOf/0"),
+    (obj(properties=[]), "properties"),
+    (obj(properties={"a": False}, required=["a"]), "'a' is unsatisfiable"),
+    (obj(properties={"a": {"anyOf": [{"not": {}}]}}), "'not' at #/properties/a/anyOf/0"),
     ({"$ref": "#/$defs/a"}, "does not exist"),
     ({"$ref": "https://localhost:1/x"}, "https://localhost:1/x"),
     ({"$ref": "#"}, "contains itself"),
-    (_object(properties={"a": {"$ref": "#"}}, required=["a"]), "contains itself"),
-    (_object(properties={"a": {"type": "array", "items": {"$ref": "#"}, "minItems": 1}},
+    (obj(properties={"a": {"$ref": "#"}}, required=["a"]), "contains itself"),
+    (obj(properties={"a": {"type": "array", "items": {"$ref": "#"}, "minItems": 1}},
              required=["a"]), "contains itself"),
     ({"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/b"}]},
                                      "b": {"allOf": [{"$ref": "#/$defs/a"}]}}}, "contains itself"),
     ({"oneOf": [_INT, {"type": "number"}]}, "'oneOf' at #"),
     ({"oneOf": [{"const": "a"}, {"type": "string"}]}, "'oneOf' at #"),
     ({"oneOf": [{"const": 1}, {"enum": [2, 1]}]}, "'oneOf' at #"),
-    ({"oneOf": [_object(properties={"a": _INT}), _object(properties={"b": _INT})]}, "'oneOf' at #"),
-    ({"type": "string", "allOf": [_object(properties={"a": _INT})]}, "incompatible types"),
+    ({"oneOf": [obj(properties={"a": _INT}), obj(properties={"b": _INT})]}, "'oneOf' at #"),
+    ({"type": "string", "allOf": [obj(properties={"a": _INT})]}, "incompatible types"),
     ({"enum": []}, "empty"),
     ({"enum": [1], "type": "string"}, "incompatible types"),
     ({"enum": ["a"], "pattern": "^b$"}, "exclude each other"),
     ({"const": {"a": 1}, "required": ["b"]}, "'b' is unsatisfiable"),
     ({"type": "nonsense"}, "nonsense"),
+    # numbers out of range
+    ({"allOf": [{"const": 2**64 - 1}, {"type": "integer"}]}, "#/allOf/0: constants beyond 2^53"),
+    ({"type": "number", "minimum": 1e300}, "minimum 1e+300 is out of bounds"),
+    ({"type": "integer", "multipleOf": 2147483647}, "multipleOf 2147483647 has too many digits"),
+    ({"multipleOf": 1e-300}, "multipleOf 1e-300 has too many digits"),
+    ({"multipleOf": 0}, "multipleOf must be above 0, not 0"),
+    ({"allOf": [{"multipleOf": 99_991}, {"multipleOf": 65_537}]}, "digits to be combined"),
+    ({"minLength": 2**33}, "minLength is 8589934592: no text is that long"),
+    ({"maxLength": -1}, "maxLength must be a whole number, not -1"),
+    ({"items": {"maxItems": 2.5}}, "#/items: maxItems must be a whole number, not 2.5"),
+    ({"pattern": "^a{99999999999}$"}, "repeats anything 99999999999 times"),
+    ('{"const": 1e400}', "the number 1e400 is larger than"),
+    ({"type": "array", "items": {"enum": ["a"]}, "uniqueItems": True, "minItems": 2},
+     "no array has 2 of 1 values"),
     ({"not": {}}, "'not' at #"),
     ({"if": {"type": "string"}, "then": {"maxLength": 3}}, "'if' at #"),
     (False, "false"),
@@ -406,7 +331,7 @@ REFUSED: list[tuple[Any, str]] = [
 )
 def test_what_cannot_be_kept_is_refused_by_name_and_place(schema: Any, reason: str) -> None:
     with pytest.raises(GrammarError) as caught:
-        Grammar.from_json_schema(json.dumps(schema))
+        Grammar.from_json_schema(schema if isinstance(schema, str) else json.dumps(schema))
     message = str(caught.value)
     assert reason in message
     assert "\n" not in message and ("regex" not in message or "regex" in json.dumps(schema))
@@ -449,19 +374,7 @@ def test_valid_texts_are_accepted_and_invalid_ones_refused(number: int, toy: lb.
     grammar, right = Grammar.from_json_schema(schema), judge(schema)
     for value in valid:
         assert right.is_valid(value), value
-        assert _accepts(toy, grammar, json.dumps(value, ensure_ascii=False)), value
+        assert accepts(toy, grammar, json.dumps(value, ensure_ascii=False)), value
     for value in invalid:
         assert not right.is_valid(value), value
-        assert not _accepts(toy, grammar, json.dumps(value, ensure_ascii=False)), value
-
-
-@pytest.mark.parametrize(
-    ("whitespace", "taken"),
-    [("single", [True, False, False]), ("none", [False, True, False]), ("any", [True] * 3)],
-)
-def test_whitespace_is_as_asked(whitespace: str, taken: list[bool], toy: lb.Model) -> None:
-    numbers = {"items": _INT, "type": "array"}
-    schema = _object(properties={"a": _INT, "b": numbers}, required=["a", "b"])
-    grammar = Grammar.from_json_schema(schema, whitespace=whitespace)
-    texts = ['{"a": 1, "b": [1, 2]}', '{"a":1,"b":[1,2]}', '{\n  "a": 1,\n\t"b": [ 1,2 ]\n}']
-    assert [_accepts(toy, grammar, text) for text in texts] == taken
+        assert not accepts(toy, grammar, json.dumps(value, ensure_ascii=False)), value

@@ -103,7 +103,7 @@ class _Writer:
         form, tools = self._form, self._tools
         self._rule("TEXT", "/(.|\\n)*/")
         self._rule("WS", "/[ \\n\\t]{1,8}/")
-        whole = form.opening.removeprefix(tools.turns.parts.lead if tools.forced else "")
+        whole = form.opening.removeprefix(tools.turns.lead if tools.forced else "")
         opening = whole.lstrip()
         if tools.forced:
             space = whole[: len(whole) - len(opening)]
@@ -213,11 +213,11 @@ class _Writer:
 
     def _is_shared(self, tag: str, trigger: str) -> bool:
         """Return whether a tag that begins a call also begins other parts of a turn."""
-        parts = self._tools.turns.parts
+        turns = self._tools.turns
         return any(
             tag in text
-            for text in (parts.header, parts.thought_open, parts.thought_close, parts.content_start,
-                         parts.content_end, parts.turn_end)
+            for text in (turns.header, turns.thought_open, turns.thought_close, turns.content_start,
+                         turns.content_end, turns.turn_end)
             if not text.strip().startswith(trigger.strip())
         )  # fmt: skip
 

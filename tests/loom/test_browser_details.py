@@ -29,7 +29,7 @@ from browsing import (
 from paging import Opened
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, Page, Route
 
 FAMILY, FLAG, THUMB = "👩‍👩‍👧", "🏴󠁧󠁢󠁥󠁮󠁧󠁿", "👍🏽"
 ROW = "#rows > :not([hidden])"
@@ -300,6 +300,23 @@ def test_undo_shows_what_was_shown_and_redo_what_is_done_again(page: Page) -> No
     shown = tokens(page)
     press(page, "u", at="#text")
     assert tokens(page) == shown
+
+
+def test_undo_and_redo_act_in_the_order_of_their_keys(page: Page) -> None:
+    written(page)
+    typed(page, " and so they slept")
+    before = tokens(page)
+    held: list[Route] = []
+    page.route("**/loom/do", lambda route: held.append(route), times=1)
+    for key in ("u", "U"):  # the second one before the server knows of the first
+        page.locator("#text").press(key)
+    while not held:
+        page.wait_for_timeout(10)
+    page.wait_for_timeout(200)
+    held[0].continue_()
+    told(page, "#status", "Redone")
+    idle(page)
+    assert tokens(page) == before
 
 
 def test_a_deleted_text_is_shown_no_more(page: Page) -> None:

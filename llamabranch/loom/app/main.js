@@ -361,6 +361,10 @@ const MENU = {
   Document: ["new", "export", "compact", "help"],
 };
 
+let lastTurn = Promise.resolve();
+/** Act once the call before this one is done: keys may be faster than the server. @param {() => Promise<void>} act */
+const inTurn = (act) => (lastTurn = lastTurn.then(act, act));
+
 /** @type {Record<string, () => any>} */
 const run = {
   ...treeMoves,
@@ -435,21 +439,21 @@ const run = {
     tell("Deleted; u brings it back.");
   },
   compact: async () => (await act("compact")) && tell("The file was rewritten. The old one is next to it and ends in .bak."),
-  undo: async () => {
+  undo: () => inTurn(async () => {
     const { op, node } = (await act("undo"))?.undone ?? {};
     if (op) putNode(node);
     const [before, end] = shownBefore.get(node?.id) ?? [node?.id, null];
     if (op === "delete" ? !(node.flags & FLAGS.deleted) : !store.current && before !== node?.id) select(before, end);
     tell(op ? "Undone." : "There is nothing to undo.");
-  },
-  redo: async () => {
+  }),
+  redo: () => inTurn(async () => {
     const { op, node, nodes = [] } = (await act("redo"))?.redone ?? {};
     if (op) putNode(node);
     if (op === "delete" && node.flags & FLAGS.deleted && !store.showDeleted) leave(node);
     else if (nodes.length > 1 && node.parent) select(node.parent, node.at); // show where the continuations begin
     else if (op && op !== "set") select(node.id); // a bookmark or a note moves nothing
     tell(op ? "Redone." : "There is nothing to redo.");
-  },
+  }),
   find: () => $("find").focus(),
   copy: copyText,
   mono: () => setting("mono", !isMono()),

@@ -66,7 +66,7 @@ def is_exact(value: object) -> bool:
     if not number:
         return True
     exponent = number.as_tuple().exponent
-    is_short = len(number.as_tuple().digits) <= _MOST_DIGITS
+    is_short = max(len(number.as_tuple().digits), number.adjusted() + 1) <= _MOST_DIGITS
     return is_short and abs(number) < LARGEST and int(exponent) >= _LEAST_EXPONENT
 
 

@@ -74,6 +74,15 @@ NUMBERS: list[Case] = [
      ['["a", "c"]'], ['["a"]', '["a", "b", "c"]', '["b", "b"]']),
     ('{"type": "array", "items": {"enum": [1, 1.0, 2]}, "uniqueItems": true}',
      ["[1, 2]", "[2]"], ["[1, 1.0]"]),
+    # 16 digits with a fraction of 0: the last digit was another one.
+    ('{"const": 8267737855832660.0}', ["8267737855832660.0"], ["8267737855832659"]),
+    ('{"enum": [-8267737855832660.0, 1]}', ["-8267737855832660.0", "1"], ["-8267737855832659"]),
+    # An excluded integer less than 1 away from the other bound was taken.
+    ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, ["0.5", "0.0000001"], ["0", "-0", "0.0"]),
+    ({"exclusiveMinimum": -0.0, "exclusiveMaximum": 1e-6}, ["0.0000001", '"a"'], ["0", "0.000001"]),
+    ({"type": "number", "minimum": -1.5, "exclusiveMaximum": -1}, ["-1.5", "-1.01"], ["-1", "-1.0"]),
+    ({"minimum": 12, "exclusiveMinimum": 12, "maximum": 12.25}, ["12.25", "12.001"], ["12", "12.0"]),
+    ({"minimum": 3, "exclusiveMinimum": True, "maximum": 3.5}, ["3.5", "3.1"], ["3"]),
 ]  # fmt: skip
 
 

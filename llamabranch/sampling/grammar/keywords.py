@@ -300,6 +300,9 @@ def _check_numbers(part: Schema) -> None:
         excluded, bound = f"exclusiveM{side}", f"m{side}"
         if isinstance(part.get(excluded), bool) and part.pop(excluded) and bound in part:
             part[excluded] = part.pop(bound)
+    for name, limit in numbers.without_ends(part).items():
+        del part[f"exclusiveM{name[1:]}"]
+        part[name] = limit
     for name in _COUNTS:
         value = part.get(name)
         if name not in part or not numbers.is_number(value):

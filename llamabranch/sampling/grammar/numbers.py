@@ -15,7 +15,7 @@ from ...errors import GrammarError
 
 __all__ = [
     "LARGEST", "Digits", "check_multiples", "exact_text", "integers", "integers_between", "is_exact",
-    "is_number", "multiple", "rounded", "within",
+    "is_number", "multiple", "rounded", "within", "without_ends",
 ]  # fmt: skip
 
 LARGEST = 1 << 53  # below it floats hold every integer
@@ -66,7 +66,7 @@ def is_exact(value: object) -> bool:
     if not number:
         return True
     exponent = number.as_tuple().exponent
-    is_short = len(number.as_tuple().digits) <= _MOST_DIGITS
+    is_short = max(len(number.as_tuple().digits), number.adjusted() + 1) <= _MOST_DIGITS
     return is_short and abs(number) < LARGEST and int(exponent) >= _LEAST_EXPONENT
 
 
@@ -107,6 +107,25 @@ def within(value: object, part: Mapping[str, object]) -> bool:
         (least is not None and (number < least or (above and number == least)))
         or (most is not None and (number > most or (below and number == most)))
     )
+
+
+def without_ends(part: Mapping[str, object]) -> dict[str, float]:
+    """Return the bound that replaces an excluded integer, by its name; {} if none has to be replaced.
+
+    If the other bound is less than 1 away, llguidance takes the integer itself: 0 for
+    ``{"exclusiveMinimum": 0, "maximum": 0.5}``. The new bound is the nearest number that it represents.
+    """
+    least, most, above, below = _bounds(part)
+    if least is None or most is None or not 0 < most - least < 1:
+        return {}
+    for name, bound, is_excluded, sign in (
+        ("minimum", least, above, 1),
+        ("maximum", most, below, -1),
+    ):
+        if is_excluded and bound == bound.to_integral_value():
+            places = _MOST_DIGITS - len(str(abs(int(bound)))) if bound else -_LEAST_EXPONENT
+            return {name: float(_PLACES.add(bound, sign * Decimal(1).scaleb(-places)))}
+    return {}
 
 
 def rounded(value: object, side: str) -> int | float:

@@ -50,7 +50,7 @@ def accepted_share(a: float, gamma: int) -> float:
 
 
 def speedup(a: float, gamma: int, c: float = 0.0, v: VerifyCost = 1.0) -> float:
-    """Return tokens per second divided by those of plain decoding: E / (gamma c + v(gamma + 1)).
+    """Return tokens per second divided by plain decoding's: E / (gamma c + v(gamma + 1)).
 
     With v = 1 this is theorem 3.8 of Leviathan et al. 2022 (2211.17192).
 

@@ -33,7 +33,7 @@ LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^()\s#:]+)(#[^()\s]
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the files outside ``docs/`` to those of the site."""
+    """Add the files outside ``docs/`` to the files of the site."""
     for source, page in PAGES.items():
         path = ROOT / source
         if path.is_dir():

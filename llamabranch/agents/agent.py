@@ -89,7 +89,7 @@ class Agent(Settings, Generic[T]):
         repeats: how often the same call may be repeated.
         journal: a file to which all steps are appended, for `replay` and the page.
         sampling: settings. Without a seed each run has a random one.
-        settings: fields of `SamplingParams` by name, which override those of ``sampling``.
+        settings: fields of `SamplingParams` by name, which override ``sampling``.
 
     Raises:
         ConfigError: a bad value, two tools with the same name, or parameters that cannot be described.

@@ -1,4 +1,4 @@
-"""Repeat a run from its journal, with the recorded results in place of the functions."""
+"""Repeat a run from its journal, with the recorded results instead of the functions."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ class Report(Generic[T]):
         calls: all calls of functions, in order.
         messages: the conversation in OpenAI's format, including the trunk.
         tokens: its token ids; ``Branch.start(ctx, report.tokens)`` makes a branch of it.
-        steps: its steps, and those of its sub-agents and forks, as they happened.
+        steps: its steps and the steps of its sub-agents and forks, in order of time.
         seed: the seed of its turns.
         choices: the reports of all samples of the task, including this one.
         stats: its cost.

@@ -102,7 +102,7 @@ class Session:
             ends where they end.
         steps: all steps so far.
         stats: the cost of each path.
-        number: identifies the requests; those of a run that was cancelled may end later.
+        number: identifies the requests. After a run is cancelled, its requests may end later.
     """
 
     engine: AsyncEngine

@@ -50,7 +50,7 @@ class Tool:
         described: the tool in OpenAI's format.
         function: the function to call; None in a replay.
         agent: the agent that runs instead; else None.
-        check: takes a call's arguments and returns those of the function; raises `Refused`.
+        check: turns a call's arguments into the function's; raises `Refused`.
     """
 
     described: Mapping[str, object]

@@ -61,7 +61,7 @@ def speculative(
 
 @dataclass(frozen=True)
 class Cell:
-    """The measurements of one draft length, and those of plain decoding in the same runs."""
+    """The measurements of one draft length, and of plain decoding in the same runs."""
 
     length: int | str
     series: Series

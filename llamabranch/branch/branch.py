@@ -126,7 +126,7 @@ class Branch:
             parse_special: whether control tokens written in a text, such as ``<|im_start|>``, are
                 parsed, see ``Model.prompt_tokens``; False for untrusted text.
             on_prompt_progress: as for ``prefill``.
-            settings: fields of `SamplingParams` by name, which override those of ``sampling``:
+            settings: fields of `SamplingParams` by name, which override ``sampling``:
                 ``temperature=0.8, top_p=0.9, seed=1``.
 
         Raises:
@@ -190,7 +190,7 @@ class Branch:
 
     @property
     def generated(self) -> list[int]:
-        """The token ids after the prompt, without those of ``append``; a copy."""
+        """The generated token ids, without the prompt and appended text; a copy."""
         tokens = self.sequence.tokens
         return [tokens[position] for position in self.sequence.generated_positions()]
 
@@ -292,7 +292,7 @@ class Branch:
             return scorer.perplexity(self.sequence, since)
 
     def log_likelihood(self, since: str = "prompt", base: str = "nats") -> float:
-        """Return the sum of log p of the tokens that ``perplexity`` counts; 0 without any.
+        """Return the sum of log p of the tokens that ``perplexity`` counts; 0 without tokens.
 
         Every token lowers it, so compare only texts of equal length. ``base``: "nats" or "bits".
         """

@@ -68,7 +68,7 @@ class Generation:
 
     @property
     def tokens(self) -> list[int]:
-        """The ids of the yielded tokens (a copy), with those of a stop string, but no EOG token."""
+        """A copy of the yielded ids, including a stop string's tokens, but no EOG token."""
         return list(self._output.tokens)
 
     @property

@@ -179,7 +179,7 @@ class _Text:
 
 
 class _Path:
-    """Tokens to decode: those of its longest text, without the final one.
+    """Tokens to decode: its longest text without the last token.
 
     The tokens of its other texts, without their final ones, are prefixes of these.
     """

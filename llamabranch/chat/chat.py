@@ -133,7 +133,7 @@ class Chat:
         thinking_end: last words for a thought that has used up its tokens.
         tools: functions that an answer may call: OpenAI's tool objects, or Python functions. The calls
             are in `Answer.tool_calls`; answer them with `results`.
-        settings: fields of `SamplingParams` by name, which override those of ``sampling``.
+        settings: fields of `SamplingParams` by name, which override ``sampling``.
 
     Raises:
         UnsupportedError: the model has no chat template, or one that cannot be run.
@@ -512,7 +512,7 @@ class Chat:
         question: Exchange,
         tokens: Sequence[int],
     ) -> int:
-        """Return how many tokens this prompt and that of the next turn will probably have in common.
+        """Return how many tokens this prompt and the next one will probably have in common.
 
         If the memory can drop tokens, that does not matter, and the result is all of them. Many
         templates leave the reasoning out of earlier answers, or write the last answer differently.
@@ -709,7 +709,7 @@ class Answer:
 
     @property
     def tokens(self) -> list[int]:
-        """The token ids so far, beginning with those of the thought; a copy."""
+        """The token ids so far, the thought's first; a copy."""
         return self._thought + ([] if self._generation is None else self._generation.tokens)
 
     @property

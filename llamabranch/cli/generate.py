@@ -267,7 +267,7 @@ class GenerateReport:
         plain["results"] = [result.as_dict(stats=False) for result in results]
         if self._n_texts == 1:
             plain |= {"text": results[0].text, "tokens": results[0].tokens}
-        # Whether the text, and not only its distribution, must be that of plain decoding.
+        # Whether the text itself, and not only its distribution, must equal plain decoding.
         expected = self._is_plain or is_exact or str(engine.config.rule) == "seeded"
         requests = list(self._requests.values())
         return {
@@ -351,7 +351,7 @@ class GenerateReport:
 
 
 def _counted(reasons: Mapping[str, int]) -> str | None:
-    """Return reasons with their counts, the most frequent first; None without any."""
+    """Return reasons with their counts, the most frequent first; None without reasons."""
     ordered = Counter(reasons).most_common()
     return ", ".join(f"{reason} {n}" for reason, n in ordered) or None
 

@@ -234,7 +234,7 @@ class ModelFlags:
     def open(self, name: str, console: Console, **more: Unpack[LoadOptions]) -> lb.Context:
         """Load a model and create a context for it; the end of the command closes both.
 
-        ``more`` are options that override the user's, except those of ``-S``.
+        ``more`` are options that override the user's, except ``-S``.
         """
         options = {**self.load_options(), **more, **self.set("load")}
         if options.get("n_ctx") == 0:

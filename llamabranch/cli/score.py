@@ -50,7 +50,7 @@ class ScoreFlags:
     top: int = option(0, "Show the N most probable tokens.", min=0)
 
     def given(self) -> tuple[str, ...]:
-        """Return the texts to score; ConfigError without any."""
+        """Return the texts to score; ConfigError without texts."""
         texts = (*(self.texts or ()), *map(read_prompt_file, self.files or ()))
         if not texts:
             piped = read_piped_text()

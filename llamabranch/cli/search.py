@@ -141,7 +141,7 @@ def search(
         n_sequences = method.n_sequences
         sized = with_room(models, names[0], prompt, text.max_tokens)
         if models.n_ctx is None:
-            # A long prompt needs cells in addition to those of the texts, which share it.
+            # The texts share the prompt. A long one needs cells in addition to theirs.
             n_cells = max(_LEAST_CELLS, _CELLS_PER_TEXT * n_sequences)
             models = replace(models, n_ctx=n_cells + (sized.n_ctx or 0))
         chat = chat.decided(models.target or hub.default_model())

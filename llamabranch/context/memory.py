@@ -113,7 +113,7 @@ class Memory:
         cells: which sequence holds which cells.
         hidden: the hidden states of its tokens, while a head reads them.
         prefix_seq_ids: the sequences that the prefix cache holds.
-        spare_seq_ids: ids beyond those of the context. Cells can refer to them; they cannot decode.
+        spare_seq_ids: ids from ``n_seq_max`` up. Cells can refer to them; they cannot decode.
         evict: a function that frees at least n cells of the prefix cache, and returns how many it freed.
         compact: a function that writes all sequences again, in order, without holes; False if
             impossible.

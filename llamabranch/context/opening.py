@@ -460,7 +460,7 @@ def _probe(
 def _can_undo(runner: Runner, model: Model, params: ContextParams) -> tuple[int, str]:
     """Try out how many tokens of a decode can be undone in an empty context; return the number, and why.
 
-    The logits after an undo must be those of a text that never had these tokens.
+    The logits after an undo must equal the logits of a text that never had these tokens.
     """
     memory, n_vocab = runner.memory, model.n_vocab
     n = memory.handle.n_rollback

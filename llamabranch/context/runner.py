@@ -342,7 +342,7 @@ class Runner:
         return len(entries), sum(wants_logits), submit, record, places
 
     def _submit(self, entries: Sequence[Entry], states: States | None) -> int:
-        """Decode tokens, each in its sequence or those of its members; return llama.cpp's code."""
+        """Decode tokens, each in its sequence or its members' sequences; return llama.cpp's code."""
         handle, n = self.handle, len(entries)
         tokens, positions, seqs, wants_logits, members = zip(*entries, strict=True)
         handle.tokens[:n] = tokens

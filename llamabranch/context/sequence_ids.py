@@ -55,7 +55,7 @@ class SequenceIds:
         return len(self._holders) - self.n_cached
 
     def count_free(self) -> int:
-        """Return how many sequences could be allocated now, those of the prefix cache included.
+        """Return how many sequences could be allocated now, including the prefix cache's.
 
         It does not wait until another thread has finished its step.
         """

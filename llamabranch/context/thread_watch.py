@@ -39,7 +39,7 @@ def _clock() -> tuple[float, float]:
 
 
 class _Kind:
-    """The decodes of one token, or those of several.
+    """The decodes of one token, or of several.
 
     Args:
         numbers: the numbers of threads that may be used, the largest first.

@@ -190,7 +190,7 @@ def plan_texts(
         ctx: the context that generates.
         prompt: a prompt, or a list of prompts.
         base: the settings if there is no option ``sampling``.
-        options: those of ``Context.complete``; the default of ``max_tokens`` is the engine's.
+        options: the options of ``Context.complete``; the default of ``max_tokens`` is the engine's.
 
     Raises:
         ConfigError, GrammarError, TokenizeError, CacheFullError: an argument is invalid, or a

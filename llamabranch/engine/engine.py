@@ -71,7 +71,7 @@ class Engine:
             decoding. To draft for every text, a draft model's context needs as many sequences as
             the target.
         config: how much to draft; "auto" drafts as many tokens as raise the throughput of the batch.
-        sampling: the settings for requests without any.
+        sampling: the settings for requests that have none.
         max_tokens: the limit for requests without one.
         seed: a request without a seed gets one that is derived from this seed. So the same requests
             get the same texts each time. None = each call of ``generate`` or ``stream``, and each
@@ -92,7 +92,7 @@ class Engine:
     Attributes:
         stats: totals over all requests so far.
         seed: the seed in use.
-        sampling: the settings for requests without any.
+        sampling: the settings for requests that have none.
         owns_target: whether the target is closed with the engine.
         core: runs the added requests; for ``AsyncEngine``, not for users.
     """

@@ -526,7 +526,7 @@ class SpeculativeStats(ConstraintStats):
 
     @property
     def v(self) -> dict[int, float]:
-        """Verify cost ratio v(n): mean time of a target decode of n tokens over that of one token.
+        """Verify cost ratio v(n): mean time of a target decode of n tokens over the time for one token.
 
         Empty if no decode had one token.
         """

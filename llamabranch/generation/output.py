@@ -29,7 +29,7 @@ class Produced(NamedTuple):
         source: where it comes from. "plain": drawn without a draft. "drafted": proposed and
             accepted. "forced": also proposed and accepted, but the grammar allowed no other text,
             or read between a thought and its answer. "bonus": the target's own token after a draft
-            that was accepted whole. "corrected": the target's own token in place of a rejected one.
+            that was accepted whole. "corrected": the target's own token instead of a rejected one.
         alternatives: the requested number of most probable tokens, best first: pairs (token,
             log-probability) with an attribute ``text``.
         rank: 1 + how many tokens the model finds more probable; 0 if no alternatives were
@@ -62,7 +62,7 @@ class OutputBuffer:
         ConfigError: a limit is negative or not an integer, or a stop string is empty.
 
     Attributes:
-        tokens: ids, including those of a stop string, but no EOG tokens.
+        tokens: ids, including the tokens of a stop string, but no EOG tokens.
         texts: the text emitted with each token; joined they are the text, without the stop string.
         emitted: a `Produced` for each of ``tokens``.
         eog: the EOG token that ended the text; None before that.

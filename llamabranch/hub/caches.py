@@ -79,7 +79,7 @@ def find(spec: HubSpec) -> LocalModel | None:
 
 
 def local_models() -> list[LocalModel]:
-    """Return all complete models: those of repositories, and those in our own folder."""
+    """Return all complete models, of repositories and in our own folder."""
     named = (
         re.fullmatch("models--(.+?)--(.+)", path.name) for path in hub_cache().glob("models--*")
     )

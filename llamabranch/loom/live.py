@@ -226,7 +226,7 @@ class Live:
             self.emit("set", {"file": self.file})
 
     def open(self, path: Path) -> None:
-        """Replace the document by that of another file."""
+        """Replace the document by the one in another file."""
         self.add()
         self.journal.close()
         rev = self.document.rev

@@ -663,7 +663,7 @@ class ArgumentTags:
 
     @staticmethod
     def _skip_tail(cursor: Cursor, literal: str) -> None:
-        """Read the white space at the end of a literal, but not that of a value."""
+        """Read the white space at the end of a literal, but not white space of a value."""
         tail = literal[len(literal.rstrip()) :]
         if tail and cursor.text.startswith(tail, cursor.at):
             cursor.at += len(tail)
@@ -876,7 +876,7 @@ class CallForm:
         cursor.literal(self.section_start)
 
     def read_call(self, cursor: Cursor, known: Known) -> list[ToolCall]:
-        """Return the calls at a cursor: one, or those of a JSON list.
+        """Return the calls at a cursor: one call, or the calls of a JSON list.
 
         Raises:
             Mismatch, Incomplete: nothing fits here, or more of the text is needed.

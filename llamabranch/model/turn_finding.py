@@ -162,7 +162,7 @@ class _Renderings:
                 self.faults[key] = next(iter(reply.values()), "it failed")
 
     def replace(self, other: _Renderings) -> None:
-        """Use the renderings of another object in place of its own."""
+        """Use the renderings of another object instead of its own."""
         keys = {*other.texts, *other.faults}
         self.texts = {k: t for k, t in self.texts.items() if k not in keys} | other.texts
         self.faults = {k: f for k, f in self.faults.items() if k not in keys} | other.faults
@@ -707,7 +707,7 @@ def _numbered(parts: tuple[Part, ...], others: tuple[Part, ...]) -> tuple[tuple[
     """Return the parts of a call with a slot for a number that counts calls, and the first number.
 
     Args:
-        parts, others: those of the first and of the second call.
+        parts, others: the parts of the first and of the second call.
     """
     for i, (part, other) in enumerate(zip(parts, others, strict=False)):
         if not isinstance(part, str):

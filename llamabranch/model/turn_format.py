@@ -140,7 +140,7 @@ def known_functions(tools: Iterable[object]) -> Known:
 class TurnFormat(TurnParts):
     """The form of a model's turns, found by rendering its chat template.
 
-    Use ``TurnFormat.of(template)`` or ``model.turn_format``. Its attributes are those of ``TurnParts``.
+    Use ``TurnFormat.of(template)`` or ``model.turn_format``. It has the attributes of ``TurnParts``.
     """
 
     @classmethod

@@ -1,4 +1,4 @@
-"""How every token is generated: one text alone, or many as jobs of one scheduler, in the same loop.
+"""How texts are generated: one text alone, or many as jobs of one scheduler, in the same loop.
 
 running.py    a text that the loop runs: its draft, its draws, and what it reports of each round
 loop.py       one step of any number of texts: draft, decode, verify, take; reads prompts beside them

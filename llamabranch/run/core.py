@@ -41,7 +41,7 @@ class EngineCore:
         parallel: the most texts at a time; None = as many as there are sequences.
         wait_s: how long to wait, in seconds, while other users of the context, such as branches,
             hold all sequences.
-        sampling: the settings for requests without any.
+        sampling: the settings for requests that have none.
         max_tokens: the limit for requests without one.
 
     Attributes:
@@ -150,7 +150,7 @@ class EngineCore:
 
     @property
     def n_ahead(self) -> int:
-        """The number of waiting requests, plus that of the events that are not returned yet."""
+        """The number of waiting requests, plus the number of events that are not returned yet."""
         return self.n_waiting + len(self._events)
 
     @property

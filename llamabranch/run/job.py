@@ -308,9 +308,7 @@ class Job:
 
     def close_segment(self) -> None:
         """Drop the tokens after the segment's end. If the last token is not decoded, become CLOSING."""
-        n = len(self.prompt) + len(self.output.tokens)
-        if self.text.position > n:
-            self.text.keep(n)
+        self.text.keep(len(self.prompt) + len(self.output.tokens))
         self.text.unsettle()
         if self.text.is_behind and self.state is not State.CLOSING:
             self.become(State.CLOSING)

@@ -108,7 +108,7 @@ class Loop:
         VocabularyMismatchError: the drafter cannot draft for the context's vocabulary.
 
     Attributes:
-        drafter: the drafter; a `NullDrafter` if there is none.
+        drafter: the drafter; a `NullDrafter` if nothing is drafted.
         drafts: whether anything is drafted.
         states: keeps draft states between generations.
         length: decides how long drafts are; it learns from all generations.

@@ -142,7 +142,7 @@ class RunningText:
     def split(self, texts: Sequence[T]) -> tuple[list[T], list[tuple[list[Produced], list[T]]]]:
         """Group the equal texts by the tokens that they drew in the last step.
 
-        ``texts`` are those of ``other_seeds``, in the same order.
+        ``texts``: the equal texts, in the order of ``other_seeds``.
 
         Returns:
             the texts that drew the same tokens as this one, which still draws for them; and the

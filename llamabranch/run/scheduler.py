@@ -438,7 +438,7 @@ class Scheduler:
         return True
 
     def _free_sequence(self, source: Job | None = None) -> bool:
-        """Return whether a sequence is free; if needed, free that of an idle job but ``source``."""
+        """Return whether a sequence is free. If none is, free one of an idle job, but not ``source``."""
         return self._ctx.n_seq_free > 0 or self._free_idle(source)
 
     def free_sequences(self, n: int, source: Job) -> None:
@@ -447,7 +447,7 @@ class Scheduler:
             pass
 
     def _free_idle(self, source: Job | None = None) -> bool:
-        """Free the sequence of an idle job other than ``source``; return False if there is none."""
+        """Free the sequence of an idle job other than ``source``; return False without such a job."""
         oldest = next((job for job in self.idle if job is not source), None)
         if oldest is None:
             return False
@@ -456,7 +456,7 @@ class Scheduler:
         return True
 
     def preempt(self) -> bool:
-        """Free the sequence of an idle job; without one, that of the newest active job, which then waits.
+        """Free the sequence of an idle job, or else of the newest active job, which then waits.
 
         Return False if there is no idle job and fewer than two jobs are active.
         """

@@ -124,7 +124,7 @@ class ConstraintState:
 
     Args:
         calls: calls the constraint.
-        model: knows the text of tokens.
+        model: has the texts of tokens.
         stop: strings that end a text; the constraint does not see them.
         stop_tokens: tokens that end a text; their text is a part of it.
 

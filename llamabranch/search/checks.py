@@ -30,7 +30,7 @@ def check_start(branch: Branch, on_step: OnStep | None, drafter: Drafter | None 
 
 
 def first_seed(branch: Branch, seed: int | None) -> int:
-    """Return the seed of a search: ``seed``, or that of the branch."""
+    """Return the seed of a search: ``seed``, or else the branch's."""
     return branch.seed if seed is None else whole("seed", seed)
 
 

@@ -20,7 +20,7 @@ def outline(root: SearchNode, *, prompt: str | None = None, most_pruned: int = 3
 
     Args:
         root: a node of a search.
-        prompt: the text to begin with; None = that of the root.
+        prompt: the text to begin with; None = the root's text.
         most_pruned: the most pruned branches to show between two places where the tree divides. The most
             visited come first, then the most probable; the others are only counted.
 

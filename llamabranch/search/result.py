@@ -18,7 +18,7 @@ class Hypothesis:
     """A text found by a search.
 
     Attributes:
-        tokens: the generated ids, including those of a stop string, but not EOG tokens.
+        tokens: the generated ids, including the tokens of a stop string, but not EOG tokens.
         text: their text, without the stop string that ended it.
         logprob: the sum of their log-probabilities under the model's own distribution, nats, including
             that of an EOG token that ended the text.
@@ -49,7 +49,7 @@ class Hypothesis:
 
 @dataclass
 class SearchStats(ConstraintStats):
-    """The cost of a search; for ``smc`` and ``rejection`` also that of the constraint.
+    """The cost of a search; for ``smc`` and ``rejection`` also the cost of the constraint.
 
     Attributes:
         decodes: calls of llama_decode.

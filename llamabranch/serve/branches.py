@@ -256,7 +256,7 @@ async def get(call: HttpCall, service: Service) -> None:
 
 
 async def listing(call: HttpCall, service: Service) -> None:
-    """List all nodes, or those of one tree."""
+    """List all nodes, or the nodes of one tree."""
     root = call.query.get("root")
     nodes = service.branches.all() if root is None else service.branches[root].subtree()
     await call.reply({"object": "list", "data": [_shown(service, node) for node in nodes]})

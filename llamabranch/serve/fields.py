@@ -262,7 +262,7 @@ async def engine_requests(
     Args:
         service, fields, prompts: the model, the request, its prompts.
         max_tokens, top_logprobs, prompt_logprobs: as for ``Request``; None = no limit.
-        grammar: the grammar of an answer that may call functions; it replaces that of the fields.
+        grammar: the grammar of an answer that may call functions; it replaces the fields' grammar.
         thinking: how the answers begin with a thought.
 
     Raises:

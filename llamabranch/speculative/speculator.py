@@ -156,7 +156,7 @@ class InferenceSession:
 
     @property
     def tokens(self) -> list[int]:
-        """A copy of the ids that ``next_token`` has returned, with those of a stop string."""
+        """A copy of the ids that ``next_token`` has returned, including a stop string's tokens."""
         return list(self._output.tokens)
 
     @property

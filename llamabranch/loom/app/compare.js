@@ -21,7 +21,7 @@ const compares = () => pieces(store.current, store.end).flatMap(({ id }) => stor
 /** The node that B wrote by itself, where it parted from the shown one. */
 const partner = () => compares().findLast(({ partner: id }) => store.nodes.has(id))?.partner;
 
-/** The text of the second column: that of the partner, or the same tokens with B's numbers. */
+/** The text of the second column: the partner's, or the same tokens with B's numbers. */
 function secondPath() {
   const other = partner();
   const c = other ? parted(other, null) : shownPath();

@@ -18,7 +18,7 @@ export const SOURCES = {
 const LETTERS = Object.keys(SOURCES);
 
 /** The bins of a number that grows from pale to strong, by the edges between them.
- * @param {number[]} edges @param {string[]} [bins] names, where they are not those of the edges */
+ * @param {number[]} edges @param {string[]} [bins] names, if they are not the edges */
 const rising = (edges, bins = [...edges.map((edge) => `< ${bare(edge)}`), "more"]) =>
   ({ bins, bin: (/** @type {number} */ x) => edges.filter((edge) => x >= edge).length });
 const bare = (/** @type {number} */ x) => String(x).replace(/^0/, "");

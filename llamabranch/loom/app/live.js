@@ -20,7 +20,7 @@ let drawn = "";
 /** The job that runs, the newest one that writes or reads. */
 const runningJob = () => [...store.jobs.values()].findLast((job) => job.state === "running");
 
-/** Rounds of the job that writes; when none does, those of the shown path. */
+/** Rounds of the job that writes. If no job writes, the rounds of the shown path. */
 function rounds() {
   const written = runningJob()?.nodes ?? [];
   const ids = written.length ? written : pieces(store.current, store.end).map(({ id }) => id);

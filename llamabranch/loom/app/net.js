@@ -5,7 +5,7 @@ import { forgetTokens, putCompare, putDoc, putFacts, putNode, putRound, putToken
 
 export const net = { session: true, connected: true };
 let links = 0; // links used so far: the answer to a request from before the last one says nothing about the new session
-/** @type {((name: string, data: any) => void)[]} what else wants to know of events */
+/** @type {((name: string, data: any) => void)[]} functions that get each event, too */
 export const listeners = [];
 
 /** What answers the page: the server here, the data block in an exported file. */

@@ -200,6 +200,10 @@ class PerformanceWarning(LlamaBranchWarning):
     """Decoding is much slower than possible."""
 
 
+class GrammarWarning(LlamaBranchWarning):
+    """The arguments of a tool are not constrained, since its schema is not supported."""
+
+
 _PACKAGE = str(Path(__file__).parent)
 
 

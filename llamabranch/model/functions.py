@@ -134,6 +134,7 @@ def _by_hand(name: str, fields: Mapping[str, _Field]) -> _Schema:
 
 
 def _schema(hint: object) -> _Schema:
+    hint = getattr(hint, "__supertype__", hint)  # of a NewType
     origin, inner = get_origin(hint), get_args(hint)
     if isinstance(hint, type) and hint in _PLAIN:
         return {"type": _PLAIN[hint]}

@@ -47,6 +47,8 @@ class Tools:
         given: OpenAI's tool objects.
         names: the names of all functions.
         schemas: the JSON schema of the arguments of each function, by name.
+        strict: the functions with ``strict: true``, whose schemas must be supported.
+        unchecked: by name, why a function's arguments may be any JSON object.
         forced: one of these functions must be called; empty if no call is required.
         is_named: whether the choice names one function.
         is_used: whether the model gets their descriptions.
@@ -69,6 +71,8 @@ class Tools:
         self.turns, self.parallel = turns or TurnFormat(), parallel is not False
         self.given: list[Mapping[str, object]] = []
         self.schemas: dict[str, object] = {}
+        self.strict: set[str] = set()
+        self.unchecked: dict[str, str] = {}
         for index, tool in enumerate(given):
             with placed(f"tools[{index}]"):
                 described = function_tool(tool) if callable(tool) else tool
@@ -81,6 +85,8 @@ class Tools:
                     )
             self.given.append(described)
             self.schemas[name] = _parameters(function.get("parameters"))
+            if function.get("strict") is True:
+                self.strict.add(name)
         self.names = frozenset(self.schemas)
         self.is_used = bool(given) and choice != "none"
         self.forced: list[str] = []

@@ -6,6 +6,7 @@ text fits.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import cast
@@ -39,6 +40,9 @@ CONSTRAINTS = frozenset(
     )
 )  # fmt: skip
 _MOST = 1 << 31  # characters or items: more than any text has
+_DIALECTS = re.compile(
+    r"^(http://json-schema\.org/draft-0[467]|https://json-schema\.org/draft/20(19-09|20-12))/schema#*$"
+)
 _COMBINE = ("allOf", "anyOf", "oneOf", "$ref")
 
 # Formats that llguidance does not know.
@@ -66,6 +70,8 @@ def prepare(document: Schema) -> None:
     combines = False
     for path, part in schema_parts(document):
         with _at(path):
+            if "$schema" in part and not _DIALECTS.search(str(part["$schema"])):
+                del part["$schema"]  # read as 2020-12
             _drop_idle(part)
             _write_patterns(part)
             _write_format(part)

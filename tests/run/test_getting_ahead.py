@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -166,7 +165,7 @@ def test_texts_that_lose_their_cells(opened: tuple[Model, dict[str, Any]], ctx: 
     ]  # fmt: skip
     engine = Engine(ctx)
     scheduler = engine.core.scheduler
-    at: dict[int, Callable[[], object]] = {n: scheduler.preempt for n in range(3, 30, 3)}
+    at: dict[int, Callable[[], object]] = dict.fromkeys(range(3, 30, 3), scheduler.preempt)
     at[7], at[14] = lambda: scheduler.pause("0"), lambda: scheduler.resume("0")
     results = run(engine, *requests, at=at)
     check(opened, prompt, *results.values())

@@ -235,7 +235,7 @@ def test_tools_are_described_without_a_system_role(open_model: Open) -> None:
 
 def test_a_tools_schema_fault_names_the_tool(open_model: Open) -> None:
     model = open_model(TOJSON)
-    wrong = {"type": "function", "function": {"name": "broken", "parameters": {
+    wrong = {"type": "function", "function": {"name": "broken", "strict": True, "parameters": {
         "type": "object", "properties": {"x": {"type": "string", "pattern": "(?=a)"}}}}}  # fmt: skip
     for choice in ("auto", "required"):
         with pytest.raises(GrammarError, match="broken"):

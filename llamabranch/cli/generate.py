@@ -443,7 +443,7 @@ def generate(
     with output.console() as console:
         # All arguments are checked before a model loads.
         is_speculate = call.command.name == "speculate"
-        if text.seed is None and (models.compare or is_speculate):
+        if text.seed == -1 or (text.seed is None and (models.compare or is_speculate)):
             text = replace(text, seed=secrets.randbits(31))
         if not any((prompts.texts, prompts.prompts, prompts.files, prompts.input_file)):
             piped = read_piped_text()

@@ -72,15 +72,15 @@ def always_drafting(
     The drafter is the target's own MTP layers, or the best draft model. If there is neither, the
     bundled pair is used, or with a ``target`` a drafter that copies. A grammar drafts first.
     """
-    name, found = target or hub.default_model(), None
-    if Model.head_kind(hub.resolve(name, download=None)) == MTP:
-        found = MTP
-    else:
-        found = _fittest(name)
+    name = hub.default_model() if target is None else target
+    has_mtp = Model.head_kind(hub.resolve(name, download=None)) == MTP
+    found = MTP if has_mtp else _fittest(name)
     if found is None and target is None:
         name, found = hub.BUNDLED_TARGET, hub.BUNDLED_DRAFT
     if found is None:
-        console.note(f"no smaller model here can draft for {name}: drafts are copied from the text")
+        console.note(
+            f"there is no smaller model here to draft for {name}: drafts are copied from the text"
+        )
     elif not console.silent:
         console.note(f"model: {name}, drafts: {found} (-m and -md name others)")
     drafters = ("suffix",) if found is None else (found,)

@@ -325,8 +325,9 @@ def checked_seed(seed: object) -> int | None:
     Raises:
         ConfigError: it is something else.
     """
-    if seed is None or (plain_int(seed) is not None and -1 <= cast(int, seed) < 1 << 64):
-        return plain_int(seed)
+    integer = plain_int(seed)
+    if seed is None or (integer is not None and -1 <= integer < 1 << 64):
+        return integer
     raise ConfigError(
         f"seed must be an integer from 0 to 2^64 - 1, or -1 for a random one, not {shown(seed):.60}"
     )

@@ -158,7 +158,7 @@ def test_ctrl_c_at_every_line(world: World) -> None:
 
     places = run(None)
     assert len(places) > 100
-    for place in places:
+    for place in list(places)[:: 1 if world.ctx.kv_cache.order.is_kept else 3]:
         run(place)
 
 

@@ -87,7 +87,7 @@ class Context:
         self.n_threads: int = native["n_threads"]
         self.n_threads_batch: int = native["n_threads_batch"]
         self.params = resolved
-        self.kv_cache.compact = lambda: self.compact()  # looked up at each call
+        self.kv_cache.compact = self._compact
         self.sequences = SequenceIds(self.kv_cache, self._check_raw)
         self._head: Context | None = None
         self.prefix_cache = None
@@ -193,14 +193,9 @@ class Context:
         """How many sequences are free now. Does not wait while another thread decodes."""
         return self.sequences.count_free()
 
-    def compact(self) -> bool:
-        """Move the cells of all branches into order, without holes; False if raw sequences hold cells.
-
-        With non-unified KV there is nothing to do.
-        """
-        if self.kv_cache.forks_copy:
-            return True
-        return rewrite_in_order(self.decoder, self.sequences.holders(), self.prefix_cache)
+    def _compact(self) -> bool:
+        with self.lock:
+            return rewrite_in_order(self.decoder, self.sequences.holders(), self.prefix_cache)
 
     def mtp_head(self) -> Context | None:
         """Return the context of this model's own MTP layers, which drafts for this one; opened once.

@@ -573,12 +573,12 @@ class Job:
         """Add a token to the output; return the event of its text, if any."""
         reports, key = self.submission.reports_tokens, (self.name, self.sample)
         # This is one line so that an interrupt between two lines cannot lose an event.
-        return [Event(*key, shown)] if (shown := self.output.add(produced)) and reports else []
+        return [Event(*key, t) for t in self.output.emit(self.output.add(produced)) if reports]
 
     def break_off(self, reason: str | None = None) -> list[Event]:
         """End its output; return the event of text that was held back, if any."""
         reports, key = self.submission.reports_tokens, (self.name, self.sample)
-        return [Event(*key, shown)] if (shown := self.output.break_off(reason)) and reports else []
+        return [Event(*key, t) for t in self.output.emit(self.output.break_off(reason)) if reports]
 
     def note_token(self) -> None:
         """Note the time of a new token. At ``min_tokens``, allow the tokens that end the text."""

@@ -49,7 +49,16 @@ _COMBINE = ("allOf", "anyOf", "oneOf", "$ref")
 _ANY_TEXT = {"path", "file-path", "directory-path", "binary", "password"}
 _ANY_NUMBER = {"float", "double"}
 _BASE64 = "(?:[{0}]{{4}})*(?:[{0}]{{2}}==|[{0}]{{3}}=)?"
+_DATE = (
+    "(?:[1-9][0-9]{3}|0[0-9]{2}[1-9]|0[0-9][1-9]0|0[1-9]00)-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|"
+    "3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|[12][0-9]))"
+)
+_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?"
+_OFFSET = "(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])?"
 _FORMATS = {
+    "iso-date-time": f"^{_DATE}T{_TIME}{_OFFSET}$",
+    "date-time-local": f"^{_DATE}T{_TIME}$",
+    "iso-time": f"^{_TIME}{_OFFSET}$",
     "byte": f"^{_BASE64.format('A-Za-z0-9+/')}$",
     "base64": f"^{_BASE64.format('A-Za-z0-9+/')}$",
     "base64url": f"^{_BASE64.format('A-Za-z0-9_-')}$",

@@ -8,7 +8,8 @@ from time import perf_counter
 from typing import NoReturn, cast
 
 from ...arguments import shown
-from ...errors import ConfigError, GrammarError, ParseError
+from ...errors import ConfigError, GrammarError, ParseError, told
+from ...model.functions import type_schemas
 from .keywords import pointed, prepare, schema_parts, step
 from .numbers import Digits
 from .skeleton import same_text, unique_values
@@ -52,11 +53,11 @@ def of_type(model: type) -> str:
         ConfigError: pydantic is missing, or cannot describe the type.
     """
     try:
-        return json.dumps(_adapter(model).json_schema())
+        return json.dumps(_adapter(model).json_schema(schema_generator=type_schemas()))
     except ImportError:
         raise
     except Exception as error:  # pydantic's errors have no common class
-        reason = str(error).split(". ")[0].splitlines()[0]
+        reason = told(error).split(". ")[0].splitlines()[0]
         raise ConfigError(
             f"no JSON schema can be made from {shown(model)}: {reason}",
             hint=TAKEN,
@@ -69,7 +70,7 @@ def value(model: type | None, text: str) -> object:
     try:
         return read(text)
     except Exception as error:  # a validator of the type may raise anything
-        reason = " ".join(str(error).split())
+        reason = " ".join(told(error).split())
         kind = "JSON" if model is None else f"for {shown(model)}"
         raise ParseError(f"the text is not valid {kind}: {reason:.300}", text=text) from error
 

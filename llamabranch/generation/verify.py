@@ -365,7 +365,9 @@ class Plan:
             GrammarError, ConstraintError, ConfigError: the target can draw nothing right after the text.
         """
         tokens, is_eog = self._draft.tokens, self._text.ctx.model.is_eog
+        version = self._text.version
         n, following = self._judge(rule)
+        self._text.check_unchanged(version)
         is_dead_end = following is None
         # The text ends at an accepted EOG token, whatever the draft proposed after it.
         end = next((i for i, token in enumerate(tokens[:n], 1) if is_eog(token)), None)
@@ -491,8 +493,6 @@ class Plan:
             if ctx.kv_cache.next_position(fork) == len(text.tokens):
                 ctx.kv_cache.fork(fork, text.seq_id)
                 return rows[-1]
-            for row in rows:  # the caller reads them after this decode
-                row.detach()
             self.end()
             return decode_run(ctx.decoder, tokens, text.seq_id, "last")[-1]
         finally:

@@ -13,6 +13,7 @@ from ..errors import (
     ConstraintError,
     DecodeInterruptedError,
     LlamaBranchError,
+    UsageError,
 )
 from ..generation.output import Produced
 from ..native.interrupts import HeldInterrupts
@@ -74,6 +75,7 @@ class EngineCore:
         self._aborted: deque[Submission] = deque()
         self._events: list[Event] = []  # still to be returned
         self._failure: LlamaBranchError | None = None  # raised once those events are returned
+        self._is_stepping = False
         self._is_interrupted = False  # True in a step, and after one that an exception ended
         # Whether the running decode reads prompts, and whether ``abort`` has stopped it.
         self._stopping = threading.Lock()
@@ -208,10 +210,24 @@ class EngineCore:
             self._events = events + self._events
             raise
 
+    def check_idle(self) -> None:
+        """Raise UsageError if a step is running: the caller is a function that the step has called."""
+        if self._is_stepping:
+            raise UsageError(
+                "a function that a step of the engine calls cannot step or close this engine",
+                hint="let it generate with the context (ctx.complete), or with another engine",
+            )
+
     def advance(self) -> None:
-        """Run one step; keep its events and its error, which ``step`` returns and raises."""
+        """Run one step; keep its events and its error, which ``step`` returns and raises.
+
+        Raises:
+            UsageError: a step is running.
+        """
+        self.check_idle()
         start = perf_counter()
         with HeldInterrupts() as interrupts:
+            self._is_stepping = True
             try:
                 if self._is_interrupted:
                     self._recover()
@@ -226,6 +242,7 @@ class EngineCore:
                 self._recover()
                 raise
             finally:
+                self._is_stepping = False
                 self._stats.elapsed_s += perf_counter() - start
 
     def _recover(self) -> None:
@@ -240,7 +257,12 @@ class EngineCore:
         self._is_interrupted = False
 
     def close(self) -> None:
-        """Free all sequences. Requests that have no result yet never get one."""
+        """Free all sequences. Requests that have no result yet never get one.
+
+        Raises:
+            UsageError: a step is running.
+        """
+        self.check_idle()
         with HeldInterrupts():
             self._added.clear()
             self._events.clear()

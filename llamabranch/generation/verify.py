@@ -317,6 +317,11 @@ class Plan:
 
     def __init__(self, text: Text, draft: Draft) -> None:
         first = text.lacking()
+        if (
+            not first
+        ):  # the drafter, which may be the user's code, has read the logits after the text
+            text.truncate(len(text.tokens) - 1)
+            first = text.lacking()
         self.tokens = [*first, *draft.tokens]
         self.rows: Sequence[LogitsRow] = ()
         self._text = text

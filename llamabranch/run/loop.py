@@ -262,8 +262,10 @@ class Loop:
         if not requests:
             return 0
         room = ctx.n_outputs_max - len(running) - n_readers
-        n_decodes = 0
-        for member, draft in zip(asked, drafter.propose_many(requests), strict=True):
+        n_decodes, versions = 0, [member.text.version for member in asked]
+        drafts = drafter.propose_many(requests)
+        for member, draft, version in zip(asked, drafts, versions, strict=True):
+            member.text.check_unchanged(version)
             if len(draft.tokens) > room:
                 draft.cut(max(0, room))
             room -= len(draft.tokens)

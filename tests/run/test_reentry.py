@@ -145,6 +145,29 @@ def test_a_branch(kind: str, rule: str, both: tuple[Context, Context]) -> None:
             assert run(ctx, use, drafter) == expected, name
 
 
+@pytest.mark.parametrize("rule", ["seeded", "token", "block"])
+def test_a_drafter_that_reads_the_branch_it_drafts_for(
+    rule: str, both: tuple[Context, Context]
+) -> None:
+    config = lb.SpeculativeConfig(rule=rule, draft_k=3)
+
+    def run(ctx: Context, use: Callable[[Branch], object]) -> Any:
+        def propose(tokens: Any, n: int) -> list[int]:
+            use(branch)
+            return [12, 346, 915][:n]
+
+        branch = Branch.start(ctx, PROMPTS[0], sampling=SamplingParams(temperature=0.8, seed=5))
+        drawn = branch.generate(16, drafter=FunctionDrafter(propose), config=config)
+        return [(p.token, p.logprob, p.entropy, p.source) for p in drawn]
+
+    ctx, clean = both
+    expected = run(clean, lambda branch: None)
+    assert run(ctx, lambda branch: branch.score(" and")) == expected
+    assert run(ctx, lambda branch: branch.fork().prune()) == expected
+    with pytest.raises(BranchStateError, match="has changed the branch"):
+        run(ctx, lambda branch: branch.extend([5]))
+
+
 def test_a_prompt_that_is_scored_beside_such_a_text(both: tuple[Context, Context]) -> None:
     ctx, clean = both
     tokens = [5 + i * 37 % 900 for i in range(60)]

@@ -257,7 +257,10 @@ class Program:
             before, tokens = branch.tokens, self.tokens(8)
             found = [score.logprob for score in branch.score(tokens)]
             assert branch.tokens == before
-            self.check(before, [lb.Produced(t, "", False, p, 0.0) for t, p in zip(tokens, found)])
+            self.check(
+                before,
+                [lb.Produced(t, "", False, p, 0.0) for t, p in zip(tokens, found, strict=True)],
+            )
         elif kind == 6:
             branch.resample(SamplingParams(**self.settings()))
         else:
@@ -273,7 +276,7 @@ class Program:
             n, drafter=self.drafter(), config=CONFIG, constraint=constraint
         )
         try:
-            for _ in zip(range(n_taken), generation):
+            for _ in zip(range(n_taken), generation, strict=False):
                 if self.random.random() < 0.1:
                     self.meddle()
         finally:
@@ -291,7 +294,7 @@ class Program:
             stream = self.ctx.complete(prompts, stream=True, **options)
             n_taken = self.random.randrange(30)
             with closing(stream):
-                for _, event in zip(range(n_taken), stream):
+                for _, event in zip(range(n_taken), stream, strict=False):
                     if event.result is not None:
                         prompt = prompts[int(event.id)]
                         self.check_result(event.result, prompt, sampling, max_tokens)

@@ -1,4 +1,4 @@
-"""Random programs over all public objects; SOAK=20 runs twenty times as many, with other seeds each time."""
+"""Random programs over all public objects; SOAK=20 runs twenty times as many, with other seeds."""
 
 from __future__ import annotations
 

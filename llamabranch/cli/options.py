@@ -261,9 +261,10 @@ class DraftFlags(ModelFlags):
         "--draft --draft-model --model-draft --spec-draft-model --hf-repo-draft -d -md -hfd -hfrd",
         rich_help_panel=DRAFTING,
     )
-    draft_length: str = option(
-        "auto",
-        "Tokens to draft per round; auto drafts as many as raise throughput, possibly none.",
+    draft_length: str | None = option(
+        None,
+        "Tokens to draft per round; auto drafts as many as raise throughput, possibly none. "
+        "[default: auto; 4 for speculate]",
         "--draft-max --draft-length --gamma --num-speculative-tokens --spec-draft-n-max -k",
         metavar="N|auto",
         rich_help_panel=DRAFTING,
@@ -271,7 +272,7 @@ class DraftFlags(ModelFlags):
 
     def config(self) -> lb.SpeculativeConfig:
         """Return the settings of drafting; ConfigError for a value out of range."""
-        length = setting_value(self.draft_length)
+        length = setting_value("auto" if self.draft_length is None else self.draft_length)
         try:
             lb.SpeculativeConfig(draft_k=length)
         except ConfigError as error:
@@ -280,11 +281,16 @@ class DraftFlags(ModelFlags):
         return lb.SpeculativeConfig(**{"draft_k": length, **self.set("drafting")})
 
     def resolve(
-        self, console: Console, *, has_grammar: bool = False
+        self, console: Console, *, has_grammar: bool = False, always: bool = False
     ) -> tuple[str, tuple[str, ...]]:
-        """Return the names of the target and of its drafters; see `drafters.choose_drafters`."""
-        from .drafters import choose_drafters  # needs NumPy and llama.cpp
+        """Return the names of the target and of its drafters; see `drafters.choose_drafters`.
 
+        ``always`` is the choice of ``speculate``; see `drafters.always_drafting`.
+        """
+        from .drafters import always_drafting, choose_drafters  # need NumPy and llama.cpp
+
+        if always and self.draft in (None, "auto"):
+            return always_drafting(self.target, console, has_grammar=has_grammar)
         target = self.announce(console)
         return target, choose_drafters(target, self.draft, console, has_grammar=has_grammar)
 
@@ -549,7 +555,7 @@ class OutputFlags:
     as_json: bool = option(False, "Print one JSON object and nothing else.", "--json")
     verbose: bool = option(
         False,
-        "Show llama.cpp's log, figures of drafting, and tracebacks of errors.",
+        "Show llama.cpp's log, what drafting did, and tracebacks of errors.",
         "--verbose --log-verbose --debug -v",
     )
 

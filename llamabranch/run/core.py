@@ -11,6 +11,7 @@ from time import perf_counter, sleep
 from ..errors import (
     CapacityError,
     ConstraintError,
+    DecodeError,
     DecodeInterruptedError,
     LlamaBranchError,
 )
@@ -75,6 +76,7 @@ class EngineCore:
         self._events: list[Event] = []  # still to be returned
         self._failure: LlamaBranchError | None = None  # raised once those events are returned
         self._is_interrupted = False  # True in a step, and after one that an exception ended
+        self._seen: set[object] = set()  # where the jobs were after each step since the last decode
         # Whether the running decode reads prompts, and whether ``abort`` has stopped it.
         self._stopping = threading.Lock()
         self._is_reading = self._has_stopped = False
@@ -193,6 +195,8 @@ class EngineCore:
                 repeated.
         """
         while self._added or not self.scheduler.is_idle:
+            for name in [*self.scheduler.paused] if self.is_stalled else ():
+                self.scheduler.resume(name)
             self.advance()
             failure, self._failure = self._failure, None
             if failure is not None and not isinstance(failure, DecodeInterruptedError):
@@ -247,6 +251,41 @@ class EngineCore:
             self.scheduler.close()
 
     def _step(self) -> None:
+        """Run one step, and make sure that the jobs get ahead.
+
+        Raises:
+            DecodeInterruptedError: the context was interrupted, and the step decoded nothing.
+        """
+        n_decoded, n_events = self.n_decoded, len(self._events)
+        self._run()
+        if self.n_decoded != n_decoded:
+            self._seen.clear()
+            return
+        handle = self.ctx.decoder.handle
+        if handle.is_stopping:
+            with self.ctx.lock:  # another thread's decode may be the one that stops
+                if handle.is_stopping:
+                    handle.resume()
+                    raise DecodeInterruptedError("interrupted while nothing was decoded")
+        if len(self._events) != n_events or self.scheduler.no_sequence is not None:
+            self._seen.clear()
+        else:
+            self._end_stuck()
+
+    def _end_stuck(self) -> None:
+        """End the jobs that do not get ahead: without a decode they are where they were before."""
+        stuck = self.scheduler.stuck()
+        where = tuple(job.place for job in stuck)
+        if stuck and where in self._seen:
+            error = DecodeError(
+                f"{len(stuck)} texts did not get ahead in two steps; this is a bug in llamabranch"
+            )
+            for job in stuck:
+                self._fail(job, error)
+            where = ()
+        self._seen.add(where)
+
+    def _run(self) -> None:
         """Schedule the jobs, run a step of the loop, and take the results."""
         jobs, reading = self._schedule()
         announced = [event for job in reading if not job.is_announced for event in job.note_read()]

@@ -133,6 +133,7 @@ class Runner:
         handle.ptr  # noqa: B018  (raises ClosedError)
         all_rows: list[LogitsRow] = []
         code = n = n_rows_before = n_decoded = 0
+        outer = handle.stops.begin()
         try:
             for n, n_rows, submit, record, places in pieces:
                 for row in all_rows:
@@ -176,6 +177,8 @@ class Runner:
             handle.resume()  # the decode may have been interrupted too
             self.undo(starts, expiring)
             raise
+        finally:
+            handle.stops.end(outer)
         raise self._failure(code, starts, n, expiring)
 
     def _reclaimed(self, n: int, expiring: Sequence[LogitsRow]) -> bool:
@@ -211,7 +214,7 @@ class Runner:
                 return self.memory.full_error(n)
             return DecodeError("llama.cpp refused the batch as inconsistent", code=code)
         if code == _INTERRUPTED:
-            self.handle.resume()
+            self.handle.stops.note_stopped()
         else:
             self.memory.distrust(starts)
             if code == _NO_MEMORY:
@@ -442,7 +445,7 @@ class Runner:
         for low in range(0, len(features), most):
             code, states = heads.encode(handle, features[low : low + most], self._encoded)
             if code == _INTERRUPTED:
-                self.handle.resume()
+                self.handle.stops.note_stopped()
                 raise DecodeInterruptedError("the encoding was interrupted", code=code)
             if code:
                 raise DecodeError("llama.cpp could not encode the hidden states", code=code)

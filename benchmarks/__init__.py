@@ -11,7 +11,7 @@ readme.py       the four results in the README, with arithmetic.txt; record_page
 search_hf.py    beam search of transformers, in an interpreter of its own
 step.py         the cost of a step: part by part, by folder, as a context grows
 decode.py, speculative.py, peers.py, fork.py, batch.py, sampling.py, search.py, resident.py, chat.py,
-layouts.py, edges.py, kv_types.py, length.py, structured.py, serve.py, page.py, evaluation.py, run.py
+layouts.py, edges.py, kv_types.py, length.py, structured.py, serve.py, page.py, run.py
                 the other programs
 
 The code that times (interleaved runs, medians, ratios within a run) is ``llamabranch.bench``, which the

@@ -1,7 +1,7 @@
 """Read the header of a GGUF file: its metadata and the list of its tensors, without llama.cpp.
 
-A file that is certainly not a model is refused: missing, empty, not GGUF, truncated, or of another kind
-(see ``file_kinds``). ``gguf_check`` decides whether llama.cpp survives a readable one.
+A file that is certainly not a model is refused: missing, empty, not GGUF, or truncated.
+``gguf_check`` decides whether llama.cpp survives a readable one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from ..errors import ModelLoadError
-from .file_kinds import MOST_BYTES, other_kind, what_it_is
 
 Value = bool | int | float | str | list[int] | list[float]
 
@@ -297,7 +296,7 @@ def _read_file(path: Path, *, tensors: bool) -> Header:
                 _reject("the file is empty", _DOWNLOAD_HINT)
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 if data[:4] != b"GGUF":
-                    _reject(*what_it_is(data[:MOST_BYTES]))
+                    _reject(f"it is not a GGUF file (it begins with {data[:16]!r})", _DOWNLOAD_HINT)
                 return replace(_header(_Reader(data, size), tensors), parts=(path,))
 
 
@@ -317,9 +316,6 @@ def _about(path: Path) -> Iterator[None]:
 
 
 def _reject_unless_model(header: Header) -> None:
-    reason = other_kind(header.metadata)
-    if reason is not None:
-        _reject(*reason)
     if not header.architecture:
         _reject("its header has no general.architecture")
 

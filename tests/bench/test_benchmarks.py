@@ -80,7 +80,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 PLAIN: tuple[str, ...] = (
-    "decode", "peers", "fork", "batch", "sampling", "search", "evaluation", "step",
+    "decode", "peers", "fork", "batch", "sampling", "search", "step",
     "constraints", "siblings",
 )  # fmt: skip
 TALE = ("--q8-0", "tale-target", "--bf16", "tale-target", "--only", "edit", "json", "vote")

@@ -351,7 +351,8 @@ class EngineCore:
 
         Polls are counted, not seconds, so that a suspended machine does not use up the time.
         """
-        if self.ctx.lock._is_owned():  # in a user's function that a decode calls: nobody can work
+        # In a user's function that a decode calls, nobody else can work.
+        if self.ctx.lock._is_owned():  # type: ignore[attr-defined]
             return False
         n_decodes = self.ctx.decoder.n_decodes
         if n_decodes != self._n_decodes:

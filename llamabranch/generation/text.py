@@ -215,10 +215,14 @@ class Text:
                 self.seed = sampling.seed
 
     def begin_anew(self, position: int, sampler: Sampler) -> None:
-        """Continue from the first ``position`` tokens, which count as read, with a new sampler."""
+        """Continue from the first ``position`` tokens, which count as read, with a new sampler.
+
+        If the memory cannot be cut there, fewer tokens are left. The caller reads the others again.
+        """
         with self.lock:
             if position < len(self.tokens):
-                self.rewind(position)
+                self.forget(self._cache.cut(self.seq_id, position))
+                self.fork_position = min(self.fork_position, len(self.tokens))
             sampler.accept_prompt(self.tokens)
             self.n_prompt, self.appended, self.surprisals = len(self.tokens), [], []
             self._incomplete = b""

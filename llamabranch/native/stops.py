@@ -50,6 +50,11 @@ class Stops:
             self._update()
             return is_pending
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether this thread's next decode will be stopped."""
+        return self._stops_any or get_ident() in list(self._threads.values())
+
     def begin(self) -> int:
         """Note that this thread decodes now. Return the argument for ``end``."""
         before, self._decoding = self._decoding, get_ident()

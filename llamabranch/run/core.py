@@ -15,6 +15,7 @@ from ..errors import (
     CacheFullError,
     CapacityError,
     ConstraintError,
+    DecodeError,
     DecodeInterruptedError,
     LlamaBranchError,
 )
@@ -85,6 +86,7 @@ class EngineCore:
         self._events: list[Event] = []  # still to be returned
         self._failure: LlamaBranchError | None = None  # raised once those events are returned
         self._is_interrupted = False  # True in a step, and after one that an exception ended
+        self._seen: set[object] = set()  # where the jobs were after each step since the last decode
         # The jobs whose prompt the running decode reads, its thread, and whether ``abort`` stops it.
         self._stopping = threading.Lock()
         self._reading: Sequence[Job] = ()
@@ -133,8 +135,8 @@ class EngineCore:
         """
         submission = self._find(name)  # also if it has just been added
         if submission is not None and not submission.is_aborted:
-            submission.is_aborted = True
             self._aborted.append(submission)
+            submission.is_aborted = True
             with self._stopping:
                 if any(job in self._reading for job in list(submission.jobs.values())):
                     self._stop()
@@ -202,6 +204,8 @@ class EngineCore:
                 repeated.
         """
         while self._added or not self.scheduler.is_idle:
+            for name in [*self.scheduler.paused] if self.is_stalled else ():
+                self.scheduler.resume(name)
             self.advance()
             failure, self._failure = self._failure, None
             if failure is not None and not isinstance(failure, DecodeInterruptedError):
@@ -260,6 +264,42 @@ class EngineCore:
                 self._note_working()
 
     def _step(self) -> None:
+        """Run one step, and make sure that the jobs get ahead.
+
+        Raises:
+            DecodeInterruptedError: the context was interrupted, and the step decoded nothing.
+        """
+        n_decoded, n_events = self.n_decoded, len(self._events)
+        self._run()
+        if self.n_decoded != n_decoded:
+            self._seen.clear()
+            return
+        stops = self.ctx.decoder.stops
+        if stops.is_pending:
+            with self.ctx.lock:  # another thread's decode may be the one that stops
+                if stops.is_pending:
+                    stops.note_stopped()
+                    raise DecodeInterruptedError("interrupted while nothing was decoded")
+        waits = self.scheduler.no_sequence is not None or self._no_room is not None
+        if len(self._events) != n_events or waits:
+            self._seen.clear()
+        else:
+            self._end_stuck()
+
+    def _end_stuck(self) -> None:
+        """End the jobs that do not get ahead: without a decode they are where they were before."""
+        stuck = self.scheduler.stuck()
+        where = tuple(job.place for job in stuck)
+        if stuck and where in self._seen:
+            error = DecodeError(
+                f"{len(stuck)} texts did not get ahead in two steps; this is a bug in llamabranch"
+            )
+            for job in stuck:
+                self._fail(job, error)
+            where = ()
+        self._seen.add(where)
+
+    def _run(self) -> None:
         """Schedule the jobs, run a step of the loop, and take the results."""
         jobs, reading = self._schedule()
         announced = [event for job in reading if not job.is_announced for event in job.note_read()]

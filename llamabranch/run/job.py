@@ -339,7 +339,8 @@ class Job:
         """Begin the answer if a thought has ended; otherwise do nothing.
 
         Some tokens may be forced between the thought and the answer. They are read next. Without
-        them, the last token of the thought is read again.
+        them, the last token of the thought is read again. So are all tokens that the memory had to
+        drop because it cannot be cut at the answer.
 
         Returns:
             the event that reports the thought's tokens, if events are reported.
@@ -354,8 +355,9 @@ class Job:
         self.n_read = len(self.prompt)
         self.output = self._answer_output()
         if self.sequence is not None:
-            n = min(self.text.n_decoded, self.n_prompt + n_kept, len(self.prompt) - 1)
+            n = min(self.text.n_cached, self.n_prompt + n_kept, len(self.prompt) - 1)
             self.text.begin_anew(n, self.new_sampler())
+            self._reading = None
             self.text.seed = self.seed
             self._thought_running, self.running = self.running, None
             self.shared = (None, 0)
@@ -507,13 +509,13 @@ class Job:
     @property
     def n_uncached(self) -> int:
         """How many tokens of ``to_cache`` are not in the cache yet."""
-        done = 0 if self.sequence is None else self.sequence.n_decoded
-        return max(0, self.n_to_cache - done)
+        n_cached = 0 if self.sequence is None else self.sequence.n_cached
+        return max(0, self.n_to_cache - n_cached)
 
     @property
     def cells(self) -> list[int]:
         """The tokens whose cells other texts can share: in the cache, or being read into it."""
-        return self.to_cache if self.n_uncached else self.text.tokens[: self.text.n_decoded]
+        return self.to_cache if self.n_uncached else self.text.tokens[: self.text.n_cached]
 
     @property
     def wants_rows(self) -> bool:
@@ -523,7 +525,7 @@ class Job:
 
     def unread(self) -> list[int]:
         """Return the tokens of ``to_cache`` that are not in the cache yet."""
-        return self.to_cache[self.text.position :]
+        return self.to_cache[self.text.n_cached :]
 
     def read(self, tokens: Sequence[int], rows: Sequence[LogitsRow]) -> None:
         """Append the first tokens of ``unread``, which were decoded.
@@ -531,14 +533,16 @@ class Job:
         ``rows`` has the logits after each of them if ``wants_rows``, else after the last one if
         that is the last of ``unread``.
         """
-        start = self.text.position
+        start = self.text.n_cached - len(tokens)
+        if start < len(self.text.tokens):  # a decode failed, and the memory had to drop tokens
+            self.text.forget(start)
         if self.wants_rows:
             k = self.request.prompt_logprobs or 0
             del self.scores[start + 1 :]
             following = self.prompt[start + 1 : self.n_prompt]
             for token_row, token in zip(rows, following, strict=False):
                 self.scores.append(token_row.score(token, self.submission.model, k))
-        row = rows[-1] if rows and len(tokens) == self.n_uncached else None
+        row = rows[-1] if rows and not self.n_uncached else None
         n = max(0, self.n_read - start)  # the tokens after these count as generated
         if n:
             self.text.append_prompt(tokens[:n], row if len(tokens) <= n else None)
@@ -550,11 +554,18 @@ class Job:
         self.is_announced = True
         if self._reading is None:
             return []
-        progress = self._reading.progress(self.text.n_decoded)
+        progress = self._reading.progress(self.text.n_cached)
         if self.request.on_prompt_progress is not None:
             self.request.on_prompt_progress(progress)
         event = Event(self.name, self.sample, progress=progress)
         return [event] if self.request.prompt_progress else []
+
+    @property
+    def place(self) -> object:
+        """A value that differs after everything a step can do for it."""
+        text = self.sequence
+        cached = None if text is None else (text.n_cached, len(text.tokens))
+        return self.key, self.state, cached, len(self.thought), len(self.output.tokens)
 
     # -- output --------------------------------------------------------------------------------------
 

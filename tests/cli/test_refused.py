@@ -157,7 +157,7 @@ def test_models_that_cannot_be_used_fail_with_a_reason(tmp_path: Path) -> None:
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.startswith("error: ")
     path = write_toy(tmp_path / "other.gguf", vocab="bytes")
-    message = f"there is no smaller model here to draft for {path}: copying from the text"
+    message = f"there is no smaller model here to draft for {path}: drafts are copied from the text"
     assert message in said_by("speculate", "--target", path, "-n", "4")
     (tmp_path / "empty.gguf").touch()
     result = run("speculate", "--target", tmp_path / "empty.gguf")

@@ -24,7 +24,7 @@ from ..native.interrupts import uninterrupted
 from ..sampling import Sampler
 from ..sampling.noise import DRAW
 from .hidden_states import HiddenStates
-from .logits import LogitsRow
+from .logits import LogitsRow, lent
 from .memory import END, Memory
 from .params import warn_of_length
 from .thread_watch import ThreadWatch
@@ -169,11 +169,13 @@ class Runner:
                 if read is None:
                     all_rows = all_rows + rows if all_rows else rows
                 else:
-                    read(n_rows_before, rows)
+                    with lent(rows):
+                        read(n_rows_before, rows)
                     n_rows_before += n_rows
                 if on_read is not None:
                     n_decoded += n
-                    on_read(n_decoded)
+                    with lent(rows):
+                        on_read(n_decoded)
             else:
                 return all_rows
         except BaseException:  # Ctrl-C arrives when the call returns
@@ -202,7 +204,9 @@ class Runner:
         if n_rows > self.handle.row_capacity:
             expiring = ()  # the buffer is reallocated: every old row becomes invalid
         for row in live:
-            if row.users and row.users > expiring.count(row):
+            if not row.users:
+                row.invalidate()
+            elif row.users > expiring.count(row):
                 row.detach()
         self._live = []
 

@@ -212,6 +212,7 @@ class Engine:
 
         Raises:
             DecodeError: the decode failed or was interrupted. The next step continues; nothing is lost.
+            UsageError: a function that a step calls, such as a constraint, called this method.
         """
         return self.core.step()
 
@@ -240,7 +241,11 @@ class Engine:
             drain: finish the added requests first. Otherwise they end with "cancelled".
 
         If you passed a context, its prefix cache is kept. A second call does nothing.
+
+        Raises:
+            UsageError: a function that a step calls called this method. The engine stays open.
         """
+        self.core.check_idle()
         with self._adding:
             self._is_closed = True
         try:

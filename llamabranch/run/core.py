@@ -18,6 +18,7 @@ from ..errors import (
     DecodeError,
     DecodeInterruptedError,
     LlamaBranchError,
+    UsageError,
 )
 from ..generation.output import Produced
 from ..native import is_held
@@ -85,6 +86,7 @@ class EngineCore:
         self._aborted: deque[Submission] = deque()
         self._events: list[Event] = []  # still to be returned
         self._failure: LlamaBranchError | None = None  # raised once those events are returned
+        self._is_stepping = False
         self._is_interrupted = False  # True in a step, and after one that an exception ended
         self._seen: set[object] = set()  # where the jobs were after each step since the last decode
         # The jobs whose prompt the running decode reads, its thread, and whether ``abort`` stops it.
@@ -221,10 +223,24 @@ class EngineCore:
             self._events = events + self._events
             raise
 
+    def check_idle(self) -> None:
+        """Raise UsageError if a step is running: the caller is a function that the step has called."""
+        if self._is_stepping:
+            raise UsageError(
+                "a function that a step of the engine calls cannot step or close this engine",
+                hint="let it generate with the context (ctx.complete), or with another engine",
+            )
+
     def advance(self) -> None:
-        """Run one step; keep its events and its error, which ``step`` returns and raises."""
+        """Run one step; keep its events and its error, which ``step`` returns and raises.
+
+        Raises:
+            UsageError: a step is running.
+        """
+        self.check_idle()
         start = perf_counter()
         with HeldInterrupts() as interrupts:
+            self._is_stepping = True
             try:
                 if self._is_interrupted:
                     self._recover()
@@ -239,6 +255,7 @@ class EngineCore:
                 self._recover()
                 raise
             finally:
+                self._is_stepping = False
                 self._stats.elapsed_s += perf_counter() - start
                 self._note_working()
 
@@ -254,7 +271,12 @@ class EngineCore:
         self._is_interrupted = False
 
     def close(self) -> None:
-        """Free all sequences. Requests that have no result yet never get one."""
+        """Free all sequences. Requests that have no result yet never get one.
+
+        Raises:
+            UsageError: a step is running.
+        """
+        self.check_idle()
         with HeldInterrupts():
             self._added.clear()
             self._events.clear()

@@ -277,7 +277,7 @@ class Chat:
         if thinking:
             plan_thinking(self.ctx.model, [], thinking)  # raises if the template cannot
         thinking_budget(thinking)
-        if changes.get("seed", 0) is None:
+        if changes.get("seed", 0) in (None, -1):
             changes["seed"] = random_seed()
         with self.held():
             self.sampling = self.sampling.replace(**cast(SamplingSettings, changes))

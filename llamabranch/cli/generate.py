@@ -398,7 +398,7 @@ def generate(
             models = replace(models, draft_length=models.draft_length or str(DRAFT_LENGTH))
             if not console.verbose:
                 warnings.simplefilter("ignore", lb.errors.ExactnessWarning)
-        if text.seed is None and (models.compare or is_speculate):
+        if text.seed == -1 or (text.seed is None and (models.compare or is_speculate)):
             text = replace(text, seed=secrets.randbits(31))
         if not any((prompts.texts, prompts.prompts, prompts.files, prompts.input_file)):
             piped = read_piped_text()

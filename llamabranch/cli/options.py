@@ -456,7 +456,7 @@ class DrawFlags:
     )
     seed: int | None = option(
         None,
-        "The same seed gives the same text, with drafts or without; -1 is a random seed.",
+        "The same seed gives the same text, with drafts or without; -1 takes a random one.",
         "--seed -s",
         callback=lambda value: None if value == -1 else value,
     )
@@ -481,6 +481,7 @@ class SamplingFlags(DrawFlags):
         """Return the settings except ``--ignore-eos``; ConfigError for a value out of range."""
         names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")
         flags = {name: getattr(self, name) for name in names}
+        lb.SamplingParams(seed=self.seed)  # raises now where the engine gets the seed
         settings = {**flags, "seed": seed, **models.set("sampling")}
         return DEFAULTS.replace(**cast("lb.sampling.SamplingSettings", settings))
 

@@ -360,12 +360,12 @@ class Context:
                     "penalties, DRY and a logits processor look at the tokens so far: use a Branch"
                 )
             row_logits, n_rows = self._row(row), len(self._last_rows)
-            if params.seed is None and params.temperature > 0:
+            if params.seed in (None, -1) and params.temperature > 0:
                 raise ConfigError(
                     "sampling above temperature 0 needs a seed: two calls give the same token",
                     hint="SamplingParams(seed=1); a Branch picks one itself",
                 )
-            seed, position = params.seed or 0, self._last_end - (n_rows - 1 - int(row) % n_rows)
+            seed, position = params.drawn_seed(0), self._last_end - (n_rows - 1 - int(row) % n_rows)
             sampler = Sampler(self.model, params)
             return sampler.distribution(row_logits.array, position, seed).draw(seed, position)
 

@@ -125,7 +125,7 @@ class Submission:
         self.reports_tokens = reports_tokens
         logprobs = params.logprobs and (reports_tokens or request.top_logprobs is not None)
         self.sampling = params.replace(logprobs=logprobs)
-        self.seed = derive_seed(seed, seed_from_text(name)) if params.seed is None else params.seed
+        self.seed = params.drawn_seed(derive_seed(seed, seed_from_text(name)))
         self.max_tokens = max_tokens if request.max_tokens is None else request.max_tokens
         OutputBuffer(self.max_tokens, request.stop)  # raises for a bad stop string
         model.check_tokens(request.stop_tokens)

@@ -97,8 +97,7 @@ class ThoughtBuffer(OutputBuffer):
     def add(self, emitted: Produced) -> Produced | None:
         """Add the next token; return it with the text to emit, or None if there is no text."""
         if emitted.is_stop:
-            shown = super().add(emitted._replace(is_thought=True))
-            return self._decide(shown)
+            return self._decide(super().add(emitted._replace(is_thought=True)))
         text = token_text(self._model, emitted)
         self._written += text
         is_answer = False

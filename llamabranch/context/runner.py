@@ -105,6 +105,16 @@ class Runner:
         self._protect_rows(0, ())
         self.handle.close()
 
+    def take_stop(self) -> bool:
+        """Undo an interrupt that no decode has noticed yet; return whether there was one. Takes the lock."""
+        handle = self.handle
+        if not handle.is_stopping:
+            return False
+        with handle.lock:  # another thread's decode may be the one that stops
+            is_stopping = handle.is_stopping
+            handle.resume()
+            return is_stopping
+
     def make_room(self, n: int) -> None:
         """Free quarantined and cached cells if ``n`` cells would not be free otherwise."""
         memory = self.memory

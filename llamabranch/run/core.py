@@ -261,12 +261,8 @@ class EngineCore:
         if self.n_decoded != n_decoded:
             self._seen.clear()
             return
-        handle = self.ctx.decoder.handle
-        if handle.is_stopping:
-            with self.ctx.lock:  # another thread's decode may be the one that stops
-                if handle.is_stopping:
-                    handle.resume()
-                    raise DecodeInterruptedError("interrupted while nothing was decoded")
+        if self.ctx.decoder.take_stop():
+            raise DecodeInterruptedError("interrupted while nothing was decoded")
         if len(self._events) != n_events or self.scheduler.no_sequence is not None:
             self._seen.clear()
         else:

@@ -232,6 +232,9 @@ class Job:
         self._reading: Reading | None = None  # only if the request asks for progress
         self.is_announced = True
         self._admitted: float | None = None
+        self._disorders = (
+            -1
+        )  # of the memory when it was admitted; -1 = cells were out of order then
         self._first: float | None = None
         self._last: float | None = None
 
@@ -435,6 +438,8 @@ class Job:
         if self._admitted is None:
             self._admitted = perf_counter()
             self.n_cached = n_cached
+            memory = self.submission.loop.ctx.kv_cache
+            self._disorders = memory.disorders if memory.in_order else -1
 
     def begin(self) -> list[Produced]:
         """Start to generate once all tokens are read. Return the token that it draws, if any.
@@ -629,7 +634,8 @@ class Job:
         scores = [None] * n_unscored + self.scores[n_unscored:]
         logprobs = None if self.request.top_logprobs is None else emitted
         ctx = self.submission.loop.ctx
-        is_exact = ctx.capabilities.batch_invariant and ctx.usage().in_order
+        was_in_order = self._admitted is None or self._disorders == ctx.kv_cache.disorders
+        is_exact = ctx.capabilities.batch_invariant and was_in_order and ctx.kv_cache.in_order
         return Result(
             id=self.name,
             sample=self.sample,

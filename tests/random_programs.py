@@ -196,7 +196,8 @@ class Program:
         if self.is_exact and self.ctx.kv_cache.disorders == 0:
             tokens = [produced.token for produced in emitted if not produced.is_stop]
             expected = self.alone.text(prompt, self.plain(sampling), n)
-            assert tokens == expected[: len(tokens)], (prompt, tokens, expected)
+            # A constraint lets no text end inside a character, so a text may be longer than it is alone.
+            assert tokens[: len(expected)] == expected[: len(tokens)], (prompt, tokens, expected)
 
     def check_branch(self, branch: Branch) -> None:
         """Compare the distribution after a branch with that after the same tokens alone."""

@@ -38,6 +38,7 @@ import llamabranch as lb
 from llamabranch import Agent, AsyncEngine, Context
 from llamabranch.agents import Report, Step
 from llamabranch.agents.agent import conduct
+from llamabranch.agents.threads import event_loop
 from llamabranch.agents.tools import Refused, tool_of
 from llamabranch.errors import (
     CacheFullError,
@@ -438,6 +439,26 @@ def test_a_function_that_cancels_everything_ends_the_run(stage: Context) -> None
     with pytest.raises(ClosedError, match="cancelled the tasks"):
         list(agent.stream("calls: go"))
     assert agent.run("one: go").text == "It is three."
+
+
+def test_a_call_into_an_event_loop_that_ends_is_an_error() -> None:
+    """The loop ends after it has cancelled everything, and before it has run the call."""
+    may_end = threading.Event()
+
+    async def ended() -> None:
+        asyncio.get_running_loop().run_in_executor(None, may_end.wait)  # the loop waits for it
+        for task in asyncio.all_tasks():
+            task.cancel()
+        await asyncio.sleep(0)
+
+    async def endless() -> None:
+        may_end.set()
+        await asyncio.Event().wait()
+
+    with event_loop() as call:
+        for function in (ended, endless, endless):
+            with pytest.raises(ClosedError, match="cancelled the tasks"):
+                call(function())
 
 
 def test_an_event_loop_that_cannot_be_made_is_an_error(

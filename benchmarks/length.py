@@ -6,7 +6,7 @@ together, so that the cache holds T in all. For each figure the contestants take
 is turned around each time; ratios are taken within a turn.
 
 - *default*, *own cells*, *exact*: a context on its defaults, with ``kv_unified=False``, and with
-  ``batch_invariant=True``
+  ``exact=True``
 - *bare ...*: a loop of ``llama_decode`` that keeps nothing, for each K/V type, with flash attention and
   without, in pieces of 512 and of 128 tokens. The best of them, for each figure, is what others are
   compared with.
@@ -73,7 +73,7 @@ BARE = (
 _KV = {"f16": 1, "bf16": 30}  # ggml_type
 
 _OPTIONS: dict[str, ContextOptions] = {
-    DEFAULT: {}, OWN: {"kv_unified": False}, EXACT: {"batch_invariant": True},
+    DEFAULT: {}, OWN: {"kv_unified": False}, EXACT: {"exact": True},
 }  # fmt: skip
 
 Rates = dict[str, list[float]]  # tokens a second of each figure, for each turn

@@ -108,7 +108,7 @@ def _drafted(
         )
         for name, result in results.items()
     ]  # fmt: skip
-    exact = ctx.capabilities.batch_invariant
+    exact = ctx.capabilities.exact
     table(
         f"{caption}, {title(ctx.model)}, {settings.threads} threads; the same text in {n_same} of "
         f"{settings.runs} runs, guaranteed: {exact}",
@@ -117,7 +117,7 @@ def _drafted(
     return {
         "seconds": {name: Spread.of(samples).as_dict() for name, samples in seconds.items()},
         "decodes": {name: Spread.of(samples).as_dict() for name, samples in decodes.items()},
-        "faster": faster.as_dict(), "same_texts": n_same, "batch_invariant": exact,
+        "faster": faster.as_dict(), "same_texts": n_same, "exact": exact,
         "tokens": len(results["auto"].tokens), "text": results["auto"].text,
         "parsed": results["auto"].parsed_or(None) if schema else None,
     }  # fmt: skip

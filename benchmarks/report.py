@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import atexit
 import json
 import math
 import os
@@ -61,12 +60,8 @@ class Settings:
     def of(cls, args: argparse.Namespace, **quick: int) -> Settings:
         """Return the settings of a parsed command line; --quick uses small values.
 
-        ``quick`` changes the small values. Without a profile in the environment, this process uses a
-        new one.
+        ``quick`` changes the small values.
         """
-        profile = args.cache / f"benchmark-profile-{os.getpid()}.json"
-        if os.environ.setdefault("LLAMABRANCH_PROFILE", str(profile)) == str(profile):
-            atexit.register(profile.unlink, missing_ok=True)
         small = {"runs": 1, "prompts": 1, "tokens": 8, "threads": 1} | quick
 
         def pick(name: str) -> int:
@@ -115,7 +110,6 @@ class Settings:
             "temperatures": list(self.temperatures),
             "n_ctx": self.n_ctx,
             "quick": self.quick,
-            "profile": Path(os.environ["LLAMABRANCH_PROFILE"]).name,
         }
 
 

@@ -44,7 +44,7 @@ from .structured import SCHEMA, TEXTS
 PARTS = ("load", "chat", "shared", "json", "cancel", "fanout", "engine")
 CLIENTS = (1, 4, 8, 16)
 LENGTHS = (64, 128, 192, 256)  # tokens of a stream
-OURS, FAST, THEIRS = "llamabranch serve", "llamabranch serve, batch_invariant=false", "llama-server"
+OURS, FAST, THEIRS = "llamabranch serve", "llamabranch serve, exact=false", "llama-server"
 ENGINE = "engine in process"
 SIDES = {"ours": OURS, "fast": FAST, "theirs": THEIRS}
 SYSTEM = "You are a patient teller of tales who answers in one sentence. " * 12
@@ -195,7 +195,7 @@ def main() -> None:
         path = Path(probe.model.path)
         starts: dict[str, Start] = {
             name: partial(start_ours, settings, path, *shlex.split(args.options), *more)
-            for name, more in ((OURS, ()), (FAST, ("-S", "batch_invariant=false")))
+            for name, more in ((OURS, ()), (FAST, ("-S", "exact=false")))
         }
         if settings.peers:
             starts[THEIRS] = partial(start_theirs, settings, path)

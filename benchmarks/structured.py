@@ -206,7 +206,7 @@ def _extraction(settings: Settings, ctx: lb.Context, temperature: float) -> dict
     columns = ("", "tokens/s", "over plain JSON", "decodes", "same text", "complete")
     caption = (
         f"JSON of eight fields from {len(prompts)} texts, T = {temperature:g}, {title(ctx.model)}, "
-        f"{settings.threads} threads; exact drafts: {ctx.capabilities.batch_invariant}"
+        f"{settings.threads} threads; exact drafts: {ctx.capabilities.exact}"
     )
     table(caption, columns, rows)
     return results

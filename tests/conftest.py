@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Nothing depends on measured times, neither here nor in the processes that tests start.
-os.environ["LLAMABRANCH_PROFILE"] = "0"
 # Threads that wait for each other sleep. By default they spin; if other tests use the core, two threads
 # then take six times as long. OpenMP reads this when it is loaded, in workers and children too.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -160,14 +158,14 @@ def opened(model: lb.Model, **options: Any) -> Iterator[lb.Context]:
 
 @pytest.fixture
 def ctx(target: lb.Model) -> Iterator[lb.Context]:
-    """A fresh batch-invariant context of the bundled target."""
-    yield from opened(target, batch_invariant=True)
+    """A fresh exact context of the bundled target."""
+    yield from opened(target, exact=True)
 
 
 @pytest.fixture
 def other_ctx(target: lb.Model) -> Iterator[lb.Context]:
     """Another one, to replay things in."""
-    yield from opened(target, batch_invariant=True)
+    yield from opened(target, exact=True)
 
 
 @pytest.fixture

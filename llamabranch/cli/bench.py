@@ -15,7 +15,6 @@ from llamabranch import ConfigError, hub
 from llamabranch.bench.machine import Machine
 from llamabranch.bench.pair import Cell, PairBench, PairReport
 from llamabranch.model import Prompt
-from llamabranch.profile import profile_path
 
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
@@ -246,7 +245,7 @@ class BenchReport:
 
     def as_json(self) -> dict[str, Any]:
         """Return the whole report in JSON types."""
-        report, bench, profile = self.report, self.bench, profile_path()
+        report, bench = self.report, self.bench
         return {
             "target": _described(bench.target.model),
             "drafters": list(self.names[1:]),
@@ -257,8 +256,7 @@ class BenchReport:
             "n_runs": bench.n_runs,
             "n_threads": bench.target.n_threads,
             "machine": self.machine.as_dict(),
-            "profile": profile and str(profile),
-            "batch_invariant": bench.target.capabilities.batch_invariant,
+            "exact": bench.target.capabilities.exact,
             "interrupted": report.stopped,
             "plain": {"tokens_per_s": report.plain.rate.as_dict()} if report.plain.runs else None,
             "lengths": [self._cell(cell) for cell in report.lengths],

@@ -21,7 +21,7 @@ UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 _PROMPTS = {"--prompts", "--prompt", "-p"}
 # Common flags of llama.cpp, vLLM and earlier versions, and what to use instead.
 HINTS = {
-    "--fast": "-S batch_invariant=false uses the fastest setting; --exact asks for exact batches",
+    "--fast": "leave it out: nothing is exact unless --exact asks for it",
     "-kvu --kv-unified --no-kv-unified": "-S kv_unified=true or false",
     "-cram --cache-ram --prefix-cache": "-S cache_ram=BYTES, -S prefix_cache=true",
     "--rule --entropy-stop --draft-p-min": "-S rule=NAME, -S entropy_stop=NATS",
@@ -72,7 +72,7 @@ SETTINGS = {
     "-b --batch-size": "n_batch",
     "-ub --ubatch-size": "n_ubatch",
     "-tb --threads-batch": "n_threads_batch",
-    "--exact": "batch_invariant=true",  # our own flag, because it is used often
+    "--exact": "exact=true",  # our own flag, because it is used often
     "--mlock": "use_mlock=true",
     "--mmap": "use_mmap=true",
     "--no-mmap": "use_mmap=false",

@@ -36,10 +36,6 @@ if TYPE_CHECKING:
 SOURCE_STYLES = {
     "drafted": "green", "forced": "magenta", "bonus": "bold cyan", "corrected": "yellow", "plain": "",
 }  # fmt: skip
-ROUNDING = (
-    "Logits are rounded by how many tokens are decoded at once, so a text that is drafted or "
-    "batched can differ."
-)
 _GAP = 3  # spaces between the columns of a table
 LONG_PROMPT = 64  # tokens; longer prompts report their progress
 PROGRESS_S = 15.0  # seconds between two progress lines on a pipe
@@ -304,13 +300,10 @@ class Console:
         return bool(self._prompts)
 
     @contextmanager
-    def opening(
-        self, name: str
-    ) -> Iterator[tuple[Callable[[float], None] | None, Callable[[str], None]]]:
-        """Show the progress of loading and measuring a model, and pass it to ``on_opening``.
+    def opening(self, name: str) -> Iterator[Callable[[float], None] | None]:
+        """Show the progress of loading a model, and pass it to ``on_opening``.
 
-        Yields two functions. The first takes the loaded fraction of the model; it is None if nobody
-        would see it. The second takes a description of the running measurement.
+        Yields a function of the loaded fraction of the model; None if nobody would see it.
         """
         shown = base_name(name)
 
@@ -322,11 +315,8 @@ class Console:
         def load(fraction: float) -> None:
             show(f"loading {shown}: {fraction:.0%}")
 
-        def measure(what: str) -> None:
-            show(f"measuring {shown}: {what}")
-
         try:
-            yield load if self.err.is_terminal or self.on_opening is not None else None, measure
+            yield load if self.err.is_terminal or self.on_opening is not None else None
         finally:
             self.progress("")
 

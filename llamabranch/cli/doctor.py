@@ -167,25 +167,13 @@ def _build(context: lb.Context, machine: Machine) -> dict[str, str]:
 
 
 def _context(context: lb.Context) -> dict[str, str]:
-    from llamabranch.profile import profile_path, profile_problem
-
-    can, problem = context.capabilities, profile_problem()
-    unwritable = f", which cannot be written: {problem}" if problem else ""
+    can = context.capabilities
     return {
         "threads": f"{context.n_threads} for tokens, {context.n_threads_batch} for prompts",
         "K/V type": context.kv_type,
         "flash attention": "off" if context.params.flash_attention is False else "on",
-        "batch-invariant": _exactness(can),
-        "profile": str(profile_path() or "off") + unwritable,
+        "exact": can.exact_reason if can.exact else f"no: {can.exact_reason}",
     }
-
-
-def _exactness(can: lb.context.Capabilities) -> str:
-    """Return whether batches are exact, why, and how much slower exact batches are here."""
-    if not can.batch_invariant:
-        return f"no: {can.batch_invariant_reason}"
-    cost = f"; {can.cost_of_exact}" if can.cost_of_exact else ""
-    return can.batch_invariant_reason + cost
 
 
 # -- the self-test --------------------------------------------------------------------------------------
@@ -236,8 +224,8 @@ def _self_test(target: lb.Context, draft: lb.Context) -> list[Check]:
         except lb.LlamaBranchError as error:
             checks.append(_failed(name, error))
             continue
-        may_differ = not is_exact and not can.batch_invariant
-        why = f", which is allowed: {can.batch_invariant_reason}" * may_differ
+        may_differ = not is_exact and not can.exact
+        why = f", which is allowed: {can.exact_reason}" * may_differ
         checks.append((name, same or may_differ, expected if same else f"not {expected}{why}"))
     return checks
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import secrets
-import warnings
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -235,7 +234,7 @@ class GenerateReport:
             "failed": self._n_failed,
             "interrupted": interrupted,
             "seed": self.engine.seed,
-            "batch_invariant": self.engine.target.capabilities.batch_invariant,
+            "exact": self.engine.target.capabilities.exact,
             "explain": self._explanation,
             "stats": self._stats.as_dict(),
         }
@@ -266,8 +265,8 @@ class GenerateReport:
             "machine": self._machine.as_dict(),
             "n_threads": engine.target.n_threads,
             "same_text_expected": expected,
-            "batch_invariant": can.batch_invariant,
-            "batch_invariant_reason": can.batch_invariant_reason,
+            "exact": can.exact,
+            "exact_reason": can.exact_reason,
             "divergence": first_difference(engine.target, found, requests) if expected else None,
         }
 
@@ -297,7 +296,7 @@ class GenerateReport:
         where = compared["divergence"]
         if not isinstance(where, dict):
             return ""
-        exact = compared["batch_invariant"]
+        exact = compared["exact"]
         return f", from token {where['position']} on" + (": a bug in llamabranch" if exact else "")
 
 
@@ -396,8 +395,6 @@ def generate(
         is_speculate = call.command.name == "speculate"
         if is_speculate:
             models = replace(models, draft_length=models.draft_length or str(DRAFT_LENGTH))
-            if not console.verbose:
-                warnings.simplefilter("ignore", lb.errors.ExactnessWarning)
         if text.seed == -1 or (text.seed is None and (models.compare or is_speculate)):
             text = replace(text, seed=secrets.randbits(31))
         if not any((prompts.texts, prompts.prompts, prompts.files, prompts.input_file)):
@@ -504,12 +501,12 @@ def _settings(
         # Only if set, because the digests of older files do not include them.
         **{name: value for name, value in more.items() if value is not None},
     }
-    is_fast = models.set("load").get("batch_invariant") is False
+    is_exact = models.set("load").get("exact") is True
     return {
         "sampling": digest(options),
         "samples": job.samples,
         "rule": str(models.config().rule),
-        "kv_type": models.kv_type or ("fast" if is_fast else "auto"),
+        "kv_type": models.kv_type or ("exact" if is_exact else "auto"),
         "seed": text.seed,
         "seed_given": text.seed is not None,
         "model": None,

@@ -10,7 +10,7 @@ import llamabranch as lb
 from llamabranch import ConfigError, hub
 
 from .bundles import argument, option, with_bundles
-from .console import ROUNDING, Console, base_name, decimal_size
+from .console import Console, base_name, decimal_size
 from .options import MODEL, OutputFlags
 
 # The actions, and the arguments of each for the error message.
@@ -135,13 +135,6 @@ def _show(names: Sequence[str], console: Console) -> None:
     rows = [(label, *(column.get(label) for column in columns)) for label in labels]
     console.table(("", *shown), rows, left=shown)
     console.line()
-    for name, fact in zip(shown, facts, strict=True):
-        can = fact["capabilities"]
-        if can is not None and not can["batch_invariant"]:
-            why = can["batch_invariant_reason"]
-            console.line(f"{name} is not batch-invariant: {why}. {ROUNDING}")
-        elif can is not None and (cost := lb.context.Capabilities(**can).cost_of_exact):
-            console.line(f"{name} is batch-invariant: {cost}.")
     if len(models) == 2:
         answer |= _verdict(*models, is_head=is_head)
         console.line(answer["told"], "green" if answer["compatible"] else "yellow")

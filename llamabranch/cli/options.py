@@ -119,10 +119,8 @@ def read_template(given: str | None) -> str | None:
 
 def _load(name: str, console: Console, **options: Any) -> lb.Context:
     """Load a model and create a context for it; the end of the command closes both."""
-    with console.opening(name) as (progress, on_measuring):
-        context = lb.load(
-            name, progress=progress, on_measuring=on_measuring, verbose=console.verbose, **options
-        )
+    with console.opening(name) as progress:
+        context = lb.load(name, progress=progress, verbose=console.verbose, **options)
         return console.resources.enter_context(context)
 
 
@@ -170,7 +168,7 @@ class ModelFlags:
         None,
         "Any other setting of SamplingParams, SpeculativeConfig or llamabranch.load by its name, "
         "such as typical_p=0.9, rule=block or n_batch=256; may be repeated. --exact is "
-        "batch_invariant=true: texts do not depend on drafts or on what else is in a batch.",
+        "exact=true: texts do not depend on drafts or on what else is in a batch.",
         "--set -S",
         metavar="NAME=VALUE",
         rich_help_panel=SAMPLING,

@@ -87,7 +87,7 @@ class Folder:
     # -- results -----------------------------------------------------------------------------------
 
     def finished(self, id_column: str) -> pyarrow.Table:
-        """Return ``id``, ``is_error`` and ``batch_invariant`` of all rows in complete files.
+        """Return ``id``, ``is_error`` and ``exact`` of all rows in complete files.
 
         This deletes incomplete files, and files that have a row in common, so their rows count as
         missing. Two files can have a row in common if the process that started the job died while
@@ -103,12 +103,12 @@ class Folder:
                 self.filesystem.delete_file(path)
         paths = [path for path in paths if path.endswith(".parquet")]
         if not paths:
-            return pa.table({"id": pa.array([], pa.int64()), "is_error": [], "batch_invariant": []})
+            return pa.table({"id": pa.array([], pa.int64()), "is_error": [], "exact": []})
         files = ds.dataset(paths, filesystem=self.filesystem, format="parquet")
         of_rows = {
             "id": ds.field(id_column),
             "is_error": ds.field("error").is_valid(),
-            "batch_invariant": ds.field("batch_invariant"),
+            "exact": ds.field("exact"),
         }
         rows = files.to_table(of_rows)
         counts = rows["id"].value_counts()

@@ -72,7 +72,7 @@ class JobReport:
         n_rows: rows of the output.
         n_errors: how many rows have no result; their column ``error`` has the reason.
         n_resumed: how many rows an earlier run of the job had finished.
-        batch_invariant: whether the contexts of all workers were batch-invariant. If so, the same job
+        exact: whether the contexts of all workers were exact. If so, the same job
             gives the same bytes again.
         seed: the seed from which the rows' seeds are derived.
     """
@@ -81,7 +81,7 @@ class JobReport:
     n_rows: int
     n_errors: int
     n_resumed: int
-    batch_invariant: bool
+    exact: bool
     seed: int
 
     def as_dict(self) -> dict[str, object]:
@@ -241,7 +241,7 @@ class _RayJob:
                     "Resume the job; with block_rows=1 only rows that end their process stay missing",
                 )
             n_errors = sum(finished["is_error"].to_pylist())
-            invariant = all(finished["batch_invariant"].to_pylist())
+            invariant = all(finished["exact"].to_pylist())
             report = JobReport(output.path, n_rows, n_errors, n_resumed, invariant, seed)
             output.write_json("_SUCCESS", report.as_dict())
             return report

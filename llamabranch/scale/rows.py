@@ -227,5 +227,5 @@ def output_table(
         values = [record.get(name) for record in records]
         known = name in schema.names
         fields.append((name, schema.field(name).type if known else pa.array(values).type))
-    fields += [*kind.fields(), ("error", pa.string()), ("batch_invariant", pa.bool_())]
+    fields += [*kind.fields(), ("error", pa.string()), ("exact", pa.bool_())]
     return pa.Table.from_pylist(list(records), schema=pa.schema(fields))

@@ -133,10 +133,10 @@ class _Stage:
             before, n_passes = n_passes, self._engine.stats.target_forward_passes
             if pending and n_passes == before:  # for example, a decode that never returns
                 _end_process(f"no progress for {self._worker.stall_s:g} s")
-        invariant = self._context.capabilities.batch_invariant
+        invariant = self._context.capabilities.exact
         records = [
             {name: row.get(name) for name in (self._id_column, *self._keep)}
-            | {**record.result(), "batch_invariant": invariant}
+            | {**record.result(), "exact": invariant}
             for row, record in zip(rows, running, strict=True)
         ]
         return output_table(records, batch, self._kind, self._id_column, self._keep)
@@ -170,7 +170,7 @@ class Generate(_Stage):
     below.
 
     The result has ``id``, the columns of ``keep``, and ``text``, ``tokens``, ``finish_reason``,
-    ``seed``, ``n_prompt_tokens``, ``error`` and ``batch_invariant`` (whether the same row gives the
+    ``seed``, ``n_prompt_tokens``, ``error`` and ``exact`` (whether the same row gives the
     same bytes again). If a row fails, no exception is raised; its ``finish_reason`` is "error".
 
     Args:
@@ -203,7 +203,7 @@ class Score(_Stage):
     A batch is a table with the columns ``id`` and ``text``, and optionally ``context`` and
     ``parse_special``. The text continues the context, which is not scored. The result has ``id``,
     the columns of ``keep``, and ``tokens``, ``logprobs`` (nats), ``ranks``, ``logprob`` (their
-    sum), ``n_tokens``, ``finish_reason``, ``error`` and ``batch_invariant``.
+    sum), ``n_tokens``, ``finish_reason``, ``error`` and ``exact``.
 
     Args:
         model, parse_special, id_column, keep, worker, options: as for `Generate`.

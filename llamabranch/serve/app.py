@@ -103,7 +103,7 @@ class App:
         service, front = self._service_of(), self._front
         headers = self._guard.cors(scope) if front is None else [*front.headers]
         if service is not None and not service.is_exact:
-            headers.append((b"x-batch-invariant", b"false"))
+            headers.append((b"x-exact", b"false"))
         call = HttpCall(scope, receive, send, self._settings, headers)
         await call.run(self._answer(call))
         if self._settings.log_requests:

@@ -295,5 +295,5 @@ def _shown(service: Service, node: BranchNode) -> dict[str, object]:
         "children": [child.id for child in node.children],
         "seed": node.sampling.seed,
         "finish_reason": node.finish_reason,
-        **({} if service.is_exact else {"batch_invariant": False}),
+        **({} if service.is_exact else {"exact": False}),
     }

@@ -52,7 +52,7 @@ class Service:
         self.ctx = engine.engine.target
         self.model = self.ctx.model
         self.n_ctx = self.ctx.n_ctx_seq
-        self.is_exact = self.ctx.capabilities.batch_invariant
+        self.is_exact = self.ctx.capabilities.exact
         self.vocabulary = Vocabulary(partial(named_piece, self.model))
         self.created = int(time())
         self.is_draining = False
@@ -75,7 +75,7 @@ class Service:
     def head(self, prefix: str, kind: str) -> dict[str, object]:
         """Return the first fields of an answer."""
         fields = head(prefix, kind, self.names[0]) | {"system_fingerprint": self.fingerprint}
-        return fields if self.is_exact else fields | {"batch_invariant": False}
+        return fields if self.is_exact else fields | {"exact": False}
 
     async def n_cached(self, tokens: Sequence[int]) -> int:
         """Return how many of the first tokens have their K/V in the prefix cache."""

@@ -96,7 +96,7 @@ async def props(call: HttpCall, service: Service) -> None:
         "total_slots": settings.parallel, "model_alias": service.names[0],
         "model_path": path_text(model.path), "chat_template": model.chat_template or "",
         "bos_token": words.name(model.bos) or "", "eos_token": words.name(model.eos) or "",
-        "build_info": service.fingerprint, "batch_invariant": service.is_exact,
+        "build_info": service.fingerprint, "exact": service.is_exact,
         "max_branches": settings.max_branches, "branch_ttl_s": settings.branch_ttl_s,
     })  # fmt: skip
 

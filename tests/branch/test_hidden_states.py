@@ -59,7 +59,7 @@ def of_llama_cpp(model: lb.Model, tokens: list[int]) -> dict[int, Any]:
 
 def test_states_are_llama_cpps(target: lb.Model, toy: lb.Model) -> None:
     for model in (target, toy):
-        with Context(model, n_ctx=256, n_threads=1, kv_type="f16", batch_invariant=False) as ctx:
+        with Context(model, n_ctx=256, n_threads=1, kv_type="f16", exact=False) as ctx:
             branch = Branch.start(ctx, TEXT)
             expected = of_llama_cpp(model, branch.tokens)
             assert set(expected) == set(range(1, model.n_layer + 1))
@@ -83,7 +83,7 @@ def test_states_are_llama_cpps(target: lb.Model, toy: lb.Model) -> None:
 @pytest.mark.parametrize("layer", [0, 2, -1])
 def test_states_follow_forks_rewinds_and_batches(ctx: Context, layer: int) -> None:
     def alone(tokens: list[int]) -> Any:
-        with Context(ctx.model, n_ctx=256, n_threads=1, batch_invariant=True) as fresh:
+        with Context(ctx.model, n_ctx=256, n_threads=1, exact=True) as fresh:
             return Branch.start(fresh, tokens).hidden_states(layer)
 
     root = Branch.start(ctx, TEXT, temperature=0.8, seed=1)

@@ -79,7 +79,7 @@ def test_loaded_branch_goes_on_to_the_bit(
     produced = branch.produce()
     branch.save(path)
     assert f"{branch.position} tokens" in repr(Snapshot.read(path))
-    with lb.Context(target, n_ctx=512, n_seq_max=3, n_threads=1, batch_invariant=True) as other:
+    with lb.Context(target, n_ctx=512, n_seq_max=3, n_threads=1, exact=True) as other:
         neighbour = lb.Branch.start(other, "The sun", seed=5)
         before = other.decoder.n_decodes
         loaded = lb.Branch.load(other, path)

@@ -58,7 +58,7 @@ def test_json_holds_what_was_measured_and_seeded_text_is_that_of_plain_decoding(
     answer, machine = run_json(), Machine.now()
     assert set(answer) == {
         *("target", "drafters", "draft_models", "temperature", "n_threads", "n_prompts"),
-        *("n_tokens", "n_runs", "batch_invariant", "interrupted", "plain"),
+        *("n_tokens", "n_runs", "exact", "interrupted", "plain"),
         *("lengths", "best", "command", "machine", "profile", "confirmed", "verdict"),
     }
     described = answer["machine"]

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import sys
-from dataclasses import replace
 
 import commands
 import pytest
-from typer.testing import CliRunner
 
-from llamabranch.cli import app, demo
-from llamabranch.context.threads import ThreadTuner
-from llamabranch.native import ContextHandle, available_cores
+from llamabranch.cli import demo
 
 HEADINGS = (
     "1. Eight answers that share one prompt",
@@ -77,21 +72,6 @@ def test_demo_in_a_pipe_is_plain_text_and_says_what_to_type_next(small: None) ->
         assert word not in result.output
     shown = re.findall(r"^  llamabranch ([a-z]+)", result.stdout, re.MULTILINE)
     assert shown == ["speculate", "generate", "chat", "doctor"]
-
-
-@pytest.mark.skipif(available_cores() < 2, reason="needs two cores")
-def test_demo_on_busy_cores_takes_as_many_threads_as_batches_do(
-    small: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def busy(tuner: ThreadTuner, handle: ContextHandle) -> None:
-        if tuner.params.n_threads != 1:  # not given
-            tuner.params = replace(tuner.params, n_threads=2, n_threads_batch=1)
-            handle.set_threads(2, 1)
-
-    monkeypatch.setattr(ThreadTuner, "tune", busy)
-    result = CliRunner().invoke(app, ["demo", "--json"])
-    assert result.exit_code == 0, result.stderr
-    assert json.loads(result.stdout)["n_threads"] == 1
 
 
 def test_demo_on_a_slow_machine_leaves_out_what_takes_too_long(

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import commands
@@ -62,28 +61,6 @@ def test_doctor_as_json_has_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(answer["advice"], list)
 
 
-def test_profile_that_cannot_be_written_is_told_with_the_reason(
-    ctx: lb.Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").touch()
-    (tmp_path / "newer.json").write_text('{"version": 1000}', encoding="utf-8")
-    (tmp_path / "other.json").write_text('{"no": "version"}', encoding="utf-8")
-    (tmp_path / "link.json").symlink_to("target.json")
-    for name, reason in (
-        ("file/profile.json", ", which cannot be written: "),
-        (".", ", which cannot be written: Is a directory"),
-        ("newer.json", ", which cannot be written: a later version wrote it"),
-        ("other.json", ""),
-        ("link.json", ""),
-    ):
-        path = str(tmp_path / name).removesuffix("/.")
-        monkeypatch.setenv("LLAMABRANCH_PROFILE", path)
-        line = doctor._context(ctx)["profile"]
-        assert line.startswith(path + reason) and (line == path) == (not reason)
-    monkeypatch.setenv("LLAMABRANCH_PROFILE", "0")
-    assert doctor._context(ctx)["profile"] == "off"
-
-
 def test_llama_cpp_that_cannot_be_loaded_is_a_failed_check_below_what_is_known() -> None:
     def without(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -118,7 +95,7 @@ def test_texts_may_differ_where_batches_are_not_exact(
 
     def load(name: str, **options: Any) -> lb.Context:
         ctx = loaded(name, **options)
-        why: Any = {"batch_invariant": invariant, "batch_invariant_reason": "rounding"}
+        why: Any = {"exact": invariant, "exact_reason": "rounding"}
         ctx.capabilities = replace(ctx.capabilities, **why)
         return ctx
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import json
 import re
@@ -19,7 +18,6 @@ from toys import CHAT_TEMPLATE, Vocabulary, write_toy
 import llamabranch as lb
 from llamabranch.cli.comparison import DraftComparison, compare
 from llamabranch.cli.interrupts import InterruptHandler
-from llamabranch.context import Capabilities, opening
 
 ESCAPE = "\x1b["
 FIXED = ("--draft-length", "4")  # where a test needs drafts: "auto" drafts where it pays
@@ -81,10 +79,10 @@ def test_drafts_and_neighbours_change_no_text() -> None:
     common = ("generate", "-p", *PROMPTS, "-s", "5", "-n", "20", "--samples", "2")
     several = answer(*common)
     assert set(several) == {
-        *("requests", "skipped", "failed", "interrupted", "seed", "batch_invariant"),
+        *("requests", "skipped", "failed", "interrupted", "seed", "exact"),
         *("explain", "stats", "results"),
     }
-    assert several["seed"] == 5 and several["batch_invariant"] is True
+    assert several["seed"] == 5 and several["exact"] is True
     assert texts(several) == texts(answer(*common, "--draft", "none", "--parallel", "1"))
     assert len(texts(several)) == 6
     few = answer("generate", "-p", *PROMPTS[:2], *common[-6:], "--draft", "lookup", "--gamma", "3")
@@ -225,39 +223,6 @@ def test_what_is_piped_in_is_the_prompt_if_none_is_given(tmp_path: Path) -> None
     assert "pipe it in" in said_by("generate", "-n", "2")
     text = answer("score", stdin="Once upon a time\n")["items"][0]["scores"][0]["text"]
     assert text == "Once upon a time"
-
-
-@pytest.mark.filterwarnings("always::llamabranch.errors.ExactnessWarning")
-def test_a_warning_waits_for_the_end_of_a_text_and_is_one_line_once_a_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Pretend that batches were measured as inexact, which depends on the processor."""
-    inner = opening.open_native
-
-    def opened(*arguments: Any) -> Any:
-        resolved, can, decoder = inner(*arguments)
-        return resolved, pretended(can), decoder
-
-    def pretended(can: Capabilities) -> Capabilities:
-        return dataclasses.replace(can, batch_invariant=False, exact_rows=0, total_variation=0.01)
-
-    monkeypatch.setattr("llamabranch.context.context.open_native", opened)
-    monkeypatch.setenv("LLAMABRANCH_PROFILE", str(tmp_path / "profile.json"))
-    arguments = ("generate", "-p", "The king", "-n", "24", "-s", "1", *FIXED)
-    terminal = {"FORCE_COLOR": "1", "NO_COLOR": "1", "TERM": "dumb"}
-    first = run(*arguments, **terminal)
-    text = answer(*arguments)["results"][0]["text"]
-    assert f"The king{text}\n\n" in first.output  # standard output and error as they come
-    (line,) = [line for line in first.stderr.splitlines() if "warning" in line]
-    line = line.removeprefix("\x1b[2K")  # this clears a line of progress
-    assert line.startswith("warning: drafted or batched texts can differ") and len(line) < 80
-    assert "warning" not in run(*arguments).stderr
-    assert "total variation" in " ".join(run(*arguments, "-v").stderr.split())
-    (tmp_path / "profile.json").unlink()
-    chat = run("chat", "-p", "Hi", "-n", "24", "-s", "1", *FIXED, **terminal)
-    lines = chat.output.splitlines()
-    assert sum("warning: drafted" in line for line in lines) == 1
-    assert lines[[line.startswith("warning: drafted") for line in lines].index(True) - 1]
 
 
 def test_prompt_comes_from_standard_input_and_files(tmp_path: Path) -> None:
@@ -404,7 +369,7 @@ def test_compare_gives_the_text_of_plain_decoding(temperature: str) -> None:
     assert (plain["text"], plain["tokens"]) == (report["text"], report["tokens"])
     assert report["speed_up"] == pytest.approx(report["tokens_per_s"] / plain["tokens_per_s"])
     assert report["plain_tokens_a_second"] == plain["tokens_per_s"]
-    assert report["texts_equal"] is report["same_text_expected"] is report["batch_invariant"]
+    assert report["texts_equal"] is report["same_text_expected"] is report["exact"]
     low, high = report["speed_up_range"]
     assert report["divergence"] is None and 0 < low <= high
 

@@ -246,7 +246,7 @@ def test_resumed_run_leaves_out_what_is_there(job: Callable[..., Job]) -> None:
         (["--stop", "the"], "the sampling settings"),
         (["-S", "rule=block"], "rule was seeded, not block"),
         (["--kv-type", "f16"], "--kv-type was auto, not f16"),
-        (["-S", "batch_invariant=false"], "--kv-type was auto, not fast"),
+        (["--exact"], "--kv-type was auto, not exact"),
         (["--target", "tale-draft", "--draft", "none"], "the model (--target) differs"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

@@ -122,8 +122,8 @@ def test_settings_of_loading_and_drafting_are_taken() -> None:
     ):
         assert answer(*arguments, *more)["tokens"] == plain
     assert answer(*arguments, "-k", "4", "-S", "rule=token")["rule"] == "token"
-    report = answer("generate", "Once", "-n", "4", "-S", "batch_invariant=false")
-    assert report["batch_invariant"] is False
+    report = answer("generate", "Once", "-n", "4", "-S", "exact=false")
+    assert report["exact"] is False
 
 
 def test_minus_one_is_a_random_seed_and_no_limit() -> None:

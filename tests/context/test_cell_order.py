@@ -128,7 +128,7 @@ def test_shared_cells_are_not_reserved(ctx: Context) -> None:
         assert order_of(ctx).n_cells == 0 and order_of(ctx).in_order
 
 
-def test_context_that_is_not_batch_invariant_reserves_nothing(target: lb.Model) -> None:
+def test_context_that_is_not_exact_reserves_nothing(target: lb.Model) -> None:
     with Context(target, n_ctx=256, n_threads=1, kv_type="f16") as ctx:
         assert not ctx.kv_cache.order.is_kept
         low, high = Branch.start(ctx, [5] * 100), Branch.start(ctx, [6] * 100)

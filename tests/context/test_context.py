@@ -110,18 +110,18 @@ def test_removing_from_the_middle_leaves_a_gap_that_nothing_sees(
 # -- batch invariance ------------------------------------------------------------------------------
 
 
-def test_bundled_models_are_batch_invariant_by_default(target: lb.Model, draft: lb.Model) -> None:
-    """A context that cannot be batch-invariant gives the reason."""
+def test_bundled_models_are_exact_by_default(target: lb.Model, draft: lb.Model) -> None:
+    """A context that cannot be exact gives the reason."""
     for model in (target, draft):
         with Context(model, n_ctx=256, n_threads=1) as ctx:
-            assert ctx.capabilities.batch_invariant
+            assert ctx.capabilities.exact
             assert ctx.kv_type == "bf16"
             assert ctx.capabilities.can_truncate
     options: list[dict[str, Any]] = [{"kv_type": k} for k in ("f16", "f32")]
     for changes in (*options, {"flash_attention": False}):
         with Context(target, n_ctx=256, n_threads=1, **changes) as ctx:
-            assert not ctx.capabilities.batch_invariant
-            assert ctx.capabilities.batch_invariant_reason
+            assert not ctx.capabilities.exact
+            assert ctx.capabilities.exact_reason
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_batches_of_any_size_give_the_same_logits_to_the_bit(
 ) -> None:
     drawn = np.random.default_rng(1).integers(0, 4096, n_prompt + 260).tolist()
     prompt, tokens = drawn[:n_prompt], drawn[n_prompt:]
-    options: dict[str, Any] = {"n_ctx": 1024, "n_outputs_max": 512, "batch_invariant": True}
+    options: dict[str, Any] = {"n_ctx": 1024, "n_outputs_max": 512, "exact": True}
     with Context(target, n_threads=n_threads, kv_type=kv_type, **options) as ctx:
         if prompt:
             ctx.decode(prompt, 0, logits="none")

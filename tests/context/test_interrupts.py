@@ -93,9 +93,7 @@ def decodes(monkeypatch: pytest.MonkeyPatch) -> Decodes:
 @pytest.fixture(scope="module")
 def long_ctx(target: lb.Model) -> Iterator[Context]:
     """A context that decodes thousands of tokens in one micro-batch."""
-    with Context(
-        target, n_ctx=3072, n_seq_max=4, n_batch=3072, n_threads=1, batch_invariant=True
-    ) as context:
+    with Context(target, n_ctx=3072, n_seq_max=4, n_batch=3072, n_threads=1, exact=True) as context:
         yield context
 
 

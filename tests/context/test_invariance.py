@@ -58,7 +58,7 @@ def alone(model: lb.Model) -> Iterator[Alone]:
 @pytest.fixture
 def shared(model: lb.Model) -> Iterator[Context]:
     with Context(model, n_ctx=2048, n_seq_max=16, n_threads=1) as ctx:
-        assert ctx.capabilities.batch_invariant
+        assert ctx.capabilities.exact
         yield ctx
         ctx.audit()
 

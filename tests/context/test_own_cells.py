@@ -22,7 +22,7 @@ PROMPTS = ["Once upon a time", "The wolf", "In the forest there stood", "A king 
 def own(target: lb.Model) -> Iterator[Context]:
     """Four sequences with 256 cells each."""
     with Context(
-        target, n_ctx=1024, n_seq_max=4, n_threads=1, kv_unified=False, batch_invariant=True
+        target, n_ctx=1024, n_seq_max=4, n_threads=1, kv_unified=False, exact=True
     ) as context:
         yield context
         context.audit()

@@ -242,7 +242,7 @@ def test_texts_that_nobody_reads_take_few_cells_without_flash_attention(
 ) -> None:
     """Without flash attention every token is computed against their cells, too. The last text stays."""
     rng = np.random.default_rng(5)
-    n_ctx, options = 4096, {"n_seq_max": 4, "n_threads": 1, "batch_invariant": False}
+    n_ctx, options = 4096, {"n_seq_max": 4, "n_threads": 1, "exact": False}
     with Context(target, n_ctx=n_ctx, flash_attention=flash, **options) as ctx:  # type: ignore[arg-type]
         for _ in range(9):
             prompt = random_tokens(rng, 400)

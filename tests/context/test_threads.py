@@ -119,7 +119,7 @@ def test_all_kinds_of_users_share_a_context(ctx: Context, draft_ctx: Context) ->
 
 def test_contexts_of_one_model_run_side_by_side(target: lb.Model) -> None:
     def work(seed: int) -> list[int]:
-        with Context(target, n_ctx=512, n_seq_max=4, n_threads=1, batch_invariant=True) as ctx:
+        with Context(target, n_ctx=512, n_seq_max=4, n_threads=1, exact=True) as ctx:
             return [t for prompt in PROMPTS for t in write_text(ctx, prompt, seed, 20)]
 
     alone = [work(seed) for seed in range(4)]

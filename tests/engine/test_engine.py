@@ -168,7 +168,7 @@ def test_samples_that_begin_alike_are_decoded_once(
         Request("The wolf ran and the wolf", n=6, max_tokens=14, sampling=sampling, stop=["."]),
         Request(PROMPTS[3], n=2, max_tokens=9, sampling=sampling, top_logprobs=2),
     ]
-    with Context(target, n_ctx=1024, n_seq_max=n_seq_max, n_threads=1, batch_invariant=True) as ctx:
+    with Context(target, n_ctx=1024, n_seq_max=n_seq_max, n_threads=1, exact=True) as ctx:
         with counting(ctx) as counts:
             events = list(Engine(ctx, make(which, draft_ctx), FIXED, seed=3).stream(requests))
         results = [event.result for event in events if event.result is not None]

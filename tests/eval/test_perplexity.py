@@ -61,9 +61,9 @@ def test_bos_replaces_the_first_token_of_each_chunk(toy: lb.Model) -> None:
 @pytest.mark.parametrize(
     ("options", "layouts"),
     [
-        ({"batch_invariant": True}, ((1, 3, 512), (4, 200, 512), (8, 8, 16))),
+        ({"exact": True}, ((1, 3, 512), (4, 200, 512), (8, 8, 16))),
         # Results in f16 depend on the cells of a text.
-        ({"batch_invariant": False, "kv_type": "f16"}, ((1, 512, 512), (4, 512, 512))),
+        ({"exact": False, "kv_type": "f16"}, ((1, 512, 512), (4, 512, 512))),
     ],
     ids=["invariant", "f16"],
 )

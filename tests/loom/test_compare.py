@@ -21,7 +21,7 @@ WINDOW = 64
 
 @contextmanager
 def opened(path: Path, n_ctx: int = WINDOW) -> Iterator[lb.Context]:
-    options: Any = {"kv_type": "f16", "batch_invariant": False, "n_threads": 1}
+    options: Any = {"kv_type": "f16", "exact": False, "n_threads": 1}
     with lb.load(path, n_ctx=n_ctx, n_seq_max=1, **options) as ctx:
         yield ctx
 

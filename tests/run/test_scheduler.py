@@ -101,7 +101,7 @@ def test_segments_join_to_the_text_of_the_seed(ctx: Context, parallel: int | Non
 
 def test_a_parked_text_keeps_its_cells_until_others_need_them(target: lb.Model) -> None:
     with (
-        Context(target, n_ctx=256, n_seq_max=3, n_threads=1, batch_invariant=True) as ctx,
+        Context(target, n_ctx=256, n_seq_max=3, n_threads=1, exact=True) as ctx,
         Branch.start(ctx, STORY, sampling=WARM) as root,
     ):
         jobs = Jobs(root)

@@ -112,7 +112,7 @@ def assert_equal(output: Sequence[Row], expected: Mapping[Any, Row]) -> None:
     for row in output:
         assert {name: row[name] for name in expected[row["id"]]} == expected[row["id"]]
         assert row["error"] is None
-        assert row["batch_invariant"] is True
+        assert row["exact"] is True
 
 
 def fatal(number: int, ids: Collection[int], *, once: Path | None = None) -> type[scale.Generate]:

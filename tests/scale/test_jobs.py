@@ -58,7 +58,7 @@ def test_output_is_that_of_one_process(generate: Any, ctx: lb.Context, workers: 
     report, output = generate(rows, workers=workers)
     assert_equal(output, alone(ctx, rows, SEED))
     assert (report.n_rows, report.n_errors, report.n_resumed) == (40, 0, 0)
-    assert report.batch_invariant is True
+    assert report.exact is True
 
 
 def test_rows_of_very_different_lengths(generate: Any, ctx: lb.Context) -> None:

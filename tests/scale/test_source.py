@@ -120,7 +120,7 @@ def test_finished_rows_are_those_of_complete_files_that_share_no_row(tmp_path: P
 
     def write(file: str, *names: str) -> None:
         errors = pa.array([None if name != "bad" else "why" for name in names], pa.string())
-        rows = {"name": names, "error": errors, "batch_invariant": [True] * len(names)}
+        rows = {"name": names, "error": errors, "exact": [True] * len(names)}
         pq.write_table(pa.table(rows), tmp_path / file)
 
     write("1.parquet", "a", "bad")
@@ -130,7 +130,7 @@ def test_finished_rows_are_those_of_complete_files_that_share_no_row(tmp_path: P
     rows = folder.finished("name")
     assert rows["id"].to_pylist() == ["a", "bad"]
     assert rows["is_error"].to_pylist() == [False, True]
-    assert rows["batch_invariant"].to_pylist() == [True, True]
+    assert rows["exact"].to_pylist() == [True, True]
     assert [path.name for path in tmp_path.iterdir()] == ["1.parquet"]
 
 

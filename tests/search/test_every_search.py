@@ -185,7 +185,7 @@ def test_little_room_gives_the_same(target: lb.Model, ctx: Context, name: str, r
         expected = run(root)
         if not name.startswith(("rejection", "tree_search")):  # these return to earlier nodes
             assert expected.stats.tokens_redecoded == 0
-    options = {"n_ctx": N_CELLS, "n_threads": 1, "batch_invariant": True, **ROOMS[room]}
+    options = {"n_ctx": N_CELLS, "n_threads": 1, "exact": True, **ROOMS[room]}
     with (
         Context(target, **options) as small,
         Branch.start(small, STORY, sampling=WARM) as root,
@@ -247,7 +247,7 @@ def test_where_no_sequence_is_free_the_reason_is_told(target: lb.Model, name: st
 def test_a_full_cache_ends_texts_or_the_search(target: lb.Model, name: str) -> None:
     """Texts that are sampled have "capacity"; a search that compares its texts raises."""
     with (
-        Context(target, n_ctx=256, n_seq_max=8, n_threads=1, batch_invariant=True) as ctx,
+        Context(target, n_ctx=256, n_seq_max=8, n_threads=1, exact=True) as ctx,
         Branch.start(ctx, STORY, sampling=WARM) as root,
         Branch.start(ctx, [9] * (ctx.usage().cells_free - 2)),
         nothing_is_left(root),
@@ -284,7 +284,7 @@ def test_a_cache_that_is_full_in_the_last_step_changes_no_text(target: lb.Model)
         texts = []
         for n_ctx in (1024, 256):
             with (
-                Context(target, n_ctx=n_ctx, n_seq_max=6, n_threads=1, batch_invariant=True) as ctx,
+                Context(target, n_ctx=n_ctx, n_seq_max=6, n_threads=1, exact=True) as ctx,
                 Branch.start(ctx, prompt, temperature=0.5, seed=seed) as root,
             ):
                 root.steer(dict.fromkeys(target.eog_tokens, -50.0))

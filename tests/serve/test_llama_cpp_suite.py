@@ -124,7 +124,7 @@ def failures(folder: Path, tests: list[str]) -> tuple[int, dict[str, list[str]]]
     done = subprocess.run(
         [*command, *tests], cwd=folder, capture_output=True, text=True, timeout=3000, check=False,
         env={
-            **os.environ, "PORT": str(port), "LLAMABRANCH_PROFILE": "0",
+            **os.environ, "PORT": str(port),
             "LLAMA_SERVER_BIN_PATH": str(folder / "llama-server"),
         },
     )  # fmt: skip

@@ -36,7 +36,7 @@ def test_models_and_properties(api: Any, server: Serving) -> None:
     params = props["default_generation_settings"]["params"]
     assert (params["seed"], params["top_k"]) == (7, 9)
     assert props["chat_template"] == CHAT_TEMPLATE
-    assert props["batch_invariant"] is True
+    assert props["exact"] is True
     assert props["model_path"].endswith(".gguf")
     info, model = api.get("/tokenizer_info").json(), server.ctx.model
     for name, token in (("bos_token", model.bos), ("eos_token", model.eos)):
@@ -146,12 +146,12 @@ def test_what_is_turned_off_is_not_there() -> None:
 
 
 def test_answers_tell_where_batches_are_not_exact() -> None:
-    open_engine = partial(bundled_engine, batch_invariant=False)
+    open_engine = partial(bundled_engine, exact=False)
     with Serving(open_engine) as server, server.client() as api:
         answer = api.post("/v1/completions", json={"prompt": "Once", "max_tokens": 2})
-        assert answer.json()["batch_invariant"] is False
-        assert answer.headers["x-batch-invariant"] == "false"
-        assert api.post("/v1/branches", json={"prompt": "a"}).json()["batch_invariant"] is False
+        assert answer.json()["exact"] is False
+        assert answer.headers["x-exact"] == "false"
+        assert api.post("/v1/branches", json={"prompt": "a"}).json()["exact"] is False
 
 
 def test_texts_whose_number_is_given_have_cells_of_their_own() -> None:

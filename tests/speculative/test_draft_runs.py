@@ -42,7 +42,7 @@ def test_end_tokens_end_a_draft(small_toy: lb.Model) -> None:
 @pytest.mark.parametrize("n_free", range(1, 7))
 def test_full_cache_ends_a_draft(n_free: int, ctx: Context, draft: lb.Model) -> None:
     with (
-        Context(draft, n_ctx=256, n_threads=1, batch_invariant=True) as draft_ctx,
+        Context(draft, n_ctx=256, n_threads=1, exact=True) as draft_ctx,
         Branch.start(ctx, TALE, sampling=WARM) as branch,
     ):
         state = ModelDrafter(draft_ctx).start(branch.sequence, "seeded")

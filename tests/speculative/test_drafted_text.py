@@ -1,6 +1,6 @@
 """The law of drafting: with any drafter, any caller and any other texts beside it, the text is plain.
 
-"Plain" means the text of ``Branch.generate`` with one decode per token. In a batch-invariant context the
+"Plain" means the text of ``Branch.generate`` with one decode per token. In an exact context the
 logits of a verified token equal, to the bit, those of a token decoded alone, and every loop draws with
 the noise of (seed, position). So tokens, texts, log-probabilities and entropies are compared with ==.
 Then follow toys with other kinds of memory. Where their logits depend on the batch, numbers are compared
@@ -579,7 +579,7 @@ def test_branch_holds_what_was_emitted_when_the_cache_is_full(
     drafter: str, caller: str, world: World, target: lb.Model
 ) -> None:
     """16 cells are left, and the 17th token needs none. With more room, the text continues."""
-    with Context(target, n_ctx=256, n_seq_max=3, n_threads=1, batch_invariant=True) as ctx:
+    with Context(target, n_ctx=256, n_seq_max=3, n_threads=1, exact=True) as ctx:
         others = Branch.start(ctx, [7] * 40)
         branch, emitted = Branch.start(ctx, [5] * 200, sampling=WARM), []
         following, close = begin(caller, ctx, DRAFTERS[drafter](world), branch)
@@ -741,7 +741,7 @@ def test_text_in_any_memory_is_that_of_plain_decoding(
         assert stats.num_accepted_tokens < stats.num_draft_tokens or drafter == "same model"
     if drafter == "same model" and draft_k == 5 and caller != "session":
         may_round = caller == "engine" and not memory.kind.can_truncate
-        is_exact = ctx.capabilities.batch_invariant and not may_round
+        is_exact = ctx.capabilities.exact and not may_round
         assert stats.draft_acceptance_rate in (0.0, 1.0) or not is_exact
 
 

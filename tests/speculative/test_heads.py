@@ -126,7 +126,7 @@ def eagle(folder: Path, target: lb.Model) -> Iterator[Pair]:
 def test_text_is_that_of_plain_decoding(pair: Pair, caller: str) -> None:
     cases = [Case(prompt, s, 24) for prompt in PROMPTS for s in SETTINGS.values()]
     cases.append(Case(PROMPTS[0], SETTINGS["seeded"], 20, grammar='root ::= "The " [a-z ]+ "."'))
-    if caller == "engine":  # the toys are not batch-invariant, and some need sequences to draft
+    if caller == "engine":  # the toys are not exact, and some need sequences to draft
         cases = cases[1:9:3]
     wanted = [plain(pair.ctx, case) for case in cases]
     for length in (3, "auto"):
@@ -278,7 +278,7 @@ def test_acceptance_of_the_bundled_head(eagle: Pair) -> None:
 
 def test_hidden_states_are_kept_only_while_a_head_reads_them(target: lb.Model) -> None:
     """Compaction keeps them. They are dropped with the head, when it is closed or garbage."""
-    with lb.Context(target, n_ctx=256, n_seq_max=4, n_threads=1, batch_invariant=True) as ctx:
+    with lb.Context(target, n_ctx=256, n_seq_max=4, n_threads=1, exact=True) as ctx:
         head = lb.Context(lb.Model(HEAD), target=ctx, owns_model=True)
         with pytest.raises(lb.ConfigError, match="another head"):
             lb.Context(lb.Model(HEAD), target=ctx)

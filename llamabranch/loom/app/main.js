@@ -523,7 +523,7 @@ function drawState() {
   $("file").textContent = visible(doc.file.name ?? "llamabranch");
   $("saved").textContent = exported() ? "exported" : doc.file.error ? "not saved" : doc.file.read_only ? "read-only" : "saved";
   fill($("models"), A && h("span", {}, B ? h("b", {}, "A ") : null, visible(A.name)), B && h("span", {}, h("b", {}, "B "), visible(B.name)),
-    A?.batch_invariant === false && h("span", { class: "badge", title: "Results depend on what else is in the batch." }, "replay may differ"));
+    A?.exact === false && h("span", { class: "badge", title: "Results depend on what else is in the batch." }, "replay may differ"));
   $("theme").textContent = isDark() ? "Light" : "Dark";
   const job = [...store.jobs.values()].find((each) => each.state === "running" && each.message);
   const message = {

@@ -21,7 +21,7 @@ UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 _PROMPTS = {"--prompts", "--prompt", "-p"}
 # Common flags of llama.cpp, vLLM and earlier versions, and what to use instead.
 HINTS = {
-    "--fast": "leave it out: nothing is exact unless --exact asks for it",
+    "--fast": "nothing is exact unless --exact asks for it, so it is not needed",
     "-kvu --kv-unified --no-kv-unified": "-S kv_unified=true or false",
     "-cram --cache-ram --prefix-cache": "-S cache_ram=BYTES, -S prefix_cache=true",
     "--rule --entropy-stop --draft-p-min": "-S rule=NAME, -S entropy_stop=NATS",

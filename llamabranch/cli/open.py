@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from llamabranch.serve.server import Server
 
 _BUNDLED = "tale-target"
-_PARALLEL, _SEQUENCES = 8, 24  # texts at a time; sequences, also for searches and comparisons
+_PARALLEL, _SEQUENCES = 8, 24  # texts at a time; sequences, also for forks
 _MOST_CELLS = 8192
 _MOST_PORTS = 20
 _SUFFIX = ".loom.jsonl"

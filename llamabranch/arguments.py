@@ -39,7 +39,10 @@ def shown(value: object) -> str:
     """Return ``value`` as text for a message; Python does not format integers above 4,300 digits."""
     if isinstance(value, int) and value.bit_length() > 1024:
         return f"an integer of {value.bit_length()} bits"
-    return repr(value)
+    try:
+        return repr(value)
+    except Exception:  # of an object's own method
+        return f"an object of type {type(value).__name__}"
 
 
 def whole(name: str, value: object, low: int | None = None, high: int | None = None) -> int:

@@ -39,6 +39,27 @@ class LlamaBranchError(Exception):
             self.add_note(f"hint: {hint}")
 
 
+def said(error: BaseException) -> str:
+    """Return what an exception says; "" if it cannot say it."""
+    try:
+        text = str(getattr(error, "message", error))
+        return text.encode("utf-8", "replace").decode()
+    except BaseException:  # an object's own method may raise anything
+        return ""
+
+
+def told(error: BaseException) -> str:
+    """Return what an exception says, after the name of its type if the text alone says nothing.
+
+    For example "KeyError: 12345". A `ToolError` is written for its reader.
+    """
+    text, name = said(error), type(error).__name__
+    is_clear = isinstance(error, LlamaBranchError) or (
+        any(map(str.isspace, text)) and not isinstance(error, KeyError)
+    )
+    return text if text and is_clear else f"{name}: {text}" if text else name
+
+
 class ConfigError(LlamaBranchError, ValueError):
     """An argument or a setting is invalid."""
 
@@ -198,6 +219,10 @@ class ContextLengthWarning(LlamaBranchWarning):
 
 class PerformanceWarning(LlamaBranchWarning):
     """Decoding is much slower than possible."""
+
+
+class GrammarWarning(LlamaBranchWarning):
+    """The arguments of a tool are not constrained, since its schema is not supported."""
 
 
 _PACKAGE = str(Path(__file__).parent)

@@ -222,6 +222,7 @@ class Given:
         """Return the settings of sampling; ConfigError for a value out of range."""
         names = ("temperature", "top_k", "top_p", "min_p")
         flags = {name: getattr(self, name) for name in names}
+        SamplingParams(seed=self.seed)  # raises now where the engine gets the seed
         settings = {**flags, "seed": seed, **self.set("sampling")}
         return DEFAULTS.replace(**cast("lb.sampling.SamplingSettings", settings))
 

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from ..errors import CacheFullError, ConfigError, DecodeError, DecodeInterruptedError
 from ..native import heads, staging
 from ..native.context import DecodeHook
+from ..native.interrupts import uninterrupted
 from ..sampling import Sampler
 from ..sampling.noise import DRAW
 from .hidden_states import HiddenStates
@@ -228,6 +229,7 @@ class Runner:
         reason += "allocate memory" if code == _NO_MEMORY else "compute the batch"
         return DecodeError(f"{reason} (code {code}); {state}", code=code, memory_changed=True)
 
+    @uninterrupted
     def undo(self, starts: dict[int, int], expiring: Sequence[LogitsRow]) -> list[int]:
         """Truncate every sequence of a failed batch to its start; return those that are shorter now."""
         emptied = [s for s, start in starts.items() if self.memory.cut(s, start) < start]

@@ -137,7 +137,7 @@ class Text:
         """The settings in effect. Their seed is the current one, also after ``seed`` was set."""
         params = self.sampler.params
         # Forks share sampler settings, so those do not determine the seed in effect.
-        if params.seed is None or params.seed == self._seed:
+        if params.seed in (None, -1, self._seed):
             return params
         return params.replace(seed=self._seed)
 
@@ -212,7 +212,7 @@ class Text:
             sampler = Sampler(self.ctx.model, sampling, self.sampler.grammar)
             self.use_sampler(self.replayed(sampler))
             if sampling.seed is not None:
-                self.seed = sampling.seed
+                self.seed = sampling.drawn_seed()
 
     def begin_anew(self, position: int, sampler: Sampler) -> None:
         """Continue from the first ``position`` tokens, which count as read, with a new sampler.

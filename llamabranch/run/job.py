@@ -124,7 +124,7 @@ class Submission:
         self.reports_tokens = reports_tokens
         logprobs = params.logprobs and (reports_tokens or request.top_logprobs is not None)
         self.sampling = params.replace(logprobs=logprobs)
-        self.seed = derive_seed(seed, seed_from_text(name)) if params.seed is None else params.seed
+        self.seed = params.drawn_seed(derive_seed(seed, seed_from_text(name)))
         self.max_tokens = max_tokens if request.max_tokens is None else request.max_tokens
         OutputBuffer(self.max_tokens, request.stop)  # raises for a bad stop string
         model.check_tokens(request.stop_tokens)
@@ -573,12 +573,12 @@ class Job:
         """Add a token to the output; return the event of its text, if any."""
         reports, key = self.submission.reports_tokens, (self.name, self.sample)
         # This is one line so that an interrupt between two lines cannot lose an event.
-        return [Event(*key, shown)] if (shown := self.output.add(produced)) and reports else []
+        return [Event(*key, t) for t in self.output.emit(self.output.add(produced)) if reports]
 
     def break_off(self, reason: str | None = None) -> list[Event]:
         """End its output; return the event of text that was held back, if any."""
         reports, key = self.submission.reports_tokens, (self.name, self.sample)
-        return [Event(*key, shown)] if (shown := self.output.break_off(reason)) and reports else []
+        return [Event(*key, t) for t in self.output.emit(self.output.break_off(reason)) if reports]
 
     def note_token(self) -> None:
         """Note the time of a new token. At ``min_tokens``, allow the tokens that end the text."""

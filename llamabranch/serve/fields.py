@@ -111,9 +111,9 @@ class SamplingFields(_Named, kw_only=True):
             changes["top_k"] = max(0, self.top_k)
         if self.logit_bias or self.ignore_eos:
             changes["logit_bias"] = {**base.logit_bias, **self._bias(model)}
-        if self.seed is not None and self.seed != -1:
+        if self.seed is not None:
             changes["seed"] = self.seed
-        elif base.seed is None and settings.seed is not None and self.seed is None:
+        elif base.seed is None and settings.seed is not None:
             changes["seed"] = settings.seed
         return base.replace(**cast(SamplingSettings, changes)) if changes else base
 

@@ -33,14 +33,14 @@ COMMANDS = {
     "demo": "Show in half a minute what llamabranch does: forks, drafts, JSON and scores.",
     "generate": "Generate text from one prompt or many.",
     "speculate": "Generate text with drafts, and say how well they worked.",
-    "chat": "Talk with a model in the terminal; turns can be retried, edited, forked and saved.",
+    "chat": "Talk with a model in the terminal; retry, edit, fork and save turns.",
     "agent": "Do a task with a model that may call the functions of a Python file.",
     "open": "Branch, see and compare texts in the browser.",
     "serve": "Serve a model over HTTP: OpenAI's API and scores of texts.",
-    "score": "Score a text or a file: log-probabilities, perplexity, KL divergence of two models.",
+    "score": "Score a text or a file: perplexity, and the KL divergence of two models.",
     "bench": "Measure drafting with a pair of models here, and name the best draft length.",
     "models": "List the known models, download one, or show what a file is.",
-    "doctor": "Report versions, processor, build and memory, test the installation, and advise.",
+    "doctor": "Report what is installed on which machine, test it, and advise.",
 }
 _MODULES = {"speculate": "generate"}
 _PROMPTS = {"--prompts", "--prompt", "-p"}
@@ -53,20 +53,26 @@ class Command(TyperCommand):
         """Write the help: usage, the docstring as it is, the options under their headings."""
         self.format_usage(ctx, formatter)
         formatter.write("\n" + cleandoc(self.help or "") + "\n")
-        panels: dict[str, list[tuple[str, str]]] = {}
-        for param in cast(Any, self).params:
-            if param.param_type_name == "option" and not param.hidden:
-                panels.setdefault(param.rich_help_panel or "Output", []).append(_row(param))
-        width = max((len(names) for rows in panels.values() for names, _ in rows), default=0)
-        for panel, rows in panels.items():
-            formatter.write(f"{panel}:\n")
-            formatter.write("".join(f"  {names:<{width}}  {text}\n" for names, text in rows))
+        formatter.write("".join(f"{line}\n" for line in help_lines(cast(Any, self).params)))
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Parse the arguments."""
         params: list[Any] = list(self.get_params(ctx))
         names = {name for param in params for name in param.opts}
         return super().parse_args(ctx, spread_out(args, names))
+
+
+def help_lines(params: Sequence[Any]) -> list[str]:
+    """Return the lines of --help for options, under their headings."""
+    panels: dict[str, list[tuple[str, str]]] = {}
+    for param in params:
+        if param.param_type_name == "option" and param.rich_help_panel:
+            panels.setdefault(param.rich_help_panel, []).append(_row(param))
+    width = max((len(names) for rows in panels.values() for names, _ in rows), default=0)
+    lines: list[str] = []
+    for panel, rows in panels.items():
+        lines += [f"{panel}:", *(f"  {names:<{width}}  {text}" for names, text in rows)]
+    return lines
 
 
 def _row(param: Any) -> tuple[str, str]:
@@ -104,7 +110,7 @@ def spread_out(arguments: Sequence[str], options: Collection[str]) -> list[str]:
                 spread += ["-S", "batch_invariant=true"]
             elif not in_prompts:
                 spread.append(name + equals + value)
-            elif i + 1 == len(arguments):
+            elif arguments[i + 1 : i + 2] == [] or arguments[i + 1] in options:
                 raise typer.BadParameter("needs at least one prompt", param_hint="--prompts")
         else:
             spread += ["-p", argument] if in_prompts else [argument]

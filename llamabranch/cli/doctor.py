@@ -5,6 +5,7 @@ llama.cpp is imported late, so that everything else is printed even if llama.cpp
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -58,7 +59,7 @@ def doctor(
     as_json: opt.Json = False,
     verbose: opt.Verbose = False,
 ) -> None:
-    """Report versions, processor, build and memory, test the installation, and advise.
+    """Report what is installed on which machine, test it, and advise.
 
     llamabranch doctor
     llamabranch doctor --json > report.json
@@ -96,7 +97,9 @@ def doctor(
             tell("llama.cpp", _build(target, machine))
             tell("context", _context(target))
             checks += _self_test(target, draft)
-            speeds = {"one text": _speed(target, 1), "eight texts in one batch": _speed(target, 8)}
+            with contextlib.suppress(lb.LlamaBranchError):  # a check has said so
+                speeds["one text"] = _speed(target, 1)
+                speeds["eight texts in one batch"] = _speed(target, 8)
             advice = advise(machine, target.n_threads, on_gpu=target.model.on_gpu)
         for name, passed, detail in checks:
             style = "green" if passed else "bold red"

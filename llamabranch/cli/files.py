@@ -11,7 +11,8 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any, cast
 
-from llamabranch import ConfigError, LlamaBranchError, Request, SamplingParams
+import llamabranch as lb
+from llamabranch import ConfigError
 
 from ..files import check_writable
 from .console import OutputError
@@ -168,7 +169,7 @@ def piped_or_read(words: Sequence[str]) -> list[str]:
     return prompts if piped is None else [piped]
 
 
-def read_requests(path: Path, sampling: SamplingParams, *, first: int = 0) -> list[Request]:
+def read_requests(path: Path, sampling: lb.SamplingParams, *, first: int = 0) -> list[lb.Request]:
     """Return a request for each line of a file, a JSON object; `Request.from_json` lists its keys.
 
     ``sampling`` has the settings that a line leaves out. A request without an id gets its number as
@@ -177,7 +178,7 @@ def read_requests(path: Path, sampling: SamplingParams, *, first: int = 0) -> li
     Raises:
         ConfigError: the file cannot be read, or a line is invalid; the message has its number.
     """
-    requests = list[Request]()
+    requests = list[lb.Request]()
     for number, line in enumerate(text_lines(read_text(path)), 1):
         if not line.strip():
             continue
@@ -185,8 +186,8 @@ def read_requests(path: Path, sampling: SamplingParams, *, first: int = 0) -> li
             data = json.loads(line)
             if not isinstance(data, dict):
                 raise ConfigError(f"a request must be an object, not {data!r:.60}")
-            requests.append(Request.from_json(data, str(first + len(requests)), sampling))
-        except (LlamaBranchError, ValueError, TypeError, RecursionError) as error:
+            requests.append(lb.Request.from_json(data, str(first + len(requests)), sampling))
+        except (lb.LlamaBranchError, ValueError, TypeError, RecursionError) as error:
             reason = str(error)[:300]
             hint = getattr(error, "hint", None)
             raise ConfigError(f"line {number}: invalid request: {reason}", hint=hint) from None

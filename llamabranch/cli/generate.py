@@ -156,7 +156,7 @@ def _run(
     has_grammar = any(request.grammar is not None for request in requests)
     names = given.resolve(console, has_grammar=has_grammar, always=speculates)
     n_texts = sum(request.n for request in requests)
-    n_together = min(N_TEXTS, n_texts)
+    n_together = min(given.set("load").get("n_seq_max", N_TEXTS), n_texts)
     context, drafter = given.open_pair(
         names, console, n_texts=n_together, n_seq_max=N_TEXTS, prefix_cache=compares
     )
@@ -201,7 +201,12 @@ def _run(
         {name: one[name] for name in ("text", "tokens", "finish_reason") if one}
         | {"results": [result.as_dict(stats=False) for result in printer.results]}
         | {"seed": engine.seed, "failed": printer.n_failed, "interrupted": interrupts.requested}
-        | {"drafter": engine.drafter.name, "explain": explanation, "stats": stats.as_dict()}
+        | {
+            "exact": context.capabilities.batch_invariant,
+            "drafter": engine.drafter.name,
+            "explain": explanation,
+            "stats": stats.as_dict(),
+        }
         | figures
     )
     if interrupts.requested:

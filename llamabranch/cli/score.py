@@ -50,7 +50,7 @@ def score(
     as_json: opt.Json = False,
     verbose: opt.Verbose = False,
 ) -> None:
-    """Score a text or a file: log-probabilities, perplexity, KL divergence of two models.
+    """Score a text or a file: perplexity, and the KL divergence of two models.
 
     llamabranch score "The king was old." --context "Once upon a time."
     llamabranch score -f text.txt -m a-q4.gguf --against a-bf16.gguf

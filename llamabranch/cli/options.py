@@ -21,7 +21,7 @@ import typer
 import llamabranch as lb
 from llamabranch import ConfigError, SamplingParams, hub
 
-from ..arguments import choice, nearest
+from ..arguments import choice, nearest, token_key
 from .console import Console
 from .files import read_text, schema_text
 from .interrupts import reporting_errors
@@ -209,7 +209,9 @@ class Given:
             if name in kinds[kind]:
                 values[name] = value if name == "stop" else setting_value(value)
         if isinstance(values.get("logit_bias"), dict):
-            values["logit_bias"] = {int(k): float(v) for k, v in values["logit_bias"].items()}
+            values["logit_bias"] = {
+                token_key("logit_bias", k): float(v) for k, v in values["logit_bias"].items()
+            }
         if isinstance(values.get("dry_sequence_breakers"), list):
             values["dry_sequence_breakers"] = tuple(values["dry_sequence_breakers"])
         if isinstance(values.get("chat_template"), str):

@@ -1,14 +1,16 @@
-"""``llamabranch agent``: functions of a file as tools, steps as they happen."""
+"""``llamabranch agent``: functions of a file as tools, steps as they happen, Ctrl-C."""
 
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
 import scripts
 import stages
 from commands import COMMAND, answer, on_terminal, run
+from self_signal import signalled_at_line
 
 TOOLS = '''
 from __future__ import annotations
@@ -55,7 +57,7 @@ def test_the_answer_goes_to_standard_output_and_the_steps_to_standard_error(
     assert same.stdout == piped.stdout
 
 
-def test_json_has_the_calls_and_the_messages(model: Path, tools: Path) -> None:
+def test_json(model: Path, tools: Path) -> None:
     arguments = ["agent", "-m", model, "--tools", tools, "-t", "1", "-s", "3"]
     report = answer(*arguments, "-sys", "Help.", "one:", "go")
     assert report["text"] == "It is three." and report["finish_reason"] == "stop"
@@ -119,3 +121,19 @@ def test_no_task_no_template_and_a_function_that_raises(model: Path, tmp_path: P
     assert result.exit_code == 1
     error = json.loads(result.stdout.splitlines()[-1])["error"]
     assert "add raised ZeroDivisionError" in error["message"]
+
+
+def test_ctrl_c_ends_cleanly(model: Path, tmp_path: Path) -> None:
+    path, tools = tmp_path / "called.txt", tmp_path / "tools.py"
+    tools.write_text(
+        "def add(a: int, b: int) -> int:\n    'Add.'\n"
+        f"    open({str(path)!r}, 'w').write('1\\n2\\n')\n    return 0\n",
+        encoding="utf-8",
+    )
+    command = [
+        *signalled_at_line("SIGINT", 2, path), "agent", "-m", str(model), "--tools", str(tools), "-t",
+        "1", "one: go",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 130, done.stderr
+    assert "interrupted" in done.stderr and "Traceback" not in done.stderr

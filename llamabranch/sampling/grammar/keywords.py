@@ -144,7 +144,9 @@ def pointed(reference: object, document: object) -> object:
         key = name.replace("~1", "/").replace("~0", "~")
         if isinstance(value, dict):
             value = value.get(key)
-        elif isinstance(value, list) and key.isdecimal() and int(key) < len(value):
+        elif (
+            isinstance(value, list) and key.isdecimal() and len(key) < 10 and int(key) < len(value)
+        ):
             value = value[int(key)]
         else:
             return None

@@ -10,7 +10,6 @@ from typing import Any
 
 from llamabranch import Engine, Request, Result
 from llamabranch.bench.timing import Maker, Series, Spread, Stopped, Timing, interleave
-from llamabranch.request.request import EngineStats
 
 from .console import Console, cell, number
 from .interrupts import InterruptHandler
@@ -53,7 +52,7 @@ class DraftComparison:
         return None
 
 
-def statistics(stats: EngineStats, compared: DraftComparison | None) -> dict[str, object]:
+def statistics(stats: Any, compared: DraftComparison | None) -> dict[str, object]:
     """Return what `print_statistics` prints, by the same names: counts, ratios, tokens a second.
 
     An iteration is a pass of the target for one text: it checks a draft, if there is one, and adds

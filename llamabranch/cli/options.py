@@ -320,7 +320,7 @@ class Given:
         Without -c its cache has room for ``n_texts`` texts of the length that the model was trained
         for, but at most `MOST_CELLS`. ``more`` overrides the user's options, except ``-S``.
         """
-        options = {**self.load_options(), **more, **self.set("load")}
+        options = {"kv_unified": True, **self.load_options(), **more, **self.set("load")}
         if not options.get("n_ctx"):
             trained = trained_length(name)
             if options.get("n_ctx") == 0 and trained is None:

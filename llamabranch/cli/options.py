@@ -97,7 +97,7 @@ MinP = Annotated[float, option("--min-p", "Share of the best; 0: off.", SAMPLING
 Seed = Annotated[
     int | None,
     option(
-        "-s --seed", "The same seed, the same text; -1: random.", SAMPLING, metavar="N",
+        "-s --seed", "With --exact: same seed, same text.", SAMPLING, metavar="N",
         callback=lambda value: None if value == -1 else value,
     ),
 ]  # fmt: skip

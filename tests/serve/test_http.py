@@ -337,7 +337,7 @@ def test_number_of_texts_divides_the_cache_where_it_can(tmp_path: Path) -> None:
 @no_sigterm
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_lets_streams_end(number: int) -> None:
-    command = Command(*SERVE, "--alias", "tale")
+    command = Command(*SERVE, "--limit", "alias=tale")
     assert command.said["model"] == "tale"
     body = {"prompt": "Once", "max_tokens": 200, "ignore_eos": True, "stream": True, "seed": 1}
     with (

@@ -46,6 +46,7 @@ from ..model.thoughts import (
 from ..model.tools import Tool, ToolCall, Tools, conversation, openai_call
 from ..native import forkable_lock
 from ..pictures import TreeLine
+from ..request.turns import TurnPieces, shown_pieces, written_piece
 from ..sampling import Grammar, Sampler, SamplingParams, SamplingSettings
 from ..sampling.noise import derive_seed, random_seed
 from ..sampling.params import settings_of
@@ -674,8 +675,11 @@ class Answer:
         self._thinking, self._grammar = thinking, grammar
         self._thought: list[int] = []  # tokens
         self._generation: Generation | None = None  # of the answer, after its thought
+        self._pieces: TurnPieces | None = None  # if functions may be called
+        if chat.tools.is_used:
+            self._pieces = TurnPieces(chat.tools, str(len(exchange.path)))
         self._events = self._run()
-        self._has_ended = self._was_cut_off = False
+        self._has_ended = self._was_cut_off = self._is_read = False
         self._reader = 0  # the thread that iterates; 0 = none yet
 
     def __repr__(self) -> str:
@@ -742,8 +746,9 @@ class Answer:
 
     def _note(self) -> None:
         """Write the answer so far into the conversation."""
-        if self._generation is not None and not self.exchange.calls:
-            self.exchange.answer = self._generation.text
+        if self._generation is not None and not self._is_read:
+            pieces, text = self._pieces, self._generation.text
+            self.exchange.answer = text if pieces is None else pieces.content
         self.exchange.n_tokens = len(self.tokens)
 
     def _run(self) -> Generator[Produced, None, None]:
@@ -761,16 +766,22 @@ class Answer:
             )
             yield from self._until_full(self._generation)
         self._note()
-        self._read_calls()
+        yield from self._read_calls()
 
     def _until_full(self, generation: Generation) -> Generator[Produced, None, None]:
         """Yield the tokens of a generation; note why it ended."""
         try:
-            yield from generation
+            for token in generation:
+                yield from [token] if self._pieces is None else self._shown(self._pieces, token)
         except CapacityError:
             self.exchange.finish_reason = "capacity"
         else:
             self.exchange.finish_reason = generation.finish_reason
+
+    def _shown(self, pieces: TurnPieces, token: Produced) -> list[Produced]:
+        """Return a token with the thought or the content that it completes."""
+        written = "" if token.is_thought else written_piece(self._chat.ctx.model, token)
+        return shown_pieces(token, pieces.feed(token.text if token.is_thought else "", written))
 
     def _think(self, thinking: Thinking, limit: int | None) -> Generator[Produced, None, None]:
         """Yield the tokens of the thought. Afterwards the branch ends where the answer begins."""
@@ -791,19 +802,29 @@ class Answer:
         if forced:
             self.branch.append(forced)
 
-    def _read_calls(self) -> None:
-        """Separate the calls of functions from the answer."""
-        chat, n_thought = self._chat, len(self._thought)
-        if not chat.tools.is_used:
+    def _read_calls(self) -> Generator[Produced, None, None]:
+        """Separate the calls of functions from the answer; yield text that was held back."""
+        chat, exchange, pieces = self._chat, self.exchange, self._pieces
+        if pieces is None:
             return
-        is_cut = bool(chat.stop) and self.finish_reason == "stop"
-        written = named_text(
-            chat.ctx.model, self.exchange.answer, self.tokens[n_thought:], is_cut=is_cut
-        )
-        turn = chat.tools.read(written, salt=str(len(self.exchange.path)))
+        salt, generation = str(len(exchange.path)), self._generation
+        is_cut = self.finish_reason != "stop"
+        if generation is None:  # a thought may end with a call
+            turn = chat.tools.read(exchange.thought, in_thought=True, salt=salt)
+            exchange.thought = turn.thought
+        else:
+            is_stopped = bool(chat.stop) and not is_cut
+            written = named_text(
+                chat.ctx.model, generation.text, generation.tokens, is_cut=is_stopped
+            )
+            turn = chat.tools.read(written, salt=salt, is_cut=is_cut)
+            exchange.answer = turn.content
+        self._is_read = True
         if turn.calls:
-            self.exchange.calls = [openai_call(call) for call in turn.calls]
-            self.exchange.answer = turn.content
+            exchange.calls = [openai_call(call) for call in turn.calls]
+            exchange.finish_reason = "tool_calls" if not is_cut else exchange.finish_reason
+        thought = turn._replace(thought=exchange.thought)
+        yield from shown_pieces(None, pieces.finish(thought, is_cut=is_cut))
 
     def finish(self) -> Answer:
         """Run to the end; return itself."""

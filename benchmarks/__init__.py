@@ -1,18 +1,18 @@
-"""Benchmarks. ``docs/benchmarks.md`` says what they measure and how to run them.
+"""Benchmarks: one program a claim of the documents. ``docs/benchmarks.md`` says how to run them.
 
-prompts.py      the prompts
-report.py       settings, tables, the JSON line: hardware, versions, models
-drafters.py     an adversarial drafter, whose tokens are always wrong
-llama_tools.py  llama.cpp's own programs: build, run, parse
-llama_python.py the Llama class of llama-cpp-python
-padded.py       padded models: the output of a small model at the cost of a larger one
-wide.py         a model with a large vocabulary and almost no layers
-readme.py       the four results in the README, with arithmetic.txt; record_page.py makes its picture
-search_hf.py    beam search of transformers, in an interpreter of its own
-step.py         the cost of a step: part by part, by folder, as a context grows
-decode.py, speculative.py, peers.py, fork.py, batch.py, sampling.py, search.py, resident.py, chat.py,
-layouts.py, edges.py, kv_types.py, length.py, structured.py, serve.py, page.py, evaluation.py, run.py
-                the other programs
+length.py       prompts of 64 to 6,000 tokens: reading, generating after them, forks, separate texts
+tasks.py        drafts without a draft model on five tasks, against plain decoding and llama-lookup
+structured.py   JSON under a schema, plain and drafted
+serve.py        the server against llama-server
+agents.py, agent_tasks.py    agents on one document; twenty tasks of two steps
+answers.py, answer_tasks.py, paired.py    votes, power sampling and single samples at equal compute
+readme.py       the results in the README; record_demo.py and record_page.py make its pictures
+page.py         budgets of the page in a browser
+rule_error.py   proof by enumeration that an acceptance rule is lossless
+run.py          several of these, one after another
+prompts.py, report.py, clocks.py    prompts; settings, tables, the JSON line; turns
+wide.py         a model with a large vocabulary
+llama_tools.py, llama_server.py, llama_python.py    llama.cpp's programs and the Llama class
 
 The code that times (interleaved runs, medians, ratios within a run) is ``llamabranch.bench``, which the
 command ``llamabranch bench`` uses too.

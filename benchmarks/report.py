@@ -26,10 +26,8 @@ from llamabranch.bench.timing import Series, Spread
 from .prompts import PROMPTS
 
 __all__ = [
-    "PADDED_KEY",
     "Settings",
     "emit",
-    "is_padded",
     "number",
     "parser",
     "percent",
@@ -40,8 +38,6 @@ __all__ = [
 ]
 
 JSON = Mapping[str, object]
-PADDED_KEY = "llamabranch.padded.parameters"  # GGUF metadata of every padded model
-OLD_PADDED_KEY = "llamabranch.ballast.parameters"  # the same, of models that version 0.1 wrote
 
 
 @dataclass(frozen=True)
@@ -176,18 +172,12 @@ def _default(value: int | Sequence[float] | None) -> str:
 
 
 def title(*models: lb.Model) -> str:
-    """Return the models' names and sizes for the head of a table; padded models are marked."""
+    """Return the models' names and sizes for the head of a table."""
     parts = []
     for model in models:
         size = f"{model.n_params / 1e6:.1f}M, {model.file_type}"
-        note = ", padded: the output of a smaller model" if is_padded(model) else ""
-        parts.append(f"{model.name} ({size}{note})")
+        parts.append(f"{model.name} ({size})")
     return " with ".join(parts)
-
-
-def is_padded(model: lb.Model) -> bool:
-    """Return True for a model that ``benchmarks.padded`` wrote."""
-    return PADDED_KEY in model.metadata or OLD_PADDED_KEY in model.metadata
 
 
 def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -272,7 +262,6 @@ def describe(model: lb.Model) -> JSON:
         "n_params": model.n_params,
         "file_type": model.file_type,
         "bytes": model.size_bytes,
-        "padded": is_padded(model),
     }
 
 

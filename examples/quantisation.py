@@ -2,16 +2,16 @@
 
     python quantisation.py model-bf16.gguf model-q8_0.gguf model-q4_0.gguf
 
-Without arguments it compares the bundled models, which are two different models, as the numbers
-show.
+Each is compared with the largest on a text (here the package's own docstrings). Without arguments
+it compares the bundled models, which are two different models, as the numbers show.
 """
 
+import inspect
 import sys
-import tempfile
 from pathlib import Path
 
 import llamabranch as lb
-from llamabranch.eval import divergence, perplexity, suite_items
+from llamabranch.eval import divergence, perplexity
 
 MOST_KL = 0.02  # nats a token on average: hard to notice
 WINDOW, CHUNKS = 128, 12
@@ -19,21 +19,19 @@ WINDOW, CHUNKS = 128, 12
 
 def main() -> None:
     names = sys.argv[1:] or ["tale-target", "tale-draft"]
-    models = sorted(names, key=lambda name: -Path(lb.hub.resolve(name)).stat().st_size)
-    text = "\n".join(str(item["context"]) for item in suite_items("last_word")[:40])
-    chosen = models[0]
-    with tempfile.TemporaryDirectory() as folder:
-        logits = Path(folder) / "base.logits"
-        for name in models:
-            megabytes = Path(lb.hub.resolve(name)).stat().st_size / 1e6
-            with lb.load(name, n_ctx=WINDOW, n_seq_max=1, kv_type="f16") as ctx:
-                if name == models[0]:
-                    base = perplexity(ctx, text, WINDOW, chunks=CHUNKS, save_to=logits)
-                    print(f"{name}: {megabytes:.1f} MB, perplexity {base.value:.2f}, the base")
-                    continue
-                stats = divergence(ctx, logits).statistics
+    sizes = {name: Path(lb.hub.resolve(name)).stat().st_size / 1e6 for name in names}
+    base, *others = sorted(names, key=lambda name: -sizes[name])
+    methods = [value for _, value in inspect.getmembers(lb.Branch, callable)]
+    text = "\n".join(inspect.getdoc(method) or "" for method in methods)
+    chosen = base
+    with lb.load(base, n_ctx=WINDOW, n_seq_max=1) as reference:
+        alone = perplexity(reference, text, WINDOW, chunks=CHUNKS)
+        print(f"{base}: {sizes[base]:.1f} MB, perplexity {alone.value:.2f}, the base")
+        for name in others:
+            with lb.load(name, n_ctx=WINDOW, n_seq_max=1) as ctx:
+                stats = divergence(reference, ctx, text, WINDOW, chunks=CHUNKS).statistics
             print(
-                f"{name}: {megabytes:.1f} MB, perplexity {stats.perplexity.value:.2f}, KL divergence "
+                f"{name}: {sizes[name]:.1f} MB, perplexity {stats.perplexity.value:.2f}, KL divergence "
                 f"{stats.mean.value:.4f} ± {stats.mean.stderr:.4f} nats, "
                 f"{stats.same_top.value:.1%} the same most probable token"
             )

@@ -9,6 +9,6 @@ from __future__ import annotations
 from . import startup  # noqa: F401  (first: Ctrl-C while the rest is imported)
 from .lazy import attach
 
-__version__ = "0.4.0"
+__version__ = "0.5.0"
 
 __getattr__, __dir__, __all__ = attach(__name__, __file__)

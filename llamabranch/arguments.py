@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -39,7 +40,10 @@ def shown(value: object) -> str:
     """Return ``value`` as text for a message; Python does not format integers above 4,300 digits."""
     if isinstance(value, int) and value.bit_length() > 1024:
         return f"an integer of {value.bit_length()} bits"
-    return repr(value)
+    try:
+        return repr(value)
+    except Exception:  # of an object's own method
+        return f"an object of type {type(value).__name__}"
 
 
 def whole(name: str, value: object, low: int | None = None, high: int | None = None) -> int:
@@ -54,6 +58,18 @@ def whole(name: str, value: object, low: int | None = None, high: int | None = N
             bounds = f"at least {low}" if high is None else f"from {low} to {high}"
         raise ConfigError(f"{name} must be {bounds}, not {shown(integer)}")
     return integer
+
+
+def figure(value: float, digits: int = 3) -> str:
+    """Return a number with so many digits, and with all those before the point."""
+    return f"{value:.{digits}g}" if abs(value) < 10**digits else f"{value:,.0f}"
+
+
+def token_key(name: str, key: object) -> int:
+    """Return the token id that a key of a JSON object is, which is text as a rule."""
+    if not re.fullmatch(r"-?[0-9]{1,300}", text := str(key)):
+        raise ConfigError(f"a key of {name} must be a token id, not {key!r:.60}")
+    return int(text)
 
 
 def real(name: str, value: object) -> float:
@@ -100,7 +116,7 @@ def bounded(name: str, value: object, low: float, high: float) -> float:
     """Return ``value`` as int or float; it must be a number from ``low`` to ``high``."""
     number = real(name, value)
     if not low <= number <= high:
-        raise ConfigError(f"{name} must be from {low:g} to {high:g}, not {number}")
+        raise ConfigError(f"{name} must be from {low:.15g} to {high:.15g}, not {number}")
     return number
 
 

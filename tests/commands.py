@@ -21,7 +21,7 @@ from llamabranch.cli import app
 __all__ = ["COMMAND", "answer", "on_terminal", "run", "said_by", "texts"]
 
 COMMAND = [sys.executable, "-m", "llamabranch.cli"]
-_THREADS = {"generate", "speculate", "chat", "search", "score", "eval", "bench", "demo", "doctor"}
+_THREADS = {"generate", "speculate", "chat", "search", "score", "bench", "demo", "doctor"}
 
 
 def run(*arguments: object, stdin: str | None = None, **environment: str) -> Result:

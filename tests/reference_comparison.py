@@ -257,7 +257,7 @@ class ReferenceComparison(RuleBasedStateMachine):
         self.pruned: Branch | None = None
         self.is_sound = True
         self.snapshots: list[tuple[ReferenceBranch, lb.Snapshot]] = []
-        compact, usage = self.ctx.compact, self.ctx.usage
+        compact, usage = self.ctx.kv_cache.compact, self.ctx.usage
 
         def watched() -> bool:
             lengths = usage().sequences
@@ -267,7 +267,7 @@ class ReferenceComparison(RuleBasedStateMachine):
                 self.tally.n_compacted += 1
             return done
 
-        self.ctx.compact = watched  # type: ignore[method-assign]
+        self.ctx.kv_cache.compact = watched
 
     # -- context and reference -----------------------------------------------------------------------
 

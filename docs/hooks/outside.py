@@ -24,7 +24,6 @@ PAGES = {
     "training/README.md": "training.md",
     "CHANGELOG.md": "changes.md",
     "CONTRIBUTING.md": "contributing.md",
-    "benchmarks/RESULTS.md": "results.md",
     "examples": "examples.md",
 }
 SOURCES = {page: source for source, page in PAGES.items()}

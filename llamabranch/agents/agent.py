@@ -13,7 +13,7 @@ from typing import Generic, cast, overload
 
 from typing_extensions import TypeVar, Unpack
 
-from ..arguments import flag, instance, placed, real, whole
+from ..arguments import flag, instance, placed, real, shown, whole
 from ..context import Context
 from ..context.context import text_context
 from ..engine import AsyncEngine
@@ -32,7 +32,6 @@ from ..model.thoughts import ThinkingChoice, plan_thinking, thinking_budget
 from ..model.tools import Tools
 from ..sampling import SamplingParams, SamplingSettings
 from ..sampling.grammar import Grammar
-from ..sampling.noise import random_seed
 from ..sampling.params import check_names, settings_of
 from .journal import Journal, head
 from .report import Report, Step
@@ -70,6 +69,7 @@ class Agent(Settings, Generic[T]):
         output: the type of the answer: a pydantic model, or anything that `Grammar.from_json_schema`
             takes. After its answer the agent is asked to repeat it as JSON; ``report.parsed`` is an
             instance of the type.
+        show_schema: whether the question for the JSON describes the type.
         name, about: its name and description if it is a tool of another agent.
         tool_choice: for the first turn: "auto", "required", "none", or the name of a function.
         parallel_calls: whether a turn may have several calls.
@@ -108,6 +108,7 @@ class Agent(Settings, Generic[T]):
         tools: Sequence[Callable[..., object] | Agent] = (),
         output: type[T] | None = None,
         *,
+        show_schema: bool = True,
         name: str = "agent",
         about: str = "",
         tool_choice: str = "auto",
@@ -135,17 +136,20 @@ class Agent(Settings, Generic[T]):
                 hint='lb.load("smollm2-135m:Q8_0") has one; load(..., chat_template=...) gives one',
             )
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise ConfigError(f"a name has letters, digits, _ and -, at most 64, not {name!r:.70}")
+            raise ConfigError(
+                f"a name has letters, digits, _ and -, at most 64, not {shown(name):.70}"
+            )
         check_names(settings, _PARAMETERS)
         flag("forks", forks)
         flag("parallel_calls", parallel_calls)
+        flag("show_schema", show_schema)
         thinking_budget(think)  # a bad value is refused now
         self.target, self.context = target, context
         if isinstance(messages, str):
             messages = [("system", messages)] if messages else ()
         self.messages = [] if messages in ((), []) else chat_messages(messages)
         self.tools = _known(tools, context, forks=forks)
-        self.grammar = _output(output)
+        self.grammar, self.show_schema = _output(output), show_schema
         self.name, self.about = name, instance("about", about, str)
         self.tool_choice, self.parallel_calls = tool_choice, parallel_calls
         self.max_turns = whole("max_turns", max_turns, 1)
@@ -162,7 +166,7 @@ class Agent(Settings, Generic[T]):
         known = Tools(described, choice, model.turn_format, parallel=parallel_calls)
         turns = Turns(model, known, think)
         try:
-            _ = turns.free, turns.forced, turns.last
+            _ = turns.free, turns.forced
         except GrammarError as error:
             raise ConfigError(f"tools: {error.message}", hint=error.hint) from None
         prompt = turns.prompt(asked(self.messages, "x"))  # the template may refuse it
@@ -195,7 +199,7 @@ class Agent(Settings, Generic[T]):
         if isinstance(choice, str) and choice in tools:
             return {"type": "function", "function": {"name": choice}}
         names = ", ".join(("auto", "none", *(("required", *tools) if tools else ())))
-        raise ConfigError(f"unknown tool_choice {choice!r:.60}", hint=f"tool_choice: {names}")
+        raise ConfigError(f"unknown tool_choice {shown(choice):.60}", hint=f"tool_choice: {names}")
 
     # -- four ways to run it -----------------------------------------------------------------------
 
@@ -314,7 +318,7 @@ async def conduct(
     if context.closed:
         raise ClosedError("the context is closed")
     if seed is None:
-        seed = random_seed() if agent.sampling.seed is None else agent.sampling.seed
+        seed = agent.sampling.drawn_seed()
     begun = await threaded(partial(paths, agent, tasks, n, after, seed))
     async with AsyncExitStack() as opened:
         journal = None
@@ -342,7 +346,7 @@ def _known(tools: object, context: Context, *, forks: bool) -> dict[str, Tool]:
     """
     if isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Sequence):
         raise ConfigError(
-            f"tools must be a list of functions and agents, not {tools!r:.60}",
+            f"tools must be a list of functions and agents, not {shown(tools):.60}",
             hint="tools=[weather]",
         )
     by_name: dict[str, Tool] = {}
@@ -361,7 +365,7 @@ def _known(tools: object, context: Context, *, forks: bool) -> dict[str, Tool]:
                 tool = tool_of(item)
             else:
                 raise ConfigError(
-                    f"a tool must be a function or an Agent, not {item!r:.60}",
+                    f"a tool must be a function or an Agent, not {shown(item):.60}",
                     hint="give the function itself: tools=[weather]",
                 )
             if tool.name in by_name:
@@ -384,7 +388,7 @@ def _told(tell: object) -> tuple[type[BaseException], ...]:
     for kind in kinds:
         if not (isinstance(kind, type) and issubclass(kind, Exception)):
             raise ConfigError(
-                f"tell must be a class of exceptions, or several, not {tell!r:.60}",
+                f"tell must be a class of exceptions, or several, not {shown(tell):.60}",
                 hint="tell=(ToolError, LookupError)",
             )
     return (ToolError, *cast("tuple[type[Exception], ...]", kinds))
@@ -400,10 +404,10 @@ def _seconds(name: str, value: object) -> float:
 def _tasks(task: object) -> list[str]:
     tasks = [task] if isinstance(task, str) else task
     if isinstance(tasks, (bytes, Mapping)) or not isinstance(tasks, Sequence) or not tasks:
-        raise ConfigError(f"a task must be a text, or a list of texts, not {task!r:.60}")
+        raise ConfigError(f"a task must be a text, or a list of texts, not {shown(task):.60}")
     for text in tasks:
         if not isinstance(text, str) or not text.strip():
-            raise ConfigError(f"a task must be a text that is not empty, not {text!r:.60}")
+            raise ConfigError(f"a task must be a text that is not empty, not {shown(text):.60}")
     return list(tasks)
 
 

@@ -17,8 +17,9 @@ from typing import cast
 
 from ..context.prefix_cache import n_common
 from ..engine import AsyncEngine, Event, Request, Result
-from ..errors import CacheFullError, ClosedError, LlamaBranchError, ParseError, ToolError
+from ..errors import CacheFullError, ClosedError, LlamaBranchError, ToolError, said, told
 from ..generation.thought import token_text
+from ..model.shape import asking
 from ..model.thoughts import Thinking, ThinkingChoice, plan_thinking
 from ..model.tools import ToolCall, Tools
 from ..model.turn_format import Turn, TurnEvent, TurnReader
@@ -39,9 +40,7 @@ _ROOM = 256  # tokens and cells kept for the last turn, or an eighth of max_toke
 _MOST_FAILED = 3  # turns in a row in which all calls failed
 _REPEATED = "made already; its result is above"
 _AROUND = 64  # tokens that a template writes around a result
-_MOST_SCHEMA = 400  # tokens of a schema that is shown
-_AS_JSON = "Give your answer as JSON."
-_FOLLOWS = "Give your answer as JSON that follows this schema:\n{schema}"
+_AS_JSON = "Give the answer as JSON."
 _NAMED = re.compile(r'"name"\s*:\s*"([^"\\]{1,64})"')
 _numbers = count()
 _LEAVE_S = 1.0  # the time in which a cancelled async tool has to end
@@ -192,11 +191,7 @@ class AgentPath:
         self._exact = True
 
     async def run(self, session: Session) -> Report:
-        """Run it to its end.
-
-        Raises:
-            Exception: raised neither by this library nor by a tool, but for example by a user's drafter.
-        """
+        """Run it to its end; what a user's code raises ends only this path, with reason "error"."""
         self._session, self._begun = session, perf_counter()
         session.stats[self._name] = self._stats
         self._recorded = (session.recorded or {}).get(self._name, ())
@@ -218,6 +213,9 @@ class AgentPath:
             reason, error = "cancelled", closed
         except LlamaBranchError as raised:
             reason, error = "error", raised
+        except Exception as raised:  # for example of a user's drafter or logits processor
+            reason, error = "error", ToolError(f"{type(raised).__name__}: {said(raised)}")
+            error.__cause__ = raised
         return self._end(reason, error)
 
     def _end(self, reason: str, error: LlamaBranchError | None) -> Report:
@@ -258,21 +256,46 @@ class AgentPath:
         turns, is_first = self._turns, not self._is_fork
         if self._agent.max_turns - self._turn <= 1 and not (is_first and turns.forced):
             self._limit = "turns" if turns.others.is_used else None
-        while True:
+        while self._limit is None:
             forced = turns.forced if is_first else None
-            grammar = forced or (turns.last if self._limit else turns.free)
             tools = turns.first if forced is not None else turns.others
-            # If the grammar allows no calls, no text is read as one.
-            calls = tools.is_used and not (self._limit is not None and grammar is not None)
-            turn = await self._write(grammar, tools if calls else None, self._agent.think)
+            turn = await self._write(
+                forced or turns.free, tools if tools.is_used else None, self._agent.think
+            )
             is_first = False
-            if turn.calls and self._limit is not None:  # some forms have no grammar to prevent it
-                raise _Ended(self._limit)
+            if not turn.calls and tools.is_used and turns.looks_like_call(turn.content):
+                raise _Ended("error", ToolError("the answer looks like a call, but cannot be read"))
             self._messages.append(_answer(turn))
             if not turn.calls:
                 return
+            for call in turn.calls:
+                arguments = json.dumps(call.arguments, ensure_ascii=False)
+                self._tell("call", arguments, name=call.name, call=call.id)
             self._calls += turn.calls
             self._continue(turn.calls, await self._call_all(turn.calls))
+        await self._answer_last()
+
+    async def _answer_last(self) -> None:
+        """Let the model write the last turn, and see to it that no call counts as the answer.
+
+        No grammar prevents calls: it would bend one into an answer that looks like a call. If the model
+        calls although it was told not to, it is asked once more, in a prompt without the functions, as
+        for ``tool_choice="none"``. A first turn has that prompt at once.
+
+        Raises:
+            _Ended: it calls in that prompt too.
+        """
+        for has_tools in (True, False) if self._turn else (False,):
+            if not has_tools:
+                prompt, n_lost = self._turns.whole(self._tokens, self._messages, has_tools=False)
+                self._add(prompt, n_lost if self._turn else 0)
+            turn = await self._write(None, self._turns.others, self._agent.think)
+            if not turn.calls and not self._turns.looks_like_call(turn.content):
+                self._messages.append(_answer(turn))
+                return
+            if self._n_left < 1:
+                raise _Ended("length")
+        raise _Ended("turns" if self._limit in (None, "repeats") else self._limit)
 
     async def _write(
         self, grammar: Grammar | None, tools: Tools | None, think: ThinkingChoice
@@ -302,9 +325,6 @@ class AgentPath:
         if result.finish_reason != "stop":
             self._messages.append({"role": "assistant", "content": turn.content})
             raise _Ended(self._reason(result), result.error)
-        for call in turn.calls:
-            arguments = json.dumps(call.arguments, ensure_ascii=False)
-            self._tell("call", arguments, name=call.name, call=call.id)
         return turn
 
     def _unknown_calls(self, turn: Turn, salt: str) -> Turn:
@@ -418,7 +438,7 @@ class AgentPath:
             )
         except _Raised as raised:
             name, error = raised.args
-            text = _message(error)
+            text = said(error)
             self._tell("result", text, name=name, error="raised")
             tool_error = ToolError(
                 ": ".join(filter(None, (f"{name} raised {type(error).__name__}", text)))
@@ -497,7 +517,7 @@ class AgentPath:
                 raise
             except BaseException as error:  # an event loop would end with SystemExit, for instance
                 if isinstance(error, self._agent.tell):
-                    raise Refused(_message(error) or type(error).__name__) from error
+                    raise Refused(told(error)) from error
                 raise _Raised(tool.name, error) from error
 
         waiting = asyncio.ensure_future(invoke())
@@ -515,8 +535,8 @@ class AgentPath:
 
     async def _run_agent(self, agent: Settings, task: str, path: str) -> str:
         """Run another agent and return its answer."""
-        session, own = self._session, agent.sampling.seed
-        seed = seed_of(session.seed if own is None else own, path)
+        session = self._session
+        seed = seed_of(agent.sampling.drawn_seed(session.seed), path)
         try:
             messages = asked(agent.messages, task)
             prompt = agent.turns.prompt(messages)
@@ -593,11 +613,8 @@ class AgentPath:
 
     async def _answer_typed(self, grammar: Grammar) -> None:
         """Ask for the answer as JSON, and once more if the type refuses it."""
-        question = _AS_JSON
-        schema = json.dumps(json.loads(grammar.source), ensure_ascii=False)
-        model = self._context.model
-        if len(model.tokenize(schema, add_special=False)) < _MOST_SCHEMA:
-            question = _FOLLOWS.format(schema=schema)
+        shows = self._agent.show_schema
+        question = asking(json.loads(grammar.source)) if shows else _AS_JSON
         for _ in range(2):
             new: list[dict[str, object]] = [{"role": "user", "content": question}]
             prompt, n_lost = self._turns.following(self._tokens, self._messages, new, is_turn=False)
@@ -620,8 +637,10 @@ class AgentPath:
             return next((s.text for s in later), "")
         try:
             grammar.parse(text)
-        except ParseError as error:
-            return f"This was refused: {error.message}\nGive the JSON again."
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a validator may raise SystemExit
+            return f"This was refused: {told(error)}\nGive the JSON again."
         return ""
 
     # -- a replay ------------------------------------------------------------------------------------
@@ -649,14 +668,6 @@ class AgentPath:
                     raise Refused(step.text.removeprefix("error: "))
                 return step.text
         raise _Ended("cut")
-
-
-def _message(error: BaseException) -> str:
-    """Return what an exception says; "" if it cannot say it."""
-    try:
-        return text_of(str(getattr(error, "message", error)))
-    except BaseException:  # an object's own method may raise anything
-        return ""
 
 
 def _result(call: ToolCall, text: str) -> dict[str, object]:

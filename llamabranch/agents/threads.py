@@ -10,7 +10,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
-from ..errors import ClosedError
+from ..errors import ClosedError, in_thread
 
 __all__ = ["all_done", "event_loop", "threaded"]
 
@@ -87,7 +87,7 @@ def event_loop() -> Iterator[Callable[[Coroutine[None, None, T]], T]]:
             if not started.done():
                 started.set_exception(error)
 
-    thread = threading.Thread(target=serve, name="agent", daemon=True)
+    thread = threading.Thread(target=in_thread(serve), name="agent", daemon=True)
     thread.start()
     loop, ended = started.result()
     try:

@@ -7,13 +7,14 @@ import json
 import typing
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import cast
 
 from ..context import Context
+from ..errors import said, told
 from ..model import Model
 from ..model.functions import function_tool
 from ..model.thoughts import ThinkingChoice
@@ -78,6 +79,7 @@ class Settings:
     messages: list[dict[str, object]]
     tools: Mapping[str, Tool]
     grammar: Grammar | None  # of answers in JSON
+    show_schema: bool
     name: str
     about: str
     tool_choice: str
@@ -157,15 +159,22 @@ def _checker(function: Callable[..., object]) -> Callable[[object], dict[str, ob
         warnings.simplefilter("ignore")  # pydantic warns about some annotations
         adapters = {key: TypeAdapter(hints[key]) for key in parameters}
 
+    def reason(key: str, error: BaseException) -> str:
+        if isinstance(error, ValidationError):
+            with suppress(Exception):  # it asks the user's own exceptions
+                first = error.errors(include_url=False, include_input=False)[0]
+                return f"{'.'.join([key, *map(str, first['loc'])])}: {first['msg']}"
+        return f"{key}: {told(error)}"
+
     def check(arguments: object) -> dict[str, object]:
         checked: dict[str, object] = {}
         for key, value in named(arguments).items():
             try:
                 checked[key] = adapters[key].validate_json(json.dumps(value))
-            except ValidationError as error:
-                first = error.errors(include_url=False, include_input=False)[0]
-                place = ".".join([key, *map(str, first["loc"])])
-                raise Refused(f"{place}: {first['msg']}"[:_TOLD]) from None
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # a validator may raise anything
+                raise Refused(reason(key, error)[:_TOLD]) from None
         return checked
 
     return check
@@ -193,8 +202,8 @@ def text_of(value: object, *, is_heard: Callable[[], bool] = lambda: True) -> st
         )
     except Exception as error:  # whatever an object's own methods raise
         raise TypeError(
-            f"a result of type {type(value).__name__} cannot be written as JSON ({error}): return text, "
-            "numbers, lists, dictionaries, dataclasses or pydantic models"
+            f"a result of type {type(value).__name__} cannot be written as JSON ({said(error)}): return "
+            "text, numbers, lists, dictionaries, dataclasses or pydantic models"
         ) from error
 
 

@@ -15,6 +15,7 @@ from ..sampling.grammar import Grammar, turn_grammar
 
 __all__ = ["Messages", "Turns"]
 
+_CALL = re.compile(r'"name"\s*:\s*"[^"]*"\s*,?\s*"(arguments|parameters)"')
 _LONG = 1000  # characters of a message that is rendered again after each turn
 _REMEMBERED = 20_000  # characters of a conversation whose tokens are remembered
 _MOST_RECENT = 64  # conversations whose tokens are remembered
@@ -54,44 +55,34 @@ class Turns:
         except UnsupportedError:
             return None
 
-    @cached_property
-    def last(self) -> Grammar | None:
-        """The grammar of a turn without calls."""
-        if not self.others.is_used:
-            return None
-        # The text contains no call in any form, and begins with neither JSON nor a fence of JSON.
-        # Otherwise it would have to end where it turns into a call.
-        pair = r'"name"\s*:\s*"[^"]*"\s*,\s*"(arguments|parameters)"\s*:'
-        forbidden = [r"(.|\n)*" + pair, r"\s*(\[\s*)?\{", r"\s*```(json|tool_calls?)?\s"]
-        control = [text for text in self.model.handle.control_tokens() if text.strip()]
+    def looks_like_call(self, text: str) -> bool:
+        """Return whether a text without a complete call has the beginning of one, or a broken one."""
         opening = re.split(r"\s", self.form.form.opening.strip())[0]
-        is_control = any(text in opening for text in control)  # which no grammar of text allows
-        if opening.strip("{[\"'") and not is_control:
-            forbidden.append(r"(.|\n)*" + re.escape(opening))
-        cuts = [pattern.replace("/", r"\/") + r"(.|\n)*" for pattern in forbidden] + [r"\s*```\w*"]
-        return Grammar.from_lark(
-            "start: T\nT: /(.|\\n)*/ & ~(" + " | ".join(f"/{cut}/" for cut in cuts) + ")"
-        )
+        is_opened = bool(opening.strip("{[\"'")) and opening in text
+        return is_opened or _CALL.search(text) is not None
 
     # -- prompts -----------------------------------------------------------------------------------
 
-    def prompt(self, messages: Messages, *, answers: bool = True) -> list[int]:
+    def prompt(
+        self, messages: Messages, *, answers: bool = True, has_tools: bool = True
+    ) -> list[int]:
         """Return the tokens of a conversation.
 
         Args:
             messages: all of it.
             answers: whether an answer begins after it.
+            has_tools: False leaves out the descriptions of the tools.
 
         Raises:
             LlamaBranchError: the template refuses it.
         """
-        key = repr((answers, *messages))
+        key = repr((answers, has_tools, *messages))
         tokens = self._recent.get(key)
         if tokens is None:
             talk = conversation(
                 self.model,
                 messages,
-                self.first,
+                self.first if has_tools else Tools(()),
                 self._variables,
                 continues=False,
                 generates=answers,
@@ -147,13 +138,17 @@ class Turns:
             return [*own, *whole[end:]], 0
         return self.whole(own, [*before, *new])
 
-    def whole(self, own: Sequence[int], messages: Messages) -> tuple[list[int], int]:
+    def whole(
+        self, own: Sequence[int], messages: Messages, *, has_tools: bool = True
+    ) -> tuple[list[int], int]:
         """Return the prompt of a conversation, and how many tokens of ``own`` it does not keep.
+
+        ``has_tools``: as for ``prompt``.
 
         Raises:
             LlamaBranchError: the template refuses the conversation.
         """
-        prompt = self.prompt(messages)
+        prompt = self.prompt(messages, has_tools=has_tools)
         return prompt, len(own) - n_common(own, prompt)
 
 

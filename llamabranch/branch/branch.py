@@ -36,7 +36,7 @@ from ..run.loop import Loop
 from ..sampling import Distribution, Grammar, Sampler, SamplingParams, SamplingSettings
 from ..sampling.constraint import ConstraintCalls, ConstraintLike, ConstraintState
 from ..sampling.distribution import log_base
-from ..sampling.noise import derive_seed, random_seed
+from ..sampling.noise import derive_seed
 from ..sampling.params import settings_of
 from . import scorer
 from .generation import Generation
@@ -98,7 +98,7 @@ class Branch:
             grammar = Grammar(grammar)
         with ctx.lock:
             ctx.decoder.check_open()
-            seed = random_seed() if params.seed is None else params.seed
+            seed = params.drawn_seed()
             sampler = Sampler(ctx.model, params, grammar)
             return cls(ctx, sampler, seed, None, beginning)
 
@@ -562,8 +562,8 @@ class Branch:
             raise SequencesExhaustedError.of_forks(n, n_free, n_all) from None
 
     def reseed(self, seed: int | None = None) -> None:
-        """Use another seed for the tokens that follow; without ``seed`` a random one."""
-        seed = random_seed() if seed is None else whole("seed", seed)
+        """Use another seed for the tokens that follow; without ``seed``, or with -1, a random one."""
+        seed = SamplingParams(seed=seed).drawn_seed()
         with self._lock:
             self.sequence.check_usable()
             self.sequence.drop_held()

@@ -278,7 +278,7 @@ class Chat:
         if thinking:
             plan_thinking(self.ctx.model, [], thinking)  # raises if the template cannot
         thinking_budget(thinking)
-        if changes.get("seed", 0) is None:
+        if changes.get("seed", 0) in (None, -1):
             changes["seed"] = random_seed()
         with self.held():
             self.sampling = self.sampling.replace(**cast(SamplingSettings, changes))
@@ -789,11 +789,13 @@ class Answer:
         buffer = ThoughtBuffer(chat.ctx.model, thinking, limit)
         self._thought = buffer.tokens
         generation = Generation(chat.speculator.loop, text, buffer, owner=self.branch)
-        for token in self._until_full(generation):
-            self.exchange.thought += token.text
-            yield token
+        for shown in self._until_full(generation):
+            for token in buffer.emit(shown):
+                self.exchange.thought += token.text
+                yield token
         ended, self.exchange.thought = buffer.ended, buffer.thought
         if ended is None or self.finish_reason == "capacity":
+            yield from buffer.withheld
             return
         self.exchange.thought, n_kept, forced = ended
         self._thought = buffer.tokens[:n_kept] + forced

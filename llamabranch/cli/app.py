@@ -32,7 +32,6 @@ COMMANDS = {
     "serve": "Serve a model over HTTP: OpenAI's API, scores of texts, and branches.",
     "search": "Search for the best continuation: beams, samples, votes, particles, steps, or a tree.",
     "score": "Score a text: log-probabilities of its tokens, perplexity, or the best of several.",
-    "eval": "Measure models by the text they predict: perplexity, KL divergence.",
     "bench": "Measure drafting with a pair of models here, and name the best draft length.",
     "models": "List the known models, download one, or show what a file is.",
     "doctor": "Report versions, processor, build, memory and caches, test the installation, and advise.",
@@ -46,8 +45,6 @@ MOVED = {
     "complete": "generate",
     "completion": "generate",
     "server": "serve",
-    "perplexity": "eval --perplexity FILE",
-    "compare": "eval --perplexity FILE --against A -m B",
 }
 
 

@@ -19,7 +19,6 @@ from llamabranch.profile import profile_path
 
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
-from .comparison import NOTHING_DRAFTED
 from .console import Console, base_name, interval_text, number, spread_text
 from .drafters import is_model, make_drafter
 from .interrupts import EXIT_INTERRUPTED, InterruptHandler
@@ -185,7 +184,7 @@ class BenchReport:
             return "Nothing was compared." if drafters else "There is no drafter to compare."
         advice = "Try prompts that the drafter can continue, or another --draft."
         if report.candidate is None:
-            return f"{NOTHING_DRAFTED} {advice}"
+            return f"Nothing was drafted in the timed runs, so all are plain decoding. {advice}"
         if confirmed is not None and not confirmed.drafts:
             return (
                 f"Inconclusive: draft length {confirmed.length} was the fastest above, but nothing was "

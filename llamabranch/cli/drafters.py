@@ -64,6 +64,29 @@ def choose_drafters(
     return (*first, *parse_draft(fittest))
 
 
+def always_drafting(
+    target: str | None, console: Console, *, has_grammar: bool
+) -> tuple[str, tuple[str, ...]]:
+    """Return the names of a target and of its drafters, which always draft; print the choice.
+
+    The drafter is the target's own MTP layers, or the best draft model. If there is neither, the
+    bundled pair is used, or with a ``target`` a drafter that copies. A grammar drafts first.
+    """
+    name = hub.default_model() if target is None else target
+    has_mtp = Model.head_kind(hub.resolve(name, download=None)) == MTP
+    found = MTP if has_mtp else _fittest(name)
+    if found is None and target is None:
+        name, found = hub.BUNDLED_TARGET, hub.BUNDLED_DRAFT
+    if found is None:
+        console.note(
+            f"there is no smaller model here to draft for {name}: drafts are copied from the text"
+        )
+    elif not console.silent:
+        console.note(f"model: {name}, drafts: {found} (-m and -md name others)")
+    drafters = ("suffix",) if found is None else (found,)
+    return name, (GRAMMAR, *drafters) if has_grammar else drafters
+
+
 def parse_draft(given: str) -> tuple[str, ...]:
     """Return the drafters of a chain in order, () for "none"; ConfigError for an invalid chain.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import secrets
+import warnings
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -30,8 +31,8 @@ from llamabranch.speculative import NullDrafter
 from ..files import digest
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
-from .comparison import DraftComparison, compare, first_difference
-from .console import ROUNDING, Console, shortened
+from .comparison import DraftComparison, compare, first_difference, print_statistics, statistics
+from .console import Console, base_name, shortened
 from .drafters import has_model
 from .files import load_function, read_piped_text
 from .interrupts import EXIT_FAILURE, EXIT_INTERRUPTED, InterruptHandler
@@ -50,19 +51,6 @@ from .options import (
 )
 from .results import ResultFile
 
-# The statistics that the table shows: about drafting, and all others.
-_DRAFTING = (
-    "num_drafts", "num_draft_tokens", "num_accepted_tokens", "draft_acceptance_rate",
-    "mean_acceptance_length", "num_plain_steps",
-)  # fmt: skip
-_SHOWN = (
-    "target_forward_passes", "draft_forward_passes", "shared_prompt_tokens", "preemptions",
-    "generated_tokens", "tokens_per_s",
-)  # fmt: skip
-# Shown unless 0.
-_RARE = (
-    "texts in the file already", "failed", "draft_forward_passes", "shared_prompt_tokens", "preemptions",
-)  # fmt: skip
 # What can end a text before its grammar is complete, and which limit is too low then.
 _CUT = {"length": ("-n", "it"), "capacity": ("the context", "--ctx-size")}
 
@@ -76,7 +64,7 @@ class GenerateReport:
         console: where results, progress and totals go.
         file: the file that results are appended to instead of being printed, or None.
         chat: whether prompts are messages, which are printed on separate lines.
-        shows_drafts: whether to print the figures of drafting too, if there is a drafter.
+        title: the first line of the statistics of drafts; None prints none.
 
     Attributes:
         done: the texts (id, sample) that the file already had.
@@ -91,7 +79,7 @@ class GenerateReport:
         file: ResultFile | None,
         *,
         chat: bool = False,
-        shows_drafts: bool = False,
+        title: str | None = None,
     ) -> None:
         self.engine, self._console, self._file = engine, console, file
         self._requests = {str(request.id): request for request in requests}
@@ -115,8 +103,7 @@ class GenerateReport:
         self._order = deque(texts if prints and not self._on_terminal else ())
         self._held: dict[tuple[str, int], Result] = {}
         self._machine = Machine.now()
-        # Whether figures of drafting are printed.
-        self._has_figures = console.verbose or (shows_drafts and not self._is_plain)
+        self._title = title
 
     # -- texts -----------------------------------------------------------------------------------------
 
@@ -222,13 +209,17 @@ class GenerateReport:
     def finish(self, *, interrupted: bool) -> None:
         """Print the totals, and exit with the code of the job."""
         compared = {} if self.comparison is None else self._compared(self.comparison)
-        if self._has_figures or compared:
-            self._print_totals(self._console.beside, compared)
-        elif not self._console.silent:
+        figures = {} if self._title is None else statistics(self._stats, self.comparison)
+        if not self._console.silent:
             self._console.note(self._summary())
+            if self._title is not None:
+                about = self._about_the_texts(compared) if compared else ""
+                print_statistics(self._console.beside, self._title, figures, about)
+            if self._console.verbose:
+                self._console.note(self._explanation)
         if "capacity" in self._finish_reasons and not self._console.silent:
             self._console.note("the context is full: raise --ctx-size to continue")
-        self._console.answer({**self._totals(interrupted), **compared})
+        self._console.answer({**self._totals(interrupted), **figures, **compared})
         if interrupted:
             more = "" if self._file is None else "; --resume continues from here"
             self._console.note("interrupted" + more)
@@ -272,7 +263,6 @@ class GenerateReport:
         requests = list(self._requests.values())
         return {
             "plain": plain,
-            **found.as_dict(),
             "machine": self._machine.as_dict(),
             "n_threads": engine.target.n_threads,
             "same_text_expected": expected,
@@ -293,61 +283,22 @@ class GenerateReport:
             f"{self._n_failed} failed" if self._n_failed else "",
             f"{stats.generated_tokens} tokens",
             f"ended by {reasons}" if reasons else "",
-            "" if math.isnan(stats.tokens_per_s) else f"{stats.tokens_per_s:.1f} a second",
+            ""
+            if math.isnan(stats.tokens_per_s) or self._title
+            else f"{stats.tokens_per_s:.1f} a second",
             f"seed {self.engine.seed}",
         ]
         return ", ".join(filter(None, parts))
 
-    def _print_totals(self, console: Console, compared: Mapping[str, object]) -> None:
-        """Print the totals as a table; if the output is a pipe, to standard error."""
-        engine, comparison, stats = self.engine, self.comparison, self._stats.as_dict()
-        can = engine.target.capabilities
-        figures: dict[str, object] = {
-            "requests": len(self._requests),
-            "texts in the file already": len(self.done),
-            "failed": self._n_failed,
-            "finish reasons": _counted(self._finish_reasons),
-        }
-        if not self._is_plain:
-            figures |= {name: stats[name] for name in _DRAFTING}
-            figures["drafts ended by"] = _counted(self._stats.speculative.stop_reasons)
-        figures |= {name: stats[name] for name in _SHOWN}
-        figures = {name: value for name, value in figures.items() if value or name not in _RARE}
-        figures["seed"] = engine.seed
-        figures["kv_type"] = engine.target.kv_type
-        figures["batch_invariant"] = can.batch_invariant or f"no: {can.batch_invariant_reason}"
-        paragraphs = [self._explanation] if self._console.verbose else []
-        if comparison is not None:
-            machine = self._machine.describe(engine.target.n_threads)
-            paragraphs += [self._about_the_texts(compared), comparison.explain(), machine]
-        console.figures(figures)
-        if comparison is not None:
-            comparison.print(console)
-        for paragraph in filter(None, paragraphs):
-            console.line(paragraph)
-            console.line()
-
     def _about_the_texts(self, compared: Mapping[str, object]) -> str:
+        """Return where the texts with and without drafts begin to differ, or why they may."""
         if not compared["same_text_expected"]:
-            rule = self.engine.config.rule
-            return f"same text: not expected (rule {rule} is lossless in distribution)"
-        where, why = compared["divergence"], compared["batch_invariant_reason"]
+            return f", as rule {self.engine.config.rule} keeps only the distribution"
+        where = compared["divergence"]
         if not isinstance(where, dict):
             return ""
-        model = self.engine.target.model
-        plain, drafted = (
-            "nothing" if token is None else repr(model.piece(token).decode(errors="replace"))
-            for token in where["tokens"]
-        )
-        message = (
-            f"The texts differ. First difference at token {where['position']}: plain decoding "
-            f"generated {plain}, with drafts {drafted}."
-        )
-        if compared["batch_invariant"]:
-            return (
-                f"{message} This context is batch-invariant ({why}): this is a bug in llamabranch."
-            )
-        return f"{message} This context is not batch-invariant ({why}). {ROUNDING}"
+        exact = compared["batch_invariant"]
+        return f", from token {where['position']} on" + (": a bug in llamabranch" if exact else "")
 
 
 def _counted(reasons: Mapping[str, int]) -> str | None:
@@ -358,6 +309,7 @@ def _counted(reasons: Mapping[str, int]) -> str | None:
 
 _CELLS_PER_TEXT = 512  # cells of the cache for each text, unless --n-ctx is given
 _LEAST_CELLS = 2048
+DRAFT_LENGTH = 4  # tokens that speculate drafts, unless told
 
 
 @dataclass(frozen=True)
@@ -437,13 +389,16 @@ def generate(
     With a seed, or at temperature 0, and with exact batches, each text is the one that its prompt gets
     alone and without drafts; otherwise rounding can change it. Without a prompt, the text that is piped
     in is continued. A pipe gets only the texts, in the order of the prompts; with several texts a line
-    names each. Figures of drafting are printed with a draft model, --draft, --compare or -v; if the
-    output is a pipe they go to standard error.
+    names each. `llamabranch speculate` takes the same options, always drafts, and prints how well.
     """
     with output.console() as console:
         # All arguments are checked before a model loads.
         is_speculate = call.command.name == "speculate"
-        if text.seed is None and (models.compare or is_speculate):
+        if is_speculate:
+            models = replace(models, draft_length=models.draft_length or str(DRAFT_LENGTH))
+            if not console.verbose:
+                warnings.simplefilter("ignore", lb.errors.ExactnessWarning)
+        if text.seed == -1 or (text.seed is None and (models.compare or is_speculate)):
             text = replace(text, seed=secrets.randbits(31))
         if not any((prompts.texts, prompts.prompts, prompts.files, prompts.input_file)):
             piped = read_piped_text()
@@ -459,7 +414,7 @@ def generate(
             file = ResultFile(job.output_file, settings, requests, resume=job.resume)
             settings = console.resources.enter_context(file).job
         has_grammar = any(request.grammar is not None for request in requests)
-        names = models.resolve(console, has_grammar=has_grammar)
+        names = models.resolve(console, has_grammar=has_grammar, always=is_speculate)
         lengths = JobLengths.measured(requests, text.max_tokens, names[0], models.n_ctx)
         opened = models.contexts(lengths, names[1], chat.template)
         context, drafter = models.open_pair(names, console, *opened)
@@ -475,7 +430,7 @@ def generate(
             file.open(context.model, engine.seed)
         shown = GenerateReport(
             engine, requests, console, file, chat=chat.is_on,
-            shows_drafts=models.draft is not None or bool(drafter.contexts),
+            title=_title(names, config) if is_speculate or models.compare else None,
         )  # fmt: skip
         prepared = [_prepared(request, text, chat, context) for request in requests]
         with InterruptHandler([context, *drafter.contexts]) as interrupts:
@@ -491,6 +446,12 @@ def generate(
                     engine, plain, prepared, interrupts, progress=console.progress
                 )
         shown.finish(interrupted=interrupts.requested)
+
+
+def _title(names: tuple[str, tuple[str, ...]], config: lb.SpeculativeConfig) -> str:
+    """Return the first line of the statistics: the models, and how much is drafted."""
+    target, drafters = base_name(names[0]), "+".join(map(base_name, names[1]))
+    return shortened(f"{target}, {config.draft_k} tokens a draft by {drafters or 'nobody'}", 80)
 
 
 def _requests(

@@ -20,7 +20,7 @@ import typer
 import llamabranch as lb
 from llamabranch import ConfigError, SamplingParams, hub
 
-from ..arguments import choice, nearest
+from ..arguments import choice, nearest, token_key
 from .bundles import argument, option
 from .console import Console
 from .files import (
@@ -212,7 +212,9 @@ class ModelFlags:
             if name in kinds[kind]:
                 values[name] = setting_value(value)
         if isinstance(values.get("logit_bias"), dict):
-            values["logit_bias"] = {int(k): float(v) for k, v in values["logit_bias"].items()}
+            values["logit_bias"] = {
+                token_key("logit_bias", k): float(v) for k, v in values["logit_bias"].items()
+            }
         if isinstance(values.get("dry_sequence_breakers"), list):
             values["dry_sequence_breakers"] = tuple(values["dry_sequence_breakers"])
         return values
@@ -259,9 +261,10 @@ class DraftFlags(ModelFlags):
         "--draft --draft-model --model-draft --spec-draft-model --hf-repo-draft -d -md -hfd -hfrd",
         rich_help_panel=DRAFTING,
     )
-    draft_length: str = option(
-        "auto",
-        "Tokens to draft per round; auto drafts as many as raise throughput, possibly none.",
+    draft_length: str | None = option(
+        None,
+        "Tokens to draft per round; auto drafts as many as raise throughput, possibly none. "
+        "[default: auto; 4 for speculate]",
         "--draft-max --draft-length --gamma --num-speculative-tokens --spec-draft-n-max -k",
         metavar="N|auto",
         rich_help_panel=DRAFTING,
@@ -269,7 +272,7 @@ class DraftFlags(ModelFlags):
 
     def config(self) -> lb.SpeculativeConfig:
         """Return the settings of drafting; ConfigError for a value out of range."""
-        length = setting_value(self.draft_length)
+        length = setting_value("auto" if self.draft_length is None else self.draft_length)
         try:
             lb.SpeculativeConfig(draft_k=length)
         except ConfigError as error:
@@ -278,11 +281,16 @@ class DraftFlags(ModelFlags):
         return lb.SpeculativeConfig(**{"draft_k": length, **self.set("drafting")})
 
     def resolve(
-        self, console: Console, *, has_grammar: bool = False
+        self, console: Console, *, has_grammar: bool = False, always: bool = False
     ) -> tuple[str, tuple[str, ...]]:
-        """Return the names of the target and of its drafters; see `drafters.choose_drafters`."""
-        from .drafters import choose_drafters  # needs NumPy and llama.cpp
+        """Return the names of the target and of its drafters; see `drafters.choose_drafters`.
 
+        ``always`` is the choice of ``speculate``; see `drafters.always_drafting`.
+        """
+        from .drafters import always_drafting, choose_drafters  # need NumPy and llama.cpp
+
+        if always and self.draft in (None, "auto"):
+            return always_drafting(self.target, console, has_grammar=has_grammar)
         target = self.announce(console)
         return target, choose_drafters(target, self.draft, console, has_grammar=has_grammar)
 
@@ -450,7 +458,7 @@ class DrawFlags:
     )
     seed: int | None = option(
         None,
-        "The same seed gives the same text, with drafts or without; -1 is a random seed.",
+        "The same seed gives the same text, with drafts or without; -1 takes a random one.",
         "--seed -s",
         callback=lambda value: None if value == -1 else value,
     )
@@ -475,6 +483,7 @@ class SamplingFlags(DrawFlags):
         """Return the settings except ``--ignore-eos``; ConfigError for a value out of range."""
         names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")
         flags = {name: getattr(self, name) for name in names}
+        lb.SamplingParams(seed=self.seed)  # raises now where the engine gets the seed
         settings = {**flags, "seed": seed, **models.set("sampling")}
         return DEFAULTS.replace(**cast("lb.sampling.SamplingSettings", settings))
 
@@ -547,7 +556,7 @@ class OutputFlags:
     as_json: bool = option(False, "Print one JSON object and nothing else.", "--json")
     verbose: bool = option(
         False,
-        "Show llama.cpp's log, figures of drafting, and tracebacks of errors.",
+        "Show llama.cpp's log, what drafting did, and tracebacks of errors.",
         "--verbose --log-verbose --debug -v",
     )
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from ..errors import DecodeInterruptedError, SnapshotError
-from ..native import call_in_thread
+from ..native import call_in_thread, release_threads
 from .memory import Memory
 from .prefix_cache import CachedPrefix, CachedPrefixes, PrefixCache
 from .runner import Runner, decode_run
@@ -48,11 +48,10 @@ def rewrite_in_order(
     *,
     by_state: bool = True,
 ) -> bool:
-    """Write all sequences again, common prefixes once; return False if a sequence's tokens are
-    unknown.
+    """Write all sequences again, common prefixes once; return False if that is impossible.
 
     The context does not know the tokens of raw sequences, or of sequences that a verification is
-    using.
+    using. Memory that does not keep its cells in order has no need of it. The caller holds the lock.
 
     Args:
         runner: has the cells, and decodes the tokens if their K/V cannot be copied.
@@ -64,6 +63,8 @@ def rewrite_in_order(
         KeyboardInterrupt, DecodeInterruptedError: only after every sequence has its cells again.
     """
     memory = runner.memory
+    if not memory.order.is_kept:
+        return False
     owners = [holder for holder in holders if isinstance(holder, Replayable)]
     ends = {owner.seq_id: memory.next_position(owner.seq_id) for owner in owners}
     if any(seq_id not in ends for seq_id in memory.usage().sequences):
@@ -77,8 +78,8 @@ def rewrite_in_order(
             return True
     if prefixes is not None:
         prefixes.clear()
-    memory.clear()
-    _decode_again(runner, _plan(texts))
+    release_threads()  # the other thread gets its own team
+    call_in_thread(lambda: _decode_again(runner, _plan(texts)))
     return True
 
 
@@ -126,15 +127,19 @@ def _copy(memory: Memory, plan: list[_Step], cached: list[CachedPrefix]) -> bool
 
 
 def _decode_again(runner: Runner, plan: list[_Step]) -> None:
-    """Decode the tokens of all sequences into the empty cache."""
+    """Clear the cache, and decode the tokens of all sequences.
+
+    It runs in its own thread, as ``_copy`` does. There a Ctrl-C that is held stops no decode.
+    """
     memory = runner.memory
+    memory.clear()
     interruption: KeyboardInterrupt | DecodeInterruptedError | None = None
     for text, source, n in plan:
         if n:
             memory.fork(source, text.seq_id, n)
-        while memory.next_position(text.seq_id) < len(text.tokens):
+        while (start := memory.next_position(text.seq_id)) < len(text.tokens):
             try:
-                decode_run(runner, text.tokens[n:], text.seq_id, "none")
+                decode_run(runner, text.tokens[start:], text.seq_id, "none")
             except (KeyboardInterrupt, DecodeInterruptedError) as error:
                 interruption = error
     if interruption is not None:

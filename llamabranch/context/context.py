@@ -87,7 +87,7 @@ class Context:
         self.n_threads: int = native["n_threads"]
         self.n_threads_batch: int = native["n_threads_batch"]
         self.params = resolved
-        self.kv_cache.compact = lambda: self.compact()  # looked up at each call
+        self.kv_cache.compact = self._compact
         self.sequences = SequenceIds(self.kv_cache, self._check_raw)
         self._head: Context | None = None
         self.prefix_cache = None
@@ -193,14 +193,9 @@ class Context:
         """How many sequences are free now. Does not wait while another thread decodes."""
         return self.sequences.count_free()
 
-    def compact(self) -> bool:
-        """Move the cells of all branches into order, without holes; False if raw sequences hold cells.
-
-        With non-unified KV there is nothing to do.
-        """
-        if self.kv_cache.forks_copy:
-            return True
-        return rewrite_in_order(self.decoder, self.sequences.holders(), self.prefix_cache)
+    def _compact(self) -> bool:
+        with self.lock:
+            return rewrite_in_order(self.decoder, self.sequences.holders(), self.prefix_cache)
 
     def mtp_head(self) -> Context | None:
         """Return the context of this model's own MTP layers, which drafts for this one; opened once.
@@ -365,12 +360,12 @@ class Context:
                     "penalties, DRY and a logits processor look at the tokens so far: use a Branch"
                 )
             row_logits, n_rows = self._row(row), len(self._last_rows)
-            if params.seed is None and params.temperature > 0:
+            if params.seed in (None, -1) and params.temperature > 0:
                 raise ConfigError(
                     "sampling above temperature 0 needs a seed: two calls give the same token",
                     hint="SamplingParams(seed=1); a Branch picks one itself",
                 )
-            seed, position = params.seed or 0, self._last_end - (n_rows - 1 - int(row) % n_rows)
+            seed, position = params.drawn_seed(0), self._last_end - (n_rows - 1 - int(row) % n_rows)
             sampler = Sampler(self.model, params)
             return sampler.distribution(row_logits.array, position, seed).draw(seed, position)
 

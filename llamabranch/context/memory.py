@@ -1,6 +1,7 @@
 """The memory of a context: which sequence holds which cells. One class for each kind of memory.
 
-llama.cpp's cells and the table of them always change together. Callers ask the memory to fork, cut,
+llama.cpp's cells and the table of them always change together: an interrupt, or an error of llama.cpp,
+comes before or after both changes. Callers ask the memory to fork, cut,
 drop or make room, and get the result; they need not know the kind of memory. Everything here
 expects valid arguments and a caller that holds the context's lock. Nothing here decodes: the
 :class:`~llamabranch.context.runner.Runner` decodes, and records here which cells were written.
@@ -17,6 +18,7 @@ import numpy.typing as npt
 
 from ..errors import CacheFullError, DecodeError, SnapshotError
 from ..native import ContextHandle, StateLayout, max_sequences
+from ..native.interrupts import uninterrupted
 from .cell_table import CellTable, Usage
 from .checkpoints import Checkpoint, Checkpoints
 from .hidden_states import HiddenStates
@@ -81,9 +83,9 @@ class CellOrder:
             return
         write_index = cells.write_index(seq_id, low)
         if high < end_of_seq or newest > write_index:
-            self._handle.copy(seq_id, self._seq_id, low, high)
             self._lowest = write_index if self._lowest is None else min(self._lowest, write_index)
             self.n_cells += n_cells
+            self._handle.copy(seq_id, self._seq_id, low, high)
 
     def release_if_unneeded(self) -> None:
         """Release the quarantined cells if no living sequence has cells above them."""
@@ -118,6 +120,7 @@ class Memory:
         compact: a function that writes all sequences again, in order, without holes; False if
             impossible.
         order: the `CellOrder`, which keeps the cells in order if ``keeps_order``.
+        disorders: how often cells came out of order so far.
         can_draft: the end of a sequence can be dropped, so drafts are verified in place.
         forks_copy: a fork copies K/V; otherwise it costs nothing.
     """
@@ -146,6 +149,7 @@ class Memory:
         # The quarantined cells need a sequence id.
         keeps_order = keeps_order and n_seq_max < max_sequences()
         self.order = CellOrder(handle, self.cells, max_sequences() - 1 if keeps_order else -1)
+        self.disorders = 0
         self.handle = handle
 
     # -- what is written ---------------------------------------------------------------------------
@@ -180,6 +184,7 @@ class Memory:
         """Return the logits noted at the end of a sequence, if any."""
         return None
 
+    @uninterrupted
     def fork(self, source: int, target: int, n: int = END) -> int:
         """Make ``target`` hold the first ``n`` tokens of ``source``, or all, and nothing else.
 
@@ -213,6 +218,7 @@ class Memory:
         """Return whether a sequence can continue from its first ``n`` tokens once the rest is dropped."""
         return True
 
+    @uninterrupted
     def cut(self, seq_id: int, n: int) -> int:
         """Drop all but the first ``n`` tokens of a sequence, including those of a failed decode.
 
@@ -227,6 +233,7 @@ class Memory:
         self.drop(seq_id, 0)
         return 0
 
+    @uninterrupted
     def drop(self, seq_id: int, start: int, end: int = END) -> bool:
         """Drop positions [start, end) of a sequence; False if this memory cannot."""
         self.order.quarantine(seq_id, start, end)
@@ -245,8 +252,17 @@ class Memory:
         self.cells.remove(seq_id, start, end)
         return True
 
+    @uninterrupted
     def clear(self) -> None:
         """Drop everything, including the prefix cache's cells."""
+        try:
+            self._clear()
+        except BaseException:  # cells and table must change together
+            self._clear()
+            raise
+
+    def _clear(self) -> None:
+        """Clear llama.cpp's memory and the table. May be repeated after an interrupt."""
         self.handle.clear()
         self.cells.clear()
         self.prefix_seq_ids.clear()
@@ -301,6 +317,7 @@ class Memory:
             return freed > 0
         if not self.compact():
             self.order.release()
+            self.disorders += 1
         return True
 
     def full_error(self, n: int) -> CacheFullError:
@@ -325,6 +342,11 @@ class Memory:
         return cells.n_cells - cells.n_used(s for s in range(cells.n_seq_max) if s not in cached)
 
     @property
+    def in_order(self) -> bool:
+        """Whether the cells of all sequences are in the order of their tokens."""
+        return self.order.in_order
+
+    @property
     def is_placement_exact(self) -> bool:
         """Whether a text's logits are the same to the bit in any cells."""
         return self.forks_copy or self.order.is_kept
@@ -342,21 +364,24 @@ class Memory:
         """Return the K/V of a sequence as llama.cpp writes it, uint8 (n,), a copy."""
         return self.handle.state(seq_id)
 
+    @uninterrupted
     def set_state(self, seq_id: int, state: State, n_tokens: int) -> bool:
         """Fill an empty sequence with a state of ``n_tokens``; False if cells are lacking.
 
         Raises:
-            SnapshotError: llama.cpp rejects the state. The sequence may hold anything: drop it.
+            SnapshotError: llama.cpp rejects the state. The sequence is then empty.
         """
         try:
             self.handle.set_state(seq_id, state)
-        except SnapshotError as refusal:
-            if "available cells" in refusal.message or "not enough cells" in refusal.message:
+            if self.handle.position_range(seq_id)[1] != n_tokens - 1:
+                raise SnapshotError("llama.cpp holds other positions than the snapshot has")
+            self.append(seq_id, n_tokens)
+        except BaseException as error:
+            self._remove(seq_id, 0, END)
+            message = error.message if isinstance(error, SnapshotError) else ""
+            if "available cells" in message or "not enough cells" in message:
                 return False
             raise
-        if self.handle.position_range(seq_id)[1] != n_tokens - 1:
-            raise SnapshotError("llama.cpp holds other positions than the snapshot has")
-        self.append(seq_id, n_tokens)
         return True
 
     @property
@@ -370,6 +395,7 @@ class Memory:
         """True if all cells can be copied out and back so that their order is kept."""
         return self.can_copy and self.order.is_kept and self.order.in_order
 
+    @uninterrupted
     def piece(self, seq_id: int, start: int) -> State:
         """Return the K/V of a sequence from position ``start`` on, for ``place``; a copy.
 
@@ -378,30 +404,36 @@ class Memory:
         """
         if self.state_layout is None:
             raise SnapshotError("llama.cpp writes K/V in an unknown form")
-        self.handle.copy(seq_id, _MOVED, start, -1)
         try:
+            self.handle.copy(seq_id, _MOVED, start, -1)
             return self.state_layout.with_owner(self.handle.state(_MOVED))
         finally:
             self.handle.remove(_MOVED, 0, -1)
 
+    @uninterrupted
     def place(self, seq_id: int, state: State, start: int, n_tokens: int) -> None:
         """Write a ``piece`` of ``n_tokens`` into the next free cells; ``start`` is the sequence's
         end.
 
         Raises:
-            SnapshotError: llama.cpp rejects it.
+            SnapshotError: llama.cpp rejects it. The sequence is as before.
         """
-        self.handle.set_state(_MOVED, state)
-        self.handle.copy(_MOVED, seq_id, start, -1)
-        self.handle.remove(_MOVED, 0, -1)
-        self.cells.append(seq_id, n_tokens)
+        try:
+            self.handle.set_state(_MOVED, state)
+            self.handle.copy(_MOVED, seq_id, start, -1)
+            self.handle.remove(_MOVED, 0, -1)
+            self.cells.append(seq_id, n_tokens)
+        except BaseException:
+            self.handle.remove(_MOVED, 0, -1)
+            self._remove(seq_id, start, END)
+            raise
 
     # -- accounts ----------------------------------------------------------------------------------
 
     def usage(self) -> Usage:
         """Return how full the cache is."""
-        usage, order = self.cells.usage(self.prefix_seq_ids), self.order
-        return replace(usage, cells_reserved=order.n_cells, in_order=order.in_order)
+        usage = self.cells.usage(self.prefix_seq_ids)
+        return replace(usage, cells_reserved=self.order.n_cells, in_order=self.in_order)
 
     def audit(self) -> None:
         """Compare the table with llama.cpp's own positions.
@@ -491,9 +523,8 @@ class Windowed(Memory):
             self._shadowed[seq_id] = min(n_shadowed, self.next_position(seq_id))
         return is_done
 
-    def clear(self) -> None:
-        """Drop everything."""
-        super().clear()
+    def _clear(self) -> None:
+        super()._clear()
         self._shadowed.clear()
 
     def _compared(self, seq_id: int, ours: Span, theirs: Span) -> tuple[Span, Span]:
@@ -540,17 +571,18 @@ class NonUnified(Memory):
             self.cells.remove(target, 0, END)
             raise
 
+    @uninterrupted
     def drop(self, seq_id: int, start: int, end: int = END) -> bool:
         """Drop positions. The next tokens fill a hole below the last position, out of order."""
         if start <= max(0, self.first_position(seq_id)) and end >= self.next_position(seq_id):
             self._with_holes.discard(seq_id)
         elif end < self.next_position(seq_id):
             self._with_holes.add(seq_id)
+            self.disorders += 1
         return super().drop(seq_id, start, end)
 
-    def clear(self) -> None:
-        """Drop everything."""
-        super().clear()
+    def _clear(self) -> None:
+        super()._clear()
         self._with_holes.clear()
 
     def room(self, seq_id: int, n: int) -> int:
@@ -578,13 +610,17 @@ class NonUnified(Memory):
 
     def place(self, seq_id: int, state: State, start: int, n_tokens: int) -> None:
         """Write a ``piece`` into the empty sequence."""
-        self.handle.set_state(seq_id, state)
-        self.cells.append(seq_id, n_tokens)
+        if not self.set_state(seq_id, state, n_tokens):
+            raise SnapshotError("the sequence has too few cells for this K/V")
+
+    @property
+    def in_order(self) -> bool:
+        """Whether no sequence was cut in its middle."""
+        return not self._with_holes
 
     def usage(self) -> Usage:
         """Return how full the cache is, and how many cells a sequence has."""
-        in_order = not self._with_holes
-        return replace(super().usage(), in_order=in_order, cells_per_sequence=self._n_cells_seq)
+        return replace(super().usage(), cells_per_sequence=self._n_cells_seq)
 
 
 class States(Memory):
@@ -660,20 +696,26 @@ class States(Memory):
         point = self.checkpoints.find(seq_id, n)
         return 0 if point is None else point.n_tokens
 
+    @uninterrupted
     def fork(self, source: int, target: int, n: int = END) -> int:
         """Make ``target`` hold the first tokens of ``source``: at most ``n``, limited by `usable`."""
         if not self.usable(source, n):
             if self.first_position(target) >= 0:
                 self.drop(target, 0)
             return 0
-        super().fork(source, target)
-        self.checkpoints.share(source, target)
-        return self.cut(target, n)
+        try:
+            super().fork(source, target)
+            self.checkpoints.share(source, target)
+            return self.cut(target, n)
+        except BaseException:
+            self.drop(target, 0)
+            raise
 
     def can_cut(self, seq_id: int, n: int) -> bool:
         """Return whether there is nothing to cut."""
         return n == self.next_position(seq_id)
 
+    @uninterrupted
     def cut(self, seq_id: int, n: int) -> int:
         """Return to the last checkpoint of at most ``n`` tokens, or drop the whole sequence.
 
@@ -707,9 +749,8 @@ class States(Memory):
             self.checkpoints.cut(seq_id, start)
         return is_done
 
-    def clear(self) -> None:
-        """Drop everything."""
-        super().clear()
+    def _clear(self) -> None:
+        super()._clear()
         self.checkpoints.clear()
 
     def fits(self, n: int, count_free: Callable[[], int]) -> int:
@@ -820,6 +861,7 @@ class RollingBack(States):
         self._undoable.clear()
         self._broken.update(seqs)
 
+    @uninterrupted
     def cut(self, seq_id: int, n: int) -> int:
         """Undo the end of the last decode; otherwise cut as `States` does."""
         n_undoable, end = self._undoable.pop(seq_id, 0), self.next_position(seq_id)
@@ -840,6 +882,7 @@ class RollingBack(States):
                 self._undone.discard(seq_id)
         return is_done
 
+    @uninterrupted
     def fork(self, source: int, target: int, n: int = END) -> int:
         """Fork as `States` does, after putting the state in its place."""
         if source in self._undone:
@@ -848,9 +891,8 @@ class RollingBack(States):
         self._undoable.pop(source, None)
         return super().fork(source, target, n)
 
-    def clear(self) -> None:
-        """Drop everything."""
-        super().clear()
+    def _clear(self) -> None:
+        super()._clear()
         self._undoable.clear()
         self._undone.clear()
         self._broken.clear()

@@ -20,6 +20,7 @@ from operator import attrgetter
 from time import perf_counter
 
 from ..errors import SnapshotError
+from ..native.interrupts import uninterrupted
 from .hidden_states import PackedStates
 from .memory import END, Row, State
 from .runner import Runner
@@ -211,6 +212,7 @@ class PrefixCache:
         n = self._find(tokens)[0]
         return self._worth_restoring(tokens, n)[0] or n
 
+    @uninterrupted
     def take(self, seq_id: int, tokens: Sequence[int]) -> int:
         """Share the longest kept prefix of ``tokens`` with an empty sequence; return its length."""
         n, text = self._find(tokens)
@@ -226,6 +228,7 @@ class PrefixCache:
         self._count_hit(n)
         return n
 
+    @uninterrupted
     def take_whole(self, seq_id: int, tokens: Sequence[int]) -> Row | None:
         """Share a text of ``tokens`` with an empty sequence if the logits after it are kept.
 
@@ -247,6 +250,7 @@ class PrefixCache:
         self._count_hit(n)
         return row
 
+    @uninterrupted
     def transfer_text(self, tokens: Sequence[int], is_full: bool) -> int | None:
         """Drop a cached prefix that begins like ``tokens``; return its sequence, cut to the common part.
 
@@ -342,6 +346,7 @@ class PrefixCache:
 
     # -- keeping and evicting ----------------------------------------------------------------------
 
+    @uninterrupted
     def put(
         self, seq_id: int, tokens: Sequence[int], *, row: Row | None = None, is_last: bool = False
     ) -> bool:
@@ -396,6 +401,7 @@ class PrefixCache:
             return self._sequences.allocate_if_free(text)
         return heapq.heappop(self._spare_seq_ids) if self._spare_seq_ids else None
 
+    @uninterrupted
     def evict(self, n_cells: int) -> int:
         """Free at least ``n_cells`` cells that only cached texts use, or all of them if there are fewer.
 
@@ -426,6 +432,7 @@ class PrefixCache:
             self._drop(text)
         return min(n_alone, n_tokens - keep)
 
+    @uninterrupted
     def evict_text(self) -> bool:
         """Drop the least recently used text; return False if no text is left."""
         for text in self._kept:
@@ -436,6 +443,7 @@ class PrefixCache:
             return True
         return False
 
+    @uninterrupted
     def clear(self) -> None:
         """Drop everything, also the texts in host memory."""
         for text in self.saved:

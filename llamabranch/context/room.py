@@ -1,15 +1,12 @@
 """Whether the machine has enough memory for a context, checked before llama.cpp allocates it.
 
 llama.cpp writes to the whole cache when it creates it. For a cache that was far too large this took a
-minute and a half, and the memory of all other programs. The size that is computed here is a lower bound,
-and it is compared with all the memory that there is. So nothing is refused that could work.
+minute and a half, and the memory of all other programs. The size that is computed here is a lower bound.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from pathlib import Path
+import os
 
 from ..errors import ConfigError
 from ..model import Model
@@ -25,7 +22,7 @@ _STEP = 256  # llama.cpp rounds a cache up to whole steps
 
 
 def check_room(model: Model, params: ContextParams, *, is_head: bool = False) -> None:
-    """Raise ConfigError if a context needs more memory than the machine, or the cgroup, has.
+    """Raise ConfigError if a context needs more memory than the machine has.
 
     Args:
         params: resolved for the model.
@@ -39,7 +36,7 @@ def check_room(model: Model, params: ContextParams, *, is_head: bool = False) ->
     least = of_cells + of_states
     if limit is None or least <= limit:
         return
-    memory_text = f"and this machine has {limit / 1e9:,.1f} GB of memory, with swap"
+    memory_text = f"and this machine has {limit / 1e9:,.1f} GB of memory"
     if of_states > of_cells:
         n_seq_max, n_rs_seq = params.n_seq_max or 1, int(params.n_rs_seq)
         raise ConfigError(
@@ -78,44 +75,9 @@ def least_state_bytes(model: Model, params: ContextParams) -> int:
     return n_states * model.state_numbers * BYTES_OF_NUMBER
 
 
-def memory_bytes(root: Path = Path("/")) -> int | None:
-    """Return all memory, with swap, that this process could ever get; None if it is not known."""
-    total, swap = (_kilobytes(root / "proc/meminfo", name) for name in ("MemTotal", "SwapTotal"))
-    if total is None:
+def memory_bytes() -> int | None:
+    """Return the memory of this machine in bytes, without swap; None if it is not known."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # AttributeError: Windows
         return None
-    swap = swap or 0
-    limits = [total + swap]
-    for folder in _groups(root):
-        memory = _number(folder / "memory.max")
-        if memory is not None:
-            more = _number(folder / "memory.swap.max")
-            limits.append(memory + (swap if more is None else min(swap, more)))
-    return min(limits)
-
-
-def _groups(root: Path) -> Iterator[Path]:
-    """Yield the folders of this process's control group and of all above it (version 2)."""
-    base = root / "sys/fs/cgroup"
-    yield base  # in a container this is the container's group
-    with contextlib.suppress(OSError, ValueError):
-        for line in (root / "proc/self/cgroup").read_text("utf-8").split("\n"):
-            if line.startswith("0::/"):
-                own = base / line[4:]
-                yield from (own, *(folder for folder in own.parents if base in folder.parents))
-
-
-def _number(path: Path) -> int | None:
-    """Return the number in a file; None if it has none ("max"), or is not there."""
-    with contextlib.suppress(OSError, ValueError):
-        return int(path.read_text("utf-8"))
-    return None
-
-
-def _kilobytes(path: Path, name: str) -> int | None:
-    """Return a value of /proc/meminfo in bytes."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in path.read_text("utf-8").split("\n"):
-            key, _, value = line.partition(":")
-            if key == name:
-                return int(value.split()[0]) * 1024
-    return None

@@ -20,10 +20,11 @@ import numpy.typing as npt
 from ..errors import CacheFullError, ConfigError, DecodeError, DecodeInterruptedError
 from ..native import heads, staging
 from ..native.context import DecodeHook
+from ..native.interrupts import uninterrupted
 from ..sampling import Sampler
 from ..sampling.noise import DRAW
 from .hidden_states import HiddenStates
-from .logits import LogitsRow
+from .logits import LogitsRow, lent
 from .memory import END, Memory
 from .params import warn_of_length
 from .thread_watch import ThreadWatch
@@ -165,11 +166,13 @@ class Runner:
                 if read is None:
                     all_rows = all_rows + rows if all_rows else rows
                 else:
-                    read(n_rows_before, rows)
+                    with lent(rows):
+                        read(n_rows_before, rows)
                     n_rows_before += n_rows
                 if on_read is not None:
                     n_decoded += n
-                    on_read(n_decoded)
+                    with lent(rows):
+                        on_read(n_decoded)
             else:
                 return all_rows
         except BaseException:  # Ctrl-C arrives when the call returns
@@ -196,7 +199,9 @@ class Runner:
         if n_rows > self.handle.row_capacity:
             expiring = ()  # the buffer is reallocated: every old row becomes invalid
         for row in live:
-            if row.users and row.users > expiring.count(row):
+            if not row.users:
+                row.invalidate()
+            elif row.users > expiring.count(row):
                 row.detach()
         self._live = []
 
@@ -228,6 +233,7 @@ class Runner:
         reason += "allocate memory" if code == _NO_MEMORY else "compute the batch"
         return DecodeError(f"{reason} (code {code}); {state}", code=code, memory_changed=True)
 
+    @uninterrupted
     def undo(self, starts: dict[int, int], expiring: Sequence[LogitsRow]) -> list[int]:
         """Truncate every sequence of a failed batch to its start; return those that are shorter now."""
         emptied = [s for s, start in starts.items() if self.memory.cut(s, start) < start]

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from ..errors import SequencesExhaustedError
+from ..native.interrupts import uninterrupted
 from .memory import Memory
 
 __all__ = ["SequenceIds"]
@@ -128,11 +129,13 @@ class SequenceIds:
                 return seq_id
         return None
 
+    @uninterrupted
     def transfer(self, seq_id: int, holder: object) -> None:
         """Allocate this sequence to another holder."""
         weakref.finalize(holder, self._collected.append, seq_id).atexit = False
         self._holders[seq_id] = weakref.ref(holder)
 
+    @uninterrupted
     def free(self, seq_id: int) -> None:
         """Free a sequence, if it is allocated, and empty it."""
         with self._lock:
@@ -141,6 +144,7 @@ class SequenceIds:
                     self._memory.drop(seq_id, 0)
                 del self._holders[seq_id]
 
+    @uninterrupted
     def collect(self, *, noted: bool = True) -> None:
         """Free the sequences whose holders were garbage collected.
 

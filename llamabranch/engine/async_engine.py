@@ -21,7 +21,7 @@ from typing import Literal, TypeAlias, overload
 from typing_extensions import TypeVar, Unpack
 
 from ..arguments import whole
-from ..errors import ClosedError, ConfigError
+from ..errors import ClosedError, ConfigError, in_thread
 from ..model import Prompt
 from ..request.request import AnyRequest, Event, Request, Result
 from ..sampling import SamplingParams
@@ -106,7 +106,7 @@ class AsyncEngine:
         self._has_news = False  # whether the thread has something new to do
         self._ends: str | None = None  # "drain" or "abort" once it is closed
         self._thread = threading.Thread(
-            target=self._serve,
+            target=in_thread(self._serve),
             args=(weakref.ref(self), self._wake),
             name="AsyncEngine",
             daemon=True,

@@ -12,7 +12,7 @@ from typing import Generic, NamedTuple, cast
 
 from typing_extensions import TypeVar, Unpack
 
-from ..arguments import placed, plain_int, shown
+from ..arguments import flag, placed, plain_int, shown
 from ..context import Context
 from ..context.context import text_context
 from ..context.params import DEFAULT_N_CTX
@@ -103,6 +103,7 @@ class ChatOptions(TextOptions[T], Generic[T], total=False):
     tool_choice: str | Mapping[str, object] | None
     parallel_tool_calls: bool | None
     chat_template_kwargs: Mapping[str, object] | None
+    show_schema: bool
 
 
 @dataclass
@@ -234,7 +235,7 @@ def plan_texts(
     for index, each in enumerate(prompts):
         with placed(_place(index, prompts)):
             planned.append(of(each))
-    plan = _planned(ctx, planned, base, options)
+    plan = _planned(ctx, planned, base, options, chosen_grammar(options))
     plan.prompts, plan.is_list = prompts, is_list
     return plan
 
@@ -275,11 +276,12 @@ def _planned(
     planned: Sequence[_Planned],
     base: SamplingParams | None,
     options: TextOptions,
+    asked: Grammar | None,
     tools: Tools | None = None,
 ) -> Completion:
     """Return the call for tokenized prompts.
 
-    ``tools`` are the functions that the answers may call.
+    ``asked`` is the user's grammar; ``tools`` are the functions that the answers may call.
     """
     settings = {name: value for name, value in options.items() if name not in _NOT_SAMPLING}
     check_names(settings, ChatOptions.__annotations__)
@@ -293,7 +295,7 @@ def _planned(
     if top_logprobs is None and params.logprobs:
         top_logprobs = 0
     given_as_is = {name: value for name, value in options.items() if name in _AS_GIVEN}
-    asked = grammar = chosen_grammar(options)
+    grammar = asked
     if tools is not None and tools.is_used:
         grammar = tool_grammar(ctx.model, tools, asked)
     common = Request(
@@ -331,6 +333,7 @@ def plan_chat(
     tool_choice: str | Mapping[str, object] | None = None,
     parallel_tool_calls: bool | None = None,
     chat_template_kwargs: Mapping[str, object] | None = None,
+    show_schema: bool = True,
     **options: Unpack[TextOptions],
 ) -> Completion:
     """Check the arguments of ``chat``, and return the call; see ``plan_texts``.
@@ -340,7 +343,10 @@ def plan_chat(
             invalid, or a conversation too long.
     """
     text_context("ctx", ctx)
-    model = ctx.model
+    flag("show_schema", show_schema)
+    model, grammar = ctx.model, chosen_grammar(options)
+    is_shown = show_schema and grammar is not None and grammar.kind == "json_schema"
+    schema = grammar.source if is_shown and grammar is not None else ""
     form, asked = model.turn_format, _Thinking.of(options)
     known = Tools(tools or (), tool_choice, form, parallel=parallel_tool_calls)
     variables = {**thinking_variables(form, asked.choice), **(chat_template_kwargs or {})}
@@ -351,12 +357,12 @@ def plan_chat(
     for index, each in enumerate(given):
         with placed(_place(index, given)):
             chats.append(chat_messages(each))
-            talk = conversation(model, chats[-1], known, variables)
+            talk = conversation(model, chats[-1], known, variables, schema=schema)
             tokens = talk.tokens(model)
             planned.append(asked.plan(model, tokens, begun=talk.begun, has_calls=known.is_used))
     if known.forced and any(options.get(name) is not None for name in GRAMMARS):
         raise ConfigError("a forced tool call has its own grammar, so no other grammar is possible")
-    plan = _planned(ctx, planned, base, options, known)
+    plan = _planned(ctx, planned, base, options, grammar, known)
     plan.prompts, plan.is_list = chats, is_list
     return plan
 

@@ -189,6 +189,8 @@ class Context(CacheContext):
                   OpenAI's object with the name of a function = the answer is a call, and follows
                   the schema of the function.
                 - ``parallel_tool_calls``: False = at most one call.
+                - ``show_schema``: whether the model is told the form of a JSON schema, at the end of the
+                  user's last message in the prompt (True). ``result.prompt`` stays as it is.
                 - ``chat_template_kwargs``: other variables of the template, such as
                   ``{"enable_thinking": False}``.
 

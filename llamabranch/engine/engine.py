@@ -36,7 +36,7 @@ from ..request.request import (
 from ..run.core import EngineCore
 from ..run.loop import Loop
 from ..sampling import SamplingParams
-from ..sampling.noise import derive_seed, random_seed
+from ..sampling.noise import derive_seed
 from ..sampling.params import settings_of
 from ..speculative import Drafter, NullDrafter, SpeculativeConfig
 from ..speculative.combined import DrafterChoice, auto_drafter
@@ -114,8 +114,8 @@ class Engine:
         self.sampling = settings_of(sampling)
         self._max_tokens = None if max_tokens is None else whole("max_tokens", max_tokens, 0)
         self._wait_s = bounded("wait_s", wait_s, 0.0, math.inf)
-        self._seed = random_seed() if seed is None else whole("seed", seed)
-        self._repeats = seed is not None
+        self._seed = SamplingParams(seed=seed).drawn_seed()
+        self._repeats = seed not in (None, -1)
         self._n_seeds = 0
         with ExitStack() as failing:
             self.target = ctx = _context(target, drafter, parallel)
@@ -144,7 +144,7 @@ class Engine:
 
     @seed.setter
     def seed(self, seed: int) -> None:
-        self._seed, self._repeats = whole("seed", seed), True
+        self._seed, self._repeats = SamplingParams(seed=seed).drawn_seed(), True
 
     def _draw_seed(self) -> int:
         """Return the seed for a call or an added request.
@@ -211,6 +211,7 @@ class Engine:
 
         Raises:
             DecodeError: the decode failed or was interrupted. The next step continues; nothing is lost.
+            UsageError: a function that a step calls, such as a constraint, called this method.
         """
         return self.core.step()
 
@@ -239,7 +240,11 @@ class Engine:
             drain: finish the added requests first. Otherwise they end with "cancelled".
 
         If you passed a context, its prefix cache is kept. A second call does nothing.
+
+        Raises:
+            UsageError: a function that a step calls called this method. The engine stays open.
         """
+        self.core.check_idle()
         with self._adding:
             self._is_closed = True
         try:

@@ -88,7 +88,7 @@ class RequestStream:
         except LlamaBranchError as refused:
             error = refused
         if error is not None:
-            seed = 0 if request.sampling is None else request.sampling.seed or 0
+            seed = 0 if request.sampling is None else max(0, request.sampling.seed or 0)
             for i in samples:
                 stats = SpeculativeStats()
                 result = Result(name, i, request.prompt, "", [], "error", seed, stats, error=error)

@@ -1,25 +1,23 @@
-"""Compare a model with saved log-probabilities of another one: llama.cpp's ``--kl-divergence``."""
+"""Compare two models on one text: the numbers of llama.cpp's ``--kl-divergence``."""
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ..context import Context
 from ..context.context import text_context
 from ..context.logits import LogitsRow
 from ..errors import VocabularyMismatchError
-from .logits_file import Coded, LogitsFile
-from .perplexity import Chunked, Floats, check_room, exp, with_bos
+from ..model import Model, TokenIds
+from .perplexity import Chunked, Floats, Perplexity, exp, text_chunks, with_bos
 
 _FLOOR = np.float32(-16.0)  # nats: less probable tokens of the base are left out of the sum
-KL_FRACTIONS = (1.0, 0.999, 0.99, 0.95, 0.9, 0.5, 0.1, 0.05, 0.01, 0.001, 0.0)
-P_FRACTIONS = (1.0, 0.999, 0.99, 0.95, 0.9, 0.75, 0.5, 0.25, 0.1, 0.05, 0.01, 0.001, 0.0)
 
 
 class Uncertain(NamedTuple):
@@ -57,14 +55,13 @@ class KLStatistics(NamedTuple):
 
 @dataclass(frozen=True)
 class KLDivergence(Chunked):
-    """How a model's next-token distributions differ from saved ones, in the text or in a part of it.
+    """How a model's next-token distributions differ from a base's, in the text or in a part of it.
 
     ``rows`` has five numbers for each token: the loss -log p of the token in the text under the model and
     under the base, KL(base || model), all nats; the change of that token's probability; and 1 if both
     have the same most probable token, else 0.
     """
 
-    _KEY = "rows"
     _SHAPE = (5,)
 
     def _columns(self) -> Floats:
@@ -96,14 +93,7 @@ class KLDivergence(Chunked):
 
     def percentile(self, fraction: float) -> float:
         """Return the KL divergence that ``fraction`` of the tokens do not exceed."""
-        return self._quantile(2, fraction)
-
-    def p_change_percentile(self, fraction: float) -> float:
-        """Return the change of probability that ``fraction`` of the tokens do not exceed."""
-        return self._quantile(3, fraction)
-
-    def _quantile(self, column: int, fraction: float) -> float:
-        values = self._columns()[column]
+        values = self._columns()[2]
         if not len(values):
             return math.nan
         ordered = np.sort(values.astype(np.float32))
@@ -114,69 +104,98 @@ class KLDivergence(Chunked):
         above = ordered[min(below + 1, len(values) - 1)]
         return float((np.float32(1) - part) * ordered[below] + part * above)
 
-    def as_dict(self) -> dict[str, object]:
-        """Return JSON types, with every statistic."""
-        report: dict[str, object] = {
-            name: value._asdict() if isinstance(value, Uncertain) else value
-            for name, value in self.statistics._asdict().items()
-        }
-        report["kl_percentiles"] = {f"{100 * f:g}": self.percentile(f) for f in KL_FRACTIONS}
-        report["p_change_percentiles"] = {
-            f"{100 * f:g}": self.p_change_percentile(f) for f in P_FRACTIONS
-        }
-        return {**report, **super().as_dict()}
-
 
 def divergence(
+    base: Context,
     ctx: Context,
-    path: str | os.PathLike[str],
+    text: str | TokenIds,
+    window: int = 512,
     *,
+    chunks: int | None = None,
     progress: Callable[[KLDivergence], None] | None = None,
 ) -> KLDivergence:
-    """Compare a model with saved log-probabilities: KL divergence, perplexities, agreement.
+    """Compare a model with a base model on a text: KL divergence, perplexities, agreement.
 
-    The file contains the text. It is read row by row.
+    Each chunk is read by the base, whose logits of half a chunk stay in memory, and then by the model.
 
     Args:
-        ctx: a context of the model, which has the base's vocabulary; the file's window must fit into it.
-        path: a file of `perplexity` (``save_to``) or of ``llama-perplexity --kl-divergence-base``.
-        progress: called after each decode with the result so far, which you can keep if it is
+        base, ctx: contexts of the two models, which a window fits into. Their other branches are not
+            touched.
+        text, window, chunks: as for `perplexity`.
+        progress: called after each chunk with the result so far, which you can keep if it is
             interrupted.
 
     Raises:
-        ConfigError: the file cannot be read, is of another kind, or is incomplete.
-        VocabularyMismatchError: it is from a model with another vocabulary. CacheFullError, DecodeError.
+        VocabularyMismatchError: the models have different vocabularies.
+        ConfigError: the text is too short. CacheFullError, TokenizeError, DecodeError.
     """
-    text_context("ctx", ctx)
-    with LogitsFile.open(path) as file:
-        if file.n_vocab != ctx.n_vocab:
-            raise VocabularyMismatchError(
-                f"{path} is from a model with {file.n_vocab} tokens, {ctx.model.name} has {ctx.n_vocab}",
-                hint="compare quantisations of one model, or models with one vocabulary",
-            )
-        check_room(ctx, file.window)
-        flat = [token for chunk in file.chunks for token in chunk]
-        ctx.model.check_tokens(flat)
-        result = KLDivergence.begun(ctx, flat, file.window, len(file.chunks))
+    models = text_context("base", base).model, text_context("ctx", ctx).model
+    _check_vocabularies(*models)
+    parts = text_chunks(base, text, window, chunks)
+    text_chunks(ctx, parts[0] * 2, window, 1)  # raises if the model has no room for a window
+    result = KLDivergence(len(parts[0]), len(parts))
+    first = result.window // 2
+    for part in with_bos(models[0], parts):
+        rows: list[npt.NDArray[np.float32]] = []
 
-        def compare(chunk: int, i: int, token: int, row: LogitsRow) -> tuple[float, ...]:
-            return _compared(row, file.read(chunk, i), token)
+        def hold(
+            _chunk: int,
+            _i: int,
+            _token: int,
+            row: LogitsRow,
+            rows: list[npt.NDArray[np.float32]] = rows,
+        ) -> float:
+            rows.append(row.array.copy())
+            return 0.0
 
-        return result.read(ctx, with_bos(ctx.model, file.chunks), compare, progress)
+        def compare(
+            _chunk: int,
+            i: int,
+            token: int,
+            row: LogitsRow,
+            rows: list[npt.NDArray[np.float32]] = rows,
+        ) -> tuple[float, ...]:
+            return _compared(row.array, rows[i - first], token)
+
+        Perplexity(result.window, 1).read(base, [part], hold)
+        result.rows.extend(KLDivergence(result.window, 1).read(ctx, [part], compare).rows)
+        if progress is not None:
+            progress(result)
+    return result
 
 
-def _compared(row: LogitsRow, base: Coded, token: int) -> tuple[float, ...]:
-    """Return the numbers of one token, with llama-perplexity's arithmetic: 32 bits, sums in 64."""
-    logits, codes = row.array, base.codes
+def _check_vocabularies(base: Model, model: Model) -> None:
+    difference = base.compatibility(model).first_difference
+    if (
+        base.n_vocab != model.n_vocab
+        or base.vocab_type != model.vocab_type
+        or difference is not None
+    ):
+        raise VocabularyMismatchError(
+            f"{model.name} and {base.name} have different vocabularies, so their distributions "
+            "cannot be compared",
+            hint="compare quantisations of one model, or models with one vocabulary",
+        )
+
+
+def _log_softmax(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Return log-probabilities in 32 bits, summed in 64, as llama-perplexity computes them."""
     largest = np.float32(logits.max())
-    log_total = np.float32(np.log(np.exp(logits - largest).sum(dtype=np.float64)))
-    loss = np.float32(largest + log_total - logits[token])
-    logs = base.scale * codes.astype(np.float32) + base.smallest
-    terms = np.exp(logs) * (logs - logits + np.float32(largest + log_total))
-    kl = float(terms.sum(dtype=np.float64, where=logs > _FLOOR))
-    change = np.exp(-loss) - np.exp(logs[token])
-    same_top = int(logits.argmax()) == int(codes.argmax())
-    return float(loss), float(-logs[token]), kl, float(change), float(same_top)
+    total = np.float32(np.log(np.exp(logits - largest).sum(dtype=np.float64)))
+    log_probs: npt.NDArray[np.float32] = logits - np.float32(largest + total)
+    return log_probs
+
+
+def _compared(
+    logits: npt.NDArray[np.float32], base: npt.NDArray[np.float32], token: int
+) -> tuple[float, ...]:
+    """Return the five numbers of one token."""
+    ours, theirs = _log_softmax(logits), _log_softmax(base)
+    terms = np.exp(theirs) * (theirs - ours)
+    kl = float(terms.sum(dtype=np.float64, where=theirs > _FLOOR))
+    change = math.exp(ours[token]) - math.exp(theirs[token])
+    same_top = int(ours.argmax()) == int(theirs.argmax())
+    return float(-ours[token]), float(-theirs[token]), kl, change, float(same_top)
 
 
 def _mean(values: Floats) -> Uncertain:

@@ -116,6 +116,7 @@ def read_pair(
     """
     models = pair[0].model, pair[1].model
     draws = None if params is None else Sampler(models[1], params, None)
+    seed = 0 if params is None else params.drawn_seed(0)
     if draws is not None:
         draws.accept_prompt(tokens[:start])
     with (
@@ -133,7 +134,7 @@ def read_pair(
             for i, token in enumerate(part):
                 draw = None
                 if draws is not None and params is not None:
-                    draw = rows[1][i].draw(draws, params.seed or 0, at + i)
+                    draw = rows[1][i].draw(draws, seed, at + i)
                     draws.accept(token)
                 scores.append(compared(models, (rows[0][i], rows[1][i]), token, draw))
             if report(at, scores):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -20,7 +18,6 @@ from ..context.context import text_context
 from ..context.logits import LogitsRow
 from ..errors import CacheFullError, ConfigError
 from ..model import Model, TokenIds, token_list
-from .logits_file import LogitsFile
 
 Floats = npt.NDArray[np.float64]
 # Called with the number of a chunk, the index of one of its tokens, the next token, and the logits for
@@ -34,26 +31,15 @@ class Chunked:
 
     Attributes:
         window: tokens of a chunk.
-        n_chunks: how many chunks the whole text has.
-        text: a hash of the text's tokens.
-        model: the fingerprint of the model, and the K/V type.
+        n_chunks: how many chunks are read in all.
         rows: for each finished chunk the numbers of its scored tokens, float64.
     """
 
     window: int
     n_chunks: int
-    text: str
-    model: str
     rows: list[Floats] = field(default_factory=list, repr=False)
 
-    _KEY: ClassVar[str]  # the key of the rows in JSON
     _SHAPE: ClassVar[tuple[int, ...]]  # the shape of a token's numbers
-
-    @classmethod
-    def begun(cls, ctx: Context, tokens: Sequence[int], window: int, n_chunks: int) -> Self:
-        """Return the empty result for a text."""
-        text = hashlib.sha256(np.asarray(tokens, dtype="<i4").tobytes()).hexdigest()[:16]
-        return cls(window, n_chunks, text, f"{ctx.model.fingerprint} {ctx.kv_type}")
 
     @property
     def n_done(self) -> int:
@@ -64,12 +50,6 @@ class Chunked:
     def n_tokens(self) -> int:
         """The number of tokens scored so far."""
         return sum(map(len, self.rows))
-
-    def as_dict(self) -> dict[str, object]:
-        """Return all of it as JSON types."""
-        names = ("window", "n_chunks", "text", "model", "n_done", "n_tokens")
-        header: dict[str, object] = {name: getattr(self, name) for name in names}
-        return {**header, self._KEY: [rows.tolist() for rows in self.rows]}
 
     def read(
         self,
@@ -110,7 +90,6 @@ class Chunked:
 class Perplexity(Chunked):
     """The perplexity of a text, or of the part that is done."""
 
-    _KEY = "losses"
     _SHAPE = ()
 
     def __repr__(self) -> str:
@@ -136,22 +115,6 @@ class Perplexity(Chunked):
         variance = float(np.mean(losses**2) - np.mean(losses) ** 2)
         return self.value * math.sqrt(max(0.0, variance) / (len(losses) - 1))
 
-    @property
-    def by_chunk(self) -> list[float]:
-        """The perplexity of each chunk alone."""
-        return [exp(float(np.mean(losses))) for losses in self.losses]
-
-    @property
-    def running(self) -> list[float]:
-        """The perplexity of the text up to the end of each chunk, which llama-perplexity prints."""
-        sums = np.cumsum([losses.sum() for losses in self.losses])
-        counts = np.cumsum([len(losses) for losses in self.losses])
-        return [exp(float(total / n)) for total, n in zip(sums, counts, strict=True)]
-
-    def as_dict(self) -> dict[str, object]:
-        """Return all of it as JSON types."""
-        return {"perplexity": self.value, "stderr": self.stderr, **super().as_dict()}
-
 
 def perplexity(
     ctx: Context,
@@ -159,7 +122,6 @@ def perplexity(
     window: int = 512,
     *,
     chunks: int | None = None,
-    save_to: str | os.PathLike[str] | None = None,
     progress: Callable[[Perplexity], None] | None = None,
 ) -> Perplexity:
     """Return the perplexity of a text as llama-perplexity computes it.
@@ -174,28 +136,16 @@ def perplexity(
         text: text, in which control tokens stay text, or token ids; at least two windows long.
         window: tokens per chunk, at least 4.
         chunks: the most chunks; None = all.
-        save_to: a file for the log-probabilities, which `divergence` and llama-perplexity's
-            ``--kl-divergence`` read; an existing file is overwritten. Each scored token takes two bytes
-            for each token of the vocabulary: 25 MB per chunk of 512 tokens with a vocabulary of 49,152.
         progress: called after each decode with the result so far, which you can keep if it is
             interrupted.
 
     Raises:
-        ConfigError: the text is too short, or the file cannot be written. CacheFullError: the context is
-            smaller than a window. TokenizeError, DecodeError. OSError: the disk is full.
+        ConfigError: the text is too short. CacheFullError: the context is smaller than a window.
+        TokenizeError, DecodeError.
     """
-    tokens, parts = text_chunks(ctx, text, window, chunks)
-    result = Perplexity.begun(ctx, tokens, len(parts[0]), len(parts))
-    chunks_with_bos = with_bos(ctx.model, parts)
-    if save_to is None:
-        return result.read(ctx, chunks_with_bos, _loss, progress)
-    with LogitsFile.create(save_to, ctx.n_vocab, parts) as file:
-
-        def write(chunk: int, i: int, token: int, row: LogitsRow) -> float:
-            file.write(chunk, i, row.array)
-            return _loss(chunk, i, token, row)
-
-        return result.read(ctx, chunks_with_bos, write, progress)
+    parts = text_chunks(ctx, text, window, chunks)
+    result = Perplexity(len(parts[0]), len(parts))
+    return result.read(ctx, with_bos(ctx.model, parts), _loss, progress)
 
 
 def _loss(_chunk: int, _i: int, token: int, row: LogitsRow) -> float:
@@ -205,8 +155,8 @@ def _loss(_chunk: int, _i: int, token: int, row: LogitsRow) -> float:
 
 def text_chunks(
     ctx: Context, text: str | TokenIds, window: int, most: int | None
-) -> tuple[list[int], list[list[int]]]:
-    """Return the tokens of a text, and at most ``most`` chunks of them; control tokens stay text.
+) -> list[list[int]]:
+    """Return at most ``most`` chunks of a text's tokens; control tokens stay text.
 
     Raises:
         ConfigError: the text has fewer than two chunks.
@@ -214,7 +164,11 @@ def text_chunks(
         TokenizeError: an id that is not in the vocabulary.
     """
     model, window = text_context("ctx", ctx).model, whole("window", window, 4)
-    check_room(ctx, window)
+    if window - 1 > ctx.n_ctx_seq:
+        raise CacheFullError(
+            f"a window of {window} tokens does not fit into a context of {ctx.n_ctx_seq}",
+            hint="open the context with a larger n_ctx, or choose a smaller window",
+        )
     if isinstance(text, str):
         tokens = model.tokenize(text) if text else []
     else:
@@ -229,22 +183,13 @@ def text_chunks(
             hint="use a longer text, or a smaller window",
         )
     n = n if most is None else min(n, whole("chunks", most, 1))
-    return tokens, [tokens[i * window : (i + 1) * window] for i in range(n)]
+    return [tokens[i * window : (i + 1) * window] for i in range(n)]
 
 
 def with_bos(model: Model, chunks: Sequence[list[int]]) -> Sequence[list[int]]:
     """Return chunks whose first token is replaced by BOS, if the model begins every text with it."""
     begin = model.tokenize("")[:1]
     return [[*begin, *chunk[1:]] for chunk in chunks] if begin == [model.bos] else chunks
-
-
-def check_room(ctx: Context, window: int) -> None:
-    """Raise CacheFullError if a window does not fit into a sequence of ``ctx``."""
-    if window - 1 > ctx.n_ctx_seq:
-        raise CacheFullError(
-            f"a window of {window} tokens does not fit into a context of {ctx.n_ctx_seq}",
-            hint="open the context with a larger n_ctx, or choose a smaller window",
-        )
 
 
 def exp(value: float) -> float:

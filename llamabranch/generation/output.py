@@ -71,6 +71,7 @@ class OutputBuffer:
         is_stuck: whether the generation cannot continue for now, but may later. Meanwhile ``text``
             includes the text that is held back as a possible beginning of a stop string.
         elapsed_s: seconds so far; the caller adds them.
+        withheld: tokens that are not emitted yet, because they may be drawn again, see `ThoughtBuffer`.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class OutputBuffer:
         self.finish_reason: str | None = "length" if max_tokens == 0 else None
         self.is_stuck = False
         self.elapsed_s = 0.0
+        self.withheld: list[Produced] = []
 
     def copied(self) -> OutputBuffer:
         """Return another buffer with the same tokens. Neither changes the other."""
@@ -149,6 +151,13 @@ class OutputBuffer:
         self.finish_reason = reason
         # The end of the text may be held back for a stop string.
         return emitted if text == emitted.text else emitted._replace(text=text)
+
+    def emit(self, shown: Produced | None) -> list[Produced]:
+        """Return what a caller emits after ``add`` or ``break_off`` has returned ``shown``."""
+        if shown is None:
+            return []
+        shown_now, self.withheld = [*self.withheld, shown], []
+        return shown_now
 
     def break_off(self, reason: str | None = None) -> Produced | None:
         """End the text without an EOG token; return the text that was held back, if any.

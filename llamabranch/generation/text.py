@@ -99,7 +99,7 @@ class Text:
         self._produced: Produced | None = None
         self._incomplete_after = b""  # the bytes that stay incomplete after ``_produced``
         self._owned_by_prefix_cache = False  # whether it owns the sequence id
-        self._is_generating = False
+        self._is_generating = self._is_reading = False
         if parent is not None:
             self.fork_position = len(parent.tokens)
             self.tokens += parent.tokens
@@ -137,7 +137,7 @@ class Text:
         """The settings in effect. Their seed is the current one, also after ``seed`` was set."""
         params = self.sampler.params
         # Forks share sampler settings, so those do not determine the seed in effect.
-        if params.seed is None or params.seed == self._seed:
+        if params.seed in (None, -1, self._seed):
             return params
         return params.replace(seed=self._seed)
 
@@ -212,13 +212,17 @@ class Text:
             sampler = Sampler(self.ctx.model, sampling, self.sampler.grammar)
             self.use_sampler(self.replayed(sampler))
             if sampling.seed is not None:
-                self.seed = sampling.seed
+                self.seed = sampling.drawn_seed()
 
     def begin_anew(self, position: int, sampler: Sampler) -> None:
-        """Continue from the first ``position`` tokens, which count as read, with a new sampler."""
+        """Continue from the first ``position`` tokens, which count as read, with a new sampler.
+
+        If the memory cannot be cut there, fewer tokens are left. The caller reads the others again.
+        """
         with self.lock:
             if position < len(self.tokens):
-                self.rewind(position)
+                self.forget(self._cache.cut(self.seq_id, position))
+                self.fork_position = min(self.fork_position, len(self.tokens))
             sampler.accept_prompt(self.tokens)
             self.n_prompt, self.appended, self.surprisals = len(self.tokens), [], []
             self._incomplete = b""
@@ -234,10 +238,19 @@ class Text:
             self.use_sampler(self.sampler.constrained(state))
 
     def check_usable(self) -> None:
-        """Raise BranchStateError if it is pruned, ClosedError if the context is closed."""
+        """Raise BranchStateError if it is pruned or reads text, ClosedError if the context is closed."""
         if self.is_pruned:
             raise BranchStateError("the branch is pruned")
+        self.check_not_reading()
         self._decoder.check_open()
+
+    def check_not_reading(self) -> None:
+        """Raise BranchStateError if ``on_prompt_progress`` has called this, while it reads text."""
+        if self._is_reading:
+            raise BranchStateError(
+                "the branch reads text: on_prompt_progress cannot use this branch",
+                hint="use it when the call that reads has returned",
+            )
 
     def check_not_empty(self, what: str) -> None:
         """Raise BranchStateError if it has no tokens, so there is nothing to return."""
@@ -266,7 +279,9 @@ class Text:
         with self.lock:
             if self.is_pruned:
                 return
+            self.check_not_reading()
             self.is_pruned = True
+            self.version += 1
             self.draft_state = None  # its sequence is freed as soon as nobody uses it
             self.set_row(None)
             if not self._owned_by_prefix_cache:
@@ -328,10 +343,19 @@ class Text:
 
     def produce_from(self, row: LogitsRow) -> Produced:
         """Return the next token; ``row`` are the logits after the last one."""
-        sampler = self.sampler
+        sampler, version = self.sampler, self.version
         token = row.draw(sampler, self._seed, len(self.tokens), measured=sampler.params.logprobs)
+        self.check_unchanged(version)
         self._produced, self._incomplete_after = self.describe(token, row)
         return self._produced
+
+    def check_unchanged(self, version: int) -> None:
+        """Raise BranchStateError if a user's function has changed it since it had this ``version``."""
+        if self.version != version:
+            raise BranchStateError(
+                "a function that the branch calls has changed the branch",
+                hint="fork() the branch in the function, and change the fork",
+            )
 
     def describe(self, token: int, row: LogitsRow) -> tuple[Produced, bytes]:
         """Return ``token`` as the next one, with its log-probability and entropy from ``row``.
@@ -406,7 +430,12 @@ class Text:
         self.check_read(tokens, as_prompt=as_prompt)
         if self.row is not None and self.row.is_valid:
             self._cache.mark(self.seq_id, self.row.array)
-        self.append_prompt(tokens, self.decode_run(tokens, report))
+        self._is_reading = True
+        try:
+            row = self.decode_run(tokens, report)
+        finally:
+            self._is_reading = False
+        self.append_prompt(tokens, row)
 
     def truncate(self, position: int) -> None:
         """Make the cache hold exactly the first ``position`` tokens; nothing else changes."""

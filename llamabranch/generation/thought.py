@@ -32,7 +32,8 @@ class ThoughtBuffer(OutputBuffer):
     """The tokens of a text up to the end of its thought.
 
     The texts of its tokens form the thought, without tags. If the generated text does not begin
-    with a thought, this output ends at once, and ``ended`` is an empty thought.
+    with a thought, this output ends at once, and ``ended`` is an empty thought. Until that is clear
+    the tokens are withheld, because those of an answer are drawn again.
 
     Args:
         model: the model of the tokens.
@@ -91,6 +92,8 @@ class ThoughtBuffer(OutputBuffer):
     def break_off(self, reason: str | None = None) -> Produced | None:
         """End the thought without a tag, as ``OutputBuffer.break_off`` does."""
         pending = super().break_off(reason)
+        if reason is not None and pending is None and self.withheld:  # there will be no answer
+            return self.withheld.pop()
         return None if pending is None else pending._replace(is_thought=True)
 
     def add(self, emitted: Produced) -> Produced | None:
@@ -121,7 +124,12 @@ class ThoughtBuffer(OutputBuffer):
         core = shown.rstrip()
         self._space, self.texts[-1] = shown[len(core) :], core
         self._has_text = self._has_text or bool(core)
-        return None if produced is None else produced._replace(text=core)
+        if produced is None or self._is_open:
+            return None if produced is None else produced._replace(text=core)
+        self.withheld.append(produced._replace(text=core))
+        if self.finish_reason is not None:
+            self.withheld.clear()
+        return None
 
 
 def forced_token(token: int) -> Produced:

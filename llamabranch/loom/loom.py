@@ -232,8 +232,9 @@ class Loom(Live):
 
     def made(self, do: Do, i: int, kind: str, at: int, by: str = "A") -> Made:
         """Return the record of a node to generate, with its own seed."""
-        do.seed = do.seed or str(secrets.randbits(31))
-        seed = int(do.seed)
+        if do.seed in (None, "", "-1"):
+            do.seed = str(secrets.randbits(31))
+        seed = int(do.seed or 0)
         return Made(
             id=self.document.name(i), parent=do.node, at=at, kind=kind, by=by,
             seed=str(derive_seed(seed, i) if i else seed), stop=do.stop, max_tokens=do.max_tokens,

@@ -9,11 +9,12 @@ import typing
 import warnings
 from collections.abc import Callable, Mapping
 from enum import Enum
+from functools import cache
 from typing import Annotated, Literal, Union, cast, get_args, get_origin
 
-from ..errors import ConfigError
+from ..errors import ConfigError, told
 
-__all__ = ["function_tool"]
+__all__ = ["function_tool", "type_schemas"]
 
 _Field = tuple[object, object]  # annotation, default
 _Schema = dict[str, object]
@@ -38,15 +39,16 @@ def function_tool(function: Callable[..., object]) -> dict[str, object]:
         ConfigError: a parameter has no annotation, or one that has no JSON schema; or it is ``*args``,
             ``**kwargs`` or positional-only.
     """
-    name = getattr(function, "__name__", "")
-    if not name or name == "<lambda>":
-        raise ConfigError("a tool must be a function with a name", hint="def, not lambda")
+    name = ""
     try:
+        name = getattr(function, "__name__", "")
         signature = inspect.signature(function)
         hints = typing.get_type_hints(function, include_extras=True)
-    except (TypeError, ValueError, NameError) as error:
-        raise ConfigError(f"the parameters of {name} cannot be read: {error}") from None
-    about, described = _docs(inspect.getdoc(function) or "")
+        about, described = _docs(_own_docs(function, signature))
+    except Exception as error:  # annotations and descriptors are the user's code
+        raise ConfigError(f"the parameters of {name} cannot be read: {told(error)}") from error
+    if not isinstance(name, str) or not name or name == "<lambda>":
+        raise ConfigError("a tool must be a function with a name", hint="def, not lambda")
     fields: dict[str, _Field] = {}
     for key, parameter in signature.parameters.items():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
@@ -65,6 +67,17 @@ def function_tool(function: Callable[..., object]) -> dict[str, object]:
             properties[key].setdefault("description", text)
     tool: dict[str, object] = {"name": name, "description": about, "parameters": schema}
     return {"type": "function", "function": tool}
+
+
+def _own_docs(function: Callable[..., object], signature: inspect.Signature) -> str:
+    """Return the docstring that was written for a function or a class; "" if there is none."""
+    text = function.__doc__  # unlike `inspect.getdoc`, which looks into base classes too
+    if not isinstance(text, str):
+        return ""
+    is_generated = text == f"{function.__name__}{signature}".replace(
+        " -> None", ""
+    )  # by @dataclass
+    return "" if is_generated else inspect.cleandoc(text)
 
 
 def _docs(text: str) -> tuple[str, dict[str, str]]:
@@ -91,7 +104,6 @@ def _by_pydantic(name: str, fields: Mapping[str, _Field]) -> _Schema | None:
     """Return the schema of parameters; None without pydantic."""
     try:
         from pydantic import Field, create_model
-        from pydantic.errors import PydanticUserError
         from pydantic.json_schema import PydanticJsonSchemaWarning
     except ImportError:
         return None
@@ -103,13 +115,39 @@ def _by_pydantic(name: str, fields: Mapping[str, _Field]) -> _Schema | None:
         model = create_model(name, **cast(dict[str, "tuple[type, object]"], definitions))  # type: ignore[call-overload]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PydanticJsonSchemaWarning)  # of defaults without JSON
-            schema = cast(_Schema, model.model_json_schema())
-    except (PydanticUserError, TypeError, NameError, ValueError) as error:
-        raise ConfigError(f"{name}: no JSON schema: {str(error).splitlines()[0]}") from None
+            schema = cast(_Schema, model.model_json_schema(schema_generator=type_schemas()))
+    except (
+        Exception
+    ) as error:  # pydantic's errors have no common class, and a type may raise anything
+        raise ConfigError(f"{name}: no JSON schema: {told(error).splitlines()[0]}") from error
     properties = schema.get("properties")
     for part in [schema, *(properties.values() if isinstance(properties, dict) else ())]:
         part.pop("title", None)
     return schema
+
+
+@cache
+def type_schemas():  # type: ignore[no-untyped-def]
+    """Return pydantic's generator of JSON schemas, with the offsets that Python's types take.
+
+    A ``datetime`` and a ``time`` may have an offset: "iso-date-time" and "iso-time". A ``NaiveDatetime``
+    has none ("date-time-local"), an ``AwareDatetime`` has one ("date-time").
+
+    Raises:
+        ImportError: pydantic is missing.
+    """
+    from pydantic.json_schema import GenerateJsonSchema
+
+    class Generator(GenerateJsonSchema):
+        def datetime_schema(self, schema: Mapping[str, object]) -> dict[str, object]:
+            offsets = {"naive": "date-time-local", None: "iso-date-time"}
+            zone = schema.get("tz_constraint")
+            return {"type": "string", "format": offsets.get(cast("str | None", zone), "date-time")}
+
+        def time_schema(self, schema: Mapping[str, object]) -> dict[str, object]:
+            return {"type": "string", "format": "iso-time"}
+
+    return Generator
 
 
 def _by_hand(name: str, fields: Mapping[str, _Field]) -> _Schema:
@@ -134,6 +172,7 @@ def _by_hand(name: str, fields: Mapping[str, _Field]) -> _Schema:
 
 
 def _schema(hint: object) -> _Schema:
+    hint = getattr(hint, "__supertype__", hint)  # of a NewType
     origin, inner = get_origin(hint), get_args(hint)
     if isinstance(hint, type) and hint in _PLAIN:
         return {"type": _PLAIN[hint]}

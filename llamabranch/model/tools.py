@@ -11,6 +11,7 @@ from ..errors import ConfigError
 from .call_form import ToolCall
 from .chat import Message, chat_messages, is_chat
 from .functions import function_tool
+from .shape import asking as asked_as_json
 from .thoughts import PROMPT_END
 from .turn_format import Turn, TurnEvent, TurnFormat, TurnReader
 
@@ -48,6 +49,8 @@ class Tools:
         given: OpenAI's tool objects.
         names: the names of all functions.
         schemas: the JSON schema of the arguments of each function, by name.
+        strict: the functions with ``strict: true``, whose schemas must be supported.
+        unchecked: by name, why a function's arguments may be any JSON object.
         forced: one of these functions must be called; empty if no call is required.
         is_named: whether the choice names one function.
         is_used: whether the model gets their descriptions.
@@ -70,6 +73,8 @@ class Tools:
         self.turns, self.parallel = turns or TurnFormat(), parallel is not False
         self.given: list[Mapping[str, object]] = []
         self.schemas: dict[str, object] = {}
+        self.strict: set[str] = set()
+        self.unchecked: dict[str, str] = {}
         for index, tool in enumerate(given):
             with placed(f"tools[{index}]"):
                 described = function_tool(tool) if callable(tool) else tool
@@ -82,6 +87,8 @@ class Tools:
                     )
             self.given.append(described)
             self.schemas[name] = _parameters(function.get("parameters"))
+            if function.get("strict") is True:
+                self.strict.add(name)
         self.names = frozenset(self.schemas)
         self.is_used = bool(given) and choice != "none"
         self.forced: list[str] = []
@@ -212,6 +219,7 @@ def conversation(
     *,
     continues: bool | None = None,
     generates: bool | None = None,
+    schema: str = "",
 ) -> Conversation:
     """Return the template's input for messages and tools.
 
@@ -223,6 +231,8 @@ def conversation(
         continues: whether a last message of the assistant is the beginning of the answer; None = yes,
             unless ``generates`` is False.
         generates: whether an answer begins after the messages; None = yes.
+        schema: the JSON schema of the answer, as text. It is described at the end of the user's last
+            message, so that all before it keeps its tokens, with and without a schema.
 
     Raises:
         ConfigError: invalid messages or variables, two answers at the end, or options that exclude
@@ -241,6 +251,9 @@ def conversation(
         if ends[-1] and not chat[-1].get("tool_calls"):
             beginning, generates = str(chat.pop()["content"]), True
     options["add_generation_prompt"] = generates is not False
+    asking = next((m for m in reversed(chat) if m["role"] == "user"), None)
+    if asking is not None and schema and generates is not False:
+        asking["content"] = f"{asking['content']}\n\n{asked_as_json(json.loads(schema))}".lstrip()
     if tools.is_used and model.turn_format.takes_tools:
         options["tools"] = tools.given
     elif tools.is_used:

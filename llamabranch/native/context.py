@@ -253,6 +253,11 @@ class ContextHandle(Handle):
         """Stop the running decode, or the next one; it returns 2. Can be called from any thread."""
         self._stop[0] = 1
 
+    @property
+    def is_stopping(self) -> bool:
+        """Whether ``stop`` was called and has not stopped a decode yet."""
+        return bool(self._stop[0])
+
     def resume(self) -> None:
         """Undo ``stop``."""
         self._stop[0] = 0

@@ -20,10 +20,13 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from functools import wraps
 from queue import Empty, SimpleQueue
 from time import monotonic
 from types import FrameType
 from typing import Any, TypeVar
+
+from typing_extensions import ParamSpec
 
 T = TypeVar("T")
 _POLL_S = 0.1  # how often to look for a signal that did not wake the waiting thread
@@ -94,6 +97,20 @@ class HeldInterrupts:
                 self.caught, self._caught_at = error, monotonic()
             elif monotonic() - self._caught_at > _PATIENCE_S:
                 raise
+
+
+P = ParamSpec("P")
+
+
+def uninterrupted(function: Callable[P, T]) -> Callable[P, T]:
+    """Let ``function`` hold interrupts: an exception of the handler comes before or after all of it."""
+
+    @wraps(function)
+    def held(*args: P.args, **kwargs: P.kwargs) -> T:
+        with HeldInterrupts():
+            return function(*args, **kwargs)
+
+    return held
 
 
 def is_interrupted() -> bool:

@@ -11,8 +11,10 @@ from time import perf_counter, sleep
 from ..errors import (
     CapacityError,
     ConstraintError,
+    DecodeError,
     DecodeInterruptedError,
     LlamaBranchError,
+    UsageError,
 )
 from ..generation.output import Produced
 from ..native.interrupts import HeldInterrupts
@@ -74,7 +76,9 @@ class EngineCore:
         self._aborted: deque[Submission] = deque()
         self._events: list[Event] = []  # still to be returned
         self._failure: LlamaBranchError | None = None  # raised once those events are returned
+        self._is_stepping = False
         self._is_interrupted = False  # True in a step, and after one that an exception ended
+        self._seen: set[object] = set()  # where the jobs were after each step since the last decode
         # Whether the running decode reads prompts, and whether ``abort`` has stopped it.
         self._stopping = threading.Lock()
         self._is_reading = self._has_stopped = False
@@ -193,6 +197,8 @@ class EngineCore:
                 repeated.
         """
         while self._added or not self.scheduler.is_idle:
+            for name in [*self.scheduler.paused] if self.is_stalled else ():
+                self.scheduler.resume(name)
             self.advance()
             failure, self._failure = self._failure, None
             if failure is not None and not isinstance(failure, DecodeInterruptedError):
@@ -208,10 +214,24 @@ class EngineCore:
             self._events = events + self._events
             raise
 
+    def check_idle(self) -> None:
+        """Raise UsageError if a step is running: the caller is a function that the step has called."""
+        if self._is_stepping:
+            raise UsageError(
+                "a function that a step of the engine calls cannot step or close this engine",
+                hint="let it generate with the context (ctx.complete), or with another engine",
+            )
+
     def advance(self) -> None:
-        """Run one step; keep its events and its error, which ``step`` returns and raises."""
+        """Run one step; keep its events and its error, which ``step`` returns and raises.
+
+        Raises:
+            UsageError: a step is running.
+        """
+        self.check_idle()
         start = perf_counter()
         with HeldInterrupts() as interrupts:
+            self._is_stepping = True
             try:
                 if self._is_interrupted:
                     self._recover()
@@ -226,6 +246,7 @@ class EngineCore:
                 self._recover()
                 raise
             finally:
+                self._is_stepping = False
                 self._stats.elapsed_s += perf_counter() - start
 
     def _recover(self) -> None:
@@ -240,13 +261,53 @@ class EngineCore:
         self._is_interrupted = False
 
     def close(self) -> None:
-        """Free all sequences. Requests that have no result yet never get one."""
+        """Free all sequences. Requests that have no result yet never get one.
+
+        Raises:
+            UsageError: a step is running.
+        """
+        self.check_idle()
         with HeldInterrupts():
             self._added.clear()
             self._events.clear()
             self.scheduler.close()
 
     def _step(self) -> None:
+        """Run one step, and make sure that the jobs get ahead.
+
+        Raises:
+            DecodeInterruptedError: the context was interrupted, and the step decoded nothing.
+        """
+        n_decoded, n_events = self.n_decoded, len(self._events)
+        self._run()
+        if self.n_decoded != n_decoded:
+            self._seen.clear()
+            return
+        handle = self.ctx.decoder.handle
+        if handle.is_stopping:
+            with self.ctx.lock:  # another thread's decode may be the one that stops
+                if handle.is_stopping:
+                    handle.resume()
+                    raise DecodeInterruptedError("interrupted while nothing was decoded")
+        if len(self._events) != n_events or self.scheduler.no_sequence is not None:
+            self._seen.clear()
+        else:
+            self._end_stuck()
+
+    def _end_stuck(self) -> None:
+        """End the jobs that do not get ahead: without a decode they are where they were before."""
+        stuck = self.scheduler.stuck()
+        where = tuple(job.place for job in stuck)
+        if stuck and where in self._seen:
+            error = DecodeError(
+                f"{len(stuck)} texts did not get ahead in two steps; this is a bug in llamabranch"
+            )
+            for job in stuck:
+                self._fail(job, error)
+            where = ()
+        self._seen.add(where)
+
+    def _run(self) -> None:
         """Schedule the jobs, run a step of the loop, and take the results."""
         jobs, reading = self._schedule()
         announced = [event for job in reading if not job.is_announced for event in job.note_read()]

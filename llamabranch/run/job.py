@@ -124,7 +124,7 @@ class Submission:
         self.reports_tokens = reports_tokens
         logprobs = params.logprobs and (reports_tokens or request.top_logprobs is not None)
         self.sampling = params.replace(logprobs=logprobs)
-        self.seed = derive_seed(seed, seed_from_text(name)) if params.seed is None else params.seed
+        self.seed = params.drawn_seed(derive_seed(seed, seed_from_text(name)))
         self.max_tokens = max_tokens if request.max_tokens is None else request.max_tokens
         OutputBuffer(self.max_tokens, request.stop)  # raises for a bad stop string
         model.check_tokens(request.stop_tokens)
@@ -231,6 +231,9 @@ class Job:
         self._reading: Reading | None = None  # only if the request asks for progress
         self.is_announced = True
         self._admitted: float | None = None
+        self._disorders = (
+            -1
+        )  # of the memory when it was admitted; -1 = cells were out of order then
         self._first: float | None = None
         self._last: float | None = None
 
@@ -339,7 +342,8 @@ class Job:
         """Begin the answer if a thought has ended; otherwise do nothing.
 
         Some tokens may be forced between the thought and the answer. They are read next. Without
-        them, the last token of the thought is read again.
+        them, the last token of the thought is read again. So are all tokens that the memory had to
+        drop because it cannot be cut at the answer.
 
         Returns:
             the event that reports the thought's tokens, if events are reported.
@@ -354,8 +358,9 @@ class Job:
         self.n_read = len(self.prompt)
         self.output = self._answer_output()
         if self.sequence is not None:
-            n = min(self.text.n_decoded, self.n_prompt + n_kept, len(self.prompt) - 1)
+            n = min(self.text.n_cached, self.n_prompt + n_kept, len(self.prompt) - 1)
             self.text.begin_anew(n, self.new_sampler())
+            self._reading = None
             self.text.seed = self.seed
             self._thought_running, self.running = self.running, None
             self.shared = (None, 0)
@@ -407,6 +412,8 @@ class Job:
         if self._admitted is None:
             self._admitted = perf_counter()
             self.n_cached = n_cached
+            memory = self.submission.loop.ctx.kv_cache
+            self._disorders = memory.disorders if memory.in_order else -1
 
     def begin(self) -> list[Produced]:
         """Start to generate once all tokens are read. Return the token that it draws, if any.
@@ -507,13 +514,13 @@ class Job:
     @property
     def n_uncached(self) -> int:
         """How many tokens of ``to_cache`` are not in the cache yet."""
-        done = 0 if self.sequence is None else self.sequence.n_decoded
-        return max(0, self.n_to_cache - done)
+        n_cached = 0 if self.sequence is None else self.sequence.n_cached
+        return max(0, self.n_to_cache - n_cached)
 
     @property
     def cells(self) -> list[int]:
         """The tokens whose cells other texts can share: in the cache, or being read into it."""
-        return self.to_cache if self.n_uncached else self.text.tokens[: self.text.n_decoded]
+        return self.to_cache if self.n_uncached else self.text.tokens[: self.text.n_cached]
 
     @property
     def wants_rows(self) -> bool:
@@ -523,7 +530,7 @@ class Job:
 
     def unread(self) -> list[int]:
         """Return the tokens of ``to_cache`` that are not in the cache yet."""
-        return self.to_cache[self.text.position :]
+        return self.to_cache[self.text.n_cached :]
 
     def read(self, tokens: Sequence[int], rows: Sequence[LogitsRow]) -> None:
         """Append the first tokens of ``unread``, which were decoded.
@@ -531,14 +538,16 @@ class Job:
         ``rows`` has the logits after each of them if ``wants_rows``, else after the last one if
         that is the last of ``unread``.
         """
-        start = self.text.position
+        start = self.text.n_cached - len(tokens)
+        if start < len(self.text.tokens):  # a decode failed, and the memory had to drop tokens
+            self.text.forget(start)
         if self.wants_rows:
             k = self.request.prompt_logprobs or 0
             del self.scores[start + 1 :]
             following = self.prompt[start + 1 : self.n_prompt]
             for token_row, token in zip(rows, following, strict=False):
                 self.scores.append(token_row.score(token, self.submission.model, k))
-        row = rows[-1] if rows and len(tokens) == self.n_uncached else None
+        row = rows[-1] if rows and not self.n_uncached else None
         n = max(0, self.n_read - start)  # the tokens after these count as generated
         if n:
             self.text.append_prompt(tokens[:n], row if len(tokens) <= n else None)
@@ -550,11 +559,18 @@ class Job:
         self.is_announced = True
         if self._reading is None:
             return []
-        progress = self._reading.progress(self.text.n_decoded)
+        progress = self._reading.progress(self.text.n_cached)
         if self.request.on_prompt_progress is not None:
             self.request.on_prompt_progress(progress)
         event = Event(self.name, self.sample, progress=progress)
         return [event] if self.request.prompt_progress else []
+
+    @property
+    def place(self) -> object:
+        """A value that differs after everything a step can do for it."""
+        text = self.sequence
+        cached = None if text is None else (text.n_cached, len(text.tokens))
+        return self.key, self.state, cached, len(self.thought), len(self.output.tokens)
 
     # -- output --------------------------------------------------------------------------------------
 
@@ -562,12 +578,12 @@ class Job:
         """Add a token to the output; return the event of its text, if any."""
         reports, key = self.submission.reports_tokens, (self.name, self.sample)
         # This is one line so that an interrupt between two lines cannot lose an event.
-        return [Event(*key, shown)] if (shown := self.output.add(produced)) and reports else []
+        return [Event(*key, t) for t in self.output.emit(self.output.add(produced)) if reports]
 
     def break_off(self, reason: str | None = None) -> list[Event]:
         """End its output; return the event of text that was held back, if any."""
         reports, key = self.submission.reports_tokens, (self.name, self.sample)
-        return [Event(*key, shown)] if (shown := self.output.break_off(reason)) and reports else []
+        return [Event(*key, t) for t in self.output.emit(self.output.break_off(reason)) if reports]
 
     def note_token(self) -> None:
         """Note the time of a new token. At ``min_tokens``, allow the tokens that end the text."""
@@ -591,7 +607,8 @@ class Job:
         scores = [None] * n_unscored + self.scores[n_unscored:]
         logprobs = None if self.request.top_logprobs is None else emitted
         ctx = self.submission.loop.ctx
-        is_exact = ctx.capabilities.batch_invariant and ctx.usage().in_order
+        was_in_order = self._admitted is None or self._disorders == ctx.kv_cache.disorders
+        is_exact = ctx.capabilities.batch_invariant and was_in_order and ctx.kv_cache.in_order
         return Result(
             id=self.name,
             sample=self.sample,

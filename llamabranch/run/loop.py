@@ -15,13 +15,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from time import perf_counter
 from typing import Protocol
 
 from ..arguments import instance
 from ..context import Context
 from ..context.context import text_context
-from ..context.logits import LogitsRow
+from ..context.logits import LogitsRow, lent
 from ..context.runner import Batch
 from ..errors import CacheFullError, CapacityError, LlamaBranchError
 from ..generation.config import SpeculativeConfig, draft_length
@@ -261,8 +262,10 @@ class Loop:
         if not requests:
             return 0
         room = ctx.n_outputs_max - len(running) - n_readers
-        n_decodes = 0
-        for member, draft in zip(asked, drafter.propose_many(requests), strict=True):
+        n_decodes, versions = 0, [member.text.version for member in asked]
+        drafts = drafter.propose_many(requests)
+        for member, draft, version in zip(asked, drafts, versions, strict=True):
+            member.text.check_unchanged(version)
             if len(draft.tokens) > room:
                 draft.cut(max(0, room))
             room -= len(draft.tokens)
@@ -315,16 +318,17 @@ class Loop:
         rows = batch.decode(ctx.decoder, expiring)
         step.verify_s = verify_s = perf_counter() - start
         step.n_tokens = sum(map(len, texts))
-        for member, tokens, member_rows in zip(members, texts, rows, strict=True):
-            try:
-                if isinstance(member, RunningText):
-                    member.take(member_rows, verify_s * len(tokens) / step.n_tokens)
-                else:
-                    member.n_decoded = len(tokens)
-                    if tokens:
-                        member.read(tokens, member_rows)
-            except LlamaBranchError as error:
-                member.error = error
+        with lent(chain.from_iterable(rows)):  # a user's function may decode before all are read
+            for member, tokens, member_rows in zip(members, texts, rows, strict=True):
+                try:
+                    if isinstance(member, RunningText):
+                        member.take(member_rows, verify_s * len(tokens) / step.n_tokens)
+                    else:
+                        member.n_decoded = len(tokens)
+                        if tokens:
+                            member.read(tokens, member_rows)
+                except LlamaBranchError as error:
+                    member.error = error
 
     def _decode_alone(self, step: Step, running: RunningText) -> None:
         """Decode the plan of one text, which then takes its rows."""
@@ -336,7 +340,8 @@ class Loop:
         step.verify_s = perf_counter() - start
         step.n_tokens = 1 + len(running.draft.tokens)
         try:
-            running.take(rows, step.verify_s)
+            with lent(rows):
+                running.take(rows, step.verify_s)
         except LlamaBranchError as error:
             running.abandon()
             if isinstance(error, CapacityError):  # some memory decodes accepted tokens once more

@@ -217,6 +217,19 @@ class Scheduler:
         """True if all unfinished requests are paused."""
         return not self._queue and not self.active
 
+    def stuck(self) -> list[Job]:
+        """Return the jobs that a step should have continued: the active ones, or else a waiting one."""
+        if self.active:
+            return self.active[:]
+        first = self.head()
+        jobs = (
+            [job for s in self.unfinished() for job in s.jobs.values()]
+            if first is None
+            else [first]
+        )
+        resting = State.PARKED, State.ENDED
+        return [job for job in jobs if job.state not in resting and job.name not in self.paused]
+
     def close(self) -> None:
         """Free all sequences and forget all requests."""
         self._known.clear()

@@ -12,8 +12,9 @@ from typing_extensions import TypedDict, Unpack
 
 from ..arguments import instance, items, nearest, plain_int, real, shown, whole
 from ..errors import ConfigError, UnsupportedError
+from .noise import random_seed
 
-__all__ = ["SamplingParams", "SamplingSettings", "check_names", "settings_of"]
+__all__ = ["SamplingParams", "SamplingSettings", "check_names", "checked_seed", "settings_of"]
 
 T = TypeVar("T", int, float)
 
@@ -144,7 +145,9 @@ class SamplingParams:
         dry_*: the "don't repeat yourself" penalty on repeated sequences; multiplier 0 = off.
         logit_bias: maps a token id to a number that is added to its logit; -inf = never this token.
         min_keep: truncation keeps at least this many tokens.
-        seed: any integer; None = a random one (``Branch.seed`` tells which).
+        seed: an integer from 0 to 2^64 - 1; -1 = a random one for each text (``Branch.seed`` tells
+            which); None = not given: an engine derives one from its own seed, anything else takes a
+            random one.
         logprobs: False = tokens have no log-probability and entropy (both are NaN), and branches
             no surprisals, which saves time for each token; the text is the same.
         logits_processor: a function that gets the ids of all tokens so far and the model's logits, and
@@ -189,12 +192,11 @@ class SamplingParams:
             if not (low <= value <= high) or (is_open and value == low):
                 bracket = "(" if is_open else "["
                 raise ConfigError(
-                    f"{name} must be in {bracket}{low:g}, {high:g}], not {shown(value)}"
+                    f"{name} must be in {bracket}{low:.15g}, {high:.15g}], not {shown(value)}"
                 )
             if value is not setting:
                 object.__setattr__(self, name, value)
-        if self.seed is not None:
-            object.__setattr__(self, "seed", whole("seed", self.seed))
+        object.__setattr__(self, "seed", checked_seed(self.seed))
         if not isinstance(self.logprobs, bool):
             raise ConfigError(
                 f"logprobs must be True or False, not {shown(self.logprobs)}",
@@ -241,6 +243,14 @@ class SamplingParams:
         """
         check_names(changes)
         return replace(self, **changes)  # type: ignore[arg-type]
+
+    def drawn_seed(self, otherwise: int | None = None) -> int:
+        """Return the seed of a text: ``seed``, a random one for -1, and ``otherwise`` if none is set.
+
+        Without ``otherwise`` that is a random one too.
+        """
+        seed = otherwise if self.seed is None else self.seed
+        return random_seed() if seed is None or seed == -1 else seed
 
     def as_dict(self) -> dict[str, object]:
         """Return the settings as JSON types: a bias is a pair, with null for -inf.
@@ -307,6 +317,20 @@ def _ranges() -> list[tuple[str, bool, _Range]]:
     """Return the numeric settings: whether they are integers, and their ranges."""
     numbers = [f for f in fields(SamplingParams) if "range" in f.metadata]
     return [(f.name, type(f.default) is int, f.metadata["range"]) for f in numbers]
+
+
+def checked_seed(seed: object) -> int | None:
+    """Return a seed: an integer from 0 to 2^64 - 1, -1 for a random one, or None.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    integer = plain_int(seed)
+    if seed is None or (integer is not None and -1 <= integer < 1 << 64):
+        return integer
+    raise ConfigError(
+        f"seed must be an integer from 0 to 2^64 - 1, or -1 for a random one, not {shown(seed):.60}"
+    )
 
 
 def settings_of(sampling: SamplingParams | None, **changes: object) -> SamplingParams:

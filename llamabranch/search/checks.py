@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..arguments import function, instance, whole
 from ..branch import Branch
 from ..generation.drafter import checked_drafter
+from ..sampling import SamplingParams
 from ..speculative import Drafter
 from .tree import OnStep
 
@@ -31,7 +32,7 @@ def check_start(branch: Branch, on_step: OnStep | None, drafter: Drafter | None 
 
 def first_seed(branch: Branch, seed: int | None) -> int:
     """Return the seed of a search: ``seed``, or else the branch's."""
-    return branch.seed if seed is None else whole("seed", seed)
+    return SamplingParams(seed=seed).drawn_seed(branch.seed)
 
 
 def token_limit(max_tokens: int | None, low: int = 0) -> int | None:

@@ -47,9 +47,9 @@ class NodeFields(Struct, kw_only=True):
         """Return settings with a seed, so that continuing a node again gives the same text."""
         fields = self.sampling or SamplingFields()
         params = fields.sampling(service.model, service.settings, default)
-        if self.seed is not None and self.seed != -1:
-            return params.replace(seed=self.seed)
-        return params if params.seed is not None else params.replace(seed=secrets.randbits(31))
+        if self.seed is not None:
+            params = params.replace(seed=self.seed)
+        return params.replace(seed=params.drawn_seed(secrets.randbits(31)))
 
 
 class CreateFields(NodeFields, kw_only=True):

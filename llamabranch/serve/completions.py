@@ -17,7 +17,7 @@ from ..model.thoughts import Thinking, ThinkingChoice, plan_thinking, thinking_v
 from ..model.tools import Conversation, Tools, begun_answer, conversation, openai_deltas
 from ..request.openai import called, chat_choice, completion_choice
 from ..request.turns import TurnPieces
-from ..sampling import SamplingParams
+from ..sampling import Grammar, SamplingParams
 from .errors import HttpError, http_error
 from .fields import Limit, Prompt, TextFields, Top, engine_requests, limit_of, prompt_tokens
 from .generation import Update, Writer, answer, timings
@@ -275,6 +275,7 @@ class ChatFields(TextFields, kw_only=True):
     tool_choice: str | dict[str, object] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, object] | None = None
+    show_schema: bool | None = None
     reasoning_effort: str | None = None
     thinking_token_budget: Limit | None = None
     thinking_budget_tokens: Limit | None = None
@@ -295,14 +296,16 @@ class ChatFields(TextFields, kw_only=True):
             return False
         return limit_of(*budgets)
 
-    def prompt(self, service: Service, tools: Tools) -> tuple[list[int], Thinking | None]:
+    def prompt(
+        self, service: Service, tools: Tools, grammar: Grammar | None
+    ) -> tuple[list[int], Thinking | None]:
         """Return the tokens of the prompt, and how the answer to it begins.
 
         A last message of the assistant is continued. A template that asks for the date gets today's,
         unless the request sets one.
         """
         model, choice = service.model, self.thinking
-        talk = self.conversation(service, tools)
+        talk = self.conversation(service, tools, grammar)
         if model.turn_format.thought_end is None:  # like llama-server and vLLM
             choice = None
         tokens = talk.tokens(model)
@@ -310,8 +313,9 @@ class ChatFields(TextFields, kw_only=True):
             return tokens, None
         return plan_thinking(model, tokens, choice, begun=talk.begun, has_calls=tools.is_used)
 
-    def conversation(self, service: Service, tools: Tools) -> Conversation:
-        """Return the input of the template."""
+    def conversation(self, service: Service, tools: Tools, grammar: Grammar | None) -> Conversation:
+        """Return the input of the template; it has the JSON schema unless ``show_schema`` is false."""
+        is_shown = grammar is not None and grammar.kind == "json_schema"
         model, today = service.model, date.today()
         template = model.chat_template or ""
         variables: dict[str, object] = {
@@ -323,6 +327,7 @@ class ChatFields(TextFields, kw_only=True):
         return conversation(
             model, self.messages, tools, {**variables, **(self.chat_template_kwargs or {})},
             continues=self.continue_final_message, generates=self.add_generation_prompt,
+            schema=grammar.source if grammar and is_shown and self.show_schema is not False else "",
         )  # fmt: skip
 
     def known_tools(self, service: Service) -> Tools:
@@ -339,10 +344,9 @@ async def chat(call: HttpCall, service: Service) -> None:
     if fields.modalities not in (None, [], ["text"]):
         raise HttpError(400, "modalities other than text are not supported", param="modalities")
     tools = await to_thread(fields.known_tools, service)
-    tokens, thinking = await to_thread(fields.prompt, service, tools)
-    grammar = None
+    grammar, text_grammar = None, await fields.text_grammar()
+    tokens, thinking = await to_thread(fields.prompt, service, tools, text_grammar)
     if tools.is_used:
-        text_grammar = await fields.text_grammar()
         if text_grammar is not None and tools.forced:
             message = "a forced tool call has its own grammar, so no other grammar is possible"
             raise HttpError(400, message, param="tool_choice")
@@ -362,10 +366,10 @@ async def chat(call: HttpCall, service: Service) -> None:
 async def input_tokens(call: HttpCall, service: Service) -> None:
     """Count the tokens of a conversation, and write it as a prompt (``/apply-template``)."""
     fields = await call.json(ChatFields)
-    tools = await to_thread(fields.known_tools, service)
+    tools, grammar = await to_thread(fields.known_tools, service), await fields.text_grammar()
 
     def written() -> tuple[list[int], str]:
-        dialogue = fields.conversation(service, tools)
+        dialogue = fields.conversation(service, tools, grammar)
         return dialogue.tokens(service.model), dialogue.text(service.model)
 
     tokens, text = await to_thread(written)

@@ -31,7 +31,8 @@ TEMPLATE = (
     "{% set f = c.function %}"
     '<call>{"name": {{ f.name | tojson }}, "arguments": {{ f.arguments | tojson }}}</call>'
     "{% endfor %}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{{ '<|' ~ ns.word ~ ns.n ~ '|>' }}{% endif %}"
+    "{% if add_generation_prompt %}<|assistant|>{{ '<|' ~ ns.word ~ "
+    "('plain' if ns.word == 'lastly' and not tools else '') ~ ns.n ~ '|>' }}{% endif %}"
 )
 
 

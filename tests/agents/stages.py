@@ -31,6 +31,10 @@ SCRIPTS = {
     "hangs": [call("hangs"), "It takes long."],
     "sleeps": [call("sleeps"), "It takes long."],
     "again": [call("name")] * 5 + ["Enough."],
+    # Calls as long as the prompt describes functions.
+    "lastly": [call("name")] * 5,
+    "lastlyplain": ["It is Ida."] * 5,
+    "fenced": ['```jsonobj\n{ "name": "add",\n "arguments" {"a": 1}\n```'] * 3,
     "loops": [call("name")] * 6 + ["It is Ida."],
     "long": [call("long", n=50_000), "That was long."],
     "gives": [call("gives", what="bytes"), call("gives", what="nan"), call("gives", what="control"),

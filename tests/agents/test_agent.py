@@ -293,6 +293,75 @@ def test_results_are_told_to_the_model(
     assert [*map(bool, errors)] == [result.startswith("error:") for result in told]
 
 
+def key(value: object) -> object:
+    raise KeyError("nope")
+
+
+def unusual(value: object) -> object:
+    raise Odd("odd")
+
+
+def mute(value: object) -> object:
+    raise Mute
+
+
+VALIDATED: list[tuple[Any, str]] = [
+    (Annotated[int, AfterValidator(key)], "error: a: KeyError: 'nope'"),
+    (Annotated[int, AfterValidator(mute)], "error: a: Mute"),
+    (Annotated[int, AfterValidator(lambda value: value + None)], "error: a: unsupported operand"),
+    (Annotated[int, AfterValidator(unusual)], "error: a: Odd: odd"),
+]
+
+
+@pytest.mark.parametrize(("kind", "told"), VALIDATED, ids=range(len(VALIDATED)))
+def test_what_a_validator_raises_is_told_and_other_tasks_go_on(
+    stage: Context, kind: Any, told: str
+) -> None:
+    def add(a: Any, b: int) -> int:
+        """Add."""
+        return 0
+
+    add.__annotations__["a"] = kind
+    first, second = Agent(stage, tools=[add]).run(["one: go", "plain: go"])
+    assert results(first)[0].startswith(told) and first.text == "It is three."
+    assert second.text == "No call is needed."
+
+
+@pytest.mark.parametrize("check", [key, mute, unusual])
+def test_what_a_validator_of_the_output_raises_ends_only_its_agent(
+    stage: Context, check: Any
+) -> None:
+    kind: Any = Annotated[int, AfterValidator(check)]
+    agent: Agent[Any] = Agent(stage, output=kind)
+    reports = agent.run(["typed: go", "typed: go"])
+    assert all("This was refused" in str(report.messages) for report in reports)
+
+
+def test_what_a_logits_processor_raises_is_in_the_report(stage: Context) -> None:
+    def broken(tokens: Any, logits: Any) -> Any:
+        raise KeyError("nope")
+
+    report = Agent(stage, logits_processor=broken).run("plain: go")
+    assert report.finish_reason == "error" and report.error is not None
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (KeyError(12345), "KeyError: 12345"),
+        (KeyError("no such city"), "KeyError: 'no such city'"),
+        (IndexError("7"), "IndexError: 7"),
+        (IndexError(), "IndexError"),
+        (IndexError("the list has no such item"), "the list has no such item"),
+    ],
+)
+def test_type_of_an_exception_is_told_where_its_message_says_nothing(
+    stage: Context, error: Exception, told: str
+) -> None:
+    report = Agent(stage, tools=[raising("called", error)], tell=LookupError).run("calls: go")
+    assert results(report) == [f"error: {told}"]
+
+
 class Odd(BaseException):
     """An exception that is not a subclass of Exception."""
 
@@ -484,10 +553,29 @@ def test_last_turn_is_told_and_has_no_calls(stage: Context) -> None:
     assert report.limit == "turns" and len(report.calls) == 2
     told = "Ida\nThat was the last call. Use the results to answer the question."
     assert results(report)[-1] == f"{told} again: go"
-    assert report.finish_reason == "stop"
-    assert "<call>" not in report.text  # the script has a call there
+    assert report.finish_reason == "turns"  # the script has a call there
+    assert "<call>" not in report.text and report.messages[-1]["role"] == "tool"
     report = Agent(stage, tools=[name], max_turns=3).run(f"again: {'go ' * 200}")
     assert results(report)[-1] == told  # a long task is not repeated
+
+
+@pytest.mark.parametrize("max_turns", [1, 2, 3])
+def test_last_turn_that_calls_is_asked_without_the_functions(
+    stage: Context, max_turns: int
+) -> None:
+    report = Agent(stage, tools=[name], max_turns=max_turns).run("lastly: go")
+    assert (report.text, report.finish_reason, report.limit) == ("It is Ida.", "stop", "turns")
+    assert len(report.calls) == max_turns - 1 and "Tell a name" not in read_by(stage, report)
+    assert kinds(report.steps).count("call") == max_turns - 1
+    assert report.messages[-1]["content"] == "It is Ida."
+
+
+@pytest.mark.parametrize("max_turns", [1, 2])
+def test_text_that_looks_like_a_call_is_no_answer(stage: Context, max_turns: int) -> None:
+    agent = Agent(stage, tools=[add], max_turns=max_turns)
+    report = agent.run("fenced: go")
+    assert report.finish_reason == ("turns" if max_turns == 1 else "error")
+    assert "jsonobj" not in str(report.messages)  # the next run does not imitate it
 
 
 def test_tokens_that_run_out_make_the_last_turn(stage: Context) -> None:
@@ -503,7 +591,7 @@ def test_tokens_that_run_out_make_the_last_turn(stage: Context) -> None:
 def test_cells_that_run_out_make_the_last_turn(scripted: lb.Model) -> None:
     with lb.Context(scripted, n_ctx=1024, n_threads=1) as ctx:
         report = Agent(ctx, tools=[name, long], max_tokens=8000, max_turns=90).run("again: go")
-        assert report.finish_reason == "stop"
+        assert report.finish_reason == "stop" and report.text == "Enough."
         report = Agent(ctx, "x" * 600, tools=[name], max_tokens=2048).run("again: go")
         assert report.limit == "capacity" and len(report.calls) == 2
 

@@ -320,31 +320,18 @@ def test_law_7_the_last_turn_has_no_calls(stage: Context) -> None:
         assert not agent.turns.first.read(report.text).calls
 
 
-def allows(grammar: lb.Grammar, ctx: Context, text: str) -> bool:
-    """Return whether a grammar allows a text, token by token, and its end."""
-    state = grammar.start(ctx.model)
-    for token in [*ctx.model.tokenize(text, add_special=False), min(ctx.model.eog_tokens)]:
-        if not state.allows(token):
-            return False
-        state.accept(token)
-    return True
-
-
 @pytest.mark.parametrize(
     "text",
     [
         '{"name": "add", "arguments": {"a": 1, "b": 2}}',
         '[{"name": "add", "arguments": {"a": 1, "b": 2}}]',
         '```json\n[ {"name" : "add", "arguments": {}}]\n```',
-        "```",
-        "```json\n",
+        '```jsonobj\n{ "name": "add",\n "arguments" {"a": 1',
         'Now: {"name" : "add" , "arguments" : {"a": 1, "b": 2}}',
     ],
 )
 def test_law_7_json_that_looks_like_a_call_is_no_last_answer(text: str, stage: Context) -> None:
-    grammar = Agent(stage, tools=[add]).turns.last
-    assert grammar is not None and not allows(grammar, stage, text)
-    assert all(
-        allows(grammar, stage, fine)
-        for fine in ("[1, 2]", "It is [3](a link).", "```python\n1\n```")
-    )
+    turns = Agent(stage, tools=[add]).turns
+    assert turns.first.read(text).calls or turns.looks_like_call(text)
+    for fine in ("[1, 2]", "It is [3](a link).", "```python\n1\n```", '{"name": "Ida"}'):
+        assert not turns.first.read(fine).calls and not turns.looks_like_call(fine)

@@ -76,7 +76,7 @@ def test_demo_in_a_pipe_is_plain_text_and_says_what_to_type_next(small: None) ->
     for word in ("warning", "nconclusive", "interval", "other programs"):  # one page, and calm
         assert word not in result.output
     shown = re.findall(r"^  llamabranch ([a-z]+)", result.stdout, re.MULTILINE)
-    assert shown == ["generate", "generate", "chat", "doctor"]
+    assert shown == ["speculate", "generate", "chat", "doctor"]
 
 
 @pytest.mark.skipif(available_cores() < 2, reason="needs two cores")

@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from commands import answer, on_terminal, run, said_by, texts
+from commands import COMMAND, answer, on_terminal, run, said_by, texts
 from toys import CHAT_TEMPLATE, Vocabulary, write_toy
 
 import llamabranch as lb
@@ -25,10 +25,12 @@ ESCAPE = "\x1b["
 FIXED = ("--draft-length", "4")  # where a test needs drafts: "auto" drafts where it pays
 PROMPTS = ("What is random forest?", "Explain black holes", "What is the capital of France?")
 REFRAIN = "Mirror, mirror on the wall, who is the fairest of them all?\n\n" * 4
+# The names of the statistics of speculate, in order, and those that --compare adds.
 STATISTICS = (
-    "num drafts", "num draft tokens", "num accepted tokens", "draft acceptance rate",
-    "mean acceptance length", "drafts ended by", "tokens per s",
+    "iterations", "drafted", "accepted", "accept rate", "tokens a pass", "decodes of target",
+    "decodes of draft", "tokens a second",
 )  # fmt: skip
+COMPARED = ("speed-up", "texts equal")
 
 
 def speculate(*arguments: object) -> dict[str, Any]:
@@ -62,18 +64,17 @@ def test_reading_of_a_long_prompt_is_a_line_that_goes(tmp_path: Path) -> None:
 
 
 def test_command_of_the_seed_runs_as_it_is_written() -> None:
-    command = ["generate", "--target_model", "tale-target", "--draft_model", "tale-draft"]
+    command = ["speculate", "--target_model", "tale-target", "--draft_model", "tale-draft"]
     command += ["--prompts", *PROMPTS]
     command += ["--gamma", "5", "--max_tokens", "12", "--temperature", "0.75"]
     result = run(*command)
     assert result.exit_code == 0, result.stderr
-    for label in ("requests", *STATISTICS, "target forward passes", "draft forward passes"):
-        assert label in result.stderr  # a pipe gets the texts alone
-        assert label not in result.stdout
+    for label in STATISTICS:
+        assert f"\n  {label} " in result.stderr  # a pipe gets the texts alone
+        assert f"\n  {label} " not in result.stdout
     assert ESCAPE not in result.output
     plain = run(*command, "--auto_regressive")
-    assert plain.exit_code == 0, plain.stderr
-    assert "acceptance rate" not in plain.output and "draft forward passes" not in plain.output
+    assert plain.exit_code == 0 and "accept rate        -\n" in plain.stderr
 
 
 def test_drafts_and_neighbours_change_no_text() -> None:
@@ -113,7 +114,7 @@ def test_one_text_is_streamed_and_coloured_by_source_on_a_terminal() -> None:
     assert run("speculate", *arguments).stdout == text + "\n"
     terminal = run("speculate", *arguments, FORCE_COLOR="1", TERM="dumb", NO_COLOR="1")
     assert terminal.stdout.startswith("A prince" + text + "\n\n")
-    assert "tokens per s" in terminal.stdout and ESCAPE not in terminal.stdout
+    assert "tokens a second" in terminal.stdout and ESCAPE not in terminal.stdout
     colored = run("speculate", *arguments, FORCE_COLOR="1", TERM="xterm-256color").stdout
     assert "drafted and accepted" in colored
     assert "\x1b[32m" in colored and "\x1b[33m" in colored  # drafted: green; corrected: yellow
@@ -123,7 +124,8 @@ def test_json_of_one_text_has_the_names_of_the_field() -> None:
     report = speculate("-n", "20", "-s", "5", *FIXED)
     flat = {"text", "tokens", "finish_reason", "tokens_per_s", "seed", "rule", "explain", "stats"}
     assert flat <= set(report)
-    assert set(answer("generate", "-p", "Once", "-n", "2")) == set(report)
+    names = set(answer("generate", "-p", "Once", "-n", "2"))
+    assert names | {label.replace(" ", "_") for label in STATISTICS} == set(report)
     assert (report["rule"], report["seed"]) == ("seeded", 5)
     assert report["finish_reason"] in ("length", "stop") and len(report["tokens"]) <= 20
     assert "tale-draft" in report["explain"]
@@ -139,6 +141,53 @@ def test_json_of_one_text_has_the_names_of_the_field() -> None:
     assert speculate("-n", "8", "--temp", "0")["rule"] == "seeded"
 
 
+@pytest.mark.parametrize("compares", [False, True])
+def test_speculate_always_drafts_and_says_how_well_in_words_on_fourteen_lines(
+    compares: bool,
+) -> None:
+    # Nothing is said about the length: it is 4, also where `auto` would stop drafting.
+    arguments = ("speculate", "Once upon a time", "-n", "32", "-s", "3", *["--compare"] * compares)
+    report = answer(*arguments)
+    assert 0 < report["accepted"] <= report["drafted"] <= 4 * report["iterations"]
+    assert report["stats"]["num_draft_tokens"] == report["drafted"]
+    assert report["accept_rate"] == pytest.approx(report["accepted"] / report["drafted"])
+    passes = report["accepted"] + report["iterations"]
+    assert report["tokens_a_pass"] == pytest.approx(passes / report["iterations"])
+    assert report["decodes_of_target"] > 0 < report["decodes_of_draft"]
+    command = [*COMMAND, *arguments, "-t", "1"]
+    shown, _ = on_terminal([*command, "-m", "tale-target"], 80)
+    lines = re.sub("[^\n]*\x1b\\[2K|\x1b\\[[0-9;]*m", "", shown).rpartition("\n\n")[2].splitlines()
+    assert len(lines) <= 14 and all(len(line) <= 80 for line in lines)
+    assert "tale-target, 4 tokens a draft by tale-draft" in lines
+    rows = {line[2:21].strip(): line[21:] for line in lines if line.startswith("  ")}
+    assert tuple(rows) == (*STATISTICS, *COMPARED * compares)
+    assert {name.replace(" ", "_").replace("-", "_") for name in rows} <= set(report)
+    rate = f"{report['accept_rate'] * 100:.0f} % ({report['accepted']} of {report['drafted']})"
+    assert rows["accept rate"] == rate
+    for word in ("nconclusive", "xact", "attention", "warning"):
+        assert word not in "".join(lines)
+    if compares:
+        number = r"\d+\.\d\d"
+        assert re.match(rf"{number} \({number} to {number}\); plain decoding: ", rows["speed-up"])
+        assert rows["texts equal"] == ("yes" if report["texts_equal"] else rows["texts equal"])
+
+
+def test_speculate_finds_a_drafter_for_any_model(tmp_path: Path) -> None:
+    bundled = "model: tale-target, drafts: tale-draft"
+    assert bundled in said_by("speculate", "Once", "-n", "4")
+    assert bundled in said_by("speculate", "Once", "-n", "4", "-d", "auto")
+    assert "drafts: tale-draft" in said_by("speculate", "Once", "-n", "4", "-m", "tale-target")
+    alone = write_toy(tmp_path / "alone.gguf", vocab="bytes")
+    said = said_by("speculate", "aaaa", "-n", "8", "-m", alone)
+    assert "drafts are copied from the text" in said and "4 tokens a draft by suffix" in said
+    report = answer("speculate", "Once", "-n", "24", "--grammar", "/ [a-z ]{9,}\\./")
+    assert "tale-draft" in report["explain"] and "grammar" in report["explain"]
+    # `auto` is for those who ask for it, and `generate` is quiet.
+    assert "4 tokens a draft" not in said_by("speculate", "Once", "-n", "4", "-k", "auto")
+    quiet = run("generate", "-p", "Once", "-n", "4", "-s", "1", "-m", "tale-target").stderr
+    assert quiet.count("\n") == 1
+
+
 def test_figures_are_printed_where_drafting_was_asked_for() -> None:
     arguments = ("generate", "-p", "The king", "-n", "8", "-s", "1")
     plain = run(*arguments, "-d", "none")
@@ -148,10 +197,10 @@ def test_figures_are_printed_where_drafting_was_asked_for() -> None:
     )
     # The grammar drafts although no option asks for drafts.
     grammar = run(*arguments, "--grammar", "/ is [a-z ]{40}/").stderr
-    assert "num drafts" not in grammar
+    assert "decodes of target" not in grammar
     for more in ((), ("-d", "suffix"), ("-d", "none", "-v"), ("-d", "none", "--compare")):
         shown = run(*arguments, *more).stderr
-        assert "target forward passes" in shown, more
+        assert ("decodes of target" in shown) == ("--compare" in more)
         assert ("plain decoding: there is no drafter" in shown) == ("-v" in more)
     two = run("generate", "-p", "A", "B", "-n", "3", "-d", "none", "-s", "1").stderr
     assert "2 texts, 6 tokens, ended by length 2, " in two
@@ -326,10 +375,8 @@ def test_draft_none_decodes_plainly_and_a_length_bounds_what_a_round_drafts() ->
     stopped = speculate("-S", "entropy_stop=0", *arguments)["stats"]
     assert (stopped["num_draft_tokens"], stopped["draft_acceptance_rate"]) == (0, None)
     shown = run("speculate", "-S", "entropy_stop=0", *arguments).stderr
-    rows = "num accepted tokens +0", "draft acceptance rate +-", "drafts ended by +[a-z]+ \\d+"
-    for row in rows:
-        assert re.search(f"^{row}", shown, re.MULTILINE), row
-    assert not re.search("^(failed|preemptions|shared prompt tokens) ", shown, re.MULTILINE)
+    for row in ("drafted +0", "accepted +0", "accept rate +-"):
+        assert re.search(f"^  {row}$", shown, re.MULTILINE), row
 
 
 def test_file_with_a_plus_in_its_name_is_no_chain(tmp_path: Path) -> None:
@@ -355,24 +402,21 @@ def test_compare_gives_the_text_of_plain_decoding(temperature: str) -> None:
     plain = report["plain"]
     assert set(plain) == {"text", "tokens", "tokens_per_s", "results"}
     assert (plain["text"], plain["tokens"]) == (report["text"], report["tokens"])
-    assert report["speedup"] == pytest.approx(report["tokens_per_s"] / plain["tokens_per_s"])
-    assert report["same_text"] is report["same_text_expected"] is report["batch_invariant"] is True
-    assert report["divergence"] is None and report["speedup_interval"]["n"] >= 1
+    assert report["speed_up"] == pytest.approx(report["tokens_per_s"] / plain["tokens_per_s"])
+    assert report["plain_tokens_a_second"] == plain["tokens_per_s"]
+    assert report["texts_equal"] is report["same_text_expected"] is report["batch_invariant"]
+    low, high = report["speed_up_range"]
+    assert report["divergence"] is None and 0 < low <= high
 
 
 def test_compare_takes_several_prompts_and_picks_a_seed() -> None:
     report = answer("generate", *PROMPTS, "--compare", "-n", "12", *FIXED)
-    assert report["same_text"] is True and len(report["plain"]["results"]) == 3
+    assert report["texts_equal"] is True and len(report["plain"]["results"]) == 3
     again = answer("generate", *PROMPTS, "-s", report["seed"], "-n", "12")
     assert texts(again) == texts(report) == texts(report["plain"])
     shown = run("generate", *PROMPTS, "--compare", "-n", "12", *FIXED).stderr
-    rows = {line.split("  ")[0]: line.split()[-1] for line in shown.splitlines() if line}
-    assert rows["same text"] == "yes" and float(rows["speedup"]) > 0
-    first, timed = re.split(r"\n\ntimed again, \d pairs? of runs\n", shown)
-    assert "num drafts" in first and "plain tokens per s" not in first
-    interval = r"^speedup, 95 % interval +(-|\d+\.\d\d to \d+\.\d\d)$"
-    assert re.search(interval, timed, re.MULTILINE)
-    assert "Machine: " in shown
+    assert re.search(r"^  texts equal +yes$", shown, re.MULTILINE)
+    assert all(f"\n  {label}  " in shown for label in (*STATISTICS, *COMPARED))
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
@@ -381,9 +425,9 @@ def test_rule_lossless_in_distribution_expects_no_equal_text(rule: str) -> None:
     report = speculate(*arguments)
     assert (report["rule"], report["same_text_expected"]) == (rule, False)
     assert report["divergence"] is None
-    expected = f"same text: not expected (rule {rule} is lossless in distribution)"
-    assert expected in said_by("speculate", *arguments)
-    assert speculate(*arguments, "--temp", "0")["same_text"] is True
+    if not report["texts_equal"]:
+        assert f"no, as rule {rule} keeps only the" in said_by("speculate", *arguments)
+    assert speculate(*arguments, "--temp", "0")["texts_equal"] is True
 
 
 def test_repeated_runs_of_a_comparison_do_not_copy_each_other() -> None:
@@ -416,13 +460,12 @@ def test_texts_that_differ_are_reported_with_place_tokens_and_probabilities(
     monkeypatch.setattr(importlib.import_module("llamabranch.cli.generate"), "compare", _flawed)
     arguments = ("--compare", "-n", "12", "-s", "7", *FIXED, *more)
     report = speculate(*arguments)
-    assert report["same_text"] is False
+    assert report["texts_equal"] is False
     divergence, is_exact = report["divergence"], "f16" not in more
     assert (divergence["position"], divergence["tokens"]) == (5, [0, report["tokens"][5]])
     assert divergence["logprobs"][0] < divergence["logprobs"][1] <= 0
     shown = said_by("speculate", *arguments)
-    assert f"This context is {'' if is_exact else 'not '}batch-invariant (" in shown
-    assert "First difference at token 5: " in shown
+    assert "texts equal no, from token 5 on" in shown
     assert ("bug in llamabranch" in shown) == is_exact
     if is_exact:  # without room for the text, the place and the figures are still shown
         monkeypatch.setattr(lb.Branch, "start", mock.Mock(side_effect=lb.errors.CacheFullError("")))
@@ -442,45 +485,31 @@ class TimedEngine(lb.Engine):
         return results
 
 
-ONE_SLOWER = [0.1, *[0.2] * 8]  # of plain runs: the first pair disagrees with the others
-
-
 @pytest.mark.parametrize(
-    ("drafted", "plain", "drafts", "n_pairs", "verdict"),
+    ("drafted", "plain", "n_pairs", "expected"),
     [
-        ([0.15] * 9, ONE_SLOWER, True, 9, "faster"),
-        ([0.3] * 9, [0.2] * 9, True, 9, "slower"),
-        ([3.1] * 6, [9.0] * 6, True, 5, "inconclusive"),  # no more within the time
-        ([40.0], [90.0], True, 1, "inconclusive"),  # longer than the time: not repeated
-        ([0.1] * 9, [0.09, 0.15, 0.09] * 3, True, 9, "inconclusive"),
-        ([0.1] * 9, [0.2] * 9, False, 9, "nothing drafted"),
+        ([0.15] * 9, [0.1, *[0.2] * 8], 9, (4 / 3, 4 / 3, 4 / 3)),  # a pair that disagrees
+        ([3.0] * 6, [9.0] * 6, 5, (3, 3, 3)),  # no pair begins after the time
+        ([40.0], [90.0], 1, (2.25, 2.25, 2.25)),  # longer than the time: not repeated
+        ([3.0] * 9, [9.0, *[10.0] * 8], 5, (10 / 3, 3, 10 / 3)),  # too few pairs: all of them
     ],
 )
-def test_verdict_needs_the_whole_interval_and_noise_is_no_answer(
+def test_a_speed_up_has_the_range_of_its_pairs(
     drafted: list[float],
     plain: list[float],
-    drafts: bool,
     n_pairs: int,
-    verdict: str,
+    expected: tuple[float, float, float],
     ctx: lb.Context,
     draft_ctx: lb.Context,
 ) -> None:
-    plainly = lb.speculative.NullDrafter()
-    drafter = lb.ModelDrafter(draft_ctx) if drafts else plainly
     config = lb.SpeculativeConfig(draft_k=2)
-    fast, slow = (TimedEngine(ctx, d, config) for d in (drafter, plainly))
+    drafters = lb.ModelDrafter(draft_ctx), lb.speculative.NullDrafter()
+    fast, slow = (TimedEngine(ctx, drafter, config) for drafter in drafters)
     fast.seconds, slow.seconds = iter(drafted), iter(plain)
     comparison = compare(fast, slow, [lb.Request("Once upon", max_tokens=4)], InterruptHandler())
-    assert comparison is not None
-    assert comparison.interval.n == n_pairs
-    assert comparison.verdict == verdict
-    message = comparison.explain()
-    assert message.startswith("Inconclusive") == (verdict in ("inconclusive", "nothing drafted"))
-    if verdict == "inconclusive":
-        assert ("fewer than 6" in message) == (n_pairs < 6) and "`llamabranch bench`" in message
-        assert ("generate less (-n)" in message) == (n_pairs < 6)
-        assert "Stop other programs on the machine, or measure" in message
-        assert "(-n)" not in comparison.explain(shorter="")  # as in the demo, which has no -n
+    assert comparison is not None and len(comparison.plain.runs) == n_pairs
+    found = comparison.speed_up, comparison.range.low, comparison.range.high
+    assert found == pytest.approx(expected)
 
 
 def test_a_constraint_is_a_function_of_a_file(tmp_path: Path) -> None:

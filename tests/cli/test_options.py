@@ -287,7 +287,6 @@ def test_commands_agree_on_the_model_and_name_it(monkeypatch: pytest.MonkeyPatch
     commands = (
         ("generate", "-p", "The capital of France is", *few),
         ("score", "--context", "The capital of France is", " Paris", " Rome", "--best", "mean"),
-        ("speculate", "The capital of France is", *few),
         ("chat", "-p", "Hello", *few),
     )
     for name in ("smollm2-135m", "tale-target"):

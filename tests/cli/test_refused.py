@@ -70,18 +70,6 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     (("score", "a", "--best", "mean"), "needs a --context"),
     (("score", "--context", "a", "b", "--best", "good"), "unknown method"),
     (("score", "--file", "missing.txt"), "cannot read missing.txt"),
-    (("eval",), "there is no text to measure"),
-    (("eval", "--perplexity", "TEXT", "--save-logits", "NEW", "--against", "tale-draft"),
-     "for one model"),
-    (("eval", "--perplexity", "TEXT", "-o", "FOLDER"), "is a folder"),
-    (("eval", "--perplexity", "LATIN"), "cannot read"),
-    (("eval", "--perplexity", "EMPTY"), ""),
-    (("eval", "--perplexity", "none.txt"), "cannot read"),
-    (("eval", "--perplexity", "TEXT", "-c", "1024"), "tokens"),
-    (("eval", "--perplexity", "TEXT", "--save-logits", "MODEL"), "already exists"),
-    (("eval", "--against", "TEXT"), "not a file of log-probabilities"),
-    (("eval", "--against", "tale-draft"), "there is no text to measure"),
-    (("eval", "--perplexity", "TEXT", "--against", "tale-target", "-m", "tale-target"), "another model"),
     (("bench", "--target", "tale-targte"), "did you mean tale-target?"),
     (("bench", "--draft", "suffix+"), "not a chain of drafters"),
     (("bench", "--input", os.devnull), "has no prompts"),
@@ -169,7 +157,7 @@ def test_models_that_cannot_be_used_fail_with_a_reason(tmp_path: Path) -> None:
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.startswith("error: ")
     path = write_toy(tmp_path / "other.gguf", vocab="bytes")
-    message = f"there is no smaller model here to draft for {path}: copying from the text"
+    message = f"there is no smaller model here to draft for {path}: drafts are copied from the text"
     assert message in said_by("speculate", "--target", path, "-n", "4")
     (tmp_path / "empty.gguf").touch()
     result = run("speculate", "--target", tmp_path / "empty.gguf")

@@ -78,13 +78,13 @@ def check(ctx: Context, branches: Sequence[Branch], replay: Replay) -> None:
 
 def compactions_of(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Return a list that gets True whenever all sequences of a context are decoded again."""
-    done, compact = [], ctx.compact
+    done, compact = [], ctx.kv_cache.compact
 
     def noted() -> bool:
         done.append(compact())
         return done[-1]
 
-    monkeypatch.setattr(ctx, "compact", noted)
+    monkeypatch.setattr(ctx.kv_cache, "compact", noted)
     return done
 
 

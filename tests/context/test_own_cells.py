@@ -76,7 +76,6 @@ def test_forks_copy_and_generate_the_same_to_the_bit(own: Context, ctx: Context)
         if context is own:
             assert (usage.cells_used, usage.cells_shared, usage.cells_reserved) == (lengths, 0, 0)
             assert usage.in_order
-            assert context.compact()  # there is nothing to do
     assert outcomes[0][:2] == outcomes[1][:2]
     for mine, theirs in zip(outcomes[0][2], outcomes[1][2], strict=True):
         assert np.array_equal(mine, theirs)

@@ -100,7 +100,7 @@ SAMPLING: dict[str, Settings] = {
     "only temperature": {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
     "nothing": HOT,
     "seed 0": {"seed": 0},
-    "seed -7": {"seed": -7},
+    "seed -7": {"seed": 2**64 - 7},  # 0.1 to 0.4 took -7 modulo 2^64
     "seed 2**40": {"seed": 2**40},
     "dynatemp": {"dynatemp_range": 0.6},
     "dynatemp, exponent": {"dynatemp_range": 0.6, "dynatemp_exponent": 2.5},

@@ -161,7 +161,7 @@ class Run:
                     self.ctx.prefix_cache.evict(self.draw(1, 200))
                 else:
                     self.ctx.prefix_cache.evict_text()
-            assert self.ctx.compact()
+            assert self.ctx.kv_cache.compact() == self.world.unified
             self.tally["compacted"] += 1
 
     def act(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from conftest import DATA, opened
 from drafts import counting
+from turn_shapes import SHAPES
 
 import llamabranch as lb
 from llamabranch import Context, Engine, Model, Request
@@ -246,6 +247,35 @@ def test_events_say_which_of_the_two_they_are(ctx: Context) -> None:
         thoughts, texts, last = thoughts + event.thought, texts + event.text, event.result
     assert last is not None
     assert (thoughts.strip(), texts) == (last.thought, last.text)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, "think", "think, open"])
+def test_a_stream_has_each_token_once(shape: str) -> None:
+    """Also where the template may think, and the model does not: the answer is then drawn again."""
+    template = {"think": TEMPLATE, "think, open": OPEN, **SHAPES}[shape]
+    with thinking_model(template) as model, Context(model, n_ctx=512, n_threads=1) as ctx:
+        for n, seed, limit in ((1, 1, 12), (3, 2, 12), (1, 3, 1)):
+            tokens: dict[int, list[int]] = {i: [] for i in range(n)}
+            texts = dict.fromkeys(range(n), "")
+            results = []
+            for event in ctx.chat(ASKED, n=n, max_tokens=limit, seed=seed, stream=True):
+                emitted = event.emitted
+                if event.ended_thought:
+                    tokens[event.sample] = [token.token for token in event.ended_thought]
+                elif emitted is not None and not emitted.is_stop:
+                    tokens[event.sample].append(emitted.token)
+                texts[event.sample] += event.text
+                results += [event.result] if event.result else []
+            for result in results:
+                assert tokens[result.sample] == result.tokens
+                assert texts[result.sample] == result.text
+            with lb.Chat(ctx, max_tokens=limit, seed=seed) as chat:
+                answer = chat.send(ASKED[0]["content"])
+                said = [token for token in answer if not token.is_stop]
+                spoken = [token.token for token in said if not token.is_thought]
+                assert spoken == answer.tokens[len(answer.tokens) - len(spoken) :]
+                assert len(said) <= len(answer.tokens)
+                assert "".join(t.text for t in said if not t.is_thought) == answer.text
 
 
 def test_numbers_of_both_parts_are_there_and_marked(ctx: Context) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any, Literal
 import gguf
 import pytest
 import toys
+from pydantic import BaseModel
 
 import llamabranch as lb
 from llamabranch.errors import ConfigError, GrammarError, UnsupportedError
@@ -234,7 +236,7 @@ def test_tools_are_described_without_a_system_role(open_model: Open) -> None:
 
 def test_a_tools_schema_fault_names_the_tool(open_model: Open) -> None:
     model = open_model(TOJSON)
-    wrong = {"type": "function", "function": {"name": "broken", "parameters": {
+    wrong = {"type": "function", "function": {"name": "broken", "strict": True, "parameters": {
         "type": "object", "properties": {"x": {"type": "string", "pattern": "(?=a)"}}}}}  # fmt: skip
     for choice in ("auto", "required"):
         with pytest.raises(GrammarError, match="broken"):
@@ -246,3 +248,47 @@ def test_detection_is_remembered(open_model: Open) -> None:
     assert model.turn_format is model.turn_format and not model.turn_format.is_general
     assert TurnFormat.of(TOJSON) is TurnFormat.of(TOJSON)
     assert open_model("chatml").turn_format.is_general
+
+
+class Undocumented(BaseModel):
+    a: int
+
+
+class Base:
+    """A base class."""
+
+    def told(self, a: int) -> None:
+        """Tell."""
+
+
+class Derived(Base):
+    a: int
+
+    def __init__(self, a: int) -> None: ...
+
+    def told(self, a: int) -> None: ...
+
+
+@dataclasses.dataclass
+class Generated:
+    a: int
+
+
+@dataclasses.dataclass
+class Written:
+    """It is written."""
+
+    a: int
+
+
+@pytest.mark.parametrize(
+    ("function", "about"),
+    [
+        (Undocumented, ""), (Derived, ""), (Derived(1).told, ""), (Generated, ""),
+        (Written, "It is written."), (Base().told, "Tell."),
+    ],
+    ids=range(6),
+)  # fmt: skip
+def test_only_its_own_docstring_describes_a_tool(function: Any, about: str) -> None:
+    described: Any = function_tool(function)["function"]
+    assert described["description"] == about

@@ -556,3 +556,41 @@ def test_clone_is_independent(toy: lb.Model) -> None:
     _same(twin.distribution(row), reference(row, sampler.params, [5, 6]))
     stateless = Sampler(toy, SamplingParams())
     assert stateless.is_stateless and stateless.clone() is stateless
+
+
+# -- seeds -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [-2, 2**64, 1 << 200, 1.5, True, "7"])
+def test_other_seeds_are_refused_by_name_at_every_door(ctx: lb.Context, seed: Any) -> None:
+    line = {"prompt": "x", "seed": seed}
+    with lb.Branch.start(ctx, "x") as branch:
+        for door in (
+            lambda: lb.SamplingParams(seed=seed),
+            lambda: lb.Engine(ctx, seed=seed),
+            lambda: branch.reseed(seed),
+            lambda: lb.search.best_of_n(branch, n=1, seed=seed),
+            lambda: lb.Request.from_json(line, "0"),
+        ):
+            with pytest.raises(ConfigError, match="seed must be an integer from 0 to 2"):
+                door()
+
+
+def test_largest_seed_is_taken(ctx: lb.Context) -> None:
+    assert ctx.complete("x", seed=2**64 - 1, max_tokens=1).seed == 2**64 - 1
+
+
+def test_seed_of_minus_one_is_a_random_one_at_every_door(ctx: lb.Context) -> None:
+    params = lb.SamplingParams(seed=-1)
+    with lb.Branch.start(ctx, "x", sampling=params) as branch:
+        seeds = [branch.seed]
+        branch.reseed(-1)
+        seeds.append(branch.seed)
+        branch.resample(params)
+        seeds.append(branch.seed)
+    seeds += [lb.Engine(ctx, seed=-1).seed for _ in range(2)]
+    seeds += [result.seed for result in ctx.complete(["x", "x"], seed=-1, max_tokens=1)]
+    line = lb.Request.from_json({"prompt": "x", "seed": -1, "max_tokens": 1}, "0")
+    for _ in range(2):  # the engine's own seed is fixed, the request's is not
+        seeds.append(lb.Engine(ctx, seed=1).generate([line])[0].seed)
+    assert len({*seeds}) == len(seeds) and min(seeds) >= 0

@@ -45,7 +45,8 @@ class Gbnf:
 
     ``rules`` maps each rule's number to its alternatives, ``token_texts`` lists the tokens written as
     ``<text>``: each must be one token of the vocabulary. ``names_tokens`` is True if it refers to any
-    token, by its text or its id.
+    token, by its text or its id, ``token_ids`` has these ids. ``repeats_empty`` is True if something that
+    may be empty is repeated: llguidance can do that, llama.cpp cannot.
 
     Raises:
         GrammarError: with line, column and reason.
@@ -61,6 +62,7 @@ class Gbnf:
         self._end = 0  # one above the highest number of a defined rule
         self.rules: dict[int, list[Sequence]] = {}
         self.token_texts: list[str] = []
+        self.token_ids: list[int] = []
         self.names_tokens = False
         self._translations: dict[int, str] = {}  # the translations of named rules
         self._skip(_LINES)
@@ -78,6 +80,7 @@ class Gbnf:
                 raise GrammarError(f"the grammar does not parse: the rule {name!r} is not defined")
         self.root = self._numbers["root"]
         self._names = {number: name for name, number in self._numbers.items()}
+        self.repeats_empty = False
         self._check_left_recursion()
 
     # -- the text ----------------------------------------------------------------------------------
@@ -198,9 +201,8 @@ class Gbnf:
                     f"({' '.join(f'/{character}/' for character in literal)})" if literal else ""
                 )
             elif c == "[":
-                matched = self._set()
-                sequence.extend([None] if matched else [])
-                items.append(matched)
+                items.append(self._set())
+                sequence.append(None)
             elif c in "<!":
                 self._token()
                 sequence.append(None)
@@ -289,7 +291,7 @@ class Gbnf:
         return characters
 
     def _set(self) -> str:
-        """Read a set; return its translation, or "" if it matches the empty text, as in llama.cpp."""
+        """Read a set; return its translation."""
         at = self._at
         self._at += 1
         members: list[str] = []
@@ -306,8 +308,10 @@ class Gbnf:
                 if not self._next():
                     raise self._fail("the set does not end", at)
                 members[-1] += f"-{self._character()}"
+        if not members:
+            raise self._fail("an empty set matches nothing", at)
         self._at += 1
-        return f"{opening}{''.join(members)}]/" if members else ""
+        return f"{opening}{''.join(members)}]/"
 
     def _character(self) -> str:
         """Read a character; return it as a regular expression."""
@@ -338,6 +342,7 @@ class Gbnf:
             if not digits or len(digits) > 10 or int(digits) >= 1 << 32:
                 raise self._fail(f"expected the id of a token, found {digits or self._next()!r}")
             self._expect("]>")
+            self.token_ids.append(int(digits))
             return
         end = self._text.find(">", self._at)
         if end < 0:
@@ -354,11 +359,14 @@ class Gbnf:
         for empty, forbids_last in ((direct, True), (nullable, False)):
             firsts = {n: list(_leftmost(ways, empty)) for n, ways in self.rules.items()}
             component = _components({n: [to for to, _ in symbols] for n, symbols in firsts.items()})
+            named = {component[number] for number in self._names}
             for number, symbols in firsts.items():
                 for to, is_last in symbols:
                     # If the recursion is at the end of the alternative, llama.cpp detects it.
                     if component[to] == component[number] and (forbids_last or not is_last):
-                        raise self._left_recursion(number)
+                        if self.names_tokens or component[number] in named:
+                            raise self._left_recursion(number)
+                        self.repeats_empty = True
 
     def _left_recursion(self, number: int) -> GrammarError:
         name = self._names.get(number)

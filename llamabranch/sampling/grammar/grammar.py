@@ -58,6 +58,7 @@ class Grammar:
     whitespace: str = "single"
     model: type | None = field(default=None, compare=False, repr=False)
     token_texts: tuple[str, ...] = field(default=(), init=False, repr=False, compare=False)
+    token_ids: tuple[int, ...] = field(default=(), init=False, repr=False, compare=False)
     guidance: str = field(default="", init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -95,7 +96,8 @@ class Grammar:
 
     def _compile_schema(self) -> str:
         schema = json_schemas.parse(self.source)
-        for form in (json_schemas.closed(schema), schema):  # a closed schema may be contradictory
+        forms = (json_schemas.closed(schema), json_schemas.with_plain_keys(schema))
+        for form in forms:  # a closed schema may be contradictory
             guidance, reason = _of_schema(form, self.whitespace)
             if guidance:
                 return guidance
@@ -104,11 +106,14 @@ class Grammar:
     def _compile_gbnf(self) -> str:
         parsed = Gbnf(self.source)
         object.__setattr__(self, "token_texts", tuple(parsed.token_texts))
+        object.__setattr__(self, "token_ids", tuple(parsed.token_ids))
         if parsed.names_tokens:
             return ""
         try:
             return compiled("lark", parsed.lark)
         except GrammarError:  # for example an empty range, which llama.cpp accepts
+            if parsed.repeats_empty:
+                raise
             return ""
 
     @classmethod
@@ -130,7 +135,10 @@ class Grammar:
             ConfigError: pydantic is missing, or cannot describe the type.
         """
         model: type | None = None
-        if isinstance(schema, type) or get_origin(schema) is not None:
+        is_named = hasattr(schema, "__supertype__") or hasattr(
+            schema, "__value__"
+        )  # NewType, type X
+        if isinstance(schema, type) or get_origin(schema) is not None or is_named:
             model = cast(type, schema)  # list[Person] too
             schema = json_schemas.of_type(model)
         if not isinstance(schema, str):
@@ -210,7 +218,7 @@ class Grammar:
         if not model.has_text:
             raise GrammarError("a grammar needs a model with a vocabulary")
         if not self.guidance:
-            return SamplerMatcher(model, self.source, self.token_texts)
+            return SamplerMatcher(model, self.source, self.token_texts, self.token_ids)
         is_split = forcing and self.kind == "gbnf"
         return Matcher(
             model, self.guidance.replace(NO_FORCING, "{}") if is_split else self.guidance

@@ -46,6 +46,7 @@ def compiled(kind: str, source: str, whitespace: str = "any") -> str:
     item, key = _SEPARATORS[whitespace]
     options: JsonCompileOptions = {
         "whitespace_flexible": whitespace == "any", "item_separator": item, "key_separator": key,
+        "json_allow_general_unicode_escapes": True,
     }  # fmt: skip
     of_kind: dict[str, Callable[[], str]] = {
         "lark": lambda: LLMatcher.grammar_from_lark(source),

@@ -6,6 +6,7 @@ text fits.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import cast
@@ -39,13 +40,25 @@ CONSTRAINTS = frozenset(
     )
 )  # fmt: skip
 _MOST = 1 << 31  # characters or items: more than any text has
+_DIALECTS = re.compile(
+    r"^(http://json-schema\.org/draft-0[467]|https://json-schema\.org/draft/20(19-09|20-12))/schema#*$"
+)
 _COMBINE = ("allOf", "anyOf", "oneOf", "$ref")
 
 # Formats that llguidance does not know.
 _ANY_TEXT = {"path", "file-path", "directory-path", "binary", "password"}
 _ANY_NUMBER = {"float", "double"}
 _BASE64 = "(?:[{0}]{{4}})*(?:[{0}]{{2}}==|[{0}]{{3}}=)?"
+_DATE = (
+    "(?:[1-9][0-9]{3}|0[0-9]{2}[1-9]|0[0-9][1-9]0|0[1-9]00)-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|"
+    "3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|[12][0-9]))"
+)
+_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?"
+_OFFSET = "(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])?"
 _FORMATS = {
+    "iso-date-time": f"^{_DATE}T{_TIME}{_OFFSET}$",
+    "date-time-local": f"^{_DATE}T{_TIME}$",
+    "iso-time": f"^{_TIME}{_OFFSET}$",
     "byte": f"^{_BASE64.format('A-Za-z0-9+/')}$",
     "base64": f"^{_BASE64.format('A-Za-z0-9+/')}$",
     "base64url": f"^{_BASE64.format('A-Za-z0-9_-')}$",
@@ -66,6 +79,8 @@ def prepare(document: Schema) -> None:
     combines = False
     for path, part in schema_parts(document):
         with _at(path):
+            if "$schema" in part and not _DIALECTS.search(str(part["$schema"])):
+                del part["$schema"]  # read as 2020-12
             _drop_idle(part)
             _write_patterns(part)
             _write_format(part)
@@ -129,7 +144,9 @@ def pointed(reference: object, document: object) -> object:
         key = name.replace("~1", "/").replace("~0", "~")
         if isinstance(value, dict):
             value = value.get(key)
-        elif isinstance(value, list) and key.isdecimal() and int(key) < len(value):
+        elif (
+            isinstance(value, list) and key.isdecimal() and len(key) < 10 and int(key) < len(value)
+        ):
             value = value[int(key)]
         else:
             return None

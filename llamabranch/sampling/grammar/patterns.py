@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import sys
 import unicodedata
-from bisect import bisect_right
 from collections.abc import Iterable
 from functools import cache
 from typing import NamedTuple, NoReturn
@@ -80,7 +79,8 @@ _CLASSES = {
     "d": _DIGITS, "D": _others(_DIGITS), "w": _WORD, "W": _others(_WORD), "s": _SPACE,
     "S": _others(_merged([*_SPACE, *_UNSURE])),
 }  # fmt: skip
-_QUOTE, _BACKSLASH = (0x22, 0x22), (0x5C, 0x5C)
+_CONTROLS = ((0, 0x1F), (0x7F, 0x7F))
+_ESCAPED = _merged([(0, 8), (0xB, 0xC), (0xE, 0x1F), (0x7F, 0x7F)])  # all but \t, \n and \r
 
 
 @cache
@@ -124,6 +124,10 @@ class _Reader:
             pieces.append(self._next())
         if len(self._flags) > 1:
             self._refuse("unclosed group")
+        if "|" not in pieces:  # what may surround a match is text without control characters too
+            around = f"[{_listed(_others(_CONTROLS))}]*"
+            pieces.insert(0, "" if "^" in pieces else f"^{around}")
+            pieces.append("" if "$" in pieces else f"{around}$")
         return "".join(pieces)
 
     def _refuse(self, reason: str) -> NoReturn:
@@ -265,7 +269,7 @@ class _Reader:
         if key in ("", "General_Category", "gc") and short in _LONG_CATEGORIES.values():
             ranges = _category(short)
             return _others(ranges) if is_negated else ranges
-        return f"\\{'P' if is_negated else 'p'}{{{name}}}"
+        return f"[^\\p{{{name}}}{_listed(_ESCAPED)}]" if is_negated else f"\\p{{{name}}}"
 
     def _class(self) -> str:
         is_negated = self._match(r"\^") is not None
@@ -296,7 +300,7 @@ class _Reader:
         if not properties and not (is_negated and self._flags[-1].ignores_case):
             return self._written(_others(merged) if is_negated else merged)
         if is_negated:
-            merged = _merged([*merged, (0, 0)])  # see `_written`
+            merged = _merged([*merged, *_ESCAPED])  # see `_written`
         return f"[{'^' if is_negated else ''}{''.join(properties)}{_listed(merged)}]"
 
     def _class_item(self) -> Ranges | str:
@@ -313,23 +317,15 @@ class _Reader:
         if _is_one(ranges):
             char = chr(ranges[0][0])
             return char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):x}}}"
-        both = _contains(ranges, *_QUOTE) and _contains(ranges, *_BACKSLASH)
-        if _contains(ranges, 0, 0x1F) and not both:
-            # llguidance confuses a class of all control characters with the class of all escapes, " and
-            # \.
-            ranges = _merged(
-                [(1 if first == 0 else first, last) for first, last in ranges if last > 0]
-            )
+        # llguidance allows \u only for control characters: the \u00e9 of a model would become \u007f.
+        has_lines = any(first <= 0xA <= last for first, last in ranges)
+        left_out = _ESCAPED if has_lines else _CONTROLS
+        ranges = _others(_merged([*_others(ranges), *left_out])) or ranges
         return f"[{_listed(ranges)}]"
 
 
 def _is_one(ranges: Ranges) -> bool:
     return len(ranges) == 1 and ranges[0][0] == ranges[0][1]
-
-
-def _contains(ranges: Ranges, first: int, last: int) -> bool:
-    at = bisect_right(ranges, (first, _LAST)) - 1
-    return at >= 0 and ranges[at][1] >= last
 
 
 def _listed(ranges: Ranges) -> str:

@@ -18,13 +18,24 @@ class SamplerMatcher:
     Args:
         model: the model whose tokens it matches.
         gbnf: a grammar that ``Gbnf`` has checked.
-        token_texts: the tokens that the grammar names by their text.
+        token_texts, token_ids: the tokens that the grammar names by their texts, and by their ids.
 
     Raises:
         GrammarError: one of these is not a token of the vocabulary.
     """
 
-    def __init__(self, model: Model, gbnf: str, token_texts: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        model: Model,
+        gbnf: str,
+        token_texts: tuple[str, ...] = (),
+        token_ids: tuple[int, ...] = (),
+    ) -> None:
+        for token in token_ids:
+            if token >= model.n_vocab:
+                raise GrammarError(
+                    f"the grammar refers to <[{token}]>, but this vocabulary has {model.n_vocab} tokens"
+                )
         for text in token_texts:
             if len(model.handle.tokenize(text.encode(), False, True)) != 1:
                 raise GrammarError(

@@ -8,12 +8,15 @@ from time import perf_counter
 from typing import NoReturn, cast
 
 from ...arguments import shown
-from ...errors import ConfigError, GrammarError, ParseError
+from ...errors import ConfigError, GrammarError, ParseError, told
+from ...model.functions import type_schemas
 from .keywords import pointed, prepare, schema_parts, step
 from .numbers import Digits
 from .skeleton import same_text, unique_values
 
-__all__ = ["TAKEN", "closed", "of_type", "parse", "place", "repetition", "value"]
+__all__ = ["TAKEN", "closed", "of_type", "parse", "place", "repetition", "value",
+    "with_plain_keys",
+]  # fmt: skip
 
 TAKEN = (
     "pass a pydantic model (class Person(BaseModel)), a dataclass, a TypedDict, a list of them "
@@ -24,6 +27,8 @@ _DEFS = ("$defs", "definitions")
 # Keywords that map names to schemas.
 _MAPS = ("properties", "patternProperties", "dependentSchemas", *_DEFS)
 _VALUES = ("const", "enum", "default", "examples")
+_DECLARED = ("properties", "patternProperties", "required")
+_CONTROLS = r"\x00-\x1f\x7f"
 _MOST_S = 2.0  # for finding the part of a schema that is refused
 _MOST_NAMES = 100_000  # names that are added to close objects
 _OPEN = (
@@ -48,11 +53,11 @@ def of_type(model: type) -> str:
         ConfigError: pydantic is missing, or cannot describe the type.
     """
     try:
-        return json.dumps(_adapter(model).json_schema())
+        return json.dumps(_adapter(model).json_schema(schema_generator=type_schemas()))
     except ImportError:
         raise
     except Exception as error:  # pydantic's errors have no common class
-        reason = str(error).split(". ")[0].splitlines()[0]
+        reason = told(error).split(". ")[0].splitlines()[0]
         raise ConfigError(
             f"no JSON schema can be made from {shown(model)}: {reason}",
             hint=TAKEN,
@@ -65,7 +70,7 @@ def value(model: type | None, text: str) -> object:
     try:
         return read(text)
     except Exception as error:  # a validator of the type may raise anything
-        reason = " ".join(str(error).split())
+        reason = " ".join(told(error).split())
         kind = "JSON" if model is None else f"for {shown(model)}"
         raise ParseError(f"the text is not valid {kind}: {reason:.300}", text=text) from error
 
@@ -233,15 +238,55 @@ def closed(schema: dict[str, object]) -> dict[str, object]:
         if n_schemas > 1 or (isinstance(every, list) and len(every) > 1):
             outer.add(id(part))
             _add_inner(_applied(part, schema), schema, inner)
-    n_names = 0
+    n_names, is_closed = 0, True
     for part in list(_parts(schema)):
         declares = "properties" in part or (part.get("type") == "object" and "required" in part)
         if id(part) not in inner and (declares or id(part) in outer):
             names = _names(part, schema, set())
             n_names += len(names or ())
+            is_closed = is_closed and names is not None and n_names < _MOST_NAMES
             if n_names < _MOST_NAMES and (names or (names == {} and "properties" in part)):
                 part.update(properties=names, additionalProperties=False)
+    _write_keys(schema, inner if is_closed else set())
     return schema
+
+
+def with_plain_keys(schema: dict[str, object]) -> dict[str, object]:
+    """Return the schema with other properties by a pattern, where some properties are declared.
+
+    llguidance would also take "\\u0061" as the name of another property beside a declared "a". A pattern
+    matches decoded names. Properties beside ``patternProperties`` are not allowed.
+    """
+    schema = cast(dict[str, object], _copied(schema))
+    _write_keys(schema, set())
+    return schema
+
+
+def _write_keys(schema: dict[str, object], closed_outside: set[int]) -> None:
+    for part in [*_parts(schema)]:
+        rest = part.get("additionalProperties", id(part) not in closed_outside)
+        is_object = any(name in part for name in _DECLARED[:2]) or part.get("type") == "object"
+        if rest is False or not is_object or not any(part.get(name) for name in _DECLARED):
+            continue
+        if "patternProperties" not in part:
+            properties, required = part.get("properties"), part.get("required")
+            names = [*(properties if isinstance(properties, dict) else ()),
+                     *(required if isinstance(required, list) else ())]  # fmt: skip
+            known = {name: rest for name in names if isinstance(name, str)}
+            part["properties"] = known | (properties if isinstance(properties, dict) else {})
+            part["patternProperties"] = {f"^{_other_texts({*known})}$": rest}
+        part["additionalProperties"] = False
+
+
+def _other_texts(texts: set[str]) -> str:
+    """Return a regular expression for all texts but these, without control characters."""
+    by_first: dict[str, set[str]] = {}
+    for text in texts - {""}:
+        by_first.setdefault(text[0], set()).add(text[1:])
+    firsts = {first: f"\\x{{{ord(first):x}}}" for first in by_first}
+    ways = [f"[^{''.join(firsts.values())}{_CONTROLS}][^{_CONTROLS}]*"]
+    ways += [firsts[first] + _other_texts(rest) for first, rest in by_first.items()]
+    return f"(?:{'|'.join(ways)})" + ("" if "" in texts else "?")
 
 
 def _copied(value: object) -> object:

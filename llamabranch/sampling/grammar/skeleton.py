@@ -165,6 +165,7 @@ class _Rules:
             "whitespace_flexible": whitespace == "any",
             "item_separator": self._item,
             "key_separator": self._key,
+            "json_allow_general_unicode_escapes": True,
         }
         self._lines: list[str] = []
         self._names: dict[int, str] = {}

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 
-from ...errors import GrammarError, UnsupportedError
+from ...errors import GrammarError, GrammarWarning, UnsupportedError, warn
 from ...model import Model
 from ...model.call_form import ArgumentTags, Around, CallForm, Slot, Values, is_text_schema
 from ...model.tools import Tools
 from . import schema as json_schemas
 from .grammar import Grammar
-from .keywords import pointed
+from .keywords import pointed, schema_parts
 
 __all__ = ["turn_grammar"]
 
@@ -36,35 +36,68 @@ def turn_grammar(model: Model, tools: Tools, content: Grammar | None = None) -> 
         tools: the tools of the request, with their ``turns``.
         content: the grammar of an answer without a call; None = free text.
 
+    If the schema of a tool is refused, its arguments may be any JSON object: a `GrammarWarning` tells
+    it, and ``tools.unchecked`` has the reason.
+
     Raises:
         UnsupportedError: ``content`` cannot be combined with calls; the message says why.
-        GrammarError: a tool's schema is refused; the message names the tool.
+        GrammarError: the schema of a tool with ``strict: true`` is refused; the message names the tool.
     """
-    form = tools.turns.form
+    with suppress(GrammarError):
+        return _of(model, tools, content)
+    for name, schema in tools.schemas.items():
+        reason = _refusal(name, schema)
+        if reason is None:
+            continue
+        if name in tools.strict:
+            raise reason
+        tools.unchecked[name] = reason.message
+        warn(f"any JSON object is allowed as arguments: {reason.message}", GrammarWarning)
+    for name in tools.unchecked:
+        is_tagged = tools.turns.form.tags is not None
+        tools.schemas[name] = _freed(tools.schemas[name]) if is_tagged else {"type": "object"}
+    return _of(model, tools, content)
+
+
+def _of(model: Model, tools: Tools, content: Grammar | None) -> Grammar:
     try:
-        try:
-            lark = _Writer(model, tools, form).written(content)
-        except UnsupportedError:
-            if not tools.forced:
-                raise
-            lark = _Writer(model, tools, type(tools.turns)().form).written()
-        return _compiled(lark)
-    except GrammarError:
-        for name, schema in tools.schemas.items():
-            _check(name, schema)
-        raise
+        lark = _Writer(model, tools, tools.turns.form).written(content)
+    except UnsupportedError:
+        if not tools.forced:
+            raise
+        lark = _Writer(model, tools, type(tools.turns)().form).written()
+    return _compiled(lark)
 
 
 _compiled = lru_cache(maxsize=64)(Grammar.from_lark)  # a conversation asks for one at every turn
 
 
-def _check(name: str, schema: object) -> None:
+def _refusal(name: str, schema: object) -> GrammarError | None:
+    """Return why the schema of a tool is refused; None if it is not."""
     try:
-        Grammar.from_json_schema(json.dumps(schema, ensure_ascii=False))
+        _compiled_schema(json.dumps(schema, ensure_ascii=False))
     except RecursionError:
-        raise GrammarError(f"the parameters of {name}: nested too deep") from None
+        return GrammarError(f"the parameters of {name}: nested too deep")
     except GrammarError as error:
-        raise GrammarError(f"the parameters of {name}: {error.message}", hint=error.hint) from None
+        return GrammarError(f"the parameters of {name}: {error.message}", hint=error.hint)
+    return None
+
+
+_compiled_schema = lru_cache(maxsize=64)(Grammar.from_json_schema)
+
+
+def _freed(schema: object) -> dict[str, object]:
+    """Return a schema for an object with any values, for forms that write properties in tags."""
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    known = properties if isinstance(properties, Mapping) else {}
+    types = {
+        key: inner.get("type") if isinstance(inner, Mapping) else None
+        for key, inner in known.items()
+    }
+    return {
+        "type": "object", "additionalProperties": True,
+        "properties": {k: {"type": t} if t in _EXAMPLES else {} for k, t in types.items()},
+    }  # fmt: skip
 
 
 def _as_rule(name: str, grammar: Grammar) -> str:
@@ -335,10 +368,15 @@ class _Writer:
         source = schema if isinstance(schema, Mapping) else {}
         values = values or self._form.values
         try:
-            closed = json_schemas.closed(json_schemas.parse(json.dumps(source, ensure_ascii=False)))
+            schema = json_schemas.parse(json.dumps(source, ensure_ascii=False))
+            for _, part in schema_parts(schema):
+                part.pop("uniqueItems", None)  # a function gets a set, or checks its list
+            closed = json_schemas.closed(schema)
         except RecursionError:
             raise GrammarError("the JSON schema is nested too deep") from None
-        options: dict[str, object] = {"whitespace_flexible": is_flexible}
+        options: dict[str, object] = {
+            "whitespace_flexible": is_flexible, "json_allow_general_unicode_escapes": True,
+        }  # fmt: skip
         if not is_flexible:
             options |= {"item_separator": values.item, "key_separator": values.pair}
         return f"%json {json.dumps({'x-guidance': options, **closed}, ensure_ascii=False)}"
@@ -410,8 +448,9 @@ class _Writer:
         if values.quote == "'":
             self._rule("STRING", r"""/'([^'\\\n]|\\.)*'|"([^"\\\n]|\\.)*"/""")
         elif values.quote == _IN_TEXT.quote:
-            self._rule("STRING", r"""/\\"([^"\\\x00-\x1f]|\\\\"""
-                       r"""([nrtbf\/]|u[0-9a-f]{4}|\\[\\"]))*\\"/""")  # fmt: skip
+            outer, inner = _escapes(r"\\", "[89a-fA-F]"), _escapes(r"\\\\", "[0-9a-fA-F]")
+            inner = rf"{inner}|\\\\([nrtbf\/]|\\\/|\\[\\\"])"
+            self._rule("STRING", rf'/\\"([^"\\\x00-\x1f]|\\\/|{outer}|{inner})*\\"/')
         elif values.quote:
             return f"{self._literal(values.quote)} {self._until('quoted', values.quote)}"
         else:
@@ -517,6 +556,20 @@ def _quoted(text: str) -> str:
 def _regex(text: str) -> str:
     """Return a regular expression, as Lark writes it, for a text."""
     return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
+
+
+def _escapes(backslash: str, third: str) -> str:
+    """Return a regular expression for JSON's escapes of a character by its number.
+
+    Args:
+        backslash: of the escape.
+        third: the third digits that may follow 00.
+    """
+    digit, u = "[0-9a-fA-F]", f"{backslash}u"
+    return (
+        f"{u}(00{third}{digit}|0[1-9a-fA-F]{digit}{{2}}|[1-9a-ce-fA-CE-F]{digit}{{3}}|"
+        f"[dD][0-7]{digit}{{2}}|[dD][89abAB]{digit}{{2}}{u}[dD][c-fC-F]{digit}{{2}})"
+    )
 
 
 def _choice(words: Iterable[str]) -> str:

@@ -1,0 +1,196 @@
+"""llama.cpp's memory and the table of it change together, wherever Ctrl-C comes or a native call fails.
+
+Each place is a line of ``context/`` that the calls pass. Ctrl-C is a real signal, sent at that place.
+Afterwards the table agrees with llama.cpp, all texts have the logits of a clean context, and nothing
+is left in the memory once they are gone.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+import toys
+
+import llamabranch as lb
+from llamabranch import Branch, Context
+from llamabranch.native import ContextHandle, max_sequences
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals are sent as POSIX has them")
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "in order, prefix cache": ("llama", {"batch_invariant": True, "prefix_cache": True}),
+    "own cells": ("llama", {"kv_unified": False}),
+    "window": ("gemma3", {}),
+    "window, cells used again": ("gemma3", {"swa_full": False}),
+    "recurrent": ("mamba", {}),
+    "hybrid": ("lfm2", {}),
+}
+TOKENS = [5 + i * 7 % 200 for i in range(60)]
+CONTEXT = str(Path(lb.__file__).parent / "context")
+Place = tuple[str, int]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def opened(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[lb.Model, dict[str, Any]]]:
+    architecture, options = KINDS[request.param]
+    path = tmp_path_factory.mktemp("toy") / "toy.gguf"
+    toys.write_toy(path, architecture, vocab="bytes", seed=3)
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with lb.Model(path) as model:
+        yield model, {"n_ctx": 4 * 256, "n_seq_max": 4, "n_threads": 1, **options}
+    signal.signal(signal.SIGINT, previous)
+
+
+class World:
+    """Two branches, a third one while ``act`` runs, and a clean context to compare with."""
+
+    def __init__(self, model: lb.Model, options: dict[str, Any]) -> None:
+        self.ctx = Context(model, **options)
+        self.clean = Context(model, **{**options, "prefix_cache": False})
+        self.branches: list[Branch] = []
+
+    def act(self) -> None:
+        """Use every call that changes the memory."""
+        for tokens in (TOKENS, TOKENS[9:]):
+            self.branches.append(Branch.start(self.ctx, tokens))
+        low, high = self.branches
+        child = low.fork()
+        self.branches.append(child)
+        child.extend(TOKENS[:5])
+        child.rewind(50)
+        low.rewind(40)
+        saved = high.snapshot()
+        child.prune()
+        other = Branch.restore(self.ctx, saved)
+        self.branches.append(other)
+        other.sequence.keep_cached()
+        other.prune()
+        high.extend(TOKENS[:3])
+        with self.ctx.lock:
+            if self.ctx.kv_cache.order.is_kept:
+                self.ctx.kv_cache.compact()
+            if self.ctx.prefix_cache is not None:
+                self.ctx.prefix_cache.evict(20)
+                self.ctx.prefix_cache.clear()
+            self.ctx.kv_cache.clear()
+        low.extend(TOKENS[:2])
+
+    def check(self) -> None:
+        """Compare everything that is left; then leave nothing."""
+        ctx = self.ctx
+        ctx.audit()
+        for branch in self.branches:
+            if branch.state in ("ready", "finished"):
+                branch.extend([11])
+                with Branch.start(self.clean, branch.tokens) as alone:
+                    np.testing.assert_allclose(branch.logits, alone.logits, atol=0.05)
+        ctx.audit()
+        for branch in self.branches[:2]:
+            branch.prune_subtree()
+        self.branches.clear()
+        gc.collect()  # what an exception may still refer to
+        with ctx.lock:
+            if ctx.prefix_cache is not None:
+                ctx.prefix_cache.clear()
+        usage = ctx.usage()
+        assert (usage.cells_used, usage.cells_reserved, usage.cells_cached) == (0, 0, 0)
+        assert ctx.n_seq_free == 4
+        if ctx.kv_cache.order.is_kept:  # other memory has no more ids than the context
+            for seq_id in range(max_sequences()):
+                assert ctx.decoder.handle.position_range(seq_id)[1] < 0, seq_id
+
+
+@pytest.fixture
+def world(opened: tuple[lb.Model, dict[str, Any]]) -> Iterator[World]:
+    made = World(*opened)
+    yield made
+    made.ctx.close()
+    made.clean.close()
+
+
+class Tracer:
+    """Calls ``act`` once at line ``target`` of ``context/``; notes the lines that are passed."""
+
+    def __init__(self, act: Callable[[], object], target: Place | None = None) -> None:
+        self.act, self.target = act, target
+        self.passed: dict[Place, None] = {}
+
+    def __call__(self, frame: FrameType, event: str, _arg: object) -> Tracer | None:
+        if not frame.f_code.co_filename.startswith(CONTEXT):
+            return None
+        place = frame.f_code.co_filename, frame.f_lineno
+        if event == "line":
+            self.passed[place] = None
+            if place == self.target:
+                self.target = None
+                self.act()
+        return self
+
+
+def test_ctrl_c_at_every_line(world: World) -> None:
+    def run(target: Place | None) -> dict[Place, None]:
+        tracer = Tracer(lambda: os.kill(os.getpid(), signal.SIGINT), target)
+        sys.settrace(tracer)
+        try:
+            world.act()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        try:
+            world.check()
+        except AssertionError as error:
+            raise AssertionError(f"after Ctrl-C at {target}") from error
+        return tracer.passed
+
+    places = run(None)
+    assert len(places) > 100
+    for place in list(places)[:: 1 if world.ctx.kv_cache.order.is_kept else 3]:
+        run(place)
+
+
+NATIVE = ("clear", "copy", "remove", "set_state", "set_partial_state", "state", "partial_state")
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_an_exception_after_every_native_call(
+    name: str, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a signal that arrives during the call."""
+    real, counts = getattr(ContextHandle, name), [0, 0]  # calls so far; the one that raises
+
+    def raising(*arguments: Any) -> Any:
+        result = real(*arguments)
+        if threading.current_thread() is not threading.main_thread():
+            return result  # there are no signals
+        counts[0] += 1
+        if counts[0] == counts[1]:
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(ContextHandle, name, raising)
+    world.act()
+    n_calls, counts[1] = counts[0], -1
+    world.check()
+    for i in range(n_calls):
+        counts[:] = 0, i + 1
+        with suppress(KeyboardInterrupt):
+            world.act()
+        counts[1] = -1
+        try:
+            world.check()
+        except AssertionError as error:
+            raise AssertionError(f"after call {i} of {n_calls}") from error

@@ -1,0 +1,168 @@
+"""Tools whose schemas no grammar can follow, and those that a JSON schema alone may have."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import warnings
+from dataclasses import dataclass
+from typing import Any, Literal, NewType
+
+import pytest
+from turn_shapes import SHAPES
+
+import llamabranch as lb
+from llamabranch.errors import GrammarError, GrammarWarning
+from llamabranch.model import ToolCall, TurnFormat
+from llamabranch.model.functions import function_tool
+from llamabranch.model.tools import Tools
+from llamabranch.sampling.grammar import turn_grammar
+
+_A = {"type": "string"}
+ODD: dict[str, Any] = {
+    "look-ahead": {"a": {"type": "string", "pattern": "^(?!/).*"}},
+    "not": {"a": {"not": {"type": "null"}}},
+    "oneOf": {"a": {"oneOf": [_A, {"type": "string", "maxLength": 3}]}},
+    "contains": {"a": {"type": "array", "contains": {"const": 1}}},
+    "uri-reference": {"a": {"type": "string", "format": "uri-reference"}},
+    "reference": {"a": {"$ref": "https://localhost:1/x"}},
+}
+
+
+def tools(properties: Any, choice: Any, form: TurnFormat | None = None, **more: Any) -> Tools:
+    odd = {"name": "odd", "parameters": {"type": "object", "properties": properties}, **more}
+    good = {
+        "name": "good",
+        "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}},
+    }
+    return Tools([{"type": "function", "function": f} for f in (good, odd)], choice, form)
+
+
+def takes(model: lb.Model, grammar: lb.Grammar, text: str) -> bool:
+    state = grammar.start(model)
+    for token in model.tokenize(text, add_special=False):
+        if not state.allows(token):
+            return False
+        state.accept(token)
+    return state.allows(next(iter(model.eog_tokens)))
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", {"function": {"name": "odd"}}])
+@pytest.mark.parametrize("name", ODD)
+def test_a_schema_that_is_refused_leaves_the_arguments_free(
+    name: str, choice: Any, toy: lb.Model
+) -> None:
+    given = tools(ODD[name], choice)
+    with pytest.warns(
+        GrammarWarning, match="any JSON object is allowed .* of odd: .*#/properties/a"
+    ):
+        grammar = turn_grammar(toy, given)
+    assert [*given.unchecked] == ["odd"]
+    for arguments in ("{}", '{"b": [1]}', '{"a": null, "\\u00e9": "x"}'):
+        assert takes(toy, grammar, f'{{"name": "odd", "arguments": {arguments}}}')
+    assert not takes(toy, grammar, '{"name": "odd", "arguments": [1]}') or choice == "auto"
+    if choice == "required":
+        assert takes(toy, grammar, '{"name": "good", "arguments": {"n": 1}}')
+        assert not takes(toy, grammar, '{"name": "good", "arguments": {"n": "x"}}')
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("name", ODD)
+def test_a_strict_tool_is_refused_by_name(name: str, choice: str, toy: lb.Model) -> None:
+    with pytest.raises(GrammarError, match=r"the parameters of odd: .*#/properties/a"):
+        turn_grammar(toy, tools(ODD[name], choice, strict=True))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_free_arguments_keep_their_names_in_every_form(shape: str, toy: lb.Model) -> None:
+    form = TurnFormat.of(SHAPES[shape])
+    given = tools(
+        {**ODD["look-ahead"], "n": {"type": "integer", "not": {"const": 1}}}, "required", form
+    )
+    with pytest.warns(GrammarWarning):
+        grammar = turn_grammar(toy, given)
+    assert takes(toy, grammar, form.write([ToolCall("odd", {"a": "/x", "n": 1})]))
+
+
+SETS: list[tuple[Any, list[Any], list[Any]]] = [
+    (set[bool], [True, False], [1]), (set[Literal["a", "b"]], ["b", "a"], ["c"]),
+    (set[str], ["x"], [1]), (set[int], [3, 4], ["x"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "values", "others"), SETS)
+def test_sets_are_parameters_as_they_are_schemas(
+    kind: Any, values: list[Any], others: list[Any], toy: lb.Model
+) -> None:
+    def f(x):  # type: ignore[no-untyped-def]
+        """Take a set."""
+
+    f.__annotations__ = {"x": kind}
+    given = Tools([f], "required")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        turns, alone = turn_grammar(toy, given), lb.Grammar.from_json_schema(kind)
+    for items, is_right in ((values, True), (others, False)):
+        text = json.dumps({"name": "f", "arguments": {"x": items}})
+        assert takes(toy, turns, text) == takes(toy, alone, json.dumps(items)) == is_right
+
+
+def test_chat_tells_which_tool_is_free(stage: lb.Context) -> None:
+    given = tools(ODD["not"], "auto").given
+    with pytest.warns(GrammarWarning, match=re.escape("'not' at #/properties/a")):
+        result = stage.chat([("user", "hi")], tools=given, max_tokens=2)
+    assert result.tools is not None and [*result.tools.unchecked] == ["odd"]
+
+
+DIALECTS = [
+    "https://spec.openapis.org/oas/3.1/dialect/base", "http://json-schema.org/schema#", "x", 3,
+    "http://json-schema.org/draft-06/schema#", "https://json-schema.org/draft-07/schema",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_schema_of_any_dialect_is_read(dialect: object, toy: lb.Model) -> None:
+    inner = {
+        "$schema": dialect,
+        "type": "object",
+        "properties": {"a": {"enum": [1]}},
+        "required": ["a"],
+    }
+    for schema, text in ((inner, '{"a": 1}'), ({"type": "array", "items": inner}, '[{"a": 1}]')):
+        grammar = lb.Grammar.from_json_schema(schema)
+        assert takes(toy, grammar, text) and not takes(toy, grammar, text.replace("1", "2"))
+
+
+Name = NewType("Name", str)
+Names = NewType("Names", list[Name])
+
+
+@dataclass
+class Person:
+    name: Name
+    others: Names
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "value"),
+    [(Name, '"x"', "x"), (Names, '["x"]', ["x"]), (dict[str, Name], '{"a": "x"}', {"a": "x"}),
+     (Person, '{"name": "x", "others": ["y"]}', Person(Name("x"), Names([Name("y")])))],
+)  # fmt: skip
+def test_new_types_are_schemas(kind: Any, text: str, value: object, toy: lb.Model) -> None:
+    grammar = lb.Grammar.from_json_schema(kind)
+    assert takes(toy, grammar, text) and not takes(toy, grammar, "1")
+    assert grammar.parse(text) == value
+
+
+def test_new_types_are_parameters_without_pydantic(monkeypatch: pytest.MonkeyPatch) -> None:
+    def f(name: Name, names: Names) -> None:
+        """Take names."""
+
+    described: Any = function_tool(f)
+    monkeypatch.setitem(sys.modules, "pydantic", None)
+    by_hand: Any = function_tool(f)
+    schemas = [tool["function"]["parameters"]["properties"] for tool in (described, by_hand)]
+    assert all(
+        s["name"]["type"] == "string" and s["names"]["items"] == {"type": "string"} for s in schemas
+    )

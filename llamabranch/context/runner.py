@@ -65,6 +65,7 @@ class Runner:
     Attributes:
         n_trained: the position beyond which a sequence gets a warning.
         n_decodes: the number of decodes so far.
+        stops: the requests to stop a decode.
         n_chunk: the most tokens of a decode that can be interrupted.
         most_hidden: the most numbers that the hidden states of a token can have, of all layers together.
         read_s: seconds for each token of a long chunk, smoothed; NaN before the first.
@@ -80,6 +81,7 @@ class Runner:
         self.handle = handle = memory.handle
         self.memory = memory
         self.n_decodes = 0
+        self.stops = handle.stops
         self.n_chunk = handle.n_chunk
         self.most_hidden = handle.n_layer * handle.n_embd + handle.n_embd_out
         self.read_s = math.nan
@@ -134,6 +136,7 @@ class Runner:
         handle.ptr  # noqa: B018  (raises ClosedError)
         all_rows: list[LogitsRow] = []
         code = n = n_rows_before = n_decoded = 0
+        outer = self.stops.begin()
         try:
             for n, n_rows, submit, record, places in pieces:
                 for row in all_rows:
@@ -179,6 +182,8 @@ class Runner:
             handle.resume()  # the decode may have been interrupted too
             self.undo(starts, expiring)
             raise
+        finally:
+            self.stops.end(outer)
         raise self._failure(code, starts, n, expiring)
 
     def _reclaimed(self, n: int, expiring: Sequence[LogitsRow]) -> bool:
@@ -216,7 +221,7 @@ class Runner:
                 return self.memory.full_error(n)
             return DecodeError("llama.cpp refused the batch as inconsistent", code=code)
         if code == _INTERRUPTED:
-            self.handle.resume()
+            self.stops.note_stopped()
         else:
             self.memory.distrust(starts)
             if code == _NO_MEMORY:
@@ -448,7 +453,7 @@ class Runner:
         for low in range(0, len(features), most):
             code, states = heads.encode(handle, features[low : low + most], self._encoded)
             if code == _INTERRUPTED:
-                self.handle.resume()
+                self.stops.note_stopped()
                 raise DecodeInterruptedError("the encoding was interrupted", code=code)
             if code:
                 raise DecodeError("llama.cpp could not encode the hidden states", code=code)

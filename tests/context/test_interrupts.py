@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -393,9 +394,34 @@ def test_time_that_ran_out_without_a_decode_stops_nothing_after_the_block(ctx: C
         branch.step()
     check_goes_on(branch, ctx)
     with ctx.time_limit(0.001):
-        while not ctx.decoder.handle._stop[0]:
+        while not ctx.decoder.handle.stops._threads:
             pass
     Branch.start(ctx, "Once upon a time", seed=3).step()
+
+
+def test_a_time_limit_stops_no_decode_of_another_thread(ctx: Context) -> None:
+    """It runs out while the other thread decodes, and stops the next decode of its own thread."""
+    is_inside, may_decode = threading.Event(), threading.Event()
+
+    def held(decode: Callable[[int], int], n: int) -> int:
+        is_inside.set()
+        assert may_decode.wait(60)
+        return decode(n)
+
+    branches = [Branch.create(ctx) for _ in range(2)]
+    with ThreadPoolExecutor(1) as pool, ctx.time_limit(0.01):
+        ctx.decoder.hook(held)
+        innocent = pool.submit(branches[0].prefill, [5, 6, 7])
+        assert is_inside.wait(60)
+        while not ctx.decoder.handle.stops._threads:
+            pass
+        may_decode.set()
+        innocent.result(60)
+        with pytest.raises(DecodeInterruptedError):
+            branches[1].prefill([5, 6, 7])
+        branches[1].prefill([5, 6, 7])
+    ctx.decoder.hook(None)
+    assert np.array_equal(branches[0].logits, branches[1].logits)
 
 
 def test_ctrl_c_while_a_decode_is_interrupted_is_not_lost(

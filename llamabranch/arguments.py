@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 from fractions import Fraction
 from numbers import Real
 from operator import index
+from pathlib import Path
 from typing import TypeVar
 
 from .errors import ConfigError, LlamaBranchError
@@ -58,6 +60,11 @@ def whole(name: str, value: object, low: int | None = None, high: int | None = N
             bounds = f"at least {low}" if high is None else f"from {low} to {high}"
         raise ConfigError(f"{name} must be {bounds}, not {shown(integer)}")
     return integer
+
+
+def path_text(path: str | Path) -> str:
+    """Return a path as text that can be encoded; bytes of its name that are no UTF-8 become U+FFFD."""
+    return os.fsencode(path).decode("utf-8", "replace")
 
 
 def figure(value: float, digits: int = 3) -> str:

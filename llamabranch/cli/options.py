@@ -458,7 +458,7 @@ class DrawFlags:
     )
     seed: int | None = option(
         None,
-        "The same seed gives the same text, with drafts or without; -1 takes a random one.",
+        "With --exact the same seed gives the same text, with drafts or without; -1 takes a random one.",
         "--seed -s",
         callback=lambda value: None if value == -1 else value,
     )

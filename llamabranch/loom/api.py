@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections.abc import Awaitable, Callable
 from itertools import accumulate
 
+from ..arguments import path_text
 from ..eval import pair
 from ..eval.pair import short
 from ..serve.app import Front
@@ -154,7 +155,7 @@ async def _export(loom: Loom, call: HttpCall) -> None:
     query = call.query
     node = loom.node(query["node"]) if query.get("node") else None
     kind = query.get("format", "json")
-    title = loom.journal.path.name.removesuffix(".loom.jsonl")
+    title = path_text(loom.journal.path.name).removesuffix(".loom.jsonl")
     top = 3 if kind == "html" and query.get("top") != "10" else 10
     data, name, mime = await asyncio.to_thread(
         formats.export, loom.document, kind, node, title=title, top=top,

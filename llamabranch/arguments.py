@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
+import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fractions import Fraction
 from numbers import Real
 from operator import index
+from pathlib import Path
 from typing import TypeVar
 
 from .errors import ConfigError, LlamaBranchError
@@ -57,6 +60,23 @@ def whole(name: str, value: object, low: int | None = None, high: int | None = N
             bounds = f"at least {low}" if high is None else f"from {low} to {high}"
         raise ConfigError(f"{name} must be {bounds}, not {shown(integer)}")
     return integer
+
+
+def path_text(path: str | Path) -> str:
+    """Return a path as text that can be encoded; bytes of its name that are no UTF-8 become U+FFFD."""
+    return os.fsencode(path).decode("utf-8", "replace")
+
+
+def figure(value: float, digits: int = 3) -> str:
+    """Return a number with so many digits, and with all those before the point."""
+    return f"{value:.{digits}g}" if abs(value) < 10**digits else f"{value:,.0f}"
+
+
+def token_key(name: str, key: object) -> int:
+    """Return the token id that a key of a JSON object is, which is text as a rule."""
+    if not re.fullmatch(r"-?[0-9]{1,300}", text := str(key)):
+        raise ConfigError(f"a key of {name} must be a token id, not {key!r:.60}")
+    return int(text)
 
 
 def real(name: str, value: object) -> float:
@@ -103,7 +123,7 @@ def bounded(name: str, value: object, low: float, high: float) -> float:
     """Return ``value`` as int or float; it must be a number from ``low`` to ``high``."""
     number = real(name, value)
     if not low <= number <= high:
-        raise ConfigError(f"{name} must be from {low:g} to {high:g}, not {number}")
+        raise ConfigError(f"{name} must be from {low:.15g} to {high:.15g}, not {number}")
     return number
 
 

@@ -6,11 +6,17 @@ traceback shows it (Python 3.11 or later).
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from types import FrameType
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, cast
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class _TextSoFar(Protocol):
@@ -225,12 +231,52 @@ class GrammarWarning(LlamaBranchWarning):
     """The arguments of a tool are not constrained, since its schema is not supported."""
 
 
-_PACKAGE = str(Path(__file__).parent)
+class _Place(NamedTuple):
+    """A line of code, and the globals of its module."""
+
+    file: str
+    line: int
+    module: dict[str, object]
+
+
+_PACKAGE = str(Path(__file__).parent) + os.sep
+_BETWEEN = ("asyncio", "concurrent", "contextlib", "functools", "threading")  # they call for others
+_thread = threading.local()  # ``caller``: the line that started a thread of this package
+
+
+def _caller() -> _Place:
+    """Return the line outside this package that made the call, or for whom this thread works."""
+    frame, ours = sys._getframe(), sys._getframe()
+    while frame.f_code.co_filename.startswith(_PACKAGE) or _is_between(frame):
+        ours = ours if _is_between(frame) else frame
+        if frame.f_back is None:
+            return getattr(_thread, "caller", _place(ours))
+        frame = frame.f_back
+    return _place(frame)
+
+
+def _is_between(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] in _BETWEEN
+
+
+def _place(frame: FrameType) -> _Place:
+    return _Place(frame.f_code.co_filename, frame.f_lineno, frame.f_globals)
+
+
+def in_thread(run: Callable[P, T]) -> Callable[P, T]:
+    """Return ``run`` for a thread of its own, whose warnings show the line that calls this function."""
+    caller = _caller()
+
+    def running(*args: P.args, **named: P.kwargs) -> T:
+        _thread.caller = caller
+        return run(*args, **named)
+
+    return running
 
 
 def warn(message: str, category: type[LlamaBranchWarning]) -> None:
     """Warn, and show the line outside this package that made the call."""
-    level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(message, category, stacklevel=level)
+    file, line, module = _caller()
+    registry = module.setdefault("__warningregistry__", {})
+    name = str(module.get("__name__", file))
+    warnings.warn_explicit(message, category, file, line, name, cast("Any", registry))

@@ -563,6 +563,13 @@ BROKEN: dict[str, dict[str, Any]] = {
     "odd_rotation": _of("gemma3", "rope.dimension_count", 7),
     "unequal_heads": _of("bert", "attention.key_length", 16),
     "half_precision_norms": {"half": ("blk.0.attn_norm.weight",)},
+    "alignment_0": {"metadata": {"general.alignment": 0}},
+    "alignment_3": {"metadata": {"general.alignment": 3}},
+    "alignment_huge": {"metadata": {"general.alignment": 1 << 31}},
+    "alignment_text": {"metadata": {"general.alignment": "32"}},
+    "alignment_list": {"metadata": {"general.alignment": [32]}},
+    "alignment_float": {"metadata": {"general.alignment": 32.0}},
+    "alignment_true": {"metadata": {"general.alignment": True}},
     "no_tensors": {"drop": ("*",)},
     "truncated": {},
 }
@@ -594,6 +601,45 @@ def write_permuted(source: str | Path, path: str | Path, order: Sequence[int]) -
         return old[list(order)] if name in ("token_embd.weight", "output.weight") else old
 
     return _rewrite(source, path, value, data)
+
+
+def write_aligned(
+    source: str | Path,
+    path: str | Path,
+    value: Value,
+    kind: gguf.GGUFValueType = gguf.GGUFValueType.UINT32,
+    *,
+    n_bytes: int = 0,
+    n_parts: int = 1,
+) -> Path:
+    """Write the model of `source` with this `general.alignment` and return its path.
+
+    A number of that kind is kept where it can be. `n_bytes` of other metadata move the weights.
+    """
+
+    def more(writer: gguf.GGUFWriter) -> None:
+        if kind == gguf.GGUFValueType.UINT32 and isinstance(value, int) and value > 0:
+            writer.data_alignment = value
+        sub_type = gguf.GGUFValueType.UINT32 if kind == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value("general.alignment", value, kind, sub_type)
+        writer.add_key_value("toy.padding", "p" * n_bytes, gguf.GGUFValueType.STRING)
+        add_shards = writer.add_shard_kv_data
+
+        def add_to_all() -> None:  # gguf-py would write the key into the first part only
+            add_shards()
+            for shard in writer.kv_data[1:]:
+                shard["general.alignment"] = writer.kv_data[0]["general.alignment"]
+
+        writer.add_shard_kv_data = add_to_all
+
+    n_tensors = -(-len(gguf.GGUFReader(source).tensors) // n_parts)
+    options = {"split_max_tensors": n_tensors} if n_parts > 1 else None
+    written = _rewrite(source, path, lambda _, old: old, lambda _, old: old, options, more=more)
+    return (
+        written
+        if n_parts == 1
+        else written.with_name(f"{written.stem}-00001-of-{n_parts:05d}.gguf")
+    )
 
 
 def write_chat(source: str | Path, path: str | Path, template: str, *control: str) -> Path:
@@ -653,10 +699,11 @@ def _rewrite(
     data: Callable[[str, npt.NDArray[Any]], npt.NDArray[Any] | None],
     options: Mapping[str, Any] | None = None,
     template: str | None = None,
+    more: Callable[[gguf.GGUFWriter], None] = lambda _: None,
 ) -> Path:
     """Write a file with the values and tensors that these functions return for those of `source`.
 
-    `options` are those of `gguf.GGUFWriter`; `template` is a chat template to add.
+    `options` are those of `gguf.GGUFWriter`; `template` is a chat template to add; `more` adds the rest.
     """
     reader, path = gguf.GGUFReader(source), Path(path)
     architecture = str(reader.fields["general.architecture"].contents())
@@ -669,6 +716,7 @@ def _rewrite(
         writer.add_key_value(name, value(name, field.contents()), kind, sub_type)
     if template is not None:
         writer.add_chat_template(template)
+    more(writer)
     for tensor in reader.tensors:
         rows = data(tensor.name, tensor.data)
         if rows is not None:

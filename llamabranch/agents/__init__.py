@@ -5,13 +5,10 @@ run.py       one run: its paths, their turns, calls, results and limits
 tools.py     a function, an agent or the fork as a tool: its schema, its arguments, its result
 turns.py     prompts: what follows an agent's own tokens; the grammars of its turns
 report.py    steps and reports
-journal.py   the file of a run
-replay.py    repeats a run from its journal
 threads.py   runs functions and event loops in threads of their own
 """
 
 from .agent import Agent
-from .replay import replay
 from .report import AgentStats, Report, Step
 
-__all__ = ["Agent", "AgentStats", "Report", "Step", "replay"]
+__all__ = ["Agent", "AgentStats", "Report", "Step"]

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, closing, suppress
+from contextlib import AsyncExitStack, suppress
 from functools import partial
-from secrets import token_hex
 from typing import Generic, cast, overload
 
 from typing_extensions import TypeVar, Unpack
@@ -26,14 +24,12 @@ from ..errors import (
     UnsupportedError,
     warn,
 )
-from ..files import path_of
 from ..model import Message, chat_messages
 from ..model.thoughts import ThinkingChoice, plan_thinking, thinking_budget
 from ..model.tools import Tools
 from ..sampling import SamplingParams, SamplingSettings
 from ..sampling.grammar import Grammar
 from ..sampling.params import check_names, settings_of
-from .journal import Journal, head
 from .report import Report, Step
 from .run import Session, asked, paths
 from .threads import event_loop, threaded
@@ -87,7 +83,6 @@ class Agent(Settings, Generic[T]):
         tell: exceptions, besides ToolError, whose text the model is told. Any other exception of a
             function ends the agent.
         repeats: how often the same call may be repeated.
-        journal: a file to which all steps are appended, for `replay` and the page.
         sampling: settings. Without a seed each run has a random one.
         settings: fields of `SamplingParams` by name, which override ``sampling``.
 
@@ -122,7 +117,6 @@ class Agent(Settings, Generic[T]):
         forks: bool = False,
         tell: type[Exception] | tuple[type[Exception], ...] = ToolError,
         repeats: int = 2,
-        journal: str | os.PathLike[str] | None = None,
         sampling: SamplingParams | None = None,
         **settings: Unpack[SamplingSettings],
     ) -> None:
@@ -159,7 +153,6 @@ class Agent(Settings, Generic[T]):
         self.result_tokens = whole("result_tokens", result_tokens, 16)
         self.think, self.forks, self.tell = think, forks, _told(tell)
         self.repeats = whole("repeats", repeats, 0)
-        self.journal = None if journal is None else path_of(journal)
         self.sampling = settings_of(sampling, **settings)
         described, choice = [tool.described for tool in self.tools.values()], self._choice()
         model = context.model
@@ -171,8 +164,6 @@ class Agent(Settings, Generic[T]):
             raise ConfigError(f"tools: {error.message}", hint=error.hint) from None
         prompt = turns.prompt(asked(self.messages, "x"))  # the template may refuse it
         plan_thinking(model, prompt, think, has_calls=bool(self.tools))
-        if self.journal is not None:
-            head(self, ["x"], 1, None, 0)  # raises now if the journal cannot hold the settings
         context.keep_prefixes()
         if context.prefix_cache is None:
             warn(
@@ -296,17 +287,12 @@ async def conduct(
     n: int,
     after: Report | None,
     listen: Callable[[Step], None] | None = None,
-    *,
-    seed: int | None = None,
-    recorded: Mapping[str, Sequence[Step]] | None = None,
 ) -> list[Report]:
-    """Run all samples of all tasks, with a journal, and return their reports.
+    """Run all samples of all tasks, and return their reports.
 
     Args:
         agent, task, n, after: as for `Agent.run`.
         listen: gets all steps, texts in pieces; None = nobody.
-        seed: the seed of the run; None = the agent's.
-        recorded: see `Session`. In a replay texts do not come in pieces.
 
     Raises:
         LlamaBranchError: see `Agent.run`.
@@ -317,19 +303,13 @@ async def conduct(
         raise ConfigError("after is a report of another agent")
     if context.closed:
         raise ClosedError("the context is closed")
-    if seed is None:
-        seed = agent.sampling.drawn_seed()
+    seed = agent.sampling.drawn_seed()
     begun = await threaded(partial(paths, agent, tasks, n, after, seed))
     async with AsyncExitStack() as opened:
-        journal = None
-        if agent.journal is not None and recorded is None:
-            journal = Journal(agent.journal, token_hex(4), context.model)
-            opened.enter_context(closing(journal))
-            journal.add(head(agent, tasks, n, after, seed))
         engine = target
         if isinstance(engine, Context):
             engine = await opened.enter_async_context(AsyncEngine(engine, max_tokens=None))
-        reports = await Session(engine, seed, listen, journal, recorded).run(begun)
+        reports = await Session(engine, seed, listen).run(begun)
     for at, report in enumerate(reports):
         report.choices = reports[at - at % n : at - at % n + n]
     return reports
@@ -352,7 +332,7 @@ def _known(tools: object, context: Context, *, forks: bool) -> dict[str, Tool]:
     by_name: dict[str, Tool] = {}
     for index, item in enumerate([*tools, fork_tool()] if forks else tools):
         with placed(f"tools[{index}]"):
-            if isinstance(item, Tool):  # the fork, or from a journal
+            if isinstance(item, Tool):  # the fork
                 tool = item
             elif isinstance(item, Agent):
                 if item.context is not context:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, cast
 
@@ -21,14 +21,13 @@ S = TypeVar("S")
 
 
 class Step(msgspec.Struct, frozen=True, omit_defaults=True, eq=False):
-    """A step of an agent: a line of its journal.
+    """A step of an agent.
 
     Attributes:
         kind: "prompt": tokens were added to the agent's conversation; "reread": ``n`` of its tokens must
             be processed again, because the template now writes them differently; "thought", "text": text
             of the model (in a stream it comes in pieces); "call": a call of a function; "result": its
-            result; "end": the end of the agent; "differs": only from `replay`, in a context that is not
-            exact.
+            result; "end": the end of the agent.
         text: the text of the model, a call's arguments as JSON, a function's complete result, or how the
             agent ended.
         agent: the agent's name.
@@ -43,7 +42,7 @@ class Step(msgspec.Struct, frozen=True, omit_defaults=True, eq=False):
         n: how many of the agent's tokens a prompt keeps, or how many are processed again.
         seed: the seed of the turn.
         seconds: the time of a turn or a call, or of the whole agent.
-        report: for an end: the report of the agent; it is not in the journal.
+        report: for an end: the report of the agent.
     """
 
     kind: str
@@ -66,19 +65,6 @@ class Step(msgspec.Struct, frozen=True, omit_defaults=True, eq=False):
             return NotImplemented
         mine, others = (replace(step, seconds=0.0, report=None) for step in (self, other))
         return astuple(mine) == astuple(others)
-
-    def as_dict(self) -> dict[str, object]:
-        """Return JSON types: all fields that are not at their defaults, without the report."""
-        return cast("dict[str, object]", msgspec.to_builtins(replace(self, report=None)))
-
-    @classmethod
-    def from_dict(cls, given: Mapping[str, object]) -> Step:
-        """Return the step that ``as_dict`` describes.
-
-        Raises:
-            ValueError: it does not describe a step.
-        """
-        return msgspec.convert(given, cls)
 
 
 @dataclass

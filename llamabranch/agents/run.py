@@ -26,7 +26,6 @@ from ..model.turn_format import Turn, TurnEvent, TurnReader
 from ..request.openai import answer_message
 from ..sampling.grammar import Grammar
 from ..sampling.noise import derive_seed, seed_from_text
-from .journal import Journal
 from .report import AgentStats, Report, Step
 from .threads import all_done, threaded
 from .tools import MOST_FORKS, Refused, Settings, Tool, fork, shortened, text_of
@@ -95,10 +94,7 @@ class Session:
     Attributes:
         engine: the engine that runs their requests.
         seed: the seed of path "0.0"; the seeds of other paths are derived from it.
-        listen: gets every step. Texts come in pieces, unless it is a replay.
-        journal: gets every step whole.
-        recorded: in a replay, the recorded steps of each path. Results are taken from them, and a path
-            ends where they end.
+        listen: gets every step; texts come in pieces.
         steps: all steps so far.
         stats: the cost of each path.
         number: identifies the requests. After a run is cancelled, its requests may end later.
@@ -107,8 +103,6 @@ class Session:
     engine: AsyncEngine
     seed: int
     listen: Callable[[Step], None] | None = None
-    journal: Journal | None = None
-    recorded: Mapping[str, Sequence[Step]] | None = None
     steps: list[Step] = field(default_factory=list)
     stats: dict[str, AgentStats] = field(default_factory=dict)
     number: str = field(default_factory=lambda: f"agent-{next(_numbers)}")
@@ -116,14 +110,12 @@ class Session:
     @property
     def streams(self) -> bool:
         """Whether texts are told in pieces, as they are written."""
-        return self.listen is not None and self.recorded is None
+        return self.listen is not None
 
     def tell(self, step: Step, *, is_piece: bool = False) -> None:
         """Pass a step on, and keep it; a piece of a text is only passed on."""
         if not is_piece:
             self.steps.append(step)
-            if self.journal is not None:
-                self.journal.add(step)
         is_told = is_piece or not (self.streams and step.kind in ("thought", "text"))
         if is_told and self.listen is not None:
             self.listen(step)
@@ -194,7 +186,6 @@ class AgentPath:
         """Run it to its end; what a user's code raises ends only this path, with reason "error"."""
         self._session, self._begun = session, perf_counter()
         session.stats[self._name] = self._stats
-        self._recorded = (session.recorded or {}).get(self._name, ())
         error: LlamaBranchError | None = None
         try:
             self._begin()
@@ -362,7 +353,7 @@ class AgentPath:
         request = Request(
             prompt,
             id=name,
-            max_tokens=self._n_left if session.recorded is None else self._n_recorded(),
+            max_tokens=self._n_left,
             grammar=grammar,
             sampling=self._agent.sampling.replace(seed=self._seed),
             priority=-self._turn,
@@ -490,8 +481,6 @@ class AgentPath:
             if len(calls) > 1:
                 raise Refused(f"{call.name} must be the only call of its turn")
             return await self._run_forks(call, cast("list[str]", arguments["tasks"]), path)
-        if self._session.recorded is not None:
-            return self._recorded_result(call)
         return await self._run_function(tool, arguments)
 
     async def _run_function(self, tool: Tool, arguments: Mapping[str, object]) -> str:
@@ -625,49 +614,21 @@ class AgentPath:
             self._add(prompt, n_lost, question)
             turn = await self._write(grammar, None, False)
             self._messages.append(_answer(turn))
-            refused = self._refused(grammar, turn.content)
+            refused = _refused(grammar, turn.content)
             if not refused:
                 return
             question = refused
 
-    def _refused(self, grammar: Grammar, text: str) -> str:
-        """Return the message for a JSON text that the type refuses, or "" if it accepts the text."""
-        if self._session.recorded is not None:  # the journal has no type, but it has the message
-            later = (s for s in self._recorded if s.turn > self._turn and s.kind == "prompt")
-            return next((s.text for s in later), "")
-        try:
-            grammar.parse(text)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # a validator may raise SystemExit
-            return f"This was refused: {told(error)}\nGive the JSON again."
-        return ""
 
-    # -- a replay ------------------------------------------------------------------------------------
-
-    def _n_recorded(self) -> int:
-        """Return the most tokens of the turn: as many as it had if a clock or its user has ended it."""
-        now = [s for s in self._recorded if s.turn >= self._turn]
-        texts = [s for s in now if s.kind == "text" and s.turn == self._turn]
-        if not texts:
-            raise _Ended("cut")
-        is_last = all(s.turn == self._turn and s.kind not in ("call", "result") for s in now)
-        is_ended = any(s.kind == "end" and s.text in ("time", "cancelled") for s in now)
-        return min(self._n_left, len(texts[0].tokens)) if is_last and is_ended else self._n_left
-
-    def _recorded_result(self, call: ToolCall) -> str:
-        for step in self._recorded:
-            if step.kind != "result" or step.turn != self._turn:
-                continue
-            if step.error == "raised":  # the results of the turn's other calls are not known
-                if step.name == call.name:
-                    raise _Raised(call.name, RuntimeError(step.text))
-                return ""
-            if step.call == call.id:
-                if step.error:
-                    raise Refused(step.text.removeprefix("error: "))
-                return step.text
-        raise _Ended("cut")
+def _refused(grammar: Grammar, text: str) -> str:
+    """Return the message for a JSON text that the type refuses, or "" if it accepts the text."""
+    try:
+        grammar.parse(text)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a validator may raise SystemExit
+        return f"This was refused: {told(error)}\nGive the JSON again."
+    return ""
 
 
 def _result(call: ToolCall, text: str) -> dict[str, object]:

@@ -10,12 +10,13 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
-from ..errors import ClosedError
+from ..errors import ClosedError, in_thread
 
 __all__ = ["all_done", "event_loop", "threaded"]
 
 T = TypeVar("T")
 _POLL_S = 0.1
+_CANCELLED = "a function has cancelled the tasks of its event loop"
 
 
 async def threaded(call: Callable[[], T]) -> T:
@@ -71,11 +72,15 @@ def event_loop() -> Iterator[Callable[[Coroutine[None, None, T]], T]]:
         await ended.wait()
 
     def call(coroutine: Coroutine[None, None, T]) -> T:
-        future = asyncio.run_coroutine_threadsafe(coroutine, loop)
-        while not future.done():  # short waits, so that Ctrl-C is heard on all systems
-            wait([future], timeout=_POLL_S)
-        if future.cancelled():
-            raise ClosedError("a function has cancelled the tasks of its event loop")
+        try:
+            future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+        except RuntimeError:  # the loop is closed
+            coroutine.close()
+            raise ClosedError(_CANCELLED) from None
+        while not future.done() and thread.is_alive():
+            wait([future], timeout=_POLL_S)  # short, so that Ctrl-C is heard on all systems
+        if not future.done() or future.cancelled():
+            raise ClosedError(_CANCELLED)
         return future.result()
 
     def serve() -> None:
@@ -87,7 +92,7 @@ def event_loop() -> Iterator[Callable[[Coroutine[None, None, T]], T]]:
             if not started.done():
                 started.set_exception(error)
 
-    thread = threading.Thread(target=serve, name="agent", daemon=True)
+    thread = threading.Thread(target=in_thread(serve), name="agent", daemon=True)
     thread.start()
     loop, ended = started.result()
     try:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from pathlib import Path
 from typing import cast
 
 from ..context import Context
@@ -49,7 +48,7 @@ class Tool:
 
     Attributes:
         described: the tool in OpenAI's format.
-        function: the function to call; None in a replay.
+        function: the function to call; None for an agent.
         agent: the agent that runs instead; else None.
         check: turns a call's arguments into the function's; raises `Refused`.
     """
@@ -93,7 +92,6 @@ class Settings:
     forks: bool
     tell: tuple[type[BaseException], ...]
     repeats: int
-    journal: Path | None
     sampling: SamplingParams
     turns: Turns
 

@@ -18,9 +18,9 @@ from llamabranch.agents import Report, Step
 from ..loading import LoadOptions
 from .bundles import argument, option, with_bundles
 from .console import Console, shortened
-from .files import check_new_file, load_functions, read_piped_text, read_standard_input
+from .files import load_functions, read_piped_text, read_standard_input
 from .interrupts import EXIT_FAILURE
-from .options import DEFAULTS, OUTPUT, TEXT, DrawFlags, ModelFlags, OutputFlags, trained_length
+from .options import DEFAULTS, TEXT, DrawFlags, ModelFlags, OutputFlags, trained_length
 
 _CELLS = 8192  # cells of the cache, unless -c is given or the model was trained for less
 _SHOWN = 200  # characters of a call's result that are shown
@@ -37,7 +37,7 @@ class AgentFlags:
     """The task, and the functions that the model may call."""
 
     panel: ClassVar[str] = TEXT
-    first: ClassVar[str] = "tools system journal"
+    first: ClassVar[str] = "tools system"
 
     words: list[str] | None = argument("What to do; - reads standard input.", metavar="TASK")
     tools: list[Path] | None = option(
@@ -48,13 +48,6 @@ class AgentFlags:
         metavar="FILE.py",
     )
     system: str | None = option(None, "The system message before the task.", "--system-prompt -sys")
-    journal: Path | None = option(
-        None,
-        "A new file for all steps; `llamabranch open` and llamabranch.agents.replay read it.",
-        "--journal",
-        metavar="FILE.jsonl",
-        rich_help_panel=OUTPUT,
-    )
 
     def task(self) -> str:
         """Return the task, or the text that is piped in; ConfigError if there is neither."""
@@ -74,13 +67,11 @@ def agent(
     """Do a task with a model that may call the functions of a Python file.
 
     Steps are shown as they happen; if the output is a pipe they go to standard error. Ctrl-C ends
-    the run; the journal has all steps until then.
+    the run.
     """
     with output.console() as console:
         text = task.task()
         functions = [f for path in task.tools or () for f in load_functions(path)]
-        if task.journal is not None:
-            check_new_file(task.journal)
         params = DEFAULTS.replace(
             **{"temperature": sampling.temperature, "seed": sampling.seed, **models.set("sampling")}
         )
@@ -89,7 +80,7 @@ def agent(
         if models.n_ctx is None:
             more = LoadOptions(n_ctx=min(_CELLS, trained_length(name) or _CELLS))
         context = models.open(name, console, **more)
-        run = lb.Agent(context, task.system or (), functions, journal=task.journal, sampling=params)
+        run = lb.Agent(context, task.system or (), functions, sampling=params)
         console.out.file = sys.stdout
         # Functions may print too; only the answer goes to standard output.
         with contextlib.redirect_stdout(sys.stderr):

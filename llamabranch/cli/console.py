@@ -27,6 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 import llamabranch as lb
+from llamabranch.arguments import figure
 from llamabranch.pictures import SOURCES, visible
 
 if TYPE_CHECKING:
@@ -335,7 +336,7 @@ def cell(value: object) -> str:
     if value is None:
         return "-"
     if isinstance(value, float):
-        return "-" if math.isnan(value) else f"{value:.6g}"
+        return "-" if math.isnan(value) else figure(value, 6)
     return ("yes" if value else "no") if isinstance(value, bool) else visible(str(value))
 
 

@@ -20,7 +20,7 @@ import typer
 import llamabranch as lb
 from llamabranch import ConfigError, SamplingParams, hub
 
-from ..arguments import choice, nearest
+from ..arguments import choice, nearest, token_key
 from .bundles import argument, option
 from .console import Console
 from .files import (
@@ -212,7 +212,9 @@ class ModelFlags:
             if name in kinds[kind]:
                 values[name] = setting_value(value)
         if isinstance(values.get("logit_bias"), dict):
-            values["logit_bias"] = {int(k): float(v) for k, v in values["logit_bias"].items()}
+            values["logit_bias"] = {
+                token_key("logit_bias", k): float(v) for k, v in values["logit_bias"].items()
+            }
         if isinstance(values.get("dry_sequence_breakers"), list):
             values["dry_sequence_breakers"] = tuple(values["dry_sequence_breakers"])
         return values
@@ -456,7 +458,7 @@ class DrawFlags:
     )
     seed: int | None = option(
         None,
-        "The same seed gives the same text, with drafts or without; -1 takes a random one.",
+        "With --exact the same seed gives the same text, with drafts or without; -1 takes a random one.",
         "--seed -s",
         callback=lambda value: None if value == -1 else value,
     )

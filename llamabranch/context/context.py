@@ -89,6 +89,8 @@ class Context:
         self.params = resolved
         self.kv_cache.compact = self._compact
         self.sequences = SequenceIds(self.kv_cache, self._check_raw)
+        # Of each engine whose texts hold sequences: its number, and the thread of its last step.
+        self.working: dict[int, int] = {}
         self._head: Context | None = None
         self.prefix_cache = None
         if resolved.prefix_cache:
@@ -174,8 +176,8 @@ class Context:
         """Interrupt what the ``with`` block decodes on this context after ``seconds``.
 
         The call that decodes then raises DecodeInterruptedError, as after ``interrupt``. The
-        ``results`` of that error are the texts of ``complete`` and ``chat`` so far. Only one thread
-        may enter the block; decodes of other threads on this context are interrupted too.
+        ``results`` of that error are the texts of ``complete`` and ``chat`` so far. Decodes of other
+        threads are not interrupted; an ``AsyncEngine`` and agents decode in threads of their own.
 
         Raises:
             ConfigError: ``seconds`` is not a positive number.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +16,7 @@ from ..native import core
 from ..sampling import Sampler
 from ..sampling.noise import DRAW
 
-__all__ = ["LogitsRow", "TokenScore"]
+__all__ = ["LogitsRow", "TokenScore", "lent"]
 
 Logits = npt.NDArray[np.float32]
 
@@ -177,6 +179,7 @@ class LogitsRow:
         token = self._draw_freely(sampler, seed, position, measured)
         if sampler.constraint is None or sampler.constraint.allows(token):
             return token
+        self.detach()  # the constraint is called while the logits are read, and may decode
         return sampler.draw_allowed(self.array, position, seed)
 
     def _draw_freely(self, sampler: Sampler, seed: int, position: int, measured: bool) -> int:
@@ -259,3 +262,16 @@ class LogitsRow:
         log_total = math.log(total) if total > 0 else math.nan
         self._logsumexp = top + log_total
         self._entropy = max(0.0, log_total - mean / total)
+
+
+@contextmanager
+def lent(rows: Iterable[LogitsRow]) -> Iterator[None]:
+    """Keep ``rows`` valid inside the block, in which a user's function may decode on the same context."""
+    rows = list(rows)
+    for row in rows:
+        row.users += 1
+    try:
+        yield
+    finally:
+        for row in rows:
+            row.users -= 1

@@ -120,6 +120,7 @@ class Memory:
         compact: a function that writes all sequences again, in order, without holes; False if
             impossible.
         order: the `CellOrder`, which keeps the cells in order if ``keeps_order``.
+        disorders: how often cells came out of order so far.
         can_draft: the end of a sequence can be dropped, so drafts are verified in place.
         forks_copy: a fork copies K/V; otherwise it costs nothing.
     """
@@ -148,6 +149,7 @@ class Memory:
         # The quarantined cells need a sequence id.
         keeps_order = keeps_order and n_seq_max < max_sequences()
         self.order = CellOrder(handle, self.cells, max_sequences() - 1 if keeps_order else -1)
+        self.disorders = 0
         self.handle = handle
 
     # -- what is written ---------------------------------------------------------------------------
@@ -315,6 +317,7 @@ class Memory:
             return freed > 0
         if not self.compact():
             self.order.release()
+            self.disorders += 1
         return True
 
     def full_error(self, n: int) -> CacheFullError:
@@ -337,6 +340,11 @@ class Memory:
         """Number of cells that no sequence uses, or only the prefix cache."""
         cells, cached = self.cells, self.prefix_seq_ids
         return cells.n_cells - cells.n_used(s for s in range(cells.n_seq_max) if s not in cached)
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the cells of all sequences are in the order of their tokens."""
+        return self.order.in_order
 
     @property
     def is_placement_exact(self) -> bool:
@@ -424,8 +432,8 @@ class Memory:
 
     def usage(self) -> Usage:
         """Return how full the cache is."""
-        usage, order = self.cells.usage(self.prefix_seq_ids), self.order
-        return replace(usage, cells_reserved=order.n_cells, in_order=order.in_order)
+        usage = self.cells.usage(self.prefix_seq_ids)
+        return replace(usage, cells_reserved=self.order.n_cells, in_order=self.in_order)
 
     def audit(self) -> None:
         """Compare the table with llama.cpp's own positions.
@@ -570,6 +578,7 @@ class NonUnified(Memory):
             self._with_holes.discard(seq_id)
         elif end < self.next_position(seq_id):
             self._with_holes.add(seq_id)
+            self.disorders += 1
         return super().drop(seq_id, start, end)
 
     def _clear(self) -> None:
@@ -604,10 +613,14 @@ class NonUnified(Memory):
         if not self.set_state(seq_id, state, n_tokens):
             raise SnapshotError("the sequence has too few cells for this K/V")
 
+    @property
+    def in_order(self) -> bool:
+        """Whether no sequence was cut in its middle."""
+        return not self._with_holes
+
     def usage(self) -> Usage:
         """Return how full the cache is, and how many cells a sequence has."""
-        in_order = not self._with_holes
-        return replace(super().usage(), in_order=in_order, cells_per_sequence=self._n_cells_seq)
+        return replace(super().usage(), cells_per_sequence=self._n_cells_seq)
 
 
 class States(Memory):

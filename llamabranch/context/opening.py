@@ -12,6 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
+from ..arguments import figure
 from ..errors import BranchStateError, DecodeError, SnapshotError, UnsupportedError
 from ..model import Model
 from ..native import ContextHandle, NativeContextParams, StateLayout, max_sequences
@@ -486,8 +487,8 @@ def _can_undo(runner: Runner, model: Model, params: ContextParams) -> tuple[int,
             plain = decode_run(runner, [after], 0, "last")[0].array
             off, moved = (float(np.abs(row - plain).max()) for row in (undone, whole))
             if not off <= moved / _MOST_OFF:
-                return 0, f"after {k} tokens that were undone, logits were off by {off:.2g}"
-        return n, f"{n} tokens were undone, and logits after them were off by {off:.2g}"
+                return 0, f"after {k} tokens that were undone, logits were off by {figure(off, 2)}"
+        return n, f"{n} tokens were undone, and logits after them were off by {figure(off, 2)}"
     except DecodeError as error:
         return 0, f"after tokens that were undone: {error.message}"
     finally:
@@ -515,8 +516,8 @@ def _can_return(runner: Runner, n_vocab: int, max_bytes: int) -> tuple[bool, str
         again = decode_run(runner, [token], 0, "last")[0].array
         off, moved = (float(np.abs(row - before).max()) for row in (again, after))
         if not off <= moved / _MOST_OFF:
-            return False, f"after a state that was put back, logits were off by {off:.2g}"
-        return True, f"a state was put back, and logits after it were off by {off:.2g}"
+            return False, f"after a state that was put back, logits were off by {figure(off, 2)}"
+        return True, f"a state was put back, and logits after it were off by {figure(off, 2)}"
     except SnapshotError as error:
         return False, error.message
     finally:

@@ -24,7 +24,7 @@ from ..native.interrupts import uninterrupted
 from ..sampling import Sampler
 from ..sampling.noise import DRAW
 from .hidden_states import HiddenStates
-from .logits import LogitsRow
+from .logits import LogitsRow, lent
 from .memory import END, Memory
 from .params import warn_of_length
 from .thread_watch import ThreadWatch
@@ -65,6 +65,7 @@ class Runner:
     Attributes:
         n_trained: the position beyond which a sequence gets a warning.
         n_decodes: the number of decodes so far.
+        stops: the requests to stop a decode.
         n_chunk: the most tokens of a decode that can be interrupted.
         most_hidden: the most numbers that the hidden states of a token can have, of all layers together.
         read_s: seconds for each token of a long chunk, smoothed; NaN before the first.
@@ -80,6 +81,7 @@ class Runner:
         self.handle = handle = memory.handle
         self.memory = memory
         self.n_decodes = 0
+        self.stops = handle.stops
         self.n_chunk = handle.n_chunk
         self.most_hidden = handle.n_layer * handle.n_embd + handle.n_embd_out
         self.read_s = math.nan
@@ -134,6 +136,7 @@ class Runner:
         handle.ptr  # noqa: B018  (raises ClosedError)
         all_rows: list[LogitsRow] = []
         code = n = n_rows_before = n_decoded = 0
+        outer = self.stops.begin()
         try:
             for n, n_rows, submit, record, places in pieces:
                 for row in all_rows:
@@ -166,17 +169,21 @@ class Runner:
                 if read is None:
                     all_rows = all_rows + rows if all_rows else rows
                 else:
-                    read(n_rows_before, rows)
+                    with lent(rows):
+                        read(n_rows_before, rows)
                     n_rows_before += n_rows
                 if on_read is not None:
                     n_decoded += n
-                    on_read(n_decoded)
+                    with lent(rows):
+                        on_read(n_decoded)
             else:
                 return all_rows
         except BaseException:  # Ctrl-C arrives when the call returns
             handle.resume()  # the decode may have been interrupted too
             self.undo(starts, expiring)
             raise
+        finally:
+            self.stops.end(outer)
         raise self._failure(code, starts, n, expiring)
 
     def _reclaimed(self, n: int, expiring: Sequence[LogitsRow]) -> bool:
@@ -197,7 +204,9 @@ class Runner:
         if n_rows > self.handle.row_capacity:
             expiring = ()  # the buffer is reallocated: every old row becomes invalid
         for row in live:
-            if row.users and row.users > expiring.count(row):
+            if not row.users:
+                row.invalidate()
+            elif row.users > expiring.count(row):
                 row.detach()
         self._live = []
 
@@ -212,7 +221,7 @@ class Runner:
                 return self.memory.full_error(n)
             return DecodeError("llama.cpp refused the batch as inconsistent", code=code)
         if code == _INTERRUPTED:
-            self.handle.resume()
+            self.stops.note_stopped()
         else:
             self.memory.distrust(starts)
             if code == _NO_MEMORY:
@@ -444,7 +453,7 @@ class Runner:
         for low in range(0, len(features), most):
             code, states = heads.encode(handle, features[low : low + most], self._encoded)
             if code == _INTERRUPTED:
-                self.handle.resume()
+                self.stops.note_stopped()
                 raise DecodeInterruptedError("the encoding was interrupted", code=code)
             if code:
                 raise DecodeError("llama.cpp could not encode the hidden states", code=code)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from ..arguments import figure
 from ..errors import PerformanceWarning, warn
 
 __all__ = ["ThreadWatch"]
@@ -207,8 +208,8 @@ class ThreadWatch:
         now, best = collapse
         batch = "a token" if n == 1 else f"{n} tokens"
         warn(
-            f"decoding {batch} with {kind.n_threads} threads takes {1e3 * now:.3g} ms now, it took "
-            f"{1e3 * best:.3g} ms: other programs use the cores, and the threads wait for each other. "
-            "n_threads=1 is faster until they have ended",
+            f"decoding {batch} with {kind.n_threads} threads takes {figure(1e3 * now)} ms now, it took "
+            f"{figure(1e3 * best)} ms: other programs use the cores, and the threads wait for each "
+            "other. n_threads=1 is faster until they have ended",
             PerformanceWarning,
         )

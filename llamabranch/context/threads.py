@@ -220,15 +220,14 @@ def _time(handle: ContextHandle, n_tokens: int, n_threads: int) -> _Timing:
 
 @contextmanager
 def stopped_after(handle: ContextHandle, seconds: float) -> Iterator[None]:
-    """Stop a decode of this block after ``seconds``; decodes after the block are not stopped.
+    """Stop a decode that this thread runs in the block after ``seconds``.
 
-    If another thread asked for an interruption, that stays in effect.
+    Decodes after the block, and those of other threads, are not stopped.
     """
-    passed = threading.Event()
+    key, thread = object(), threading.get_ident()
 
     def stop() -> None:
-        passed.set()
-        handle.stop()
+        handle.stops.stop_thread(key, thread)
 
     alarm = threading.Timer(min(seconds, threading.TIMEOUT_MAX), stop)
     alarm.daemon = True
@@ -238,5 +237,4 @@ def stopped_after(handle: ContextHandle, seconds: float) -> Iterator[None]:
     finally:
         alarm.cancel()
         alarm.join()
-        if passed.is_set():
-            handle.resume()
+        handle.stops.withdraw(key)

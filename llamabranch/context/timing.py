@@ -27,7 +27,11 @@ def trial_decode(
     handle.wants_logits[: n - n_rows] = 0
     handle.wants_logits[n - n_rows : n] = 1
     start = time.perf_counter()
-    code = handle.decode(n)
+    outer = handle.stops.begin()
+    try:
+        code = handle.decode(n)
+    finally:
+        handle.stops.end(outer)
     handle.synchronize()
     if code == -2:  # no memory: the buffer of rows is gone
         handle.forget_rows()

@@ -21,7 +21,7 @@ from typing import Literal, TypeAlias, overload
 from typing_extensions import TypeVar, Unpack
 
 from ..arguments import whole
-from ..errors import ClosedError, ConfigError
+from ..errors import ClosedError, ConfigError, in_thread
 from ..model import Prompt
 from ..request.request import AnyRequest, Event, Request, Result
 from ..sampling import SamplingParams
@@ -105,8 +105,9 @@ class AsyncEngine:
         self._resumed: deque[str] = deque()
         self._has_news = False  # whether the thread has something new to do
         self._ends: str | None = None  # "drain" or "abort" once it is closed
+        self._is_over = False  # whether the thread runs no more steps
         self._thread = threading.Thread(
-            target=self._serve,
+            target=in_thread(self._serve),
             args=(weakref.ref(self), self._wake),
             name="AsyncEngine",
             daemon=True,
@@ -151,7 +152,7 @@ class AsyncEngine:
     ) -> AsyncGenerator[list[Event], None]:
         try:
             with self._wake:  # the reader must be registered before a step can end
-                if self._ends is not None or not self._thread.is_alive():
+                if self._ends is not None or self._is_over:
                     raise ClosedError("the engine is closed")
                 for number, request in enumerate(reader.requests):
                     name = self.engine.add_request(request, reports_tokens=reports_tokens)
@@ -280,6 +281,7 @@ class AsyncEngine:
         with self._wake:
             if self._ends is None or not drain:
                 self._ends = "drain" if drain else "abort"
+            self._resumed += self._readers  # from now on nothing is paused
             self._tell()
         if wait:
             self._thread.join()
@@ -312,16 +314,20 @@ class AsyncEngine:
     @staticmethod
     def _serve(ref: weakref.ref[AsyncEngine], wake: threading.Condition) -> None:
         """Run steps until the engine is closed, or nobody refers to it any more."""
-        while True:
-            engine = ref()
-            if engine is None or not engine._turn():
-                return
-            with wake:
-                while engine is not None and engine._must_wait():
-                    del engine
-                    wake.wait(1.0)
-                    engine = ref()
-            del engine
+        try:
+            while True:
+                engine = ref()
+                if engine is None or not engine._turn():
+                    return
+                with wake:
+                    while engine is not None and engine._must_wait():
+                        del engine
+                        wake.wait(1.0)
+                        engine = ref()
+                del engine
+        finally:
+            if (engine := ref()) is not None:
+                engine._end()
 
     def _turn(self) -> bool:
         """Run one step and transfer its events; return False once everything has ended."""
@@ -346,8 +352,14 @@ class AsyncEngine:
         self._transfer(events, failure)
         return failure is None or not engine.target.closed
 
+    def _end(self) -> None:
+        """Refuse new requests; those that came after the last step get an error."""
+        with self._wake:
+            self._is_over = True
+        self._transfer([], ClosedError("the engine is closed"))
+
     def _transfer(self, events: list[Event], failure: BaseException | None) -> None:
-        batches: dict[asyncio.AbstractEventLoop, list[tuple[_Reader, list[Event]]]] = {}
+        batches: dict[asyncio.AbstractEventLoop, list[_Delivery]] = {}
         by_name: dict[str, list[Event]] = {}
         for event in events:
             by_name.setdefault(event.id, []).append(event)
@@ -356,25 +368,24 @@ class AsyncEngine:
                 reader = self._readers.get(name)
                 if reader is None:
                     continue
-                if reader.send(its):
+                if reader.send(its) and self._ends is None:
                     for each in reader.names:
                         self.engine.core.scheduler.pause(each)
                 if not reader.n_running:
                     for each in reader.names:
                         del self._readers[each]
-                batches.setdefault(reader.loop, []).append((reader, its))
+                batches.setdefault(reader.loop, []).append((reader, its, None))
             if failure is not None:
                 for name, reader in self._readers.items():
                     self.engine.abort(name)
-                    reader.failure = failure
-                    batches.setdefault(reader.loop, []).append((reader, []))
+                    batches.setdefault(reader.loop, []).append((reader, [], failure))
                 self._readers.clear()
         for loop, batch in batches.items():
             try:
                 loop.call_soon_threadsafe(_deliver, batch)
             except RuntimeError:  # the loop is closed: nobody will read these events
                 with self._wake:
-                    for reader, _ in batch:
+                    for reader, _, _ in batch:
                         self._leave(reader)
 
     def _must_wait(self) -> bool:
@@ -403,7 +414,6 @@ class _Reader:
         n_expected, n_read: how many results the task still expects, and how many events it has read.
         is_paused: whether the requests are paused, because too many events were unread.
         names: the index of each request, by its id.
-        failure: the exception that the task gets instead of more events.
     """
 
     def __init__(self, requests: Sequence[AnyRequest], buffer: int) -> None:
@@ -413,11 +423,11 @@ class _Reader:
         self.n_running = self.n_expected = n_texts
         self.is_paused = False
         self.names: dict[str, int] = {}
-        self.failure: BaseException | None = None
         self._limit = buffer * len(requests)
         self._n_sent = 0  # counted by the thread
         self.n_read = 0  # counted by the task
         self._ready: list[Event] = []
+        self._failure: BaseException | None = None  # for the task, after the ready events
         self._news = asyncio.Event()
 
     def send(self, events: list[Event]) -> bool:
@@ -429,9 +439,11 @@ class _Reader:
         self.is_paused = True
         return True
 
-    def deliver(self, events: list[Event]) -> None:
-        """Hand events to the task; called in its event loop."""
+    def deliver(self, events: list[Event], failure: BaseException | None) -> None:
+        """Hand events to the task, or the error that ends them; called in its event loop."""
         self._ready += events
+        if failure is not None:
+            self._failure = failure
         self._news.set()
 
     async def read(self) -> list[Event]:
@@ -441,13 +453,18 @@ class _Reader:
             Exception: the error that ended all requests.
         """
         await self._news.wait()
-        self._news.clear()
         events, self._ready = self._ready, []
-        if not events and self.failure is not None:
-            raise self.failure
+        if self._failure is None:
+            self._news.clear()
+        elif not events:
+            raise self._failure
         return events
 
 
-def _deliver(batch: list[tuple[_Reader, list[Event]]]) -> None:
-    for reader, events in batch:
-        reader.deliver(events)
+# New events of a reader, or the error that it gets after its last event.
+_Delivery: TypeAlias = tuple[_Reader, list[Event], BaseException | None]
+
+
+def _deliver(batch: list[_Delivery]) -> None:
+    for reader, events, failure in batch:
+        reader.deliver(events, failure)

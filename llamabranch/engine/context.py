@@ -127,8 +127,8 @@ class Context(CacheContext):
 
         Returns:
             the result, or for a list of prompts a list of results. Pass ``seed=result.seed`` to get
-            the same text again; this also works if you passed no seed at first. If the cache is
-            full, a text ends with the ``finish_reason`` "capacity".
+            the same text again, in an exact context; this also works if you passed no seed at first.
+            If the cache is full, a text ends with the ``finish_reason`` "capacity".
 
         Raises:
             ConfigError, GrammarError, TokenizeError, CacheFullError: an argument is invalid, or a prompt

@@ -78,7 +78,8 @@ class Engine:
             added request, gets different texts. To repeat a result, pass its ``seed`` in the
             ``sampling`` of a request.
         wait_s: how long to wait for a sequence, in seconds, if others hold all of them and no
-            request of this engine is running. After that the waiting requests end with "capacity".
+            request of this engine is running; and for cells, if other engines of the context hold
+            those that a text needs. After that the waiting requests end with "capacity".
             Time in which the context decodes for others does not count. 0 = do not wait.
         max_waiting: how many requests may wait at most; None = any number. If more would wait,
             ``add_request`` raises.
@@ -211,6 +212,7 @@ class Engine:
 
         Raises:
             DecodeError: the decode failed or was interrupted. The next step continues; nothing is lost.
+            UsageError: a function that a step calls, such as a constraint, called this method.
         """
         return self.core.step()
 
@@ -239,7 +241,11 @@ class Engine:
             drain: finish the added requests first. Otherwise they end with "cancelled".
 
         If you passed a context, its prefix cache is kept. A second call does nothing.
+
+        Raises:
+            UsageError: a function that a step calls called this method. The engine stays open.
         """
+        self.core.check_idle()
         with self._adding:
             self._is_closed = True
         try:

@@ -71,7 +71,8 @@ class OutputBuffer:
         is_stuck: whether the generation cannot continue for now, but may later. Meanwhile ``text``
             includes the text that is held back as a possible beginning of a stop string.
         elapsed_s: seconds so far; the caller adds them.
-        withheld: tokens that are not emitted yet, because they may be drawn again, see `ThoughtBuffer`.
+        withheld: tokens that are not emitted yet, see ``holds``.
+        holds: whether it is open if the text is a thought or an answer. Its tokens are then withheld.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class OutputBuffer:
         self.is_stuck = False
         self.elapsed_s = 0.0
         self.withheld: list[Produced] = []
+        self.holds = False
 
     def copied(self) -> OutputBuffer:
         """Return another buffer with the same tokens. Neither changes the other."""
@@ -154,10 +156,12 @@ class OutputBuffer:
 
     def emit(self, shown: Produced | None) -> list[Produced]:
         """Return what a caller emits after ``add`` or ``break_off`` has returned ``shown``."""
-        if shown is None:
+        if shown is not None:
+            self.withheld.append(shown)
+        if self.holds:
             return []
-        shown_now, self.withheld = [*self.withheld, shown], []
-        return shown_now
+        emitted, self.withheld = self.withheld, []
+        return emitted
 
     def break_off(self, reason: str | None = None) -> Produced | None:
         """End the text without an EOG token; return the text that was held back, if any.
@@ -168,7 +172,7 @@ class OutputBuffer:
             reason: why it cannot continue, such as "capacity" or "cancelled"; None leaves
                 ``finish_reason`` as it is.
         """
-        self.finish_reason = reason or self.finish_reason
+        self.finish_reason, self.holds = reason or self.finish_reason, False
         pending = self._stops.flush()
         if not pending:
             return None

@@ -99,7 +99,7 @@ class Text:
         self._produced: Produced | None = None
         self._incomplete_after = b""  # the bytes that stay incomplete after ``_produced``
         self._owned_by_prefix_cache = False  # whether it owns the sequence id
-        self._is_generating = False
+        self._is_generating = self._is_reading = False
         if parent is not None:
             self.fork_position = len(parent.tokens)
             self.tokens += parent.tokens
@@ -238,10 +238,19 @@ class Text:
             self.use_sampler(self.sampler.constrained(state))
 
     def check_usable(self) -> None:
-        """Raise BranchStateError if it is pruned, ClosedError if the context is closed."""
+        """Raise BranchStateError if it is pruned or reads text, ClosedError if the context is closed."""
         if self.is_pruned:
             raise BranchStateError("the branch is pruned")
+        self.check_not_reading()
         self._decoder.check_open()
+
+    def check_not_reading(self) -> None:
+        """Raise BranchStateError if ``on_prompt_progress`` has called this, while it reads text."""
+        if self._is_reading:
+            raise BranchStateError(
+                "the branch reads text: on_prompt_progress cannot use this branch",
+                hint="use it when the call that reads has returned",
+            )
 
     def check_not_empty(self, what: str) -> None:
         """Raise BranchStateError if it has no tokens, so there is nothing to return."""
@@ -270,7 +279,9 @@ class Text:
         with self.lock:
             if self.is_pruned:
                 return
+            self.check_not_reading()
             self.is_pruned = True
+            self.version += 1
             self.draft_state = None  # its sequence is freed as soon as nobody uses it
             self.set_row(None)
             if not self._owned_by_prefix_cache:
@@ -332,10 +343,19 @@ class Text:
 
     def produce_from(self, row: LogitsRow) -> Produced:
         """Return the next token; ``row`` are the logits after the last one."""
-        sampler = self.sampler
+        sampler, version = self.sampler, self.version
         token = row.draw(sampler, self._seed, len(self.tokens), measured=sampler.params.logprobs)
+        self.check_unchanged(version)
         self._produced, self._incomplete_after = self.describe(token, row)
         return self._produced
+
+    def check_unchanged(self, version: int) -> None:
+        """Raise BranchStateError if a user's function has changed it since it had this ``version``."""
+        if self.version != version:
+            raise BranchStateError(
+                "a function that the branch calls has changed the branch",
+                hint="fork() the branch in the function, and change the fork",
+            )
 
     def describe(self, token: int, row: LogitsRow) -> tuple[Produced, bytes]:
         """Return ``token`` as the next one, with its log-probability and entropy from ``row``.
@@ -410,7 +430,12 @@ class Text:
         self.check_read(tokens, as_prompt=as_prompt)
         if self.row is not None and self.row.is_valid:
             self._cache.mark(self.seq_id, self.row.array)
-        self.append_prompt(tokens, self.decode_run(tokens, report))
+        self._is_reading = True
+        try:
+            row = self.decode_run(tokens, report)
+        finally:
+            self._is_reading = False
+        self.append_prompt(tokens, row)
 
     def truncate(self, position: int) -> None:
         """Make the cache hold exactly the first ``position`` tokens; nothing else changes."""

@@ -10,7 +10,7 @@ from ..model import Model
 from ..model.thoughts import Thinking
 from .output import OutputBuffer, Produced
 
-__all__ = ["Thought", "ThoughtBuffer", "forced_token", "named_text", "token_text"]
+__all__ = ["AnswerBuffer", "Thought", "ThoughtBuffer", "forced_token", "named_text", "token_text"]
 
 
 class Thought(NamedTuple):
@@ -39,9 +39,12 @@ class ThoughtBuffer(OutputBuffer):
         model: the model of the tokens.
         thinking: where the thought begins and ends.
         max_tokens: the most tokens of the whole text; None = until the model ends it.
+        continues: whether a thought with text came before this one.
     """
 
-    def __init__(self, model: Model, thinking: Thinking, max_tokens: int | None) -> None:
+    def __init__(
+        self, model: Model, thinking: Thinking, max_tokens: int | None, *, continues: bool = False
+    ) -> None:
         limits = [limit for limit in (max_tokens, thinking.budget) if limit is not None]
         super().__init__(min(limits) if limits else None, (thinking.end,))
         self._model, self._thinking = model, thinking
@@ -49,8 +52,9 @@ class ThoughtBuffer(OutputBuffer):
         self._is_open = thinking.is_open
         self._written = ""  # the text so far, with control tokens
         self._start = 0  # where the thought begins in ``_written``
-        self._space = ""  # white space, part of the thought only if more follows
-        self._is_begun = self._has_text = False
+        # White space, part of the thought only if more follows.
+        self._space = "\n\n" if continues else ""
+        self._is_begun, self._has_text = False, continues
 
     @property
     def thought(self) -> str:
@@ -88,14 +92,12 @@ class ThoughtBuffer(OutputBuffer):
     def break_off(self, reason: str | None = None) -> Produced | None:
         """End the thought without a tag, as ``OutputBuffer.break_off`` does."""
         pending = super().break_off(reason)
-        if reason is not None and pending is None and self.withheld:  # there will be no answer
-            return self.withheld.pop()
         return None if pending is None else pending._replace(is_thought=True)
 
     def add(self, emitted: Produced) -> Produced | None:
         """Add the next token; return it with the text to emit, or None if there is no text."""
         if emitted.is_stop:
-            return super().add(emitted._replace(is_thought=True))
+            return self._decide(super().add(emitted._replace(is_thought=True)))
         text = token_text(self._model, emitted)
         self._written += text
         is_answer = False
@@ -120,12 +122,53 @@ class ThoughtBuffer(OutputBuffer):
         core = shown.rstrip()
         self._space, self.texts[-1] = shown[len(core) :], core
         self._has_text = self._has_text or bool(core)
-        if produced is None or self._is_open:
-            return None if produced is None else produced._replace(text=core)
-        self.withheld.append(produced._replace(text=core))
-        if self.finish_reason is not None:
-            self.withheld.clear()
+        return self._decide(None if produced is None else produced._replace(text=core))
+
+    def _decide(self, shown: Produced | None) -> Produced | None:
+        """Return ``shown``; or None if there is no thought, so that the answer is drawn again."""
+        self.holds = not self._is_open and self.finish_reason is None
+        if self._is_open or self.holds:
+            return shown
+        self.withheld.clear()
         return None
+
+
+class AnswerBuffer(OutputBuffer):
+    """The answer after a thought. If it begins with another thought, it ends after the tag.
+
+    Args:
+        model: the model of the tokens.
+        start: the tag that begins a thought; "" = there is none.
+        max_tokens, stop, stop_tokens, min_tokens: as for `OutputBuffer`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        start: str,
+        max_tokens: int | None,
+        stop: str | Sequence[str] = (),
+        stop_tokens: Sequence[int] = (),
+        min_tokens: int = 0,
+    ) -> None:
+        super().__init__(max_tokens, stop, stop_tokens, min_tokens)
+        self._model, self._start, self._written = model, start, ""
+        self.ended: Thought | None = None  # the tag of the thought that it begins with
+
+    def add(self, emitted: Produced) -> Produced | None:
+        """Add the next token; return it with the text to emit, or None if there is no text."""
+        shown = super().add(emitted)
+        if self._start and self.finish_reason is None:
+            self._written += token_text(self._model, emitted)
+            begun = self._written.lstrip()
+            if begun.startswith(self._start):
+                self.ended = Thought(begun[len(self._start) :].strip(), len(self.tokens), [])
+                self.finish_reason, shown = "stop", None
+                self.withheld.clear()
+            elif not self._start.startswith(begun):
+                self._start = ""
+        self.holds = bool(self._start) and self.finish_reason is None
+        return shown
 
 
 def forced_token(token: int) -> Produced:

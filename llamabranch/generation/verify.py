@@ -317,6 +317,11 @@ class Plan:
 
     def __init__(self, text: Text, draft: Draft) -> None:
         first = text.lacking()
+        if (
+            not first
+        ):  # the drafter, which may be the user's code, has read the logits after the text
+            text.truncate(len(text.tokens) - 1)
+            first = text.lacking()
         self.tokens = [*first, *draft.tokens]
         self.rows: Sequence[LogitsRow] = ()
         self._text = text
@@ -365,7 +370,9 @@ class Plan:
             GrammarError, ConstraintError, ConfigError: the target can draw nothing right after the text.
         """
         tokens, is_eog = self._draft.tokens, self._text.ctx.model.is_eog
+        version = self._text.version
         n, following = self._judge(rule)
+        self._text.check_unchanged(version)
         is_dead_end = following is None
         # The text ends at an accepted EOG token, whatever the draft proposed after it.
         end = next((i for i, token in enumerate(tokens[:n], 1) if is_eog(token)), None)
@@ -491,8 +498,6 @@ class Plan:
             if ctx.kv_cache.next_position(fork) == len(text.tokens):
                 ctx.kv_cache.fork(fork, text.seq_id)
                 return rows[-1]
-            for row in rows:  # the caller reads them after this decode
-                row.detach()
             self.end()
             return decode_run(ctx.decoder, tokens, text.seq_id, "last")[-1]
         finally:

@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections.abc import Awaitable, Callable
 from itertools import accumulate
 
+from ..arguments import path_text
 from ..eval import pair
 from ..eval.pair import short
 from ..serve.app import Front
@@ -154,7 +155,7 @@ async def _export(loom: Loom, call: HttpCall) -> None:
     query = call.query
     node = loom.node(query["node"]) if query.get("node") else None
     kind = query.get("format", "json")
-    title = loom.journal.path.name.removesuffix(".loom.jsonl")
+    title = path_text(loom.journal.path.name).removesuffix(".loom.jsonl")
     top = 3 if kind == "html" and query.get("top") != "10" else 10
     data, name, mime = await asyncio.to_thread(
         formats.export, loom.document, kind, node, title=title, top=top,
@@ -170,7 +171,7 @@ async def _import(loom: Loom, call: HttpCall) -> None:
     data = await call.body(_MOST_UPLOAD)
     kind, content, n_lost = await asyncio.to_thread(formats.read, data, _MOST_NODES, model.is_of)
     warnings = [f"{n_lost:,} nodes whose parents are missing were left out."] if n_lost else []
-    is_own = kind in ("json", "journal", "agent")  # always read as UTF-8
+    is_own = kind in ("json", "journal")  # always read as UTF-8
     if not is_own and await asyncio.to_thread(formats.encoding_of, data) == "cp1252":
         warnings.append("The file is not UTF-8: it was read as Windows-1252 (Latin-1).")
     nodes = loom.make(await asyncio.to_thread(loom.copied, content))

@@ -1,6 +1,6 @@
 """Import and export: JSON that keeps everything, Markdown, one HTML file, and loomsidian's JSON.
 
-Some formats can only be read: journals of the page and of agents, mikupad's sessions, and trees in
+Some formats can only be read: journals of the page, mikupad's sessions, and trees in
 JSON. Other looms write a tree as nested nodes, or as nodes that name their parents.
 
 These looms fork at the ends of nodes only, so a node is written as the texts between its forks.
@@ -22,11 +22,9 @@ from io import BytesIO
 import msgspec
 from msgspec import Raw
 
-from ..agents.journal import begins_a_run
 from ..errors import ConfigError
 from ..serve.fields import SamplingFields
 from . import page
-from .agents import document_of
 from .document import AnyRecord, Document, Made, Node, Tokens, decoded
 from .journal import replay
 
@@ -206,8 +204,6 @@ def read(
     match = _DATA.search(data)
     if match is not None:
         data = _unpacked(match[1])
-    if begins_a_run(data):
-        return "agent", _ours(document_of(data, most), most, is_ours), 0
     if data.startswith(_HEAD):
         document = Document()
         _, wrong = replay(document, data)

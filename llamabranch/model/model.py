@@ -8,7 +8,7 @@ from functools import cached_property
 from os import PathLike
 from typing import SupportsIndex, cast
 
-from ..arguments import choice, function, instance, items, plain_int, shown, whole
+from ..arguments import choice, function, instance, items, path_text, plain_int, shown, whole
 from ..errors import ConfigError, ModelLoadError, TokenizeError, UnsupportedError
 from ..files import path_of
 from ..native import ModelHandle, amx_works, staging, uses_amx
@@ -32,7 +32,8 @@ class Model:
     Args:
         path: the GGUF file; for a split model, its first part.
         n_gpu_layers: layers to offload to the GPU; -1 = all, if this build has a GPU backend.
-        use_mmap: map the file into memory instead of reading it.
+        use_mmap: map the file into memory instead of reading it. A file whose tensors do not lie at
+            multiples of 32 bytes is read in any case.
         use_mlock: lock the weights in memory, so that they are never swapped out.
         check_tensors: look for NaN and infinity in the weights (slower to load).
         vocab_only: load the vocabulary without the weights; no context can be created for such a model.
@@ -98,7 +99,7 @@ class Model:
         if progress is not None:
             function("progress", progress)
         self.path = path_of(path)
-        self.name = self.path.stem
+        self.name = path_text(self.path.stem)
         self._given_template = chat_template
         header = check_header(self.path, vocab_only=vocab_only)
         self.files = header.parts
@@ -117,7 +118,7 @@ class Model:
             self.path,
             progress,
             n_gpu_layers=n_gpu_layers,
-            use_mmap=use_mmap,
+            use_mmap=use_mmap and header.is_mappable,
             use_mlock=use_mlock,
             check_tensors=check_tensors,
             vocab_only=vocab_only,

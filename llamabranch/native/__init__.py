@@ -7,7 +7,7 @@ that this package reports, because llama.cpp calls ``abort()`` on most invalid a
 from . import core, heads, staging
 from .attention import AttentionShape, attention_seconds
 from .context import ContextHandle, NativeContextParams, release_threads
-from .handle import forkable_lock
+from .handle import forkable_lock, is_held
 from .interrupts import call_in_thread
 from .library import (
     amx_works,
@@ -41,6 +41,7 @@ __all__ = [
     "engine_versions",
     "forkable_lock",
     "heads",
+    "is_held",
     "logged_reason",
     "max_sequences",
     "release_threads",

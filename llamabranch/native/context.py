@@ -23,6 +23,7 @@ from .interrupts import call_in_thread, in_main_thread, is_interrupted
 from .library import address_of, libc, logged_reason, recorded_log
 from .model import ModelHandle
 from .state_layout import State, with_streams, without_streams
+from .stops import Stops
 
 Rows = npt.NDArray[np.float32]
 DecodeHook = Callable[[Callable[[int], int], int], int]
@@ -89,6 +90,7 @@ class ContextHandle(Handle):
 
     Attributes:
         n_rollback: how many tokens of a recurrent state can be undone.
+        stops: the requests to stop a decode.
         around: a hook to time or count decodes: around(decode, n) must return decode(n), llama.cpp's
             code. decode waits for the logits.
     """
@@ -120,12 +122,13 @@ class ContextHandle(Handle):
             params.ctx_other = target.ptr
         _check_threads(max(options["n_threads"], options["n_threads_batch"]))
         self.lock = target.lock if target is not None and shares_memory else forkable_lock()
-        self._stop = bytearray(2)
+        self.stops = stops = Stops()
+        self._stop = stops.flag
         self._stop_address = ctypes.c_char.from_buffer(self._stop)
-        stop, lock = self._stop, self.lock
+        lock = self.lock
 
         def free(ptr: object) -> None:
-            stop[0] = 1  # another thread may be decoding when the model is closed, or at exit
+            stops.stop()  # another thread may be decoding when the model is closed, or at exit
             with lock:
                 C.llama_free(ptr)
 
@@ -251,16 +254,11 @@ class ContextHandle(Handle):
 
     def stop(self) -> None:
         """Stop the running decode, or the next one; it returns 2. Can be called from any thread."""
-        self._stop[0] = 1
-
-    @property
-    def is_stopping(self) -> bool:
-        """Whether ``stop`` was called and has not stopped a decode yet."""
-        return bool(self._stop[0])
+        self.stops.stop()
 
     def resume(self) -> None:
         """Undo ``stop``."""
-        self._stop[0] = 0
+        self.stops.resume()
 
     def decode_tree(self, n: int, members: Sequence[Sequence[int]]) -> int:
         """Decode ``n`` entries where entry i belongs to every sequence of ``members[i]``."""

@@ -32,6 +32,7 @@ _BLOCKS = {
     10: (256, 84), 11: (256, 110), 12: (256, 144), 13: (256, 176), 14: (256, 210),  # Q2_K to Q6_K
 }  # fmt: skip
 _MAX_DIMENSIONS = 4  # GGML_MAX_DIMS
+_ALIGNMENT = 32  # of weights in memory: TENSOR_ALIGNMENT, and the default of a file's
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.ASCII)
 _CUT_OFF = "the file ends in the middle of its header"
 _DOWNLOAD_HINT = "download it again: the file is incomplete or damaged"
@@ -72,6 +73,8 @@ class Header:
         tokens: the vocabulary, as bytes.
         tensors: the list of the tensors of all parts; empty if it was not read.
         parts: the files of the model: one, or all parts in order.
+        is_mappable: whether each tensor lies at a multiple of 32 bytes in its file. llama.cpp can map no
+            other file into memory: it would end the process.
     """
 
     architecture: str
@@ -79,6 +82,7 @@ class Header:
     tokens: Sequence[bytes]
     tensors: Sequence[TensorInfo]
     parts: tuple[Path, ...] = ()
+    is_mappable: bool = True
 
     def split(self, key: str) -> int:
         """Return a number of a part of a split model: ``no`` (from 0) or ``count``; -1 if missing."""
@@ -258,7 +262,8 @@ def read_header(path: str | Path, *, tensors: bool = True) -> Header:
                 f"from a model of {expected}",
                 "the parts are of different models; get them again",
             )
-    return replace(first, tensors=all_tensors, parts=tuple(part for part, _ in parts))
+    files, is_mappable = tuple(part for part, _ in parts), all(h.is_mappable for _, h in parts)
+    return replace(first, tensors=all_tensors, parts=files, is_mappable=is_mappable)
 
 
 def _part_path(path: Path, stem: str, index: int, count: int) -> Path:
@@ -345,6 +350,9 @@ def _header(reader: _Reader, tensors: bool) -> Header:
             _reject(f"its header contains the key {key!r} twice")
         metadata[key] = reader.value(key)
     architecture = metadata.get("general.architecture")
+    alignment, is_mappable = metadata.get("general.alignment", _ALIGNMENT), True
+    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+        _reject(f"its general.alignment must be a power of two, not {alignment!r:.40}")
     infos = []
     for _ in range(n_tensors if tensors else 0):
         name, n_dimensions = reader.blob().decode("utf-8", "replace"), reader.number("I")
@@ -353,12 +361,11 @@ def _header(reader: _Reader, tensors: bool) -> Header:
         shape = tuple(reader.number("Q") for _ in range(n_dimensions))
         infos.append(TensorInfo(name, shape, reader.number("I"), reader.number("Q")))
     if infos:
-        alignment = metadata.get("general.alignment", 32)
-        step = alignment if isinstance(alignment, int) else 32
-        start = -(-reader.at // step) * step if step > 0 else reader.at
+        start = -(-reader.at // alignment) * alignment
+        is_mappable = all((start + tensor.offset) % _ALIGNMENT == 0 for tensor in infos)
         missing = start + max(tensor.end for tensor in infos) - reader.size
         if missing > 0:
             reason = f"the file is truncated: its last {missing} bytes are missing"
             _reject(reason, _DOWNLOAD_HINT)
     name = architecture if isinstance(architecture, str) else ""
-    return Header(name, metadata, reader.tokens, infos)
+    return Header(name, metadata, reader.tokens, infos, is_mappable=is_mappable)

@@ -27,12 +27,17 @@ def forkable_lock() -> threading.RLock:
     return lock
 
 
+def is_held(lock: threading.RLock) -> bool:
+    """Return whether this thread holds the lock."""
+    return bool(lock._is_owned())  # type: ignore[attr-defined]
+
+
 def _after_fork_in_child() -> None:
     global _generation
     _generation += 1
     for lock in _locks:
         # The standard library does the same with its own locks. Locks of the forking thread stay locked.
-        if not lock._is_owned():  # type: ignore[attr-defined]
+        if not is_held(lock):
             lock._at_fork_reinit()  # type: ignore[attr-defined]
 
 

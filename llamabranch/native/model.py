@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
@@ -79,7 +80,7 @@ class ModelHandle(Handle):
         params.progress_callback = C.llama_progress_callback(on_progress)
         with recorded_log():
             loaded = self.make(
-                lambda: C.llama_model_load_from_file(str(path).encode(), params),
+                lambda: C.llama_model_load_from_file(os.fsencode(path), params),
                 C.llama_model_free,
                 name="model",
                 run=partial(call_in_thread, messages=fractions, on_message=progress, stop=stop),
@@ -297,7 +298,7 @@ def quantize(source: Path, path: Path, file_type: str) -> None:
     params = C.llama_model_quantize_default_params()
     params.ftype = next(number for number, name in FILE_TYPES.items() if name == file_type)
     params.allow_requantize = True
-    names = str(source).encode(), str(path).encode()
+    names = os.fsencode(source), os.fsencode(path)
     with recorded_log():
         failed = call_in_thread(lambda: bool(C.llama_model_quantize(*names, params)))
     if failed:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal, TypedDict, cast
 import msgspec
 from msgspec import Meta, Struct
 
+from ..arguments import token_key
 from ..errors import ConfigError
 from ..model import Message
 from ..sampling import SamplingParams
@@ -23,7 +24,10 @@ _EXCLUSIVE = (
     ("grammar", "json_schema", "regex", "choice", "response_format"),
 )  # fmt: skip
 _SETTINGS = {each.name for each in fields(SamplingParams)} - {"logprobs", "logits_processor"}
-_OTHER_NAMES = {"max_completion_tokens": "max_tokens", "repetition_penalty": "repeat_penalty"}
+_OTHER_NAMES = {
+    "max_completion_tokens": "max_tokens", "repetition_penalty": "repeat_penalty",
+    "repeat_last_n": "penalty_last_n",
+}  # fmt: skip
 # Fields of OpenAI's API that do not change the text.
 _IGNORED = {
     "model", "user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier",
@@ -132,16 +136,20 @@ def request_fields(
 def _fields(
     data: Mapping[str, object], name: str, sampling: SamplingParams | None, needs: Sequence[str]
 ) -> RequestFields:
-    given = {
-        _OTHER_NAMES.get(key, key): value
-        for key, value in data.items()
-        if value is not None and key not in _IGNORED
-    }
+    given: dict[str, object] = {}
+    for key, value in data.items():
+        name_here = _OTHER_NAMES.get(key, key)
+        if value is None or key in _IGNORED:
+            continue
+        if given.setdefault(name_here, value) != value:
+            raise ConfigError(f"{key} has two values, under this name and another; send one")
     settings = dict(_object("sampling", given.pop("sampling", {})))
     settings |= {key: given.pop(key) for key in _SETTINGS & given.keys()}
     if "logit_bias" in settings:  # keys in JSON are always text
         bias = _object("logit_bias", settings["logit_bias"])
-        settings["logit_bias"] = {int(token): added for token, added in bias.items()}
+        settings["logit_bias"] = {
+            token_key("logit_bias", token): added for token, added in bias.items()
+        }
     line = msgspec.convert(given, _Line)
     if settings:
         sampling = (sampling or SamplingParams()).replace(**cast(SamplingSettings, settings))

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import count
+from threading import get_ident
 from time import perf_counter, sleep
 
 from ..errors import (
+    CacheFullError,
     CapacityError,
     ConstraintError,
     DecodeError,
     DecodeInterruptedError,
     LlamaBranchError,
+    UsageError,
 )
 from ..generation.output import Produced
+from ..native import is_held
 from ..native.interrupts import HeldInterrupts
 from ..request.request import EngineStats, Event, Request
 from ..sampling import SamplingParams
@@ -27,7 +33,8 @@ from .scheduler import Scheduler
 
 __all__ = ["EngineCore"]
 
-_POLL_S = 0.02  # how often to check whether others have freed a sequence
+_POLL_S = 0.02  # how often to check whether others have freed a sequence or cells
+_numbers = count()  # of all cores: of two that wait for cells, the newer one frees its own
 
 
 class EngineCore:
@@ -41,7 +48,7 @@ class EngineCore:
         stats: the totals, which the core updates.
         parallel: the most texts at a time; None = as many as there are sequences.
         wait_s: how long to wait, in seconds, while other users of the context, such as branches,
-            hold all sequences.
+            hold all sequences, or while other engines hold the cells that a text needs.
         sampling: the settings for requests that have none.
         max_tokens: the limit for requests without one.
 
@@ -69,17 +76,24 @@ class EngineCore:
         self._stats = stats
         self.scheduler = Scheduler(loop.ctx, parallel, stats)
         self._wait_s = wait_s
+        self._number = next(_numbers)
+        weakref.finalize(self, loop.ctx.working.pop, self._number, None).atexit = False
+        self._no_room: CacheFullError | None = None  # why the only text of this core must wait
+        self._has_others = False  # whether other cores worked before the last decode
         self._n_idle = 0  # polls for a free sequence since the last decode on the context
         self._n_decodes = -1  # decodes on the context at the last poll
         self._added: deque[Submission] = deque()
         self._aborted: deque[Submission] = deque()
         self._events: list[Event] = []  # still to be returned
         self._failure: LlamaBranchError | None = None  # raised once those events are returned
+        self._is_stepping = False
         self._is_interrupted = False  # True in a step, and after one that an exception ended
         self._seen: set[object] = set()  # where the jobs were after each step since the last decode
-        # Whether the running decode reads prompts, and whether ``abort`` has stopped it.
+        # The jobs whose prompt the running decode reads, its thread, and whether ``abort`` stops it.
         self._stopping = threading.Lock()
-        self._is_reading = self._has_stopped = False
+        self._reading: Sequence[Job] = ()
+        self._thread = 0
+        self._has_stopped = False
 
     # -- requests ------------------------------------------------------------------------------------
 
@@ -123,14 +137,11 @@ class EngineCore:
         """
         submission = self._find(name)  # also if it has just been added
         if submission is not None and not submission.is_aborted:
-            submission.is_aborted = True
             self._aborted.append(submission)
+            submission.is_aborted = True
             with self._stopping:
-                if self._is_reading and any(
-                    job.is_reading for job in list(submission.jobs.values())
-                ):
-                    self._has_stopped = True
-                    self.ctx.interrupt()
+                if any(job in self._reading for job in list(submission.jobs.values())):
+                    self._stop()
 
     def abort_all(self) -> None:
         """End all requests at the next step."""
@@ -212,10 +223,24 @@ class EngineCore:
             self._events = events + self._events
             raise
 
+    def check_idle(self) -> None:
+        """Raise UsageError if a step is running: the caller is a function that the step has called."""
+        if self._is_stepping:
+            raise UsageError(
+                "a function that a step of the engine calls cannot step or close this engine",
+                hint="let it generate with the context (ctx.complete), or with another engine",
+            )
+
     def advance(self) -> None:
-        """Run one step; keep its events and its error, which ``step`` returns and raises."""
+        """Run one step; keep its events and its error, which ``step`` returns and raises.
+
+        Raises:
+            UsageError: a step is running.
+        """
+        self.check_idle()
         start = perf_counter()
         with HeldInterrupts() as interrupts:
+            self._is_stepping = True
             try:
                 if self._is_interrupted:
                     self._recover()
@@ -230,7 +255,9 @@ class EngineCore:
                 self._recover()
                 raise
             finally:
+                self._is_stepping = False
                 self._stats.elapsed_s += perf_counter() - start
+                self._note_working()
 
     def _recover(self) -> None:
         """Queue all texts again after an interrupted step; each continues after its last token."""
@@ -244,11 +271,19 @@ class EngineCore:
         self._is_interrupted = False
 
     def close(self) -> None:
-        """Free all sequences. Requests that have no result yet never get one."""
+        """Free all sequences. Requests that have no result yet never get one.
+
+        Raises:
+            UsageError: a step is running.
+        """
+        self.check_idle()
         with HeldInterrupts():
             self._added.clear()
             self._events.clear()
-            self.scheduler.close()
+            try:
+                self.scheduler.close()
+            finally:
+                self._note_working()
 
     def _step(self) -> None:
         """Run one step, and make sure that the jobs get ahead.
@@ -261,13 +296,14 @@ class EngineCore:
         if self.n_decoded != n_decoded:
             self._seen.clear()
             return
-        handle = self.ctx.decoder.handle
-        if handle.is_stopping:
+        stops = self.ctx.decoder.stops
+        if stops.is_pending:
             with self.ctx.lock:  # another thread's decode may be the one that stops
-                if handle.is_stopping:
-                    handle.resume()
+                if stops.is_pending:
+                    stops.note_stopped()
                     raise DecodeInterruptedError("interrupted while nothing was decoded")
-        if len(self._events) != n_events or self.scheduler.no_sequence is not None:
+        waits = self.scheduler.no_sequence is not None or self._no_room is not None
+        if len(self._events) != n_events or waits:
             self._seen.clear()
         else:
             self._end_stuck()
@@ -302,6 +338,8 @@ class EngineCore:
         if step is not None:
             self.n_decoded += step.n_tokens
             self._stats.target_forward_passes += step.n_tokens > 0
+            if step.n_tokens:
+                self._no_room = None
             self._stats.draft_forward_passes += step.n_draft_decodes
             self._postprocess([*jobs, *reading], step)
 
@@ -309,20 +347,33 @@ class EngineCore:
         """Run a step of the loop; return None if ``abort`` stopped it. Then nothing has changed."""
         if not reading:
             return self._loop.step(running)
-        self._is_reading = True
+        self._has_stopped = False
         try:
-            return self._loop.step(running, reading)
+            return self._loop.step(running, reading, lambda: self._stoppable(reading))
         except DecodeInterruptedError:
-            with self._stopping:
-                if not self._has_stopped:
-                    raise
+            if not self._has_stopped:
+                raise
             return None
+
+    @contextmanager
+    def _stoppable(self, reading: Sequence[Job]) -> Iterator[None]:
+        """Let ``abort`` stop the decode in this block, and no other one."""
+        with self._stopping:
+            self._reading, self._thread = reading, get_ident()
+            if any(job.submission.is_aborted for job in reading):
+                self._stop()
+        try:
+            yield
         finally:
             with self._stopping:
-                self._is_reading = False
-                if self._has_stopped:  # also if the decode had already ended
+                self._reading = ()
+                # The decode may have ended before, or something else has stopped it.
+                if self.ctx.decoder.stops.withdraw(self):
                     self._has_stopped = False
-                    self.ctx.resume()
+
+    def _stop(self) -> None:
+        self._has_stopped = True
+        self.ctx.decoder.stops.stop_thread(self, self._thread)
 
     def _schedule(self) -> tuple[list[Job], list[Job]]:
         """Take the requests that were added or aborted since the last step, and admit those that fit.
@@ -340,10 +391,14 @@ class EngineCore:
                 for job in scheduler.jobs_of(submission):
                     self.end(job, "cancelled")
             self._aborted.popleft()
+        if self._no_room is not None and not scheduler.active and not self._has_room():
+            return [], []
         for job in scheduler.admit():
             self._fail(job, job.error)
+        self._note_working()
+        self._has_others = bool(self._others())
         if scheduler.no_sequence is None:
-            self._n_idle = 0
+            self._n_idle = 0 if self._no_room is None else self._n_idle
         elif not self._wait():
             while (waiting := scheduler.head()) is not None:
                 self.end(waiting, "capacity", scheduler.no_sequence)
@@ -359,6 +414,9 @@ class EngineCore:
 
         Polls are counted, not seconds, so that a suspended machine does not use up the time.
         """
+        # In a user's function that a decode calls, nobody else can work.
+        if is_held(self.ctx.lock):
+            return False
         n_decodes = self.ctx.decoder.n_decodes
         if n_decodes != self._n_decodes:
             self._n_decodes, self._n_idle = n_decodes, 0
@@ -366,6 +424,49 @@ class EngineCore:
             return False
         self._n_idle += 1
         sleep(_POLL_S)
+        return True
+
+    def _note_working(self) -> None:
+        """Note in the context whether texts of this core hold sequences."""
+        if self.scheduler.active or self.scheduler.idle:
+            self.ctx.working[self._number] = get_ident()
+        else:
+            self.ctx.working.pop(self._number, None)
+
+    def _others(self) -> list[int]:
+        """Return the numbers of the other cores that work. One of this thread cannot."""
+        thread = get_ident()
+        return [
+            number
+            for number, other in list(self.ctx.working.items())
+            if number != self._number and other != thread
+        ]
+
+    def _waits_for_room(self, error: CacheFullError) -> bool:
+        """Wait briefly for cells of other cores; return False if no other core works.
+
+        Of all cores that wait, only the oldest keeps its cells. So one of them can always continue.
+        """
+        others = self._others()
+        if not (others or self._has_others) or not self._wait():
+            return False
+        self._no_room = error
+        if others and min(others) < self._number:
+            self.scheduler.preempt(at_least=0)
+            self._stats.preemptions += 1
+        return True
+
+    def _has_room(self) -> bool:
+        """Return whether the next job may have room now; end it if it has waited long enough."""
+        job = self.scheduler.head()
+        if job is not None and self._others():
+            with self.ctx.lock:
+                has_room = self.ctx.kv_cache.has_room(job.n_to_cache + 1, 0)
+            if not has_room:
+                if not self._wait():
+                    self.end(job, "capacity", self._no_room)
+                return False
+        self._no_room = None
         return True
 
     def _postprocess(self, jobs: list[Job], step: Step) -> None:
@@ -376,7 +477,7 @@ class EngineCore:
             if step.no_room is not None:  # preempt a text; end it if it is the only one
                 if self.scheduler.preempt():
                     self._stats.preemptions += 1
-                else:
+                elif not self._waits_for_room(step.no_room):
                     self.end(self.scheduler.active[0], "capacity", step.no_room)
         except LlamaBranchError:  # a drafter could not close a state; the other texts are complete
             self._recover()

@@ -9,6 +9,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from enum import Enum
 from time import perf_counter
 
@@ -19,7 +20,7 @@ from ..generation.draft_states import Beginning
 from ..generation.drafter import NO_STATE, DraftState, FixedLength, SpeculativeStats
 from ..generation.output import OutputBuffer, Produced, SegmentEnd
 from ..generation.text import Text
-from ..generation.thought import ThoughtBuffer, forced_token
+from ..generation.thought import AnswerBuffer, ThoughtBuffer, forced_token
 from ..generation.verify import rule_name
 from ..model import is_chat
 from ..model.thoughts import plan_thinking
@@ -231,6 +232,9 @@ class Job:
         self._reading: Reading | None = None  # only if the request asks for progress
         self.is_announced = True
         self._admitted: float | None = None
+        self._disorders = (
+            -1
+        )  # of the memory when it was admitted; -1 = cells were out of order then
         self._first: float | None = None
         self._last: float | None = None
 
@@ -240,11 +244,17 @@ class Job:
 
     def _answer_output(self) -> OutputBuffer:
         """Return an empty buffer for the answer. The tokens of the thought count for its limit."""
-        request, max_tokens = self.request, self.submission.max_tokens
-        return OutputBuffer(
-            None if max_tokens is None else max(0, max_tokens - len(self.thought)),
-            request.stop, request.stop_tokens, request.min_tokens,
-        )  # fmt: skip
+        request, thinking = self.request, self.submission.thinking
+        limits = self._n_left, request.stop, request.stop_tokens, request.min_tokens
+        if not self.thought or thinking is None or request.grammar or request.constraint:
+            return OutputBuffer(*limits)
+        return AnswerBuffer(self.submission.model, thinking.start, *limits)
+
+    @property
+    def _n_left(self) -> int | None:
+        """The most tokens after its thoughts; None = no limit."""
+        n = self.submission.max_tokens
+        return None if n is None else max(0, n - len(self.thought))
 
     @property
     def sampling(self) -> SamplingParams:
@@ -327,16 +337,20 @@ class Job:
     @property
     def ends_thought(self) -> bool:
         """Whether its thought has ended, and an answer follows."""
-        return isinstance(self.output, ThoughtBuffer) and self.output.ended is not None
+        output = self.output
+        return isinstance(output, ThoughtBuffer | AnswerBuffer) and output.ended is not None
 
     @property
     def shares_thought(self) -> bool:
         """Whether it generates one thought for all texts of its request, which wait for its end."""
         thinking = self.submission.thinking
-        return self.is_thinking and thinking is not None and thinking.is_shared
+        is_first = self.is_thinking and not self.thought
+        return is_first and thinking is not None and thinking.is_shared
 
     def answer(self) -> list[Event]:
         """Begin the answer if a thought has ended; otherwise do nothing.
+
+        If the answer begins with another thought, that one is continued first, within the budget.
 
         Some tokens may be forced between the thought and the answer. They are read next. Without
         them, the last token of the thought is read again. So are all tokens that the memory had to
@@ -345,15 +359,26 @@ class Job:
         Returns:
             the event that reports the thought's tokens, if events are reported.
         """
-        output = self.output
-        if not isinstance(output, ThoughtBuffer) or output.ended is None:
+        output, thinking = self.output, self.submission.thinking
+        if not isinstance(output, ThoughtBuffer | AnswerBuffer) or output.ended is None:
             return []
         text, n_kept, forced = output.ended
-        self.thought = [*output.emitted[:n_kept], *map(forced_token, forced)]
-        self.thought_text = text
+        kept = output.emitted[:n_kept]
+        if isinstance(output, AnswerBuffer):
+            kept = [produced._replace(text="", is_thought=True) for produced in kept]
+        n_kept += len(self.thought)
+        self.thought = [*self.thought, *kept, *map(forced_token, forced)]
+        self.thought_text = self._with_thought(text)
         self.prompt = [*self.submission.prompt, *(produced.token for produced in self.thought)]
         self.n_read = len(self.prompt)
-        self.output = self._answer_output()
+        if isinstance(output, AnswerBuffer) and thinking is not None:
+            left = thinking.budget and max(0, thinking.budget - len(self.thought))
+            self.output = ThoughtBuffer(
+                self.submission.model, replace(thinking, is_open=True, budget=left), self._n_left,
+                continues=bool(self.thought_text),
+            )  # fmt: skip
+        else:
+            self.output = self._answer_output()
         if self.sequence is not None:
             n = min(self.text.n_cached, self.n_prompt + n_kept, len(self.prompt) - 1)
             self.text.begin_anew(n, self.new_sampler())
@@ -365,6 +390,10 @@ class Job:
         if not self.submission.reports_tokens:
             return []
         return [Event(self.name, self.sample, ended_thought=self.thought)]
+
+    def _with_thought(self, text: str) -> str:
+        """Return the text of its thoughts, with ``text`` as the last one."""
+        return "\n\n".join(filter(None, (self.thought_text, text)))
 
     @property
     def is_reading(self) -> bool:
@@ -409,6 +438,8 @@ class Job:
         if self._admitted is None:
             self._admitted = perf_counter()
             self.n_cached = n_cached
+            memory = self.submission.loop.ctx.kv_cache
+            self._disorders = memory.disorders if memory.in_order else -1
 
     def begin(self) -> list[Produced]:
         """Start to generate once all tokens are read. Return the token that it draws, if any.
@@ -594,7 +625,8 @@ class Job:
         tokens = [*(produced.token for produced in self.thought), *self.output.tokens]
         n_thought, thought, text = len(self.thought), self.thought_text, self.output.text
         if isinstance(self.output, ThoughtBuffer):  # there is no answer
-            n_thought, thought, text = len(tokens), self.output.thought, ""
+            thought = self._with_thought(self.output.thought)
+            n_thought, text = len(tokens), ""
         self.stats.num_emitted_tokens = len(tokens)
         self.stats.count_constraint(self.constraint)
         grammar = self.request.grammar
@@ -602,7 +634,8 @@ class Job:
         scores = [None] * n_unscored + self.scores[n_unscored:]
         logprobs = None if self.request.top_logprobs is None else emitted
         ctx = self.submission.loop.ctx
-        is_exact = ctx.capabilities.batch_invariant and ctx.usage().in_order
+        was_in_order = self._admitted is None or self._disorders == ctx.kv_cache.disorders
+        is_exact = ctx.capabilities.batch_invariant and was_in_order and ctx.kv_cache.in_order
         return Result(
             id=self.name,
             sample=self.sample,

@@ -13,15 +13,17 @@ never overlap: no thread waits for one lock while it holds the other.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from time import perf_counter
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from ..arguments import instance
 from ..context import Context
 from ..context.context import text_context
-from ..context.logits import LogitsRow
+from ..context.logits import LogitsRow, lent
 from ..context.runner import Batch
 from ..errors import CacheFullError, CapacityError, LlamaBranchError
 from ..generation.config import SpeculativeConfig, draft_length
@@ -43,6 +45,7 @@ from .running import PLAIN, RunningText
 
 __all__ = ["Loop", "Reader", "Step"]
 
+Around: TypeAlias = Callable[[], AbstractContextManager[object]]
 _stats_lock = forkable_lock()  # for the totals of all loops
 
 
@@ -182,31 +185,42 @@ class Loop:
                 running.advance()
             running.conclude()
             return running.emitted
-        step = self._run([running], ())
+        step = self._run([running])
         error = step.no_room or running.error
         if error is not None:
             raise error
         return running.emitted
 
-    def step(self, running: Sequence[RunningText], readers: Sequence[Reader] = ()) -> Step:
+    def step(
+        self,
+        running: Sequence[RunningText],
+        readers: Sequence[Reader] = (),
+        around: Around = nullcontext,
+    ) -> Step:
         """Run a step of all texts, and read as many prompt tokens as fit beside them.
 
         Args:
             running: the texts; the cache lacks the last token of each.
             readers: read tokens into other texts, in the same decode.
+            around: returns a context for a decode with readers; no other decode runs meanwhile.
 
         Raises:
             DecodeError: the decode failed or was interrupted; all texts are as before.
             Exception: the drafter, which may be the user's code, raised it.
         """
-        step = self._run(running, readers)
+        step = self._run(running, readers, around)
         if step.n_tokens and running and self.drafts:
             # The time of a decode that also read prompts says nothing about drafts.
             verify_s = math.nan if readers else step.verify_s
             self.length.learn([member.outcome for member in running], step.n_tokens, verify_s)
         return step
 
-    def _run(self, running: Sequence[RunningText], readers: Sequence[Reader]) -> Step:
+    def _run(
+        self,
+        running: Sequence[RunningText],
+        readers: Sequence[Reader] = (),
+        around: Around = nullcontext,
+    ) -> Step:
         step = Step()
         for member in running:
             member.emitted, member.draft, member.error, member.outcome = [], NO_DRAFT, None, PLAIN
@@ -215,7 +229,7 @@ class Loop:
         try:
             step.n_draft_decodes = self._draft(running, len(readers))
             try:
-                self._decode(step, running, readers)
+                self._decode(step, running, readers, around)
             except CapacityError:
                 if not any(member.draft.tokens for member in running):
                     raise
@@ -223,7 +237,7 @@ class Loop:
                     if member.draft.tokens:
                         member.stats.count_stop("no room to verify")
                     member.drop_draft()
-                self._decode(step, running, readers)
+                self._decode(step, running, readers, around)
         except LlamaBranchError as error:
             for member in running:
                 member.drop_draft()
@@ -261,8 +275,10 @@ class Loop:
         if not requests:
             return 0
         room = ctx.n_outputs_max - len(running) - n_readers
-        n_decodes = 0
-        for member, draft in zip(asked, drafter.propose_many(requests), strict=True):
+        n_decodes, versions = 0, [member.text.version for member in asked]
+        drafts = drafter.propose_many(requests)
+        for member, draft, version in zip(asked, drafts, versions, strict=True):
+            member.text.check_unchanged(version)
             if len(draft.tokens) > room:
                 draft.cut(max(0, room))
             room -= len(draft.tokens)
@@ -290,7 +306,11 @@ class Loop:
             draft.cut(n)
 
     def _decode(
-        self, step: Step, running: Sequence[RunningText], readers: Sequence[Reader]
+        self,
+        step: Step,
+        running: Sequence[RunningText],
+        readers: Sequence[Reader],
+        around: Around,
     ) -> None:
         """Decode last tokens, drafts and prompts together; each text takes its rows of logits."""
         ctx = self.ctx
@@ -302,29 +322,35 @@ class Loop:
             if len(running) == 1 and not readers:
                 self._decode_alone(step, running[0])
             else:
-                self._decode_together(step, running, readers)
+                self._decode_together(step, running, readers, around)
 
     def _decode_together(
-        self, step: Step, running: Sequence[RunningText], readers: Sequence[Reader]
+        self,
+        step: Step,
+        running: Sequence[RunningText],
+        readers: Sequence[Reader],
+        around: Around,
     ) -> None:
         ctx = self.ctx
         members: tuple[RunningText | Reader, ...] = (*running, *readers)
         batch, texts = self._pack(running, readers)
         expiring = [row for member in members for row in member.text.expiring_rows()]
         start = perf_counter()
-        rows = batch.decode(ctx.decoder, expiring)
+        with around():
+            rows = batch.decode(ctx.decoder, expiring)
         step.verify_s = verify_s = perf_counter() - start
         step.n_tokens = sum(map(len, texts))
-        for member, tokens, member_rows in zip(members, texts, rows, strict=True):
-            try:
-                if isinstance(member, RunningText):
-                    member.take(member_rows, verify_s * len(tokens) / step.n_tokens)
-                else:
-                    member.n_decoded = len(tokens)
-                    if tokens:
-                        member.read(tokens, member_rows)
-            except LlamaBranchError as error:
-                member.error = error
+        with lent(chain.from_iterable(rows)):  # a user's function may decode before all are read
+            for member, tokens, member_rows in zip(members, texts, rows, strict=True):
+                try:
+                    if isinstance(member, RunningText):
+                        member.take(member_rows, verify_s * len(tokens) / step.n_tokens)
+                    else:
+                        member.n_decoded = len(tokens)
+                        if tokens:
+                            member.read(tokens, member_rows)
+                except LlamaBranchError as error:
+                    member.error = error
 
     def _decode_alone(self, step: Step, running: RunningText) -> None:
         """Decode the plan of one text, which then takes its rows."""
@@ -336,7 +362,8 @@ class Loop:
         step.verify_s = perf_counter() - start
         step.n_tokens = 1 + len(running.draft.tokens)
         try:
-            running.take(rows, step.verify_s)
+            with lent(rows):
+                running.take(rows, step.verify_s)
         except LlamaBranchError as error:
             running.abandon()
             if isinstance(error, CapacityError):  # some memory decodes accepted tokens once more

@@ -468,14 +468,14 @@ class Scheduler:
         self._preempt(oldest)
         return True
 
-    def preempt(self) -> bool:
+    def preempt(self, at_least: int = 1) -> bool:
         """Free the sequence of an idle job, or else of the newest active job, which then waits.
 
-        Return False if there is no idle job and fewer than two jobs are active.
+        Return False if there is no idle job, and no active job but the ``at_least`` that must stay.
         """
         if self._free_idle():
             return True
-        if len(self.active) < 2:
+        if len(self.active) <= at_least:
             return False
         job = max(self.active, key=lambda active: active.key)
         self.active.remove(job)

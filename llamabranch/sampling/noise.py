@@ -2,7 +2,7 @@
 
 There is no random state anywhere. The noise is a hash of a counter in the manner of Salmon et al. 2011,
 "Parallel random numbers: as easy as 1, 2, 3", with the 64-bit finalizer of MurmurHash3 as the mixing
-function. So the same seed gives the same token in every call and in every batch.
+function. So the same seed and the same logits give the same token in every call and in every batch.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ class SamplingParams:
             if not (low <= value <= high) or (is_open and value == low):
                 bracket = "(" if is_open else "["
                 raise ConfigError(
-                    f"{name} must be in {bracket}{low:g}, {high:g}], not {shown(value)}"
+                    f"{name} must be in {bracket}{low:.15g}, {high:.15g}], not {shown(value)}"
                 )
             if value is not setting:
                 object.__setattr__(self, name, value)

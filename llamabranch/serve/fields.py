@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, cast, get_type_hints
 
 from msgspec import Meta, Struct, defstruct
 
+from ..arguments import token_key
 from ..engine import Request
 from ..errors import LlamaBranchError
 from ..model import Model
@@ -32,7 +33,7 @@ __all__ = [
     "limit_of", "prompt_tokens",
 ]  # fmt: skip
 
-_ID = re.compile(r"-?[0-9]{1,10}")
+_ID = re.compile(r"-?[0-9]+")
 
 Limit = Annotated[int, Meta(ge=-2)]  # of tokens; -1 and -2 mean no limit, as in llama-server
 Top = Annotated[int, Meta(ge=0, le=20)]  # how many of the most probable tokens are reported
@@ -55,16 +56,13 @@ _REFUSED = (
     "guided_choice", "guided_grammar", "include_stop_str_in_output", "truncate_prompt_tokens",
     "suffix",
 )  # fmt: skip
-# Settings with the same name in requests and in SamplingParams, then the others with both names.
+# Settings with the same name in requests and in SamplingParams, then other names of two of them.
 _SAME = {
     name: kind
     for name, kind in get_type_hints(SamplingSettings).items()
-    if name not in ("penalty_last_n", "logit_bias", "seed", "logprobs", "logits_processor")
+    if name not in ("logit_bias", "seed", "logprobs", "logits_processor")
 }
-_SETTINGS = {
-    **dict(zip(_SAME, _SAME, strict=True)), "repetition_penalty": "repeat_penalty",
-    "repeat_last_n": "penalty_last_n",
-}  # fmt: skip
+_ALIASES = {"repetition_penalty": "repeat_penalty", "repeat_last_n": "penalty_last_n"}
 if TYPE_CHECKING:
     _Named = Struct
 else:
@@ -105,8 +103,11 @@ class SamplingFields(_Named, kw_only=True):
         """
         self.check()
         base = default or settings.sampling
-        values = {ours: getattr(self, name) for name, ours in _SETTINGS.items()}
-        changes = {name: value for name, value in values.items() if value is not None}
+        changes: dict[str, object] = {}
+        for name in (*_SAME, *_ALIASES):
+            value, ours = getattr(self, name), _ALIASES.get(name, name)
+            if value is not None and changes.setdefault(ours, value) != value:
+                raise HttpError(400, f"{name} and {ours} are one setting; send one", param=name)
         if self.top_k is not None:
             changes["top_k"] = max(0, self.top_k)
         if self.logit_bias or self.ignore_eos:
@@ -123,7 +124,7 @@ class SamplingFields(_Named, kw_only=True):
         for key, value in entries.items() if isinstance(entries, dict) else entries:
             added = -math.inf if value is False else float(value)  # false = never this token
             if isinstance(key, int) or _ID.fullmatch(key):
-                tokens = [int(key)]
+                tokens = [key if isinstance(key, int) else token_key("logit_bias", key)]
             else:
                 tokens = model.tokenize(key, add_special=False)
             model.check_tokens(tokens)

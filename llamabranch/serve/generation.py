@@ -212,7 +212,8 @@ async def updates(
                         if not event.is_thought and not event.text:
                             update.written += token_text(service.model, token)
                         (update.thoughts if event.is_thought else update.tokens).append(token)
-                    update.ended_thought += event.ended_thought
+                    if event.ended_thought:
+                        update.ended_thought = [*event.ended_thought]
                     if event.result is not None:
                         n_left -= 1
                         service.count(event.result)

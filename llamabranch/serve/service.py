@@ -7,9 +7,9 @@ from asyncio import to_thread
 from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from time import time
 
+from ..arguments import path_text
 from ..engine import AsyncEngine, Request, Result
 from ..request.openai import Vocabulary, head, named_piece
 from ..sampling import SamplingParams
@@ -59,7 +59,7 @@ class Service:
         self.n_texts = self.longest = 0
         self.prompt_s = self.predicted_s = 0.0
         self.branches = Branches(settings.max_branches, settings.branch_ttl_s)
-        alias = settings.alias or Path(self.model.path).stem
+        alias = path_text(settings.alias or self.model.name)
         self.names = sorted({name.strip() for name in alias.split(",") if name.strip()})
         short = hashlib.sha256(self.model.quick_key.encode()).hexdigest()[:8]
         self.fingerprint = f"b{version('llamabranch')}-{short}"

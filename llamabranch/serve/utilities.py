@@ -6,6 +6,7 @@ from html import escape
 
 from msgspec import Struct
 
+from ..arguments import path_text
 from .completions import sampling_of
 from .errors import HttpError
 from .http_call import HttpCall
@@ -93,7 +94,7 @@ async def props(call: HttpCall, service: Service) -> None:
     await call.reply({
         "default_generation_settings": {"n_ctx": service.n_ctx, "params": params},
         "total_slots": settings.parallel, "model_alias": service.names[0],
-        "model_path": str(model.path), "chat_template": model.chat_template or "",
+        "model_path": path_text(model.path), "chat_template": model.chat_template or "",
         "bos_token": words.name(model.bos) or "", "eos_token": words.name(model.eos) or "",
         "build_info": service.fingerprint, "batch_invariant": service.is_exact,
         "max_branches": settings.max_branches, "branch_ttl_s": settings.branch_ttl_s,

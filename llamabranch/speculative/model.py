@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 from ..context import Context
 from ..context.context import text_context
-from ..context.logits import LogitsRow
+from ..context.logits import LogitsRow, lent
 from ..context.prefix_cache import n_common
 from ..context.runner import Batch
 from ..errors import (
@@ -227,8 +227,9 @@ class RunDrafter(Drafter, Generic[S]):
         while states:
             if all(state.unread for state in states):
                 self.decode(states)
-            for state in states:
-                if not state.unread:
+            waiting = [state for state in states if not state.unread]
+            with lent([state.row() for state in waiting]):  # `DraftLength` may be the user's code
+                for state in waiting:
                     state.draw()
             states = [state for state in states if not state.is_done]
 

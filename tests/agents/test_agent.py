@@ -38,6 +38,7 @@ import llamabranch as lb
 from llamabranch import Agent, AsyncEngine, Context
 from llamabranch.agents import Report, Step
 from llamabranch.agents.agent import conduct
+from llamabranch.agents.threads import event_loop
 from llamabranch.agents.tools import Refused, tool_of
 from llamabranch.errors import (
     CacheFullError,
@@ -160,13 +161,13 @@ def test_a_run_goes_on_after_one_that_ended_before_its_json(
     """The conversation ends with the question for JSON, and the next task is added to it."""
     now = [0.0]
     monkeypatch.setattr("llamabranch.agents.run.perf_counter", lambda: now[0])
-    agent = Agent(stage, output=Number, max_seconds=5)
+    agent = Agent(stage, output=Number, max_seconds=5, seed=1)
 
     def listen(step: Step) -> None:
         if step.kind == "text":
             now[0] = 10.0
 
-    (first,) = asyncio.run(conduct(agent, ["typed: go"], 1, None, listen, seed=1))
+    (first,) = asyncio.run(conduct(agent, ["typed: go"], 1, None, listen))
     assert first.finish_reason == "time" and first.messages[-1]["role"] == "user"
     second = agent.run("and again?", after=first)
     assert "and again?" in read_by(stage, second)
@@ -440,6 +441,26 @@ def test_a_function_that_cancels_everything_ends_the_run(stage: Context) -> None
     assert agent.run("one: go").text == "It is three."
 
 
+def test_a_call_into_an_event_loop_that_ends_is_an_error() -> None:
+    """The loop ends after it has cancelled everything, and before it has run the call."""
+    may_end = threading.Event()
+
+    async def ended() -> None:
+        asyncio.get_running_loop().run_in_executor(None, may_end.wait)  # the loop waits for it
+        for task in asyncio.all_tasks():
+            task.cancel()
+        await asyncio.sleep(0)
+
+    async def endless() -> None:
+        may_end.set()
+        await asyncio.Event().wait()
+
+    with event_loop() as call:
+        for function in (ended, endless, endless):
+            with pytest.raises(ClosedError, match="cancelled the tasks"):
+                call(function())
+
+
 def test_an_event_loop_that_cannot_be_made_is_an_error(
     stage: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -515,7 +536,7 @@ def test_result_of_fifty_kilobytes_is_shortened_and_told(stage: Context) -> None
     assert note == "[49800 of 50000 tokens left out]"
     assert first == long(50_000)[:150] and last == long(50_000)[-50:]
     (step,) = (s for s in report.steps if s.kind == "result")
-    assert step.text == long(50_000)  # the journal has all
+    assert step.text == long(50_000)
     assert report.text == "That was long."
 
 
@@ -788,7 +809,7 @@ def test_bad_tools_are_refused_when_the_agent_is_made(stage: Context, tools: obj
         {"max_seconds": 0}, {"max_seconds": "x"}, {"tool_seconds": -1}, {"tool_seconds": float("nan")},
         {"result_tokens": 0}, {"think": "x"}, {"think": -1}, {"forks": 1}, {"tell": int},
         {"tell": ValueError("x")}, {"repeats": -1},
-        {"journal": 3}, {"sampling": 3}, {"temperature": -1}, {"nonsense": 1},
+        {"sampling": 3}, {"temperature": -1}, {"nonsense": 1},
         {"messages": [3]}, {"messages": 3}, {"messages": b"x"}, {"output": int.__add__},
         {"messages": [("user", 3)]}, {"output": 3},
     ],
@@ -889,14 +910,6 @@ def test_template_that_refuses_the_trunk(stage: Context) -> None:
         with pytest.raises(ConfigError, match="no system"):
             Agent(ctx, "sys")
         assert Agent(ctx).run("plain: go").text == "No call is needed."
-
-
-def test_steps_are_json_and_back() -> None:
-    step = Step("text", "x", path="0.1", turn=2, tokens=[1, 2], seed=3, seconds=0.5)
-    assert Step.from_dict(step.as_dict()) == step
-    for bad in ({"kind": 3}, {"kind": "text", "tokens": "x"}, {"kind": "text", "turn": "1"}, {}):
-        with pytest.raises((TypeError, ValueError)):
-            Step.from_dict(cast(Any, bad))
 
 
 def test_thoughts_are_steps_of_their_own_and_no_part_of_the_text(target: lb.Model) -> None:

@@ -1,4 +1,4 @@
-"""Laws that hold for every run: transcripts, logits, prompts, tokens read, cancelling, grammars, replays.
+"""Laws that hold for every run: transcripts, logits, prompts, tokens read, cancelling, grammars.
 
 A table of what a call may do wrong, and what the model then reads, is in `test_agent.py`.
 """
@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 import numpy as np
 import pytest
 import toys
-from stages import add, assert_left_alone, hangs, name, sleeps
+from stages import Number, add, assert_left_alone, fails, hangs, name, sleeps
 from turn_shapes import CHANGING, SHAPES
 
 import llamabranch as lb
@@ -275,6 +275,30 @@ def test_law_5_a_stream_that_is_closed_leaves_nothing(stage: Context) -> None:
             pass
         cast(Any, steps).close()
         assert_left_alone(stage)
+
+
+# -- the same run again ------------------------------------------------------------------------------
+
+RUNS: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "calls": (["one: go", "two: go", "plain: go"], {"tools": [add, name], "n": 2}),
+    "failures": (["unknown: go", "told: go", "raises: go", "again: go"], {"tools": [add, name, fails]}),
+    "limits": (["again: go"], {"tools": [name], "max_turns": 3}),
+    "output": (["typed: go", "refused: go", "stubborn: go"], {"output": Number}),
+    "forks": (["forks: go", "nested: go"], {"tools": [name], "forks": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_law_8_a_seed_and_equal_results_give_equal_steps(stage: Context, case: str) -> None:
+    tasks, options = RUNS[case]
+    agent = Agent(stage, "sys", seed=3, **{k: v for k, v in options.items() if k != "n"})
+    first, second = (agent.run(tasks, n=options.get("n", 1)) for _ in range(2))
+    for one, other in zip(first, second, strict=True):
+        for a, b in zip(one.choices, other.choices, strict=True):
+            assert {s.path for s in a.steps} == {s.path for s in b.steps}
+            for path in {s.path for s in a.steps}:
+                mine, again = ([s for s in c.steps if s.path == path] for c in (a, b))
+                assert mine == again
 
 
 # -- grammars --------------------------------------------------------------------------------------

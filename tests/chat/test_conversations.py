@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -942,7 +942,7 @@ def test_a_thought_that_is_broken_off_is_all_there_is() -> None:
         assert chat.exchanges[0].answer == ""
 
 
-def weather(city: str) -> str:
+def weather(city: Literal["Oslo"]) -> str:
     """Tell the weather of a city."""
     return f"It snows in {city}."
 
@@ -958,10 +958,11 @@ def test_a_chat_calls_functions_and_reads_their_results() -> None:
         (call,) = answer.tool_calls
         assert call.name == "weather"
         arguments: Any = call.arguments
-        assert isinstance(arguments["city"], str)
+        assert arguments == {"city": "Oslo"}  # no model can write another call
         with pytest.raises(lb.errors.UsageError, match="calls 1 functions"):
             chat.results("a", "b")
         chat.tools.forced.clear()
+        chat.max_tokens = 1  # too few for a call
         reply = chat.results(weather(**arguments)).finish()
         assert reply.finish_reason in ("stop", "length")
         kinds = [message["role"] for message in chat.messages]

@@ -24,7 +24,9 @@ import toys
 
 import llamabranch as lb
 from llamabranch import Branch, Context
+from llamabranch.context.memory import Memory
 from llamabranch.native import ContextHandle, max_sequences
+from llamabranch.native.interrupts import HeldInterrupts
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals are sent as POSIX has them")
 
@@ -80,8 +82,8 @@ class World:
         other.prune()
         high.extend(TOKENS[:3])
         with self.ctx.lock:
-            if self.ctx.kv_cache.order.is_kept:
-                self.ctx.kv_cache.compact()
+            # Other memory has nothing to put in order, and is left alone.
+            assert self.ctx.kv_cache.compact() == self.ctx.kv_cache.order.is_kept
             if self.ctx.prefix_cache is not None:
                 self.ctx.prefix_cache.evict(20)
                 self.ctx.prefix_cache.clear()
@@ -194,3 +196,26 @@ def test_an_exception_after_every_native_call(
             world.check()
         except AssertionError as error:
             raise AssertionError(f"after call {i} of {n_calls}") from error
+
+
+def test_a_held_ctrl_c_does_not_stop_a_compaction(
+    toy: lb.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of an engine holds Ctrl-C, and a decode that can be stopped then ends at once."""
+    monkeypatch.setattr(Memory, "can_move", False)  # so that the tokens are decoded again
+    with Context(toy, n_ctx=256, n_seq_max=4, n_threads=1, batch_invariant=True) as ctx:
+        branches = [Branch.start(ctx, TOKENS), Branch.start(ctx, TOKENS[9:])]
+        before = [branch.logits for branch in branches]
+        monkeypatch.setattr(ctx.decoder.handle, "n_watched", 2)
+        with pytest.raises(KeyboardInterrupt), HeldInterrupts() as held:
+            os.kill(os.getpid(), signal.SIGINT)
+            while held.caught is None:
+                pass
+            assert ctx.kv_cache.compact()
+        ctx.audit()
+        for branch, row in zip(branches, before, strict=True):
+            assert branch.sequence.n_cached == len(branch.tokens)
+            with branch.fork() as fork:
+                fork.rewind(len(fork.tokens) - 1)
+                fork.extend(branch.tokens[-1:])
+                assert np.array_equal(fork.logits, row)

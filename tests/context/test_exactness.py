@@ -6,6 +6,7 @@ on the processor and on how llama.cpp was built. So the tests ask the context an
 
 from __future__ import annotations
 
+import asyncio
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -25,6 +26,7 @@ from rounding import rounding
 
 import llamabranch as lb
 from llamabranch import Branch, BranchStore, Context, Engine, SamplingParams
+from llamabranch.agents.threads import event_loop
 from llamabranch.errors import ExactnessWarning, UnsupportedError
 
 TYPES = {
@@ -204,6 +206,28 @@ def test_warns_once_where_texts_may_differ(target: lb.Model) -> None:
             ctx.capabilities = replace(able, batch_invariant=False, **differs)
             engine = Engine(ctx, max_tokens=4, sampling=SamplingParams(temperature=temperature))
             assert len(told(partial(engine.generate, ["one", "two"]))) == 1
+
+
+def test_warning_of_a_thread_shows_the_line_that_started_it(target: lb.Model) -> None:
+    """In the thread of an ``AsyncEngine``, or of an agent's event loop, no line is the user's."""
+    differs: dict[str, Any] = {"exact_rows": 1, "total_variation": 0.1}
+
+    async def texts(ctx: Context) -> None:
+        with ctx:
+            ctx.capabilities = replace(ctx.capabilities, batch_invariant=False, **differs)
+            async with lb.AsyncEngine(ctx) as engine:
+                await engine.complete(["one", "two"], max_tokens=4)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        asyncio.run(texts(Context(target, n_ctx=512, n_threads=1)))
+        with event_loop() as call:
+            call(texts(Context(target, n_ctx=512, n_threads=1)))
+    (first, other) = (each for each in caught if each.category is ExactnessWarning)
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    assert {first.filename, other.filename} == {__file__}
+    assert "lb.AsyncEngine(ctx)" in lines[first.lineno - 1]
+    assert "lb.AsyncEngine(ctx)" in lines[other.lineno - 1]
 
 
 def test_exact_mode_keeps_to_the_rows_that_are_exact(model: lb.Model) -> None:

@@ -15,6 +15,8 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -132,6 +134,16 @@ def twice(ctx: Context) -> None:
     ctrl_c()
 
 
+def time_limit(ctx: Context) -> None:
+    """Start a limit just before a decode, and wait until it has passed."""
+    block = ExitStack()
+    block.enter_context(ctx.time_limit(0.001))
+    while not ctx.decoder.handle._stop[0]:
+        pass
+    limits.append(block)
+
+
+limits: list[ExitStack] = []  # the blocks of time limits that have passed
 STOPS: dict[str, tuple[type[BaseException], Callable[[Context], object]]] = {
     "ctrl-c": (KeyboardInterrupt, lambda _: ctrl_c()),
     # The context must not be used while llama.cpp still decodes, also after a second one.
@@ -142,7 +154,7 @@ STOPS: dict[str, tuple[type[BaseException], Callable[[Context], object]]] = {
         DecodeInterruptedError,
         lambda ctx: threading.Thread(target=ctx.interrupt).start(),
     ),
-    "time limit": (DecodeInterruptedError, lambda _: None),
+    "time limit": (DecodeInterruptedError, time_limit),
 }
 
 
@@ -169,13 +181,10 @@ def test_a_long_prefill_ends_inside_its_micro_batch(
         with Branch.start(long_ctx, "Once upon a time", temperature=0.9, seed=3) as branch:
             before = branch.tokens, branch.logits
             decodes.on_call(0, lambda: act(long_ctx))
-            limit = long_ctx.time_limit(0.01 if how == "time limit" else 3600)
-            with pytest.raises(kind) as caught, limit:
-                # On a busy machine the first may be over before the timer's thread runs.
-                while True:
-                    branch.prefill(long_prompt())
-                    assert how == "time limit"
-                    branch.rewind(len(before[0]))
+            with pytest.raises(kind) as caught, long_ctx.time_limit(3600):
+                branch.prefill(long_prompt())
+            while limits:
+                limits.pop().close()
             if isinstance(caught.value, DecodeInterruptedError):
                 assert (caught.value.code, caught.value.memory_changed) == (2, True)
             assert (decodes.sizes[-1], decodes.codes[-1]) == (N_LONG, 2), "it was broken off"
@@ -393,9 +402,34 @@ def test_time_that_ran_out_without_a_decode_stops_nothing_after_the_block(ctx: C
         branch.step()
     check_goes_on(branch, ctx)
     with ctx.time_limit(0.001):
-        while not ctx.decoder.handle._stop[0]:
+        while not ctx.decoder.handle.stops._threads:
             pass
     Branch.start(ctx, "Once upon a time", seed=3).step()
+
+
+def test_a_time_limit_stops_no_decode_of_another_thread(ctx: Context) -> None:
+    """It runs out while the other thread decodes, and stops the next decode of its own thread."""
+    is_inside, may_decode = threading.Event(), threading.Event()
+
+    def held(decode: Callable[[int], int], n: int) -> int:
+        is_inside.set()
+        assert may_decode.wait(60)
+        return decode(n)
+
+    branches = [Branch.create(ctx) for _ in range(2)]
+    with ThreadPoolExecutor(1) as pool, ctx.time_limit(0.01):
+        ctx.decoder.hook(held)
+        innocent = pool.submit(branches[0].prefill, [5, 6, 7])
+        assert is_inside.wait(60)
+        while not ctx.decoder.handle.stops._threads:
+            pass
+        may_decode.set()
+        innocent.result(60)
+        with pytest.raises(DecodeInterruptedError):
+            branches[1].prefill([5, 6, 7])
+        branches[1].prefill([5, 6, 7])
+    ctx.decoder.hook(None)
+    assert np.array_equal(branches[0].logits, branches[1].logits)
 
 
 def test_ctrl_c_while_a_decode_is_interrupted_is_not_lost(

@@ -19,6 +19,7 @@ from llamabranch import AsyncEngine, Context, Event, Request, Result, SamplingPa
 from llamabranch.errors import (
     ClosedError,
     ConfigError,
+    DecodeError,
     DecodeInterruptedError,
     QueueFullError,
     TokenizeError,
@@ -163,9 +164,112 @@ def test_decode_that_fails_reaches_every_task(ctx: Context) -> None:
 
         errors = await asyncio.gather(read(), read(), return_exceptions=True)
         assert [type(error) for error in errors] == [DecodeInterruptedError] * 2
+        ctx.resume()  # of events that came together with the error
         assert last(await collect(engine, Request("x", max_tokens=2))).tokens
 
     serve(ctx, job)
+
+
+def test_failure_that_arrives_with_events_reaches_the_task(ctx: Context) -> None:
+    """The event loop is busy until the engine has failed, so it gets events and failure together."""
+    failed = threading.Event()
+    is_busy = threading.Event()
+    n_drafts = 0
+
+    def draft(tokens: list[int], n: int) -> list[int]:
+        nonlocal n_drafts
+        n_drafts += 1
+        if n_drafts == 2:
+            assert is_busy.wait(60)
+        if n_drafts == 4:
+            raise ValueError("no draft")
+        return [5]
+
+    async def job(engine: AsyncEngine) -> None:
+        transfer = engine._transfer
+
+        def noted(events: list[Event], failure: BaseException | None) -> None:
+            transfer(events, failure)
+            if failure is not None:
+                failed.set()
+
+        engine._transfer = noted  # type: ignore[method-assign]
+        seen = []
+
+        async def read() -> None:
+            async for event in engine.generate(Request("A king", max_tokens=900)):
+                seen.append(event)
+                if len(seen) == 1:
+                    is_busy.set()
+                    assert failed.wait(60)
+
+        with pytest.raises(ValueError, match="no draft"):
+            await asyncio.wait_for(read(), 60)
+        assert len(seen) > 1  # the events before the failure come first
+        assert last(await collect(engine, Request("x", max_tokens=2))).tokens
+
+    config = lb.SpeculativeConfig(draft_k=1)
+    serve(ctx, job, drafter=lb.FunctionDrafter(draft), config=config)
+
+
+@pytest.mark.parametrize("kind", ["context closed", "thread killed"])
+def test_request_that_comes_after_the_last_step_gets_an_error(
+    kind: str, target: lb.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request is added after the engine's last step and before the end of its thread."""
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+
+    async def main() -> None:
+        ctx = Context(target, n_ctx=256, n_threads=1)
+        engine = AsyncEngine(ctx)
+        transfer, has_failed, is_added = engine._transfer, threading.Event(), threading.Event()
+
+        def held(events: list[Event], failure: BaseException | None) -> None:
+            transfer(events, failure)
+            if failure is not None and not has_failed.is_set():
+                has_failed.set()
+                assert is_added.wait(60)
+                if kind == "thread killed":
+                    raise SystemExit
+
+        engine._transfer = held  # type: ignore[method-assign]
+        core = engine.engine.core
+
+        def failing() -> list[Event]:
+            if kind == "context closed":
+                ctx.close()
+            raise DecodeError("failed")
+
+        core.step = failing  # type: ignore[method-assign]
+        reading = asyncio.ensure_future(collect(engine, Request("A king")))
+        assert await asyncio.to_thread(has_failed.wait, 60)
+        late = asyncio.ensure_future(collect(engine, Request("A fox")))
+        await asyncio.sleep(0)
+        is_added.set()
+        errors = await asyncio.wait_for(asyncio.gather(reading, late, return_exceptions=True), 60)
+        assert isinstance(errors[0], lb.LlamaBranchError)
+        assert isinstance(errors[1], ClosedError)
+        with pytest.raises(ClosedError):
+            await collect(engine, "x")
+        await engine.close()
+        ctx.close()
+
+    asyncio.run(main())
+
+
+def test_drain_does_not_wait_for_a_reader(ctx: Context) -> None:
+    """The task that drains the engine reads a paused request itself."""
+
+    async def job(engine: AsyncEngine) -> None:
+        events = engine.generate(Request("A king", max_tokens=60))
+        seen = [await anext(events)]
+        while not engine.engine.core.scheduler.paused:
+            await asyncio.sleep(0)
+        await asyncio.wait_for(engine.close(drain=True), 60)
+        seen += [event async for event in events]
+        assert len(last(seen).tokens) == 60
+
+    serve(ctx, job, buffer=4)
 
 
 @pytest.mark.parametrize("drain", [False, True])

@@ -10,6 +10,8 @@ import gc
 import json
 import math
 import pickle
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -386,6 +388,108 @@ def test_engines_in_threads_share_the_sequences(target: lb.Model, clean: Context
                 for request, result in zip(requests, job.result(), strict=True):
                     check_alone(clean, request, result)
         assert_clean(ctx)
+
+
+def test_an_engine_waits_for_cells_that_another_one_holds(
+    target: lb.Model, clean: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any two of the prompts are longer than the context."""
+    prompts = [[5 + i] * 150 for i in range(4)]
+    requests = [Request(prompt, max_tokens=8, sampling=WARM) for prompt in prompts]
+    waiting, is_done = set[int](), threading.Event()
+
+    def no_sleep(_seconds: float) -> None:
+        waiting.add(threading.get_ident())
+        if len(waiting) == 3:
+            is_done.set()
+        time.sleep(0.001)
+
+    monkeypatch.setattr("llamabranch.run.core.sleep", no_sleep)
+    with Context(target, n_ctx=256, n_threads=1) as ctx, ThreadPoolExecutor(3) as pool:
+        stream = Engine(ctx, None, wait_s=60).stream([requests[0]])
+        events = [next(stream)]
+        engines = [Engine(ctx, None, wait_s=math.inf) for _ in range(3)]
+        jobs = [
+            pool.submit(engine.generate, [request])
+            for engine, request in zip(engines, requests[1:], strict=True)
+        ]
+        assert is_done.wait(60)
+        events += stream
+        results = [events[-1].result, *(job.result(120)[0] for job in jobs)]
+        for request, result in zip(requests, results, strict=True):
+            assert result is not None
+            check_alone(clean, request, result)
+        assert ctx.working == {}
+
+
+@pytest.mark.parametrize("place", ["stream", "constraint"])
+def test_an_engine_does_not_wait_for_another_one_of_its_thread(
+    place: str, target: lb.Model
+) -> None:
+    """The other one is suspended until this one has ended."""
+    with Context(target, n_ctx=256, n_threads=1) as ctx:
+        inner = Engine(ctx, None, wait_s=math.inf)
+        results: list[Result] = []
+
+        def run(*_: object) -> bool:
+            if not results:
+                results.extend(inner.generate([Request([5] * 180, max_tokens=4)]))
+            return True
+
+        outer = Engine(ctx, None)
+        if place == "stream":
+            for _ in outer.stream([Request([6] * 120, max_tokens=8)]):
+                run()
+        else:
+            outer.generate([Request([6] * 120, max_tokens=8, constraint=run)])
+        assert results[0].finish_reason == "capacity"
+        assert isinstance(results[0].error, CacheFullError)
+        assert ctx.working == {}
+
+
+def test_an_abort_stops_no_decode_of_another_thread(ctx: Context) -> None:
+    """The aborted request waits for its decode while another thread decodes on the context."""
+    engine = Engine(ctx, None)
+    name = engine.add_request(Request([5] * (ctx.n_batch + 20), max_tokens=4))
+    engine.step()
+    waits, is_inside, may_decode = threading.Event(), threading.Event(), threading.Event()
+
+    class Noted:
+        """The context's lock, as the engine takes it."""
+
+        def __enter__(self) -> None:
+            waits.set()
+            ctx.lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            ctx.lock.release()
+
+    def held(decode: Callable[[int], int], n: int) -> int:
+        is_inside.set()
+        assert may_decode.wait(60)
+        return decode(n)
+
+    engine._loop._lock = Noted()  # type: ignore[assignment]
+    branch = Branch.create(ctx)
+    ctx.decoder.hook(held)
+    with ThreadPoolExecutor(2) as pool:
+        innocent = pool.submit(branch.prefill, [5, 6, 7])
+        assert is_inside.wait(60)
+        step = pool.submit(engine.step)
+        assert waits.wait(60)
+        engine.abort(name)
+        may_decode.set()
+        innocent.result(60)
+        events = step.result(60)
+    ctx.decoder.hook(None)
+    assert branch.tokens == [5, 6, 7]
+    while engine.has_unfinished():
+        events += engine.step()
+    (result,) = (event.result for event in events if event.result is not None)
+    assert result.finish_reason == "cancelled"
+    branch.commit(8)  # nothing is left to stop
+    branch.prune()
+    engine.close()
 
 
 def test_what_has_ended_is_told_before_what_has_failed(ctx: Context) -> None:

@@ -84,7 +84,9 @@ def test_a_budget_ends_the_thought_and_the_answer_follows_its_tokens(ctx: Contex
 
 def test_a_schema_and_stop_strings_count_from_the_answer_on(ctx: Context) -> None:
     free = ctx.chat(ASKED, thinking=12, max_tokens=60, seed=5)
-    result = ctx.chat(ASKED, thinking=12, max_tokens=60, seed=5, json_schema=NUMBER)
+    result = ctx.chat(
+        ASKED, thinking=12, max_tokens=60, seed=5, json_schema=NUMBER, show_schema=False
+    )
     assert result.thought == free.thought
     assert is_number(result)
     word = free.thought.split()[1]
@@ -247,6 +249,65 @@ def test_events_say_which_of_the_two_they_are(ctx: Context) -> None:
         thoughts, texts, last = thoughts + event.thought, texts + event.text, event.result
     assert last is not None
     assert (thoughts.strip(), texts) == (last.thought, last.text)
+
+
+CLOSED = "\n</think>\n\n"
+
+
+@pytest.mark.parametrize(
+    ("budget", "script", "thought", "text"),
+    [
+        (3, "abc<think>defg", "abc", "defg"),
+        (3, "abc <think>defg<think>h", "abc", "defg<think>h"),
+        (3, "abc<think><think>d", "abc", "d"),
+        (40, "ab</think> <think>cd</think>ef", "ab\n\ncd", "ef"),
+        (3, "abc<thing>d", "abc", "<thing>d"),
+        (3, "abc<thi", "abc", "<thi"),
+    ],
+)
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_thought_that_is_opened_again_is_no_answer(
+    toy: Model, budget: int, script: str, thought: str, text: str, n: int
+) -> None:
+    """The model is made to write a script, one byte a token, whatever is forced between."""
+    with Model(toy.path, chat_template=TEMPLATE) as model:
+        prompt, thinking = plan_thinking(model, model.chat_tokens(ASKED), budget)
+        eog = next(iter(model.eog_tokens))
+
+        def draw(ids: Any, logits: Any) -> Any:
+            written = model.detokenize(list(ids)[len(prompt) :])
+            written = written.replace(CLOSED, "").replace("</think>\n\n", "</think>")
+            following = model.tokenize(script[len(written) :], add_special=False)
+            logits[:] = -1e9
+            logits[[*following, eog][0]] = 0
+            return logits
+
+        request = Request(
+            prompt, n=n, thinking=thinking, max_tokens=90,
+            sampling=lb.SamplingParams(logits_processor=draw),
+        )  # fmt: skip
+        with Context(model, n_ctx=1024, n_threads=1) as ctx:
+            engine = Engine(ctx)
+            engine.add_request(request)
+            tokens: dict[int, list[int]] = {i: [] for i in range(n)}
+            texts, thoughts = dict.fromkeys(range(n), ""), dict.fromkeys(range(n), "")
+            while engine.has_unfinished():
+                for event in engine.step():
+                    texts[event.sample] += event.text
+                    thoughts[event.sample] += event.thought
+                    if event.ended_thought:
+                        tokens[event.sample] = [token.token for token in event.ended_thought]
+                    elif event.emitted is not None and not event.emitted.is_stop:
+                        tokens[event.sample].append(event.emitted.token)
+                    if event.result is not None:
+                        result = event.result
+                        assert (result.thought, result.text) == (thought, text)
+                        assert result.message == {
+                            "role": "assistant", "content": text, "reasoning_content": thought
+                        }  # fmt: skip
+                        assert tokens[event.sample] == result.tokens
+                        assert texts[event.sample] == text
+                        assert thoughts[event.sample].strip() == thought
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, "think", "think, open"])

@@ -114,12 +114,13 @@ def test_quantizations_are_made_once_and_whole(
 
 
 @pytest.mark.smollm2
-def test_smollm2_counts() -> None:
+def test_smollm2_opens_by_its_name() -> None:
     with (
         lb.load("smollm2-135m", n_ctx=256, n_threads=1) as ctx,
         lb.Branch.start(ctx, "One, two, three, four, five,", temperature=0) as branch,
     ):
-        assert branch.step().text == " six"
+        best = branch.distribution().argmax()
+        assert branch.step().token == best
 
 
 # -- resolve ---------------------------------------------------------------------------------------

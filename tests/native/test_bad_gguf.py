@@ -18,7 +18,7 @@ import gguf
 import numpy as np
 import pytest
 import toys
-from programs import run_python
+from programs import run_code, run_python
 
 import llamabranch as lb
 from llamabranch.errors import LlamaBranchError, ModelLoadError
@@ -199,6 +199,46 @@ def test_file_of_each_fatal_case_is_refused_for_it(name: str, tmp_path: Path) ->
         assert raised.value.hint == ("convert the model again" if in_vocabulary else None)
     if not in_vocabulary:
         check_header(path, vocab_only=True)
+
+
+# -- alignment ---------------------------------------------------------------------------------------
+
+LOADED = """
+    import sys
+    import llamabranch as lb
+
+    for path in sys.argv[1:]:
+        with lb.Model(path) as model, lb.Context(model, n_ctx=256, n_threads=1) as ctx:
+            branch = lb.Branch.start(ctx, "abc", temperature=1.0, seed=1)
+            print("".join(str(t.token) for t in branch.generate(12)), flush=True)
+"""
+
+
+@pytest.mark.parametrize("n_parts", [1, 2])
+def test_model_of_any_alignment_is_loaded(tmp_path: Path, n_parts: int) -> None:
+    """llama.cpp ends the process at one whose weights it maps beside multiples of 32 bytes."""
+    paths = [toys.write_llama(tmp_path / "plain.gguf", weights="f32")]
+    for alignment in (1, 2, 4, 8, 16, 32, 64, 4096):
+        for n_bytes in (0, 16):  # one of them puts the weights of alignment 16 elsewhere
+            path = tmp_path / f"{alignment}-{n_bytes}.gguf"
+            paths += [
+                toys.write_aligned(paths[0], path, alignment, n_bytes=n_bytes, n_parts=n_parts)
+            ]
+    mappable = [read_header(path).is_mappable for path in paths]
+    assert mappable.count(False) >= 4 and all(mappable[-6:])
+    first, *others = run_code(LOADED, *paths).split()
+    assert others == [first] * 16
+
+
+@pytest.mark.parametrize(
+    "kind", ["UINT8", "INT8", "UINT16", "INT16", "INT32", "UINT64", "INT64", "FLOAT64"]
+)
+@pytest.mark.parametrize("value", [1, 3, 32])
+def test_alignment_of_another_type_is_refused(tmp_path: Path, kind: str, value: int) -> None:
+    source = toys.write_llama(tmp_path / "plain.gguf")
+    path = toys.write_aligned(source, tmp_path / "a.gguf", value, gguf.GGUFValueType[kind])
+    with pytest.raises(ModelLoadError, match=r"general\.alignment"):
+        lb.Model(path)
 
 
 if __name__ == "__main__":

@@ -100,15 +100,3 @@ def test_texts_that_begin_alike_are_decoded_once_and_keep_states_of_their_own(
                         assert h.logprob == pytest.approx(branch.log_likelihood(), abs=1e-5)
             assert result.stats.tokens_decoded == len(decoded)
             assert sum(len(h.tokens) for h in result.hypotheses) >= len(decoded)
-
-
-@pytest.mark.smollm2
-def test_eight_samples_of_a_real_model_share_tokens() -> None:
-    shared = apart = 0
-    with lb.load("smollm2-135m:Q8_0", n_ctx=1024, n_seq_max=9) as ctx:
-        for prompt in ("The capital of France is", "Once upon a time", "def add(a, b):", "2 + 2 ="):
-            with Branch.start(ctx, prompt, temperature=0.5, seed=1) as root:
-                result = search.best_of_n(root, 8, 32)
-                shared += result.stats.tokens_decoded
-                apart += sum(len(h.tokens) - 1 for h in result.hypotheses)
-    assert shared <= 0.9 * apart

@@ -17,7 +17,7 @@ from llamabranch.theory import (
     speedup,
 )
 
-PAGE = (Path(__file__).parents[2] / "docs" / "theory.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "speculation.md").read_text(encoding="utf-8")
 
 
 # -- tokens and time -------------------------------------------------------------------------------

@@ -143,7 +143,26 @@ def parse(source: str) -> Schema:
             raise GrammarError(f"{REFUSED} {path}: {error.message}") from None
     if prod(units) >= 1 << 32 and any(f'"{name}"' in source for name in _COMBINE):
         raise GrammarError(f"{REFUSED} #: the numbers of multipleOf have too many digits")
+    _check_end(schema, schema, set())
     return schema
+
+
+def _check_end(part: object, document: Schema, outside: set[int]) -> None:
+    """Refuse a part that requires itself."""
+    if not isinstance(part, dict):
+        return
+    if id(part) in outside:
+        reason = "something that is required contains itself"
+        raise GrammarError(f"no finite text satisfies the JSON schema: {reason}")
+    every, required = part.get("allOf"), part.get("required")
+    needed = [pointed(part.get("$ref"), document), *(every if isinstance(every, list) else [])]
+    if part.get("type") == "object" and isinstance(properties := part.get("properties"), dict):
+        names = required if isinstance(required, list) else []
+        needed += [properties.get(name) for name in names if isinstance(name, str)]
+    if part.get("type") == "array" and part.get("minItems") and "prefixItems" not in part:
+        needed.append(part.get("items"))
+    for need in needed:
+        _check_end(need, document, outside | {id(part)})
 
 
 def _number(text: str) -> float:
@@ -234,7 +253,7 @@ def pointed(reference: object, document: object) -> object:
         key = name.replace("~1", "/").replace("~0", "~")
         if isinstance(value, dict):
             value = value.get(key)
-        elif isinstance(value, list) and key.isdecimal() and int(key) < len(value):
+        elif isinstance(value, list) and re.fullmatch("[0-9]{1,9}", key) and int(key) < len(value):
             value = value[int(key)]
         else:
             return None

@@ -1,0 +1,348 @@
+"""Functions of the user that use the same context while a step runs: no other text may change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import llamabranch as lb
+from llamabranch import Branch, Context, Engine, FunctionDrafter, Request, SamplingParams
+from llamabranch.errors import BranchStateError, UsageError
+
+PROMPTS = ["Once upon a time", "The old king had three", "The wolf ", "The princess said"]
+GUESTS = ["A little mouse", "In the dark wood", "Come here", "My dear", "Who is it"]
+Use = Callable[[], object]
+
+
+def opened(model: lb.Model, **options: Any) -> Context:
+    return Context(model, **{"n_ctx": 1024, "n_seq_max": 12, "n_threads": 1, **options})
+
+
+@pytest.fixture
+def both(target: lb.Model) -> Iterator[tuple[Context, Context]]:
+    """Two equal contexts: one for texts whose functions use it, one for the same texts without."""
+    with opened(target) as ctx, opened(target) as clean:
+        yield ctx, clean
+
+
+def once_at_a_time(use: Use) -> Use:
+    """Return ``use``; a call from inside it does nothing."""
+    busy: list[bool] = []
+
+    def outer() -> None:
+        if not busy:
+            busy.append(True)
+            try:
+                use()
+            finally:
+                busy.pop()
+
+    return outer
+
+
+def uses(ctx: Context) -> dict[str, Use]:
+    """Return functions that decode on ``ctx``."""
+    guest = Branch.start(ctx, "A sad story.")
+
+    def grow() -> None:
+        with Branch.start(ctx, "Little Red", sampling=SamplingParams(seed=1)) as branch:
+            branch.generate_text(3)
+            branch.fork().prune()
+
+    return {
+        "complete": lambda: ctx.complete(GUESTS, max_tokens=3, temperature=0),
+        "score": lambda: guest.score(" It was a dark night.", 0),
+        "grow": grow,
+    }
+
+
+class Wish:
+    """A constraint that allows everything, and calls ``use`` first."""
+
+    def __init__(self, use: Use) -> None:
+        self.prefix = self.complete = lambda text: use() is None or True
+
+
+def with_use(kind: str, use: Use) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return sampling settings and request options by which a text calls ``use``."""
+    if kind == "logits_processor":
+        return {"logits_processor": lambda tokens, logits: (use(), logits)[1]}, {}
+    if kind == "constraint":
+        return {}, {"constraint": Wish(use)}
+    if kind == "on_prompt_progress":
+        return {}, {kind: lambda progress: use()}
+    return {}, {"on_round": lambda trace: use(), "draft_k": 3}
+
+
+@pytest.mark.parametrize(
+    ("kind", "drafts"),
+    [
+        ("logits_processor", False),
+        ("logits_processor", True),
+        ("constraint", False),
+        ("constraint", True),
+        ("on_prompt_progress", False),
+        ("on_round", True),
+        ("drafter", True),
+    ],
+)
+def test_texts_that_share_decodes(kind: str, drafts: bool, both: tuple[Context, Context]) -> None:
+    def run(ctx: Context, use: Use | None) -> list[lb.Result]:
+        requests = []
+        for i, prompt in enumerate(PROMPTS):
+            settings, options = ({}, {}) if use is None or i else with_use(kind, use)
+            sampling = SamplingParams(temperature=0.8, seed=i, **settings)
+            requests.append(
+                Request(
+                    prompt, max_tokens=12, sampling=sampling, id=str(i), top_logprobs=2, **options
+                )
+            )
+
+        def propose(tokens: Any, n: int) -> list[int]:
+            if use is not None and kind == "drafter":
+                use()
+            return [12] * n
+
+        return Engine(ctx, FunctionDrafter(propose) if drafts else None).generate(requests)
+
+    ctx, clean = both
+    expected = run(clean, None)
+    for name, use in uses(ctx).items():
+        for result, wanted in zip(run(ctx, once_at_a_time(use)), expected, strict=True):
+            assert result.tokens == wanted.tokens, (name, result.error)
+            for mine, its in zip(result.logprobs or [], wanted.logprobs or [], strict=True):
+                assert mine[:5] == its[:5]  # the log-probability and the entropy too
+            assert result.exact
+
+
+@pytest.mark.parametrize("rule", ["seeded", "token", "block"])
+@pytest.mark.parametrize("kind", ["logits_processor", "constraint"])
+def test_a_branch(kind: str, rule: str, both: tuple[Context, Context]) -> None:
+    """It is drafted, or drawn token by token, and the functions also read the branch itself."""
+
+    def run(ctx: Context, use: Callable[[Branch], object], drafter: lb.Drafter | None) -> Any:
+        branch = Branch.start(ctx, PROMPTS[0])
+        settings, options = with_use(kind, once_at_a_time(lambda: use(branch)))
+        branch.resample(SamplingParams(temperature=0.8, seed=5, **settings))
+        config = lb.SpeculativeConfig(rule=rule, draft_k=3)
+        drawn = branch.generate(16, drafter=drafter, config=config, top_logprobs=2, **options)
+        found = [(p.token, p.logprob, p.entropy, p.alternatives) for p in drawn]
+        score = branch.score(" and")
+        branch.prune()
+        return found, score
+
+    ctx, clean = both
+    own: dict[str, Callable[[Branch], object]] = {
+        "score it": lambda branch: branch.score(" and"),
+        "fork it": lambda branch: branch.fork().prune(),
+    }
+    for drafter in (None, FunctionDrafter(lambda tokens, n: [12, 346, 915][:n])):
+        expected = run(clean, lambda branch: None, drafter)
+        others = {name: lambda _, use=use: use() for name, use in uses(ctx).items()}
+        for name, use in (others | own).items():
+            assert run(ctx, use, drafter) == expected, name
+
+
+@pytest.mark.parametrize("rule", ["seeded", "token", "block"])
+def test_a_drafter_that_reads_the_branch_it_drafts_for(
+    rule: str, both: tuple[Context, Context]
+) -> None:
+    config = lb.SpeculativeConfig(rule=rule, draft_k=3)
+
+    def run(ctx: Context, use: Callable[[Branch], object]) -> Any:
+        def propose(tokens: Any, n: int) -> list[int]:
+            use(branch)
+            return [12, 346, 915][:n]
+
+        branch = Branch.start(ctx, PROMPTS[0], sampling=SamplingParams(temperature=0.8, seed=5))
+        drawn = branch.generate(16, drafter=FunctionDrafter(propose), config=config)
+        return [(p.token, p.logprob, p.entropy, p.source) for p in drawn]
+
+    ctx, clean = both
+    expected = run(clean, lambda branch: None)
+    assert run(ctx, lambda branch: branch.score(" and")) == expected
+    assert run(ctx, lambda branch: branch.fork().prune()) == expected
+    with pytest.raises(BranchStateError, match="has changed the branch"):
+        run(ctx, lambda branch: branch.extend([5]))
+
+
+def test_a_prompt_that_is_scored_beside_such_a_text(both: tuple[Context, Context]) -> None:
+    ctx, clean = both
+    tokens = [5 + i * 37 % 900 for i in range(60)]
+
+    def run(ctx: Context, use: Use) -> Any:
+        settings, _ = with_use("logits_processor", use)
+        first = Request("The wolf", max_tokens=8, sampling=SamplingParams(seed=1, **settings))
+        later = Request(
+            tokens, max_tokens=2, sampling=SamplingParams(temperature=0), prompt_logprobs=2
+        )
+        engine, results = Engine(ctx, None, seed=1), []
+        engine.add_request(first)
+        for _ in range(3):
+            engine.step()
+        engine.add_request(later)
+        while engine.has_unfinished():
+            results += [event.result for event in engine.step() if event.result]
+        return [(r.tokens, r.prompt_logprobs) for r in results]
+
+    expected = run(clean, lambda: None)
+    for use in uses(ctx).values():
+        assert run(ctx, once_at_a_time(use)) == expected
+
+
+def test_a_row_whose_buffer_was_overwritten_cannot_be_read(ctx: Context) -> None:
+    """A row that nobody has counted is empty after the next decode; it is not another text's."""
+    first = ctx.decoder.decode([(5, -1, 0, True, ())])
+    ctx.decoder.decode([(6, -1, 1, True, ())])
+    assert not first[0].is_valid
+
+
+# -- what such a function cannot do ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafted"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda branch: branch.prune(),
+        lambda branch: branch.rewind(2),
+        lambda branch: branch.extend([5]),
+        lambda branch: branch.append(" and"),
+        lambda branch: branch.steer({5: 1.0}),
+    ],
+)
+def test_a_function_cannot_change_the_branch_that_calls_it(
+    change: Callable[[Branch], None], drafts: bool, ctx: Context
+) -> None:
+    def use() -> None:
+        if branch.position == 7:
+            change(branch)
+
+    settings, _ = with_use("logits_processor", once_at_a_time(use))
+    branch = Branch.start(ctx, PROMPTS[0], sampling=SamplingParams(seed=2, **settings))
+    drafter = FunctionDrafter(lambda tokens, n: [12] * n) if drafts else None
+    with pytest.raises(BranchStateError, match="has changed the branch") as caught:
+        branch.generate(12, drafter=drafter).finish()
+    assert caught.value.hint
+    ctx.audit()
+    if branch.state != "pruned":
+        branch.resample(SamplingParams(temperature=0))
+        tokens = list(branch.tokens)
+        with Branch.start(ctx, tokens, sampling=SamplingParams(temperature=0)) as again:
+            assert again.generate(4).finish().tokens == branch.generate(4).finish().tokens
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda branch: branch.score(" and"),
+        lambda branch: branch.prune(),
+        lambda branch: branch.rewind(1),
+        lambda branch: branch.extend([5]),
+        lambda branch: branch.fork(),
+        lambda branch: branch.append(" and"),
+    ],
+)
+def test_on_prompt_progress_cannot_use_the_branch_that_reads(
+    use: Callable[[Branch], object], target: lb.Model
+) -> None:
+    tokens = [5 + i * 37 % 900 for i in range(100)]
+    with opened(target, n_ctx=256, n_seq_max=2, n_batch=32) as ctx:
+        branch = Branch.start(ctx, PROMPTS[0], sampling=SamplingParams(temperature=0))
+        with pytest.raises(BranchStateError, match="the branch reads text") as caught:
+            branch.append(tokens, on_prompt_progress=lambda progress: use(branch))
+        assert caught.value.hint
+        ctx.audit()
+        with Branch.start(ctx, PROMPTS[0], sampling=SamplingParams(temperature=0)) as again:
+            assert again.generate(4).finish().tokens == branch.generate(4).finish().tokens
+
+
+@pytest.mark.parametrize("call", [lambda engine: engine.step(), lambda engine: engine.close()])
+def test_a_step_of_an_engine_cannot_be_entered_again(
+    call: Callable[[Engine], object], ctx: Context
+) -> None:
+    """The text whose function tried it ends with the error; the others finish, and nothing is held."""
+    engine, caught = Engine(ctx), list[str]()
+
+    def use() -> None:
+        try:
+            call(engine)
+        except UsageError as error:
+            assert error.hint
+            caught.append(error.message)
+            raise
+
+    _, options = with_use("constraint", use)
+    engine.add_request(Request(PROMPTS[0], max_tokens=8, **options))
+    engine.add_request(Request(PROMPTS[1], max_tokens=8))
+    results: dict[str, lb.Result] = {}
+    while engine.has_unfinished():
+        results |= {event.id: event.result for event in engine.step() if event.result}
+    assert "cannot step or close this engine" in caught[0]
+    assert [results[name].finish_reason for name in "01"] == ["error", "length"]
+    engine.close()
+    assert ctx.n_seq_free == ctx.n_seq_max
+
+
+def test_a_function_may_add_and_abort_requests(ctx: Context) -> None:
+    engine = Engine(ctx)
+
+    def use() -> None:
+        if not added:
+            added.append(engine.add_request(Request(PROMPTS[2], max_tokens=4)))
+            engine.abort("1")
+
+    added: list[str] = []
+    _, options = with_use("constraint", use)
+    for prompt, more in ((PROMPTS[0], options), (PROMPTS[1], {})):
+        engine.add_request(Request(prompt, max_tokens=8, **more))
+    results: dict[str, lb.Result] = {}
+    while engine.has_unfinished():
+        results |= {event.id: event.result for event in engine.step() if event.result}
+    assert {name: r.finish_reason for name, r in results.items()} == {
+        "0": "length", "1": "cancelled", "2": "length",
+    }  # fmt: skip
+    assert ctx.n_seq_free == ctx.n_seq_max
+
+
+def test_a_function_may_close_the_context(target: lb.Model) -> None:
+    with opened(target, n_ctx=256, n_seq_max=4) as ctx:
+        engine = Engine(ctx)
+        engine.add_request(Request(PROMPTS[0], constraint=Wish(ctx.close)))
+        engine.add_request(Request(PROMPTS[1]))
+        with pytest.raises(lb.LlamaBranchError, match="the context is closed"):
+            for _ in range(9):
+                engine.step()
+        assert engine.close() == []
+
+
+# -- exactness -------------------------------------------------------------------------------------------
+
+
+def test_a_result_is_not_exact_if_order_was_lost_while_the_text_was_generated(
+    target: lb.Model,
+) -> None:
+    """A compaction has restored the order before the text ends."""
+    with opened(target, n_ctx=512, n_seq_max=8, prefix_cache=False) as ctx:
+        tokens = [5 + i * 37 % 900 for i in range(200)]
+        guest = Branch.start(ctx, tokens)
+        ctx.decode(tokens[:20], 0, seq_id=0)
+        stream = ctx.complete(
+            PROMPTS[0], max_tokens=330, temperature=0.8, seed=3, drafter=None, stream=True
+        )
+        results = []
+        for i, event in enumerate(stream):
+            if i == 40:
+                guest.prune()
+            results += [event.result] if event.result else []
+            if (
+                not ctx.usage().in_order
+            ):  # the cache became full, and the raw sequence blocks compaction
+                ctx.kv_cache_remove(0)
+                with ctx.lock:
+                    assert ctx.kv_cache.compact()
+        assert ctx.usage().in_order and ctx.kv_cache.disorders
+        assert len(results[0].tokens) == 330 and not results[0].exact
+        assert ctx.complete(PROMPTS[1], max_tokens=4, seed=3).exact

@@ -1,0 +1,76 @@
+"""Files whose names are not UTF-8: Linux allows any bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from serving import TARGET, Serving, bundled_engine
+from toys import CHAT_TEMPLATE
+
+import llamabranch as lb
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a folder with a model and a prompt; all of its names have a byte that is no UTF-8."""
+    folder = tmp_path / os.fsdecode(b"d\xff")
+    try:
+        folder.mkdir()
+    except OSError:
+        pytest.skip("this file system has only names in UTF-8")
+    shutil.copy(TARGET, folder / os.fsdecode(b"m\xff.gguf"))
+    (folder / os.fsdecode(b"p\xff.txt")).write_text("Once upon a time", encoding="utf-8")
+    (folder / os.fsdecode(b"p\xff.jsonl")).write_text('{"prompt": "Once"}\n', encoding="utf-8")
+    return folder
+
+
+def test_models_branches_and_chats_have_any_name(folder: Path) -> None:
+    model, branch, chat = (folder / os.fsdecode(n) for n in (b"m\xff.gguf", b"b\xff", b"c\xff"))
+    with lb.load(model, n_ctx=256, n_threads=1, chat_template=CHAT_TEMPLATE) as ctx:
+        assert ctx.model.name == "m\ufffd"
+        with lb.Branch.start(ctx, "Once upon", seed=1) as root:
+            root.step()
+            root.save(branch)
+            assert lb.Branch.load(ctx, branch).tokens == root.tokens
+        talk = lb.Chat(ctx, seed=1)
+        talk.max_tokens = 3
+        answer = talk.send("Hello").text
+        talk.save(chat)
+        assert lb.Chat.load(ctx, chat).messages[-1]["content"] == answer
+    with pytest.raises(lb.errors.LlamaBranchError, match="no\udcff"):
+        lb.load(folder / os.fsdecode(b"no\xff.gguf"))
+
+
+def test_commands_take_any_name(folder: Path) -> None:
+    def run(*arguments: str) -> bytes:
+        program = [sys.executable, "-m", "llamabranch.cli", *arguments]
+        done = subprocess.run(program, cwd=folder, capture_output=True, check=False)
+        assert b"a bug" not in done.stderr and done.returncode in (0, 2), done.stderr
+        return done.stdout if done.returncode == 0 else done.stderr
+
+    model, text, lines, out, missing = map(
+        os.fsdecode, (b"m\xff.gguf", b"p\xff.txt", b"p\xff.jsonl", b"o\xff.jsonl", b"no\xff")
+    )
+    few = ("-n", "2", "--seed", "1", "-t", "1", "-c", "256")
+    assert json.loads(run("generate", "-m", model, *few, "--file", text, "--json"))["tokens"]
+    run("generate", "-m", model, *few, "-i", lines, "-o", out)
+    assert (folder / out).stat().st_size
+    assert b"no\\udcff" in run("generate", "-m", model, *few, "--file", missing)
+    assert b"no\\udcff" in run("generate", "-m", missing, *few, "Once")
+    assert b"m\xef\xbf\xbd" in run("models", "show", model)
+
+
+def test_server_answers_with_a_model_of_any_name(folder: Path) -> None:
+    model = folder / os.fsdecode(b"m\xff.gguf")
+    with Serving(lambda: bundled_engine(model=model)) as server, server.client() as api:
+        for path in ("/", "/v1/models", "/props"):
+            assert api.get(path).status_code == 200
+        body = {"prompt": "Once", "max_tokens": 2}
+        assert api.post("/v1/completions", json=body).json()["model"] == "m\ufffd"
+        assert api.post("/v1/completions", json={**body, "stream": True}).status_code == 200

@@ -143,15 +143,15 @@ def parse(source: str) -> Schema:
             raise GrammarError(f"{REFUSED} {path}: {error.message}") from None
     if prod(units) >= 1 << 32 and any(f'"{name}"' in source for name in _COMBINE):
         raise GrammarError(f"{REFUSED} #: the numbers of multipleOf have too many digits")
-    _check_end(schema, schema, set())
+    _check_end(schema, schema, {})
     return schema
 
 
-def _check_end(part: object, document: Schema, outside: set[int]) -> None:
+def _check_end(part: object, document: Schema, is_outside: dict[int, bool]) -> None:
     """Refuse a part that requires itself."""
-    if not isinstance(part, dict):
+    if not isinstance(part, dict) or is_outside.get(id(part)) is False:
         return
-    if id(part) in outside:
+    if id(part) in is_outside:
         reason = "something that is required contains itself"
         raise GrammarError(f"no finite text satisfies the JSON schema: {reason}")
     every, required = part.get("allOf"), part.get("required")
@@ -161,8 +161,10 @@ def _check_end(part: object, document: Schema, outside: set[int]) -> None:
         needed += [properties.get(name) for name in names if isinstance(name, str)]
     if part.get("type") == "array" and part.get("minItems") and "prefixItems" not in part:
         needed.append(part.get("items"))
+    is_outside[id(part)] = True
     for need in needed:
-        _check_end(need, document, outside | {id(part)})
+        _check_end(need, document, is_outside)
+    is_outside[id(part)] = False
 
 
 def _number(text: str) -> float:

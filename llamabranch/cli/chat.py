@@ -9,13 +9,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import typer
 
 import llamabranch as lb
 from llamabranch import Chat, ConfigError, SamplingParams
-from llamabranch.chat import Answer, ChatSettings, saved_model
+from llamabranch.chat import Answer, saved_model
 
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
@@ -102,7 +102,7 @@ class ChatSession:
     def __init__(self, chat: lb.Chat, console: Console, *, interactive: bool = True) -> None:
         self.chat = chat
         self._console, self._interactive = console, interactive
-        self._contexts = [chat.ctx, *chat.speculator.drafter.contexts]
+        self._contexts = [chat.ctx, *chat.engine.drafter.contexts]
         self._has_quit = False
         self._n_printed = 0
         self.has_failed = False
@@ -248,7 +248,7 @@ class ChatSession:
             case "load":
                 folder = os.path.expanduser(_given(rest, "/load FOLDER"))
                 chat.close()  # frees its cells; if the load fails, it is processed again
-                drafting = chat.speculator
+                drafting = chat.engine
                 self.chat = lb.Chat.load(chat.ctx, folder, drafting.drafter, drafting.config)
                 self.chat.on_prompt_progress = self._console.reading
                 self.show_last()
@@ -269,11 +269,11 @@ class ChatSession:
         name = name.lstrip("-").replace("-", "_")
         name = _SETTINGS.get(name, name)
         if name:
-            self.chat.set(**cast(ChatSettings, {name: setting_value(value.strip())}))
+            self.chat.set(**{name: setting_value(value.strip())})
             self._console.note(f"{name}: {value.strip()}")
             return
         rows = [(f.name, getattr(self.chat.sampling, f.name)) for f in fields(lb.SamplingParams)]
-        rows += [(name, getattr(self.chat, name)) for name in ("max_tokens", "thinking")]
+        rows += [(name, self.chat.options.get(name)) for name in ("max_tokens", "thinking")]
         self._console.table(("setting", "value"), rows, left=("value",))
 
     def show_last(self) -> None:
@@ -385,8 +385,7 @@ def chat(
             raise typer.BadParameter("needs --file or a pipe", param_hint="--json")
         message, lines, saved = given.message(), given.lines(), given.load
         if saved is not None and models.target is None:
-            path = saved_model(saved)
-            models = replace(models, target=None if path is None else str(path))
+            models = replace(models, target=str(saved_model(saved)))
         names = models.resolve(console)
         n_ctx, template = _suited(names[0], read_template(given.chat_template), console)
         max_tokens = limit(given.max_tokens)
@@ -437,10 +436,11 @@ def _change(
         names.add("logit_bias")
         values["logit_bias"] = {**talk.sampling.logit_bias, **params.logit_bias}
     changes = {name: value for name, value in values.items() if name in names}
-    talk.set(**cast(ChatSettings, changes))
+    talk.set(**changes)
     if given.think is not None:
         talk.set(thinking=thinking_of(given.think))
-    talk.stop = tuple(given.stop or talk.stop)
+    if given.stop:
+        talk.set(stop=given.stop)
     talk.system = talk.system if given.system is None else given.system
 
 
@@ -465,5 +465,5 @@ def _as_json(chat: Chat) -> dict[str, object]:
         "messages": chat.messages,
         "finish_reasons": [exchange.finish_reason for exchange in chat.exchanges],
         "branches": len(chat.branches),
-        "stats": {**asdict(chat.stats), "speculative": chat.stats.speculative.as_dict()},
+        "stats": {**asdict(chat.stats), "speculative": chat.engine.stats.speculative.as_dict()},
     }

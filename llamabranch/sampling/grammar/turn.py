@@ -512,18 +512,18 @@ class _Writer:
     # -- calls in other forms than the template's --------------------------------------------------
 
     def _loose(self) -> list[str]:
-        """Return calls as bare, fenced or tagged JSON, whose braces may be doubled."""
+        """Return calls as bare, fenced or tagged JSON, or in a list; their braces may be doubled."""
         if len(self._names) > _MOST_LOOSE:
             return []
         is_json = self._form.kind == "json"
         keys = {"arguments", "parameters", *(self._form.arguments_path[-1:] if is_json else ())}
         named = {"name", *(self._form.name_path[-1:] if is_json else ())}
-        opening = r"[ \t]*(```[a-z_]*\s*|<tool_call>\s*)?\{\s*(\{\s*)?"
+        opening = r"[ \t]*(```[ \t]*[\w.+\-]*\s*|<tool_call>\s*)?(\[\s*)?\{\s*(\{\s*)?"
         firsts, others = [], []
         for i, name in enumerate(self._names):
             body = (
-                f'{opening}"({_choice(named)})":\\s*{_regex(json.dumps(name, ensure_ascii=False))},'
-                f'\\s*"({_choice(keys)})":'
+                f'{opening}"({_choice(named)})"\\s*:\\s*'
+                f'{_regex(json.dumps(name, ensure_ascii=False))}\\s*,\\s*"({_choice(keys)})"\\s*:'
             )
             schema = self._tools.schemas[name]
             rest = self._rule(
@@ -532,9 +532,9 @@ class _Writer:
             first = self._rule(f"head_{i}", f"/((.|\\n)*\\n)?{body}/", "[lazy]")
             firsts.append(f"{first} {rest}")
             if self._tools.parallel and self._form.several is not False:
-                other = self._rule(f"next_{i}", f"/\\s*{body}/", "[lazy]")
+                other = self._rule(f"next_{i}", f"/\\s*,?\\s*{body}/", "[lazy]")
                 others.append(f"{other} {rest}")
-        self._rule("LOOSE_END", r"/\s*\}\s*(\}\s*)?(```|<\/tool_call>)?\s*/")
+        self._rule("LOOSE_END", r"/\s*\}\s*(\}\s*)?(\]\s*)?(```|<\/tool_call>)?\s*/")
         more = f" ({' | '.join(others)})*" if others else ""
         return [f"({' | '.join(firsts)}){more}"]
 

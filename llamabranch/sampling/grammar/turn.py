@@ -14,7 +14,7 @@ from ...model.call_form import ArgumentTags, Around, CallForm, Slot, Values, is_
 from ...model.tools import Tools
 from . import schema as json_schemas
 from .grammar import Grammar
-from .keywords import pointed, schema_parts
+from .schema import pointed
 
 __all__ = ["turn_grammar"]
 
@@ -75,12 +75,18 @@ _compiled = lru_cache(maxsize=64)(Grammar.from_lark)  # a conversation asks for 
 def _refusal(name: str, schema: object) -> GrammarError | None:
     """Return why the schema of a tool is refused; None if it is not."""
     try:
-        _compiled_schema(json.dumps(schema, ensure_ascii=False))
+        _compiled_schema(_source(schema))
     except RecursionError:
         return GrammarError(f"the parameters of {name}: nested too deep")
     except GrammarError as error:
         return GrammarError(f"the parameters of {name}: {error.message}", hint=error.hint)
     return None
+
+
+def _source(schema: object) -> str:
+    """Return the text of a tool's schema. A function may get an item twice where it asks for a set."""
+    source = dict(schema) if isinstance(schema, Mapping) else {}
+    return json.dumps(json_schemas.without_unique(source), ensure_ascii=False)
 
 
 _compiled_schema = lru_cache(maxsize=64)(Grammar.from_json_schema)
@@ -365,12 +371,9 @@ class _Writer:
         self, schema: object, values: Values | None = None, *, is_flexible: bool = False
     ) -> str:
         """Return a JSON value that follows a schema, spaced as the template writes it."""
-        source = schema if isinstance(schema, Mapping) else {}
         values = values or self._form.values
         try:
-            schema = json_schemas.parse(json.dumps(source, ensure_ascii=False))
-            for _, part in schema_parts(schema):
-                part.pop("uniqueItems", None)  # a function gets a set, or checks its list
+            schema = json_schemas.parse(_source(schema))
             closed = json_schemas.closed(schema)
         except RecursionError:
             raise GrammarError("the JSON schema is nested too deep") from None

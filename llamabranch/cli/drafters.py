@@ -113,11 +113,6 @@ def is_model(part: str) -> bool:
     return part not in COPYING and part != GRAMMAR
 
 
-def has_model(parts: Sequence[str]) -> bool:
-    """Return whether one of the drafters is a model."""
-    return any(map(is_model, parts))
-
-
 def make_drafter(parts: Sequence[str], open_model: Callable[[str], lb.context.Context]) -> Drafter:
     """Open the models that ``parts`` name, and return the drafter.
 

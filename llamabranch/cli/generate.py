@@ -6,7 +6,6 @@ import copy
 import json
 import math
 import secrets
-import warnings
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -118,8 +117,6 @@ def speculate(
     """
     given = Given.of(call)
     with given.console() as console:
-        if not verbose:
-            warnings.simplefilter("ignore", lb.errors.ExactnessWarning)
         if given.seed is None:
             given = replace(given, seed=secrets.randbits(31))
         # The seed is a setting of the text; for generate it is one of the job.

@@ -81,7 +81,7 @@ def always_drafting(
         console.note(
             f"there is no smaller model here to draft for {name}: drafts are copied from the text"
         )
-    elif not console.silent:
+    elif target is None and not console.silent:
         console.note(f"model: {name}, drafts: {found} (-m and -md name others)")
     drafters = ("suffix",) if found is None else (found,)
     return name, (GRAMMAR, *drafters) if has_grammar else drafters

@@ -483,7 +483,7 @@ BAD_CHATS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     ([5], {}, ConfigError, ""),
     ([HELLO, [("user", LONG)]], {}, CacheFullError, "prompts[1]: the prompt has"),
     ([("user", LONG)], {}, CacheFullError, "the prompt has"),
-    ([USER, ("assistant", None), USER], {}, ConfigError, "messages[1]: "),
+    ([USER, ("assistant", None), ("user", None)], {}, ConfigError, "messages[2]: "),
     ([[USER], [("usr", "Hello")]], {}, ConfigError, "prompts[1]: messages[0]: unknown role 'usr'"),
 ]  # fmt: skip
 

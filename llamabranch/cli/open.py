@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from llamabranch.loom import Loom
     from llamabranch.serve.server import Server
 
-_PARALLEL, _SEQUENCES = 8, 24  # texts at a time; sequences, also for searches and comparisons
+_PARALLEL, _SEQUENCES = 8, 24  # texts at a time; sequences, also for forks
 _MOST_PORTS = 20
 _SUFFIX = ".loom.jsonl"
 

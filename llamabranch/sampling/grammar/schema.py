@@ -84,11 +84,26 @@ def of_type(model: type) -> str:
 
 
 def without_unique(schema: Schema) -> Schema:
-    """Return a schema without ``uniqueItems``, for Python: a set drops repetitions itself."""
+    """Return a schema without ``uniqueItems``, for Python: a set drops repetitions itself.
+
+    An array of values that are listed gets no more items than there are values, so it comes to an end.
+    """
     schema = deepcopy(schema)
     for _, part in _walk(schema):
-        part.pop("uniqueItems", None)
+        if part.pop("uniqueItems", None) is True and (n := _n_values(part.get("items"), schema)):
+            part["maxItems"] = min(n, part.get("maxItems", n))
     return schema
+
+
+def _n_values(items: object, document: Schema) -> int:
+    """Return how many values a schema lists; 0 if it lists none."""
+    if isinstance(items, dict) and str(ref := items.get("$ref")).startswith("#/$defs/"):
+        items = document.get("$defs", {}).get(str(ref)[8:])
+    if not isinstance(items, dict):
+        return 0
+    if items.get("type") == "boolean":
+        return 2
+    return 1 if "const" in items else len(items.get("enum", ()))
 
 
 def value(model: type | None, text: str) -> object:

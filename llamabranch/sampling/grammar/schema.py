@@ -91,19 +91,22 @@ def without_unique(schema: Schema) -> Schema:
     schema = deepcopy(schema)
     for _, part in _walk(schema):
         if part.pop("uniqueItems", None) is True and (n := _n_values(part.get("items"), schema)):
-            part["maxItems"] = min(n, part.get("maxItems", n))
+            most = part.get("maxItems")
+            part["maxItems"] = min(n, most) if isinstance(most, int) else n
     return schema
 
 
 def _n_values(items: object, document: Schema) -> int:
     """Return how many values a schema lists; 0 if it lists none."""
-    if isinstance(items, dict) and str(ref := items.get("$ref")).startswith("#/$defs/"):
-        items = document.get("$defs", {}).get(str(ref)[8:])
+    definitions = document.get("$defs")
+    if isinstance(items, dict) and isinstance(definitions, dict) and "$ref" in items:
+        items = definitions.get(str(items["$ref"]).removeprefix("#/$defs/"))
     if not isinstance(items, dict):
         return 0
     if items.get("type") == "boolean":
         return 2
-    return 1 if "const" in items else len(items.get("enum", ()))
+    listed = [items["const"]] if "const" in items else items.get("enum")
+    return len(listed) if isinstance(listed, list) else 0
 
 
 def value(model: type | None, text: str) -> object:

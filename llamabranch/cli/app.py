@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from inspect import cleandoc
@@ -35,7 +35,7 @@ COMMANDS = {
     "speculate": "Generate text with drafts, and say how well they worked.",
     "chat": "Talk with a model in the terminal; retry, edit, fork and save turns.",
     "agent": "Do a task with a model that may call the functions of a Python file.",
-    "open": "Branch, see and compare texts in the browser.",
+    "open": "Branch and see texts in the browser.",
     "serve": "Serve a model over HTTP: OpenAI's API and scores of texts.",
     "score": "Score a text or a file: perplexity, and the KL divergence of two models.",
     "bench": "Measure drafting with a pair of models here, and name the best draft length.",
@@ -58,8 +58,10 @@ class Command(TyperCommand):
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Parse the arguments."""
         params: list[Any] = list(self.get_params(ctx))
-        names = {name for param in params for name in param.opts}
-        return super().parse_args(ctx, spread_out(args, names))
+        flags = {
+            n: getattr(p, "is_flag", False) for p in params for n in (*p.opts, *p.secondary_opts)
+        }
+        return super().parse_args(ctx, spread_out(args, flags))
 
 
 def help_lines(params: Sequence[Any]) -> list[str]:
@@ -86,8 +88,10 @@ def _row(param: Any) -> tuple[str, str]:
     return names + value, (param.help or "") + (f" [default: {default}]" if shown else "")
 
 
-def spread_out(arguments: Sequence[str], options: Collection[str]) -> list[str]:
+def spread_out(arguments: Sequence[str], options: Mapping[str, bool]) -> list[str]:
     """Return the arguments with -p before every prompt, and dashes in the names of ``options``.
+
+    ``options`` says for each name whether it is a flag, without a value.
 
     ``--prompts A B`` are two prompts; one that begins with a dash is written ``--prompts=-...``.
     ``--auto-regressive``, the name used in papers, means ``--draft none``, and ``--exact``
@@ -98,7 +102,7 @@ def spread_out(arguments: Sequence[str], options: Collection[str]) -> list[str]:
     for i, argument in enumerate(arguments):
         if argument == "--":
             return [*spread, *arguments[i:]]
-        is_value = bool(spread) and spread[-1] in options and spread[-1] not in _PROMPTS
+        is_value = bool(spread) and not options.get(spread[-1], True) and not in_prompts
         if argument.startswith("-") and argument != "-" and not is_value:
             name, equals, value = argument.partition("=")
             dashed = name.replace("_", "-")

@@ -120,7 +120,7 @@ def export(
     *,
     title: str = "loom",
     top: int = 10,
-    models: object = None,
+    model: object = None,
     answers: object = None,
 ) -> tuple[bytes, str, bytes]:
     """Return a document in a format: its bytes, a name for the file, and its type.
@@ -130,7 +130,7 @@ def export(
     """
     safe = re.sub(r"[^A-Za-z0-9._-]+", "_", title) or "loom"
     if kind in ("json", "html"):
-        whole = _whole(document, title, top, models)
+        whole = _whole(document, title, top, model)
         data = _encode(whole if answers is None else {**whole, "answers": answers})
         if kind == "html":
             return page.html_file(data, title), f"{safe}.html", b"text/html; charset=utf-8"
@@ -146,13 +146,13 @@ def export(
     raise ConfigError(f"format must be one of {', '.join(_NAMES)}, not {kind!r:.40}")
 
 
-def _whole(document: Document, title: str, top: int, models: object) -> Values:
+def _whole(document: Document, title: str, top: int, model: object) -> Values:
     records = [*document.records()]
     for record in records:
         if isinstance(record, Tokens):
             record.top = [Raw(_encode(decoded(raw)[:top])) for raw in record.top]
     return {
-        "format": _MARKER, "version": 1, "title": title, "models": models, "records": records,
+        "format": _MARKER, "version": 1, "title": title, "model": model, "records": records,
     }  # fmt: skip
 
 

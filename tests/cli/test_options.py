@@ -182,6 +182,11 @@ def test_a_value_that_looks_like_an_option_is_a_value() -> None:
     assert run("speculate", "-n2", "-k2", "-dlookup").exit_code == 0
     assert run("speculate", "-n", "2", "-t", "1", *SHORT, "--", "-b").exit_code == 0
     assert answer("generate", "--prompts=--exact", "-n", "1")["results"][0]["prompt"] == "--exact"
+    results = answer("generate", "--json", "--prompts", "A", "B", "--exact", "--max_tokens=1")[
+        "results"
+    ]
+    assert [result["prompt"] for result in results] == ["A", "B"]
+    assert run("generate", "-p", "-p", "A", "-n", "1").exit_code == 2
 
 
 @pytest.mark.smollm2

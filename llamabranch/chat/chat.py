@@ -565,7 +565,7 @@ class Answer:
 
     @property
     def finish_reason(self) -> str | None:
-        """ "stop", "length" or "capacity" (the context is full); None: running, or interrupted."""
+        """ "stop", "tool_calls", "length" or "capacity" (the context is full); None: no end yet."""
         return self.exchange.finish_reason
 
     def __iter__(self) -> Iterator[Produced]:

@@ -19,7 +19,8 @@ class Exchange:
         user: the message.
         answer: the text of the answer; only a part while it is generated, or if it was interrupted.
         seed: the seed of its draws.
-        finish_reason: "stop", "length" or "capacity" (the context was full); None: interrupted.
+        finish_reason: "stop", "tool_calls", "length" or "capacity" (the context was full); None:
+            interrupted.
         n_tokens: tokens of the answer.
         n_cut: how many exchanges at the beginning of the conversation the model did not see.
         thought: the thought before the answer.

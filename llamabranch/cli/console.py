@@ -114,12 +114,6 @@ class Console:
         if self.silent:
             print_json(value)
 
-    def figures(self, values: Mapping[str, object]) -> None:
-        """Print figures and their names as a table without headings, and an empty line."""
-        rows = [(name.replace("_", " "), value) for name, value in values.items()]
-        self.table(("", ""), rows, left=("",))
-        self.line()
-
     def emit(self, token: lb.Produced) -> None:
         """Write one generated token in the colour of its source."""
         self.write(token.text, SOURCE_STYLES[token.source])

@@ -145,7 +145,10 @@ def reporting_errors(console: Console) -> Iterator[None]:
 
 
 def _show_warnings(console: Console) -> None:
-    """Print this library's warnings as lines of ``console``, until the old filters are restored."""
+    """Print this library's warnings as lines of ``console``, until the old filters are restored.
+
+    That rounding can change texts is only said with -v.
+    """
     inner = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *more: Any, **named: Any) -> None:

@@ -171,7 +171,7 @@ def other_ctx(target: lb.Model) -> Iterator[lb.Context]:
 @pytest.fixture
 def draft_ctx(draft: lb.Model) -> Iterator[lb.Context]:
     """A fresh context of the bundled draft."""
-    yield from opened(draft)
+    yield from opened(draft, exact=True)
 
 
 @pytest.fixture(scope="module")

@@ -833,7 +833,7 @@ def test_bad_tasks_are_refused(stage: Context, arguments: tuple[Any, ...]) -> No
 
 def test_no_template_another_context_and_a_closed_one(scripted: lb.Model, target: lb.Model) -> None:
     with (
-        lb.Context(target, n_ctx=256, n_threads=1) as ctx,
+        lb.Context(target, n_ctx=256, n_threads=1, exact=True) as ctx,
         pytest.raises(UnsupportedError, match="template"),
     ):
         Agent(ctx)
@@ -933,5 +933,8 @@ def test_thoughts_are_steps_of_their_own_and_no_part_of_the_text(target: lb.Mode
         assert report.messages[-1]["content"]
         silent = Agent(ctx, think=False, max_tokens=20, seed=1).run("Why did the bear leave?")
         assert not [s for s in silent.steps if s.kind == "thought"]
-    with lb.Context(target, n_ctx=256, n_threads=1) as ctx, pytest.raises(UnsupportedError):
+    with (
+        lb.Context(target, n_ctx=256, n_threads=1, exact=True) as ctx,
+        pytest.raises(UnsupportedError),
+    ):
         Agent(ctx, think=True)

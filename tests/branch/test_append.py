@@ -150,7 +150,7 @@ def test_control_tokens_in_appended_text_are_parsed_unless_told_otherwise(ctx: C
 def test_many_tokens_take_the_memory_of_few(target: lb.Model) -> None:
     """`extend` kept all rows of logits in memory before it returned any."""
     tokens = [int(t) for t in np.random.default_rng(3).integers(10, 4000, 450)]
-    with Context(target, n_ctx=1024, n_batch=64, n_threads=1) as ctx:
+    with Context(target, n_ctx=1024, n_batch=64, n_threads=1, exact=True) as ctx:
         branch = Branch.start(ctx, STORY)
         plain = branch.fork()
         tracemalloc.start()

@@ -127,7 +127,7 @@ def test_what_memory_or_sequences_do_not_allow_is_refused(ctx: Context, tmp_path
 
 
 def test_a_head_and_a_reader(target: lb.Model) -> None:
-    with Context(target, n_ctx=256, n_threads=1) as ctx:
+    with Context(target, n_ctx=256, n_threads=1, exact=True) as ctx:
         branch = Branch.start(ctx, TEXT, temperature=0.0)
         layers = {layer: branch.hidden_states(layer) for layer in range(target.n_layer + 1)}
         with Context(lb.Model(HEAD), owns_model=True, target=ctx) as head:

@@ -61,7 +61,7 @@ def test_prefill_packs_prompts_into_as_few_decodes_as_possible(
 ) -> None:
     rng = np.random.default_rng(2)
     prompts = [rng.integers(2, 4000, n).tolist() for n in (3, 50, 1, 17, 29)]
-    with Context(target, n_ctx=512, n_seq_max=8, n_batch=n_batch, n_threads=1) as ctx:
+    with Context(target, n_ctx=512, n_seq_max=8, n_batch=n_batch, n_threads=1, exact=True) as ctx:
         branches = [Branch.create(ctx, WARM) for _ in prompts]
         before = ctx.decoder.n_decodes
         BranchStore(ctx).prefill(dict(zip(branches, prompts, strict=True)))

@@ -352,7 +352,7 @@ def test_wrong_numbers_and_messages_change_nothing(ctx: Context) -> None:
 
 
 def test_model_without_a_template_is_refused_with_what_helps(target: lb.Model) -> None:
-    with Context(target, n_ctx=256, n_threads=1) as context:
+    with Context(target, n_ctx=256, n_threads=1, exact=True) as context:
         with pytest.raises(lb.errors.UnsupportedError, match="no chat template") as caught:
             Chat(context)
         assert "chat_template=" in (caught.value.hint or "")

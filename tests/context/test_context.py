@@ -53,11 +53,11 @@ def test_sample_draws_what_a_branch_draws_whatever_the_batches(
     tokens = np.random.default_rng(0).integers(0, 4096, 40).tolist()
     params = lb.SamplingParams(temperature=1.5, top_k=0, top_p=1.0, min_p=0.0)
     expected = []
-    with Context(target, n_ctx=256, n_threads=1) as ctx:
+    with Context(target, n_ctx=256, n_threads=1, exact=True) as ctx:
         for n in range(30, 41):
             with lb.Branch.start(ctx, tokens[:n], sampling=params.replace(seed=n)) as branch:
                 expected.append(branch.produce().token)
-    with Context(target, n_ctx=256, n_batch=n_batch, n_threads=1) as ctx:
+    with Context(target, n_ctx=256, n_batch=n_batch, n_threads=1, exact=True) as ctx:
         ctx.decode(tokens[:20], 0, logits="none")
         ctx.decode(tokens[20:], 20, logits="all")
         before = (ctx.logits(), ctx.usage())
@@ -203,7 +203,7 @@ def test_forgotten_branches_come_back_while_another_thread_collects_garbage(ctx:
 def test_forgotten_context_is_freed_while_its_model_lives(target: lb.Model) -> None:
     handles = len(target.handle._children)
     for _ in range(5):
-        ctx = Context(target, n_ctx=256, n_threads=1)
+        ctx = Context(target, n_ctx=256, n_threads=1, exact=True)
         Branch.start(ctx, A)
     del ctx
     gc.collect()
@@ -276,7 +276,7 @@ def test_default_context_is_not_longer_than_the_model_was_trained_for(
     for model, n_ctx in ((target, TRAINED), (toy, 2048), (short_toy, 512)):
         with Context(model, n_threads=1) as ctx:
             assert ctx.n_ctx == n_ctx  # 300 tokens need 512 cells: llama.cpp has multiples of 256
-    with Context(target, n_threads=1, n_ctx=None, n_seq_max=None) as ctx:
+    with Context(target, n_threads=1, n_ctx=None, n_seq_max=None, exact=True) as ctx:
         assert (ctx.n_ctx, ctx.n_seq_max) == (TRAINED, 16)
 
 

@@ -449,7 +449,7 @@ def test_ctrl_c_while_a_decode_is_interrupted_is_not_lost(
 
     monkeypatch.setattr(C, "llama_decode", noted)
     with (
-        Context(target, n_ctx=1024, n_batch=1024, n_threads=1) as ctx,
+        Context(target, n_ctx=1024, n_batch=1024, n_threads=1, exact=True) as ctx,
         Branch.create(ctx) as branch,
     ):
         # In this thread, as short ones are.

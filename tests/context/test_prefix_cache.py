@@ -30,14 +30,14 @@ def prefixes_of(ctx: Context) -> PrefixCache:
 
 @pytest.fixture
 def cached(target: lb.Model) -> Iterator[Context]:
-    with Context(target, n_ctx=512, n_seq_max=4, n_threads=1, prefix_cache=True) as ctx:
+    with Context(target, n_ctx=512, n_seq_max=4, n_threads=1, prefix_cache=True, exact=True) as ctx:
         yield ctx
         ctx.audit()
 
 
 @pytest.fixture
 def clean(target: lb.Model) -> Iterator[Context]:
-    with Context(target, n_ctx=512, n_seq_max=1, n_threads=1) as ctx:
+    with Context(target, n_ctx=512, n_seq_max=1, n_threads=1, exact=True) as ctx:
         yield ctx
 
 
@@ -176,7 +176,13 @@ def test_a_kept_text_longer_than_the_window_serves_its_beginnings(n: int, tmp_pa
 def saving(target: lb.Model) -> Iterator[Context]:
     """512 cells, and room for the K/V of more than a thousand tokens in host memory."""
     with Context(
-        target, n_ctx=512, n_seq_max=4, n_threads=1, prefix_cache=True, cache_ram=10_000_000
+        target,
+        n_ctx=512,
+        n_seq_max=4,
+        n_threads=1,
+        prefix_cache=True,
+        cache_ram=10_000_000,
+        exact=True,
     ) as ctx:
         yield ctx
         ctx.audit()

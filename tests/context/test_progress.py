@@ -22,7 +22,9 @@ STEPS = [0, 32, 64, 96, 100]
 
 @pytest.fixture
 def ctx(target: lb.Model) -> Any:
-    with Context(target, n_ctx=1024, n_batch=CHUNK, n_threads=1, prefix_cache=True) as ctx:
+    with Context(
+        target, n_ctx=1024, n_batch=CHUNK, n_threads=1, prefix_cache=True, exact=True
+    ) as ctx:
         yield ctx
         ctx.audit()
 
@@ -144,7 +146,7 @@ def test_async_engine_has_the_events(ctx: Context) -> None:
 
 
 def test_preempted_text_tells_that_it_is_read_again(target: lb.Model) -> None:
-    with Context(target, n_ctx=256, n_batch=CHUNK, n_seq_max=2, n_threads=1) as ctx:
+    with Context(target, n_ctx=256, n_batch=CHUNK, n_seq_max=2, n_threads=1, exact=True) as ctx:
         engine, seen = Engine(ctx, None, max_tokens=150), list[PromptProgress]()
         ends = {"sampling": lb.SamplingParams(logit_bias=dict.fromkeys(target.eog_tokens, -1e9))}
         results = engine.generate([

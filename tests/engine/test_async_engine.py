@@ -220,7 +220,7 @@ def test_request_that_comes_after_the_last_step_gets_an_error(
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
 
     async def main() -> None:
-        ctx = Context(target, n_ctx=256, n_threads=1)
+        ctx = Context(target, n_ctx=256, n_threads=1, exact=True)
         engine = AsyncEngine(ctx)
         transfer, has_failed, is_added = engine._transfer, threading.Event(), threading.Event()
 

@@ -72,8 +72,8 @@ def test_text_is_that_of_a_branch(target: lb.Model, n_seq_max: int, temperature:
     options: dict[str, Any] = {**WARM, "temperature": temperature, "max_tokens": 40}
     settings = {**WARM, "temperature": temperature}
     with (
-        Context(target, n_ctx=512, n_seq_max=n_seq_max, n_threads=1) as ctx,
-        Context(target, n_ctx=512, n_threads=1) as twin,
+        Context(target, n_ctx=512, n_seq_max=n_seq_max, n_threads=1, exact=True) as ctx,
+        Context(target, n_ctx=512, n_threads=1, exact=True) as twin,
     ):
         expected = [plain(ctx, prompt, 40, **settings) for prompt in PROMPTS]
         many = ctx.complete(PROMPTS, **options)
@@ -559,7 +559,7 @@ def test_pairs_are_messages_wherever_a_prompt_is_taken(chatting: Context) -> Non
 
 
 def test_held_sequences_and_closed_contexts_raise(target: lb.Model) -> None:
-    with Context(target, n_ctx=256, n_seq_max=1, n_threads=1) as ctx:
+    with Context(target, n_ctx=256, n_seq_max=1, n_threads=1, exact=True) as ctx:
         with Branch.start(ctx, "The fox", **WARM), pytest.raises(SequencesExhaustedError):
             ctx.complete("The king")
         full = ctx.complete("The king", max_tokens=None, logit_bias={ctx.model.eos or 0: -1e9})
@@ -567,7 +567,7 @@ def test_held_sequences_and_closed_contexts_raise(target: lb.Model) -> None:
         assert ctx.complete("The king", max_tokens=2).tokens
     with pytest.raises(ClosedError):
         ctx.complete("The king")
-    dropped = Context(target, n_ctx=256, n_threads=1)
+    dropped = Context(target, n_ctx=256, n_threads=1, exact=True)
     dropped.complete("The king", max_tokens=2)
     gone = weakref.ref(dropped)
     del dropped

@@ -30,7 +30,7 @@ def one(ctx: Context, request: Request, drafter: lb.Drafter | None = None) -> Re
 
 @pytest.fixture(params=[False, True], ids=["", "prefix cache"])
 def either(request: pytest.FixtureRequest, target: lb.Model) -> Iterator[Context]:
-    with Context(target, n_ctx=512, n_threads=1, prefix_cache=request.param) as context:
+    with Context(target, n_ctx=512, n_threads=1, prefix_cache=request.param, exact=True) as context:
         yield context
         context.audit()
 
@@ -81,7 +81,7 @@ def test_a_character_is_completed_across_the_parts(toy: lb.Model) -> None:
 
 
 def test_part_of_a_prompt_is_rated_as_in_the_whole(target: lb.Model) -> None:
-    with lb.Context(target, n_ctx=512, n_threads=1, prefix_cache=True) as ctx:
+    with lb.Context(target, n_ctx=512, n_threads=1, prefix_cache=True, exact=True) as ctx:
         prompt = ctx.model.prompt_tokens("Once upon a time there was a king who had a daughter.")
         whole = one(ctx, Request(prompt, max_tokens=0, prompt_logprobs=2)).prompt_logprobs
         assert whole is not None

@@ -65,7 +65,7 @@ PROMPTS = [
 @pytest.fixture(scope="module")
 def clean(target: lb.Model) -> Iterator[Context]:
     """A context in which requests run alone."""
-    with Context(target, n_ctx=1024, n_seq_max=1, n_threads=1) as ctx:
+    with Context(target, n_ctx=1024, n_seq_max=1, n_threads=1, exact=True) as ctx:
         yield ctx
 
 
@@ -317,7 +317,7 @@ def test_small_draft_context_slows_down_but_changes_nothing(
     n_ctx: int, n_seq_max: int, ctx: Context, draft: lb.Model, clean: Context
 ) -> None:
     requests = [Request(TALE + p, max_tokens=40, sampling=WARM) for p in PROMPTS * 2]
-    with Context(draft, n_ctx=n_ctx, n_seq_max=n_seq_max, n_threads=1) as small:
+    with Context(draft, n_ctx=n_ctx, n_seq_max=n_seq_max, n_threads=1, exact=True) as small:
         for request, result in zip(
             requests, Engine(ctx, lb.ModelDrafter(small), FIXED).generate(requests), strict=True
         ):
@@ -381,7 +381,7 @@ def test_engine_waits_while_others_are_at_work_and_no_longer(
 
 def test_engines_in_threads_share_the_sequences(target: lb.Model, clean: Context) -> None:
     requests = [Request(p, max_tokens=12, sampling=WARM) for p in PROMPTS]
-    with Context(target, n_ctx=1024, n_seq_max=2, n_threads=1) as ctx:
+    with Context(target, n_ctx=1024, n_seq_max=2, n_threads=1, exact=True) as ctx:
         with ThreadPoolExecutor(4) as pool:
             engines = [Engine(ctx, wait_s=math.inf) for _ in range(4)]
             for job in [pool.submit(engine.generate, requests) for engine in engines]:
@@ -405,7 +405,7 @@ def test_an_engine_waits_for_cells_that_another_one_holds(
         time.sleep(0.001)
 
     monkeypatch.setattr("llamabranch.run.core.sleep", no_sleep)
-    with Context(target, n_ctx=256, n_threads=1) as ctx, ThreadPoolExecutor(3) as pool:
+    with Context(target, n_ctx=256, n_threads=1, exact=True) as ctx, ThreadPoolExecutor(3) as pool:
         stream = Engine(ctx, None, wait_s=60).stream([requests[0]])
         events = [next(stream)]
         engines = [Engine(ctx, None, wait_s=math.inf) for _ in range(3)]
@@ -427,7 +427,7 @@ def test_an_engine_does_not_wait_for_another_one_of_its_thread(
     place: str, target: lb.Model
 ) -> None:
     """The other one is suspended until this one has ended."""
-    with Context(target, n_ctx=256, n_threads=1) as ctx:
+    with Context(target, n_ctx=256, n_threads=1, exact=True) as ctx:
         inner = Engine(ctx, None, wait_s=math.inf)
         results: list[Result] = []
 

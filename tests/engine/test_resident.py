@@ -113,7 +113,7 @@ def test_result_is_short_to_read(ctx: Context) -> None:
 
 
 def test_queue_has_a_limit_that_counts_the_request_that_is_next(target: lb.Model) -> None:
-    with Context(target, n_ctx=256, n_seq_max=1, n_threads=1) as ctx:
+    with Context(target, n_ctx=256, n_seq_max=1, n_threads=1, exact=True) as ctx:
         engine = Engine(ctx, max_waiting=2)
         for bad in (cast("Request", 5), Request([5, 10**6]), Request("x", stop=("",))):
             with pytest.raises((ConfigError, TokenizeError)):
@@ -133,7 +133,7 @@ def test_queue_has_a_limit_that_counts_the_request_that_is_next(target: lb.Model
 
 
 def test_urgent_requests_are_admitted_first(target: lb.Model) -> None:
-    with Context(target, n_ctx=256, n_seq_max=1, n_threads=1) as ctx:
+    with Context(target, n_ctx=256, n_seq_max=1, n_threads=1, exact=True) as ctx:
         engine = Engine(ctx)
         for name, priority in (("c", 5), ("a", -1), ("b", 0), ("d", 5), ("b2", 0)):
             engine.add_request(Request("The wolf", id=name, max_tokens=2, priority=priority))
@@ -146,7 +146,7 @@ def test_urgent_requests_are_admitted_first(target: lb.Model) -> None:
 
 def test_urgent_texts_are_preempted_last(target: lb.Model, other_ctx: Context) -> None:
     endless = SamplingParams(temperature=0.8, seed=1, logit_bias={target.eos or 0: -1e9})
-    with Context(target, n_ctx=256, n_seq_max=4, n_threads=1) as ctx:
+    with Context(target, n_ctx=256, n_seq_max=4, n_threads=1, exact=True) as ctx:
         engine = Engine(ctx)
         requests = [
             Request(p, id=str(i), max_tokens=90, sampling=endless, priority=-i)
@@ -323,8 +323,10 @@ def test_turn_of_a_chat_reads_only_what_is_new(
 ) -> None:
     """The draft model reads only what is new, too, beside another text with the same beginning."""
     with (
-        Context(target, n_ctx=1024, n_seq_max=3, n_threads=1, prefix_cache=True) as ctx,
-        Context(draft, n_ctx=1024, n_seq_max=3, n_threads=1, prefix_cache=True) as draft_ctx,
+        Context(target, n_ctx=1024, n_seq_max=3, n_threads=1, prefix_cache=True, exact=True) as ctx,
+        Context(
+            draft, n_ctx=1024, n_seq_max=3, n_threads=1, prefix_cache=True, exact=True
+        ) as draft_ctx,
         counting(draft_ctx) as n_read,
     ):
         drafter = lb.ModelDrafter(draft_ctx) if drafts else None

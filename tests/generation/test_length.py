@@ -559,7 +559,7 @@ def test_the_next_generation_begins_with_what_was_learned(target: lb.Model) -> N
     def begin(ctx: lb.Context, name: str) -> lb.Speculator:
         return lb.Speculator(ctx, bare(name=name))
 
-    with lb.Context(target, n_ctx=256, n_threads=1) as ctx:
+    with lb.Context(target, n_ctx=256, n_threads=1, exact=True) as ctx:
         first = begin(ctx, "one")
         assert first.length.plain_steps(1) == AutoLength.WARM_UP_PLAIN
         first.generate("Once upon a time", max_tokens=40, sampling=settings).finish()
@@ -570,7 +570,7 @@ def test_the_next_generation_begins_with_what_was_learned(target: lb.Model) -> N
             later.length.consider(name)
             explanation = later.explain()
             assert ("tested)" in explanation) == (name == "one")
-    with lb.Context(target, n_ctx=256, n_threads=1) as ctx:
+    with lb.Context(target, n_ctx=256, n_threads=1, exact=True) as ctx:
         assert begin(ctx, "one").length.plain_steps(1) == AutoLength.WARM_UP_PLAIN
 
 

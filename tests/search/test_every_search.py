@@ -233,7 +233,7 @@ def test_recurrent_memory_searches_too(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", RUNS)
 def test_where_no_sequence_is_free_the_reason_is_told(target: lb.Model, name: str) -> None:
     with (
-        Context(target, n_ctx=256, n_seq_max=1, n_threads=1) as narrow,
+        Context(target, n_ctx=256, n_seq_max=1, n_threads=1, exact=True) as narrow,
         Branch.start(narrow, STORY, sampling=WARM) as only,
         pytest.raises(lb.errors.SequencesExhaustedError) as caught,
     ):

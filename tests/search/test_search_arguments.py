@@ -128,7 +128,7 @@ def test_a_wrong_argument_is_a_typed_error_before_anything_happens(
 
 @pytest.fixture(scope="module")
 def shared_branch(target: lb.Model) -> Any:
-    with lb.Context(target, n_ctx=512, n_seq_max=6, n_threads=1) as ctx:
+    with lb.Context(target, n_ctx=512, n_seq_max=6, n_threads=1, exact=True) as ctx:
         settings = lb.SamplingParams(seed=1, top_k=0, top_p=1.0, min_p=0.0)  # smc refuses others
         branch = Branch.start(ctx, STORY, sampling=settings)
         branch.fork().prune()
@@ -140,7 +140,7 @@ def shared_branch(target: lb.Model) -> Any:
 @pytest.mark.parametrize("state", ["pruned", "empty", "closed"])
 def test_a_branch_that_cannot_be_continued(name: str, state: str, target: lb.Model) -> None:
     call, needed = SEARCHES[name]
-    with lb.Context(target, n_ctx=256, n_threads=1) as ctx:
+    with lb.Context(target, n_ctx=256, n_threads=1, exact=True) as ctx:
         branch = Branch.create(ctx, lb.SamplingParams(top_k=0, top_p=1.0, min_p=0.0))
         if state == "pruned":
             branch.prune()

@@ -60,7 +60,10 @@ def api(server: Serving) -> Iterator[Api]:
 
 def test_node_tells_what_may_follow(api: Api, target: lb.Model) -> None:
     root = api.root(top_logprobs=3)
-    with lb.Context(target, n_ctx=256, n_threads=1) as ctx, lb.Branch.start(ctx, PROMPT) as branch:
+    with (
+        lb.Context(target, n_ctx=256, n_threads=1, exact=True) as ctx,
+        lb.Branch.start(ctx, PROMPT) as branch,
+    ):
         expected = branch.entropy(), sorted(branch.log_probs(), reverse=True)[:3]
         assert root["position"] == branch.position
     assert root["parent"] is None
@@ -136,7 +139,10 @@ def test_score_is_that_of_the_library_and_reads_the_node_once(api: Api, target: 
     root = api.root()
     texts = [" named Anna.", " and a son.", "x"]
     scores = api.post(f"/{root['id']}/score", continuations=[*texts, [5, 6]], top_logprobs=2)
-    with lb.Context(target, n_ctx=256, n_threads=1) as ctx, lb.Branch.start(ctx, PROMPT) as branch:
+    with (
+        lb.Context(target, n_ctx=256, n_threads=1, exact=True) as ctx,
+        lb.Branch.start(ctx, PROMPT) as branch,
+    ):
         ids = [ctx.tokenize(text, add_special=False) for text in texts] + [[5, 6]]
         for score, tokens in zip(scores["scores"], ids, strict=True):
             rated = branch.score(tokens, 2)

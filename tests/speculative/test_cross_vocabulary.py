@@ -114,7 +114,10 @@ def test_bytes_that_are_no_text_are_not_translated_but_the_text_is_right(
     """A random model over bytes writes much that is not UTF-8. Then nothing is proposed."""
     params = SamplingParams(temperature=temperature, seed=1, logit_bias={1: -math.inf})
     target, draft = byte_pair
-    with Context(target, n_threads=1) as ctx, Context(draft, n_threads=1) as other:
+    with (
+        Context(target, n_threads=1, exact=True) as ctx,
+        Context(draft, n_threads=1, exact=True) as other,
+    ):
         for prompt in ("abc", "é", [0], [0, 130, 131]):
             expected = [t.token for t in plain(ctx, prompt, params, 60)]
             speculator = Speculator(ctx, ModelDrafter(other), FIXED)

@@ -70,7 +70,7 @@ def test_full_cache_ends_a_draft(n_free: int, ctx: Context, draft: lb.Model) -> 
 def test_interrupted_draft_loses_nothing(share: float, ctx: Context, draft: lb.Model) -> None:
     """llama.cpp is stopped in the middle of a graph, in the first or a later decode."""
     with (
-        Context(draft, n_ctx=256, n_threads=1) as draft_ctx,
+        Context(draft, n_ctx=256, n_threads=1, exact=True) as draft_ctx,
         Branch.start(ctx, TALE, sampling=WARM) as branch,
     ):
         drafter = ModelDrafter(draft_ctx)

@@ -537,7 +537,7 @@ def test_closed_or_forgotten_texts_give_everything_back(
 def test_closed_contexts_end_texts_with_a_clear_error(
     caller: str, target: lb.Model, draft_ctx: Context
 ) -> None:
-    ctx = Context(target, n_ctx=256, n_threads=1)
+    ctx = Context(target, n_ctx=256, n_threads=1, exact=True)
     following, close = begin(caller, ctx, lb.ModelDrafter(draft_ctx), PROMPTS[0])
     following()
     ctx.close()
@@ -559,7 +559,7 @@ def test_full_cache_ends_every_text_at_the_same_token(
     endless = WARM.replace(logit_bias={target.eos or 0: -1e9})
     cases = [Case([5] * (256 - n), endless, None) for n in (16, 1, 0)]
     cases += [Case([5] * 240, endless, n) for n in (15, 16, 17, 18)]
-    with Context(target, n_ctx=256, n_seq_max=2, n_threads=1) as ctx:
+    with Context(target, n_ctx=256, n_seq_max=2, n_threads=1, exact=True) as ctx:
         for case in cases:
             (outcome,), _ = CALLERS[caller](ctx, DRAFTERS[drafter](world), FIXED, [case])
             n_most = 256 - len(case.prompt) + 1

@@ -221,7 +221,7 @@ def test_snapshots_load_with_and_without_hidden_states(
     With hidden states no token is decoded again.
     """
     sampling = SETTINGS["seeded"]
-    with lb.Context(target, n_ctx=256, n_threads=1) as bare:
+    with lb.Context(target, n_ctx=256, n_threads=1, exact=True) as bare:
         saved = {}
         for name, ctx in (("with", eagle.ctx), ("without", bare)):
             with lb.Branch.start(ctx, PROMPTS[1], sampling=sampling) as branch:
@@ -412,7 +412,7 @@ def test_head_begins_after_the_tokens_whose_states_are_not_known(
 ) -> None:
     """The head is opened late, and no sequence is free in which tokens could be decoded again."""
     for settings in SETTINGS.values():
-        with lb.Context(target, n_ctx=512, n_seq_max=2, n_threads=1) as ctx:
+        with lb.Context(target, n_ctx=512, n_seq_max=2, n_threads=1, exact=True) as ctx:
             branch = lb.Branch.start(ctx, PROMPTS[0], sampling=settings)
             list(branch.generate(10))
             twin = branch.fork()  # the other sequence
@@ -447,7 +447,10 @@ def test_what_is_no_context_no_drafter_and_no_pair_is_refused(
     ctx: Any = eagle.ctx
     head, name = eagle.drafter.ctx, cast("Any", "tale-eagle")
     unsupported, wrong = lb.errors.UnsupportedError, lb.ConfigError
-    alone, no_text = lb.Context(target, n_ctx=256, n_threads=1), "drafts for that context"
+    alone, no_text = (
+        lb.Context(target, n_ctx=256, n_threads=1, exact=True),
+        "drafts for that context",
+    )
     for error, words, call in (
         (unsupported, no_text, lambda: lb.Branch.create(head)),
         (unsupported, no_text, lambda: lb.Branch.start(head, "a")),
@@ -761,7 +764,7 @@ def test_missing_symbol_is_an_error_with_the_release_that_works(
     assert name + "_gone" in reason and staging.KNOWN_RELEASE in reason
     monkeypatch.setattr(staging, "available", False)
     monkeypatch.setattr(staging, "reason", reason)
-    with lb.Context(target, n_ctx=256, n_threads=1) as ctx, lb.Model(HEAD) as head:
+    with lb.Context(target, n_ctx=256, n_threads=1, exact=True) as ctx, lb.Model(HEAD) as head:
         with pytest.raises(lb.errors.UnsupportedError, match=re.escape(staging.KNOWN_RELEASE)):
             lb.Context(head, target=ctx)
         with lb.Branch.start(ctx, "Once") as branch:

@@ -163,7 +163,7 @@ def test_settings_changed_between_generations_reach_the_draft(
 def test_draft_with_too_few_sequences_serves_as_many_branches_as_it_can(
     ctx: Context, draft: lb.Model, other_ctx: Context
 ) -> None:
-    with Context(draft, n_ctx=512, n_seq_max=2, n_threads=1) as small:
+    with Context(draft, n_ctx=512, n_seq_max=2, n_threads=1, exact=True) as small:
         speculator = Speculator(ctx, lb.ModelDrafter(small), FIXED)
         root = Branch.start(ctx, PROMPTS[0], sampling=WARM)
         branches = [root, *root.fork_many(5)]
@@ -193,7 +193,7 @@ def test_draft_without_room_drafts_again_when_there_is_some(
 ) -> None:
     """Without a free sequence, and without free cells."""
     expected = [t.token for t in plain(ctx, LONG, WARM, 40)]
-    with Context(draft, n_ctx=256, n_seq_max=n_sequences, n_threads=1) as small:
+    with Context(draft, n_ctx=256, n_seq_max=n_sequences, n_threads=1, exact=True) as small:
         rival = Branch.start(small, [5] * 100)
         speculator = Speculator(ctx, lb.ModelDrafter(small), FIXED)
         with Branch.start(ctx, LONG, sampling=WARM) as branch:
@@ -364,7 +364,10 @@ def test_session_outlives_its_draft_context_and_a_drafter_that_is_refused(
 ) -> None:
     expected = [t.token for t in plain(other_ctx, PROMPTS[0], WARM, 30)]
     with InferenceSession(ctx, PROMPTS[0], sampling=WARM, max_tokens=30, config=FIXED) as session:
-        with Context(draft, n_ctx=256, n_threads=1) as small, Context(toy, n_threads=1) as strange:
+        with (
+            Context(draft, n_ctx=256, n_threads=1, exact=True) as small,
+            Context(toy, n_threads=1) as strange,
+        ):
             drafter = lb.ModelDrafter(small)
             produced = [session.next_token(drafter) for _ in range(10)]
             with pytest.raises(lb.errors.VocabularyMismatchError):

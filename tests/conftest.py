@@ -120,7 +120,7 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lb.Model]:
 @pytest.fixture
 def stage(scripted: lb.Model) -> Iterator[lb.Context]:
     """A context of that model; nothing but the prefix cache may be left in it."""
-    with lb.Context(scripted, n_ctx=4096, n_seq_max=8, n_threads=1) as ctx:
+    with lb.Context(scripted, n_ctx=4096, n_seq_max=8, n_threads=1, exact=True) as ctx:
         yield ctx
         if not ctx.closed:
             stages.assert_left_alone(ctx)

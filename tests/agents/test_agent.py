@@ -489,7 +489,7 @@ def test_a_function_may_use_its_context_and_other_agents(stage: Context) -> None
 
 
 def test_a_context_that_a_function_closes_ends_the_agent(scripted: lb.Model) -> None:
-    with lb.Context(scripted, n_ctx=1024, n_threads=1) as ctx:
+    with lb.Context(scripted, n_ctx=1024, n_threads=1, exact=True) as ctx:
 
         def called() -> None:
             ctx.close()
@@ -541,7 +541,7 @@ def test_result_of_fifty_kilobytes_is_shortened_and_told(stage: Context) -> None
 
 
 def test_result_is_never_longer_than_the_room(scripted: lb.Model) -> None:
-    with lb.Context(scripted, n_ctx=1024, n_threads=1) as ctx:
+    with lb.Context(scripted, n_ctx=1024, n_threads=1, exact=True) as ctx:
         report = Agent(ctx, tools=[long], result_tokens=5000).run("long: go")
         assert report.text == "That was long." and len(report.tokens) < 1024
 
@@ -610,7 +610,7 @@ def test_tokens_that_run_out_make_the_last_turn(stage: Context) -> None:
 
 
 def test_cells_that_run_out_make_the_last_turn(scripted: lb.Model) -> None:
-    with lb.Context(scripted, n_ctx=1024, n_threads=1) as ctx:
+    with lb.Context(scripted, n_ctx=1024, n_threads=1, exact=True) as ctx:
         report = Agent(ctx, tools=[name, long], max_tokens=8000, max_turns=90).run("again: go")
         assert report.finish_reason == "stop" and report.text == "Enough."
         report = Agent(ctx, "x" * 600, tools=[name], max_tokens=2048).run("again: go")
@@ -840,8 +840,8 @@ def test_no_template_another_context_and_a_closed_one(scripted: lb.Model, target
     with pytest.raises(ConfigError, match="target"):
         Agent(cast(Any, "a.gguf"))
     with (
-        lb.Context(scripted, n_ctx=1024, n_threads=1) as untemplated,
-        lb.Context(scripted, n_ctx=1024, n_threads=1) as other,
+        lb.Context(scripted, n_ctx=1024, n_threads=1, exact=True) as untemplated,
+        lb.Context(scripted, n_ctx=1024, n_threads=1, exact=True) as other,
     ):
         with pytest.raises(ConfigError, match="another context"):
             Agent(untemplated, tools=[Agent(other, name="helper")])
@@ -892,7 +892,7 @@ def test_engine_that_is_closed_cancels_what_runs(stage: Context) -> None:
 
 
 def test_context_without_prefixes_warns(scripted: lb.Model) -> None:
-    with lb.Context(scripted, n_ctx=1024, n_threads=1, prefix_cache=False) as ctx:
+    with lb.Context(scripted, n_ctx=1024, n_threads=1, prefix_cache=False, exact=True) as ctx:
         with pytest.warns(PerformanceWarning, match="keeps no prefixes"):
             agent = Agent(ctx, tools=[add])
         assert agent.run("one: go").text == "It is three."

@@ -305,7 +305,7 @@ def test_law_8_a_seed_and_equal_results_give_equal_steps(stage: Context, case: s
 
 
 def test_law_7_what_a_turn_holds_is_valid_at_any_temperature(teller: lb.Model) -> None:
-    with lb.Context(teller, n_ctx=8192, n_seq_max=8, n_threads=1) as ctx:
+    with lb.Context(teller, n_ctx=8192, n_seq_max=8, n_threads=1, exact=True) as ctx:
         agent = Agent(
             ctx, "You tell tales.", [pick, roll], tool_choice="required", parallel_calls=False
         )

@@ -64,7 +64,7 @@ def test_appended_tokens_are_not_generated_and_have_no_score(ctx: Context) -> No
 
 
 def test_it_continues_after_an_end(small_toy: lb.Model) -> None:
-    with Context(small_toy, n_ctx=128, n_threads=1) as ctx:
+    with Context(small_toy, n_ctx=128, n_threads=1, exact=True) as ctx:
         end = min(ctx.model.eog_tokens)
         branch = Branch.start(ctx, [3, 4], seed=1, logit_bias={end: 100.0})
         assert list(branch.generate(5)) == [] and branch.is_stop

@@ -109,7 +109,7 @@ def test_states_follow_forks_rewinds_and_batches(ctx: Context, layer: int) -> No
 
 
 def test_what_memory_or_sequences_do_not_allow_is_refused(ctx: Context, tmp_path: Path) -> None:
-    with Context(ctx.model, n_ctx=256, n_seq_max=1, n_threads=1) as single:
+    with Context(ctx.model, n_ctx=256, n_seq_max=1, n_threads=1, exact=True) as single:
         alone = Branch.start(single, TEXT)
         for layer in (1, -1):
             with pytest.raises(SequencesExhaustedError):

@@ -55,7 +55,9 @@ def _line(branch: lb.Branch, n: int = 25) -> list[lb.Produced]:
 
 @pytest.fixture
 def small_ctx(small_toy: lb.Model) -> Iterator[lb.Context]:
-    with lb.Context(small_toy, n_ctx=256, n_seq_max=4, n_batch=32, n_threads=1) as context:
+    with lb.Context(
+        small_toy, n_ctx=256, n_seq_max=4, n_batch=32, n_threads=1, exact=True
+    ) as context:
         yield context
         gc.collect()
         context.audit()

@@ -33,8 +33,8 @@ pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals are sent as POS
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "in order, prefix cache": ("llama", {"exact": True, "prefix_cache": True}),
     "own cells": ("llama", {"kv_unified": False}),
-    "window": ("gemma3", {}),
-    "window, cells used again": ("gemma3", {"swa_full": False}),
+    "window": ("gemma3", {"kv_type": "bf16"}),
+    "window, cells used again": ("gemma3", {"swa_full": False, "kv_type": "bf16"}),
     "recurrent": ("mamba", {}),
     "hybrid": ("lfm2", {}),
 }

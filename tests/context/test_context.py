@@ -110,18 +110,12 @@ def test_removing_from_the_middle_leaves_a_gap_that_nothing_sees(
 # -- batch invariance ------------------------------------------------------------------------------
 
 
-def test_bundled_models_are_exact_by_default(target: lb.Model, draft: lb.Model) -> None:
-    """A context that cannot be exact gives the reason."""
+def test_bundled_models_are_exact_if_asked(target: lb.Model, draft: lb.Model) -> None:
     for model in (target, draft):
-        with Context(model, n_ctx=256, n_threads=1) as ctx:
+        with Context(model, n_ctx=256, n_threads=1, exact=True) as ctx:
             assert ctx.capabilities.exact
             assert ctx.kv_type == "bf16"
             assert ctx.capabilities.can_truncate
-    options: list[dict[str, Any]] = [{"kv_type": k} for k in ("f16", "f32")]
-    for changes in (*options, {"flash_attention": False}):
-        with Context(target, n_ctx=256, n_threads=1, **changes) as ctx:
-            assert not ctx.capabilities.exact
-            assert ctx.capabilities.exact_reason
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ def test_texts_stay_exact_while_the_cache_is_full_again_and_again(
 
 def test_more_texts_than_ids_can_be_kept_in_turn(toy: lb.Model) -> None:
     rng = np.random.default_rng(7)
-    with Context(toy, n_ctx=4096, n_seq_max=200, n_threads=1, prefix_cache=True) as ctx:
+    with Context(toy, n_ctx=4096, n_seq_max=200, n_threads=1, prefix_cache=True, exact=True) as ctx:
         for i in range(70):
             Branch.start(ctx, [2 + i, *(int(t) for t in rng.integers(2, 250, 9))]).prune()
         assert len(prefixes_of(ctx)) == 254 - 200

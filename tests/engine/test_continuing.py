@@ -65,7 +65,7 @@ def test_what_is_not_token_ids_of_the_grammar_cannot_be_continued(either: Contex
 
 
 def test_a_character_is_completed_across_the_parts(toy: lb.Model) -> None:
-    with lb.Context(toy, n_ctx=128, n_threads=1) as ctx:
+    with lb.Context(toy, n_ctx=128, n_threads=1, exact=True) as ctx:
         grammar = Grammar('root ::= "für 媽"')
         prompt = ctx.model.prompt_tokens("x")
         whole = one(ctx, Request(prompt, sampling=WARM, grammar=grammar))

@@ -192,8 +192,8 @@ def test_samples_that_begin_alike_are_decoded_once(
 def test_dead_end_of_a_grammar_is_one_requests_error(which: str, small_toy: lb.Model) -> None:
     """After "ab" only a letter may follow that the vocabulary lacks: neighbours keep their rows."""
     with (
-        Context(small_toy, n_ctx=512, n_threads=1) as ctx,
-        Context(small_toy, n_ctx=512, n_threads=1) as draft_ctx,
+        Context(small_toy, n_ctx=512, n_threads=1, exact=True) as ctx,
+        Context(small_toy, n_ctx=512, n_threads=1, exact=True) as draft_ctx,
     ):
         plain = [Request("abc", max_tokens=20, sampling=SamplingParams(seed=i)) for i in range(6)]
         grammar = 'root ::= "ab" "z"'

@@ -202,7 +202,7 @@ def test_requests_are_read_as_they_are_needed(tiny: lb.Model) -> None:
             n_read += 1
             yield Request([2 + i % 50, 3 if i % 4 else 10**6], max_tokens=2)
 
-    with Context(tiny, n_ctx=256, n_seq_max=4, n_threads=1) as ctx:
+    with Context(tiny, n_ctx=256, n_seq_max=4, n_threads=1, exact=True) as ctx:
         for event in Engine(ctx).stream(source()):
             n_ended += event.result is not None
             most = max(most, n_read - n_ended)
@@ -260,7 +260,7 @@ def test_admission_costs_the_same_however_many_wait(tiny: lb.Model) -> None:
         10,
         20_000,
     ):  # the first one fills caches that last as long as the process
-        with Context(tiny, n_ctx=256, n_seq_max=4, n_threads=1) as ctx:
+        with Context(tiny, n_ctx=256, n_seq_max=4, n_threads=1, exact=True) as ctx:
             scheduler = Scheduler(ctx, None, EngineStats())
             request = Request([5, 6, 7], max_tokens=2)
             loop = Loop(ctx)
@@ -280,7 +280,7 @@ def test_admission_costs_the_same_however_many_wait(tiny: lb.Model) -> None:
 
 
 def test_nothing_leaks_over_ten_thousand_requests(tiny: lb.Model) -> None:
-    with Context(tiny, n_ctx=256, n_seq_max=8, n_threads=1, prefix_cache=True) as ctx:
+    with Context(tiny, n_ctx=256, n_seq_max=8, n_threads=1, prefix_cache=True, exact=True) as ctx:
         engine = Engine(ctx, seed=1)
 
         def serve(n: int) -> int:
@@ -368,8 +368,8 @@ def test_prompts_are_rated(cached: bool, tiny: lb.Model) -> None:
     requests = [Request(p, max_tokens=0, prompt_logprobs=2) for p in prompts]
     endless = SamplingParams(logit_bias=dict.fromkeys(tiny.eog_tokens, -math.inf))
     with (
-        Context(tiny, n_ctx=2048, n_seq_max=4, n_threads=1, prefix_cache=cached) as ctx,
-        Context(tiny, n_ctx=512, n_seq_max=1, n_threads=1) as clean,
+        Context(tiny, n_ctx=2048, n_seq_max=4, n_threads=1, prefix_cache=cached, exact=True) as ctx,
+        Context(tiny, n_ctx=512, n_seq_max=1, n_threads=1, exact=True) as clean,
     ):
         engine = Engine(ctx)
         mixed = [

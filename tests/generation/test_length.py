@@ -347,7 +347,9 @@ def test_drafts_in_a_batch_are_charged_a_decode_of_their_own_without_a_unified_c
     unified: bool, target: lb.Model
 ) -> None:
     """Seven texts with one drafted token take a decode of seven tokens and one of one, not of eight."""
-    with lb.Context(target, n_ctx=512, n_seq_max=8, n_threads=1, kv_unified=unified) as ctx:
+    with lb.Context(
+        target, n_ctx=512, n_seq_max=8, n_threads=1, kv_unified=unified, exact=True
+    ) as ctx:
         length = AutoLength(drafter=lb.ModelDrafter(ctx), ctx=ctx)
         length.consider("m")
         for i in range(20):

@@ -17,7 +17,9 @@ Use = Callable[[], object]
 
 
 def opened(model: lb.Model, **options: Any) -> Context:
-    return Context(model, **{"n_ctx": 1024, "n_seq_max": 12, "n_threads": 1, **options})
+    return Context(
+        model, **{"n_ctx": 1024, "n_seq_max": 12, "n_threads": 1, "exact": True, **options}
+    )
 
 
 @pytest.fixture

@@ -302,7 +302,9 @@ BYTES = [5, 6, 7, 8, 9, 5, 6, 7, 8]
 
 @pytest.fixture
 def own(toy: lb.Model) -> Iterator[Context]:
-    with Context(toy, n_ctx=4 * N_CELLS, n_seq_max=4, n_threads=1, kv_unified=False) as ctx:
+    with Context(
+        toy, n_ctx=4 * N_CELLS, n_seq_max=4, n_threads=1, kv_unified=False, exact=True
+    ) as ctx:
         yield ctx
         ctx.audit()
 

@@ -19,8 +19,8 @@ def test_end_tokens_end_a_draft(small_toy: lb.Model) -> None:
     lengths = set()
     hot = SamplingParams(temperature=1.5, top_k=0, top_p=1.0, min_p=0.0, seed=5)
     with (
-        Context(small_toy, n_ctx=128, n_threads=1) as target,
-        Context(small_toy, n_ctx=128, n_threads=1) as draft_ctx,
+        Context(small_toy, n_ctx=128, n_threads=1, exact=True) as target,
+        Context(small_toy, n_ctx=128, n_threads=1, exact=True) as draft_ctx,
         Branch.start(target, [0, 5, 6], sampling=hot) as branch,
     ):
         state = ModelDrafter(draft_ctx).start(branch.sequence, "token")

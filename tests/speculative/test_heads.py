@@ -392,6 +392,7 @@ def test_prefix_that_comes_back_from_host_memory_has_its_hidden_states(
         prefix_cache=True,
         cache_ram=1 << 22,
         kv_unified=not own,
+        exact=True,
     ) as ctx:
         head = lb.Context(lb.Model(HEAD), target=ctx, owns_model=True, n_ctx=512)
         pair = Pair(ctx, lb.EagleDrafter(head))

@@ -94,7 +94,7 @@ def test_memory_is_that_of_a_fresh_prefill_after_any_work(
 ) -> None:
     world = World(ctx, draft_ctx, other_ctx, draft_ctx)
     rng = np.random.default_rng(len(which))
-    with Context(ctx.model, n_ctx=512, n_threads=1) as clean:
+    with Context(ctx.model, n_ctx=512, n_threads=1, exact=True) as clean:
         garden = Garden(ctx, DRAFTERS[which](world), rng, grammar)
         for _ in range(60):
             branch = garden.work()
@@ -366,7 +366,7 @@ def test_session_outlives_its_draft_context_and_a_drafter_that_is_refused(
     with InferenceSession(ctx, PROMPTS[0], sampling=WARM, max_tokens=30, config=FIXED) as session:
         with (
             Context(draft, n_ctx=256, n_threads=1, exact=True) as small,
-            Context(toy, n_threads=1) as strange,
+            Context(toy, n_threads=1, exact=True) as strange,
         ):
             drafter = lb.ModelDrafter(small)
             produced = [session.next_token(drafter) for _ in range(10)]

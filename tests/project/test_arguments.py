@@ -78,11 +78,11 @@ def test_huge_integers_are_refused_like_others(ctx: lb.Context) -> None:
     calls: list[Callable[[], object]] = [
         lambda: whole("n", huge, 0, 5), lambda: whole("n", -huge, 0), lambda: branch.rewind(huge),
         lambda: lb.SamplingParams(top_k=huge), lambda: lb.SamplingParams(temperature=huge),
-        lambda: lb.SamplingParams(logit_bias={1: huge}), lambda: lb.Context(ctx.model, n_ctx=huge, exact=True),
+        lambda: lb.SamplingParams(logit_bias={1: huge}), lambda: lb.Context(ctx.model, n_ctx=huge),
         lambda: lb.SpeculativeConfig(draft_k=huge), lambda: branch.steer({huge: 1.0}),
         lambda: lb.SpeculativeConfig(max_draft_tokens=huge), lambda: ctx.decode([1], huge),
         lambda: ctx.logits(huge), lambda: ctx.kv_cache_size(huge),
-        lambda: lb.Context(ctx.model, yarn_beta_fast=-huge, exact=True), lambda: branch.reseed(huge),
+        lambda: lb.Context(ctx.model, yarn_beta_fast=-huge), lambda: branch.reseed(huge),
     ]  # fmt: skip
     for call in calls:
         with pytest.raises(ConfigError):
@@ -143,7 +143,7 @@ def test_numpy_integers_are_token_ids(kind: Any, toy: lb.Model) -> None:
     plain = [5, 7, 9, 11]
     listed = [kind(t) for t in plain]
     arrays: list[Any] = [np.array(plain, dtype=kind), listed, tuple(listed), range(5, 12, 2)]
-    with lb.Context(toy, n_ctx=256, n_threads=1, exact=True) as ctx:
+    with lb.Context(toy, n_ctx=256, n_threads=1) as ctx:
         expected = lb.Branch.start(ctx, plain, temperature=0.0)
         store = lb.BranchStore(ctx)
         for tokens in arrays:
@@ -365,7 +365,7 @@ KINDS: dict[str, Call] = {
     "drafters of a chain": lambda ctx, b, x: lb.ChainDrafter(x),
     "values of a grammar drafter": lambda ctx, b, x: lb.GrammarDrafter(x),
     "kv_type": lambda ctx, b, x: lb.Context(ctx.model, kv_type=x),
-    "rope_scaling": lambda ctx, b, x: lb.Context(ctx.model, rope_scaling=x, exact=True),
+    "rope_scaling": lambda ctx, b, x: lb.Context(ctx.model, rope_scaling=x),
     "base": lambda ctx, b, x: b.entropy(x),
     "context": lambda ctx, b, x: lb.Branch.restore(x, b.snapshot()),
     "snapshot": lambda ctx, b, x: lb.Branch.restore(ctx, x),

@@ -44,6 +44,7 @@ SHORT = [{"role": "user", "content": "Hi"}]
 LONG = [{"role": "user", "content": "Hello, I would like to hear a long story about a king."}]
 WARM = SamplingParams(temperature=0.8, seed=3, logit_bias={1: -math.inf})
 MOST_STEPS = 400
+SIZES = {"n_ctx": 512, "n_seq_max": 4, "n_batch": 32, "n_threads": 1}
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -54,7 +55,8 @@ def opened(
     path = tmp_path_factory.mktemp("toy") / "toy.gguf"
     toys.write_toy(path, architecture, vocab="bytes", seed=3)
     with Model(path, chat_template=TEMPLATE) as model:
-        yield model, {"n_ctx": 512, "n_seq_max": 4, "n_batch": 32, "n_threads": 1, **options}
+        exact = {"kv_type": "bf16", "exact": model.memory_type == "attention"}
+        yield model, {**SIZES, **exact, **options}
 
 
 @pytest.fixture

@@ -259,7 +259,7 @@ def world(
 ) -> Iterator[World]:
     path = write_renumbered(draft, tmp_path_factory.mktemp("renumbered"))
     models = (target, draft, target, lb.Model(path))
-    opened = [Context(m, n_ctx=1024, n_seq_max=8, n_threads=1) for m in models]
+    opened = [Context(m, n_ctx=1024, n_seq_max=8, n_threads=1, exact=True) for m in models]
     yield World(*opened)
     for ctx in opened:
         ctx.close()
@@ -682,6 +682,9 @@ class Memory(NamedTuple):
         assert np.allclose(text.numbers, wanted_text.numbers, rtol=0.0, atol=2 * self.rounding)
 
 
+SIZES: dict[str, Any] = {"n_ctx": 512, "n_seq_max": 8, "n_threads": 1, "kv_type": "bf16"}
+
+
 @pytest.fixture(scope="module", params=KINDS)
 def memory(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -697,7 +700,10 @@ def memory(
     options = [kind.options, {"swa_full": swa_full}, {"swa_full": swa_full}, {}]
     world = World(
         *(
-            Context(lb.Model(path), **{"n_ctx": 512, "n_seq_max": 8, "n_threads": 1, **more})
+            Context(
+                lb.Model(path),
+                **{"n_ctx": 512, "n_seq_max": 8, "n_threads": 1, "kv_type": "bf16", **more},
+            )
             for path, more in zip(files, options, strict=True)
         )
     )

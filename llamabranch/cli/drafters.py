@@ -142,14 +142,12 @@ class PossibleDraft:
         name: its name for ``--draft``.
         path: its file, None if it is not on this machine.
         size_bytes: the size of its file; rounded if it is not on this machine.
-        drafts_by: "tokens", or "text" if the vocabularies differ; "unknown" if it is not on this machine.
         listed: whether models.txt lists it for this target.
     """
 
     name: str
     path: Path | None
     size_bytes: int
-    drafts_by: str
     listed: bool
 
 
@@ -157,9 +155,8 @@ def possible_drafts(target: str) -> list[PossibleDraft]:
     """Return the models that could draft for a target that is on this machine, the best first.
 
     First comes the draft that models.txt lists. Then come the models on this machine with the same
-    vocabulary, beginning with those of about a tenth of the target's size. Then come those that could
-    draft through the text, except for the bundled draft, which knows only fairy tales. Models with more
-    than half of the target's parameters, such as another quantization of the target, are left out.
+    vocabulary, beginning with those of about a tenth of the target's size. Models with more than half of
+    the target's parameters, such as another quantization of the target, are left out.
     """
     path, listed = hub.resolve(target), hub.draft_for(target)
     size, drafts = _size(path), list[PossibleDraft]()
@@ -178,14 +175,12 @@ def possible_drafts(target: str) -> list[PossibleDraft]:
             ):
                 if name != listed and Model.is_head(file):
                     continue  # a head fits only one model
-                way = model.compatibility(draft).path
-                fits = way == "tokens" or (way == "text" and name != hub.BUNDLED_DRAFT)
-                if fits and draft.n_params <= LARGEST_SHARE * model.n_params:
-                    drafts.append(PossibleDraft(name, file, _size(file), way, name == listed))
+                if model.compatibility(draft) and draft.n_params <= LARGEST_SHARE * model.n_params:
+                    drafts.append(PossibleDraft(name, file, _size(file), name == listed))
     entry = None if listed is None else hub.find_entry(listed)
     if entry is not None and entry.path is None and not any(possible.listed for possible in drafts):
-        drafts.append(PossibleDraft(entry.name, None, entry.size_bytes, "unknown", True))
-    return sorted(drafts, key=lambda possible: (possible.drafts_by == "text", not possible.listed))
+        drafts.append(PossibleDraft(entry.name, None, entry.size_bytes, True))
+    return sorted(drafts, key=lambda possible: not possible.listed)
 
 
 def _fittest(target: str) -> str | None:
@@ -194,8 +189,7 @@ def _fittest(target: str) -> str | None:
         with contextlib.suppress(ConfigError):  # the download is not allowed
             if possible.path is None:
                 hub.resolve(possible.name, download=None)
-            if possible.drafts_by != "text":
-                return possible.name
+            return possible.name
     return None
 
 

@@ -166,17 +166,12 @@ async def _import(loom: Loom, call: HttpCall) -> None:
     loom.check_writable()
     model = loom.service.model
     data = await call.body(_MOST_UPLOAD)
-    kind, content, n_lost = await asyncio.to_thread(formats.read, data, _MOST_NODES, model.is_of)
-    warnings = [f"{n_lost:,} nodes whose parents are missing were left out."] if n_lost else []
-    is_own = kind in ("json", "journal")  # always read as UTF-8
-    if not is_own and await asyncio.to_thread(formats.encoding_of, data) == "cp1252":
-        warnings.append("The file is not UTF-8: it was read as Windows-1252 (Latin-1).")
+    kind, content = await asyncio.to_thread(formats.read, data, _MOST_NODES, model.is_of)
     nodes = loom.make(await asyncio.to_thread(loom.copied, content))
     await loom.confirm()
     roots = [loom.document.node_fields(node) for node in nodes if node.parent is None]
     await call.reply({
         "rev": loom.document.rev, "nodes": roots, "count": len(nodes), "format": kind,
-        "warnings": warnings,
     })  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from browsing import (
     take,
     tokens,
     told,
+    tree_file,
     typed,
     visiting,
     written,
@@ -45,10 +46,9 @@ def do(page: Page, op: str, **fields: object) -> Any:
     return asked(page, "/loom/do", json.dumps({"op": op, "cid": cid, **fields}))
 
 
-def imported(page: Page, data: object) -> str:
-    """Import a text or a tree and show its first text; return its node."""
-    body = data if isinstance(data, str) else json.dumps(data)
-    node = str(asked(page, "/loom/import", body)["nodes"][0]["id"])
+def imported(page: Page, text: str) -> str:
+    """Import a text and show it; return its node."""
+    node = str(asked(page, "/loom/import", text)["nodes"][0]["id"])
     show(page, node)
     return node
 
@@ -206,7 +206,7 @@ def test_not_known_is_counted_as_the_other_bins_are(page: Page) -> None:
 
 def test_what_is_imported_is_shown_until_it_is_undone(page: Page) -> None:
     written(page)
-    tree = json.dumps({"text": "A king", "children": [{"text": " slept"}]})
+    tree = tree_file(("A king", -1), (" slept", 0))
     for name, data, text in (
         ("tale.txt", "\ufeffA café by the sea", "A café by the sea"),
         ("loom.json", tree, "A king"),
@@ -402,7 +402,7 @@ def test_errors_of_a_dialog_are_in_the_dialog(page: Page, tmp_path: Path) -> Non
     binary = tmp_path / "picture.png"
     binary.write_bytes(b"\x89PNG\r\n\x1a\n\x00\x00")
     page.locator("dialog input[type=file]").set_input_files(binary)
-    told(page, "dialog .wrong", "picture")
+    told(page, "dialog .wrong", "mikupad")
     page.keyboard.press("Escape")
 
 

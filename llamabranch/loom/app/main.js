@@ -288,7 +288,6 @@ function ask(title, fields, verb, done, more = []) {
 
 const FORMATS = {
   html: "one HTML file to read", json: "JSON, everything", markdown: "Markdown, this path", "markdown-tree": "Markdown, the tree",
-  loomsidian: "JSON for loomsidian",
 };
 
 /** @type {Map<string, any>} what was shown before a branch was deleted, or a text imported */ const shownBefore = new Map();
@@ -304,7 +303,7 @@ async function bring(/** @type {any} */ file) {
     shownBefore.set(first.id, [store.current, store.end]);
     select(first.id);
   }
-  tell(`${plural(answer.count, "node")} imported. ${(answer.warnings ?? []).join(" ")}`);
+  tell(`${plural(answer.count, "node")} imported.`);
 }
 
 const bookmarked = () => [...store.nodes.values()].filter(({ flags, id }) => flags & FLAGS.bookmark && segmentOf(id));
@@ -401,7 +400,7 @@ const run = {
   export: () => (keepPlace(), ask("Export and import", [], "", () => {}, [
     h("ul", { class: "formats" }, Object.entries(FORMATS).map(([format, words]) => h("li", {},
       h("a", { href: `/loom/export?format=${format}&node=${store.current ?? ""}`, download: "" }, words)))),
-    h("label", {}, h("span", {}, "import a file: one of these, mikupad’s, or a text"),
+    h("label", {}, h("span", {}, "import a file: one of these, or mikupad’s"),
       h("input", { type: "file", onchange: (/** @type {any} */ event) => bring(event.target.files[0]) }))])),
   help: () => ask("Help and keys", [], "", () => {}, [
     h("p", {}, "Keys act while the tree or the text has the focus. Click a key to change it."), keyTable(setting)]),

@@ -35,8 +35,7 @@ _CELLS_PER_TEXT = 2048  # the fewest cells of a text if each has its own
 _PARALLEL = 8
 _KEY_VARIABLE = "LLAMA_API_KEY"  # llama-server reads it too
 _LIMITS = (
-    "max_queue", "max_body", "max_choices", "send_timeout_s", "shutdown_timeout_s", "max_branches",
-    "branch_ttl_s", "metrics", "slots",
+    "max_queue", "max_body", "max_choices", "send_timeout_s", "shutdown_timeout_s", "metrics",
 )  # fmt: skip
 
 
@@ -154,7 +153,7 @@ def serve(
     models: ServedModels,
     output: OutputFlags,
 ) -> None:
-    """Serve a model over HTTP: OpenAI's API, scores of texts, and branches.
+    """Serve a model over HTTP: OpenAI's API.
 
     Sampling options are the defaults for requests that leave them out. After the first Ctrl-C or SIGTERM
     running requests have some time to end; the second one ends them at once.

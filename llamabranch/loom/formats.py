@@ -52,7 +52,7 @@ _TOKEN = re.compile(r'[\s,:]*([{}\[\]]|"(?:[^"\\]|\\.)*"|[^\s{}\[\],:"]+)')
 _HEAD = b'{"op":"head",'  # how a document's file begins
 _NAMES = ("json", "html", "markdown", "markdown-tree", "loomsidian")
 _TEXTS = "it reads plain text, exported pages (html, json), loomsidian, mikupad and trees in JSON"
-_JSON, _MARKDOWN = b"application/json", b"text/markdown; charset=utf-8"
+_JSON, _MARKDOWN = "application/json", "text/markdown"
 _encode = msgspec.json.encode
 Values = Mapping[str, object]
 
@@ -122,7 +122,7 @@ def export(
     top: int = 10,
     models: object = None,
     answers: object = None,
-) -> tuple[bytes, str, bytes]:
+) -> tuple[bytes, str, str]:
     """Return a document in a format: its bytes, a name for the file, and its type.
 
     Raises:
@@ -133,7 +133,7 @@ def export(
         whole = _whole(document, title, top, models)
         data = _encode(whole if answers is None else {**whole, "answers": answers})
         if kind == "html":
-            return page.html_file(data, title), f"{safe}.html", b"text/html; charset=utf-8"
+            return page.html_file(data, title), f"{safe}.html", "text/html"
         return data, f"{safe}.json", _JSON
     if kind == "markdown":
         if node is None:

@@ -322,38 +322,23 @@ async def _search(loom: Loom, do: Do, node: Node, at: int) -> Answer:
 
 
 async def _adopt(loom: Loom, do: Do, node: Node, at: int) -> Answer:
-    """Make nodes of a text that a search found, or of a script's whole tree of branches."""
+    """Make nodes of a text that a search found."""
     document, records = loom.document, list[Record]()
-    if do.branch is not None:
-        root = loom.service.branches[do.branch]
-        while root.parent is not None:
-            root = root.parent
-        names: dict[str, str] = {}
-        for i, branch in enumerate(root.subtree()):
-            names[branch.id] = name = document.name(i)
-            parent = None if branch.parent is None else names[branch.parent.id]
-            records.append(
-                Made(id=name, parent=parent, at=branch.fork_position, kind="branch", by="script")
-            )
-            records += loom.plain(
-                name, branch.tokens[branch.fork_position :], "s" if parent else "p"
-            )
-    else:
-        job = loom.jobs.get(do.job or "")
-        if job is None or job.node is None or not job.places:
-            raise HttpError(404, "there is no such search", param="job")
-        if not 0 < do.leaf < len(job.places):
-            raise HttpError(400, f"the search has no text {do.leaf}", param="leaf")
-        ids = job.places[do.leaf].path_tokens
-        if ids and loom.service.model.is_eog(ids[-1]):
-            ids.pop()
-        for same in document.shown():  # it was adopted before
-            place = same.made.parent, same.made.at, same.made.kind
-            if place == (job.node, job.at, "search") and same.ids == ids and not same.deleted:
-                return {"nodes": [document.node_fields(same)], "same": True}
-        name = document.name()
-        records.append(Made(id=name, parent=job.node, at=job.at, kind="search", by="A"))
-        records += loom.plain(name, ids, "s")
+    job = loom.jobs.get(do.job or "")
+    if job is None or job.node is None or not job.places:
+        raise HttpError(404, "there is no such search", param="job")
+    if not 0 < do.leaf < len(job.places):
+        raise HttpError(400, f"the search has no text {do.leaf}", param="leaf")
+    ids = job.places[do.leaf].path_tokens
+    if ids and loom.service.model.is_eog(ids[-1]):
+        ids.pop()
+    for same in document.shown():  # it was adopted before
+        place = same.made.parent, same.made.at, same.made.kind
+        if place == (job.node, job.at, "search") and same.ids == ids and not same.deleted:
+            return {"nodes": [document.node_fields(same)], "same": True}
+    name = document.name()
+    records.append(Made(id=name, parent=job.node, at=job.at, kind="search", by="A"))
+    records += loom.plain(name, ids, "s")
     nodes = loom.make(records, do.cid)
     return loom.started(loom.start_scoring(*nodes), nodes)
 

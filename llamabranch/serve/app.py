@@ -37,6 +37,9 @@ _ROUTES: dict[str, Callable[[Request, Service], Awaitable[Response]]] = {
     "GET /health": utilities.health,
     "GET /v1/health": utilities.health,
     "GET /metrics": utilities.metrics,
+    "GET /tokenizer_info": utilities.tokenizer_info,
+    "POST /tokenize": utilities.tokenize,
+    "POST /detokenize": utilities.detokenize,
 }
 
 

@@ -1,19 +1,21 @@
-"""The endpoints with facts about the server."""
+"""The endpoints with facts about the server, and the tokenizer of lm-evaluation-harness."""
 
 from __future__ import annotations
 
 from html import escape
 from typing import TYPE_CHECKING
 
+from msgspec import Struct
+
 from .errors import HttpError
-from .messages import reply
+from .messages import json_of, reply
 from .service import Service
 
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-__all__ = ["health", "index", "metrics", "models"]
+__all__ = ["detokenize", "health", "index", "metrics", "models", "tokenize", "tokenizer_info"]
 
 
 async def index(call: Request, service: Service) -> Response:
@@ -62,6 +64,42 @@ async def models(call: Request, service: Service) -> Response:
     if name and name not in service.names:
         raise HttpError(404, f"there is no model {name!r}, only {', '.join(service.names)}")
     return reply(entry if name else {"object": "list", "data": [entry]})
+
+
+class TokenizeFields(Struct, kw_only=True):
+    """The body of /tokenize."""
+
+    prompt: str
+    add_special_tokens: bool = True
+
+
+class DetokenizeFields(Struct, kw_only=True):
+    """The body of /detokenize."""
+
+    tokens: list[int]
+
+
+async def tokenize(call: Request, service: Service) -> Response:
+    """Turn a text into tokens, as lm-evaluation-harness asks for them."""
+    fields = await json_of(call, TokenizeFields)
+    tokens = await service.tokenize(fields.prompt, add_special=fields.add_special_tokens)
+    return reply({"tokens": tokens, "count": len(tokens), "max_model_len": service.n_ctx})
+
+
+async def detokenize(call: Request, service: Service) -> Response:
+    """Turn tokens into text."""
+    fields = await json_of(call, DetokenizeFields)
+    service.model.check_tokens(fields.tokens)
+    return reply({"prompt": service.vocabulary.joined(fields.tokens)})
+
+
+async def tokenizer_info(call: Request, service: Service) -> Response:
+    """Tell the special tokens and the chat template."""
+    model, words = service.model, service.vocabulary
+    return reply({
+        "tokenizer_class": model.vocab_type, "chat_template": model.chat_template,
+        "bos_token": words.name(model.bos), "eos_token": words.name(model.eos),
+    })  # fmt: skip
 
 
 async def metrics(call: Request, service: Service) -> Response:

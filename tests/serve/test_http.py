@@ -89,6 +89,7 @@ TEXTS = ["/v1/completions", "/v1/chat/completions"]
 CASES = [(path, body) for path in TEXTS for body in NO_JSON + WRONG]
 
 
+CASES += [("/tokenize", body) for body in NO_JSON]
 HELLO = {"role": "user", "content": "x"}
 DEEP: Any = "x"
 for _ in range(600):
@@ -98,7 +99,7 @@ TOO_DEEP = [
     {"messages": [HELLO], "chat_template_kwargs": {"more": DEEP}},
 ]
 SCHEMA = {"type": "object", "properties": {"x": {"enum": [DEEP]}}, "additionalProperties": DEEP}
-FUNCTION = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+FUNCTION = {"type": "function", "function": {"name": "f", "parameters": SCHEMA, "strict": True}}
 FORCED = {"messages": [HELLO], "tool_choice": "required", "tools": [FUNCTION]}
 CHAT = "/v1/chat/completions"
 DEEP_CASES = [
@@ -119,7 +120,7 @@ def test_paths_and_methods_that_do_not_exist(api: Any) -> None:
     for method, path, status in (
         ("GET", "/nothing", 404), ("GET", "/v1/completions", 405), ("PUT", "/v1/completions", 405),
         ("POST", "/health", 405), ("POST", "/props", 404), ("POST", "/v1/branches", 404),
-        ("GET", "/v1/models/%00", 404), ("GET", "/v1/models/", 404), ("GET", "/" + "a" * 9000, 404),
+        ("GET", "/v1/models/%00", 404), ("GET", "/" + "a" * 9000, 404),
     ):  # fmt: skip
         answer = api.request(method, path)
         assert answer.status_code == status

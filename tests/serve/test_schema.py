@@ -12,11 +12,13 @@ from serving import Serving, httpx, serving
 schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
 msgspec = pytest.importorskip("msgspec")
 
-from llamabranch.serve import completions  # noqa: E402
+from llamabranch.serve import completions, utilities  # noqa: E402
 
 BODIES = {
     "/v1/completions": completions.CompletionFields,
     "/v1/chat/completions": completions.ChatFields,
+    "/tokenize": utilities.TokenizeFields,
+    "/detokenize": utilities.DetokenizeFields,
 }
 
 

@@ -33,7 +33,7 @@ LINK = re.compile(r"http://127\.0\.0\.1:\d+/#\S+")
 BUDGETS = {
     "choose a node": 50, "lens": 50, "top 10, cached": 50, "alternative painted": 50,
     "alternative's first token": 90, "continue's first token": 120, "type a key": 50,
-    "typed text scored": 600, "stop": 100, "search's first event": 200, "find": 100, "export": 3000,
+    "typed text scored": 600, "stop": 100, "find": 100, "export": 3000,
     "first paint": 1000, "frame while scrolling": 32, "stop reading": 200, "empty branches": 0,
 }  # fmt: skip
 # Functions of the page: each does something and returns the ms until a frame shows what it did.
@@ -108,13 +108,6 @@ MEASURE = """() => {
       const old = $(".preview").textContent, box = $(".typing textarea");
       typed(box, box.value + i + " ");
       return (await painted(() => $(".preview").textContent !== old)) - 200;
-    },
-    search: () => {
-      key("#text", "S");
-      $("dialog [name='options.max_tokens']").value = "8";
-      $("#live-body").replaceChildren(); // of the search before
-      $("dialog .main").click();
-      return painted(() => count(".outline li"));
     },
     find: (i) => {
       $("#found").textContent = "";
@@ -289,7 +282,6 @@ def _small(settings: Settings) -> dict[str, list[float]]:
         home = "() => key('#tree', 'Home')"
         found["continue's first token"] = _times(page, n, "proceed", home)
         found["stop"] = _times(page, n, "stop", home)
-        found["search's first event"] = _times(page, min(n, 5), "search", home)
         page.evaluate("() => key('#text', 'Enter')")
         found["type a key"] = _times(page, n, "type")
         found["typed text scored"] = _times(page, min(n, 10), "score")

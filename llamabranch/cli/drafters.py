@@ -81,7 +81,7 @@ def always_drafting(
         console.note(
             f"there is no smaller model here to draft for {name}: drafts are copied from the text"
         )
-    elif not console.silent:
+    elif target is None and not console.silent:
         console.note(f"model: {name}, drafts: {found} (-m and -md name others)")
     drafters = ("suffix",) if found is None else (found,)
     return name, (GRAMMAR, *drafters) if has_grammar else drafters
@@ -111,11 +111,6 @@ def parse_draft(given: str) -> tuple[str, ...]:
 def is_model(part: str) -> bool:
     """Return whether a part of a chain is a model, or mtp."""
     return part not in COPYING and part != GRAMMAR
-
-
-def has_model(parts: Sequence[str]) -> bool:
-    """Return whether one of the drafters is a model."""
-    return any(map(is_model, parts))
 
 
 def make_drafter(parts: Sequence[str], open_model: Callable[[str], lb.context.Context]) -> Drafter:

@@ -3,7 +3,6 @@
 document.py    nodes, and the records that make and change them; undo
 journal.py     the file: records are only appended, by one process
 live.py        events for the tabs; jobs that generate, score and replay
-searching.py   searches, and what they report while they run
 turns.py       conversations, written by the model's chat template
 comparing.py   two models on one text, reported token by token
 formats.py     other looms' files, JSON, Markdown

@@ -24,12 +24,13 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
+    Handler = Callable[[Loom, Request], Awaitable[Response]]
+
 __all__ = ["front_of"]
 
 _MOST_UPLOAD = 64 << 20
 _MOST_NODES = 200_000
 _MOST_FOUND = 200
-Handler = Callable[[Loom, Request], Awaitable[Response]]
 
 
 def front_of(loom: Loom) -> Front:

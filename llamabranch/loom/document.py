@@ -31,7 +31,7 @@ Piece = (
     str | list[int] | dict[str, str]
 )  # text; bytes that are no text; the name of a control token
 Seed = Annotated[str, Meta(pattern="^-?[0-9]{1,20}$")]
-KeptName = Literal["rounds", "compare", "searches"]
+KeptName = Literal["rounds", "compare"]
 Mode = Literal["text", "chat"]
 KEPT: tuple[KeptName, ...] = get_args(KeptName)
 _GENERATED = frozenset("sfdbc")
@@ -131,10 +131,13 @@ class Ended(Record, tag="end", kw_only=True):
 
 
 class Kept(Record, tag="keep", kw_only=True):
-    """A round of speculation, a comparison or a search of a node, as the page gets it."""
+    """A round of speculation or a comparison of a node, as the page gets it.
+
+    Version 0.4 also kept searches. They are read, and not kept.
+    """
 
     id: str
-    name: KeptName
+    name: KeptName | Literal["searches"]
     data: Raw
 
 
@@ -188,7 +191,6 @@ class Node:
     job: str | None = None
     rounds: list[Raw] = field(default_factory=list)
     compare: list[Raw] = field(default_factory=list)
-    searches: list[Raw] = field(default_factory=list)
 
     @property
     def id(self) -> str:
@@ -291,6 +293,8 @@ class Document:
                 self.pieces.update(record.p)
             case Ended():
                 self.nodes[record.id].ended = record
+            case Kept(name="searches"):
+                pass
             case Kept():
                 getattr(self.nodes[record.id], record.name).append(record.data)
             case Change(name="current"):

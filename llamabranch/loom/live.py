@@ -1,6 +1,6 @@
 """Events for the tabs, and the jobs that generate and score tokens.
 
-Everything here runs in the event loop. Other threads (the engine's, searches, comparisons) hand over
+Everything here runs in the event loop. Other threads (the engine's, comparisons) hand over
 results with `Live.call`. Tokens are sent within 50 ms, or 0.1 s if the model needs all cores, and
 written to the file within 0.1 s.
 """
@@ -25,7 +25,6 @@ from ..context import Context, PromptProgress, TokenScore
 from ..engine import Request, Result
 from ..eval.pair import short
 from ..native import available_cores
-from ..search import SearchNode
 from ..serve.errors import HttpError, http_error
 from ..serve.generation import Update, all_texts, updates
 from ..serve.service import Service
@@ -61,21 +60,18 @@ class PageJob:
     op: str
     node: str | None
     nodes: list[Node] = field(default_factory=list)
-    kind: str | None = None
     state: str = "running"
     message: str | None = None
     result: dict[str, object] | None = None
     error: dict[str, object] | None = None
-    at: int = 0  # where a search begins
     is_stopped: bool = False
     names: list[str] = field(default_factory=list)  # ids of its requests to the engine
     reads: Context | None = None  # the second model's context, while that processes the prompt
-    places: list[SearchNode] = field(default_factory=list)  # nodes that a search has reported
 
     def as_dict(self) -> dict[str, object]:
         """Return what the page gets."""
         nodes = [node.id for node in self.nodes]
-        names = ("id", "op", "node", "kind", "state", "message", "result", "error")
+        names = ("id", "op", "node", "state", "message", "result", "error")
         return {name: getattr(self, name) for name in names} | {"nodes": nodes}
 
 
@@ -207,7 +203,7 @@ class Live:
             self.journal.add(record)
 
     def keep(self, node: Node, name: KeptName, data: object) -> None:
-        """Keep a round, a comparison or a search with a node."""
+        """Keep a round or a comparison with a node."""
         self.journal.add(Kept(id=node.id, name=name, data=Raw(_encode(data))))
 
     async def confirm(self) -> None:
@@ -301,10 +297,9 @@ class Live:
         work: Work,
         node: Node | None = None,
         nodes: Sequence[Node] = (),
-        kind: str | None = None,
     ) -> PageJob:
         """Start a job. Tabs get its state, and its nodes when it ends."""
-        job = PageJob(f"j{next(self._numbers)}", op, node.id if node else None, [*nodes], kind)
+        job = PageJob(f"j{next(self._numbers)}", op, node.id if node else None, [*nodes])
         self.jobs[job.id] = job
         self._loop = asyncio.get_running_loop()
         for job_node in nodes:

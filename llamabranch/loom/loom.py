@@ -37,7 +37,6 @@ from .document import (
 from .formats import Item
 from .live import MOST_TOP, Live, PageJob, leaves_cores
 from .page import Guard
-from .searching import Kind, SearchOptions
 from .turns import chat_fields, thinking_at
 
 __all__ = ["BarFields", "Do", "Loom", "text_grammar"]
@@ -80,10 +79,7 @@ class Do(TextSettings, kw_only=True):
     token: int | None = None
     mode: Literal["read", "lockstep", "part"] = "read"
     writer: Literal["A", "B"] = "A"
-    kind: Kind = "beam"
-    options: SearchOptions | None = None
     job: str | None = None
-    leaf: int = 0
     bookmark: bool | None = None
     note: str | None = None
     current: bool = False

@@ -15,7 +15,6 @@ from .document import Bar, Change, Document, Made, Mode, Node, Record, Tokens, T
 from .formats import items_of
 from .live import PageJob
 from .loom import BarFields, Do, Loom, text_grammar
-from .searching import SearchOptions, Watch, search
 from .turns import Talk, Written, beginning, dates_for, messages_of, write
 
 __all__ = ["Operations"]
@@ -301,48 +300,6 @@ async def _replay(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     return loom.started(loom.start("replay", work, node))
 
 
-# -- searches --------------------------------------------------------------------------------------
-
-
-async def _search(loom: Loom, do: Do, node: Node, at: int) -> Answer:
-    ctx = loom.service.ctx
-    tokens, sampling = node.tokens(at), loom.params(loom.made(do, 0, "search", at))
-    loom.service.check_room(tokens, 1)
-    asked = do.options or SearchOptions()
-
-    async def work(job: PageJob) -> None:
-        watch, job.at = Watch(loom, job), at
-        await loom.read(job, tokens)
-        if job.is_stopped:
-            return
-        result = await asyncio.to_thread(search, ctx, tokens, sampling, do.kind, asked, watch)
-        loom.keep(node, "searches", watch.end(result))
-
-    return loom.started(loom.start("search", work, node, kind=do.kind))
-
-
-async def _adopt(loom: Loom, do: Do, node: Node, at: int) -> Answer:
-    """Make nodes of a text that a search found."""
-    document, records = loom.document, list[Record]()
-    job = loom.jobs.get(do.job or "")
-    if job is None or job.node is None or not job.places:
-        raise HttpError(404, "there is no such search", param="job")
-    if not 0 < do.leaf < len(job.places):
-        raise HttpError(400, f"the search has no text {do.leaf}", param="leaf")
-    ids = job.places[do.leaf].path_tokens
-    if ids and loom.service.model.is_eog(ids[-1]):
-        ids.pop()
-    for same in document.shown():  # it was adopted before
-        place = same.made.parent, same.made.at, same.made.kind
-        if place == (job.node, job.at, "search") and same.ids == ids and not same.deleted:
-            return {"nodes": [document.node_fields(same)], "same": True}
-    name = document.name()
-    records.append(Made(id=name, parent=job.node, at=job.at, kind="search", by="A"))
-    records += loom.plain(name, ids, "s")
-    nodes = loom.make(records, do.cid)
-    return loom.started(loom.start_scoring(*nodes), nodes)
-
-
 async def _stop(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     jobs = loom.jobs
     if do.job is not None and do.job not in jobs:
@@ -436,8 +393,8 @@ _OPERATIONS = {
     "continue": _Operation(_continue, needs_node=True),
     "fork": _Operation(_fork, needs_node=True), "replay": _Operation(_replay, needs_node=True),
     "score": _Operation(_score, needs_file=False), "compare": _Operation(compare, needs_node=True),
-    "search": _Operation(_search, needs_node=True), "stop": _Operation(_stop, needs_file=False),
-    "adopt": _Operation(_adopt), "set": _Operation(_set, needs_node=True),
+    "stop": _Operation(_stop, needs_file=False),
+    "set": _Operation(_set, needs_node=True),
     "delete": _Operation(_set, needs_node=True), "undo": _Operation(_undo),
     "redo": _Operation(_undo), "settings": _Operation(_settings, needs_file=False),
     "compact": _Operation(_compact), "reread": _Operation(_reread, needs_file=False),

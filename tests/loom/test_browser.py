@@ -190,25 +190,6 @@ def test_a_fork_is_shown_before_its_answer(page: Page) -> None:
     assert chosen_node(page) == fork
 
 
-def test_searches_are_watched_and_adopted_once(page: Page) -> None:
-    begin(page)
-    for kind in ("beam", "best_of_n", "smc", "vote", "steps", "tree"):
-        page.locator("#text").press("S")
-        page.locator("dialog select[name=kind]").select_option(kind)
-        page.locator("dialog input[name='options.max_tokens']").fill("8")
-        page.locator("dialog button.main").click()
-        page.locator("#live-body .totals", has_text=kind.replace("_", " ")).wait_for()
-        page.locator("#live-body .outline li.finished").first.wait_for()
-        idle(page)
-        n = len(asked(page, "/loom/doc")["nodes"]["id"])
-        for _ in range(2):
-            press(page, "Enter", at="#live-body .outline li.finished button >> nth=0")
-        page.locator("#live-body .outline li.adopted").wait_for()
-        told(page, "#status", "already")
-        assert len(asked(page, "/loom/doc")["nodes"]["id"]) == n + 1
-        page.locator("#live-body .totals button", has_text="Close").click()
-
-
 def test_rounds_add_up_and_ghosts_are_not_in_the_text(page: Page) -> None:
     plain = "".join(written(page))
     page.locator("#fold").click()

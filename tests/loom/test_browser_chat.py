@@ -380,8 +380,8 @@ def test_an_action_acts_where_it_is_said(story: Page) -> None:
     assert "Continue at the end" in label.inner_text()
     page.locator("#text [data-token]", has_text="time").first.click()
     told(page, "#go", "Continue after “time”")
-    search = page.locator("#actions [data-action=search]")
-    assert search.get_attribute("title") == "Search after “time”"
+    button = page.locator("#actions [data-action=type]")
+    assert button.get_attribute("title") == "Type after “time”"
     check(chosen_token(page) + 1)
     # After an alternative one reads on from it and continues at the end.
     word = take(page, 6)

@@ -11,7 +11,7 @@ import pytest
 from paging import TARGET, Opened, Paged, events_of
 
 from llamabranch import ConfigError
-from llamabranch.cli.open import PageFlags
+from llamabranch.cli import open as opening
 from llamabranch.loom.document import Document, Head, Made, Tokens
 from llamabranch.loom.journal import Journal
 
@@ -238,7 +238,7 @@ def test_a_folder_that_is_relative_is_none(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_DATA_HOME", "relative")
     file = tmp_path / ".local" / "share" / "llamabranch" / "a.loom.jsonl"
-    assert PageFlags().path("a.gguf") == file
+    assert opening._document(None, "a.gguf") == file
 
 
 def test_records_that_fit_nothing_change_nothing() -> None:

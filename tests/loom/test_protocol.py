@@ -1,4 +1,4 @@
-"""The page's protocol over HTTP: operations, events, replay, undo, searches, comparisons."""
+"""The page's protocol over HTTP: operations, events, replay, undo, comparisons."""
 
 from __future__ import annotations
 
@@ -280,7 +280,7 @@ def stopped(page: Paged) -> bool:
 
 WAYS: dict[str, dict[str, Any]] = {
     "type": {"text": " ".join(f"a queen and {i} sons" for i in range(80))},
-    "continue": {"n": 3}, "compare": {"mode": "lockstep"}, "search": {"kind": "best_of_n"},
+    "continue": {"n": 3}, "compare": {"mode": "lockstep"},
 }  # fmt: skip
 
 
@@ -346,59 +346,6 @@ def test_a_generation_is_undone_or_stopped(page: Paged, root: Any, op: str) -> N
     if op == "stop":  # what is there is kept
         told = page.tokens(node)
         assert told["node"]["reason"] == "stopped" and 0 < len(told["ids"]) < 800
-
-
-OPTIONS: dict[str, dict[str, object]] = {
-    "beam": {"width": 3, "max_tokens": 8},
-    "best_of_n": {"width": 4, "max_tokens": 8, "seed": "1"},
-    "smc": {"width": 4, "max_tokens": 8, "want": ["king"], "avoid": ["queen"], "temperature": 1.0},
-    "vote": {"width": 4, "max_tokens": 8, "answer": r"\w+"},
-    "steps": {"width": 2, "max_tokens": 16, "iterations": 3, "step": 4},
-    "tree": {"width": 2, "max_tokens": 12, "iterations": 4, "step": 4},
-}
-
-
-@pytest.mark.parametrize("kind", OPTIONS)
-def test_searches_are_told_adopted_and_stopped(page: Paged, root: Any, kind: str) -> None:
-    answer = page.do("search", node=root["id"], kind=kind, options=OPTIONS[kind])
-    job = page.finish(answer["job"])
-    assert job["state"] == "done", job
-    told = page.of("search", job=answer["job"])
-    nodes = {each[0]: each for event in told for each in event["add"]}
-    assert nodes[0][1] == -1 and all(nodes[i][1] in nodes for i in nodes if i)
-    assert told[-1]["stats"]["decodes"] > 0
-    if kind == "smc":
-        assert told[-1]["sizes"] and all(0 <= size <= 4 + 1e-9 for size in told[-1]["sizes"])
-    if kind == "vote":
-        assert job["result"]["votes"]
-    leaf, text, _, _ = job["result"]["hypotheses"][0]
-    adopted = page.do("adopt", job=answer["job"], leaf=leaf)["nodes"][0]
-    assert page.text(adopted["id"]).startswith(START + text)
-    again = page.do("adopt", job=answer["job"], leaf=leaf)  # it is there already
-    assert again["same"] and [node["id"] for node in again["nodes"]] == [adopted["id"]]
-    page.do("undo")
-    (fresh,) = page.do("adopt", job=answer["job"], leaf=leaf)["nodes"]
-    assert fresh["id"] != adopted["id"]
-    (kept,) = page.tokens(root["id"])["searches"]
-    assert kept["kind"] == kind and len(kept["lines"]) == len(nodes)
-    long = OPTIONS[kind] | {"max_tokens": 400}
-    if kind in ("steps", "tree"):
-        long["iterations"] = 400
-    answer = page.do("search", node=root["id"], kind=kind, options=long)
-    page.wait(lambda: bool(page.of("search", job=answer["job"])))
-    page.do("stop", job=answer["job"])
-    assert page.finish(answer["job"])["state"] == "stopped"
-
-
-def test_a_search_beside_running_texts_changes_none(page: Paged, root: Any) -> None:
-    alone = page.grow(root["id"], 2, max_tokens=60, seed="21")
-    search = page.do("search", node=root["id"], kind="beam", options={"max_tokens": 40})
-    beside = page.grow(root["id"], 2, max_tokens=60, seed="21")
-    assert page.finish(search["job"])["state"] == "done"
-    for pair in zip(alone, beside, strict=True):
-        a, b = (page.tokens(node["id"]) for node in pair)
-        assert columns(a)[0][:2] == columns(b)[0][:2]
-        assert a["node"]["digest"] == b["node"]["digest"]
 
 
 # -- two models ------------------------------------------------------------------------------------

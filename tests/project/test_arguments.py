@@ -19,7 +19,6 @@ from drafts import FIXED
 
 import llamabranch as lb
 from llamabranch.arguments import finite, function, real, whole
-from llamabranch.cli.jsonl import read_requests
 from llamabranch.errors import ConfigError, GrammarError, TokenizeError
 from llamabranch.sampling.noise import derive_seed
 
@@ -336,7 +335,6 @@ def test_what_is_no_prompt_or_request_is_refused(ctx: lb.Context) -> None:
     calls += [(call, (*text[:2], {"a": "b"}, 5, None)) for call in (engine.generate, engine.stream)]
     no_pairs = ("ab", ("0", 0), [0], 5, [("0", "0")], {"0": 0})
     calls.append((lambda skip: lb.Engine(ctx).generate(["a"], skip=skip), no_pairs))
-    calls.append((partial(read_requests, json_lines=False), ("one\ntwo\n", b"one\ntwo\n")))
     for call, values in calls:
         for value in values:
             with pytest.raises(ConfigError) as caught:
@@ -346,8 +344,6 @@ def test_what_is_no_prompt_or_request_is_refused(ctx: lb.Context) -> None:
     assert engine.stats.target_forward_passes == 0
     assert ctx.usage().cells_used == 0
     assert ctx.n_seq_free == ctx.n_seq_max
-    read = read_requests(iter(["one\n", "two\n"]), json_lines=False)
-    assert [request.prompt for request in read] == ["one", "two"]
 
 
 # -- other kinds -----------------------------------------------------------------------------------

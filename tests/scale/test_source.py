@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ import toys
 
 import llamabranch as lb
 from llamabranch import ConfigError
-from llamabranch.cli.jsonl import read_requests
 from llamabranch.scale.folder import Folder
 from llamabranch.scale.rows import GenerateRows, Record, ScoreRows, output_table, read_rows
 from llamabranch.scale.source import Source
@@ -172,7 +170,7 @@ def test_row_is_the_request_that_a_line_of_a_file_is(
 ) -> None:
     sampling = lb.SamplingParams(temperature=0.5, logprobs=False)
     row = dict.fromkeys(GenerateRows.columns) | fields
-    (expected,) = read_requests([json.dumps(fields)], json_lines=True, sampling=sampling)
+    expected = lb.Request.from_json(fields, "0", sampling)
     assert GenerateRows(None, sampling).request(ctx, row, "0") == expected
 
 

@@ -86,7 +86,7 @@ function drawWhere() {
   const words = { type: chat && isAtEnd() ? "Reply" : `Type ${where}`,
     edit: chat ? "Edit this turn" : view.cursor < 0 ? "Edit what follows the last fork"
       : `Edit from “${shownPath().shown[view.cursor]?.trim() ?? ""}” on`,
-    retry: "Answer again", search: `Search ${where}`, compare: `Compare ${where}` };
+    retry: "Answer again", compare: `Compare ${where}` };
   for (const [action, title] of Object.entries(words)) {
     const button = $("actions").querySelector(`[data-action=${action}]`);
     if (!button) continue;
@@ -292,32 +292,22 @@ function ask(title, fields, verb, done, more = []) {
   dialog.showModal();
 }
 
-const WORDS = ["seed", "answer", "note"], LISTS = ["stop", "want"], WHOLE = ["max_tokens", "width"];
+const WORDS = ["seed", "note"], WHOLE = ["max_tokens"];
 
-/** What a form holds: numbers, words, lists of one text; "a.b" is b of an object a. Raises what is no number.
+/** What a form holds: numbers and words. Raises what is no number.
  * @param {FormData} form @param {any[][]} fields as those of a dialog */
 function valuesOf(form, fields) {
   /** @type {Record<string, any>} */ const found = {};
   for (const [name, words, , choices] of fields) {
-    const value = String(form.get(name) ?? ""), [own, of] = name.split(".").reverse();
-    const into = of ? (found[of] ??= {}) : found;
-    if (value === "" && own !== "note") continue;
-    if (own === "seed") typedNumber(value, words, true); // it stays a text: it may have more digits than a number
-    if (choices || WORDS.includes(own)) into[own] = value;
-    else into[own] = LISTS.includes(own) ? [value] : typedNumber(value, words, WHOLE.includes(own));
+    const value = String(form.get(name) ?? "");
+    if (value === "" && name !== "note") continue;
+    if (name === "seed") typedNumber(value, words, true); // it stays a text: it may have more digits than a number
+    if (choices || WORDS.includes(name)) found[name] = value;
+    else found[name] = typedNumber(value, words, WHOLE.includes(name));
   }
   return found;
 }
 
-/** @type {Record<string, string>} each search in one line */
-const SEARCHES = {
-  beam: "Keeps the texts that are most probable as a whole, and continues all of them.",
-  best_of_n: "Draws several texts, and shows the best by its score first.",
-  smc: "Runs many texts side by side. Texts with what you want are copied, the others end.",
-  vote: "Draws several texts, finds the answer in each, and counts which answer is given most often.",
-  steps: "Writes in short steps, and keeps the best texts after each step.",
-  tree: "Always continues the most promising text so far, as a chess program does.",
-};
 /** @type {Record<string, string>} each comparison in one line */
 const COMPARISONS = {
   read: "Both models score this text. You see how far apart their probabilities are, token by token.",
@@ -356,7 +346,7 @@ const leave = ({ parent, at }) => (parent ? select(parent, at) : run.new());
 /** @type {Record<string, string[]>} */
 const MENU = {
   "This branch": ["bookmark", "note", "copy", "delete", "hoist", "children", "replay", "retry"],
-  "From here": ["options", "search", "compare"],
+  "From here": ["options", "compare"],
   View: ["bookmarks", "text.surprise", "pin", "ghosts", "thoughts", "deleted", "mono", "theme"],
   Document: ["new", "export", "compact", "help"],
 };
@@ -404,11 +394,6 @@ const run = {
     look({ ghosts: !view.ghosts });
     tell(view.ghosts ? "Rejected drafts are shown." : "Rejected drafts are hidden.");
   },
-  search: () => ask("Search from here", [["kind", "kind", "", SEARCHES],
-    ["options.width", "width"], ["options.max_tokens", "tokens", 32], ["options.temperature", "temperature"],
-    ["options.seed", "seed"], ["options.want", "text you want (smc)"],
-    ["options.answer", "answer: a regular expression (vote)"]], "Search",
-  (fields) => act("search", { node: store.current, at: place(), ...fields })),
   compare: () => {
     const { B } = store.doc.models;
     if (closeCompare()) return;
@@ -599,7 +584,6 @@ function drawBeginning(A, B) {
       h("span", {}, A && !(/** @type {any} */ (can)[card]) ? without
         : line || `${visible(A?.name ?? "A")} and ${visible(B?.name ?? "B")} on the same text.`))));
   const facts = [...LENSES.map(({ title, says }) => [title, says]),
-    ...Object.entries(SEARCHES).map(([name, says]) => [`Search: ${name.replace(/_/g, " ")}`, says]),
     ...Object.entries(COMPARISONS).map(([name, says]) => [`Compare: ${name}`, says])];
   fill($("about").lastElementChild, facts.map(([name, says]) => [h("dt", {}, name), h("dd", {}, says)]));
 }
@@ -668,7 +652,7 @@ export function start() {
   radios("lenses", LENSES.map(({ name, title }) => [name, title]), choose);
   choose(LENSES[0].name);
   startPanes();
-  const buttons = ["Type", "Edit", "Retry", "Replay", "Search", "Compare", "Stop"];
+  const buttons = ["Type", "Edit", "Retry", "Replay", "Compare", "Stop"];
   fill($("actions"), buttons.map((title) => h("button", { type: "button", "data-action": title.toLowerCase(),
     "data-model": ["Stop", "Compare"].includes(title) ? null : "" }, title, " ",
   h("kbd", {}, keysOf(title.toLowerCase())[0]?.replace("Escape", "Esc")))));

@@ -141,7 +141,6 @@ const EVENTS = {
   tokens: (data) => (putTokens(data), ["tree", "text", "live"]), // the inspector and the legend are drawn once all are there
   round: (data) => (putRound(data), ["live"]),
   compare: (data) => (putCompare(data), ["text", "inspect", "compare", "tree", "legend"]),
-  search: () => ["live"],
   end: (data) => {
     const node = store.nodes.get(data.node);
     if (node) Object.assign(node, { reason: data.reason, seed: data.seed, read: data.read, cached: data.cached });
@@ -180,7 +179,7 @@ function listen(since) {
       if (event.data === undefined) return; // an error of the connection, not of the server
       const data = JSON.parse(event.data);
       const isFirst = name === "tokens" && !store.nodes.get(data.node)?.tokens.n; // the first tokens of a text are drawn at once
-      redraw(handle(data), !isFirst && ["tokens", "round", "search", "compare"].includes(name));
+      redraw(handle(data), !isFirst && ["tokens", "round", "compare"].includes(name));
       for (const listener of listeners) listener(name, data);
     });
   }

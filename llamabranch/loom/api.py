@@ -6,6 +6,7 @@ import asyncio
 import re
 from bisect import bisect_right
 from collections.abc import Awaitable, Callable
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -42,10 +43,9 @@ def front_of(loom: Loom) -> Front:
         status = 200 if body.get("job") is None else 202
         return reply({"rev": loom.document.rev, **body}, status)
 
-    def bound(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
-        return lambda call: handler(loom, call)
-
-    routes = {path: bound(handler) for path, handler in _ROUTES.items()}
+    routes: dict[str, Callable[[Request], Awaitable[Response]]] = {
+        path: partial(handler, loom) for path, handler in _ROUTES.items()
+    }
     routes["POST /loom/do"] = do
     return Front(loom.guard.check, loom.guard.headers, routes, loom.close)
 

@@ -32,10 +32,8 @@ _ROUTES: dict[str, Callable[[Request, Service], Awaitable[Response]]] = {
     "GET /": utilities.index,
     "POST /v1/completions": completions.completions,
     "POST /v1/chat/completions": completions.chat,
-    "GET /v1/models": utilities.models,
-    "GET /v1/models/{name:path}": utilities.models,
-    "GET /health": utilities.health,
-    "GET /v1/health": utilities.health,
+    "GET /v1/models /v1/models/{name:path}": utilities.models,
+    "GET /health /v1/health": utilities.health,
     "GET /metrics": utilities.metrics,
     "GET /tokenizer_info": utilities.tokenizer_info,
     "POST /tokenize": utilities.tokenize,
@@ -49,7 +47,7 @@ class Front(NamedTuple):
     Attributes:
         check: raises HttpError unless a request may be answered; replaces the rules of the settings.
         headers: sent with every answer.
-        routes: handlers, by method and path.
+        routes: handlers, by method and paths.
         close: awaited when no more requests are accepted.
     """
 
@@ -84,14 +82,13 @@ def application(
             raise HttpError(503, "the server is shutting down")
         return await handler(request, service)
 
-    handlers: dict[str, Callable[[Request], Awaitable[Response]]] = {
-        name: partial(serve, handler) for name, handler in _ROUTES.items()
-    }
-    handlers |= {} if front is None else front.routes
+    own = [(name, partial(serve, handler)) for name, handler in _ROUTES.items()]
+    handlers = [*(front.routes.items() if front is not None else ()), *own]
     app = Starlette(
         routes=[
-            Route(name.partition(" ")[2], handler, methods=[name.partition(" ")[0]])
-            for name, handler in handlers.items()
+            Route(path, handler, methods=[name.split()[0]])
+            for name, handler in handlers
+            for path in name.split()[1:]
         ],
         middleware=[
             Middleware(_Headers, service_of, settings, front),

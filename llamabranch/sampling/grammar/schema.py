@@ -84,11 +84,29 @@ def of_type(model: type) -> str:
 
 
 def without_unique(schema: Schema) -> Schema:
-    """Return a schema without ``uniqueItems``, for Python: a set drops repetitions itself."""
+    """Return a schema without ``uniqueItems``, for Python: a set drops repetitions itself.
+
+    An array of values that are listed gets no more items than there are values, so it comes to an end.
+    """
     schema = deepcopy(schema)
     for _, part in _walk(schema):
-        part.pop("uniqueItems", None)
+        if part.pop("uniqueItems", None) is True and (n := _n_values(part.get("items"), schema)):
+            most = part.get("maxItems")
+            part["maxItems"] = min(n, most) if isinstance(most, int) else n
     return schema
+
+
+def _n_values(items: object, document: Schema) -> int:
+    """Return how many values a schema lists; 0 if it lists none."""
+    definitions = document.get("$defs")
+    if isinstance(items, dict) and isinstance(definitions, dict) and "$ref" in items:
+        items = definitions.get(str(items["$ref"]).removeprefix("#/$defs/"))
+    if not isinstance(items, dict):
+        return 0
+    if items.get("type") == "boolean":
+        return 2
+    listed = [items["const"]] if "const" in items else items.get("enum")
+    return len(listed) if isinstance(listed, list) else 0
 
 
 def value(model: type | None, text: str) -> object:

@@ -312,13 +312,20 @@ def _reading(settings: Settings) -> dict[str, list[float]]:
 
 
 def large_document(n_nodes: int = 10_000) -> str:
-    """Return a document of ten tokens a node as loomsidian writes it."""
+    """Return a document of ten tokens a node, as the page exports it with another model."""
     words = " the old king said that a fox must never sleep"
-    nodes: dict[str, object] = {}
+    records: list[dict[str, object]] = [{"op": "voc", "p": {0: words}}]
+    depths: list[int] = []
     for i in range(n_nodes):
         parent = (i - 1) // 3 if i % 5 else i - 1  # bushes along a path of 2,000 nodes
-        nodes[f"m{i}"] = {"text": words, "parentId": f"m{parent}" if i else None}
-    return json.dumps({"current": "m0", "nodes": nodes})
+        depths.append(depths[parent] + 1 if i else 0)
+        above = f"n{parent}" if i else None
+        none = {name: [None] for name in ("lp", "h", "rk")}
+        records += [
+            {"op": "node", "id": f"n{i}", "parent": above, "at": depths[i], "r": i + 1},
+            {"op": "tok", "id": f"n{i}", "ids": [0], "src": "t", "top": [[]], **none},
+        ]
+    return json.dumps({"format": "llamabranch-loom", "records": records})
 
 
 def _large(settings: Settings) -> dict[str, list[float]]:

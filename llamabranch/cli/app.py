@@ -35,7 +35,7 @@ COMMANDS = {
     "speculate": "Generate text with drafts, and say how well they worked.",
     "chat": "Talk with a model in the terminal; retry, edit, fork and save turns.",
     "agent": "Do a task with a model that may call the functions of a Python file.",
-    "open": "Branch, see and compare texts in the browser.",
+    "open": "Branch and see texts in the browser.",
     "serve": "Serve a model over HTTP: OpenAI's API and scores of texts.",
     "score": "Score a text or a file: perplexity, and the KL divergence of two models.",
     "bench": "Measure drafting with a pair of models here, and name the best draft length.",

@@ -124,7 +124,7 @@ def demo(
             console.write(EDITED, "dim")
             # The bundled model would end the text at once.
             edit = _request(EDIT + EDITED, most, min_tokens=24 if is_bundled else 0)
-            edited = _compare(ctx, lb.SuffixDrafter(shared_tokens=0), edit, console, interrupts)
+            edited = _compare(ctx, lb.SuffixDrafter(), edit, console, interrupts)
             console.heading("3. A text as JSON: whatever the schema forces is drafted")
             console.line(PERSON + "\n", "dim")
             grammar = lb.Grammar.from_json_schema(SCHEMA)

@@ -1,4 +1,4 @@
-"""``llamabranch open``: a page in the browser to branch, see and compare texts."""
+"""``llamabranch open``: a page in the browser to branch and see texts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llamabranch import AsyncEngine, ConfigError, Context, hub
+from llamabranch import AsyncEngine, ConfigError, hub
 from llamabranch.serve import ServeSettings
 
-from ..loading import LoadOptions
 from . import options as opt
 from .console import Console
 from .files import load_function
@@ -38,9 +37,6 @@ PAGE = "Page"
 def open(
     call: typer.Context,
     named: Annotated[str | None, typer.Argument(metavar="[MODEL]")] = None,
-    compare: Annotated[
-        str | None, option("--compare", "A second model.", PAGE, metavar="MODEL2")
-    ] = None,
     file: Annotated[
         Path | None, option("--file", f"NAME{_SUFFIX}; one per model.", PAGE, metavar="FILE")
     ] = None,
@@ -65,10 +61,10 @@ def open(
     as_json: opt.Json = False,
     verbose: opt.Verbose = False,
 ) -> None:
-    """Branch, see and compare texts in the browser.
+    """Branch and see texts in the browser.
 
     llamabranch open smollm2-135m:Q8_0
-    llamabranch open a.gguf --compare b.gguf --no-browser
+    llamabranch open a.gguf --file tale.loom.jsonl --no-browser
 
     The page listens on 127.0.0.1 only. Its link works once; Enter prints another.
     """
@@ -79,9 +75,6 @@ def open(
 
         rule = constraint and (constraint, load_function(constraint))
         target, drafters = given.resolve(console)
-        if compare is not None:
-            hub.resolve(compare)
-        partner: list[Context] = []
 
         def open_engine() -> AsyncEngine:
             context, drafter = given.open_pair(
@@ -91,14 +84,6 @@ def open(
                 n_seq_max=_SEQUENCES,
                 prefix_cache=True,
             )
-            if compare is not None:
-                same = LoadOptions(
-                    n_seq_max=4,
-                    prefix_cache=True,
-                    kv_type=context.kv_type,
-                    flash_attention=context.params.flash_attention,
-                )
-                partner.append(given.open(compare, console, **same))
             config = given.config()
             return AsyncEngine(context, drafter, config, max_tokens=None, parallel=_PARALLEL)
 
@@ -112,7 +97,7 @@ def open(
         server = _listening(port, listen, console)
         loom = Loom(
             _document(file, target), server.port, lambda: server.service,
-            lambda: partner[0] if partner else None, read_only=read_only,
+            read_only=read_only,
             draft="+".join(drafters) or "none",
             settings_file=_folder("XDG_CONFIG_HOME", ".config") / "page.json",
             constraint=rule or None,

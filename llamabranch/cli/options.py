@@ -116,7 +116,7 @@ Draft = Annotated[
     str | None,
     option(
         "-md --draft --draft-model --model-draft -d -hfd --hf-repo-draft",
-        "Its drafter; lookup, mtp, none, auto.", MODEL, metavar="MODEL",
+        "Its drafter; suffix, mtp, none, auto.", MODEL, metavar="MODEL",
     ),
 ]  # fmt: skip
 DraftMax = Annotated[

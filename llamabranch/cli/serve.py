@@ -14,7 +14,7 @@ from llamabranch import serve as server
 from llamabranch.serve import ServeSettings, require_server
 
 from . import options as opt
-from .drafters import COPYING
+from .drafters import SUFFIX
 from .files import read_text, text_lines
 from .options import DEFAULTS, Given, option, setting_value, vocabulary
 
@@ -81,7 +81,7 @@ def serve(
         n_texts = _PARALLEL if parallel < 0 else parallel
         config, limited = given.config(), _limits(limits)
         target, drafters = given.resolve(console)
-        if draft in (None, "auto") and all(name in COPYING for name in drafters):
+        if draft in (None, "auto") and all(name == SUFFIX for name in drafters):
             drafters = ("grammar", *drafters)  # text that a schema forces cannot be copied
         with vocabulary(target) as opened:
             params = given.without_eog(given.params(), opened)

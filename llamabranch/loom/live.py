@@ -1,6 +1,6 @@
 """Events for the tabs, and the jobs that generate and score tokens.
 
-Everything here runs in the event loop. Other threads (the engine's, comparisons) hand over
+Everything here runs in the event loop. The engine's thread hands over
 results with `Live.call`. Tokens are sent within 50 ms, or 0.1 s if the model needs all cores, and
 written to the file within 0.1 s.
 """
@@ -23,14 +23,13 @@ from msgspec import Raw
 from ..branch import Produced
 from ..context import Context, PromptProgress, TokenScore
 from ..engine import Request, Result
-from ..eval.pair import short
 from ..native import available_cores
 from ..serve.errors import HttpError, http_error
 from ..serve.generation import Update, all_texts, updates
 from ..serve.http_call import HttpCall
 from ..serve.service import Service
 from ..speculative import RoundTrace
-from .document import Change, Document, Ended, Kept, KeptName, Node, Record, Tokens, digest
+from .document import Change, Document, Ended, Kept, Node, Record, Tokens, digest, short
 from .journal import Journal
 from .turns import answers
 
@@ -67,7 +66,6 @@ class PageJob:
     error: dict[str, object] | None = None
     is_stopped: bool = False
     names: list[str] = field(default_factory=list)  # ids of its requests to the engine
-    reads: Context | None = None  # the second model's context, while that processes the prompt
 
     def as_dict(self) -> dict[str, object]:
         """Return what the page gets."""
@@ -204,10 +202,6 @@ class Live:
         self.send_tokens()
         for record in records:
             self.journal.add(record)
-
-    def keep(self, node: Node, name: KeptName, data: object) -> None:
-        """Keep a round or a comparison with a node."""
-        self.journal.add(Kept(id=node.id, name=name, data=Raw(_encode(data))))
 
     async def confirm(self) -> None:
         """Write and sync all records. Raises HttpError if the disk refuses; the records are kept."""
@@ -365,8 +359,6 @@ class Live:
             job.is_stopped = True
             for name in job.names:
                 self.service.engine.abort(name)
-            if job.reads is not None:
-                job.reads.interrupt()
         return [job.id for job in running]
 
     # -- tokens ----------------------------------------------------------------------------------------
@@ -441,7 +433,7 @@ class Live:
             "src": _SOURCES.get(following.source, "s"), "drafter": trace.drafter,
             "ms": (round(1e3 * trace.draft_s, 3), round(1e3 * trace.verify_s, 3)),
         }  # fmt: skip
-        self.keep(node, "rounds", fields)
+        self.journal.add(Kept(id=node.id, name="rounds", data=Raw(_encode(fields))))
         self.emit("round", fields)
 
     async def generate(self, job: PageJob, work: Sequence[tuple[Node, Request]]) -> None:
@@ -516,14 +508,6 @@ class Live:
         request = Request([*tokens], max_tokens=0, prompt_logprobs=MOST_TOP, logprobs_from=first)
         scored = enumerate((await self._result(request, job)).prompt_logprobs or ())
         return [(score, i) for i, score in scored if score is not None]
-
-    async def read(self, job: PageJob, tokens: Sequence[int]) -> None:
-        """Let the engine process the text that a thread of the job starts from.
-
-        The thread then finds it in the cache. This way progress is shown, and Stop works.
-        """
-        if self.service.ctx.prefix_cache is not None and len(tokens) > _FEW:
-            await self._result(Request([*tokens], max_tokens=0), job)
 
     async def _result(self, request: Request, job: PageJob | None) -> Result:
         """Return the result of a request, as part of a job if there is one."""

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import msgspec
 
 from ..serve.errors import HttpError
-from .comparing import compare
 from .document import Bar, Change, Document, Made, Mode, Node, Record, Tokens, Turn, Undo, decoded
 from .formats import items_of
 from .live import PageJob
@@ -242,8 +241,6 @@ async def _continue(loom: Loom, do: Do, node: Node, at: int) -> Answer:
             raise HttpError(409, "only an interrupted text can be resumed", param="node")
         most = node.made.max_tokens or do.max_tokens
         return _begin(loom, do, [node], most - (len(node.ids) - node.n_given))
-    if do.model == "B":
-        return await compare(loom, do, node, at)
     most = loom.service.settings.max_choices
     if do.n > most:
         raise HttpError(400, f"n must be 1 to {most}", param="n")
@@ -289,7 +286,7 @@ async def _fork(loom: Loom, do: Do, node: Node, at: int) -> Answer:
 
 async def _replay(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     if node.made.seed is None or node.reason == "running" or node.made.by != "A":
-        raise HttpError(409, "only a text that model A generated can be replayed", param="node")
+        raise HttpError(409, "only a text that the model generated can be replayed", param="node")
     is_cut = node.reason in ("stopped", "interrupted", "error")
     n = len(node.ids) - node.n_given if is_cut else node.made.max_tokens
     request = await loom.request(node, n, again=True)
@@ -412,7 +409,7 @@ _OPERATIONS = {
     "type": _Operation(_type), "chat": _Operation(_chat), "bar": _Operation(_bar),
     "continue": _Operation(_continue, needs_node=True),
     "fork": _Operation(_fork, needs_node=True), "replay": _Operation(_replay, needs_node=True),
-    "score": _Operation(_score, needs_file=False), "compare": _Operation(compare, needs_node=True),
+    "score": _Operation(_score, needs_file=False),
     "stop": _Operation(_stop, needs_file=False),
     "adopt": _Operation(_adopt), "set": _Operation(_set, needs_node=True),
     "delete": _Operation(_set, needs_node=True), "undo": _Operation(_undo),

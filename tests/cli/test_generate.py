@@ -196,7 +196,7 @@ def test_neighbours_drafts_and_batches_change_no_text(more: tuple[str, ...]) -> 
     drafted = answer("generate", *PROMPTS, *common, "-S", "n=2", "-md", "tale-draft", "-k", "3")
     alone = answer("generate", *PROMPTS, *common, "-S", "n=2", "-S", "n_seq_max=1", "-md", "none")
     assert several == texts(drafted) == texts(alone) and len(several) == 6
-    few = answer("generate", *PROMPTS[:2], *common, "-md", "lookup")
+    few = answer("generate", *PROMPTS[:2], *common, "-md", "suffix")
     assert texts(few).items() <= several.items()
 
 
@@ -273,7 +273,7 @@ def test_one_text_as_json_is_that_of_the_library() -> None:
 # -- drafters ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("draft", ["lookup", "suffix", "suffix+tale-draft", "lookup+suffix"])
+@pytest.mark.parametrize("draft", ["suffix", "suffix+tale-draft"])
 def test_every_drafter_gives_the_text_of_plain_decoding(draft: str) -> None:
     arguments = (REFRAIN, "-n", "48", "-s", "7", "--temp", "0")
     drafted = speculate("-d", draft, *arguments, *FIXED)

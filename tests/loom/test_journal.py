@@ -26,6 +26,23 @@ def read(file: Path) -> Document:
     return document
 
 
+def test_a_file_with_comparisons_and_searches_of_version_0_4_opens_without_them(
+    tmp_path: Path,
+) -> None:
+    with Paged(tmp_path) as page:
+        root = page.type(START)["id"]
+        node = page.grow(root, max_tokens=6, seed="9")["id"]
+        text, file = page.text(node), page.loom.journal.path
+    with file.open("a") as lines:
+        for name in ("compare", "searches"):
+            lines.write(f'{{"op":"keep","r":900,"id":"{node}","name":"{name}","data":{{}}}}\n')
+    with Paged(tmp_path) as page:
+        assert page.loom.journal.read_only is None and page.text(node) == text
+        page.do("compact")
+        assert page.text(node) == text
+    assert '"searches"' not in file.read_text()
+
+
 _POINTS = [n if n in (1, 3, 8) else pytest.param(n, marks=pytest.mark.slow) for n in range(1, 21)]
 
 

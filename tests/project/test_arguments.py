@@ -109,8 +109,6 @@ COUNTS: dict[str, Call] = {
     "texts of a request": lambda ctx, b, n: lb.Request(STORY, n=n),
     "draft_k": lambda ctx, b, n: lb.SpeculativeConfig(draft_k=n),
     "max_draft_tokens": lambda ctx, b, n: lb.SpeculativeConfig(max_draft_tokens=n),
-    "max_ngram": lambda ctx, b, n: lb.speculative.PromptLookupDrafter(max_ngram=n),
-    "min_ngram": lambda ctx, b, n: lb.speculative.PromptLookupDrafter(min_ngram=n),
     "min_match": lambda ctx, b, n: lb.SuffixDrafter(min_match=n),
     "most probable": lambda ctx, b, n: b.distribution().top(n),
     "top_k": lambda ctx, b, n: lb.SamplingParams(top_k=n),

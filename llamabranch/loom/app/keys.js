@@ -31,7 +31,6 @@ export const ACTIONS = [
   ["lens", "", "the next lens", ["v"]],
   ["lensBack", "", "the previous lens", ["V"]],
   ["ghosts", "", "show or hide rejected drafts", ["x"]],
-  ["compare", "", "compare here", ["d"]],
   ["bookmark", "", "bookmark", ["b"]],
   ["bookmarks", "", "list of bookmarks", ["B"]],
   ["note", "", "note", ["m"]],

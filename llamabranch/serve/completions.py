@@ -273,7 +273,8 @@ class _ChatWriter(Writer[ChatFields]):
         """Return a complete turn."""
         result = update.result
         result.prompt, result.tools = self.fields.messages, self._tools
-        result.note_written(self.service.model)
+        if self._tools.is_used:
+            result.note_written(self.service.model)
         return result.turn
 
     def parts(self, update: Update) -> list[dict[str, object]]:
@@ -285,7 +286,8 @@ class _ChatWriter(Writer[ChatFields]):
             salt = str(len(self.fields.messages))
             pieces = TurnPieces(self._tools, salt, begun, eager=self._is_strict)
             self._pieces[update.index] = pieces
-        events, calls = pieces.feed(update.thought, update.written), False
+        written = update.written if self._tools.is_used else update.text
+        events, calls = pieces.feed(update.thought, written), False
         if update.ended is not None:
             turn = self._turn(update)
             calls = bool(turn.calls)

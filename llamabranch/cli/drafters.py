@@ -66,7 +66,8 @@ def always_drafting(
     """Return the names of a target and of its drafters, which always draft; print the choice.
 
     The drafter is the target's own MTP layers, or the best draft model. If there is neither, the
-    bundled pair is used, or with a ``target`` a drafter that copies. A grammar drafts first.
+    bundled pair is used. A ``target`` then gets copied drafts, else ones of the bundled draft through
+    the text, so that there is something to see. A grammar drafts first.
     """
     name = hub.default_model() if target is None else target
     has_mtp = Model.head_kind(hub.resolve(name, download=None)) == MTP
@@ -75,11 +76,12 @@ def always_drafting(
         name, found = hub.BUNDLED_TARGET, hub.BUNDLED_DRAFT
     if found is None:
         console.note(
-            f"there is no smaller model here to draft for {name}: drafts are copied from the text"
+            f"there is no smaller model here to draft for {name}: drafts are copied from the text, "
+            f"or come from {hub.BUNDLED_DRAFT}"
         )
     elif target is None and not console.silent:
         console.note(f"model: {name}, drafts: {found} (-m and -md name others)")
-    drafters = ("suffix",) if found is None else (found,)
+    drafters = ("suffix", hub.BUNDLED_DRAFT) if found is None else (found,)
     return name, (GRAMMAR, *drafters) if has_grammar else drafters
 
 

@@ -70,7 +70,7 @@ def test_commands_take_any_name(folder: Path) -> None:
 def test_server_answers_with_a_model_of_any_name(folder: Path) -> None:
     model = folder / os.fsdecode(b"m\xff.gguf")
     with Serving(lambda: bundled_engine(model=model)) as server, server.client() as api:
-        for path in ("/", "/v1/models", "/props"):
+        for path in ("/", "/v1/models"):
             assert api.get(path).status_code == 200
         body = {"prompt": "Once", "max_tokens": 2}
         assert api.post("/v1/completions", json=body).json()["model"] == "m\ufffd"

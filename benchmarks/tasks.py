@@ -64,7 +64,7 @@ def _measure(
 
     def drafting(k: int | str) -> Maker:
         def suffix() -> lb.Drafter:
-            return lb.SuffixDrafter(shared_tokens=0)  # a run copies nothing from an earlier one
+            return lb.SuffixDrafter()
 
         return speculative(ctx, prompts, n, sampling, suffix, lb.SpeculativeConfig(draft_k=k))
 

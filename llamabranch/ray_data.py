@@ -30,7 +30,7 @@ class Generate:
     """A class for ``ray.data.Dataset.map_batches`` with ``batch_format="pyarrow"``.
 
     The columns ``prompt``, ``messages``, ``max_tokens``, ``stop``, ``seed``, ``grammar``,
-    ``json_schema``, ``regex`` and ``choice`` of a row are the fields of `Request.from_json`; ``prompt`` or
+    ``json_schema``, ``regex`` and ``choice`` of a row are fields of `Request.from_json`; ``prompt`` or
     ``messages`` is needed. Each row gets the columns ``text``, ``tokens``, ``finish_reason``,
     ``text_seed``, ``n_prompt_tokens`` and ``error``. A row that no request can be made of, or whose text
     fails, has ``finish_reason`` "error" and its reason in ``error``.

@@ -92,9 +92,9 @@ def freeze() -> None:
 def unannounced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands without a model do not mention it, so standard error has only the tested messages."""
     if request.path.parent.name == "cli" and not request.node.get_closest_marker("smollm2"):
-        to = "llamabranch.cli.options.ModelFlags.announce"
+        to = "llamabranch.cli.options.Given.announce"
         default = lb.hub.default_model
-        monkeypatch.setattr(to, lambda self, _: default() if self.target is None else self.target)
+        monkeypatch.setattr(to, lambda self, _: default() if self.model is None else self.model)
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """What tests of drafts share: a fixed length ("auto" drafts only where that pays), prompts, settings."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,6 @@ from llamabranch import (
     SuffixDrafter,
 )
 from llamabranch.generation.drafter import Draft, NullState
-from llamabranch.speculative import PromptLookupDrafter
 from llamabranch.speculative.copying import doubling
 
 FIXED = SpeculativeConfig(draft_k=4)
@@ -45,14 +45,23 @@ class Eager(SuffixDrafter):
         self.factor = self.offset = factor
 
 
+class Newest(SuffixDrafter):
+    """A drafter that copies from the newest place, as one of version 0.1 did."""
+
+    most, floor, factor, offset = 1, 0.0, 0.0, math.inf
+
+    def __init__(self, longest: int, shortest: int) -> None:
+        super().__init__()
+        self.lengths = range(shortest, longest + 1)
+
+
 def make(which: str, draft: Context) -> Drafter | None:
     """Return a new drafter of a kind; ``draft`` is the context of a draft model."""
     makers: dict[str, Callable[[], Drafter | None]] = {
         "none": lambda: None,
         "model": lambda: ModelDrafter(draft),
-        "lookup": lambda: PromptLookupDrafter(max_ngram=3, min_ngram=1),
         "suffix": Eager,
-        "chain": lambda: ChainDrafter([PromptLookupDrafter(), ModelDrafter(draft)]),
+        "chain": lambda: ChainDrafter([SuffixDrafter(), ModelDrafter(draft)]),
     }
     return makers[which]()
 

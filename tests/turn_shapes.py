@@ -111,3 +111,12 @@ CHANGING = {
         "{% if m.tool_calls %}{% if m.tool_calls | length > 1 %}{{ raise_exception('one call') }}{% endif %}",
     ),
 }
+
+
+def opening_thoughts(shape: str) -> str:
+    """Return a template that opens a thought at the end of its prompt."""
+    prompt = "{% if add_generation_prompt %}<bot>"
+    if prompt in shape:
+        return shape.replace(prompt, prompt + "<mull>\n")
+    prompt = "{% if add_generation_prompt %}<|go|>bot"
+    return shape.replace(prompt, prompt + "<|on|>musing<|say|>")

@@ -1,7 +1,7 @@
-"""Conversations in which only new tokens are evaluated."""
+"""A conversation over the engine: turns, retries, edits, forks and saves."""
 
-from .chat import Answer, Chat, ChatSettings, ChatStats
+from .chat import Answer, Chat, ChatStats
 from .conversation import Exchange
 from .saved import saved_model
 
-__all__ = ["Answer", "Chat", "ChatSettings", "ChatStats", "Exchange", "saved_model"]
+__all__ = ["Answer", "Chat", "ChatStats", "Exchange", "saved_model"]

@@ -1,16 +1,18 @@
-"""A conversation with a model: sending messages, retrying, editing, forking and saving."""
+"""A conversation with a model: sending messages, retrying, editing, forking and saving.
+
+A turn is one request, as `Context.chat` makes it. What it has read stays in the context's prefix cache.
+"""
 
 from __future__ import annotations
 
 import inspect
 import json
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import wraps
-from threading import get_ident
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar, cast
 from uuid import uuid4
 
@@ -19,8 +21,8 @@ from ..branch import Branch, Produced
 from ..branch.tree import BranchTree
 from ..context.context import text_context
 from ..context.prefix_cache import n_common
-from ..context.progress import OnPromptProgress, Reading
-from ..engine.completion import tool_grammar
+from ..engine import Engine
+from ..engine.completion import ChatOptions, Completion, plan_chat
 from ..engine.context import Context
 from ..errors import (
     BranchStateError,
@@ -34,23 +36,15 @@ from ..errors import (
     UsageError,
     warn,
 )
-from ..generation.thought import ThoughtBuffer, named_text
-from ..model.text import stop_strings
-from ..model.thoughts import (
-    Thinking,
-    ThinkingChoice,
-    plan_thinking,
-    thinking_budget,
-    thinking_variables,
-)
-from ..model.tools import Tool, ToolCall, Tools, conversation, openai_call
+from ..model.tools import ToolCall, openai_call
 from ..native import forkable_lock
 from ..pictures import TreeLine
-from ..sampling import Grammar, Sampler, SamplingParams, SamplingSettings
+from ..request.request import Event, Result
+from ..sampling import SamplingSettings
 from ..sampling.noise import derive_seed, random_seed
 from ..sampling.params import settings_of
-from ..speculative import Generation, SpeculativeConfig, SpeculativeStats, Speculator
-from ..speculative.combined import DrafterChoice, auto_drafter
+from ..speculative import SpeculativeConfig, SpeculativeStats
+from ..speculative.combined import DrafterChoice
 from .conversation import Exchange, Line, exchanges_of, messages_of, tree_of
 from .saved import SavedChat, read_chat, write_chat
 
@@ -61,15 +55,11 @@ __all__ = ["Answer", "Chat", "ChatStats"]
 
 # Fractions of the context that must be free: for an answer, and after turns were cut.
 _LEAST_ROOM, _MORE_ROOM = 8, 4
-
-
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _exclusive(
-    method: Callable[Concatenate[Chat, P], R],
-) -> Callable[Concatenate[Chat, P], R]:
+def _exclusive(method: Callable[Concatenate[Chat, P], R]) -> Callable[Concatenate[Chat, P], R]:
     """Let a method of `Chat` run in one thread at a time."""
 
     @wraps(method)
@@ -92,107 +82,70 @@ class ChatStats:
         speculative: statistics of drafts. Rejected tokens do not count in ``num_evaluated_tokens``.
     """
 
-    num_evaluated_tokens: int
-    num_cached_tokens: int
-    num_answers: int
-    num_cut_exchanges: int
-    speculative: SpeculativeStats
-
-
-class ChatSettings(SamplingSettings, total=False):
-    """The settings of answers that `Chat.set` changes."""
-
-    max_tokens: int | None
-    thinking: ThinkingChoice
+    num_evaluated_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_answers: int = 0
+    num_cut_exchanges: int = 0
+    speculative: SpeculativeStats | None = None
 
 
 class Chat:
     """A conversation that can be undone, edited, forked and saved; only new tokens are evaluated.
 
     The model's chat template writes the conversation. A message stays text, even if it spells control
-    tokens. The K/V of earlier turns stays in the context's prefix cache, so the longest known beginning
-    of a prompt is not evaluated again, even after an edit or a switch.
-
-    In a batch-invariant context each answer has the text of a branch with the same prompt tokens,
+    tokens. In a batch-invariant context each answer has the text of a branch with the same prompt tokens,
     settings and seed; in other contexts rounding can change it.
 
-    A chat belongs to one thread at a time. A call that would change it while another thread uses it, or
-    while an answer is run to its end, raises BranchStateError and changes nothing.
+    A chat belongs to one thread at a time. A call that would change it while another thread uses it
+    raises BranchStateError and changes nothing.
 
     Args:
         ctx: the context that answers. The chat opens its prefix cache, even with ``prefix_cache=False``.
-        drafter: drafts the answers; "auto" = like `Engine`, if the memory can drop tokens; None = plain
-            decoding.
-        config: how much to draft.
+        drafter, config: as for `Engine`.
         system: the system message.
-        sampling: settings. Without a seed a random one is used.
-        max_tokens: the most tokens of an answer; None = until the model ends it or the context is full.
-        stop: strings that end an answer.
-        thinking: whether the model thinks before it answers: None = as its template does, True, False, or
-            the most tokens of a thought. Stop strings and calls apply to the answer only.
-        thinking_end: last words for a thought that has used up its tokens.
-        tools: functions that an answer may call: OpenAI's tool objects, or Python functions. The calls
-            are in `Answer.tool_calls`; answer them with `results`.
-        settings: fields of `SamplingParams` by name, which override ``sampling``.
+        options: the options of `Context.chat` for every answer: sampling settings, ``max_tokens`` (None =
+            until the model ends it or the context is full), ``stop``, ``tools``, ``thinking``, and so on.
+            Without a seed a random one is used.
 
     Raises:
         UnsupportedError: the model has no chat template, or one that cannot be run.
-        ConfigError: an unknown setting, or the template refuses a system message.
+        ConfigError: an unknown option, or the template refuses a system message.
         VocabularyMismatchError: the drafter cannot draft for the model.
 
     Attributes:
-        ctx: the context.
-        sampling, max_tokens, thinking: the settings of the next answer; `set` changes them.
-        stop: strings that end an answer.
-        on_prompt_progress: called with a `PromptProgress` while a message is processed; None = not
-            called.
-        speculator: generates the answers.
+        ctx, engine: the context, and what runs the answers.
+        sampling, options: the settings of the next answer; `set` changes them.
+        on_prompt_progress: called with a `PromptProgress` while a message is processed; or None.
         current: the number of the current branch.
     """
 
-    def __init__(
+    def __init__(  # type: ignore[misc]  # the engine has the drafter
         self,
         ctx: Context,
         drafter: DrafterChoice = "auto",
         config: SpeculativeConfig | None = None,
         *,
         system: str | None = None,
-        sampling: SamplingParams | None = None,
-        max_tokens: int | None = None,
-        stop: str | Sequence[str] = (),
-        thinking: ThinkingChoice = None,
-        thinking_end: str = "",
-        tools: Sequence[Tool] | None = None,
-        **settings: Unpack[SamplingSettings],
+        **options: Unpack[ChatOptions],
     ) -> None:
         text_context("ctx", ctx)
-        if drafter == "auto":
-            drafter = auto_drafter(ctx) if ctx.kv_cache.undoes(1) else None
-        self.speculator = Speculator(ctx, drafter, config)
-        self.ctx = ctx
-        self._lock = forkable_lock()
-        self.sampling = settings_of(sampling)
-        self.max_tokens: int | None = None
-        self.thinking: ThinkingChoice = None
-        self.thinking_end = thinking_end
-        self.stop = stop_strings(stop)
-        self.on_prompt_progress: OnPromptProgress | None = None
-        self.current = 1
-        self._lines = {1: Line(1, system=system)}
-        self._id = uuid4().hex  # a saved chat has the id of the first chat in its folder
-        self._branch: Branch | None = None  # the only one that is not pruned
-        self._answer: Answer | None = None
-        self._stats = ChatStats(0, 0, 0, 0, self.speculator.stats)
         if ctx.model.chat_template is None:
             raise UnsupportedError(
                 f"{ctx.model.name} has no chat template: it was not trained on conversations",
                 hint="load(..., chat_template='chatml') sets one; Branch.append continues plain text",
             )
-        changes = {"seed": self.sampling.seed, "max_tokens": max_tokens, "thinking": thinking}
-        self.set(**cast(ChatSettings, {**changes, **settings}))
-        self.tools = Tools(tools or (), None, ctx.model.turn_format)
-        self._tokens(system, (), Exchange(None, "x"))  # raises if the template refuses it
         ctx.keep_prefixes(always=True)
+        self.ctx, self.engine = ctx, Engine(ctx, drafter, config, max_tokens=None)
+        self.sampling, self.options = settings_of(None), ChatOptions(max_tokens=None)
+        self.on_prompt_progress = options.pop("on_prompt_progress", None)
+        self.current = 1
+        self._lock = forkable_lock()
+        self._lines = {1: Line(1, system=system)}
+        self._before = self._lines, 1  # what an answer without a token goes back to
+        self._id = uuid4().hex  # a saved chat has the id of the first chat in its folder
+        self._answer: Answer | None = None
+        self._stats = ChatStats()
+        self.set(**{"seed": settings_of(options.get("sampling")).seed, **options})
 
     # -- properties --------------------------------------------------------------------------------
 
@@ -208,13 +161,8 @@ class Chat:
 
     @_exclusive
     def close(self) -> None:
-        """End a running answer and free its sequence. A second call does nothing.
-
-        The K/V stays in the prefix cache until its cells are needed.
-        """
+        """End a running answer. What was read stays in the prefix cache until its cells are needed."""
         self._end_answer()
-        if not self.ctx.closed:
-            self._leave()
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -234,13 +182,9 @@ class Chat:
             self._lock.release()
 
     @property
-    def _line(self) -> Line:
-        return self._lines[self.current]
-
-    @property
     def exchanges(self) -> list[Exchange]:
         """The messages of the current branch with their answers, in order."""
-        return self._line.path
+        return self._lines[self.current].path
 
     @property
     def messages(self) -> list[dict[str, object]]:
@@ -249,45 +193,42 @@ class Chat:
 
     @property
     def system(self) -> str | None:
-        """The system message of the current branch, or None. You can set it.
-
-        If you set it, the whole branch is processed again with its next message.
-        """
-        return self._line.system
+        """The system message of the current branch, or None. You can set it."""
+        return self._lines[self.current].system
 
     @system.setter
     @_exclusive
     def system(self, text: str | None) -> None:
-        self._tokens(text, (), Exchange(None, "x"))
+        self._plan(text, [], Exchange(None, "x"))  # the template may refuse it
         self._end_answer()
-        self._line.system = text
+        self._lines[self.current] = replace(self._lines[self.current], system=text)
 
-    def set(self, **changes: Unpack[ChatSettings]) -> None:
-        """Change settings of the next answers: `SamplingParams`' fields, ``max_tokens``, ``thinking``.
-
-        ``seed=None`` picks a random seed.
+    @_exclusive
+    def set(self, **changes: Unpack[ChatOptions]) -> None:
+        """Change options of the next answers, by the names of `Context.chat`; ``seed=None`` is random.
 
         Raises:
-            ConfigError: an unknown setting or a bad value; nothing is changed.
+            ConfigError: an unknown option or a bad value; nothing is changed.
         """
-        limit = changes.pop("max_tokens", self.max_tokens)
-        if limit is not None:
-            limit = whole("max_tokens", limit, 1)
-        thinking = changes.pop("thinking", self.thinking)
-        if thinking:
-            plan_thinking(self.ctx.model, [], thinking)  # raises if the template cannot
-        thinking_budget(thinking)
+        before = self.sampling, self.options
         if changes.get("seed", 0) in (None, -1):
             changes["seed"] = random_seed()
-        with self.held():
-            self.sampling = self.sampling.replace(**cast(SamplingSettings, changes))
-            self.max_tokens = limit
-            self.thinking = thinking
+        settings = {k: v for k, v in changes.items() if k in SamplingSettings.__annotations__}
+        base = changes.get("sampling") or self.sampling
+        others = {k: v for k, v in changes.items() if k not in (*settings, "sampling")}
+        self.sampling = settings_of(base, **settings)
+        self.options = cast(ChatOptions, {**self.options, **others})
+        try:
+            self._plan(self.system, [], Exchange(None, "x"))
+        except BaseException:
+            self.sampling, self.options = before
+            raise
 
     @property
     def n_cut(self) -> int:
         """How many exchanges the last answer did not see, because the context was full."""
-        return 0 if self._line.head is None else self._line.head.n_cut
+        head = self._lines[self.current].head
+        return 0 if head is None else head.n_cut
 
     @property
     def branches(self) -> list[int]:
@@ -295,18 +236,9 @@ class Chat:
         return list(self._lines)
 
     @property
-    def branch(self) -> Branch | None:
-        """The branch that ends with the last answer; None before that, or once its K/V is evicted.
-
-        It is pruned when the chat continues, but not its forks. After a switch or an undo it takes a
-        sequence, and nothing is evaluated.
-        """
-        return None if self._line.head is None else self._revived(self._line.head)
-
-    @property
     def stats(self) -> ChatStats:
         """The cost so far."""
-        return deepcopy(self._stats)
+        return replace(self._stats, speculative=deepcopy(self.engine.stats.speculative))
 
     def tree(self) -> BranchTree:
         """Return the tree of all branches, for printing: a line for each message and its answer."""
@@ -328,12 +260,11 @@ class Chat:
 
         Raises:
             CacheFullError: the message is too long, even alone. ConfigError: it is not text, or the
-                template refuses it. DecodeError. The conversation is as before.
+                template refuses it. The conversation is as before.
         """
-        if not isinstance(text, str):
-            raise ConfigError(f"a message must be text, not {text!r:.40}")
         self._end_answer()
-        return self._begin(self._line, Exchange(self._line.head, text), self.sampling)
+        line = self._lines[self.current]
+        return self._begin(line, Exchange(line.head, _text(text)), self.sampling.drawn_seed())
 
     @_exclusive
     def results(self, *results: object) -> Answer:
@@ -346,20 +277,19 @@ class Chat:
                 not JSON. It also raises the errors of `send`.
         """
         self._end_answer()
-        head = self._line.head
-        calls = [] if head is None else head.calls
+        line = self._lines[self.current]
+        calls = [] if line.head is None else line.head.calls
         if not calls or len(calls) != len(results):
             raise UsageError(
                 f"the last answer calls {len(calls)} functions, and there are {len(results)} results"
             )
-        texts = []
-        for index, result in enumerate(results):
-            try:
-                text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
-            except (TypeError, ValueError, RecursionError) as error:
-                raise ConfigError(f"results[{index}] is not JSON: {error}") from None
-            texts.append(text)
-        return self._begin(self._line, Exchange(head, "", results=texts), self.sampling)
+        try:
+            texts = [
+                r if isinstance(r, str) else json.dumps(r, ensure_ascii=False) for r in results
+            ]
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(f"a result is not JSON: {error}") from None
+        return self._begin(line, Exchange(line.head, "", results=texts), self.sampling.drawn_seed())
 
     @_exclusive
     def retry(self) -> Answer:
@@ -368,8 +298,7 @@ class Chat:
         Raises:
             UsageError: there is no message. It also raises the errors of `send`.
         """
-        n = len(self.exchanges)
-        return self._instead(n, self._exchange(n))
+        return self._instead(self._exchange(len(self.exchanges)))
 
     @_exclusive
     def edit(self, n: int, text: str) -> Answer:
@@ -380,25 +309,22 @@ class Chat:
         Raises:
             UsageError: there is no such message. It also raises the errors of `send`.
         """
-        if not isinstance(text, str):
-            raise ConfigError(f"a message must be text, not {text!r:.40}")
-        return self._instead(n, Exchange(None, text))
+        return self._instead(Exchange(self._exchange(n).parent, _text(text)))
 
-    def _instead(self, n: int, question: Exchange) -> Answer:
-        """Answer the message or results of ``question`` instead of the ``n``-th message."""
+    def _instead(self, asked: Exchange) -> Answer:
+        """Answer a message or results on a new branch."""
         self._end_answer()
-        parent, seed = self._exchange(n).parent, self.sampling.seed or 0
         n_before = sum(
-            e.parent is parent and (e.user, e.results) == (question.user, question.results)
+            e.parent is asked.parent and (e.user, e.results) == (asked.user, asked.results)
             for e in exchanges_of(self._lines.values())
         )
-        params = self.sampling.replace(seed=derive_seed(seed, n_before) if n_before else seed)
-        line = replace(self._line, number=max(self._lines) + 1)
-        return self._begin(line, Exchange(parent, question.user, results=question.results), params)
+        seed = self.sampling.drawn_seed()
+        line = replace(self._lines[self.current], number=max(self._lines) + 1)
+        question = Exchange(asked.parent, asked.user, results=asked.results)
+        return self._begin(line, question, derive_seed(seed, n_before) if n_before else seed)
 
     def _exchange(self, n: int) -> Exchange:
-        exchanges = self.exchanges
-        n = whole("the number of a message", n)
+        exchanges, n = self.exchanges, whole("the number of a message", n)
         if not 1 <= n <= len(exchanges):
             raise UsageError(
                 f"there is no message {n}" if exchanges else "there is no message yet",
@@ -408,137 +334,93 @@ class Chat:
             )
         return exchanges[n - 1]
 
-    def _begin(self, line: Line, question: Exchange, params: SamplingParams) -> Answer:
-        """Process the prompt of an answer, and then change the conversation."""
-        parent, model = question.parent, self.ctx.model
-        tokens, n_cut = self._fitting(line, question)
-        tokens, thinking = plan_thinking(
-            model, tokens, self.thinking, ending=self.thinking_end, has_calls=self.tools.is_used
-        )
-        grammar = tool_grammar(model, self.tools, None) if self.tools.is_used else None
-        before = [] if parent is None else parent.path[n_cut:]
-        n_next = self._n_next(line.system, before, question, tokens)
-        branch, n_new = self._read(tokens, params, n_next)
-        self._branch = branch
-        self._stats.num_evaluated_tokens += n_new
-        self._stats.num_cached_tokens += len(tokens) - n_new
+    def _begin(self, line: Line, question: Exchange, seed: int) -> Answer:
+        """Plan an answer, and then change the conversation."""
+        plan, n_cut = self._fitting(line.system, question, seed)
+        if not self.ctx.kv_cache.can_draft:
+            self._read(line.system, question, n_cut, plan)
+        exchange = replace(question, seed=seed, n_cut=n_cut)
         self._stats.num_answers += 1
         self._stats.num_cut_exchanges += max(0, n_cut - self.n_cut)
-        exchange = replace(question, seed=branch.seed, n_cut=n_cut, branch=branch)
-        self._undo = self._lines, self.current
-        line = replace(line, head=exchange)
-        self._lines, self.current = {**self._lines, line.number: line}, line.number
-        self._answer = Answer(self, exchange, branch, thinking, grammar)
+        self._before = self._lines, self.current
+        self._lines = {**self._lines, line.number: replace(line, head=exchange)}
+        self.current = line.number
+        self._answer = Answer(self, exchange, plan)
         return self._answer
 
-    def _read(
-        self, tokens: Sequence[int], params: SamplingParams, n_next: int
-    ) -> tuple[Branch, int]:
-        """Return a branch with a prompt, and how many of its tokens were evaluated.
+    def _plan(
+        self, system: str | None, before: list[Exchange], question: Exchange, seed: int = 0
+    ) -> Completion:
+        options = {**self.options, "on_prompt_progress": self.on_prompt_progress}
+        messages = messages_of(system, [*before, question])
+        return plan_chat(self.ctx, messages, self.sampling.replace(seed=seed), **options)
 
-        ``n_next``: how many of these tokens the prompt of the next turn will probably begin with. Memory
-        that cannot be cut everywhere keeps a checkpoint there.
+    def _fitting(self, system: str | None, question: Exchange, seed: int) -> tuple[Completion, int]:
+        """Return the call of a turn, and how many exchanges are left out because it is too long.
+
+        At least the exchanges that the last answer did not see are left out, because the rest is cached.
         """
-        self._leave()
-        branch = Branch.create(self.ctx, params, beginning=tokens)
-        try:
-            n = branch.sequence.take_prompt(tokens)
-            report = self.on_prompt_progress
-            if report is not None and n < n_next < len(tokens):  # two parts, shown as one prompt
-                report = Reading(n, len(tokens)).relayed(report)
-            for part in (tokens[n:n_next], tokens[max(n, n_next) :]):
-                if part:
-                    branch.prefill(part, on_prompt_progress=report)
-            branch.sequence.keep_cached(with_row=True)
-        except BaseException:
-            branch.leave_to_cache()  # the last turn may be in its sequence
-            raise
-        return branch, len(tokens) - n
-
-    def _leave(self) -> None:
-        """Leave the K/V of the last branch to the prefix cache, and free its sequence."""
-        branch, self._branch = self._branch, None
-        if branch is not None:
-            branch.leave_to_cache()
-
-    def _revived(self, exchange: Exchange) -> Branch | None:
-        """Return the branch of an exchange, with its K/V from the prefix cache; None if it is evicted."""
-        if exchange.branch is not None and exchange.branch.state == "pruned":
-            with self.held():
-                self._leave()
-                self._branch = exchange.branch.revived()
-                exchange.branch = self._branch or exchange.branch
-        return (
-            None
-            if exchange.branch is None or exchange.branch.state == "pruned"
-            else exchange.branch
-        )
-
-    def _fitting(self, line: Line, question: Exchange) -> tuple[list[int], int]:
-        """Return the tokens of a prompt, and how many exchanges are left out because it is too long.
-
-        At least the exchanges that the last answer did not see are left out, because the K/V of the rest
-        exists.
-        """
-        parent = question.parent
+        parent, size = question.parent, self.ctx.n_ctx_seq
         before, n_cut = ([], 0) if parent is None else (parent.path, parent.n_cut)
-        size = self.ctx.n_ctx_seq
-        least = size // _LEAST_ROOM
-        least = least if self.max_tokens is None else min(least, self.max_tokens)
-        tokens = self._tokens(line.system, before[n_cut:], question)
-        if size - len(tokens) < least:
-            while size - len(tokens) < max(least, size // _MORE_ROOM) and n_cut < len(before):
+        limit = self.options.get("max_tokens")
+        room = least = min(size // _LEAST_ROOM, size if limit is None else limit)
+        while True:
+            try:
+                plan = self._plan(system, before[n_cut:], question, seed)
+                n_free = size - len(_tokens(plan))
+                if n_free >= room or (n_cut >= len(before) and n_free > 0):
+                    return plan, n_cut
+                if n_cut >= len(before):
+                    raise CacheFullError.of_prompt(size - n_free, size)
+            except CacheFullError:
+                if n_cut >= len(before):
+                    raise
+            room = max(least, size // _MORE_ROOM)
+            n_cut += 1
+            while n_cut < len(before) and before[n_cut].results:  # their calls are left out
                 n_cut += 1
-                while n_cut < len(before) and before[n_cut].results:  # their calls are left out
-                    n_cut += 1
-                tokens = self._tokens(line.system, before[n_cut:], question)
-            if len(tokens) >= size:
-                raise CacheFullError.of_prompt(len(tokens), size)
-        return tokens, n_cut
 
-    def _tokens(
-        self, system: str | None, before: Sequence[Exchange], question: Exchange
-    ) -> list[int]:
-        """Return the tokens of a prompt, written by the template."""
-        model = self.ctx.model
-        variables = thinking_variables(model.turn_format, self.thinking)
-        messages = messages_of(system, before, question)
-        return conversation(model, messages, self.tools, variables).tokens(model)
+    def _read(self, system: str | None, question: Exchange, n_cut: int, plan: Completion) -> None:
+        """Read a prompt but its last token, for memory that cannot be cut, which continues from a state.
 
-    def _n_next(
-        self,
-        system: str | None,
-        before: Sequence[Exchange],
-        question: Exchange,
-        tokens: Sequence[int],
-    ) -> int:
-        """Return how many tokens this prompt and the next one will probably have in common.
-
-        If the memory can drop tokens, that does not matter, and the result is all of them. Many
-        templates leave the reasoning out of earlier answers, or write the last answer differently.
+        A state is also kept where the next prompt will probably differ: many templates leave the
+        reasoning out of earlier answers, or write the last answer differently.
         """
-        n = len(tokens)
-        if not self.ctx.kv_cache.can_draft:
-            answered = replace(question, answer="x", n_tokens=1)
-            with suppress(LlamaBranchError):  # the template may refuse another turn
-                later = self._tokens(system, [*before, answered], Exchange(answered, "x"))
-                n = n_common(tokens, later)
-        return n
+        before = [] if question.parent is None else question.parent.path[n_cut:]
+        answered, tokens = replace(question, answer="x", n_tokens=1), _tokens(plan)
+        n_next = last = len(tokens) - 1
+        with suppress(LlamaBranchError):  # the template may refuse another turn
+            later = self._plan(system, [*before, answered], Exchange(answered, "x"))
+            n_next = min(last, n_common(tokens, _tokens(later)))
+        branch = Branch.create(self.ctx, beginning=tokens[:last])
+        try:
+            n = branch.sequence.take_prompt(tokens[:last])
+            for part in (tokens[n:n_next], tokens[max(n, n_next) : last]):
+                if part:
+                    branch.prefill(part, on_prompt_progress=self.on_prompt_progress)
+        finally:
+            branch.leave_to_cache()
+        self._stats.num_evaluated_tokens += last - n
+        self._stats.num_cached_tokens -= last - n
 
     def _end_answer(self) -> None:
         """End a running answer. Its message stays, and so does the text so far."""
         answer, self._answer = self._answer, None
         if answer is not None:
-            answer.cut_off()
+            answer.close()
 
-    def _conclude(self, exchange: Exchange) -> None:
-        """Record an answer that has ended; an interrupted one without a token is removed."""
-        self._stats.num_evaluated_tokens += exchange.n_tokens
-        if self._answer is not None and not exchange.is_answered:
-            n_cut = self.n_cut
-            self._lines, self.current = self._undo
-            self._stats.num_cut_exchanges -= max(0, n_cut - self.n_cut)
-        self._answer = None
+    def conclude(self, answer: Answer, result: Result | None) -> None:
+        """Count an answer that has ended; take back one that has no token. `Answer` calls it."""
+        if result is not None:
+            self._stats.num_cached_tokens += result.num_cached_tokens
+            n_read = result.num_prompt_tokens - result.num_cached_tokens
+            self._stats.num_evaluated_tokens += n_read + len(result.tokens)
+        if self._answer is answer:
+            if not answer.exchange.is_answered:
+                n_cut = self.n_cut
+                self._lines, self.current = self._before
+                self._stats.num_cut_exchanges -= max(0, n_cut - self.n_cut)
+            self._answer = None
 
     # -- branches ----------------------------------------------------------------------------------
 
@@ -551,7 +433,7 @@ class Chat:
         """
         self._end_answer()
         last = self._exchange(len(self.exchanges))
-        self._lines[self.current] = replace(self._line, head=last.parent)
+        self._lines[self.current] = replace(self._lines[self.current], head=last.parent)
         return last.user
 
     @_exclusive
@@ -559,7 +441,7 @@ class Chat:
         """Continue on a new branch, which begins like the current one; return its number."""
         self._end_answer()
         number = max(self._lines) + 1
-        self._lines[number] = replace(self._line, number=number)
+        self._lines[number] = replace(self._lines[self.current], number=number)
         self.current = number
         return number
 
@@ -570,26 +452,18 @@ class Chat:
         Raises:
             UsageError: there is no such branch.
         """
-        self.on(number)
-        self._end_answer()
-        self.current = int(number)
-
-    def on(self, number: int) -> list[Exchange]:
-        """Return the exchanges of any branch.
-
-        Raises:
-            UsageError: there is no such branch.
-        """
-        if whole("the number of a branch", number) not in self._lines:
+        number = whole("the number of a branch", number)
+        if number not in self._lines:
             known = ", ".join(map(str, self._lines))
             raise UsageError(f"there is no branch {number}", hint=f"branches: {known}")
-        return self._lines[number].path
+        self._end_answer()
+        self.current = number
 
     # -- saving ------------------------------------------------------------------------------------
 
     @_exclusive
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write the conversation and the K/V of its branches to a folder; see `load`.
+        """Write the conversation, and the K/V of the current branch, to a folder; see `load`.
 
         The folder is created. An earlier save of this chat is replaced; other files are not.
 
@@ -597,12 +471,11 @@ class Chat:
             SnapshotError: it cannot be written, or the folder has another chat or other files.
         """
         self._end_answer()
+        limit, stop = self.options.get("max_tokens"), self.options.get("stop", ())
+        texts = (stop,) if isinstance(stop, str) else tuple(stop)
         lines = list(self._lines.values())
-        saved = SavedChat(self._id, lines, self.current, self.sampling, self.max_tokens, self.stop)
-        current_last = [*self._lines.values(), self._line]
-        heads = dict.fromkeys(line.head for line in reversed(current_last) if line.head is not None)
-        ends = (head for head in reversed(heads) if self._revived(head) is not None)
-        write_chat(folder, self.ctx.model, saved, ends)
+        saved = SavedChat(self._id, lines, self.current, self.sampling, limit, texts)
+        write_chat(folder, self.ctx, saved)
 
     @classmethod
     def load(
@@ -616,9 +489,8 @@ class Chat:
     ) -> Chat:
         """Return the conversation that ``save`` wrote; it continues as if it had never ended.
 
-        If the context has no room for some of the K/V, those tokens are evaluated again when they are
-        needed. If the context has another K/V type, or another setting that K/V depends on, all of it is
-        evaluated again, with a `PerformanceWarning`.
+        K/V that was not saved, or for which the context has no room, is evaluated again when it is
+        needed; so is all of it if the context has another K/V type, with a `PerformanceWarning`.
 
         Args:
             ctx: the context in which it continues, of the same model; see `saved_model`.
@@ -638,10 +510,9 @@ class Chat:
         chat._id, chat.current = saved.id, saved.current
         chat._lines = {line.number: line for line in saved.lines}
         try:
-            for path, exchange in saved.branches:  # the last one is the most recently used
+            for path in saved.branches:
                 with suppress(CapacityError):  # it is evaluated again
-                    exchange.branch = Branch.load(ctx, path, trusted=trusted)
-                    exchange.branch.leave_to_cache()
+                    Branch.load(ctx, path, trusted=trusted).leave_to_cache()
         except SnapshotError as error:
             if error.setting is None:
                 raise
@@ -654,32 +525,21 @@ class Answer:
 
     Attributes:
         exchange: the message and its answer, as the chat keeps them.
-        branch: the branch with the tokens of the prompt and the answer. It is pruned when the chat
-            continues: fork it to keep it.
         prompt: the token ids of the prompt, written by the chat template.
+            ``Branch.start(ctx, answer.prompt + answer.tokens)`` is a branch of it.
+        tokens: the token ids so far, the thought's first.
     """
 
-    def __init__(
-        self,
-        chat: Chat,
-        exchange: Exchange,
-        branch: Branch,
-        thinking: Thinking | None = None,
-        grammar: Grammar | None = None,
-    ) -> None:
+    def __init__(self, chat: Chat, exchange: Exchange, plan: Completion) -> None:
         self.exchange = exchange
-        self.branch = branch
-        self.prompt = branch.tokens
-        self._chat = chat
-        self._thinking, self._grammar = thinking, grammar
-        self._thought: list[int] = []  # tokens
-        self._generation: Generation | None = None  # of the answer, after its thought
-        self._events = self._run()
-        self._has_ended = self._was_cut_off = False
-        self._reader = 0  # the thread that iterates; 0 = none yet
+        self.prompt = _tokens(plan)
+        self.tokens: list[int] = []
+        self._chat, self._result = chat, cast("Result | None", None)
+        self._events = plan.events(chat.engine.stream(plan.requests))
+        self._has_ended = False
 
     def __repr__(self) -> str:
-        text, n = self.exchange.answer, self.exchange.n_tokens
+        text, n = self.exchange.answer, len(self.tokens)
         return f"<Answer {text!r:.40}, {n} tokens, {self.finish_reason or 'not complete'}>"
 
     @property
@@ -695,26 +555,17 @@ class Answer:
         return self.exchange.thought
 
     def _begin_unread(self) -> None:
-        if inspect.getgeneratorstate(self._events) == inspect.GEN_CREATED:
+        if inspect.getgeneratorstate(self._events) == inspect.GEN_CREATED and not self._has_ended:
             self.finish()
 
     @property
     def tool_calls(self) -> list[ToolCall]:
         """The calls of functions in the answer, once it has ended."""
-        return [
-            ToolCall(f["name"], json.loads(f["arguments"]), str(call["id"]))
-            for call in self.exchange.calls
-            if isinstance(f := call["function"], dict)
-        ]
-
-    @property
-    def tokens(self) -> list[int]:
-        """The token ids so far, the thought's first; a copy."""
-        return self._thought + ([] if self._generation is None else self._generation.tokens)
+        return [] if self._result is None else self._result.tool_calls
 
     @property
     def finish_reason(self) -> str | None:
-        """ "stop", "length" or "capacity" (the context is full); None: running, or interrupted."""
+        """ "stop", "tool_calls", "length" or "capacity" (the context is full); None: no end yet."""
         return self.exchange.finish_reason
 
     def __iter__(self) -> Iterator[Produced]:
@@ -722,90 +573,33 @@ class Answer:
 
     def __next__(self) -> Produced:
         with self._chat.held():
-            self._check_thread()
             try:
-                event = next(self._events)
+                while (token := self._note(next(self._events))) is None:
+                    pass
             except BaseException:  # StopIteration too
                 self.close()
                 raise
-            self._note()
-            return event
+            return token
 
-    def _check_thread(self) -> None:
-        """Raise BranchStateError in the thread that reads the answer if another thread ended it."""
-        self._reader = self._reader or get_ident()
-        if self._was_cut_off and self._reader == get_ident():
-            raise BranchStateError(
-                "the answer was ended by another thread that used the chat",
-                hint="a chat belongs to one thread at a time",
-            )
-
-    def _note(self) -> None:
-        """Write the answer so far into the conversation."""
-        if self._generation is not None and not self.exchange.calls:
-            self.exchange.answer = self._generation.text
-        self.exchange.n_tokens = len(self.tokens)
-
-    def _run(self) -> Generator[Produced, None, None]:
-        chat, limit = self._chat, self._chat.max_tokens
-        if self._thinking is not None:
-            yield from self._think(self._thinking, limit)
-        if self._grammar is not None:
-            text, model = self.branch.sequence, chat.ctx.model
-            sampler = Sampler(model, text.sampler.params, self._grammar)
-            text.begin_anew(len(text.tokens), sampler)
-        if self.finish_reason is None:
-            left = None if limit is None else max(0, limit - len(self.tokens))
-            self._generation = chat.speculator.generate(
-                self.branch, max_tokens=left, stop=chat.stop
-            )
-            yield from self._until_full(self._generation)
-        self._note()
-        self._read_calls()
-
-    def _until_full(self, generation: Generation) -> Generator[Produced, None, None]:
-        """Yield the tokens of a generation; note why it ended."""
-        try:
-            yield from generation
-        except CapacityError:
-            self.exchange.finish_reason = "capacity"
-        else:
-            self.exchange.finish_reason = generation.finish_reason
-
-    def _think(self, thinking: Thinking, limit: int | None) -> Generator[Produced, None, None]:
-        """Yield the tokens of the thought. Afterwards the branch ends where the answer begins."""
-        chat, text, start = self._chat, self.branch.sequence, self.branch.position
-        buffer = ThoughtBuffer(chat.ctx.model, thinking, limit)
-        self._thought = buffer.tokens
-        generation = Generation(chat.speculator.loop, text, buffer, owner=self.branch)
-        for shown in self._until_full(generation):
-            for token in buffer.emit(shown):
-                self.exchange.thought += token.text
-                yield token
-        ended, self.exchange.thought = buffer.ended, buffer.thought
-        if ended is None or self.finish_reason == "capacity":
-            yield from buffer.withheld
-            return
-        self.exchange.thought, n_kept, forced = ended
-        self._thought = buffer.tokens[:n_kept] + forced
-        self.exchange.finish_reason = None
-        self.branch.rewind(start + n_kept)
-        if forced:
-            self.branch.append(forced)
-
-    def _read_calls(self) -> None:
-        """Separate the calls of functions from the answer."""
-        chat, n_thought = self._chat, len(self._thought)
-        if not chat.tools.is_used:
-            return
-        is_cut = bool(chat.stop) and self.finish_reason == "stop"
-        written = named_text(
-            chat.ctx.model, self.exchange.answer, self.tokens[n_thought:], is_cut=is_cut
-        )
-        turn = chat.tools.read(written, salt=str(len(self.exchange.path)))
-        if turn.calls:
-            self.exchange.calls = [openai_call(call) for call in turn.calls]
-            self.exchange.answer = turn.content
+    def _note(self, event: Event) -> Produced | None:
+        """Write an event into the conversation; return its token."""
+        exchange, token = self.exchange, event.emitted
+        if event.ended_thought:
+            self.tokens = [token.token for token in event.ended_thought]
+        if token is not None:
+            exchange.thought += event.thought
+            exchange.answer += event.text
+            if not token.is_stop:
+                self.tokens.append(token.token)
+        if event.result is not None:
+            self._result = result = event.result
+            turn, self.tokens = result.turn, result.tokens
+            exchange.thought, exchange.answer = turn.thought, turn.content
+            exchange.calls = [openai_call(call) for call in turn.calls]
+            is_cut = result.finish_reason in ("cancelled", "error")
+            exchange.finish_reason = None if is_cut else result.finish_reason
+        exchange.tokens, exchange.n_tokens = [*self.prompt, *self.tokens], len(self.tokens)
+        return token
 
     def finish(self) -> Answer:
         """Run to the end; return itself."""
@@ -814,29 +608,34 @@ class Answer:
                 pass
         return self
 
-    def cut_off(self) -> None:
-        """End it because the chat continues; a thread that reads it gets an error."""
-        self._was_cut_off = not self._has_ended and self._reader not in (0, get_ident())
-        self.close()
-
     def close(self) -> None:
         """End it here. The text so far stays; without text the message is removed.
 
         A second call does nothing.
         """
         with self._chat.held():
-            self._close()
-
-    def _close(self) -> None:
-        if self._has_ended:
-            return
-        if inspect.getgeneratorstate(self._events) == inspect.GEN_RUNNING:
-            raise BranchStateError(
-                "the answer is being generated", hint="it can be ended between two of its tokens"
-            )
-        self._has_ended = True
-        try:
+            if self._has_ended:
+                return
+            state = inspect.getgeneratorstate(self._events)
+            if state == inspect.GEN_RUNNING:
+                raise BranchStateError(
+                    "the answer is being generated",
+                    hint="it can be ended between two of its tokens",
+                )
+            self._has_ended = True
+            if state == inspect.GEN_SUSPENDED and not self._chat.ctx.closed:
+                self._chat.engine.abort("0")
+                for event in self._events:
+                    self._note(event)
             self._events.close()
-        finally:
-            self._note()
-            self._chat._conclude(self.exchange)
+            self._chat.conclude(self, self._result)
+
+
+def _text(text: object) -> str:
+    if not isinstance(text, str):
+        raise ConfigError(f"a message must be text, not {text!r:.40}")
+    return text
+
+
+def _tokens(plan: Completion) -> list[int]:
+    return [*cast("list[int]", plan.requests[0].prompt)]

@@ -1,14 +1,10 @@
-"""A conversation as a tree of exchanges (a message and its answer), and its lines from the root.
-
-This module knows nothing about tokens.
-"""
+"""A conversation as a tree of exchanges (a message and its answer), and its lines from the root."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ..branch import Branch
 from ..pictures import Token, TreeLine
 
 __all__ = ["Exchange", "Line", "exchanges_of", "messages_of", "tree_of"]
@@ -23,16 +19,15 @@ class Exchange:
         user: the message.
         answer: the text of the answer; only a part while it is generated, or if it was interrupted.
         seed: the seed of its draws.
-        finish_reason: "stop", "length" or "capacity" (the context was full); None: interrupted.
+        finish_reason: "stop", "tool_calls", "length" or "capacity" (the context was full); None:
+            interrupted.
         n_tokens: tokens of the answer.
         n_cut: how many exchanges at the beginning of the conversation the model did not see.
         thought: the thought before the answer.
         calls: the calls of functions in the answer, in the format of OpenAI's messages; ``answer`` is
             then the text without them.
-        results: the results of the functions that the previous exchange called; then there is no message
-            of the user.
-        branch: the branch with the tokens of prompt and answer. It is pruned when the chat continues; see
-            `Chat.branch`.
+        results: the results of the functions that the previous exchange called; then there is no message.
+        tokens: the tokens of prompt and answer.
     """
 
     parent: Exchange | None
@@ -45,7 +40,7 @@ class Exchange:
     thought: str = ""
     calls: list[dict[str, object]] = field(default_factory=list)
     results: list[str] = field(default_factory=list)
-    branch: Branch | None = None
+    tokens: list[int] = field(default_factory=list)
 
     @property
     def is_answered(self) -> bool:
@@ -63,15 +58,9 @@ class Exchange:
         return exchanges[::-1]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Line:
-    """A line of the conversation: its last exchange and its system message.
-
-    Attributes:
-        number: the number of the branch.
-        head: its last exchange; None before the first.
-        system: the system message, if there is one.
-    """
+    """A line of the conversation: its number, its last exchange, and its system message."""
 
     number: int
     head: Exchange | None = None
@@ -83,34 +72,25 @@ class Line:
         return [] if self.head is None else self.head.path
 
 
-def messages_of(
-    system: str | None, exchanges: Iterable[Exchange], *more: Exchange
-) -> list[dict[str, object]]:
-    """Return messages for a chat template; ``more`` are exchanges without their answers."""
+def messages_of(system: str | None, exchanges: Iterable[Exchange]) -> list[dict[str, object]]:
+    """Return messages for a chat template."""
     messages: list[dict[str, object]] = []
     if system is not None:
         messages.append({"role": "system", "content": system})
     for exchange in exchanges:
-        messages += _asked(exchange)
+        if exchange.results:
+            calls = [] if exchange.parent is None else exchange.parent.calls
+            messages += [
+                {"role": "tool", "tool_call_id": call["id"], "content": result}
+                for call, result in zip(calls, exchange.results, strict=False)
+            ]
+        else:
+            messages.append({"role": "user", "content": exchange.user})
         if exchange.is_answered:
+            more = {"reasoning_content": exchange.thought, "tool_calls": exchange.calls}
             answer: dict[str, object] = {"role": "assistant", "content": exchange.answer}
-            if exchange.thought:
-                answer["reasoning_content"] = exchange.thought
-            if exchange.calls:
-                answer["tool_calls"] = exchange.calls
-            messages.append(answer)
-    return messages + [message for exchange in more for message in _asked(exchange)]
-
-
-def _asked(exchange: Exchange) -> list[dict[str, object]]:
-    """Return the message of an exchange, or the results of functions."""
-    if not exchange.results:
-        return [{"role": "user", "content": exchange.user}]
-    calls = [] if exchange.parent is None else exchange.parent.calls
-    return [
-        {"role": "tool", "tool_call_id": call["id"], "content": result}
-        for call, result in zip(calls, exchange.results, strict=False)
-    ]
+            messages.append({**answer, **{key: value for key, value in more.items() if value}})
+    return messages
 
 
 def exchanges_of(lines: Iterable[Line]) -> list[Exchange]:
@@ -126,15 +106,13 @@ def tree_of(lines: Iterable[Line], current: int) -> TreeLine:
         children.setdefault(exchange.parent, []).append(exchange)
 
     def node(exchange: Exchange | None) -> TreeLine:
-        heads = [
+        heads = [] if exchange is None else [f"{exchange.n_tokens} tokens"]
+        heads += [
             f"branch {line.number}" + (" (current)" if line.number == current else "")
             for line in lines
             if line.head is exchange
         ]
-        text = "the beginning"
-        if exchange is not None:
-            heads.insert(0, f"{exchange.n_tokens} tokens")
-            text = f"{exchange.user} > {exchange.answer}"
+        text = "the beginning" if exchange is None else f"{exchange.user} > {exchange.answer}"
         below = tuple(node(child) for child in children.get(exchange, ()))
         return TreeLine([Token(text)], ", ".join(heads), below)
 

@@ -6,23 +6,20 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any
 
 import typer
 
 import llamabranch as lb
 from llamabranch.agents import Report, Step
 
-from ..loading import LoadOptions
-from .bundles import argument, option, with_bundles
+from . import options as opt
 from .console import Console, shortened
-from .files import load_functions, read_piped_text, read_standard_input
+from .files import load_functions, piped_or_read
 from .interrupts import EXIT_FAILURE
-from .options import DEFAULTS, TEXT, DrawFlags, ModelFlags, OutputFlags, trained_length
+from .options import DEFAULTS, TEXT, Given, option
 
-_CELLS = 8192  # cells of the cache, unless -c is given or the model was trained for less
 _SHOWN = 200  # characters of a call's result that are shown
 # Notes on an incomplete answer, by its ``finish_reason``.
 _ENDS = {
@@ -32,66 +29,58 @@ _ENDS = {
 }
 
 
-@dataclass(frozen=True)
-class AgentFlags:
-    """The task, and the functions that the model may call."""
-
-    panel: ClassVar[str] = TEXT
-    first: ClassVar[str] = "tools system"
-
-    words: list[str] | None = argument("What to do; - reads standard input.", metavar="TASK")
-    tools: list[Path] | None = option(
-        None,
-        "A Python file whose functions may be called; they need annotations and docstrings. The file is "
-        "run. May be repeated.",
-        "--tools",
-        metavar="FILE.py",
-    )
-    system: str | None = option(None, "The system message before the task.", "--system-prompt -sys")
-
-    def task(self) -> str:
-        """Return the task, or the text that is piped in; ConfigError if there is neither."""
-        words = self.words or []
-        text = read_standard_input() if words == ["-"] else " ".join(words)
-        text = text or read_piped_text() or ""
-        if not text.strip():
-            hint = 'llamabranch agent --tools tools.py "What is the weather in Oslo?"'
-            raise lb.ConfigError("no task was given", hint=hint)
-        return text
-
-
-@with_bundles
 def agent(
-    *, task: AgentFlags, sampling: DrawFlags, models: ModelFlags, output: OutputFlags
+    call: typer.Context,
+    words: Annotated[list[str] | None, typer.Argument(metavar="TASK")] = None,
+    tools: Annotated[
+        list[Path] | None,
+        option("--tools", "Functions that may be called; it is run.", TEXT, metavar="FILE.py"),
+    ] = None,
+    system: opt.System = None,
+    temperature: opt.Temperature = DEFAULTS.temperature,
+    top_k: opt.TopK = DEFAULTS.top_k,
+    top_p: opt.TopP = DEFAULTS.top_p,
+    min_p: opt.MinP = DEFAULTS.min_p,
+    seed: opt.Seed = None,
+    settings: opt.Settings = None,
+    model: opt.ModelName = None,
+    n_ctx: opt.ContextSize = None,
+    threads: opt.Threads = None,
+    gpu_layers: opt.GpuLayers = None,
+    kv_types: opt.CacheType = None,
+    flash_attn: opt.FlashAttention = "auto",
+    as_json: opt.Json = False,
+    verbose: opt.Verbose = False,
 ) -> None:
     """Do a task with a model that may call the functions of a Python file.
 
-    Steps are shown as they happen; if the output is a pipe they go to standard error. Ctrl-C ends
-    the run.
+    llamabranch agent -m qwen.gguf --tools tools.py "Do I need a coat in Oslo?"
+    cat task.txt | llamabranch agent --tools a.py --tools b.py -s 1
     """
-    with output.console() as console:
-        text = task.task()
-        functions = [f for path in task.tools or () for f in load_functions(path)]
-        params = DEFAULTS.replace(
-            **{"temperature": sampling.temperature, "seed": sampling.seed, **models.set("sampling")}
-        )
-        name = models.announce(console)
-        more = LoadOptions()
-        if models.n_ctx is None:
-            more = LoadOptions(n_ctx=min(_CELLS, trained_length(name) or _CELLS))
-        context = models.open(name, console, **more)
-        run = lb.Agent(context, task.system or (), functions, sampling=params)
+    given = Given.of(call)
+    with given.console() as console:
+        text = " ".join(piped_or_read(words or []))
+        if not text.strip():
+            hint = 'llamabranch agent --tools tools.py "What is the weather in Oslo?"'
+            raise lb.ConfigError("no task was given", hint=hint)
+        functions = [f for path in tools or () for f in load_functions(path)]
+        context = given.open(given.announce(console), console)
+        params = given.without_eog(given.params(seed), context.model)
+        run = lb.Agent(context, system or (), functions, sampling=params)
         console.out.file = sys.stdout
         # Functions may print too; only the answer goes to standard output.
         with contextlib.redirect_stdout(sys.stderr):
-            report = show(console, run.stream(text))
-        console.answer(_as_json(report))
+            report = _show(console, run.stream(text))
+        names = "text", "finish_reason", "limit", "messages", "seed"
+        calls = [{"name": call.name, "arguments": call.arguments} for call in report.calls]
+        answer = {name: getattr(report, name) for name in names}
+        console.answer({**answer, "calls": calls, "stats": vars(report.stats)})
         if report.finish_reason in _ENDS:
             console.note(_ENDS[report.finish_reason])
             raise typer.Exit(EXIT_FAILURE)
 
 
-def show(console: Console, steps: Iterable[Step]) -> Report:
+def _show(console: Console, steps: Iterable[Step]) -> Report:
     """Print steps as they happen, and the answer's text; return the report.
 
     Raises:
@@ -113,10 +102,6 @@ def show(console: Console, steps: Iterable[Step]) -> Report:
             console.note(f"{step.name}({_arguments(step.text)})")
         elif step.kind == "result":
             console.note(f"  {shortened(step.text, _SHOWN)}")
-        elif step.kind == "reread":
-            console.note(
-                f"({step.n} tokens are processed again: the template now writes them differently)"
-            )
         elif step.report is not None:
             report = step.report
     if report is None:
@@ -134,15 +119,3 @@ def _arguments(text: str) -> str:
     if not isinstance(arguments, dict):
         return text
     return ", ".join(f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in arguments.items())
-
-
-def _as_json(report: Report) -> dict[str, object]:
-    return {
-        "text": report.text,
-        "finish_reason": report.finish_reason,
-        "limit": report.limit,
-        "calls": [{"name": call.name, "arguments": call.arguments} for call in report.calls],
-        "messages": report.messages,
-        "seed": report.seed,
-        "stats": vars(report.stats),
-    }

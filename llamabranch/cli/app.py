@@ -1,4 +1,4 @@
-"""The ``llamabranch`` command: its subcommands and its version.
+"""The ``llamabranch`` command: its subcommands, their help on one screen, and its version.
 
 A subcommand is imported only when it is used, because all of them together load NumPy, llama.cpp
 and most of the package.
@@ -6,69 +6,140 @@ and most of the package.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib import import_module
-from typing import Annotated, cast
+from inspect import cleandoc
+from typing import Annotated, Any, cast
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from llamabranch import __version__
 from llamabranch.startup import quit_interrupted, quit_on_ctrl_c
 
-from .command import Command, CommandGroup, UsageError, reopen_closed_streams
-from .console import Console, print_json_error
-from .interrupts import EXIT_FAILURE
+from .console import Console, begin_answer, leave_standard_output, print_json_error
+from .interrupts import EXIT_FAILURE, EXIT_INTERRUPTED
 
-# Each command in the order of --help, with the first sentence of its help. The function of a command and
-# its module have the same name as the command. To add a command, add a line here and its module.
+# Typer contains its own Click or uses the installed one. This is the class that it uses.
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+# Each command in the order of --help, with the first sentence of its help. The function of a command has
+# the name of the command, and so has its module, except for ``speculate``.
 COMMANDS = {
     "demo": "Show in half a minute what llamabranch does: forks, drafts, JSON and scores.",
-    "generate": "Generate text from one prompt or many, and show what drafting did.",
-    "chat": "Talk with a model in the terminal; turns can be retried, edited, forked and saved.",
+    "generate": "Generate text from one prompt or many.",
+    "speculate": "Generate text with drafts, and say how well they worked.",
+    "chat": "Talk with a model in the terminal; retry, edit, fork and save turns.",
     "agent": "Do a task with a model that may call the functions of a Python file.",
-    "open": "Branch, see and compare texts in the browser.",
-    "serve": "Serve a model over HTTP: OpenAI's API, scores of texts, and branches.",
-    "search": "Search for the best continuation: beams, samples, votes, particles, steps, or a tree.",
-    "score": "Score a text: log-probabilities of its tokens, perplexity, or the best of several.",
+    "open": "Branch and see texts in the browser.",
+    "serve": "Serve a model over HTTP: OpenAI's API and scores of texts.",
+    "score": "Score a text or a file: perplexity, and the KL divergence of two models.",
     "bench": "Measure drafting with a pair of models here, and name the best draft length.",
     "models": "List the known models, download one, or show what a file is.",
-    "doctor": "Report versions, processor, build, memory and caches, test the installation, and advise.",
+    "doctor": "Report what is installed on which machine, test it, and advise.",
 }
-HIDDEN = {"speculate": "generate"}  # names of commands that --help does not list
-# Names that are no commands here, and what to use instead: llama.cpp's programs, common guesses,
-# and the command ``compare`` of version 0.3.
-MOVED = {
-    "cli": "chat",
-    "run": "chat",
-    "complete": "generate",
-    "completion": "generate",
-    "server": "serve",
-}
+_MODULES = {"speculate": "generate"}
+_PROMPTS = {"--prompts", "--prompt", "-p"}
 
 
-@cache
-def load_command(name: str) -> TyperCommand:
-    """Import a subcommand and return it."""
-    holder, module = typer.Typer(add_completion=False), HIDDEN.get(name, name)
-    function = getattr(import_module(f".{module}", __package__), module)
-    holder.command(name, cls=Command)(function)
-    command = cast(Command, typer.main.get_command(holder))
-    command.first = function.first
-    return command
+class Command(TyperCommand):
+    """A command whose --help fits on one screen: a sentence, examples, and a line for each option."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help: usage, the docstring as it is, the options under their headings."""
+        self.format_usage(ctx, formatter)
+        formatter.write("\n" + cleandoc(self.help or "") + "\n")
+        formatter.write("".join(f"{line}\n" for line in help_lines(cast(Any, self).params)))
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        """Parse the arguments."""
+        params: list[Any] = list(self.get_params(ctx))
+        flags = {
+            n: getattr(p, "is_flag", False) for p in params for n in (*p.opts, *p.secondary_opts)
+        }
+        return super().parse_args(ctx, spread_out(args, flags))
 
 
-class _Commands(CommandGroup):
-    """Lists the subcommands without importing them."""
+def help_lines(params: Sequence[Any]) -> list[str]:
+    """Return the lines of --help for options, under their headings."""
+    panels: dict[str, list[tuple[str, str]]] = {}
+    for param in params:
+        if param.param_type_name == "option" and param.rich_help_panel:
+            panels.setdefault(param.rich_help_panel, []).append(_row(param))
+    width = max((len(names) for rows in panels.values() for names, _ in rows), default=0)
+    lines: list[str] = []
+    for panel, rows in panels.items():
+        lines += [f"{panel}:", *(f"  {names:<{width}}  {text}" for names, text in rows)]
+    return lines
+
+
+def _row(param: Any) -> tuple[str, str]:
+    """Return the names of an option and its help. Only the first two names are shown."""
+    short = [name for name in param.opts if not name.startswith("--")][:1]
+    long = [name for name in param.opts if name.startswith("--")][:1]
+    names = ", ".join(short + long) if short else "    " + long[0]
+    value = "" if param.is_flag else f" {param.metavar or param.type.name.upper()}"
+    default = param.default
+    shown = default is not None and not isinstance(default, (bool, list, tuple))
+    return names + value, (param.help or "") + (f" [default: {default}]" if shown else "")
+
+
+def spread_out(arguments: Sequence[str], options: Mapping[str, bool]) -> list[str]:
+    """Return the arguments with -p before every prompt, and dashes in the names of ``options``.
+
+    ``options`` says for each name whether it is a flag, without a value.
+
+    ``--prompts A B`` are two prompts; one that begins with a dash is written ``--prompts=-...``.
+    ``--auto-regressive``, the name used in papers, means ``--draft none``, and ``--exact``
+    ``-S batch_invariant=true``.
+    """
+    spread: list[str] = []
+    in_prompts, several = False, "--prompts" in options
+    for i, argument in enumerate(arguments):
+        if argument == "--":
+            return [*spread, *arguments[i:]]
+        is_value = bool(spread) and not options.get(spread[-1], True) and not in_prompts
+        if argument.startswith("-") and argument != "-" and not is_value:
+            name, equals, value = argument.partition("=")
+            dashed = name.replace("_", "-")
+            name = dashed if dashed in options else name
+            in_prompts = name in _PROMPTS and not equals and several
+            if dashed == "--auto-regressive" and "--draft" in options:
+                spread += ["--draft", "none"]
+            elif dashed == "--exact" and "-S" in options:
+                spread += ["-S", "batch_invariant=true"]
+            elif not in_prompts:
+                spread.append(name + equals + value)
+            elif arguments[i + 1 : i + 2] == [] or arguments[i + 1] in options:
+                raise typer.BadParameter("needs at least one prompt", param_hint="--prompts")
+        else:
+            spread += ["-p", argument] if in_prompts else [argument]
+    return spread
+
+
+class _Commands(TyperGroup):
+    """Lists the subcommands without importing them; with --json wrong usage is an object too."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        """Parse the arguments before the name of the command."""
+        self._arguments = tuple(args)
+        begin_answer()
+        with _answering(args):
+            return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: typer.Context) -> object:  # type: ignore[override]
+        """Parse the rest and run the command."""
+        with _answering(self._arguments):
+            return super().invoke(ctx)
 
     def resolve_command(  # type: ignore[override]
         self, ctx: typer.Context, args: list[str]
     ) -> tuple[str | None, TyperCommand | None, list[str]]:
         """Import the subcommand that is named; return its name, itself, and its arguments."""
-        meant = MOVED.get(args[0]) if args else None
-        if meant is not None:
-            raise UsageError(f"No such command '{args[0]}'. Use 'llamabranch {meant}'", ctx)
         name, listed, rest = super().resolve_command(ctx, args)
         if listed is None:
             return name, None, rest
@@ -82,6 +153,34 @@ class _Commands(CommandGroup):
             if "--json" in args:
                 print_json_error(error, message, hint)
             raise typer.Exit(EXIT_FAILURE) from None
+
+
+@cache
+def load_command(name: str) -> TyperCommand:
+    """Import a subcommand and return it."""
+    holder = typer.Typer(add_completion=False, rich_markup_mode=None)
+    function = getattr(import_module(f".{_MODULES.get(name, name)}", __package__), name)
+    holder.command(name, cls=Command)(function)
+    return cast(Command, typer.main.get_command(holder))
+
+
+@contextlib.contextmanager
+def _answering(arguments: Sequence[str]) -> Iterator[None]:
+    try:
+        yield
+    except UsageError as error:
+        if "--json" in arguments:
+            print_json_error(error, error.format_message(), None)  # type: ignore[attr-defined]
+        raise
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # Click could not print the help or the version
+        leave_standard_output()
+        Console().error(f"cannot write to standard output: {error.strerror or error}")
+        raise typer.Exit(EXIT_FAILURE) from None
+    except KeyboardInterrupt:  # Ctrl-C came while no command was running
+        Console().note("interrupted")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
 app = typer.Typer(
@@ -118,17 +217,27 @@ def _listed() -> None:
 
 for _name, _help in COMMANDS.items():
     app.command(_name, help=_help)(_listed)
-for _name in HIDDEN:
-    app.command(_name, hidden=True)(_listed)
 
 
 def main() -> None:
     """Run the command line and exit: 0 done, 1 failure, 2 wrong usage, 130 interrupted."""
     quit_on_ctrl_c()  # while no command is running
-    reopen_closed_streams()
+    _reopen_closed_streams()
     if sys.stdout is not None:  # None means that it was closed when the process started
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
         app()
     except KeyboardInterrupt:
         quit_interrupted()
+
+
+def _reopen_closed_streams() -> None:
+    """Open standard input, output and error on the null device if they are closed.
+
+    Otherwise the next file that is opened would get the number of a closed one, and its output.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number

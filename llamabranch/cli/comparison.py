@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-import llamabranch as lb
 from llamabranch import Engine, Request, Result
 from llamabranch.bench.timing import Maker, Series, Spread, Stopped, Timing, interleave
-from llamabranch.request.request import EngineStats
 
 from .console import Console, cell, number
 from .interrupts import InterruptHandler
@@ -46,13 +43,16 @@ class DraftComparison:
         return interval if interval.n >= 6 else self.drafted.ratio(self.plain)
 
     @property
-    def texts_equal(self) -> bool:
-        """Whether the texts with and without drafts have the same tokens."""
-        pairs = zip(self.results, self.plain_results, strict=True)
-        return all(drafted.tokens == plain.tokens for drafted, plain in pairs)
+    def parting(self) -> int | None:
+        """The first token at which the texts with and without drafts differ; None if all are equal."""
+        for drafted, plain in zip(self.results, self.plain_results, strict=True):
+            for position, (a, b) in enumerate(zip_longest(drafted.tokens, plain.tokens)):
+                if a != b:
+                    return position
+        return None
 
 
-def statistics(stats: EngineStats, compared: DraftComparison | None) -> dict[str, object]:
+def statistics(stats: Any, compared: DraftComparison | None) -> dict[str, object]:
     """Return what `print_statistics` prints, by the same names: counts, ratios, tokens a second.
 
     An iteration is a pass of the target for one text: it checks a draft, if there is one, and adds
@@ -77,13 +77,15 @@ def statistics(stats: EngineStats, compared: DraftComparison | None) -> dict[str
             "plain_tokens_a_second": compared.plain.rate.median,
             "speed_up": compared.speed_up,
             "speed_up_range": [compared.range.low, compared.range.high],
-            "texts_equal": compared.texts_equal,
+            "texts_equal": compared.parting is None,
         }
     return figures
 
 
-def print_statistics(console: Console, title: str, figures: Mapping[str, Any], about: str) -> None:
-    """Print the figures of `statistics` in aligned lines; ``about`` says how texts differ."""
+def print_statistics(
+    console: Console, title: str, figures: Mapping[str, Any], compared: DraftComparison | None
+) -> None:
+    """Print the figures of `statistics` in aligned lines."""
     shown = dict(figures)
     if figures["drafted"]:
         rate = f"{figures['accept_rate'] * 100:.0f} %"
@@ -94,11 +96,12 @@ def print_statistics(console: Console, title: str, figures: Mapping[str, Any], a
     for name in ("tokens_a_second", "plain_tokens_a_second"):
         if name in figures:
             shown[name] = number(figures[name], 1)
-    if "speed_up" in figures:
+    if compared is not None:
         low, high = (number(end, 2) for end in shown.pop("speed_up_range"))
         plain = shown.pop("plain_tokens_a_second")
         shown["speed_up"] += f" ({low} to {high}); plain decoding: {plain} a second"
-        shown["texts_equal"] = "yes" if figures["texts_equal"] else f"no{about}"
+        parting = compared.parting
+        shown["texts_equal"] = "yes" if parting is None else f"no, from token {parting} on"
     console.line(title, "bold")
     for name, value in shown.items():
         label = "speed-up" if name == "speed_up" else name.replace("_", " ")
@@ -140,30 +143,3 @@ def compare(
     if interrupts.requested or not timings["plain"].runs:
         return None
     return DraftComparison(timings["drafted"], timings["plain"], results[drafting], results[plain])
-
-
-def first_difference(
-    ctx: lb.Context, found: DraftComparison, requests: Sequence[Request]
-) -> dict[str, object] | None:
-    """Return the first difference between a plain text and the drafted one; None if all are equal.
-
-    ``position`` counts generated tokens from 0. ``tokens`` has the two tokens at that position: the
-    one of plain decoding, then the drafted one. It has None for a text that has ended before.
-    ``logprobs`` has the model's log-probabilities of these tokens in nats, or None if they cannot
-    be computed, for example because the text does not fit into the context.
-    """
-    for plain, drafted in zip(found.plain_results, found.results, strict=True):
-        for position, pair in enumerate(zip_longest(plain.tokens, drafted.tokens)):
-            if pair[0] == pair[1]:
-                continue
-            request = next(request for request in requests if str(request.id) == plain.id)
-            logprobs: list[float | None] = [None, None]
-            with contextlib.suppress(lb.LlamaBranchError):  # no room, or Ctrl-C
-                prompt = ctx.model.prompt_tokens(
-                    request.prompt, parse_special=request.parse_special
-                )
-                with lb.Branch.start(ctx, [*prompt, *plain.tokens[:position]]) as branch:
-                    row = branch.log_probs()
-                logprobs = [None if token is None else float(row[token]) for token in pair]
-            return {"position": position, "tokens": list(pair), "logprobs": logprobs}
-    return None

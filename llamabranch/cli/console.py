@@ -36,10 +36,6 @@ if TYPE_CHECKING:
 SOURCE_STYLES = {
     "drafted": "green", "forced": "magenta", "bonus": "bold cyan", "corrected": "yellow", "plain": "",
 }  # fmt: skip
-ROUNDING = (
-    "Logits are rounded by how many tokens are decoded at once, so a text that is drafted or "
-    "batched can differ."
-)
 _GAP = 3  # spaces between the columns of a table
 LONG_PROMPT = 64  # tokens; longer prompts report their progress
 PROGRESS_S = 15.0  # seconds between two progress lines on a pipe
@@ -117,12 +113,6 @@ class Console:
         """Print the JSON object if the user asked for one."""
         if self.silent:
             print_json(value)
-
-    def figures(self, values: Mapping[str, object]) -> None:
-        """Print figures and their names as a table without headings, and an empty line."""
-        rows = [(name.replace("_", " "), value) for name, value in values.items()]
-        self.table(("", ""), rows, left=("",))
-        self.line()
 
     def emit(self, token: lb.Produced) -> None:
         """Write one generated token in the colour of its source."""

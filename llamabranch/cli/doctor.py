@@ -5,6 +5,7 @@ llama.cpp is imported late, so that everything else is printed even if llama.cpp
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -24,10 +25,10 @@ import llamabranch as lb
 from llamabranch import hub
 
 from ..extras import install_command
-from .bundles import with_bundles
+from . import options as opt
 from .console import decimal_size
 from .interrupts import EXIT_FAILURE
-from .options import ModelFlags, OutputFlags, Threads
+from .options import Given
 
 if TYPE_CHECKING:
     from llamabranch.bench.machine import Machine
@@ -52,19 +53,25 @@ GPUS = {"nvidia-smi": "-DGGML_CUDA=on", "rocminfo": "-DGGML_HIP=on"}
 Check = tuple[str, bool, str]  # the name of a test, whether it passed, and what was seen
 
 
-@with_bundles
-def doctor(*, threads: Threads = None, output: OutputFlags) -> None:
-    """Report versions, processor, build, memory and caches, test the installation, and advise.
+def doctor(
+    call: typer.Context,
+    threads: opt.Threads = None,
+    as_json: opt.Json = False,
+    verbose: opt.Verbose = False,
+) -> None:
+    """Report what is installed on which machine, test it, and advise.
 
-    The tests and measurements take about ten seconds. A bug report needs this output. Exit code 1: a test
-    failed.
+    llamabranch doctor
+    llamabranch doctor --json > report.json
+
+    It takes about ten seconds. A bug report needs this output.
     """
-    with output.console() as console:
+    given = Given.of(call)
+    with given.console() as console:
         sections: dict[str, dict[str, object]] = {}
 
         def tell(name: str, rows: dict[str, str]) -> None:
             sections[name] = {**rows}
-            console.heading(name)
             for label, value in rows.items():
                 console.line(f"{label}: {value}")
 
@@ -78,9 +85,9 @@ def doctor(*, threads: Threads = None, output: OutputFlags) -> None:
             machine = Machine.now()
             tell("machine", _described(machine))
             sections["machine"] |= machine.as_dict()
-            runtime = ModelFlags(n_ctx=1024, threads=threads)
             target, draft = (
-                runtime.open(name, console) for name in (hub.BUNDLED_TARGET, hub.BUNDLED_DRAFT)
+                given.open(name, console, n_ctx=1024)
+                for name in (hub.BUNDLED_TARGET, hub.BUNDLED_DRAFT)
             )
         # A broken build can fail in any way, and this command must report it.
         except Exception as error:
@@ -90,19 +97,19 @@ def doctor(*, threads: Threads = None, output: OutputFlags) -> None:
             tell("llama.cpp", _build(target, machine))
             tell("context", _context(target))
             checks += _self_test(target, draft)
-            speeds = {"one text": _speed(target, 1), "eight texts in one batch": _speed(target, 8)}
+            with contextlib.suppress(lb.LlamaBranchError):  # a check has said so
+                speeds["one text"] = _speed(target, 1)
+                speeds["eight texts in one batch"] = _speed(target, 8)
             advice = advise(machine, target.n_threads, on_gpu=target.model.on_gpu)
-        console.heading("self-test")
         for name, passed, detail in checks:
             style = "green" if passed else "bold red"
             console.line(f"{'ok  ' if passed else 'FAIL'}  {name}: {detail}", style)
         for name, rate in speeds.items():
             console.line(f"      {name}: {rate:,.0f} tokens a second")
         all_passed = all(passed for _, passed, _ in checks)
-        console.heading("advice")
         failed = [] if all_passed else ["a test failed: please report it with everything above"]
         for line in [*advice, *failed] or ["nothing to improve was found"]:
-            console.line(line)
+            console.line(f"advice: {line}")
         tests = [dict(zip(("name", "passed", "detail"), check, strict=True)) for check in checks]
         console.answer({**sections, "self_test": tests, "speeds": speeds, "advice": advice})
         if not all_passed:
@@ -246,17 +253,11 @@ def _speed(ctx: lb.Context, n_texts: int) -> float:
     """Return the tokens per second of ``n_texts`` texts together, decoded in one batch."""
     banned = dict.fromkeys(ctx.model.eog_tokens, -float("inf"))
     greedy = lb.SamplingParams(temperature=0.0, logit_bias=banned)
-    with lb.Branch.start(ctx, PROMPT, sampling=greedy) as root:
-        children = root.fork_many(n_texts - 1) if n_texts > 1 else []
-        store, count = lb.BranchStore(ctx), 0
-        store.step([root, *children])
-        start = time.perf_counter()
-        while time.perf_counter() - start < SPEED_S and count < 100 * n_texts:
-            count += len(store.step([root, *children]))
-        rate = count / (time.perf_counter() - start)
-        for child in children:
-            child.prune()
-    return rate
+    engine, count, start = lb.Engine(ctx, None), 0, time.perf_counter()
+    while time.perf_counter() - start < SPEED_S:
+        request = lb.Request(PROMPT, max_tokens=N_TOKENS, sampling=greedy, n=n_texts)
+        count += sum(len(result.tokens) for result in engine.generate([request]))
+    return count / (time.perf_counter() - start)
 
 
 # -- advice ----------------------------------------------------------------------------------------------

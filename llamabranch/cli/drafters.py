@@ -13,11 +13,7 @@ from llamabranch import ConfigError, Drafter, Model, hub
 
 from .console import Console
 
-# Requests do not share an index. Otherwise a repeated run would copy the text of the run before.
-COPYING: dict[str, Callable[[], Drafter]] = {
-    "lookup": lb.speculative.PromptLookupDrafter,
-    "suffix": lambda: lb.SuffixDrafter(shared_tokens=0),
-}
+SUFFIX = "suffix"  # copies from the text
 MTP = "mtp"  # the target's own MTP layers
 GRAMMAR = "grammar"  # drafts tokens that the grammar forces; others come from the rest of the chain
 
@@ -81,7 +77,7 @@ def always_drafting(
         console.note(
             f"there is no smaller model here to draft for {name}: drafts are copied from the text"
         )
-    elif not console.silent:
+    elif target is None and not console.silent:
         console.note(f"model: {name}, drafts: {found} (-m and -md name others)")
     drafters = ("suffix",) if found is None else (found,)
     return name, (GRAMMAR, *drafters) if has_grammar else drafters
@@ -90,12 +86,12 @@ def always_drafting(
 def parse_draft(given: str) -> tuple[str, ...]:
     """Return the drafters of a chain in order, () for "none"; ConfigError for an invalid chain.
 
-    ``lookup``, ``suffix``, ``grammar``, ``mtp`` and ``none`` are never file names; a file may have a + in
+    ``suffix``, ``grammar``, ``mtp`` and ``none`` are never file names; a file may have a + in
     its name.
     """
     if given == "none":
         return ()
-    whole = given in COPYING or "+" not in given or Path(given).expanduser().is_file()
+    whole = given == SUFFIX or "+" not in given or Path(given).expanduser().is_file()
     parts = (given,) if whole else tuple(given.split("+"))
     if GRAMMAR in parts[1:]:
         raise ConfigError("grammar comes first in a chain", hint="for example grammar+suffix")
@@ -110,12 +106,7 @@ def parse_draft(given: str) -> tuple[str, ...]:
 
 def is_model(part: str) -> bool:
     """Return whether a part of a chain is a model, or mtp."""
-    return part not in COPYING and part != GRAMMAR
-
-
-def has_model(parts: Sequence[str]) -> bool:
-    """Return whether one of the drafters is a model."""
-    return any(map(is_model, parts))
+    return part not in (SUFFIX, GRAMMAR)
 
 
 def make_drafter(parts: Sequence[str], open_model: Callable[[str], lb.context.Context]) -> Drafter:
@@ -127,8 +118,8 @@ def make_drafter(parts: Sequence[str], open_model: Callable[[str], lb.context.Co
         return lb.GrammarDrafter(make_drafter(parts[1:], open_model) if len(parts) > 1 else None)
 
     def make(part: str) -> Drafter:
-        if part in COPYING:
-            return COPYING[part]()
+        if part == SUFFIX:
+            return lb.SuffixDrafter()
         ctx = open_model(part)
         if ctx.target is None:
             return lb.ModelDrafter(ctx)

@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FunctionType
 from typing import Any, cast
 
+import llamabranch as lb
 from llamabranch import ConfigError
 
 from ..files import check_writable
 from .console import OutputError
 
 
-def check_new_file(path: Path, *, hint: str = "name another file, or delete it") -> None:
+def check_new_file(path: Path) -> None:
     """Raise ConfigError unless a file can be written at ``path`` without replacing another.
 
     Commands call this before a model loads. An empty file, a device or a pipe may exist there.
-    ``hint`` says what to do about an existing file.
     """
     try:
         if path.is_dir():
             raise ConfigError(f"{path} is a folder", hint="name a file in it")
         if path.is_file() and path.stat().st_size:
-            raise ConfigError(f"{path} already exists", hint=hint)
+            raise ConfigError(f"{path} already exists", hint="name another file, or delete it")
         if path.is_symlink() and not path.exists():
             message = f"{path} is a link to a file that does not exist"
             raise ConfigError(message, hint="name the file itself")
@@ -37,13 +38,12 @@ def check_new_file(path: Path, *, hint: str = "name another file, or delete it")
 
 
 @contextlib.contextmanager
-def writing(path: Path, hint: str | None = None) -> Iterator[None]:
+def writing(path: Path) -> Iterator[None]:
     """Raise OutputError if writing ``path`` fails. For a full disk the hint is to free space."""
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            hint = "free some space" + (f"; {hint}" if hint else "")
+        hint = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else None
         raise OutputError(f"cannot write {path}: {error.strerror or error}", hint=hint) from None
 
 
@@ -157,6 +157,41 @@ def read_piped_text() -> str | None:
     if sys.stdin is None or sys.stdin.isatty():
         return None
     return read_standard_input(newline="").removesuffix("\n") or None
+
+
+def piped_or_read(words: Sequence[str]) -> list[str]:
+    """Return prompts, with standard input for -; without any, the text that is piped in, if any."""
+    prompts = [read_standard_input() if word == "-" else word for word in words]
+    for prompt in prompts:
+        if not is_unicode(prompt):
+            raise ConfigError(f"the prompt {prompt!r:.60} is not UTF-8")
+    piped = None if prompts else read_piped_text()
+    return prompts if piped is None else [piped]
+
+
+def read_requests(path: Path, sampling: lb.SamplingParams, *, first: int = 0) -> list[lb.Request]:
+    """Return a request for each line of a file, a JSON object; `Request.from_json` lists its keys.
+
+    ``sampling`` has the settings that a line leaves out. A request without an id gets its number as
+    id, counted from ``first``. Empty lines are skipped.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line is invalid; the message has its number.
+    """
+    requests = list[lb.Request]()
+    for number, line in enumerate(text_lines(read_text(path)), 1):
+        if not line.strip():
+            continue
+        try:
+            data = json.loads(line)
+            if not isinstance(data, dict):
+                raise ConfigError(f"a request must be an object, not {data!r:.60}")
+            requests.append(lb.Request.from_json(data, str(first + len(requests)), sampling))
+        except (lb.LlamaBranchError, ValueError, TypeError, RecursionError) as error:
+            reason = str(error)[:300]
+            hint = getattr(error, "hint", None)
+            raise ConfigError(f"line {number}: invalid request: {reason}", hint=hint) from None
+    return requests
 
 
 def is_unicode(text: str) -> bool:

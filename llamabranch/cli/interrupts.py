@@ -17,13 +17,11 @@ import typer
 import llamabranch as lb
 from llamabranch import startup
 
-from ..files import digest
 from .console import Console, leave_standard_output, print_json_error
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = startup.EXIT_INTERRUPTED
-_TOLD = "warnings"  # the section of the profile that remembers printed warnings
 _interrupted = False  # whether the running command got a Ctrl-C that raises
 
 
@@ -149,23 +147,15 @@ def reporting_errors(console: Console) -> Iterator[None]:
 def _show_warnings(console: Console) -> None:
     """Print this library's warnings as lines of ``console``, until the old filters are restored.
 
-    The warning that rounding can change texts is cut to one line and printed once for each model;
-    the profile remembers that. With -v it is printed every time, in full.
+    That rounding can change texts is only said with -v.
     """
     inner = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *more: Any, **named: Any) -> None:
-        text = str(message)
         if issubclass(category, lb.errors.ExactnessWarning) and not console.verbose:
-            from llamabranch.profile import read_entry, write_entries  # imports llama.cpp
-
-            key = digest(text)
-            if read_entry(_TOLD, key) is not None:
-                return
-            write_entries([(_TOLD, key, {})])
-            text = text.partition(". ")[0]
+            return
         if issubclass(category, lb.errors.LlamaBranchWarning):
-            console.warn(text)
+            console.warn(str(message))
         else:
             inner(message, category, *more, **named)
 

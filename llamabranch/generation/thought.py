@@ -67,6 +67,10 @@ class ThoughtBuffer(OutputBuffer):
         model, thinking, n = self._model, self._thinking, len(self.tokens)
         if self.finish_reason is None:
             return None
+        begun = self._written.lstrip()
+        is_in_tag = bool(begun) and begun != thinking.start and thinking.start.startswith(begun)
+        if is_in_tag and not self._is_open and self.finish_reason != "stop":
+            return None  # the text was cut, so that there is neither a thought nor an answer
         if not self._is_open:  # there is no thought; the answer is drawn again under its grammar
             return Thought("", 0, _tokens(model, thinking.head))
         if self.stop_reason is not None:

@@ -1,12 +1,10 @@
-"""The page: write, inspect and compare texts as a tree, in a browser, with the model of a running server.
+"""The page: write and inspect texts as a tree, in a browser, with the model of a running server.
 
 document.py    nodes, and the records that make and change them; undo
 journal.py     the file: records are only appended, by one process
 live.py        events for the tabs; jobs that generate, score and replay
-searching.py   searches, and what they report while they run
 turns.py       conversations, written by the model's chat template
-comparing.py   two models on one text, reported token by token
-formats.py     other looms' files, JSON, Markdown
+formats.py     mikupad's files, JSON, Markdown
 page.py        the page's own files, its security policy, sessions, the exported HTML
 loom.py        a document and its model, and the steps that operations share
 operations.py  what `POST /loom/do` does

@@ -9,13 +9,11 @@ from collections.abc import Awaitable, Callable
 from itertools import accumulate
 
 from ..arguments import path_text
-from ..eval import pair
-from ..eval.pair import short
 from ..serve.app import Front
 from ..serve.errors import HttpError
 from ..serve.http_call import HttpCall
 from . import formats, page
-from .document import KEPT, Document, Node, turn_columns
+from .document import Document, Node, short, turn_columns
 from .loom import Do, Loom
 from .operations import Operations
 
@@ -66,13 +64,12 @@ async def _doc(loom: Loom, call: HttpCall) -> None:
     current = document.current
     state = {"state": "generating"} if loom.running else {}
     await call.reply({
-        "boot": loom.boot, "rev": document.rev, **loom.models(), **state,
+        "boot": loom.boot, "rev": document.rev, **loom.model(), **state,
         "file": loom.file, "current": current if current in {n.id for n in shown} else None,
         "settings": loom.settings, **document.counts(), "nodes": document.listed(),
         "jobs": [job.as_dict() for job in loom.running],
         "notes": {n.id: n.note for n in shown if n.note}, "bars": document.bars,
         "turns": {n.id: turn_columns(n.made.turns) for n in shown if n.made.turns},
-        "kl": {n.id: pair.mean_kl(n.compare[-1]) for n in shown if n.compare},
     })  # fmt: skip
 
 
@@ -87,11 +84,11 @@ async def _tokens(loom: Loom, call: HttpCall) -> None:
         raise HttpError(400, "from and n must be integers", param="from") from None
     parts, top = node.stretches(start, end), query.get("top") == "1"
     owners = dict.fromkeys([owner for owner, _, _ in parts] + [node])
-    kept_data = {str(name): [raw for o in owners for raw in getattr(o, name)] for name in KEPT}
+    rounds = [raw for owner in owners for raw in owner.rounds]
     columns = [loom.columns(*part, top=top) for part in parts]
     nodes = [document.node_fields(owner) for owner in owners]
     answer = {"node": nodes[-1], "nodes": nodes, "at": start, "parts": columns}
-    await call.reply(answer if top else answer | kept_data)
+    await call.reply(answer if top else {**answer, "rounds": rounds})
 
 
 async def _next(loom: Loom, call: HttpCall) -> None:
@@ -159,7 +156,7 @@ async def _export(loom: Loom, call: HttpCall) -> None:
     top = 3 if kind == "html" and query.get("top") != "10" else 10
     data, name, mime = await asyncio.to_thread(
         formats.export, loom.document, kind, node, title=title, top=top,
-        models=loom.models()["models"], answers=loom.answers() if kind == "html" else None,
+        model=loom.model()["model"], answers=loom.answers() if kind == "html" else None,
     )  # fmt: skip
     where = f'attachment; filename="{name}"'.encode("ascii", "replace")
     await call.reply(data, headers=[(b"content-disposition", where)], kind=mime)
@@ -169,17 +166,12 @@ async def _import(loom: Loom, call: HttpCall) -> None:
     loom.check_writable()
     model = loom.service.model
     data = await call.body(_MOST_UPLOAD)
-    kind, content, n_lost = await asyncio.to_thread(formats.read, data, _MOST_NODES, model.is_of)
-    warnings = [f"{n_lost:,} nodes whose parents are missing were left out."] if n_lost else []
-    is_own = kind in ("json", "journal")  # always read as UTF-8
-    if not is_own and await asyncio.to_thread(formats.encoding_of, data) == "cp1252":
-        warnings.append("The file is not UTF-8: it was read as Windows-1252 (Latin-1).")
+    kind, content = await asyncio.to_thread(formats.read, data, _MOST_NODES, model.is_of)
     nodes = loom.make(await asyncio.to_thread(loom.copied, content))
     await loom.confirm()
     roots = [loom.document.node_fields(node) for node in nodes if node.parent is None]
     await call.reply({
         "rev": loom.document.rev, "nodes": roots, "count": len(nodes), "format": kind,
-        "warnings": warnings,
     })  # fmt: skip
 
 

@@ -11,29 +11,27 @@ import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
 from msgspec import Meta, Raw, Struct
 
-from ..eval.pair import Number
 from ..model import Model
 from ..model.model import token_piece
 
 __all__ = [
-    "KEPT", "AnyRecord", "Bar", "Change", "Document", "Ended", "Head", "Kept", "KeptName", "Made",
+    "AnyRecord", "Bar", "Change", "Document", "Ended", "Head", "Kept", "Made",
     "Mode", "Node", "Number", "Piece", "Pieces", "Record", "Seed", "Tokens", "Turn", "Undo", "decoded",
-    "digest", "turn_columns",
+    "digest", "short", "turn_columns",
 ]  # fmt: skip
 
+Number = float | None
 Piece = (
     str | list[int] | dict[str, str]
 )  # text; bytes that are no text; the name of a control token
 Seed = Annotated[str, Meta(pattern="^-?[0-9]{1,20}$")]
-KeptName = Literal["rounds", "compare", "searches"]
 Mode = Literal["text", "chat"]
-KEPT: tuple[KeptName, ...] = get_args(KeptName)
 _GENERATED = frozenset("sfdbc")
 _SHOWN, _LISTED = (
     40,
@@ -131,10 +129,13 @@ class Ended(Record, tag="end", kw_only=True):
 
 
 class Kept(Record, tag="keep", kw_only=True):
-    """A round of speculation, a comparison or a search of a node, as the page gets it."""
+    """A round of speculation of a node, as the page gets it.
+
+    Version 0.4 also kept comparisons and searches. They are read, and not kept.
+    """
 
     id: str
-    name: KeptName
+    name: Literal["rounds", "compare", "searches"]
     data: Raw
 
 
@@ -187,8 +188,6 @@ class Node:
     deleted: bool = False
     job: str | None = None
     rounds: list[Raw] = field(default_factory=list)
-    compare: list[Raw] = field(default_factory=list)
-    searches: list[Raw] = field(default_factory=list)
 
     @property
     def id(self) -> str:
@@ -291,8 +290,10 @@ class Document:
                 self.pieces.update(record.p)
             case Ended():
                 self.nodes[record.id].ended = record
+            case Kept(name="rounds"):
+                self.nodes[record.id].rounds.append(record.data)
             case Kept():
-                getattr(self.nodes[record.id], record.name).append(record.data)
+                pass
             case Change(name="current"):
                 self.current = self.nodes[record.id].id
             case Change(name="hidden"):
@@ -365,10 +366,7 @@ class Document:
             yield node.made
             if node.ids:
                 yield node.record(0)
-            for list_name in KEPT:
-                yield from (
-                    Kept(id=node.id, name=list_name, data=d) for d in getattr(node, list_name)
-                )
+            yield from (Kept(id=node.id, name="rounds", data=data) for data in node.rounds)
             if node.ended is not None:
                 yield node.ended
         for action in self.done:
@@ -424,7 +422,7 @@ class Document:
     def node_fields(self, node: Node) -> dict[str, object]:
         """Return everything about a node but its tokens; ``flags`` are the bits of FLAGS in store.js."""
         record, ended = node.made, node.ended
-        marks = node.deleted, record.seam, node.rounds, node.compare, node.bookmark, node.note
+        marks = node.deleted, record.seam, node.rounds, node.bookmark, node.note
         return {
             "id": node.id, "parent": record.parent, "at": record.at, "n": len(node.ids),
             "kind": record.kind, "by": record.by, "reason": node.reason,
@@ -471,6 +469,11 @@ def _bytes(piece: Piece, *, names: bool) -> bytes:
     if isinstance(piece, list):
         return bytes(piece)
     return piece["c"].encode() if names else b""
+
+
+def short(x: float) -> Number:
+    """Return a number as its shortest float32 decimal; None for NaN and infinity."""
+    return float(str(np.float32(x))) if math.isfinite(x) else None
 
 
 class _Alternative(Struct, array_like=True):

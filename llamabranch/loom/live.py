@@ -1,6 +1,6 @@
 """Events for the tabs, and the jobs that generate and score tokens.
 
-Everything here runs in the event loop. Other threads (the engine's, searches, comparisons) hand over
+Everything here runs in the event loop. The engine's thread hands over
 results with `Live.call`. Tokens are sent within 50 ms, or 0.1 s if the model needs all cores, and
 written to the file within 0.1 s.
 """
@@ -23,15 +23,13 @@ from msgspec import Raw
 from ..branch import Produced
 from ..context import Context, PromptProgress, TokenScore
 from ..engine import Request, Result
-from ..eval.pair import short
 from ..native import available_cores
-from ..search import SearchNode
 from ..serve.errors import HttpError, http_error
 from ..serve.generation import Update, all_texts, updates
 from ..serve.http_call import HttpCall
 from ..serve.service import Service
 from ..speculative import RoundTrace
-from .document import Change, Document, Ended, Kept, KeptName, Node, Record, Tokens, digest
+from .document import Change, Document, Ended, Kept, Node, Record, Tokens, digest, short
 from .journal import Journal
 from .turns import answers
 
@@ -62,21 +60,17 @@ class PageJob:
     op: str
     node: str | None
     nodes: list[Node] = field(default_factory=list)
-    kind: str | None = None
     state: str = "running"
     message: str | None = None
     result: dict[str, object] | None = None
     error: dict[str, object] | None = None
-    at: int = 0  # where a search begins
     is_stopped: bool = False
     names: list[str] = field(default_factory=list)  # ids of its requests to the engine
-    reads: Context | None = None  # the second model's context, while that processes the prompt
-    places: list[SearchNode] = field(default_factory=list)  # nodes that a search has reported
 
     def as_dict(self) -> dict[str, object]:
         """Return what the page gets."""
         nodes = [node.id for node in self.nodes]
-        names = ("id", "op", "node", "kind", "state", "message", "result", "error")
+        names = ("id", "op", "node", "state", "message", "result", "error")
         return {name: getattr(self, name) for name in names} | {"nodes": nodes}
 
 
@@ -209,10 +203,6 @@ class Live:
         for record in records:
             self.journal.add(record)
 
-    def keep(self, node: Node, name: KeptName, data: object) -> None:
-        """Keep a round, a comparison or a search with a node."""
-        self.journal.add(Kept(id=node.id, name=name, data=Raw(_encode(data))))
-
     async def confirm(self) -> None:
         """Write and sync all records. Raises HttpError if the disk refuses; the records are kept."""
         before = self.journal.error
@@ -304,10 +294,9 @@ class Live:
         work: Work,
         node: Node | None = None,
         nodes: Sequence[Node] = (),
-        kind: str | None = None,
     ) -> PageJob:
         """Start a job. Tabs get its state, and its nodes when it ends."""
-        job = PageJob(f"j{next(self._numbers)}", op, node.id if node else None, [*nodes], kind)
+        job = PageJob(f"j{next(self._numbers)}", op, node.id if node else None, [*nodes])
         self.jobs[job.id] = job
         self._loop = asyncio.get_running_loop()
         for job_node in nodes:
@@ -370,8 +359,6 @@ class Live:
             job.is_stopped = True
             for name in job.names:
                 self.service.engine.abort(name)
-            if job.reads is not None:
-                job.reads.interrupt()
         return [job.id for job in running]
 
     # -- tokens ----------------------------------------------------------------------------------------
@@ -446,7 +433,7 @@ class Live:
             "src": _SOURCES.get(following.source, "s"), "drafter": trace.drafter,
             "ms": (round(1e3 * trace.draft_s, 3), round(1e3 * trace.verify_s, 3)),
         }  # fmt: skip
-        self.keep(node, "rounds", fields)
+        self.journal.add(Kept(id=node.id, name="rounds", data=Raw(_encode(fields))))
         self.emit("round", fields)
 
     async def generate(self, job: PageJob, work: Sequence[tuple[Node, Request]]) -> None:
@@ -521,14 +508,6 @@ class Live:
         request = Request([*tokens], max_tokens=0, prompt_logprobs=MOST_TOP, logprobs_from=first)
         scored = enumerate((await self._result(request, job)).prompt_logprobs or ())
         return [(score, i) for i, score in scored if score is not None]
-
-    async def read(self, job: PageJob, tokens: Sequence[int]) -> None:
-        """Let the engine process the text that a thread of the job starts from.
-
-        The thread then finds it in the cache. This way progress is shown, and Stop works.
-        """
-        if self.service.ctx.prefix_cache is not None and len(tokens) > _FEW:
-            await self._result(Request([*tokens], max_tokens=0), job)
 
     async def _result(self, request: Request, job: PageJob | None) -> Result:
         """Return the result of a request, as part of a job if there is one."""

@@ -10,9 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from ..context import Context
 from ..engine import Request
-from ..eval.pair import same_vocabulary
 from ..files import atomic_write, read_small
 from ..sampling import SamplingParams
 from ..sampling.constraint import ConstraintLike
@@ -38,7 +36,6 @@ from .document import (
 from .formats import Item
 from .live import MOST_TOP, Live, PageJob, leaves_cores
 from .page import Guard
-from .searching import Kind, SearchOptions
 from .turns import chat_fields, thinking_at
 
 __all__ = ["BarFields", "Do", "Loom", "text_grammar"]
@@ -76,15 +73,9 @@ class Do(TextSettings, kw_only=True):
     tools: list[dict[str, object]] = []
     n: Annotated[int, Meta(ge=1)] = 3
     max_tokens: Annotated[int, Meta(ge=0)] = 24
-    model: Literal["A", "B"] = "A"
     resume: bool = False
     token: int | None = None
-    mode: Literal["read", "lockstep", "part"] = "read"
-    writer: Literal["A", "B"] = "A"
-    kind: Kind = "beam"
-    options: SearchOptions | None = None
     job: str | None = None
-    leaf: int = 0
     branch: str | None = None
     bookmark: bool | None = None
     note: str | None = None
@@ -120,7 +111,6 @@ class Loom(Live):
     Args:
         path, service_of, read_only: as for `Live`.
         port: where the server listens.
-        partner_of: returns the context of the model to compare with, or None.
         draft: the name of the drafter.
         settings_file: where the settings of all documents are kept.
         constraint: the name of a constraint that texts can follow, and its function.
@@ -134,7 +124,6 @@ class Loom(Live):
         path: Path,
         port: int,
         service_of: Callable[[], Service | None],
-        partner_of: Callable[[], Context | None] = lambda: None,
         *,
         read_only: bool = False,
         draft: str = "none",
@@ -143,7 +132,6 @@ class Loom(Live):
     ) -> None:
         super().__init__(path, service_of, read_only=read_only)
         self.guard = Guard(port)
-        self.partner_of = partner_of
         self._draft = draft
         self._loading = {"message": "loading the model"}
         self._settings_file = settings_file
@@ -159,27 +147,25 @@ class Loom(Live):
         elif head is not None and not model.is_of(head.fingerprint):
             message = f"it was written with the model {head.model}, and this is {model.name}"
             journal.read_only = journal.read_only or message
-        self.emit("model", self.models())
+        self.emit("model", self.model())
         self.emit("set", {"file": self.file})
 
-    def models(self) -> dict[str, object]:
-        """Return what the page shows about the models."""
-        service, partner = self.service_of(), self.partner_of()
+    def model(self) -> dict[str, object]:
+        """Return what the page shows about the model."""
+        service = self.service_of()
         if service is None:
-            models = {"A": None, "B": None}
-            return {"state": "loading", "models": models, "loading": self._loading}
-        a, b = _model_fields(service.ctx) | {"draft": self._draft}, None
-        sampling, model = service.settings.sampling, service.model
-        a |= {
+            return {"state": "loading", "model": None, "loading": self._loading}
+        ctx, model, sampling = service.ctx, service.model, service.settings.sampling
+        fields = {
+            "name": Path(model.path).stem, "n_vocab": model.n_vocab, "n_ctx": ctx.n_ctx_seq,
+            "type": model.file_type, "size": model.size_bytes, "fingerprint": model.fingerprint,
+            "kv_type": ctx.kv_type, "batch_invariant": ctx.capabilities.batch_invariant,
+            "leaves_cores": leaves_cores(ctx), "draft": self._draft,
             "sampling": {name: getattr(sampling, name) for name in _TOLD},
-            "chat": chat_fields(model),
-        }
-        a["constraint"] = self._constraint and self._constraint[0]
-        a |= {"eos": None if model.eos is None else model.detokenize([model.eos], special=True)}
-        if partner is not None:
-            same = same_vocabulary(service.model, partner.model)
-            b = _model_fields(partner) | {"same_vocabulary": same}
-        return {"state": "ready", "models": {"A": a, "B": b}, "loading": None}
+            "chat": chat_fields(model), "constraint": self._constraint and self._constraint[0],
+            "eos": None if model.eos is None else model.detokenize([model.eos], special=True),
+        }  # fmt: skip
+        return {"state": "ready", "model": fields, "loading": None}
 
     def opening(self, message: str) -> None:
         """Report how far a model is loaded. Any thread may call this."""
@@ -230,13 +216,13 @@ class Loom(Live):
 
     # -- nodes -----------------------------------------------------------------------------------------
 
-    def made(self, do: Do, i: int, kind: str, at: int, by: str = "A") -> Made:
+    def made(self, do: Do, i: int, kind: str, at: int) -> Made:
         """Return the record of a node to generate, with its own seed."""
         if do.seed in (None, "", "-1"):
             do.seed = str(secrets.randbits(31))
         seed = int(do.seed or 0)
         return Made(
-            id=self.document.name(i), parent=do.node, at=at, kind=kind, by=by,
+            id=self.document.name(i), parent=do.node, at=at, kind=kind, by="A",
             seed=str(derive_seed(seed, i) if i else seed), stop=do.stop, max_tokens=do.max_tokens,
             sampling=msgspec.to_builtins(do.sampling or SamplingFields()), grammar=do.grammar,
             json_schema=do.json_schema, regex=do.regex, choice=do.choice,
@@ -377,13 +363,3 @@ class Loom(Live):
             if item.note:
                 records.append(Change(id=name, name="note", value=item.note))
         return records
-
-
-def _model_fields(ctx: Context) -> dict[str, object]:
-    model = ctx.model
-    return {
-        "name": Path(model.path).stem, "n_vocab": model.n_vocab, "n_ctx": ctx.n_ctx_seq,
-        "type": model.file_type, "size": model.size_bytes, "fingerprint": model.fingerprint,
-        "kv_type": ctx.kv_type, "batch_invariant": ctx.capabilities.batch_invariant,
-        "leaves_cores": leaves_cores(ctx),
-    }  # fmt: skip

@@ -10,12 +10,10 @@ from typing import NamedTuple
 import msgspec
 
 from ..serve.errors import HttpError
-from .comparing import compare
 from .document import Bar, Change, Document, Made, Mode, Node, Record, Tokens, Turn, Undo, decoded
 from .formats import items_of
 from .live import PageJob
 from .loom import BarFields, Do, Loom, text_grammar
-from .searching import SearchOptions, Watch, search
 from .turns import Talk, Written, beginning, dates_for, messages_of, write
 
 __all__ = ["Operations"]
@@ -243,8 +241,6 @@ async def _continue(loom: Loom, do: Do, node: Node, at: int) -> Answer:
             raise HttpError(409, "only an interrupted text can be resumed", param="node")
         most = node.made.max_tokens or do.max_tokens
         return _begin(loom, do, [node], most - (len(node.ids) - node.n_given))
-    if do.model == "B":
-        return await compare(loom, do, node, at)
     most = loom.service.settings.max_choices
     if do.n > most:
         raise HttpError(400, f"n must be 1 to {most}", param="n")
@@ -290,7 +286,7 @@ async def _fork(loom: Loom, do: Do, node: Node, at: int) -> Answer:
 
 async def _replay(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     if node.made.seed is None or node.reason == "running" or node.made.by != "A":
-        raise HttpError(409, "only a text that model A generated can be replayed", param="node")
+        raise HttpError(409, "only a text that the model generated can be replayed", param="node")
     is_cut = node.reason in ("stopped", "interrupted", "error")
     n = len(node.ids) - node.n_given if is_cut else node.made.max_tokens
     request = await loom.request(node, n, again=True)
@@ -301,59 +297,22 @@ async def _replay(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     return loom.started(loom.start("replay", work, node))
 
 
-# -- searches --------------------------------------------------------------------------------------
-
-
-async def _search(loom: Loom, do: Do, node: Node, at: int) -> Answer:
-    ctx = loom.service.ctx
-    tokens, sampling = node.tokens(at), loom.params(loom.made(do, 0, "search", at))
-    loom.service.check_room(tokens, 1)
-    asked = do.options or SearchOptions()
-
-    async def work(job: PageJob) -> None:
-        watch, job.at = Watch(loom, job), at
-        await loom.read(job, tokens)
-        if job.is_stopped:
-            return
-        result = await asyncio.to_thread(search, ctx, tokens, sampling, do.kind, asked, watch)
-        loom.keep(node, "searches", watch.end(result))
-
-    return loom.started(loom.start("search", work, node, kind=do.kind))
-
-
 async def _adopt(loom: Loom, do: Do, node: Node, at: int) -> Answer:
-    """Make nodes of a text that a search found, or of a script's whole tree of branches."""
+    """Make nodes of a script's whole tree of branches."""
     document, records = loom.document, list[Record]()
-    if do.branch is not None:
-        root = loom.service.branches[do.branch]
-        while root.parent is not None:
-            root = root.parent
-        names: dict[str, str] = {}
-        for i, branch in enumerate(root.subtree()):
-            names[branch.id] = name = document.name(i)
-            parent = None if branch.parent is None else names[branch.parent.id]
-            records.append(
-                Made(id=name, parent=parent, at=branch.fork_position, kind="branch", by="script")
-            )
-            records += loom.plain(
-                name, branch.tokens[branch.fork_position :], "s" if parent else "p"
-            )
-    else:
-        job = loom.jobs.get(do.job or "")
-        if job is None or job.node is None or not job.places:
-            raise HttpError(404, "there is no such search", param="job")
-        if not 0 < do.leaf < len(job.places):
-            raise HttpError(400, f"the search has no text {do.leaf}", param="leaf")
-        ids = job.places[do.leaf].path_tokens
-        if ids and loom.service.model.is_eog(ids[-1]):
-            ids.pop()
-        for same in document.shown():  # it was adopted before
-            place = same.made.parent, same.made.at, same.made.kind
-            if place == (job.node, job.at, "search") and same.ids == ids and not same.deleted:
-                return {"nodes": [document.node_fields(same)], "same": True}
-        name = document.name()
-        records.append(Made(id=name, parent=job.node, at=job.at, kind="search", by="A"))
-        records += loom.plain(name, ids, "s")
+    if do.branch is None:
+        raise HttpError(400, "adopt needs a branch", param="branch")
+    root = loom.service.branches[do.branch]
+    while root.parent is not None:
+        root = root.parent
+    names: dict[str, str] = {}
+    for i, branch in enumerate(root.subtree()):
+        names[branch.id] = name = document.name(i)
+        parent = None if branch.parent is None else names[branch.parent.id]
+        records.append(
+            Made(id=name, parent=parent, at=branch.fork_position, kind="branch", by="script")
+        )
+        records += loom.plain(name, branch.tokens[branch.fork_position :], "s" if parent else "p")
     nodes = loom.make(records, do.cid)
     return loom.started(loom.start_scoring(*nodes), nodes)
 
@@ -450,8 +409,8 @@ _OPERATIONS = {
     "type": _Operation(_type), "chat": _Operation(_chat), "bar": _Operation(_bar),
     "continue": _Operation(_continue, needs_node=True),
     "fork": _Operation(_fork, needs_node=True), "replay": _Operation(_replay, needs_node=True),
-    "score": _Operation(_score, needs_file=False), "compare": _Operation(compare, needs_node=True),
-    "search": _Operation(_search, needs_node=True), "stop": _Operation(_stop, needs_file=False),
+    "score": _Operation(_score, needs_file=False),
+    "stop": _Operation(_stop, needs_file=False),
     "adopt": _Operation(_adopt), "set": _Operation(_set, needs_node=True),
     "delete": _Operation(_set, needs_node=True), "undo": _Operation(_undo),
     "redo": _Operation(_undo), "settings": _Operation(_settings, needs_file=False),

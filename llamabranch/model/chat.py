@@ -18,6 +18,7 @@ _LEFT_OUT = {
     "role", "content", "name", "reasoning_content", "reasoning", "thinking", "refusal", "annotations",
     "tool_call_id", "audio",
 }  # fmt: skip
+_MAY_BE_NULL = ("assistant", "tool", "function")  # their content, in histories that programs send
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 Prompt = str | TokenIds | Sequence[Message]  # the input of a generation
 
@@ -80,8 +81,9 @@ def _message(message: Message) -> dict[str, object]:
     content = message.get("content")
     if isinstance(content, Sequence) and not isinstance(content, (str, bytes)):
         content = "".join(map(_part, content))
-    has_calls = bool(message.get("tool_calls"))
-    if not isinstance(content, str) and not (content is None and has_calls):
+    if content is None and message["role"] in _MAY_BE_NULL and not message.get("tool_calls"):
+        content = ""
+    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
         raise ConfigError(f"the content of a message must be text, not {content!r:.40}")
     try:
         for text in (message["role"], content):

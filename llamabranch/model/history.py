@@ -21,11 +21,12 @@ def written_history(
 ) -> list[dict[str, object]]:
     """Return messages with roles, calls and results of tools in the form that the template expects.
 
-    OpenAI's arguments, which are JSON texts, become objects. Calls and results that the template cannot
-    write become text. Other messages do not change.
+    OpenAI's arguments, which are JSON texts, become objects; a text that is not a JSON object stays a
+    text, because a model may have written it so. Calls and results that the template cannot write become
+    text. Other messages do not change.
 
     Raises:
-        ConfigError: a call has no name, or its arguments are not a JSON object.
+        ConfigError: a call has no name.
     """
     roles = turns.roles
     written: list[dict[str, object]] = []
@@ -100,8 +101,10 @@ def _with_calls(
     written = []
     for call in own_calls:
         arguments: object = call.arguments
-        if turns.arguments_as_text:
+        if turns.arguments_as_text and not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
+        elif turns.form.tags is not None and not isinstance(arguments, Mapping):
+            arguments = {"arguments": arguments}  # the template writes names and values
         function = {"name": call.name, "arguments": arguments}
         written.append({"id": call.id, "type": "function", "function": function})
     content = message.get("content")
@@ -109,19 +112,21 @@ def _with_calls(
 
 
 def _call_of(call: object) -> ToolCall:
-    """Return a call of a message, its arguments as an object."""
+    """Return a call of a message, its arguments as an object; broken ones stay what they are."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not name:
         raise ConfigError(f"a call must have a function with a name, not {shown(call)}")
     arguments = function.get("arguments")
-    if isinstance(arguments, str) and arguments.strip():
+    if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"the arguments of {name} are not JSON: {error}") from None
-    if arguments is None or arguments == "":
+            value = json.loads(arguments)
+        except (ValueError, RecursionError):
+            value = None
+        if isinstance(value, Mapping):
+            arguments = value
+    elif arguments is not None and not isinstance(arguments, Mapping):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
         arguments = {}
-    if not isinstance(arguments, Mapping):
-        raise ConfigError(f"the arguments of {name} must be a JSON object, not {shown(arguments)}")
-    return ToolCall(str(name), dict(arguments), str(call.get("id") or ""))
+    return ToolCall(str(name), arguments, str(call.get("id") or ""))

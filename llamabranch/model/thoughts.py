@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from .model import Model
 
 __all__ = [
-    "Thinking", "ThinkingChoice", "answer_in", "closing", "plan_thinking", "thinking_budget",
-    "thinking_variables",
+    "PROMPT_END", "Thinking", "ThinkingChoice", "answer_in", "closing", "plan_thinking",
+    "thinking_budget", "thinking_variables",
 ]  # fmt: skip
 
 ThinkingChoice = bool | int | None
 
-_TAIL = 128  # tokens at the end of a prompt that show whether it ends inside a thought
+PROMPT_END = 128  # tokens at the end of a prompt that show whether it ends inside a thought
 
 
 @dataclass(frozen=True)
@@ -119,9 +119,11 @@ def plan_thinking(
             )
         return prompt, None
     start, end = form.thought_start or "", form.thought_end
-    text = model.detokenize(prompt[-_TAIL:], special=True)
+    n_end = PROMPT_END + len(begun.encode())
+    text = model.detokenize(prompt[-n_end:], special=True)
     is_open = form.is_in_thought(text)
-    is_over = not is_open and end in form.begun_turn(text)
+    marks = [end, form.content_start.strip()] if begun else [end]
+    is_over = not is_open and any(mark and mark in form.begun_turn(text) for mark in marks)
     opening = form.thought_open if end not in form.thought_open else start
     close = form.thought_close if end in form.thought_close else end
     space = close[close.rfind(end) + len(end) :]
@@ -152,6 +154,8 @@ def plan_thinking(
             return prompt, None
         closed = head or opening + close.lstrip() + header_rest
         return prompt + _tokens(model, closed), None
+    if begun and is_over:
+        return prompt, None
     if begun and not is_open:
         raise ConfigError(
             "thinking cannot be combined with the beginning of an answer",

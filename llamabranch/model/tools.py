@@ -6,12 +6,13 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..arguments import placed
+from ..arguments import placed, shown
 from ..errors import ConfigError
 from .call_form import ToolCall
 from .chat import Message, chat_messages, is_chat
 from .functions import function_tool
 from .shape import asking as asked_as_json
+from .thoughts import PROMPT_END
 from .turn_format import Turn, TurnEvent, TurnFormat, TurnReader
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class Tools:
 
     Args:
         given: OpenAI's ``tools``, or Python functions with annotated parameters.
-        choice: OpenAI's ``tool_choice``; None and "auto" = the model decides.
+        choice: OpenAI's ``tool_choice``, or the name of a function; None and "auto" = the model decides.
         turns: the form in which the model writes calls; None = bare JSON.
         parallel: OpenAI's ``parallel_tool_calls``: whether a turn may have several calls.
 
@@ -99,9 +100,14 @@ class Tools:
             name = function.get("name") if isinstance(function, Mapping) else None
             self.forced, self.is_named = [name] if isinstance(name, str) else [], True
         elif choice not in (None, "auto", "none"):
-            raise ConfigError("tool_choice is auto, none, required or a function")
+            if not isinstance(choice, str):
+                raise ConfigError("tool_choice is auto, none, required or a function")
+            self.forced, self.is_named = [choice], True
         if (self.is_named or choice == "required") and not self.names & set(self.forced):
-            raise ConfigError("tool_choice names a function that is not in tools")
+            raise ConfigError(
+                f"tool_choice names a function that is not in tools: {shown(choice)}",
+                hint="tool_choice is auto, none, required or the name of a function",
+            )
 
     def reader(
         self, *, in_thought: bool | None = False, eager: bool = False, salt: str = ""
@@ -112,11 +118,16 @@ class Tools:
             self.turns, known, in_thought=in_thought, eager=eager, salt=salt, calls=self.is_used
         )
 
-    def read(self, text: str, *, in_thought: bool | None = False, salt: str = "") -> Turn:
-        """Return the thought, the content and the calls of a complete text."""
+    def read(
+        self, text: str, *, in_thought: bool | None = False, salt: str = "", is_cut: bool = False
+    ) -> Turn:
+        """Return the thought, the content and the calls of a text.
+
+        ``is_cut``: see ``TurnReader.finish``.
+        """
         reader = self.reader(in_thought=in_thought, salt=salt)
         reader.feed(text)
-        reader.finish()
+        reader.finish(is_cut=is_cut)
         return reader.turn
 
     def calls(self, text: str) -> list[ToolCall]:
@@ -179,12 +190,17 @@ class Conversation(NamedTuple):
     def tokens(self, model: Model) -> list[int]:
         """Return its token ids."""
         tokens = model.chat_tokens(self.messages, **self.options)  # type: ignore[arg-type]
-        return tokens + model.tokenize(self.begun, add_special=False) if self.begun else tokens
+        if not self.begun:
+            return tokens
+        end = model.detokenize(tokens[-PROMPT_END:], special=True)
+        opening, begun = model.turn_format.continued(end, self.begun)
+        tokens += model.tokenize(opening, add_special=False, parse_special=True) if opening else []
+        return tokens + model.tokenize(begun, add_special=False)
 
     def text(self, model: Model) -> str:
         """Return its text."""
         text = model.apply_chat_template(self.messages, **self.options)  # type: ignore[arg-type]
-        return text + self.begun
+        return text + "".join(model.turn_format.continued(text, self.begun)) if self.begun else text
 
 
 def begun_answer(messages: object) -> str:

@@ -56,7 +56,9 @@ _PYTHON = CallForm(
 # A tag that begins a message, and the assistant's role.
 _ROLE = re.compile(r"([<\[][^<>\[\]\s]+[>\]])\s*([<\[][^<>\[\]\s]+[>\]]|\w+)\s*$")
 _OF_CALLS = ("call", "other call", "bare", "section end")
-_FENCE = re.compile(r"```[ \t]*(?:json|tool_call|tool_calls)?\s*", re.IGNORECASE)
+_FENCE = re.compile(r"```[ \t]*[\w.+-]*\s*")
+_LOOSE_HEAD = re.compile(r"(?:```[ \t]*[\w.+-]*\s*)?[\[{][\[{\s]*")
+_BARE_KEYS = ("arguments", "parameters")
 
 
 class Turn(NamedTuple):
@@ -202,6 +204,34 @@ class TurnFormat(TurnParts):
             return False
         turn_text = self.begun_turn(prompt)
         return turn_text.rfind(start) > turn_text.rfind(end)
+
+    @property
+    def answer_opening(self) -> str:
+        """The text between an open thought and the content of an answer."""
+        end = self.thought_end or ""
+        close = self.thought_close if end in self.thought_close else end
+        rest = self.header[len(end) :] if end and self.header.startswith(end) else ""
+        return close.lstrip() + rest + self.content_start
+
+    def continued(self, prompt: str, begun: str) -> tuple[str, str]:
+        """Return what the template writes before the beginning of an answer, and this beginning.
+
+        If the prompt ends inside a thought, the thought is closed, unless ``begun`` belongs to it: then
+        it begins with the tag of a thought, which is not written twice, or contains the end of one.
+
+        Args:
+            prompt: the text of the prompt, or its end.
+            begun: the beginning of the answer.
+        """
+        own, start, end = begun.lstrip(), self.thought_start or "", self.thought_end or ""
+        is_thought = bool(start) and own.startswith(start)
+        if self.is_in_thought(prompt):
+            if is_thought:
+                return "", own[len(start) :].lstrip()
+            return ("" if end in begun else self.answer_opening), begun
+        head = self.content_start
+        is_headed = is_thought or prompt.endswith(head) or own.startswith(head.strip())
+        return "" if is_headed else head, begun
 
     @cached_property
     def tags(self) -> frozenset[str]:
@@ -391,9 +421,19 @@ class TurnReader:
         self._buffer += text
         return self._read(last=False)
 
-    def finish(self) -> list[TurnEvent]:
-        """Return the events at the end of the text."""
-        events = self._read(last=True)
+    def finish(self, *, is_cut: bool = False) -> list[TurnEvent]:
+        """Return the events at the end of the text.
+
+        Args:
+            is_cut: whether the text ends before its model ended it. Then the beginning of a tag or of a
+                call at its end is no content.
+        """
+        events: list[TurnEvent] = []
+        if is_cut and self._is_begun_call(self._buffer):
+            self._events = events
+            self._take_back()
+            self._buffer = self._space = ""
+        events += self._read(last=True)
         if self._space and not self._calls and not self._trims:
             self._events = []
             self._tell("content", self._space)
@@ -505,6 +545,31 @@ class TurnReader:
         if self._n_sent is not None:
             self._events.append(TurnEvent("cut", "", len(self._calls)))
             self._n_sent = None
+
+    def _is_begun_call(self, rest: str) -> bool:
+        """Return whether the rest of a text that was cut begins a tag or a call.
+
+        JSON without a tag does so until the function's arguments begin.
+        """
+        if self._in_thought or not rest.strip():
+            return False
+        if self._in_section:
+            return True
+        kinds = {"call", "other call", "tagged", "thought", "content start", "preamble"}
+        for word, found in self._keys.items():
+            if kinds & set(found) and word[0] != "{" and rest.startswith(word[: len(rest)]):
+                return True
+        head = _LOOSE_HEAD.match(rest)
+        if head is None or not self._reads_calls:
+            return False
+        written = "".join(rest[head.end() :].split())
+        keys = (*_BARE_KEYS, *self._form.arguments_path[-1:])
+        heads = ['"type":"function"', '"function":{', *(f'"{key}":{{' for key in keys)]
+        for name in self._known.schemas or ():
+            heads.append(f"{name}(")
+            for key in {"name", *self._form.name_path[-1:]}:
+                heads += (f'"{key}":"{name}","{other}":' for other in keys)
+        return any("".join(each.split()).startswith(written) for each in heads)
 
     def _n_begun(self, beginnings: Collection[str]) -> int:
         """Return how many characters at the end of the buffer may begin a tag."""
@@ -777,7 +842,7 @@ class TurnReader:
             if self._form.opening.split()[:1] == ["<tool_call>"] and self._form.kind == "json":
                 return False
             calls = _TAGGED.read_call(cursor, self._known)
-        elif not at_line:
+        elif not at_line and kind != "fence":
             return False
         elif kind == "python":
             calls = self._python(cursor)
@@ -789,7 +854,9 @@ class TurnReader:
                 raise cursor.need()
             calls = self._objects(cursor, one=False)
             cursor.space()
-            if cursor.at < len(cursor.text) or not cursor.last:
+            if cursor.last and "```".startswith(cursor.text[cursor.at :]):
+                cursor.at = len(cursor.text)
+            else:
                 cursor.literal("```")
         else:
             try:

@@ -54,7 +54,7 @@ class End(TypedDict):
 def end_reason(finish_reason: str, stop_reason: str | int | None) -> End:
     """Return how a text has ended, given the two reasons of its `Result`."""
     return {
-        "finish_reason": "stop" if finish_reason == "stop" else "length",
+        "finish_reason": finish_reason if finish_reason in ("stop", "tool_calls") else "length",
         "stop_reason": "capacity" if finish_reason == "capacity" else stop_reason,
     }
 

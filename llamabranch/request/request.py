@@ -230,12 +230,13 @@ class Request:
 class Result(Generic[T]):
     """One generated text of a request, and how it ended.
 
-    ``finish_reason`` is "stop", "length", "constraint" (the constraint allows no token), "capacity"
-    (the cache cannot hold the text), "cancelled" or "error". In the last three cases ``text`` and
+    ``finish_reason`` is "stop", "tool_calls" (from ``chat``: it ended after calls of functions),
+    "length", "constraint" (the constraint allows no token), "capacity" (the cache cannot hold the
+    text), "cancelled" or "error". In the last three cases ``text`` and
     ``tokens`` have everything generated until then, and ``error`` is the exception, if there was
     one. ``text`` ends before a stop string; ``tokens`` include the stop string, but not an EOG
     token. A thought before the answer is in ``thought`` and not in ``text``; ``tokens`` begin with
-    its tokens.
+    its tokens. Calls of the functions of a ``chat`` are in ``tool_calls`` and not in ``text``.
 
     Attributes:
         thought: the thought before the answer, without the tags; "" if there is no thought.
@@ -295,23 +296,46 @@ class Result(Generic[T]):
         """Keep the text of the answer with the names of control tokens, for ``turn``."""
         tokens, is_cut = self.tokens[self.n_thought_tokens :], isinstance(self.stop_reason, str)
         self.written = named_text(model, self.text, tokens, is_cut=is_cut)
+        if self._is_all_thought:
+            self.written = self.thought
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the model did not end the text itself."""
+        return self.finish_reason not in ("stop", "tool_calls") or self.stop_reason is not None
+
+    @property
+    def _is_all_thought(self) -> bool:
+        return 0 < len(self.tokens) == self.n_thought_tokens
+
+    def separate_calls(self, model: Model) -> Turn:
+        """Make ``text`` the content of a text that may call functions; return the turn."""
+        self.note_written(model)
+        turn = self.turn_with(self.tools, self._salt)
+        self.text, self.thought = turn.content, turn.thought
+        if turn.calls and self.finish_reason == "stop":
+            self.finish_reason = "tool_calls"
+        return turn
 
     @cached_property
     def turn(self) -> Turn:
         """The thought, the content and the function calls, read by the model's turn format."""
-        salt = str(len(self.prompt)) if is_chat(self.prompt) else ""
-        return self.turn_with(self.tools, salt)
+        return self.turn_with(self.tools, self._salt)
+
+    @property
+    def _salt(self) -> str:
+        return str(len(self.prompt)) if is_chat(self.prompt) else ""
 
     def turn_with(self, tools: Tools | None, salt: str) -> Turn:
         """Return ``turn`` for these tools; the ids of calls are derived from ``salt``."""
         if tools is None:
             return Turn(self.thought, self.text, [])
-        if self.thought and len(self.tokens) == self.n_thought_tokens:  # thoughts may have calls
-            return tools.read(self.thought, in_thought=True, salt=salt)
+        if self._is_all_thought:  # it may end with calls
+            return tools.read(self.written or self.thought, in_thought=True, salt=salt)
         begun = begun_answer(self.prompt) if tools.is_used else ""
-        turn = tools.read(begun + (self.written or self.text), salt=salt)
-        content = turn.content.removeprefix(begun.strip()) if begun.strip() else turn.content
-        return turn._replace(thought=self.thought or turn.thought, content=content)
+        turn = tools.read(begun + (self.written or self.text), salt=salt, is_cut=self.is_cut)
+        n_begun = len(tools.read(begun).content) if begun else 0
+        return turn._replace(thought=self.thought or turn.thought, content=turn.content[n_begun:])
 
     @property
     def tool_calls(self) -> list[ToolCall]:
@@ -336,15 +360,15 @@ class Result(Generic[T]):
         """
         if self.grammar is None:
             return cast(T, None)
+        calls = self.tools is not None and self.tools.is_used
+        if calls and self.tool_calls:
+            raise ParseError("the text calls functions: see tool_calls", text=self.text)
         if self.finish_reason != "stop":
             raise ParseError(
                 f"the text is not complete: it ended with {self.finish_reason!r}",
                 text=self.text,
                 hint="a larger max_tokens may let it end; parsed_or(None) does not raise",
             ) from self.error
-        calls = self.tools is not None and self.tools.is_used
-        if calls and self.tool_calls:
-            raise ParseError("the text calls functions: see tool_calls", text=self.text)
         return cast(T, self.grammar.parse(self.turn.content if calls else self.text))
 
     def parsed_or(self, default: S) -> T | S:

@@ -12,7 +12,6 @@ from typing_extensions import TypedDict, Unpack
 
 from ..arguments import instance, items, nearest, plain_int, real, shown, whole
 from ..errors import ConfigError, UnsupportedError
-from .noise import random_seed
 
 __all__ = ["SamplingParams", "SamplingSettings", "check_names", "checked_seed", "settings_of"]
 
@@ -249,6 +248,10 @@ class SamplingParams:
 
         Without ``otherwise`` that is a random one too.
         """
+        from .noise import (
+            random_seed,
+        )  # imports NumPy, which a command that looks something up lacks
+
         seed = otherwise if self.seed is None else self.seed
         return random_seed() if seed is None or seed == -1 else seed
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import json
 from asyncio import to_thread
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
@@ -13,10 +12,11 @@ from ..branch import Produced
 from ..context import TokenScore
 from ..engine.completion import tool_grammar
 from ..errors import LlamaBranchError
-from ..model import Turn, TurnEvent, TurnReader
+from ..model import Turn
 from ..model.thoughts import Thinking, ThinkingChoice, plan_thinking, thinking_variables
 from ..model.tools import Conversation, Tools, begun_answer, conversation, openai_deltas
 from ..request.openai import called, chat_choice, completion_choice
+from ..request.turns import TurnPieces
 from ..sampling import Grammar, SamplingParams
 from .errors import HttpError, http_error
 from .fields import Limit, Prompt, TextFields, Top, engine_requests, limit_of, prompt_tokens
@@ -390,7 +390,7 @@ class _ChatWriter(Writer[ChatFields]):
         kind = "chat.completion.chunk" if fields.stream else "chat.completion"
         super().__init__(service, fields, "chatcmpl", kind)
         self._tools, self._is_strict = tools, is_strict
-        self._readers: dict[int, TurnReader] = {}
+        self._pieces: dict[int, TurnPieces] = {}
 
     def body(self, texts: Sequence[Update]) -> object:
         """Return all messages."""
@@ -416,25 +416,18 @@ class _ChatWriter(Writer[ChatFields]):
 
     def parts(self, update: Update) -> list[dict[str, object]]:
         """Return deltas: the role first, then content or calls, then the finish reason."""
-        reader = self._readers.get(update.index)
-        if reader is None:
+        pieces = self._pieces.get(update.index)
+        if pieces is None:
+            # An answer that is continued may begin with half a call.
+            begun = begun_answer(self.fields.messages) if self._tools.is_used else ""
             salt = str(len(self.fields.messages))
-            reader = self._tools.reader(eager=self._is_strict, salt=salt)
-            self._readers[update.index] = reader
-            if self._tools.is_used:  # an answer that is continued may begin with half a call
-                reader.feed(begun_answer(self.fields.messages))
-        events = [TurnEvent("thought", update.thought)] if update.thought else []
-        events += reader.feed(update.written)
-        calls = reader.turn.calls
+            pieces = TurnPieces(self._tools, salt, begun, eager=self._is_strict)
+            self._pieces[update.index] = pieces
+        events, calls = pieces.feed(update.thought, update.written), False
         if update.ended is not None:
-            events += reader.finish()
-            calls = reader.turn.calls or self._turn(update).calls
-            # Calls at the end of an unfinished thought count once the text is complete.
-            if len(calls) > len(reader.turn.calls):
-                for i, call in enumerate(calls):
-                    text = json.dumps(call.arguments, ensure_ascii=False)
-                    events.append(TurnEvent("name", call.name, i, call.id))
-                    events.append(TurnEvent("arguments", text, i))
+            turn = self._turn(update)
+            calls = bool(turn.calls)
+            events += pieces.finish(turn, is_cut=update.ended.is_cut)
         scored = self._scored(update) if update.tokens else None
         deltas = openai_deltas(events)
         if scored is not None and not deltas:

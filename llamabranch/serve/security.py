@@ -50,7 +50,9 @@ class Guard:
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         host, origin = headers.get(b"host", ""), headers.get(b"origin")
         if not self._knows_host(host):
-            raise HttpError(403, f"unknown host {host[:100]!r}: --allowed-host allows it")
+            raise HttpError(
+                403, f"unknown host {host[:100]!r}: --limit allowed_hosts=HOST allows it"
+            )
         if scope["method"] == "OPTIONS":  # a browser asks first, without a key
             return
         is_same = origin is None or origin.partition("://")[2] == host

@@ -3,7 +3,7 @@
 speculator.py   prompts and branches, continued with a drafter: as a generation, or one token per call
 model.py        draft models; what they share with heads: reading new text, drawing tokens
 head.py         EAGLE-3 heads and MTP layers, which read hidden states of the target
-copying.py      drafters that copy the tokens which followed an earlier place like this one
+copying.py      the drafter that copies the tokens which followed an earlier place like this one
 combined.py     drafters made of other drafters or of a function; the default drafter, "auto"
 
 The rules and the draft length are in :mod:`llamabranch.generation`, the loop in :mod:`llamabranch.run`.
@@ -22,7 +22,7 @@ from ..generation.drafter import (
 from ..generation.text import Text
 from ..generation.verify import Acceptance, RandomSource, RoundTrace, block_rule, token_rule
 from .combined import ChainDrafter, FunctionDrafter, GrammarDrafter
-from .copying import PromptLookupDrafter, SuffixDrafter
+from .copying import SuffixDrafter
 from .head import EagleDrafter, MTPDrafter
 from .model import ModelDrafter
 from .speculator import InferenceSession, Speculator
@@ -42,7 +42,6 @@ __all__ = [
     "MTPDrafter",
     "ModelDrafter",
     "NullDrafter",
-    "PromptLookupDrafter",
     "RandomSource",
     "RoundTrace",
     "SpeculativeConfig",

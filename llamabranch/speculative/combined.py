@@ -230,7 +230,7 @@ class GrammarDrafter(_Combined):
     @classmethod
     def copying(cls) -> GrammarDrafter:
         """Return the default drafter for texts with a grammar: "grammar+suffix"."""
-        return cls(SuffixDrafter(min_match=1, shared_tokens=0))
+        return cls(SuffixDrafter(min_match=1))
 
     @property
     def name(self) -> str:
@@ -374,7 +374,7 @@ def auto_drafter(ctx: Context, *, structured: bool | None = None) -> Drafter:
     head = ctx.mtp_head()
 
     def copying(min_match: int) -> Drafter:
-        values = SuffixDrafter(min_match=min_match, shared_tokens=0)
+        values = SuffixDrafter(min_match=min_match)
         return ChainDrafter([values, MTPDrafter(head)]) if head is not None else values
 
     if structured is False:

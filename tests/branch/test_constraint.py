@@ -50,7 +50,7 @@ def test_drafts_change_no_text_and_what_refuses_nothing_neither(
         with root.fork() as branch:
             free, reason = branch.generate(40).finish(), branch.finish_reason
         texts = []
-        for drafter in (None, SuffixDrafter(), lb.speculative.PromptLookupDrafter()):
+        for drafter in (None, SuffixDrafter()):
             with root.fork() as branch:
                 generation = branch.generate(40, drafter=drafter, constraint=anything).finish()
                 assert branch.finish_reason == reason
@@ -65,7 +65,7 @@ def test_drafts_change_no_text_and_what_refuses_nothing_neither(
                 assert branch.tokens[root.position :] == generation.tokens
             texts.append(generation.tokens)
             assert no_e(generation.text) and len(generation.tokens) > 20
-        assert texts[0] == texts[1] == texts[2]
+        assert texts[0] == texts[1]
 
 
 def test_each_token_is_the_first_allowed_one_in_the_order_of_the_draw(ctx: Context) -> None:

@@ -20,7 +20,7 @@ from llamabranch.errors import CacheFullError, CapacityError, DecodeInterruptedE
 
 N_CTX = 256
 N_PROMPT = 240
-DRAFTERS = ("none", "model", "lookup")
+DRAFTERS = ("none", "model", "suffix")
 
 
 @pytest.fixture(scope="module")

@@ -102,9 +102,7 @@ def test_states_follow_forks_rewinds_and_batches(ctx: Context, layer: int) -> No
         np.testing.assert_array_equal(child.hidden_states(layer), first)
         child.append(" The queen")
         np.testing.assert_array_equal(child.hidden_states(layer), alone(child.tokens))
-    drafted = lb.Speculator(
-        ctx, lb.speculative.PromptLookupDrafter(), lb.SpeculativeConfig(draft_k=3)
-    )
+    drafted = lb.Speculator(ctx, lb.SuffixDrafter(), lb.SpeculativeConfig(draft_k=3))
     drafted.generate(root, max_tokens=16).finish()
     np.testing.assert_array_equal(root.hidden_states(layer), alone(root.tokens))
     ctx.audit()

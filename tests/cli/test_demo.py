@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import sys
-from dataclasses import replace
 
 import commands
 import pytest
-from typer.testing import CliRunner
 
-from llamabranch.cli import app, demo
-from llamabranch.context.threads import ThreadTuner
-from llamabranch.native import ContextHandle, available_cores
+from llamabranch.cli import demo
 
 HEADINGS = (
     "1. Eight answers that share one prompt",
@@ -23,8 +18,8 @@ HEADINGS = (
     "4. Three endings, ranked by the model",
 )
 # A smaller demo of the bundled model, run in another process.
-SETTINGS = {"N_STEPS": 8, "MOST_TOKENS": 24, "DRAFT_K": 4}
-SECONDS = dict.fromkeys(("TOGETHER_S", "ALONE_S", "TEXT_S"), 1e3)  # however slow this machine is
+SETTINGS = {"N_STEPS": 8, "MOST_TOKENS": 24}
+SECONDS = dict.fromkeys(("ALONE_S", "TEXT_S"), 1e3)  # however slow this machine is
 SMALL = f"""
 import sys
 import llamabranch.hub
@@ -53,10 +48,10 @@ def test_demo_fits_terminals_of_any_width_and_colours_tokens_by_source(columns: 
     assert "\x1b[35m" in shown  # forced by the grammar
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown).replace("\r", "\n")
     assert all(heading in text for heading in HEADINGS)
-    assert max(map(len, text.splitlines())) <= columns
+    generated = text[text.index(HEADINGS[1]) : text.index(HEADINGS[3])]
+    assert max(map(len, text.replace(generated, "").splitlines())) <= columns
     if columns == 80:
         assert len(text[text.index(HEADINGS[0]) :].splitlines()) <= 80
-    assert "├──" in text
     assert "def report(orders, customer):\n    amount = 0.0\n    for order in orders:" in text
 
 
@@ -72,26 +67,10 @@ def test_demo_in_a_pipe_is_plain_text_and_says_what_to_type_next(small: None) ->
     assert len(re.findall(r"\d\.\d times as fast, the same texts\.", output)) == 1
     drafted = r"\d\.\d times as fast, the same text\. \d+ decodes instead of \d+, no draft model\."
     assert len(re.findall(drafted, output)) == 2
-    assert f"the K/V cache held {n_prompt} tokens before them and {n_prompt} after." in output
     for word in ("warning", "nconclusive", "interval", "other programs"):  # one page, and calm
         assert word not in result.output
     shown = re.findall(r"^  llamabranch ([a-z]+)", result.stdout, re.MULTILINE)
     assert shown == ["speculate", "generate", "chat", "doctor"]
-
-
-@pytest.mark.skipif(available_cores() < 2, reason="needs two cores")
-def test_demo_on_busy_cores_takes_as_many_threads_as_batches_do(
-    small: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def busy(tuner: ThreadTuner, handle: ContextHandle) -> None:
-        if tuner.params.n_threads != 1:  # not given
-            tuner.params = replace(tuner.params, n_threads=2, n_threads_batch=1)
-            handle.set_threads(2, 1)
-
-    monkeypatch.setattr(ThreadTuner, "tune", busy)
-    result = CliRunner().invoke(app, ["demo", "--json"])
-    assert result.exit_code == 0, result.stderr
-    assert json.loads(result.stdout)["n_threads"] == 1
 
 
 def test_demo_on_a_slow_machine_leaves_out_what_takes_too_long(
@@ -103,10 +82,8 @@ def test_demo_on_a_slow_machine_leaves_out_what_takes_too_long(
     now = iter(range(0, 10**6, 2))
     monkeypatch.setattr("llamabranch.cli.demo.time.perf_counter", lambda: float(next(now)))
     answer = commands.answer("demo")
-    forks = answer["forks"]
-    assert forks["n_tokens"] < SETTINGS["N_STEPS"] and 1 <= forks["one_by_one"]["n_texts"] < 8
-    assert answer["edit"]["n_pairs"] == 1 and answer["json"]["text"]
-    assert answer["edit"]["stats"]["target_forward_passes"] <= 16
+    assert 1 <= answer["forks"]["n_alone"] < 8
+    assert answer["json"]["text"] and answer["json"]["decodes_of_target"] > 0
 
 
 @pytest.mark.smollm2
@@ -119,17 +96,10 @@ def test_demo_takes_weights_that_are_exact_and_says_nothing_where_texts_differ(
     assert sentences == ("1.7 times as fast.", "1.7 times as fast, the same texts.")
 
 
-def leaves(node: dict[str, object]) -> int:
-    children = node["children"]
-    assert isinstance(children, list)
-    assert 0 < float(str(node["probability"])) <= 1
-    return sum(map(leaves, children)) or 1
-
-
 @pytest.mark.parametrize(
     "model", ["tale-target", pytest.param("smollm2-135m", marks=pytest.mark.smollm2)]
 )
-def test_demo_as_json_holds_the_figures_and_a_tree_whose_paths_are_eight_texts(
+def test_demo_as_json_holds_the_figures(
     model: str, small: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.modules["llamabranch.hub.catalogue"], "DEFAULT_MODEL", model)
@@ -141,20 +111,16 @@ def test_demo_as_json_holds_the_figures_and_a_tree_whose_paths_are_eight_texts(
     forks = answer["forks"]
     same = {True} if model == "tale-target" else {True, False}  # as its weights round here
     assert answer["model"] == model and forks["same_texts"] in same
-    n = forks["n_prompt"]
-    assert forks["kv_cells_before_forks"] == forks["kv_cells_after_forks"] == n
-    together, alone = forks["together"], forks["one_by_one"]
-    assert (together["n_texts"], alone["n_texts"], forks["n_tokens"]) == (8, 8, 8)
-    assert forks["speedup"] == pytest.approx(alone["seconds"] / together["seconds"])
-    assert 1 < leaves(forks["tree"]) <= 8
+    assert (forks["n_forks"], forks["n_alone"], forks["n_tokens"]) == (8, 8, 8)
+    assert forks["speed_up"] == pytest.approx(forks["alone_s"] / forks["together_s"])
     for name in ("edit", "json"):
         figures = answer[name]
-        assert figures["same_text"] in same and figures["n_pairs"] == 1
-        assert figures["speedup"] == pytest.approx(
-            figures["tokens_per_s"] / figures["plain_tokens_per_s"]
+        assert figures["texts_equal"] in same
+        assert figures["speed_up"] == pytest.approx(
+            figures["tokens_a_second"] / figures["plain_tokens_a_second"]
         )
     assert answer["json"]["text"].startswith('{"full_name": "')
-    assert answer["json"]["stats"]["num_draft_tokens"] > 0
+    assert answer["json"]["drafted"] > 0
     perplexities = [text["perplexity"] for text in answer["ranking"]]
     assert perplexities == sorted(perplexities) and all(map(math.isfinite, perplexities))
     assert "tax reports" in answer["ranking"][-1]["text"]

@@ -28,24 +28,17 @@ def dear(target: lb.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_exact_is_a_short_form_of_a_setting(dear: None) -> None:
-    assert not answer("generate", *FIXED)["batch_invariant"]
-    assert answer("generate", "--exact", *FIXED)["batch_invariant"]
-    assert answer("generate", *FIXED, "--exact")["batch_invariant"]
-    # The same text as a prompt, or in another option, is not changed.
-    assert answer("generate", *FIXED[2:], "--prompt=--exact")["results"][0]["prompt"] == "--exact"
+    plain, exact = (answer("generate", *FIXED, *more)["exact"] for more in ((), ("--exact",)))
+    assert (plain, exact) == (False, True)
     assert "no such option" in run("models", "list", "--exact").stderr.lower()
-    assert "--exact asks for exact batches" in run("generate", "--fast", *FIXED).stderr
 
 
 def test_what_exactness_costs_is_told_in_words(dear: None) -> None:
     words = "would read prompts 9.0 x slower and generate 4.0 x slower on this processor"
-    shown = run("models", "show", "tale-target").stdout
-    assert f"not batch-invariant: exact {words} (batch_invariant=True asks for it)" in shown
     (facts,) = answer("models", "show", "tale-target")["models"]
     can = facts["capabilities"]
-    assert can["exact_read_ratio"] == pytest.approx(9) and can[
-        "exact_write_ratio"
-    ] == pytest.approx(4)
+    assert can["exact_read_ratio"] == pytest.approx(9)
+    assert can["exact_write_ratio"] == pytest.approx(4)
     context = answer("doctor", "-t", "1")["context"]
     assert context["batch-invariant"].startswith(f"no: exact {words}")
     assert (context["K/V type"], context["flash attention"]) == ("f16", "off")

@@ -88,7 +88,7 @@ def test_repository_alone_is_enough(hub: FakeHub) -> None:
     result = run("speculate", "-hf", f"{TARGET}:Q8_0", *SHORT, **ALLOWED)
     assert result.exit_code == 0, result.stderr
     assert result.stderr.count("downloading ") == 1
-    assert ", drafts: tale-draft (" in result.stderr
+    assert "4 tokens a draft by tale-draft" in result.stderr
 
 
 def test_on_a_terminal_a_download_starts_after_its_size_was_shown(hub: FakeHub) -> None:
@@ -186,8 +186,6 @@ def test_show_says_whether_a_head_fits() -> None:
 
 def test_show_says_why_a_model_is_not_batch_invariant(tmp_path: Path) -> None:
     other = toys.write_toy(tmp_path / "other.gguf", "mamba")
-    shown = " ".join(run("models", "show", other).stdout.split())
-    assert "is not batch-invariant: not established for recurrent memory." in shown
     (facts,) = answer("models", "show", other)["models"]
     assert facts["capabilities"]["batch_invariant"] is False
     assert "recurrent" in facts["capabilities"]["batch_invariant_reason"]

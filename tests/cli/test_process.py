@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +15,8 @@ from self_signal import signalled_at_decode
 
 TIMEOUT_S = 600  # for a machine that is busy with other things
 MODEL = ("-m", "tale-target", "-t", "1")
-ENDLESS = ["speculate", *MODEL, "-n", "100000", "--ignore-eos", "-c", "16384"]
-STATISTICS = ("num drafts", "num accepted tokens", "draft acceptance rate", "tokens per s")
+ENDLESS = ["speculate", *MODEL, "-n", "100000", "-S", "ignore_eos=true", "-c", "16384"]
+STATISTICS = ("iterations", "accepted", "accept rate", "tokens a second")
 
 
 def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -47,8 +46,6 @@ def test_full_standard_output_is_an_error_in_one_line(arguments: str) -> None:
     ("arguments", "number", "code", "message"),
     [
         ("speculate - -n 4", 0, 2, "standard input is closed"),
-        ("generate -i - -n 4", 0, 2, "standard input is closed"),
-        ("bench --quick -i -", 0, 2, "standard input is closed"),
         ("models", 1, 1, "standard output is closed"),
         ("models --json", 1, 1, "standard output is closed"),
     ],
@@ -81,7 +78,7 @@ def test_output_that_is_not_utf8_loses_nothing() -> None:
 
 def test_pipe_that_closes_early_ends_the_command_quietly() -> None:
     with subprocess.Popen(
-        [*COMMAND, "speculate", *MODEL, "-n", "900", "--ignore-end"],
+        [*COMMAND, "speculate", *MODEL, "-n", "900", "-S", "ignore_eos=true"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     ) as process:  # fmt: skip
         assert process.stdout is not None and process.stderr is not None
@@ -106,10 +103,10 @@ def test_interrupt_prints_what_there_is_and_exits_with_130(arguments: list[str])
     assert "Traceback" not in process.stderr
     if "--json" in arguments:
         report = json.loads(process.stdout)
-        assert report["finish_reason"] is None and report["tokens"]
+        assert report["finish_reason"] == "cancelled" and report["tokens"]
         return
     assert len(process.stdout) > 40
-    assert re.search(r"finish reasons +cancelled 1\n|ended by cancelled,", process.stderr)
+    assert "ended by cancelled," in process.stderr
     for label in STATISTICS if "none" not in arguments else ():
         assert label in process.stderr
 

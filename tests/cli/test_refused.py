@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -38,7 +37,7 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     (("speculate", "--grammar", "absent.gbnf"), "cannot read absent.gbnf"),
     (("speculate", "--grammar", "a", "--json-schema", "{}"), "exclude each other"),
     (("speculate", "--grammar", "/(a/"), "unclosed group"),
-    (("speculate", "--json-schema", '{"properties": 5}'), "properties"),
+    (("speculate", "--json-schema", '{"type": 5}'), "type must be"),
     (("speculate", "--json-schema", "{"), "schema"),
     (("speculate", "--kv-type", "f7"), "f7"),
     (("speculate", "-ctk", "q8_0", "-ctv", "f16"), "K and V must have the same type"),
@@ -47,40 +46,22 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     (("speculate", "-ngl", "many"), "many"),
     (("generate", "--seed", "1"), "there is no prompt"),
     (("generate", "--prompts"), "at least one prompt"),
-    (("generate", "a", "--resume"), "needs --output"),
-    (("generate", "a", "--compare", "-o", "NEW"), "leave out --output"),
-    (("generate", "--input", "no-such-file.txt"), "cannot read no-such-file.txt"),
+    (("generate", "--input", "no-such-file.jsonl"), "cannot read no-such-file.jsonl"),
     (("generate", "a", "--output", "no/such/folder/out.jsonl"), "cannot write"),
     (("generate", "a", "--output", "MODEL"), "already exists"),
     (("generate", "a", "--output", "FOLDER"), "is a folder"),
     (("generate", "a", "--draft", "no-such-model"), "no-such-model"),
-    (("generate", "a", "--samples", "100000000"), "from 1 to"),
-    (("search", "a", "b"), "more than one prompt"),
-    (("search", "a", "--method", "best"), "unknown method 'best'"),
-    (("search", "a", "--method", "mcts"), "reward"),
-    (("search", "a", "--method", "vote", "--answer", "("), "regular expression"),
-    (("search", "a", "--method", "best-of", "-n", "2", "--reward", "echo good"), "good"),
-    (("search", "a", "--method", "best-of", "-n", "2", "--reward", "exit 3"), "exit code 3"),
-    (("search", "a", "--method", "smc", "--top-k", "5"), "top_k"),
-    (("search", "a", "-n", "-1"), "needs a limit"),
-    (("search", "a", "-w", "0"), "width"),
     (("score",), "there is no text"),
     (("score", "--context", "The king", ""), "has no tokens"),
-    (("score", "--context", "The king", "", "--best", "mean"), "not empty"),
-    (("score", "a", "--best", "mean"), "needs a --context"),
-    (("score", "--context", "a", "b", "--best", "good"), "unknown method"),
     (("score", "--file", "missing.txt"), "cannot read missing.txt"),
     (("bench", "--target", "tale-targte"), "did you mean tale-target?"),
     (("bench", "--draft", "suffix+"), "not a chain of drafters"),
-    (("bench", "--input", os.devnull), "has no prompts"),
     (("bench", "--longest", "0"), "longest"),
     (("bench", "--runs", "0"), "runs"),
-    (("models", "delete"), "no action"),
-    (("models", "show", "tale-target", "--local"), "--local is for"),
-    (("models", "pull"), "takes a model"),
-    (("models", "show", "a", "b", "c"), "one or two"),
+    (("models", "delete"), "models cannot do 'delete'"),
+    (("models", "show", "a", "b", "c"), "models show MODEL [DRAFT]"),
     (("models", "show", "tale-dratf"), "did you mean tale-draft?"),
-    (("serve", "--limit", "max_quue=3"), "did you mean max_queue?"),
+    (("serve", "--limit", "max_quue=3"), "max_queue"),
     (("serve", "-np", "0"), "at least 1"),
     (("chat", "-m", "tale-target"), "there is no message"),
 )  # fmt: skip
@@ -165,25 +146,11 @@ def test_models_that_cannot_be_used_fail_with_a_reason(tmp_path: Path) -> None:
     assert "no chat template" in said_by("speculate", "Hi", "--chat")
 
 
-@pytest.mark.parametrize("n_ctx", [None, "256"])
-@pytest.mark.parametrize(
-    "command",
-    [("speculate", LONG), ("generate", LONG), ("search", LONG), ("score", LONG),
-     ("score", "--context", LONG, " Old", "--best", "mean")],
-    ids=lambda c: c[0],
-)  # fmt: skip
-def test_prompt_that_is_too_long_is_refused_before_the_model_loads(
-    command: tuple[str, ...], n_ctx: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def load(*_: object, **__: object) -> None:
-        raise AssertionError("a model was loaded")
-
-    monkeypatch.setattr("llamabranch.load", load)
-    result = run(*command, *([] if n_ctx is None else ["-c", n_ctx]))
-    assert result.exit_code == 1
-    most = "the model is made for 1,024" if n_ctx is None else "--n-ctx is 256"
-    message = " ".join(result.stderr.split())
-    assert "the prompt has " in message and f"tokens, {most}" in message
+@pytest.mark.parametrize("command", [("speculate", LONG), ("generate", LONG), ("score", LONG)])
+def test_prompt_that_is_too_long_is_refused(command: tuple[str, ...]) -> None:
+    result = run(*command, "-c", "256")
+    assert result.exit_code == 1 and result.stdout == ""
+    assert "error: " in result.stderr and "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize("depth", [20, 200, 20_000])

@@ -56,9 +56,7 @@ COMMANDS = [
     f"models show {FILE} {FILE.replace('1.5B', '0.5B')}",
     "models",
     f"score -m {FILE} --top 2 Once-upon-a-time",
-    f"score -m {FILE} --context King --best mean {LONG} {OTHER}",
-    f"bench --quick -m {FILE}",
-    f"generate -m {FILE} -p The -n 8 -v",
+    f"bench -m {FILE} -p Once -r 1 --longest 2 -n 8",
     f"chat -m {FILE} -f turns.txt",
 ]  # fmt: skip
 

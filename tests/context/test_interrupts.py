@@ -583,7 +583,7 @@ def test_ctrl_c_while_a_command_reads_or_loads_ends_it(name: str) -> None:
     if program != FINALIZER:
         assert done.stderr.strip().splitlines()[-1] == "interrupted"
     if program == LOADING_COMMAND:  # doctor prints each result as soon as it has it
-        assert done.stdout.startswith("\nversions\n" if "doctor" in name else "")
+        assert done.stdout.startswith("llamabranch: " if "doctor" in name else "")
         assert done.stdout == "" or "doctor" in name
 
 

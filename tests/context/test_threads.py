@@ -304,7 +304,7 @@ def test_threads_share_a_speculator(
     with Context(draft, n_ctx=512, n_seq_max=3, n_threads=1) as small:
         drafter: lb.Drafter = lb.ModelDrafter(small)
         if kind == "chain":
-            drafter = lb.ChainDrafter([lb.speculative.PromptLookupDrafter(min_ngram=1), drafter])
+            drafter = lb.ChainDrafter([lb.SuffixDrafter(min_match=1), drafter])
         watched = Watched(drafter)
         config = lb.SpeculativeConfig(draft_k=draft_k)
         speculator = lb.Speculator(ctx, watched, config)

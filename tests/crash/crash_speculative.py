@@ -33,7 +33,6 @@ from llamabranch.errors import (
 )
 from llamabranch.speculative import (
     ModelDrafter,
-    PromptLookupDrafter,
     SpeculativeConfig,
     Speculator,
 )
@@ -79,11 +78,7 @@ refuses(
     settings_of_a_branch=lambda w: Speculator(w.ctx).generate(w.root, sampling=SPOKEN),
     session_with_an_empty_stop=lambda w: InferenceSession(w.ctx, "ab", stop=""),
     session_with_settings_of_a_branch=lambda w: InferenceSession(w.ctx, w.root, sampling=SPOKEN),
-    lookup_of_nothing=lambda w: PromptLookupDrafter(0),
-    lookup_backwards=lambda w: PromptLookupDrafter(2, 3),
-    lookup_too_far=lambda w: PromptLookupDrafter(65),
     suffix_of_nothing=lambda w: SuffixDrafter(min_match=0),
-    suffix_shared=lambda w: SuffixDrafter(shared_tokens=64),
     chain_of_nothing=lambda w: ChainDrafter([]),
     **{
         f"wait_{x}": lambda w, x=x: Engine(w.ctx, wait_s=x) for x in (-1, math.nan, True, "2", None)

@@ -18,7 +18,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))  # where it is run as a program
 
 import toys
-from drafts import Eager
+from drafts import Eager, Newest
 
 import llamabranch as lb
 from llamabranch.generation.drafter import DraftLength, NullState
@@ -209,7 +209,6 @@ class World:
         self, which: str, draft: str = "draft", same: str = "target", **options: object
     ) -> lb.Drafter | None:
         """Return a drafter of one kind; models get fresh contexts with ``options``."""
-        lookup = lb.speculative.PromptLookupDrafter
         makers: dict[str, Callable[[], lb.Drafter | None]] = {
             "nobody": lambda: None,
             "null": lb.speculative.NullDrafter,
@@ -222,17 +221,16 @@ class World:
             # Version 0.1 drafted trees here, which changed no text.
             "tree of 2": lambda: lb.ModelDrafter(self.context(draft, **options)),
             "tree of 5": lambda: lb.ModelDrafter(self.context(draft, **options)),
-            "lookup": lambda: lookup(min_ngram=1),
             "suffix": lambda: Eager(2.0),
             "chain": lambda: lb.ChainDrafter(
                 [
-                    lookup(max_ngram=6, min_ngram=3),
+                    Newest(6, 3),
                     lb.SuffixDrafter(),
                     lb.ModelDrafter(self.context(draft, **options)),
                 ]
             ),
             "chain with a tree": lambda: lb.ChainDrafter(
-                [lookup(), lb.ModelDrafter(self.context(draft, **options))]
+                [Newest(4, 2), lb.ModelDrafter(self.context(draft, **options))]
             ),
             "useless": lambda: Custom(lambda position: 7, None),
             "adversary": lambda: Custom(lambda position: (31 * position) % 200 + 2, None),

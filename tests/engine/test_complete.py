@@ -78,7 +78,7 @@ def test_text_is_that_of_a_branch(target: lb.Model, n_seq_max: int, temperature:
         expected = [plain(ctx, prompt, 40, **settings) for prompt in PROMPTS]
         many = ctx.complete(PROMPTS, **options)
         assert all(map(same, many, expected))
-        for drafter in (None, None, lb.speculative.PromptLookupDrafter(), lb.ModelDrafter(twin)):
+        for drafter in (None, None, lb.SuffixDrafter(), lb.ModelDrafter(twin)):
             one = [ctx.complete(prompt, drafter=drafter, **options) for prompt in PROMPTS]
             assert all(map(same, one, expected))
         if n_seq_max > 1:  # threads share a context
@@ -483,7 +483,7 @@ BAD_CHATS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     ([5], {}, ConfigError, ""),
     ([HELLO, [("user", LONG)]], {}, CacheFullError, "prompts[1]: the prompt has"),
     ([("user", LONG)], {}, CacheFullError, "the prompt has"),
-    ([USER, ("assistant", None), USER], {}, ConfigError, "messages[1]: "),
+    ([USER, ("assistant", None), ("user", None)], {}, ConfigError, "messages[2]: "),
     ([[USER], [("usr", "Hello")]], {}, ConfigError, "prompts[1]: messages[0]: unknown role 'usr'"),
 ]  # fmt: skip
 

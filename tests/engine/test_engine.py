@@ -573,7 +573,7 @@ def test_cancelling_reaches_every_open_stream_and_no_other(when: str, ctx: Conte
 # -- statistics ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("which", ["none", "model", "lookup", "suffix", "chain"])
+@pytest.mark.parametrize("which", ["none", "model", "suffix", "chain"])
 def test_forward_passes_are_counted(which: str, ctx: Context, draft_ctx: Context) -> None:
     before = ctx.decoder.n_decodes, draft_ctx.decoder.n_decodes
     engine = Engine(ctx, make(which, draft_ctx), SpeculativeConfig(draft_k=4))

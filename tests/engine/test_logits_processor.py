@@ -79,7 +79,6 @@ def test_text_is_that_of_a_loop_by_hand(name: str, ctx: Context, draft_ctx: Cont
     drafters: list[lb.Drafter] = [
         lb.ModelDrafter(draft_ctx),
         lb.SuffixDrafter(min_match=1),
-        lb.speculative.PromptLookupDrafter(min_ngram=1),
     ]
     for drafter in drafters:
         config = SpeculativeConfig(draft_k=4, rule="seeded")

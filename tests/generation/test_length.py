@@ -478,7 +478,7 @@ def test_decode_that_also_read_prompts_is_not_learned() -> None:
 def test_drafters_of_a_chain_are_judged_by_themselves() -> None:
     """Copies are free and right; the draft model is expensive and wrong. Each is judged by itself."""
     length = auto_length(8)
-    copied = World(length, always(0.98), c=0.001, drafter="lookup")
+    copied = World(length, always(0.98), c=0.001, drafter="suffix")
     copied.run(100)
     model = World(length, always(0.0), c=0.5, drafter="model")
     for _ in range(60):
@@ -486,7 +486,7 @@ def test_drafters_of_a_chain_are_judged_by_themselves() -> None:
         model.round()
     assert not length.consider("model")  # it alone is switched off
     assert is_on(length) and cost(length) > 0.3
-    assert length.consider("lookup") and length.goes_on(0, 0.3)
+    assert length.consider("suffix") and length.goes_on(0, 0.3)
     assert cost(length) < 0.01
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -245,3 +246,20 @@ def from_disk(browser: Browser, file: Path) -> Iterator[Page]:
     assert [url for url in requests if not url.startswith(("data:", "blob:"))] == [file.as_uri()]
     assert wrong == []
     context.close()
+
+
+def tree_file(*nodes: tuple[str, int]) -> str:
+    """Return a document of another model, as the page exports it: texts, each with its parent's index."""
+    texts = [text for text, _ in nodes]
+    ends: list[int] = []
+    records: list[dict[str, object]] = [{"op": "voc", "p": dict(enumerate(texts))}]
+    for i, (_, parent) in enumerate(nodes):
+        at = ends[parent] if parent >= 0 else 0
+        ends.append(at + 1)
+        above = f"n{parent}" if parent >= 0 else None
+        none = {name: [None] for name in ("lp", "h", "rk")}
+        records += [
+            {"op": "node", "id": f"n{i}", "parent": above, "at": at, "r": i + 1},
+            {"op": "tok", "id": f"n{i}", "ids": [i], "src": "t", "top": [[]], **none},
+        ]
+    return json.dumps({"format": "llamabranch-loom", "records": records})

@@ -94,7 +94,6 @@ class Paged(Serving):
     Args:
         folder: where the file and the settings are.
         drafter: makes what drafts.
-        partner: the model to compare with.
         waits: begin once the model is there; else it is loaded when ``may_load`` is set.
         model: what writes.
         constraint: its name and the function.
@@ -105,7 +104,6 @@ class Paged(Serving):
         folder: Path,
         *,
         drafter: Callable[[], lb.Drafter | None] = lambda: None,
-        partner: Path | None = None,
         read_only: bool = False,
         waits: bool = True,
         model: Path = TARGET,
@@ -113,7 +111,6 @@ class Paged(Serving):
     ) -> None:
         self.may_load = threading.Event()
         self.drafter: lb.Drafter | None = None
-        self.partner: lb.Context | None = None
         self._waits = waits
         own: Any = {} if model == TARGET else {"chat_template": None}
 
@@ -124,17 +121,12 @@ class Paged(Serving):
         def open_engine() -> lb.AsyncEngine:
             self.may_load.wait(WAIT_S)
             config = lb.SpeculativeConfig(draft_k=4)
-            engine = bundled_engine(n_seq_max=12, drafter=made, config=config, model=model, **own)
-            if partner is not None:
-                like: Any = {"n_threads": 1, "kv_type": engine.engine.target.kv_type}
-                self.partner = lb.load(partner, n_ctx=1024, n_seq_max=4, **like)
-                self.contexts.append(self.partner)
-            return engine
+            return bundled_engine(n_seq_max=12, drafter=made, config=config, model=model, **own)
 
         super().__init__(open_engine)
         self.loom = Loom(
             folder / "tale.loom.jsonl", self.server.port, lambda: self.server.service,
-            lambda: self.partner, read_only=read_only, settings_file=folder / "config" / "page.json",
+            read_only=read_only, settings_file=folder / "config" / "page.json",
             constraint=constraint,
         )  # fmt: skip
         self.server.front = front_of(self.loom)

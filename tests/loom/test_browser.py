@@ -21,6 +21,7 @@ from browsing import (
     take,
     tokens,
     told,
+    tree_file,
     visiting,
     written,
 )
@@ -190,25 +191,6 @@ def test_a_fork_is_shown_before_its_answer(page: Page) -> None:
     assert chosen_node(page) == fork
 
 
-def test_searches_are_watched_and_adopted_once(page: Page) -> None:
-    begin(page)
-    for kind in ("beam", "best_of_n", "smc", "vote", "steps", "tree"):
-        page.locator("#text").press("S")
-        page.locator("dialog select[name=kind]").select_option(kind)
-        page.locator("dialog input[name='options.max_tokens']").fill("8")
-        page.locator("dialog button.main").click()
-        page.locator("#live-body .totals", has_text=kind.replace("_", " ")).wait_for()
-        page.locator("#live-body .outline li.finished").first.wait_for()
-        idle(page)
-        n = len(asked(page, "/loom/doc")["nodes"]["id"])
-        for _ in range(2):
-            press(page, "Enter", at="#live-body .outline li.finished button >> nth=0")
-        page.locator("#live-body .outline li.adopted").wait_for()
-        told(page, "#status", "already")
-        assert len(asked(page, "/loom/doc")["nodes"]["id"]) == n + 1
-        page.locator("#live-body .totals button", has_text="Close").click()
-
-
 def test_rounds_add_up_and_ghosts_are_not_in_the_text(page: Page) -> None:
     plain = "".join(written(page))
     page.locator("#fold").click()
@@ -331,9 +313,8 @@ def test_imported_text_is_scored_and_hostile_text_runs_and_reorders_nothing(
     chromium: Browser, tmp_path: Path
 ) -> None:
     with Opened(tmp_path) as served, visiting(chromium, served) as page:
-        branch = {"text": " and wanted a horse", "children": []}
-        queen = {"text": "A queen was bored", "children": [branch] * 2}
-        assert imported(page, json.dumps(queen)) == 3
+        branch = (" and wanted a horse", 0)
+        assert imported(page, tree_file(("A queen was bored", -1), branch, branch)) == 3
         page.locator("[role=treeitem]", has_text="wanted a horse").first.click()
         idle(page)
         n_tokens = len(tokens(page))
@@ -342,7 +323,7 @@ def test_imported_text_is_scored_and_hostile_text_runs_and_reorders_nothing(
         for i, text in enumerate(HOSTILE):
             body = json.dumps({"op": "type", "cid": f"hostile {i}", "text": text})
             assert "node" in asked(page, "/loom/do", body), text
-        imported(page, json.dumps({"text": PILE, "children": []}))
+        imported(page, PILE)
         page.locator("[role=treeitem]", has_text="marks]").wait_for()
         check_hostile(page)
         file = exported(page, tmp_path)
@@ -369,13 +350,10 @@ def check_hostile(page: Page) -> None:
 
 
 def large(n_nodes: int = 10_000, n_tokens: int = 10) -> str:
-    """Return a document of many nodes as loomsidian writes it."""
-    nodes: dict[str, object] = {}
-    for i in range(n_nodes):
-        parent = (i - 1) // 3 if i % 5 else i - 1  # bushes along a path of 2,000 nodes
-        text = "".join(f" word{j}" for j in range(n_tokens))
-        nodes[f"m{i}"] = {"text": text, "parentId": f"m{parent}" if i else None}
-    return json.dumps({"current": "m0", "nodes": nodes})
+    """Return a document of many nodes."""
+    text = "".join(f" word{j}" for j in range(n_tokens))
+    # Bushes along a path of 2,000 nodes. The first one has no parent.
+    return tree_file(*((text, (i - 1) // 3 if i % 5 else i - 1) for i in range(n_nodes)))
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from browsing import (
-    anew,
     asked,
     begin,
     chosen_token,
@@ -22,6 +21,7 @@ from browsing import (
     take,
     tokens,
     told,
+    tree_file,
     typed,
     visiting,
     written,
@@ -38,7 +38,7 @@ CODE = "def area(width, height):\n    # of a rectangle\n    return width * heigh
 
 def arguments(_: Path) -> list[object]:
     """Return those of the page."""
-    return ["--draft-length", "4", "--compare", "tale-draft"]
+    return ["--draft-length", "4"]
 
 
 def do(page: Page, op: str, **fields: object) -> Any:
@@ -46,10 +46,9 @@ def do(page: Page, op: str, **fields: object) -> Any:
     return asked(page, "/loom/do", json.dumps({"op": op, "cid": cid, **fields}))
 
 
-def imported(page: Page, data: object) -> str:
-    """Import a text or a tree and show its first text; return its node."""
-    body = data if isinstance(data, str) else json.dumps(data)
-    node = str(asked(page, "/loom/import", body)["nodes"][0]["id"])
+def imported(page: Page, text: str) -> str:
+    """Import a text and show it; return its node."""
+    node = str(asked(page, "/loom/import", text)["nodes"][0]["id"])
     show(page, node)
     return node
 
@@ -74,18 +73,6 @@ def rows(page: Page) -> list[tuple[str, str]]:
 
 def status(page: Page) -> str:
     return page.locator("#status").inner_text()
-
-
-def in_dialog(page: Page, key: str, **fields: str) -> None:
-    """Open a dialog, fill it, and ask for what it does."""
-    page.locator("#text").press(key)
-    for name, value in fields.items():
-        field = page.locator(f"dialog [name='{name.replace('__', '.')}']")
-        if field.evaluate("each => each.tagName") == "SELECT":
-            field.select_option(value)
-        else:
-            field.fill(value)
-    page.locator("dialog button.main").click()
 
 
 # -- the tree --------------------------------------------------------------------------------------
@@ -217,32 +204,9 @@ def test_not_known_is_counted_as_the_other_bins_are(page: Page) -> None:
     assert page.locator("#legend .bx small").inner_text() == "1"  # the first token
 
 
-def test_the_card_of_two_models_writes_and_compares(page: Page) -> None:
-    card = page.locator("[data-card=models]")
-    assert "tale-draft" in card.inner_text()
-    card.click()
-    page.locator("#text-b [data-token]").first.wait_for()
-    idle(page)
-    assert lens_of(page) == "divergence"
-    assert "The moral of the story is that" in "".join(tokens(page))
-    told(page, "#status", r"tokens compared: mean KL\(A, B\)")
-    assert [page.locator(head).is_visible() for head in ("#head-a", "#head-b")] == [True, True]
-    assert page.locator("#text-b [data-token]").all_text_contents() == tokens(page)
-    assert page.locator("#text [data-cue='⚑']").count() == 1  # the first of another top token
-    assert "Under B" in page.locator("#token").inner_text()
-    nodes = asked(page, "/loom/doc")["nodes"]
-    ends = [at + n for at, n in zip(nodes["at"], nodes["n"], strict=True)]
-    assert nodes["at"][-1] in (ends[-2], nodes["at"][-2])  # it goes on from the end of a text
-    press(page, "v", at="#text")
-    cued = page.locator("#text [data-cue]").evaluate_all("all => all.map(e => e.dataset.cue)")
-    assert cued and {*cued} <= {"+", "−"}
-    page.locator("#text").press("Escape")
-    page.locator("#text-b").wait_for(state="hidden")
-
-
 def test_what_is_imported_is_shown_until_it_is_undone(page: Page) -> None:
     written(page)
-    tree = json.dumps({"text": "A king", "children": [{"text": " slept"}]})
+    tree = tree_file(("A king", -1), (" slept", 0))
     for name, data, text in (
         ("tale.txt", "\ufeffA café by the sea", "A café by the sea"),
         ("loom.json", tree, "A king"),
@@ -392,31 +356,6 @@ def test_a_find_leaves_out_what_is_gone(page: Page) -> None:
     assert page.locator("#found").inner_text() == "2 / 2"
 
 
-# -- searches and comparisons ----------------------------------------------------------------------
-
-
-def test_a_comparison_is_shown_until_it_is_closed_or_another_text_is_shown(page: Page) -> None:
-    for way in ("button", "d", "Escape", "new text", "import"):
-        begin(page, f"A comparison that a {way} closes")
-        page.locator(".shoot").first.click()
-        in_dialog(page, "d")
-        page.locator("#text-b").wait_for()
-        idle(page)
-        if way == "button":
-            page.locator("#close-b").click()
-        elif way == "new text":
-            anew(page)
-            begin(page, "Another text")
-        elif way == "import":
-            imported(page, "A text that nobody compared")
-        else:
-            page.locator("#text").press(way)
-        idle(page)
-        assert page.locator("#text-b").is_hidden(), way
-        assert lens_of(page) == ("divergence" if way == "import" else "probability"), way
-        anew(page)
-
-
 # -- copying ---------------------------------------------------------------------------------------
 
 
@@ -459,21 +398,11 @@ def test_the_text_is_copied_and_nothing_else(chromium: Browser, served: Opened) 
 
 def test_errors_of_a_dialog_are_in_the_dialog(page: Page, tmp_path: Path) -> None:
     begin(page)
-    in_dialog(page, "S", options__width="9999", options__max_tokens="4")
-    told(page, "dialog .wrong", "256")
-    assert page.locator("dialog[open]").count() == 1
-    page.locator("dialog [name='options.width']").fill("wide")
-    page.locator("dialog button.main").click()
-    told(page, "dialog .wrong", "width: “wide” is not a whole number")
-    page.locator("dialog [name='options.width']").fill("2")
-    page.locator("dialog button.main").click()
-    page.wait_for_function("() => !document.querySelector('dialog[open]')")
-    idle(page)
     page.locator("#text").press("E")
     binary = tmp_path / "picture.png"
     binary.write_bytes(b"\x89PNG\r\n\x1a\n\x00\x00")
     page.locator("dialog input[type=file]").set_input_files(binary)
-    told(page, "dialog .wrong", "picture")
+    told(page, "dialog .wrong", "mikupad")
     page.keyboard.press("Escape")
 
 
@@ -583,11 +512,6 @@ def test_what_is_asked_for_is_shown_whatever_the_pane(chromium: Browser, served:
         idle(page)
         assert page.locator("#text").is_visible()
         assert page.locator("#panes :checked").get_attribute("value") == "text"
-        leave("Token")
-        menu(page, "compare here")
-        page.locator("dialog button.main").tap()
-        page.locator("#text-b").wait_for()
-        idle(page)
 
 
 def test_fingers_reach_everything(chromium: Browser, served: Opened) -> None:

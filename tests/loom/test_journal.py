@@ -11,7 +11,7 @@ import pytest
 from paging import TARGET, Opened, Paged, events_of
 
 from llamabranch import ConfigError
-from llamabranch.cli.open import PageFlags
+from llamabranch.cli import open as opening
 from llamabranch.loom.document import Document, Head, Made, Tokens
 from llamabranch.loom.journal import Journal
 
@@ -24,6 +24,23 @@ def read(file: Path) -> Document:
     document = Document()
     Journal(file, document, read_only=True)
     return document
+
+
+def test_a_file_with_comparisons_and_searches_of_version_0_4_opens_without_them(
+    tmp_path: Path,
+) -> None:
+    with Paged(tmp_path) as page:
+        root = page.type(START)["id"]
+        node = page.grow(root, max_tokens=6, seed="9")["id"]
+        text, file = page.text(node), page.loom.journal.path
+    with file.open("a") as lines:
+        for name in ("compare", "searches"):
+            lines.write(f'{{"op":"keep","r":900,"id":"{node}","name":"{name}","data":{{}}}}\n')
+    with Paged(tmp_path) as page:
+        assert page.loom.journal.read_only is None and page.text(node) == text
+        page.do("compact")
+        assert page.text(node) == text
+    assert '"searches"' not in file.read_text()
 
 
 _POINTS = [n if n in (1, 3, 8) else pytest.param(n, marks=pytest.mark.slow) for n in range(1, 21)]
@@ -238,7 +255,7 @@ def test_a_folder_that_is_relative_is_none(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_DATA_HOME", "relative")
     file = tmp_path / ".local" / "share" / "llamabranch" / "a.loom.jsonl"
-    assert PageFlags().path("a.gguf") == file
+    assert opening._document(None, "a.gguf") == file
 
 
 def test_records_that_fit_nothing_change_nothing() -> None:

@@ -1,8 +1,7 @@
-"""The page's protocol over HTTP: operations, events, replay, undo, searches, comparisons."""
+"""The page's protocol over HTTP: operations, events, replay, undo."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,14 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from paging import DRAFT, Paged, drafted
+from paging import Paged, drafted
 
 START = "Once upon a time there was a little"
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Paged]:
-    with Paged(tmp_path_factory.mktemp("page"), drafter=drafted, partner=DRAFT) as running:
+    with Paged(tmp_path_factory.mktemp("page"), drafter=drafted) as running:
         yield running
 
 
@@ -274,7 +273,7 @@ def stopped(page: Paged) -> bool:
 
 WAYS: dict[str, dict[str, Any]] = {
     "type": {"text": " ".join(f"a queen and {i} sons" for i in range(80))},
-    "continue": {"n": 3}, "compare": {"mode": "lockstep"}, "search": {"kind": "best_of_n"},
+    "continue": {"n": 3},
 }  # fmt: skip
 
 
@@ -296,19 +295,6 @@ def test_stop_ends_the_reading_and_leaves_no_branch(page: Paged, op: str) -> Non
     assert page.nodes() == before and page.doc()["undo"] == n_done
     for made in answer["nodes"]:
         assert page.api.get("/loom/tokens", params={"node": made["id"]}).status_code == 404
-
-
-@pytest.mark.parametrize("mode", ["read", "lockstep"])
-def test_stop_ends_the_reading_of_the_second_model(page: Paged, mode: str) -> None:
-    node = unread(page, f"Both {mode}")
-    if mode == "read":
-        node = page.type(" and a fox", node)["id"]
-    before = page.nodes()
-    with decoding(page.loom.partner_of(), lambda: stopped(page)):
-        job = page.finish(page.do("compare", node=node, mode=mode)["job"])
-    assert (job["state"], job["error"]) == ("stopped", None)
-    assert page.nodes() == before
-    page.done("compare", node=node, mode=mode)  # and nothing is left that stops the next one
 
 
 def test_undo_of_what_has_no_token_yet_leaves_nothing_to_redo(page: Paged) -> None:
@@ -342,59 +328,6 @@ def test_a_generation_is_undone_or_stopped(page: Paged, root: Any, op: str) -> N
         assert told["node"]["reason"] == "stopped" and 0 < len(told["ids"]) < 800
 
 
-OPTIONS: dict[str, dict[str, object]] = {
-    "beam": {"width": 3, "max_tokens": 8},
-    "best_of_n": {"width": 4, "max_tokens": 8, "seed": "1"},
-    "smc": {"width": 4, "max_tokens": 8, "want": ["king"], "avoid": ["queen"], "temperature": 1.0},
-    "vote": {"width": 4, "max_tokens": 8, "answer": r"\w+"},
-    "steps": {"width": 2, "max_tokens": 16, "iterations": 3, "step": 4},
-    "tree": {"width": 2, "max_tokens": 12, "iterations": 4, "step": 4},
-}
-
-
-@pytest.mark.parametrize("kind", OPTIONS)
-def test_searches_are_told_adopted_and_stopped(page: Paged, root: Any, kind: str) -> None:
-    answer = page.do("search", node=root["id"], kind=kind, options=OPTIONS[kind])
-    job = page.finish(answer["job"])
-    assert job["state"] == "done", job
-    told = page.of("search", job=answer["job"])
-    nodes = {each[0]: each for event in told for each in event["add"]}
-    assert nodes[0][1] == -1 and all(nodes[i][1] in nodes for i in nodes if i)
-    assert told[-1]["stats"]["decodes"] > 0
-    if kind == "smc":
-        assert told[-1]["sizes"] and all(0 <= size <= 4 + 1e-9 for size in told[-1]["sizes"])
-    if kind == "vote":
-        assert job["result"]["votes"]
-    leaf, text, _, _ = job["result"]["hypotheses"][0]
-    adopted = page.do("adopt", job=answer["job"], leaf=leaf)["nodes"][0]
-    assert page.text(adopted["id"]).startswith(START + text)
-    again = page.do("adopt", job=answer["job"], leaf=leaf)  # it is there already
-    assert again["same"] and [node["id"] for node in again["nodes"]] == [adopted["id"]]
-    page.do("undo")
-    (fresh,) = page.do("adopt", job=answer["job"], leaf=leaf)["nodes"]
-    assert fresh["id"] != adopted["id"]
-    (kept,) = page.tokens(root["id"])["searches"]
-    assert kept["kind"] == kind and len(kept["lines"]) == len(nodes)
-    long = OPTIONS[kind] | {"max_tokens": 400}
-    if kind in ("steps", "tree"):
-        long["iterations"] = 400
-    answer = page.do("search", node=root["id"], kind=kind, options=long)
-    page.wait(lambda: bool(page.of("search", job=answer["job"])))
-    page.do("stop", job=answer["job"])
-    assert page.finish(answer["job"])["state"] == "stopped"
-
-
-def test_a_search_beside_running_texts_changes_none(page: Paged, root: Any) -> None:
-    alone = page.grow(root["id"], 2, max_tokens=60, seed="21")
-    search = page.do("search", node=root["id"], kind="beam", options={"max_tokens": 40})
-    beside = page.grow(root["id"], 2, max_tokens=60, seed="21")
-    assert page.finish(search["job"])["state"] == "done"
-    for pair in zip(alone, beside, strict=True):
-        a, b = (page.tokens(node["id"]) for node in pair)
-        assert columns(a)[0][:2] == columns(b)[0][:2]
-        assert a["node"]["digest"] == b["node"]["digest"]
-
-
 def test_a_tree_of_branches_is_adopted(page: Paged) -> None:
     made = page.api.post("/v1/branches", json={"prompt": "A fox and", "seed": 1}).json()
     grown = page.api.post(f"/v1/branches/{made['id']}/continue", json={"n": 2, "max_tokens": 5})
@@ -403,57 +336,6 @@ def test_a_tree_of_branches_is_adopted(page: Paged) -> None:
     assert len(nodes) == 3
     texts = {page.text(node["id"]) for node in nodes}
     assert texts == {"A fox and", *("A fox and" + child["text"] for child in children)}
-
-
-# -- two models ------------------------------------------------------------------------------------
-
-
-def test_reading_with_a_second_model(page: Paged, root: Any) -> None:
-    node = page.grow(root["id"], max_tokens=12, seed="31")["id"]
-    result = page.done("compare", node=node, mode="read")["ended"]["result"]
-    told = page.tokens(node)
-    found = told["compare"][-1]
-    assert result["n"] == 12 == len(found["kl"]) and found["at"] == told["at"]
-    assert min(*found["kl"], *found["klr"]) > 0
-    assert found["lpA"] == told["lp"]
-    for i, top in enumerate(found["topB"]):
-        if found["same"][i] and told["rk"][i] == 1:
-            assert top[0][1] == found["lpB"][i]
-    assert math.isclose(result["kl"], sum(found["kl"]) / 12, rel_tol=1e-5)
-
-
-def test_lockstep_writes_what_the_engine_writes(page: Paged, root: Any) -> None:
-    alone = page.tokens(page.grow(root["id"], max_tokens=10, seed="41")["id"])
-    answer = page.done("compare", node=root["id"], mode="lockstep", max_tokens=10, seed="41")
-    (node,) = answer["nodes"]
-    together = page.tokens(node["id"])
-    assert together["ids"] == alone["ids"] and together["lp"] == alone["lp"]
-    events = page.of("compare", node=node["id"])
-    assert sum(len(each["kl"]) for each in events) == len(together["ids"])
-    assert len(together["compare"][-1]["kl"]) == len(together["ids"])
-
-
-def test_parting_shows_where_the_second_model_goes_on(page: Paged, root: Any) -> None:
-    asked = {"max_tokens": 24, "seed": "43", "sampling": {"temperature": 1.0}}
-    answer = page.done("compare", node=root["id"], mode="part", **asked)
-    result = answer["ended"]["result"]
-    a = page.tokens(answer["nodes"][0]["id"], path=1)
-    first = result["first_seed"]
-    assert first is not None and result["partner"] is not None
-    b = page.tokens(result["partner"], path=1)
-    assert a["ids"][:first] == b["ids"][:first] and a["ids"][first] != b["ids"][first]
-    compared = a["compare"][-1]
-    assert compared["draw"][first - compared["at"]] == b["ids"][first]
-    answer = page.done("compare", node=root["id"], mode="lockstep", writer="B", **asked)
-    alone = page.tokens(answer["nodes"][0]["id"], path=1)
-    assert alone["ids"][: first + 1] == b["ids"][: first + 1]
-
-
-def test_without_a_second_model_compare_says_how(tmp_path: Path) -> None:
-    with Paged(tmp_path) as page:
-        root = page.type(START)
-        told = page.do("compare", 409, node=root["id"])["error"]["message"]
-        assert "--compare" in told
 
 
 def test_settings_are_kept_in_the_document_and_refused_where_they_cannot_be(tmp_path: Path) -> None:
@@ -490,7 +372,7 @@ def test_settings_are_kept_in_the_document_and_refused_where_they_cannot_be(tmp_
 
 def test_texts_follow_a_constraint_in_python(tmp_path: Path) -> None:
     with Paged(tmp_path, constraint=("rules.py:no_e", lambda text: "e" not in text)) as page:
-        assert page.doc()["models"]["A"]["constraint"] == "rules.py:no_e"
+        assert page.doc()["model"]["constraint"] == "rules.py:no_e"
         bar = page.do("bar", set={"text": {"constraint": True}})["bars"]["text"]
         root = page.type(START)
         made = page.grow(root["id"], 3, max_tokens=16, seed="8", **bar)

@@ -61,7 +61,7 @@ def test_a_beginning_is_what_the_template_writes(page: Paged, model: lb.Model) -
     messages = [("system", SYSTEM), ("user", ASKED)]
     assert page.tokens(node["id"], path=1)["ids"] == model.chat_tokens(messages)
     assert turns(page, node["id"]) == [("system", SYSTEM), ("user", ASKED), ("assistant", "")]
-    assert {*page.doc()["models"]["A"]["chat"]["roles"]} >= {"user", "system"}
+    assert {*page.doc()["model"]["chat"]["roles"]} >= {"user", "system"}
 
 
 def test_what_is_said_in_a_chat_never_becomes_a_control_token(page: Paged, model: lb.Model) -> None:

@@ -109,13 +109,12 @@ def test_a_template_that_wants_text_gets_text() -> None:
     assert answer["tool_calls"][0]["function"]["arguments"] == '{"text": "é"}'
 
 
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [("{broken", "not JSON"), ("[1]", "JSON object"), (5, "JSON object")],
-)
-def test_broken_calls_in_a_history_are_told_with_their_place(wrong: object, words: str) -> None:
-    with pytest.raises(ConfigError, match=words) as caught:
-        written_history(called(wrong), TurnFormat.of(TOJSON))
+@pytest.mark.parametrize(("broken", "text"), [("{broken", "{broken"), ("[1]", "[1]"), (5, "5")])
+def test_broken_arguments_in_a_history_stay_text(broken: object, text: str) -> None:
+    answer: Any = written_history(called(broken), TurnFormat.of(TOJSON))[1]
+    assert answer["tool_calls"][0]["function"]["arguments"] == text
+    with pytest.raises(ConfigError, match="a function with a name") as caught:
+        written_history([*called("{}")[:1], {**answer, "tool_calls": [{}]}], TurnFormat.of(TOJSON))
     assert "messages[1]" in str(caught.value) and "tool_calls[0]" in str(caught.value)
 
 

@@ -116,7 +116,7 @@ WRONG: list[tuple[Callable[[Parts], Path], str, str]] = [
     (of_another_model, "its parts have .* tensors", "different models"),
     (not_split, "it is not part of a split model", "again"),
     (cut_off, "whole-00003.*truncated", "download it again"),
-    (not_gguf, "whole-00003.*Git LFS pointer to a file of 12,345 bytes", "git lfs pull"),
+    (not_gguf, "whole-00003.*it is not a GGUF file", "download it again"),
 ]
 
 

@@ -19,7 +19,6 @@ from drafts import FIXED
 
 import llamabranch as lb
 from llamabranch.arguments import finite, function, real, whole
-from llamabranch.cli.jsonl import read_requests
 from llamabranch.errors import ConfigError, GrammarError, TokenizeError
 from llamabranch.sampling.noise import derive_seed
 
@@ -110,8 +109,6 @@ COUNTS: dict[str, Call] = {
     "texts of a request": lambda ctx, b, n: lb.Request(STORY, n=n),
     "draft_k": lambda ctx, b, n: lb.SpeculativeConfig(draft_k=n),
     "max_draft_tokens": lambda ctx, b, n: lb.SpeculativeConfig(max_draft_tokens=n),
-    "max_ngram": lambda ctx, b, n: lb.speculative.PromptLookupDrafter(max_ngram=n),
-    "min_ngram": lambda ctx, b, n: lb.speculative.PromptLookupDrafter(min_ngram=n),
     "min_match": lambda ctx, b, n: lb.SuffixDrafter(min_match=n),
     "most probable": lambda ctx, b, n: b.distribution().top(n),
     "top_k": lambda ctx, b, n: lb.SamplingParams(top_k=n),
@@ -336,7 +333,6 @@ def test_what_is_no_prompt_or_request_is_refused(ctx: lb.Context) -> None:
     calls += [(call, (*text[:2], {"a": "b"}, 5, None)) for call in (engine.generate, engine.stream)]
     no_pairs = ("ab", ("0", 0), [0], 5, [("0", "0")], {"0": 0})
     calls.append((lambda skip: lb.Engine(ctx).generate(["a"], skip=skip), no_pairs))
-    calls.append((partial(read_requests, json_lines=False), ("one\ntwo\n", b"one\ntwo\n")))
     for call, values in calls:
         for value in values:
             with pytest.raises(ConfigError) as caught:
@@ -346,8 +342,6 @@ def test_what_is_no_prompt_or_request_is_refused(ctx: lb.Context) -> None:
     assert engine.stats.target_forward_passes == 0
     assert ctx.usage().cells_used == 0
     assert ctx.n_seq_free == ctx.n_seq_max
-    read = read_requests(iter(["one\n", "two\n"]), json_lines=False)
-    assert [request.prompt for request in read] == ["one", "two"]
 
 
 # -- other kinds -----------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
         r"sequences: \{\d+: \d+\}$",  # the best one took the parent's place
     ),
     "grammar": (r"(^- the [a-z]{3,7} [a-z]{3,7}\n){3}",),
-    "lookup": ("the same text every time: yes",),
+    "copying": ("the same text every time: yes",),
     "optimized_speculative": (
         "Same text: yes", r"by position in the draft: [\d.]+(, [\d.]+){3}\n",
         r"c = \d+\.\d\d target steps, verifying a draft v = \d+\.\d\d",
@@ -144,10 +144,10 @@ def test_session_generates_the_same_with_and_without_a_drafter() -> None:
     assert len({tokens for tokens, *_ in ways.values()}) == 1
 
 
-def test_lookup_copies_and_saves_decodes() -> None:
-    lines = rows("lookup", r"(\w[\w, ]+?) +(\d+) +(\d+) +(\d+) +(\d+) +\d+")
+def test_copying_copies_and_saves_decodes() -> None:
+    lines = rows("copying", r"(\w[\w, ]+?) +(\d+) +(\d+) +(\d+) +(\d+) +\d+")
     ways = {way: tuple(map(int, counts)) for way, *counts in lines}
-    assert list(ways) == ["no drafter", "lookup", "suffix", "suffix, then model"]
+    assert list(ways) == ["no drafter", "suffix", "suffix, then model"]
     plain, *others = ways.values()
     assert plain[:3] == (0, 0, 0)
     assert all(0 < way[2] <= way[1] and way[3] < plain[3] for way in others)

@@ -30,7 +30,7 @@ def alone(rows: list[dict[str, Any]]) -> list[str]:
 
 def test_rows_get_their_texts_and_bad_rows_their_reasons() -> None:
     rows: list[dict[str, Any]] = [
-        {"id": 1, "prompt": "The king", "kept": "a"},
+        {"id": 1, "prompt": "The king", "kept": "a", "regex": None},
         {"id": 2, "prompt": None, "kept": "b"},
         {"id": 3, "prompt": "The fox", "kept": "c", "regex": "("},
         {"id": 4, "prompt": "The fox", "kept": "d"},

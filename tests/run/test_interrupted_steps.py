@@ -102,7 +102,7 @@ def outcome(
     drafter: lb.Drafter | None = None,
 ) -> Seen:
     """Run the requests, interrupted at the place of ``interrupter``; return their outcome."""
-    drafter = drafter or lb.speculative.PromptLookupDrafter()
+    drafter = drafter or lb.SuffixDrafter()
     engine = Engine(ctx, drafter, SpeculativeConfig(draft_k=3), seed=5)
     for request in REQUESTS:
         engine.add_request(request)
@@ -225,7 +225,7 @@ def test_exception_at_its_last_token_does_not_let_a_text_run_on(
         assert events[-1].result.finish_reason == "length"
 
 
-class Failing(lb.speculative.PromptLookupDrafter):
+class Failing(lb.SuffixDrafter):
     """A drafter that raises ``error`` in call number ``at``, counting the calls of its states too."""
 
     def __init__(self, at: int, error: BaseException) -> None:

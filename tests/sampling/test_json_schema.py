@@ -165,7 +165,6 @@ KEPT: list[Any] = [  # beside those of real_schemas
     # combinations
     {"anyOf": [{"type": "string", "maxLength": 2}, {"type": "boolean"}]},
     {"type": "string", "anyOf": [{"maxLength": 2}, {"pattern": "^x+$"}]},
-    {"oneOf": [{"const": 1}, {"enum": [2, 3]}, {"type": "string"}]},
     {"oneOf": [
         obj(properties={"kind": {"const": k}, "x": _INT}, required=["kind"]) for k in "ab"
     ]},
@@ -238,6 +237,18 @@ def test_schemas_stay_small_where_many_objects_are_put_together() -> None:
     assert closed["additionalProperties"] is False
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [{"anyOf": [{"$ref": "#"}, {"$ref": "#"}]},
+     {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/b"}]},
+                                     "b": {"allOf": [{"$ref": "#/$defs/a"}]}}}],
+    ids=str,
+)  # fmt: skip
+def test_a_schema_that_is_nothing_but_itself_has_no_text(schema: Any, toy: lb.Model) -> None:
+    with pytest.raises(GrammarError, match="no text satisfies it"):
+        Grammar.from_json_schema(schema).start(toy)
+
+
 def test_integers_between_bounds_are_exactly_those(toy: lb.Model) -> None:
     bounds = (None, -12, -1, 0, 7, 99, 100)
     for least in bounds:
@@ -278,7 +289,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"type": "integer", "minimum": "3"}, "minimum"),
     ({"type": "integer", "minimum": 3.2, "maximum": 3.8}, "no integer"),
     ({"type": "number", "minimum": 3, "exclusiveMaximum": 3}, "exclusiveMaximum"),
-    ({"type": "integer", "minimum": 10**30, "maximum": 10**29}, "no integer is at least"),
+    ({"type": "integer", "minimum": 10**30, "maximum": 10**29}, "#: minimum: numbers beyond 2^53"),
     ({"enum": [1], "minimum": 5}, "minimum"),
     ({"type": "string", "minLength": "a"}, "minLength"),
     ({"type": "string", "minLength": 5, "maxLength": 2}, "minLength"),
@@ -287,12 +298,11 @@ REFUSED: list[tuple[Any, str]] = [
     (obj(properties={"a": {"anyOf": [{"not": {}}]}}), "'not' at #/properties/a/anyOf/0"),
     ({"$ref": "#/$defs/a"}, "does not exist"),
     ({"$ref": "https://localhost:1/x"}, "https://localhost:1/x"),
+    ({"oneOf": [{"const": 1}, {"type": "string"}, _INT]}, "'oneOf' at #"),
     ({"$ref": "#"}, "contains itself"),
     (obj(properties={"a": {"$ref": "#"}}, required=["a"]), "contains itself"),
     (obj(properties={"a": {"type": "array", "items": {"$ref": "#"}, "minItems": 1}},
              required=["a"]), "contains itself"),
-    ({"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/b"}]},
-                                     "b": {"allOf": [{"$ref": "#/$defs/a"}]}}}, "contains itself"),
     ({"oneOf": [_INT, {"type": "number"}]}, "'oneOf' at #"),
     ({"oneOf": [{"const": "a"}, {"type": "string"}]}, "'oneOf' at #"),
     ({"oneOf": [{"const": 1}, {"enum": [2, 1]}]}, "'oneOf' at #"),
@@ -304,19 +314,18 @@ REFUSED: list[tuple[Any, str]] = [
     ({"const": {"a": 1}, "required": ["b"]}, "'b' is unsatisfiable"),
     ({"type": "nonsense"}, "nonsense"),
     # numbers out of range
-    ({"allOf": [{"const": 2**64 - 1}, {"type": "integer"}]}, "#/allOf/0: constants beyond 2^53"),
-    ({"type": "number", "minimum": 1e300}, "minimum 1e+300 is out of bounds"),
+    ({"allOf": [{"const": 2**64 - 1}, {"type": "integer"}]}, "#/allOf/0: const: numbers beyond 2^53"),
+    ({"type": "number", "minimum": 1e300}, "minimum: numbers beyond 2^53"),
     ({"type": "integer", "multipleOf": 2147483647}, "multipleOf 2147483647 has too many digits"),
     ({"multipleOf": 1e-300}, "multipleOf 1e-300 has too many digits"),
     ({"multipleOf": 0}, "multipleOf must be above 0, not 0"),
-    ({"allOf": [{"multipleOf": 99_991}, {"multipleOf": 65_537}]}, "digits to be combined"),
-    ({"minLength": 2**33}, "minLength is 8589934592: no text is that long"),
-    ({"maxLength": -1}, "maxLength must be a whole number, not -1"),
-    ({"items": {"maxItems": 2.5}}, "#/items: maxItems must be a whole number, not 2.5"),
-    ({"pattern": "^a{99999999999}$"}, "repeats anything 99999999999 times"),
+    ({"allOf": [{"multipleOf": 99_991}, {"multipleOf": 65_537}]}, "multipleOf have too many digits"),
+    ({"minLength": 2**33}, "minLength must be a whole number below 2^31"),
+    ({"maxLength": -1}, "maxLength must be a whole number below 2^31, not -1"),
+    ({"items": {"maxItems": 2.5}}, "#/items: maxItems must be a whole number below 2^31, not 2.5"),
+    ({"pattern": "^a{99999999999}$"}, "#: pattern: decimal literal invalid"),
     ('{"const": 1e400}', "the number 1e400 is larger than"),
-    ({"type": "array", "items": {"enum": ["a"]}, "uniqueItems": True, "minItems": 2},
-     "no array has 2 of 1 values"),
+    ({"items": {"type": "array", "uniqueItems": True}}, "'uniqueItems' at #/items"),
     ({"not": {}}, "'not' at #"),
     ({"if": {"type": "string"}, "then": {"maxLength": 3}}, "'if' at #"),
     (False, "false"),

@@ -7,6 +7,7 @@ import re
 import sys
 import warnings
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Literal, NewType
 
 import pytest
@@ -85,8 +86,14 @@ def test_free_arguments_keep_their_names_in_every_form(shape: str, toy: lb.Model
     assert takes(toy, grammar, form.write([ToolCall("odd", {"a": "/x", "n": 1})]))
 
 
+class Colour(Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
 SETS: list[tuple[Any, list[Any], list[Any]]] = [
     (set[bool], [True, False], [1]), (set[Literal["a", "b"]], ["b", "a"], ["c"]),
+    (set[bool], [True, True], [True, False, True]), (set[Colour], ["red"], ["red", "blue", "red"]),
     (set[str], ["x"], [1]), (set[int], [3, 4], ["x"]),
 ]  # fmt: skip
 

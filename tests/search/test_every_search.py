@@ -18,7 +18,6 @@ import llamabranch as lb
 from llamabranch import Branch, Context, SuffixDrafter, search
 from llamabranch.errors import CacheFullError, ConfigError, DecodeInterruptedError
 from llamabranch.sampling.noise import derive_seed
-from llamabranch.speculative import PromptLookupDrafter
 
 STORY = "The wolf ran and the wolf ran and the wolf"
 N_CELLS = 256  # llama.cpp's least
@@ -200,12 +199,11 @@ def test_little_room_gives_the_same(target: lb.Model, ctx: Context, name: str, r
             assert result.stats.peak_sequences == (1 if name == "vote decided" else 2)
 
 
-@pytest.mark.parametrize("kind", ["lookup", "suffixes", "model"])
+@pytest.mark.parametrize("kind", ["suffix", "model"])
 @pytest.mark.parametrize("name", DRAFTED)
 def test_drafters_change_no_text(ctx: Context, draft_ctx: Context, name: str, kind: str) -> None:
     drafters: dict[str, Callable[[], Any]] = {
-        "lookup": PromptLookupDrafter,
-        "suffixes": SuffixDrafter,
+        "suffix": SuffixDrafter,
         "model": lambda: lb.ModelDrafter(draft_ctx),
     }
     with Branch.start(ctx, STORY, sampling=WARM) as root:
@@ -309,7 +307,7 @@ def own(toy: lb.Model) -> Iterator[Context]:
         ctx.audit()
 
 
-@pytest.mark.parametrize("drafter", [None, PromptLookupDrafter()], ids=["plain", "drafted"])
+@pytest.mark.parametrize("drafter", [None, SuffixDrafter()], ids=["plain", "drafted"])
 def test_full_texts_end_and_the_others_are_not_begun_again(own: Context, drafter: Any) -> None:
     with Branch.start(own, BYTES, sampling=NO_END) as branch:
         result = search.best_of_n(branch, 3, None, drafter=drafter)

@@ -58,7 +58,7 @@ WRONG: dict[str, Values] = {
     "ConstraintLike | None": CONSTRAINT,
     "Callable[[str], bool] | Constraint": (*CONSTRAINT, None),
     "Drafter | None": (
-        -1, 1, "lookup", True, [], object(), lb.speculative.PromptLookupDrafter,
+        -1, 1, "suffix", True, [], object(), lb.SuffixDrafter,
     ),
     "Expand | int": (0, -1, 2.5, True, None, "ab", [], 10**9, 2**63),
 }  # fmt: skip
@@ -153,7 +153,7 @@ def test_a_branch_that_cannot_be_continued(name: str, state: str, target: lb.Mod
 
 
 def test_a_drafter_must_suit_the_target(shared_branch: Branch) -> None:
-    class Other(lb.speculative.PromptLookupDrafter):
+    class Other(lb.SuffixDrafter):
         def check(self, target: lb.Model) -> None:
             raise lb.errors.VocabularyMismatchError("another vocabulary")
 

@@ -15,10 +15,13 @@ OPTIONS = {
     **{
         name: (name, "{}")
         for name in (
-            "--port", "--temp", "--seed", "--alias", "--ctx-size", "--parallel", "--n-predict",
-            "--api-key", "--chat-template", "--chat-template-file", "--host",
+            "--port", "--temp", "--seed", "--ctx-size", "--parallel", "--n-predict", "--api-key",
+            "--host",
         )
     },
+    "--alias": ("--limit", "alias={}"),
+    "--chat-template": ("-S", "chat_template={}"),
+    "--chat-template-file": ("-S", "chat_template={}"),
     "--batch-size": ("-S", "n_batch={}"),
     "--ubatch-size": ("-S", "n_ubatch={}"),
     "--cors-origins": ("--allow-origin", "{}"),
@@ -50,7 +53,7 @@ def mapped(arguments: list[str]) -> list[str]:
     for prefix, default in (
         ("metrics=", ["--limit", "metrics=false"]),
         ("--allow-origin", ["--allow-origin", "*"]),
-        ("--chat-template", ["--chat-template", "chatml"]),
+        ("chat_template=", ["-S", "chat_template=chatml"]),
     ):
         if not any(option.startswith(prefix) for option in options):
             options += default

@@ -39,7 +39,7 @@ def test_models_branches_and_chats_have_any_name(folder: Path) -> None:
             root.save(branch)
             assert lb.Branch.load(ctx, branch).tokens == root.tokens
         talk = lb.Chat(ctx, seed=1)
-        talk.max_tokens = 3
+        talk.options["max_tokens"] = 3
         answer = talk.send("Hello").text
         talk.save(chat)
         assert lb.Chat.load(ctx, chat).messages[-1]["content"] == answer

@@ -318,17 +318,17 @@ no_sigterm = pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGTERM 
 
 
 @no_sigterm
-def test_number_of_texts_divides_the_cache_where_it_can(tmp_path: Path) -> None:
+def test_texts_share_one_cache_and_what_a_schema_forces_is_drafted(tmp_path: Path) -> None:
     forced = {"choice": ["thereoncewasaking"]}
     body = {"prompt": "a king", "max_tokens": 9, "seed": 1, "structured_outputs": forced}
-    for write, n_ctx in ((write_toy, 512), (write_gemma3, 2048)):
-        path = write(tmp_path / f"{n_ctx}.gguf", vocab="bytes")
+    for name, write in (("llama", write_toy), ("gemma3", write_gemma3)):
+        path = write(tmp_path / f"{name}.gguf", vocab="bytes")
         more = ("-m", path, "-np", "4", "-c", "2048", "--draft", "auto")
         with (
             Command(*SERVE, *more) as command,
             httpx.Client(base_url=command.url, timeout=120) as api,
         ):
-            assert api.get("/props").json()["default_generation_settings"]["n_ctx"] == n_ctx
+            assert api.get("/props").json()["default_generation_settings"]["n_ctx"] == 2048
             answer = api.post("/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
         assert answer.json()["timings"].get("draft_n", 0) > 0  # what is forced
@@ -337,7 +337,7 @@ def test_number_of_texts_divides_the_cache_where_it_can(tmp_path: Path) -> None:
 @no_sigterm
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_lets_streams_end(number: int) -> None:
-    command = Command(*SERVE, "--alias", "tale")
+    command = Command(*SERVE, "--limit", "alias=tale")
     assert command.said["model"] == "tale"
     body = {"prompt": "Once", "max_tokens": 200, "ignore_eos": True, "stream": True, "seed": 1}
     with (

@@ -12,7 +12,6 @@ from serving import Serving, bundled_engine, serving
 from toys import CHAT_TEMPLATE
 
 import llamabranch as lb
-from llamabranch.cli.serve import ServedModels
 
 
 @pytest.fixture(scope="module")
@@ -152,24 +151,3 @@ def test_answers_tell_where_batches_are_not_exact() -> None:
         assert answer.json()["batch_invariant"] is False
         assert answer.headers["x-batch-invariant"] == "false"
         assert api.post("/v1/branches", json={"prompt": "a"}).json()["batch_invariant"] is False
-
-
-def test_texts_whose_number_is_given_have_cells_of_their_own() -> None:
-    """If the memory can be divided; "auto" leaves that to the context."""
-
-    def sized(trained: int | None = 1024, drafter: str = "suffix", **settings: Any) -> object:
-        sizes = ServedModels(**settings).sized(trained, (drafter,))
-        return sizes["n_seq_max"], sizes["kv_unified"], sizes["n_ctx"]
-
-    assert sized() == (8, True, 1024)
-    assert sized(None) == (8, True, 8192)
-    assert sized(parallel=6) == (6, "auto", 6 * 1024)
-    assert sized(10_000, parallel=6) == (6, "auto", 6 * 2048)
-    assert sized(10_000, parallel=2) == (2, "auto", 8192)
-    assert sized(parallel=6, n_ctx=0) == (6, "auto", 0)
-    assert sized(parallel=1) == (1, True, 1024)
-    assert sized(parallel=6, settings=["kv_unified=true"]) == (6, True, 1024)
-    assert sized(settings=["kv_unified=false"], n_ctx=4096) == (8, False, 4096)
-    assert sized(parallel=6, drafter="tale-draft") == (6, True, 1024)
-    with pytest.raises(lb.ConfigError, match="parallel"):
-        sized(parallel=0)

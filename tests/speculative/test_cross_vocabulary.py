@@ -142,7 +142,7 @@ def test_pairs_that_cannot_draft_are_refused(
         Context(mute, n_threads=1) as silent,
     ):
         assert ctx.model.compatibility(mute).path == "none"
-        chain = lb.ChainDrafter([lb.speculative.PromptLookupDrafter(), untranslated])
+        chain = lb.ChainDrafter([lb.SuffixDrafter(), untranslated])
         refused: tuple[tuple[Context, lb.Drafter], ...] = (
             (ctx, untranslated), (ctx, chain), (ctx, ModelDrafter(silent)), (silent, ModelDrafter(ctx)),
         )  # fmt: skip

@@ -172,7 +172,7 @@ DRAFTERS: dict[str, Make] = {
     "model": lambda c: lb.ModelDrafter(c["draft"]),
     "own settings": lambda c: lb.ModelDrafter(c["draft"], OWN),
     "chain": lambda c: lb.ChainDrafter(
-        [lb.speculative.PromptLookupDrafter(max_ngram=2, min_ngram=1), lb.ModelDrafter(c["draft"])]
+        [lb.SuffixDrafter(min_match=1), lb.ModelDrafter(c["draft"])]
     ),
     "translated": lambda c: lb.ModelDrafter(c["turned"]),
 }

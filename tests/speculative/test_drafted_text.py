@@ -26,7 +26,7 @@ import llamabranch as lb
 from llamabranch import Branch, Context, Grammar, SamplingParams, SpeculativeConfig, Speculator
 from llamabranch.errors import CacheFullError, ClosedError, LlamaBranchError
 from llamabranch.generation.drafter import DraftLength, NullState
-from llamabranch.speculative import Draft, NullDrafter, PromptLookupDrafter
+from llamabranch.speculative import Draft, NullDrafter
 
 LOOKING_BACK = [
     {"repeat_penalty": 1.3, "penalty_last_n": 20},
@@ -245,9 +245,8 @@ DRAFTERS: dict[str, Maker] = {
     "past the end": lambda w: Hostile(lb.ModelDrafter(w.twin), ends=True),
     "own settings": lambda w: lb.ModelDrafter(w.draft, SamplingParams(temperature=1.5, seed=1)),
     "other vocabulary": lambda w: lb.ModelDrafter(w.other),
-    "lookup": lambda w: PromptLookupDrafter(max_ngram=3, min_ngram=1),
     "suffix": lambda w: Eager(),
-    "chain": lambda w: lb.ChainDrafter([PromptLookupDrafter(), lb.ModelDrafter(w.draft)]),
+    "chain": lambda w: lb.ChainDrafter([lb.SuffixDrafter(), lb.ModelDrafter(w.draft)]),
     "grammar": lambda w: lb.GrammarDrafter(lb.ModelDrafter(w.draft)),
     "function": lambda w: lb.FunctionDrafter(lambda tokens, k: [7] * (k + 5), "sevens"),
 }
@@ -333,7 +332,7 @@ def by_session(
 ) -> Asked:
     """Generate with a session: token by token with the drafter, another one and none, in turn."""
     texts, stats = [], lb.SpeculativeStats()
-    other = drafter if type(drafter) in (type(None), NullDrafter) else PromptLookupDrafter(2, 1)
+    other = drafter if type(drafter) in (type(None), NullDrafter) else lb.SuffixDrafter(min_match=1)
     turns = (drafter, other, drafter, None)
     for case in cases:
         with lb.InferenceSession(
@@ -720,7 +719,7 @@ def test_memory_is_known_for_what_it_is(memory: Memory) -> None:
 
 @pytest.mark.parametrize("caller", ["prompt", "session", "engine"])
 @pytest.mark.parametrize(
-    "drafter", ["none", "other vocabulary", "model", "same model", "lookup", "suffix", "chain"]
+    "drafter", ["none", "other vocabulary", "model", "same model", "suffix", "chain"]
 )
 @pytest.mark.parametrize("draft_k", [5, "auto"])
 def test_text_in_any_memory_is_that_of_plain_decoding(
@@ -736,7 +735,7 @@ def test_text_in_any_memory_is_that_of_plain_decoding(
     never = caller == "engine" and not memory.world.ctx.kv_cache.undoes(1)
     if drafter == "none" or never:
         assert stats.num_drafts == 0
-    elif draft_k == 5 and drafter != "lookup" and caller != "session":
+    elif draft_k == 5 and caller != "session":
         assert stats.num_accepted_tokens > 0
         assert stats.num_accepted_tokens < stats.num_draft_tokens or drafter == "same model"
     if drafter == "same model" and draft_k == 5 and caller != "session":
@@ -746,7 +745,7 @@ def test_text_in_any_memory_is_that_of_plain_decoding(
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "seeded"])
-@pytest.mark.parametrize("drafter", ["other vocabulary", "model", "lookup"])
+@pytest.mark.parametrize("drafter", ["other vocabulary", "model", "suffix"])
 def test_state_after_speculation_is_that_of_a_fresh_prefill(
     drafter: str, rule: str, memory: Memory
 ) -> None:

@@ -56,7 +56,7 @@ def test_what_are_no_tokens_is_a_typed_error(guess: object, ctx: lb.Context) -> 
         generate(ctx, drafter)
     assert ctx.usage().cells_used == 0
     with pytest.raises(ConfigError, match="function"):
-        lb.FunctionDrafter("lookup")  # type: ignore[arg-type]
+        lb.FunctionDrafter("suffix")  # type: ignore[arg-type]
 
 
 def test_what_is_no_draft_names_the_drafter(ctx: lb.Context) -> None:

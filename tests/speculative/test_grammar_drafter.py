@@ -27,7 +27,6 @@ from llamabranch import (
     SuffixDrafter,
 )
 from llamabranch.generation.drafter import FixedLength
-from llamabranch.speculative import PromptLookupDrafter
 from llamabranch.speculative.combined import DrafterChoice
 
 SCHEMA = {
@@ -61,10 +60,9 @@ SETTINGS = {
 DRAFTERS: dict[str, Callable[[Context], lb.Drafter]] = {
     "grammar": lambda draft: GrammarDrafter(),
     "grammar+suffix": lambda draft: GrammarDrafter.copying(),
-    "grammar+lookup": lambda draft: GrammarDrafter(PromptLookupDrafter(min_ngram=1)),
     "grammar+model": lambda draft: GrammarDrafter(ModelDrafter(draft)),
     "grammar+suffix+model": lambda draft: GrammarDrafter(
-        ChainDrafter([SuffixDrafter(shared_tokens=0), ModelDrafter(draft)])
+        ChainDrafter([SuffixDrafter(), ModelDrafter(draft)])
     ),
 }
 
@@ -124,7 +122,7 @@ def test_tokens_that_the_grammar_refuses_are_not_verified(ctx: Context) -> None:
 def test_copied_value_follows_what_is_forced(ctx: Context) -> None:
     """The prompt has the same record, so the draft continues through keys and values."""
     record = '{"name_of_the_hero": "Gerda", "kind": "a wolf", "is_brave": true, "age": 12}'
-    state = GrammarDrafter(SuffixDrafter(min_match=1, shared_tokens=0)).start
+    state = GrammarDrafter(SuffixDrafter(min_match=1)).start
     with Branch.start(ctx, f"{record}\n{record}\n", grammar=JSON) as branch:
         first = branch.ctx.model.tokenize('{"', add_special=False)[:1]
         draft = state(branch.sequence, "seeded").propose(

@@ -36,7 +36,7 @@ const followed = (bar) => Object.keys(FOLLOWS).find((kind) => bar[kind]) ?? "fre
 
 /** The bar in words. @param {string} mode */
 export function sentenceOf(mode) {
-  const bar = barOf(mode), usual = store.doc.models.A?.sampling ?? {};
+  const bar = barOf(mode), usual = store.doc.model?.sampling ?? {};
   const { n = FIRST[mode].n, max_tokens = FIRST[mode].max_tokens, seed, stop, sampling = {} } = bar;
   const numbers = NUMBERS_OF_BAR.filter(([name], i) => i < 2 || sampling[name] != null)
     .map(([name, , said]) => [said, sampling[name] ?? usual[name]]).filter(([, value]) => value != null)
@@ -87,14 +87,14 @@ const clean = (bar) => Object.fromEntries(Object.entries(bar)
 /** Open the dialog of the bar. @param {string} mode @param {(() => void) | null} proceed what comes after; null: it is only kept
  * @param {(name: string, value: any) => Promise<void>} setting keeps a setting of all documents */
 export function openBar(mode, proceed, setting) {
-  const usual = store.doc.models.A?.sampling ?? {};
+  const usual = store.doc.model?.sampling ?? {};
   const dialog = $("dialog"), wrong = h("p", { class: "wrong", role: "alert" });
   const input = (/** @type {string} */ name, /** @type {string} */ words, /** @type {any} */ placeholder = "") =>
     h("label", {}, h("span", {}, words),
       h("input", { name, placeholder: String(placeholder ?? ""), spellcheck: false, autocomplete: "off" }));
   const follow = h("textarea", { name: "follow", rows: 5, spellcheck: false });
   const kind = h("select", { name: "kind", onchange: () => showFollow() },
-    Object.entries(FOLLOWS).filter(([value]) => value !== "constraint" || store.doc.models.A?.constraint).map(([value, words]) => h("option", { value }, words)));
+    Object.entries(FOLLOWS).filter(([value]) => value !== "constraint" || store.doc.model?.constraint).map(([value, words]) => h("option", { value }, words)));
   const title = h("span"), box = h("label", {}, title, follow);
   const showFollow = () => {
     box.hidden = ["free", "constraint"].includes(kind.value);

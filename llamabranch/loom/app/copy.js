@@ -73,7 +73,7 @@ export function startCopy() {
     const selection = getSelection(), box = $("text");
     if (!selection?.rangeCount || selection.isCollapsed || /** @type {any} */ (document.activeElement)?.matches("input, textarea")) return;
     const range = selection.getRangeAt(0);
-    if (!range.intersectsNode(box) || view.compare && range.intersectsNode($("text-b"))) return;
+    if (!range.intersectsNode(box)) return;
     event.clipboardData?.setData("text/plain", isAll ? shownPath().text.join("") : selectedText(range, box, shownPath()));
     event.preventDefault();
   });

@@ -1,5 +1,5 @@
 // @ts-check
-// The inspector: one token with its numbers and alternatives, B's view of it, where it came from, its branch.
+// The inspector: one token with its numbers and alternatives, where it came from, its branch.
 import { $, attribute, fill, h, label, plural, short, visible } from "./dom.js";
 import { SOURCES, looks } from "./lenses.js";
 import { act } from "./net.js";
@@ -62,20 +62,6 @@ function alternatives(c, i) {
   })), rest > 0.0005 && h("p", { class: "dim rest" }, `all other tokens ${short(100 * rest)} %`)];
 }
 
-/** What B says of the token. @param {import("./store.js").Path} c @param {number} i */
-function second(c, i) {
-  if (Number.isNaN(c.lpB[i])) return null;
-  const { at, topB } = c.owners.flatMap(({ id }) => store.nodes.get(id)?.compares ?? [])
-    .find((each) => each.topB && i >= each.at && i < each.at + each.topB.length) ?? { at: 0, topB: null };
-  const draw = c.draw[i] >= 0 && c.draw[i] !== c.ids[i];
-  return [h("h3", {}, "Under B"), h("dl", {},
-    fact("p", percent(c.lpB[i])), fact("KL(A, B)", `${short(c.kl[i])} nats`), fact("KL(B, A)", `${short(c.klr[i])} nats`),
-    c.same[i] >= 0 ? fact("most probable", c.same[i] === 1 ? "the same token" : "another token") : [],
-    draw ? fact("with A's seed", "B draws another token") : []),
-  topB?.[i - at]?.length ? h("p", { class: "topb" }, topB[i - at].slice(0, 5).map((/** @type {any} */ [, lp, piece]) =>
-    h("span", {}, named(piece), h("small", {}, ` ${percent(lp)}`)))) : null];
-}
-
 /** Where the token and its branch come from. @param {import("./store.js").Path} c @param {number} i */
 function origin(c, i) {
   const node = store.nodes.get(ownerOf(c, i) ?? "");
@@ -88,7 +74,7 @@ function origin(c, i) {
   return [h("h3", {}, "Origin"), h("dl", {},
     fact("source", /** @type {any} */ (SOURCES)[c.src[i]] ?? "unknown"),
     round ? fact("round", `${round.accepted} of ${round.draft.length} drafted accepted`) : [],
-    node.by === "A" || node.by === "B" ? fact("written by", store.doc.models[node.by]?.name ?? node.by) : [],
+    ["A", "B"].includes(node.by) ? fact("written by", node.by === "A" ? store.doc.model?.name ?? "A" : "B, a second model") : [],
     node.seed != null ? fact("seed", node.seed) : [],
     sampling ? fact("sampling", sampling) : [],
     node.max_tokens ? fact("most tokens", node.max_tokens) : [],
@@ -115,7 +101,7 @@ export function drawInspector() {
   }
   const owner = store.nodes.get(ownerOf(c, i) ?? "");
   const top = topsAt(i);
-  const key = [ownerOf(c, i), i, c.ids[i], c.lp[i], c.lpB[i], top?.length, owner?.flags, owner?.note, owner?.seed,
+  const key = [ownerOf(c, i), i, c.ids[i], c.lp[i], top?.length, owner?.flags, owner?.note, owner?.seed,
     owner?.read, owner?.rounds.length, owner?.sampling, Math.max(view.cursor, view.reading) >= 0, view.pinned, document.documentElement.dataset.lens].join();
   if (drawnFor === key) return; // an element under the mouse or with the focus stays
   drawnFor = key;
@@ -124,7 +110,7 @@ export function drawInspector() {
   fill(box,
     h("h2", {}, isNext ? "What could follow" : h("span", { class: looks(c, i).class }, named(c.pieces[i])),
       view.pinned >= 0 && h("small", {}, "pinned")),
-    !isNext && numbers(c, i), alternatives(c, i), !isNext && [second(c, i), origin(c, i)]);
+    !isNext && numbers(c, i), alternatives(c, i), !isNext && origin(c, i));
   if (focused) box.querySelector(`[data-alternative="${CSS.escape(focused)}"]`)?.focus();
   attribute($("token-pane"), "data-position", i);
   // On a phone what was tapped is inspected below the text.

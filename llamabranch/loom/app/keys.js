@@ -31,8 +31,6 @@ export const ACTIONS = [
   ["lens", "", "the next lens", ["v"]],
   ["lensBack", "", "the previous lens", ["V"]],
   ["ghosts", "", "show or hide rejected drafts", ["x"]],
-  ["search", "", "search from here", ["S"]],
-  ["compare", "", "compare here", ["d"]],
   ["bookmark", "", "bookmark", ["b"]],
   ["bookmarks", "", "list of bookmarks", ["B"]],
   ["note", "", "note", ["m"]],

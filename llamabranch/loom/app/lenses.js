@@ -1,5 +1,5 @@
 // @ts-check
-// The six lenses: for a token of a path its value, bin and second cue; the legend. docs/page.md has the formulas.
+// The four lenses: for a token of a path its value, bin and second cue; the legend. docs/page.md has the formulas.
 import { $, check, fill, h, redraw, set, tell } from "./dom.js";
 
 /** @typedef {import("./store.js").Tokens} Columns what is known of the tokens of a path or stretch */
@@ -39,13 +39,6 @@ export const LENSES = [
     title: "Source", value: (c, i) => (c.src[i] ? LETTERS.indexOf(c.src[i]) : NaN),
     cue: (bin) => (bin ? LETTERS[bin] : ""), bin: (place) => place,
     bins: ["prompt", "typed", "sampled", "forced", "drafted", "bonus", "corrected", "picked"] },
-  { name: "divergence", says: "How far model B's probabilities are from A's at each position. This needs a comparison.",
-    title: "Divergence", value: (c, i) => c.kl[i],
-    cue: (bin, c, i) => (c.same[i] !== 0 ? "" : i === c.same.indexOf(0) ? "⚑" : "▲"),
-    ...rising([0.001, 0.01, 0.05, 0.1, 0.5, 1]) },
-  { name: "change", says: "Whether B finds the token more or less probable than A does. This needs a comparison.",
-    title: "Change", value: (c, i) => c.lpB[i] - c.lp[i], cue: (bin) => (bin > 3 ? "+" : bin < 3 ? "−" : ""),
-    ...rising([-2, -0.5, -0.1, 0.1, 0.5, 2], ["< −2", "< −.5", "< −.1", "± .1", "> .1", "> .5", "> 2"]) },
 ];
 
 export let lens = LENSES[0];
@@ -66,7 +59,7 @@ export function choose(/** @type {string} */ name) {
   lens = LENSES.find((each) => each.name === name) ?? LENSES[0];
   document.documentElement.dataset.lens = lens.name;
   check("lenses", lens.name);
-  redraw(["tree", "text", "compare", "legend", "inspect"]);
+  redraw(["tree", "text", "legend", "inspect"]);
 }
 
 /** The next lens, or the one before. @param {number} by */

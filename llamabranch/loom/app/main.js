@@ -1,7 +1,7 @@
 // @ts-check
 // The page as a whole: its state, what actions do, typing, dialogs. Everything else is in the modules it joins.
 import {
-  $, attribute, check, fill, h, label, later, pace, paints, plural, radios, redraw, set, tell, typedNumber, visible,
+  $, attribute, check, fill, h, label, later, pace, paints, plural, radios, redraw, set, tell, visible,
   visibleTexts, warn,
 } from "./dom.js";
 import { LENSES, binOf, choose, drawLegend, turn } from "./lenses.js";
@@ -13,7 +13,6 @@ import { isChat, turnAt } from "./turns.js";
 import { barOf, openBar, sentenceOf } from "./bar.js";
 import { drawInspector, inspected, takeAt } from "./inspect.js";
 import { fold, freeze, startLive } from "./live.js";
-import { closeCompare, compare, startCompare } from "./compare.js";
 import { copyText, startCopy } from "./copy.js";
 import { drawMono, isMono } from "./mono.js";
 import { ACTIONS, keyTable, keysOf, startKeys } from "./keys.js";
@@ -38,7 +37,7 @@ function stay() {
   keepPlace();
   const { lp, n, missing } = shownPath();
   if (missing >= 0) return net.connected ? staying(stay) : undefined;
-  if (stateOf(net) !== "ready" || seen.has(store.current) || n > store.doc.models.A.n_ctx) return;
+  if (stateOf(net) !== "ready" || seen.has(store.current) || n > store.doc.model.n_ctx) return;
   seen.add(store.current);
   if (lp.subarray(1, n).some(Number.isNaN)) void act("score", { node: store.current });
 }
@@ -86,7 +85,7 @@ function drawWhere() {
   const words = { type: chat && isAtEnd() ? "Reply" : `Type ${where}`,
     edit: chat ? "Edit this turn" : view.cursor < 0 ? "Edit what follows the last fork"
       : `Edit from “${shownPath().shown[view.cursor]?.trim() ?? ""}” on`,
-    retry: "Answer again", search: `Search ${where}`, compare: `Compare ${where}` };
+    retry: "Answer again" };
   for (const [action, title] of Object.entries(words)) {
     const button = $("actions").querySelector(`[data-action=${action}]`);
     if (!button) continue;
@@ -169,7 +168,7 @@ function openBox({ at, label: title, value = "", scored = false, edit = false, r
 
 /** What a box says of control tokens. @param {boolean} parsed */
 const controlNote = (parsed) => {
-  const { eos, chat } = store.doc.models.A ?? {};
+  const { eos, chat } = store.doc.model ?? {};
   if (!eos || (!parsed && !chat)) return "";
   return parsed ? `Control tokens, such as ${eos}, are parsed.` : `Control tokens, such as ${eos}, are plain text in a message.`;
 };
@@ -183,7 +182,7 @@ function type(at, edit) {
 
 /** Add a turn to the conversation. */
 function reply() {
-  const node = store.current, at = place(), roles = store.doc.models.A?.chat?.roles ?? ["user"];
+  const node = store.current, at = place(), roles = store.doc.model?.chat?.roles ?? ["user"];
   openBox({ at, label: "Reply", roles, verb: "Send", note: controlNote(false),
     keep: (text, role) => act("chat", { node, at, text, role: role || "user" }) });
 }
@@ -262,28 +261,23 @@ async function nextHit(/** @type {number} */ by) {
 
 // --- dialogs ---
 
-/** A dialog with fields. A field is [name, title, first value, choices, each with its line, or null]. It stays open, and
- * says why, until what it asks for is done.
+/** A dialog with fields. A field is [name, title, first value]. It stays open, and says why, until what it asks for is done.
  * @param {string} title @param {any[][]} fields @param {string} verb @param {(values: Record<string, any>) => any} done
  * @param {any[]} [more] what else is in it */
 function ask(title, fields, verb, done, more = []) {
-  const said = h("p", { class: "dim", role: "status" }); // the line of each choice
-  const says = () => fill(said, fields.flatMap(([name, , , choices]) => choices?.[form.elements[name].value] || []).join(" "));
   const form = h("form", { method: "dialog" }, h("h2", { id: "dialog-title" }, title), ...more,
-    fields.map(([name, words, value, choices]) => h("label", {}, h("span", {}, words), choices
-      ? h("select", { name, onchange: says }, Object.keys(choices).map((each) => h("option", { value: each }, each.replace(/_/g, " "))))
-      : h(name === "note" ? "textarea" : "input", { name, value: value ?? "", spellcheck: false, autocomplete: "off" }))),
-    said, h("p", { class: "wrong", role: "alert" }), h("p", { class: "row" }, verb && h("button", { type: "submit", class: "main", value: "yes" }, verb),
+    fields.map(([name, words, value]) => h("label", {}, h("span", {}, words),
+      h("textarea", { name, value: value ?? "", spellcheck: false, autocomplete: "off" }))),
+    h("p", { class: "wrong", role: "alert" }), h("p", { class: "row" }, verb && h("button", { type: "submit", class: "main", value: "yes" }, verb),
       h("button", { type: "submit", value: "", formNoValidate: true }, verb ? "Cancel" : "Close")));
   const dialog = $("dialog");
   fill(dialog, form);
-  says();
   form.onsubmit = async (/** @type {SubmitEvent} */ event) => {
     if (!(/** @type {any} */ (event.submitter)?.value)) return;
     event.preventDefault();
     fill(form.querySelector(".wrong"));
     try {
-      if (await done(valuesOf(new FormData(form), fields))) dialog.close();
+      if (await done(Object.fromEntries(new FormData(form)))) dialog.close();
     } catch (error) {
       warn(/** @type {Error} */ (error).message);
     }
@@ -292,42 +286,8 @@ function ask(title, fields, verb, done, more = []) {
   dialog.showModal();
 }
 
-const WORDS = ["seed", "answer", "note"], LISTS = ["stop", "want"], WHOLE = ["max_tokens", "width"];
-
-/** What a form holds: numbers, words, lists of one text; "a.b" is b of an object a. Raises what is no number.
- * @param {FormData} form @param {any[][]} fields as those of a dialog */
-function valuesOf(form, fields) {
-  /** @type {Record<string, any>} */ const found = {};
-  for (const [name, words, , choices] of fields) {
-    const value = String(form.get(name) ?? ""), [own, of] = name.split(".").reverse();
-    const into = of ? (found[of] ??= {}) : found;
-    if (value === "" && own !== "note") continue;
-    if (own === "seed") typedNumber(value, words, true); // it stays a text: it may have more digits than a number
-    if (choices || WORDS.includes(own)) into[own] = value;
-    else into[own] = LISTS.includes(own) ? [value] : typedNumber(value, words, WHOLE.includes(own));
-  }
-  return found;
-}
-
-/** @type {Record<string, string>} each search in one line */
-const SEARCHES = {
-  beam: "Keeps the texts that are most probable as a whole, and continues all of them.",
-  best_of_n: "Draws several texts, and shows the best by its score first.",
-  smc: "Runs many texts side by side. Texts with what you want are copied, the others end.",
-  vote: "Draws several texts, finds the answer in each, and counts which answer is given most often.",
-  steps: "Writes in short steps, and keeps the best texts after each step.",
-  tree: "Always continues the most promising text so far, as a chess program does.",
-};
-/** @type {Record<string, string>} each comparison in one line */
-const COMPARISONS = {
-  read: "Both models score this text. You see how far apart their probabilities are, token by token.",
-  lockstep: "One model writes and the other scores each token. The difference appears as they go.",
-  part: "Both write with the same seed. Where B would draw another token, two texts continue side by side.",
-};
-
 const FORMATS = {
   html: "one HTML file to read", json: "JSON, everything", markdown: "Markdown, this path", "markdown-tree": "Markdown, the tree",
-  loomsidian: "JSON for loomsidian",
 };
 
 /** @type {Map<string, any>} what was shown before a branch was deleted, or a text imported */ const shownBefore = new Map();
@@ -343,7 +303,7 @@ async function bring(/** @type {any} */ file) {
     shownBefore.set(first.id, [store.current, store.end]);
     select(first.id);
   }
-  tell(`${plural(answer.count, "node")} imported. ${(answer.warnings ?? []).join(" ")}`);
+  tell(`${plural(answer.count, "node")} imported.`);
 }
 
 const bookmarked = () => [...store.nodes.values()].filter(({ flags, id }) => flags & FLAGS.bookmark && segmentOf(id));
@@ -356,7 +316,7 @@ const leave = ({ parent, at }) => (parent ? select(parent, at) : run.new());
 /** @type {Record<string, string[]>} */
 const MENU = {
   "This branch": ["bookmark", "note", "copy", "delete", "hoist", "children", "replay", "retry"],
-  "From here": ["options", "search", "compare"],
+  "From here": ["options"],
   View: ["bookmarks", "text.surprise", "pin", "ghosts", "thoughts", "deleted", "mono", "theme"],
   Document: ["new", "export", "compact", "help"],
 };
@@ -393,7 +353,6 @@ const run = {
     tell(count ? `${plural(count, "thought is", "thoughts are")} ${folded ? "folded" : "shown"}.` : "There is no thought here.");
   },
   stop: async () => {
-    if (![...store.jobs.values()].some(({ state }) => state === "running") && closeCompare()) return;
     const answer = await act("stop", { job: null });
     if (answer?.stopped.length) tell("Stopped.");
   },
@@ -403,25 +362,6 @@ const run = {
   ghosts: () => {
     look({ ghosts: !view.ghosts });
     tell(view.ghosts ? "Rejected drafts are shown." : "Rejected drafts are hidden.");
-  },
-  search: () => ask("Search from here", [["kind", "kind", "", SEARCHES],
-    ["options.width", "width"], ["options.max_tokens", "tokens", 32], ["options.temperature", "temperature"],
-    ["options.seed", "seed"], ["options.want", "text you want (smc)"],
-    ["options.answer", "answer: a regular expression (vote)"]], "Search",
-  (fields) => act("search", { node: store.current, at: place(), ...fields })),
-  compare: () => {
-    const { B } = store.doc.models;
-    if (closeCompare()) return;
-    if (exported()) {
-      view.compare = B != null;
-      return redraw(["compare", "text"]);
-    }
-    if (!B) return tell("There is no second model: start with --compare MODEL2.");
-    return ask("Compare two models here", [["mode", "how", "", COMPARISONS], ["writer", "who writes", "", { A: "", B: "" }],
-      ["max_tokens", "tokens", 24], ["seed", "seed"]], "Compare", ({ mode, ...fields }) => {
-      showPane("text");
-      return compare(mode, place(), fields);
-    });
   },
   bookmark: () => selected() && act("set", { node: store.current, bookmark: !(selected()?.flags & FLAGS.bookmark) }),
   note: () => ask("Note", [["note", "note on this branch", selected()?.note]], "Keep",
@@ -460,7 +400,7 @@ const run = {
   export: () => (keepPlace(), ask("Export and import", [], "", () => {}, [
     h("ul", { class: "formats" }, Object.entries(FORMATS).map(([format, words]) => h("li", {},
       h("a", { href: `/loom/export?format=${format}&node=${store.current ?? ""}`, download: "" }, words)))),
-    h("label", {}, h("span", {}, "import a file: one of these, mikupad’s, or a text"),
+    h("label", {}, h("span", {}, "import a file: one of these, or mikupad’s"),
       h("input", { type: "file", onchange: (/** @type {any} */ event) => bring(event.target.files[0]) }))])),
   help: () => ask("Help and keys", [], "", () => {}, [
     h("p", {}, "Keys act while the tree or the text has the focus. Click a key to change it."), keyTable(setting)]),
@@ -489,7 +429,6 @@ const run = {
     redraw(["tree"]);
   },
   new: () => {
-    closeCompare();
     showPane("text");
     Object.assign(store, { current: null, end: null });
     redraw(["state", "tree", "text", "inspect", "where"]);
@@ -517,13 +456,13 @@ function drawState() {
   const { theme, widths } = doc.settings ?? {};
   root.style.colorScheme = theme ?? "";
   for (const [side, width] of Object.entries(widths ?? {})) widen(side, width);
-  const { A, B } = doc.models;
-  pace.share = A?.leaves_cores ? 1 : 1 / 80; // drawing slows a model that needs all cores
+  const { model } = doc;
+  pace.share = model?.leaves_cores ? 1 : 1 / 80; // drawing slows a model that needs all cores
   if (doc.file.name) document.title = `${visible(doc.file.name)} · llamabranch`;
   $("file").textContent = visible(doc.file.name ?? "llamabranch");
   $("saved").textContent = exported() ? "exported" : doc.file.error ? "not saved" : doc.file.read_only ? "read-only" : "saved";
-  fill($("models"), A && h("span", {}, B ? h("b", {}, "A ") : null, visible(A.name)), B && h("span", {}, h("b", {}, "B "), visible(B.name)),
-    A?.batch_invariant === false && h("span", { class: "badge", title: "Results depend on what else is in the batch." }, "replay may differ"));
+  fill($("model"), model && h("span", {}, visible(model.name)),
+    model?.batch_invariant === false && h("span", { class: "badge", title: "Results depend on what else is in the batch." }, "replay may differ"));
   $("theme").textContent = isDark() ? "Light" : "Dark";
   const job = [...store.jobs.values()].find((each) => each.state === "running" && each.message);
   const message = {
@@ -551,7 +490,7 @@ function drawState() {
   $("start").disabled = !canWrite;
   $("loading").textContent = state === "model-loading" ? (doc.loading?.message ?? "The model is being loaded …") : "";
   if (empty && was) $("begin").focus();
-  if (empty) drawBeginning(A, B);
+  if (empty) drawBeginning(model);
   const marked = bookmarked().length;
   set($("marks"), { textContent: `★ ${marked}` });
   attribute($("marks"), "aria-label", plural(marked, "bookmark"));
@@ -566,42 +505,35 @@ const CARDS = {
   draft: { title: "Watch a draft being judged", text: "The old king called his three sons and said",
     chat: "Count from one to twenty in words.",
     line: "Tokens are drafted ahead, and the model accepts or rejects each of them.", without: "This needs drafts: start with --\u2060draft auto." },
-  models: { title: "Compare two models", text: "The moral of the story is that", chat: "What is the moral of a fable?",
-    line: "", without: "This needs a second model: start with --\u2060compare MODEL2." },
 };
 
 let modeFor = ""; // the model that the switch was set for
 
-/** The first screen. @param {any} A @param {any} B the models */
-function drawBeginning(A, B) {
-  const chat = A?.chat ?? null, key = `${A?.fingerprint} ${chat != null}`;
-  if (A && modeFor !== key) {
+/** The first screen. @param {any} model */
+function drawBeginning(model) {
+  const chat = model?.chat ?? null, key = `${model?.fingerprint} ${chat != null}`;
+  if (model && modeFor !== key) {
     modeFor = key;
     radios("mode", [["text", "Text"], ["chat", "Chat"]], () => redraw(["state", "where"]));
     check("mode", chat ? "chat" : "text");
     /** @type {any} */ ($("mode").querySelector("[value=chat]")).disabled = !chat;
   }
   const isTalk = begins() === "chat";
-  $("mode-line").textContent = !A ? "" : !chat ? "This model has no chat template: it continues texts." : isTalk
+  $("mode-line").textContent = !model ? "" : !chat ? "This model has no chat template: it continues texts." : isTalk
     ? "The model's chat template formats the turns." : "The model continues exactly what you write.";
   $("system-box").hidden = !isTalk || !chat?.roles.includes("system");
   $("tools-box").hidden = !isTalk;
-  $("begin-note").textContent = A ? controlNote(!isTalk) || "" : "";
+  $("begin-note").textContent = model ? controlNote(!isTalk) || "" : "";
   const title = isTalk ? "First message" : "Beginning of a text";
   set($("begin"), { "aria-label": title, placeholder: title });
   $("start").firstChild.textContent = isTalk ? "Send" : "Continue";
-  if ($("cards").dataset.for === `${key} ${isTalk} ${A?.draft} ${B?.name}`) return;
-  $("cards").dataset.for = `${key} ${isTalk} ${A?.draft} ${B?.name}`;
-  const can = { sentence: true, draft: A != null && A.draft !== "none", models: B != null };
+  if ($("cards").dataset.for === `${key} ${isTalk} ${model?.draft}`) return;
+  $("cards").dataset.for = `${key} ${isTalk} ${model?.draft}`;
   fill($("cards"), Object.entries(CARDS).map(([card, { title, line, without, ...words }]) =>
     h("button", { type: "button", class: "card", "data-card": card, "data-model": "", value: words[isTalk ? "chat" : "text"] },
       h("b", {}, isTalk && card === "sentence" ? "Ask something" : title),
-      h("span", {}, A && !(/** @type {any} */ (can)[card]) ? without
-        : line || `${visible(A?.name ?? "A")} and ${visible(B?.name ?? "B")} on the same text.`))));
-  const facts = [...LENSES.map(({ title, says }) => [title, says]),
-    ...Object.entries(SEARCHES).map(([name, says]) => [`Search: ${name.replace(/_/g, " ")}`, says]),
-    ...Object.entries(COMPARISONS).map(([name, says]) => [`Compare: ${name}`, says])];
-  fill($("about").lastElementChild, facts.map(([name, says]) => [h("dt", {}, name), h("dd", {}, says)]));
+      h("span", {}, model?.draft === "none" && without || line))));
+  fill($("about").lastElementChild, LENSES.map(({ title, says }) => [h("dt", {}, title), h("dd", {}, says)]));
 }
 
 function widen(/** @type {string} */ side, /** @type {number} */ width) {
@@ -641,13 +573,12 @@ function startPanes() {
 
 /** Do what a card says: its text begins and is continued. @param {string} card @param {string} text */
 async function runCard(card, text) {
-  const { A, B } = store.doc.models;
   $("begin").value = text;
-  if (card === "draft" && A?.draft === "none" || card === "models" && !B) return $("begin").focus(); // the card's line says which option it needs
+  if (card === "draft" && store.doc.model?.draft === "none") return $("begin").focus(); // the card's line says which option it needs
   if (card === "draft") choose("source"), fold(true);
   // The length of the drafts is forced: "auto" may draft nothing on this machine.
   if (card === "draft") return begin(() => go({ n: 1, max_tokens: 48, draft: 4 }));
-  return begin(card === "models" ? () => compare("lockstep", place(), { writer: "A", max_tokens: 48 }) : go);
+  return begin();
 }
 
 /** Show what can be done with the turn under the mouse. @param {any} event */
@@ -668,9 +599,9 @@ export function start() {
   radios("lenses", LENSES.map(({ name, title }) => [name, title]), choose);
   choose(LENSES[0].name);
   startPanes();
-  const buttons = ["Type", "Edit", "Retry", "Replay", "Search", "Compare", "Stop"];
+  const buttons = ["Type", "Edit", "Retry", "Replay", "Stop"];
   fill($("actions"), buttons.map((title) => h("button", { type: "button", "data-action": title.toLowerCase(),
-    "data-model": ["Stop", "Compare"].includes(title) ? null : "" }, title, " ",
+    "data-model": title === "Stop" ? null : "" }, title, " ",
   h("kbd", {}, keysOf(title.toLowerCase())[0]?.replace("Escape", "Esc")))));
   document.addEventListener("click", (event) => {
     const button = /** @type {any} */ (event.target).closest?.("[data-action], [data-card]");
@@ -701,7 +632,6 @@ export function start() {
   });
   paints("tree", tree.tree);
   paints("text", startText());
-  paints("compare", startCompare());
   paints("where", () => $("empty").hidden && drawWhere());
   paints("legend", () => (drawMono(), drawLegend(shownPath(), (bin) => seek((c, i) => binOf(c, i) === bin))));
   paints("inspect", drawInspector);

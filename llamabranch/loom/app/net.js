@@ -1,7 +1,7 @@
 // @ts-check
 // The server: session, requests, one event stream. Requests go to the page's own origin only.
 import { busy, hush, plural, redraw, short, tell, warn } from "./dom.js";
-import { forgetTokens, putCompare, putDoc, putFacts, putNode, putRound, putTokens, store } from "./store.js";
+import { forgetTokens, putDoc, putFacts, putNode, putRound, putTokens, store } from "./store.js";
 
 export const net = { session: true, connected: true };
 let links = 0; // links used so far: the answer to a request from before the last one says nothing about the new session
@@ -116,12 +116,11 @@ async function once(key, fetched) {
 /** Fetch tokens of a path, with the ten most probable at each place if it is asked for.
  * @param {string} node @param {number} from @param {number | null} [n] all, if it is not given @param {1} [top] */
 export const fetchPath = (node, from, n, top) => once(`${node}:${from}:${top}`, async () => {
-  const { parts, nodes, rounds, compare } = await get("/loom/tokens", { node, path: 1, from, n, top });
+  const { parts, nodes, rounds } = await get("/loom/tokens", { node, path: 1, from, n, top });
   parts.forEach(putTokens);
   nodes?.forEach(putFacts);
   rounds?.forEach(putRound);
-  compare?.forEach(putCompare);
-  redraw(top ? ["inspect"] : ["tree", "text", "inspect", "where", "live", "compare", "legend"]);
+  redraw(top ? ["inspect"] : ["tree", "text", "inspect", "where", "live", "legend"]);
 });
 
 /** Fetch what could follow a text. @param {string} key of the store @param {string} node @param {number} at */
@@ -140,8 +139,6 @@ const EVENTS = {
   },
   tokens: (data) => (putTokens(data), ["tree", "text", "live"]), // the inspector and the legend are drawn once all are there
   round: (data) => (putRound(data), ["live"]),
-  compare: (data) => (putCompare(data), ["text", "inspect", "compare", "tree", "legend"]),
-  search: () => ["live"],
   end: (data) => {
     const node = store.nodes.get(data.node);
     if (node) Object.assign(node, { reason: data.reason, seed: data.seed, read: data.read, cached: data.cached });
@@ -155,7 +152,7 @@ const EVENTS = {
     return ["state", "live", "inspect", "legend"];
   },
   model: (data) => {
-    if (data.models?.A && !store.doc.models.A) forgetTokens(); // the model finds thoughts and calls in answers
+    if (data.model && !store.doc.model) forgetTokens(); // the model finds thoughts and calls in answers
     Object.assign(store.doc, data);
     return ["state", "text"];
   },
@@ -180,7 +177,7 @@ function listen(since) {
       if (event.data === undefined) return; // an error of the connection, not of the server
       const data = JSON.parse(event.data);
       const isFirst = name === "tokens" && !store.nodes.get(data.node)?.tokens.n; // the first tokens of a text are drawn at once
-      redraw(handle(data), !isFirst && ["tokens", "round", "search", "compare"].includes(name));
+      redraw(handle(data), !isFirst && ["tokens", "round"].includes(name));
       for (const listener of listeners) listener(name, data);
     });
   }

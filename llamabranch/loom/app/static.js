@@ -2,7 +2,7 @@
 // The page in an exported file: the document is in its data block, nothing is requested, nothing is written.
 import { $, tell } from "./dom.js";
 import { backend, fetchDoc } from "./net.js";
-import { FLAGS, pieces, putCompare, putNode, putRound, putTokens, store, texts } from "./store.js";
+import { FLAGS, pieces, putNode, putRound, putTokens, store, texts } from "./store.js";
 import { start } from "./main.js";
 
 /** The places where the texts of nodes have something, as the server finds them. @param {string} q */
@@ -30,11 +30,11 @@ function findIn(q) {
 }
 
 /** Answer as the server would. @param {any} data */
-const answering = ({ title, models }) => async (/** @type {string} */ path) => {
+const answering = ({ title, model }) => async (/** @type {string} */ path) => {
   const [name, query] = path.split("?");
   if (name === "/loom/find") return findIn(new URLSearchParams(query).get("q") ?? "");
   if (name === "/loom/doc") {
-    return { state: "ready", file: { name: title, read_only: "This is an exported file.", saved: true, error: null }, models,
+    return { state: "ready", file: { name: title, read_only: "This is an exported file.", saved: true, error: null }, model,
       settings: {}, nodes: { id: [] }, undo: 0, redo: 0 };
   }
   throw Object.assign(new Error("This is an exported file. It has no model."), { status: 409 });
@@ -54,7 +54,6 @@ function apply(records) {
       top: rest.top.map((/** @type {any[]} */ top) => top.map(([t, lp]) => [t, lp, vocabulary[t]])) });
     if (op === "end") Object.assign(node, rest);
     if (name === "rounds") putRound(data);
-    if (name === "compare") putCompare(data);
     if (name === "current") store.current = id;
     if (op === "set" && node && name in FLAGS) node.flags |= /** @type {any} */ (FLAGS)[name];
     if (name === "note") node.note = value;

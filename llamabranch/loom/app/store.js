@@ -9,8 +9,6 @@ import { hush, redraw, visibleTexts, wholeCharacters } from "./dom.js";
 const CACHED_TOPS = 2000;
 
 const NUMBERS = ["ids", "lp", "h", "rk"];
-const COMPARED = ["kl", "klr", "lpB", "hB", "same", "draw"];
-const COLUMNS = [...NUMBERS, ...COMPARED];
 
 /** Numbers of tokens in typed arrays that grow; what is not known is NaN. */
 export class Tokens {
@@ -21,14 +19,12 @@ export class Tokens {
     /** @type {string[]} */ this.src = [];
     const column = () => new Float32Array(size).fill(NaN);
     this.ids = column(), this.lp = column(), this.h = column(), this.rk = column();
-    this.kl = column(), this.klr = column(), this.lpB = column(), this.hB = column();
-    this.same = column(), this.draw = column();
   }
 
   grow(/** @type {number} */ n) {
     if (n > this.ids.length) {
       const bigger = new Tokens(Math.max(n, 2 * this.ids.length));
-      for (const name of COLUMNS) {
+      for (const name of NUMBERS) {
         bigger[name].set(this[name]);
         this[name] = bigger[name];
       }
@@ -51,18 +47,11 @@ export class Tokens {
     }
   }
 
-  /** Write what a comparison found of one token. @param {number} at @param {Loose} from @param {number} i */
-  compare(at, from, i) {
-    if (at >= this.n) return; // the scores are sent again with the token
-    this.version++;
-    for (const name of COMPARED) this[name][at] = from[name]?.[i] ?? NaN;
-  }
-
   /** Put a stretch of other tokens at the end. @param {Tokens} other @param {number} from @param {number} to */
   append(other, from, to) {
     const at = this.n;
     this.grow(at + to - from);
-    for (const name of COLUMNS) this[name].set(other[name].subarray(from, to), at);
+    for (const name of NUMBERS) this[name].set(other[name].subarray(from, to), at);
     for (let i = from; i < to; i++) {
       this.pieces[at + i - from] = other.pieces[i];
       this.src[at + i - from] = other.src[i];
@@ -73,14 +62,14 @@ export class Tokens {
 const NONE = new Tokens(0); // of nodes whose tokens are not here
 
 /** @typedef {Loose & {id: string, parent: string | null, at: number, n: number, flags: number, text: string,
- *   tokens: Tokens, rounds: Loose[], compares: Loose[]}} Node */
+ *   tokens: Tokens, rounds: Loose[]}} Node */
 
-export const FLAGS = { deleted: 1, seam: 2, rounds: 4, compare: 8, bookmark: 16, note: 32 };
+export const FLAGS = { deleted: 1, seam: 2, rounds: 4, bookmark: 8, note: 16 };
 
 /** All that is known. `revision` counts changes of the tree's shape; `end` is where the shown path ends. */
 export const store = {
   /** @type {Map<string, Node>} */ nodes: new Map(),
-  /** @type {Loose} */ doc: { models: {}, file: {}, settings: {}, state: "loading", undo: 0, redo: 0 },
+  /** @type {Loose} */ doc: { model: null, file: {}, settings: {}, state: "loading", undo: 0, redo: 0 },
   /** @type {Map<string, Loose>} */ jobs: new Map(),
   /** @type {string | null} */ current: null,
   /** @type {number | null} null: to the end of the node, also when it grows */ end: null,
@@ -91,7 +80,7 @@ export const store = {
 };
 
 /** What the reader looks at: the cursor and the token under the mouse as positions; -1 = no token. */
-export const view = { cursor: -1, hover: -1, pinned: -1, ghosts: false, typingAt: -1, compare: false, limit: 320,
+export const view = { cursor: -1, hover: -1, pinned: -1, ghosts: false, typingAt: -1, limit: 320,
   /** where one reads on after a branch was made: the inspector and the arrows begin there */ reading: -1,
   /** @type {Set<string>} thoughts that are unfolded */ unfolded: new Set() };
 
@@ -117,7 +106,7 @@ export function select(id, to = null) {
   Object.assign(store, { current: node, end });
   hush();
   look({ cursor: -1, hover: -1, pinned: -1, reading: -1 });
-  redraw(["place", "tree", "live", "compare", "minimap", "legend"]);
+  redraw(["place", "tree", "live", "minimap", "legend"]);
 }
 
 /** @param {Loose} from a node as the server sends it */
@@ -128,7 +117,7 @@ export function putNode(from) {
     if (old.flags !== from.flags || old.at !== from.at) store.revision++;
     return Object.assign(old, from, { n: Math.max(old.n, from.n) }); // its tokens may have arrived first
   }
-  const node = /** @type {Node} */ ({ tokens: NONE, rounds: [], compares: [], ...from });
+  const node = /** @type {Node} */ ({ tokens: NONE, rounds: [], ...from });
   store.nodes.set(node.id, node);
   store.revision++;
   return node;
@@ -141,9 +130,9 @@ export function putDoc(doc) {
   const columns = Object.entries(doc.nodes);
   doc.nodes.id.forEach((/** @type {string} */ id, /** @type {number} */ i) => {
     const node = Object.fromEntries(columns.map(([name, column]) => [name, column[i]]));
-    const { tokens, rounds, compares, n, known, ...facts } = old.get(id) ?? /** @type {Loose} */ ({});
-    putNode({ ...facts, ...node, note: doc.notes?.[id] ?? "", turns: doc.turns?.[id] ?? [], kl: doc.kl?.[id] ?? null,
-      ...(n === node.n && known === node.known ? { tokens, rounds, compares } : {}) });
+    const { tokens, rounds, n, known, ...facts } = old.get(id) ?? /** @type {Loose} */ ({});
+    putNode({ ...facts, ...node, note: doc.notes?.[id] ?? "", turns: doc.turns?.[id] ?? [],
+      ...(n === node.n && known === node.known ? { tokens, rounds } : {}) });
   });
   const { nodes: _, ...rest } = doc;
   store.doc = { ...store.doc, ...rest };
@@ -204,16 +193,6 @@ export function forgetTokens() {
 export function putRound(/** @type {Loose} */ round) {
   const rounds = store.nodes.get(round.node)?.rounds;
   if (rounds && !rounds.some((each) => each.at === round.at && each.round === round.round)) rounds.push(round);
-}
-
-export function putCompare(/** @type {Loose} */ compare) {
-  const node = store.nodes.get(compare.node);
-  if (!node) return;
-  node.compares = [...node.compares.filter((each) => each.at !== compare.at || each.mode !== compare.mode), compare];
-  for (let i = (compare.lpB?.length ?? 0) - 1, owner = node; i >= 0; i--) {
-    while (compare.at + i < owner.at && owner.parent) owner = store.nodes.get(owner.parent) ?? owner;
-    owner.tokens.compare(compare.at + i - owner.at, compare, i);
-  }
 }
 
 /** The node that a node's first token is put into, when nodes that keep no tokens are left out. @param {Node} node */

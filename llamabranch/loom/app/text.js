@@ -19,7 +19,7 @@ const SURPRISE = Math.log(0.05);
 
 /** What puts a path together, again only when something of it has changed.
  * @returns {(id: string | null, end: number | null) => Path} */
-export function keptPath() {
+function keptPath() {
   let path = pathOf(null, null);
   let drawn = "";
   return (id, end) => {
@@ -77,9 +77,6 @@ function marksOf(c) {
     if (i > 0) marks.set(from, " fork");
     if (node && node.at === from && node.flags & FLAGS.seam) marks.set(from, " fork seam");
   });
-  for (let i = 0; i < c.n; i++) {
-    if (c.draw[i] >= 0 && c.draw[i] !== c.ids[i]) marks.set(i, `${marks.get(i) ?? ""} parts`);
-  }
   return marks;
 }
 
@@ -255,9 +252,9 @@ export function seek(is, by = 1) {
 /** What could follow, if the path ends at a fork. */
 function drawShoots() {
   const box = $("shoots");
-  const all = view.typingAt < 0 && !view.compare ? following(store.current, store.end) : [];
+  const all = view.typingAt < 0 ? following(store.current, store.end) : [];
   const shown = all.slice(-SHOOTS);
-  view.limit = shown.length || view.compare ? 180 : 320;
+  view.limit = shown.length ? 180 : 320;
   while (box.children.length > shown.length) box.lastChild.remove();
   shown.forEach((segment, i) => {
     const button = box.children[i]

@@ -192,8 +192,8 @@ function strip({ first, parts, from, to }) {
   /** @type {number[]} */ const counts = new Array(7).fill(0);
   for (const { tokens, at, n } of parts) {
     if (tokens.n < n) { // without tokens: use the means from the list of nodes
-      const { lp, h: entropy, kl } = first;
-      const mean = { probability: Math.exp(lp ?? NaN), entropy: entropy ?? NaN, divergence: kl?.[0] ?? NaN }[lens.name] ?? NaN;
+      const { lp, h: entropy } = first;
+      const mean = { probability: Math.exp(lp ?? NaN), entropy: entropy ?? NaN }[lens.name] ?? NaN;
       return { bin: Number.isNaN(mean) ? -1 : lens.bin(mean), worst: -1 };
     }
     for (let i = Math.max(from - at, 0); i < Math.min(n, to - at); i++) {

@@ -9,14 +9,12 @@ from dataclasses import dataclass, field
 from typing import cast, get_origin
 
 from ...arguments import instance, items
-from ...errors import ConfigError, GrammarError, ParseError
+from ...errors import ConfigError, GrammarError
 from ...model import Model
 from . import schema as json_schemas
 from .gbnf import NO_FORCING, Gbnf
 from .guidance import Matcher, compiled
-from .keywords import REFUSED
 from .sampler_matcher import SamplerMatcher
-from .skeleton import lark_of
 
 __all__ = ["Grammar", "GrammarState"]
 
@@ -96,7 +94,7 @@ class Grammar:
 
     def _compile_schema(self) -> str:
         schema = json_schemas.parse(self.source)
-        forms = (json_schemas.closed(schema), json_schemas.with_plain_keys(schema))
+        forms = (json_schemas.closed(schema), json_schemas.closed(schema, strictly=False))
         for form in forms:  # a closed schema may be contradictory
             guidance, reason = _of_schema(form, self.whitespace)
             if guidance:
@@ -230,25 +228,16 @@ class Grammar:
         For other grammars it returns the text.
 
         Raises:
-            ParseError: the text is incomplete, or the type refuses it (for example a validator), or an
-                array repeats an item although ``uniqueItems`` is set, which a grammar can prevent only if
-                the items are a few enumerated values.
+            ParseError: the text is incomplete, or the type refuses it (for example a validator).
         """
         if self.kind != "json_schema":
             return text
-        value = json_schemas.value(self.model, text)
-        if self.model is None and (where := json_schemas.repetition(self.source, value)):
-            raise ParseError(
-                f"the items at {where} are not unique, which the schema requires", text=text
-            )
-        return value
+        return json_schemas.value(self.model, text)
 
 
 def _of_schema(schema: dict[str, object], whitespace: str) -> tuple[str, str]:
     """Return the grammar of a schema, or "" and why it is refused."""
     try:
-        if lark := lark_of(schema, whitespace):
-            return compiled("lark", lark), ""
         return compiled("json_schema", json.dumps(schema, ensure_ascii=False), whitespace), ""
     except GrammarError as error:
         return "", str(error)
@@ -258,7 +247,7 @@ def _refusal(schema: dict[str, object], reason: str, whitespace: str) -> Grammar
     """Return an error that says where a schema is refused, and why."""
     if "recursion limit" in reason:
         return GrammarError("the JSON schema is nested too deep")
-    if reason.startswith(REFUSED):
+    if reason.startswith(json_schemas.REFUSED):
         return GrammarError(reason)
     path, reason = json_schemas.place(schema, reason, lambda part: _of_schema(part, whitespace)[1])
     match, is_one_of = _UNSUPPORTED.search(reason), "oneOf constraints" in reason
@@ -270,7 +259,7 @@ def _refusal(schema: dict[str, object], reason: str, whitespace: str) -> Grammar
         )
     for pattern, shorter in _REASONS:
         reason = re.sub(pattern, shorter, reason, flags=re.DOTALL)
-    return GrammarError(f"{REFUSED} {path}: {reason}")
+    return GrammarError(f"{json_schemas.REFUSED} {path}: {reason}")
 
 
 def _choices(source: str) -> list[str]:

@@ -73,6 +73,8 @@ def _guarded(call: Callable[[], T]) -> T:
 
 def _refusal(reason: str) -> GrammarError:
     text = reason.split("\n<state>")[0].strip()
+    if text.startswith("regex parse error:"):  # without the expression, which may be long
+        text = f"regex parse error: error: {text.rpartition('error: ')[2]}"
     if len(text) > _MOST_REASON:
         text = text[: _MOST_REASON - 3] + "..."
     if text.startswith("NoExtension"):

@@ -1,49 +1,69 @@
-"""JSON schemas before llguidance gets them: made from types, and checked for finite texts."""
+"""JSON schemas before llguidance gets them: made from types, checked, and their objects closed.
+
+What llguidance does silently wrong is refused by name and place: numbers that its 64-bit floats cannot
+tell apart, and patterns that it reads in another way. Keywords that it does not know it refuses itself.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
+from copy import deepcopy
+from decimal import Context, Decimal
+from math import isfinite, prod
 from time import perf_counter
-from typing import NoReturn, cast
+from typing import NoReturn
 
 from ...arguments import shown
 from ...errors import ConfigError, GrammarError, ParseError, told
 from ...model.functions import type_schemas
-from .keywords import pointed, prepare, schema_parts, step
-from .numbers import Digits
-from .skeleton import same_text, unique_values
+from .patterns import CONTROLS, rust_pattern
 
-__all__ = ["TAKEN", "closed", "of_type", "parse", "place", "repetition", "value",
-    "with_plain_keys",
+__all__ = [
+    "REFUSED", "TAKEN", "closed", "of_type", "parse", "place", "pointed", "value", "without_unique",
 ]  # fmt: skip
 
+Schema = dict[str, object]
+REFUSED = "the JSON schema is refused at"  # then comes a place, and the reason
 TAKEN = (
     "pass a pydantic model (class Person(BaseModel)), a dataclass, a TypedDict, a list of them "
     "(list[Person]), or a JSON schema as a dict or text"
 )
 _COMBINE = ("allOf", "anyOf", "oneOf", "$ref")
 _DEFS = ("$defs", "definitions")
-# Keywords that map names to schemas.
-_MAPS = ("properties", "patternProperties", "dependentSchemas", *_DEFS)
+_MAPS = ("properties", "patternProperties", "dependentSchemas", *_DEFS)  # from names to schemas
 _VALUES = ("const", "enum", "default", "examples")
+_NUMBERS = ("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _DECLARED = ("properties", "patternProperties", "required")
-_CONTROLS = r"\x00-\x1f\x7f"
-_MOST_S = 2.0  # for finding the part of a schema that is refused
-_MOST_NAMES = 100_000  # names that are added to close objects
 _OPEN = (
     "additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames",
     "minProperties", "dependentSchemas",
 )  # fmt: skip
-
-_TYPES = {
-    str: "string", bool: "boolean", type(None): "null", int: "number", float: "number",
-    list: "array", dict: "object",
+# Values of keywords that refuse nothing, and formats that refuse no text: generators write them.
+_IDLE: dict[str, list[object]] = {
+    "uniqueItems": [False], "not": [False], "propertyNames": [True, {}, {"type": "string"}],
+    "unevaluatedProperties": [True, {}], "unevaluatedItems": [True, {}], "dependentRequired": [{}],
+    "format": ["path", "file-path", "directory-path", "binary", "password"],
 }  # fmt: skip
-
-
+_DIALECTS = re.compile(
+    r"(http://json-schema\.org/draft-0[467]|https://json-schema\.org/draft/20(19-09|20-12))/schema#*"
+)
 # llguidance allows second 60 at any time; validators and Python's datetime do not.
 _NO_LEAP_SECOND = {"time": "^.{6}[0-5]", "date-time": "^.{17}[0-5]"}
+_MOST_S = 2.0  # for finding the part of a schema that is refused
+_MOST_NAMES = 100_000  # names that are added to close objects
+_MOST_COUNT = 1 << 31
+_MOST_MULTIPLE = 100_000  # remainders, each a state of the grammar; this many take 1.5 s and 50 MB
+_EXACT = Context(prec=400, Emax=999_999, Emin=-999_999)
+
+
+class _Inexact(float):
+    """A number that llguidance would write with other digits."""
+
+
+# -- types and values ------------------------------------------------------------------------------
 
 
 def of_type(model: type) -> str:
@@ -53,15 +73,40 @@ def of_type(model: type) -> str:
         ConfigError: pydantic is missing, or cannot describe the type.
     """
     try:
-        return json.dumps(_adapter(model).json_schema(schema_generator=type_schemas()))
+        schema = _adapter(model).json_schema(schema_generator=type_schemas())
+        return json.dumps(without_unique(schema))
     except ImportError:
         raise
     except Exception as error:  # pydantic's errors have no common class
         reason = told(error).split(". ")[0].splitlines()[0]
-        raise ConfigError(
-            f"no JSON schema can be made from {shown(model)}: {reason}",
-            hint=TAKEN,
-        ) from error
+        reason = f"no JSON schema can be made from {shown(model)}: {reason}"
+        raise ConfigError(reason, hint=TAKEN) from error
+
+
+def without_unique(schema: Schema) -> Schema:
+    """Return a schema without ``uniqueItems``, for Python: a set drops repetitions itself.
+
+    An array of values that are listed gets no more items than there are values, so it comes to an end.
+    """
+    schema = deepcopy(schema)
+    for _, part in _walk(schema):
+        if part.pop("uniqueItems", None) is True and (n := _n_values(part.get("items"), schema)):
+            most = part.get("maxItems")
+            part["maxItems"] = min(n, most) if isinstance(most, int) else n
+    return schema
+
+
+def _n_values(items: object, document: Schema) -> int:
+    """Return how many values a schema lists; 0 if it lists none."""
+    definitions = document.get("$defs")
+    if isinstance(items, dict) and isinstance(definitions, dict) and "$ref" in items:
+        items = definitions.get(str(items["$ref"]).removeprefix("#/$defs/"))
+    if not isinstance(items, dict):
+        return 0
+    if items.get("type") == "boolean":
+        return 2
+    listed = [items["const"]] if "const" in items else items.get("enum")
+    return len(listed) if isinstance(listed, list) else 0
 
 
 def value(model: type | None, text: str) -> object:
@@ -85,14 +130,18 @@ def _adapter(model: type):  # type: ignore[no-untyped-def]
     return TypeAdapter(model)
 
 
-def parse(source: str) -> dict[str, object]:
-    """Return the schema of a text, without keywords that only llguidance knows.
+# -- texts of schemas ------------------------------------------------------------------------------
+
+
+def parse(source: str) -> Schema:
+    """Return the schema of a text, as llguidance gets it.
 
     Raises:
-        GrammarError: it is not a JSON schema, or no finite text satisfies it.
+        GrammarError: it is not a JSON schema, or llguidance would not follow a part of it; the message
+            names the keyword and the place.
     """
     try:
-        schema = json.loads(source, parse_float=Digits, parse_constant=_refuse_constant)
+        schema = json.loads(source, parse_float=_number, parse_constant=_refuse_constant)
     except RecursionError:
         raise GrammarError("the JSON schema is nested too deep") from None
     except ValueError as error:
@@ -104,75 +153,160 @@ def parse(source: str) -> dict[str, object]:
     if not isinstance(schema, dict):
         raise GrammarError(f"a JSON schema is an object, not {schema!r:.40}", hint=TAKEN)
     schema.pop("x-guidance", None)
-    prepare(schema)
-    for _, part in schema_parts(schema):
-        if unique_values(part) is None:
-            part.pop("uniqueItems", None)  # see `repetition`
-    for part in _parts(schema):
-        ways = part.get("oneOf")
-        if isinstance(ways, list) and "anyOf" not in part and _exclude_each_other(ways):
-            part["anyOf"] = part.pop("oneOf")
-        no_leap = _NO_LEAP_SECOND.get(str(part.get("format")))
-        if no_leap is not None and "pattern" not in part:
-            part["pattern"] = no_leap
-    if not _is_finite(schema):
-        raise GrammarError(
-            "no finite text satisfies the JSON schema: something that is required contains itself"
-        )
+    units: set[int] = set()
+    for path, part in [*_walk(schema)]:
+        try:
+            units.add(_check(part))
+        except GrammarError as error:
+            raise GrammarError(f"{REFUSED} {path}: {error.message}") from None
+    if prod(units) >= 1 << 32 and any(f'"{name}"' in source for name in _COMBINE):
+        raise GrammarError(f"{REFUSED} #: the numbers of multipleOf have too many digits")
+    _check_end(schema, schema, {})
     return schema
+
+
+def _check_end(part: object, document: Schema, is_outside: dict[int, bool]) -> None:
+    """Refuse a part that requires itself."""
+    if not isinstance(part, dict) or is_outside.get(id(part)) is False:
+        return
+    if id(part) in is_outside:
+        reason = "something that is required contains itself"
+        raise GrammarError(f"no finite text satisfies the JSON schema: {reason}")
+    every, required = part.get("allOf"), part.get("required")
+    needed = [pointed(part.get("$ref"), document), *(every if isinstance(every, list) else [])]
+    if part.get("type") == "object" and isinstance(properties := part.get("properties"), dict):
+        names = required if isinstance(required, list) else []
+        needed += [properties.get(name) for name in names if isinstance(name, str)]
+    if part.get("type") == "array" and part.get("minItems") and "prefixItems" not in part:
+        needed.append(part.get("items"))
+    is_outside[id(part)] = True
+    for need in needed:
+        _check_end(need, document, is_outside)
+    is_outside[id(part)] = False
+
+
+def _number(text: str) -> float:
+    value, number = float(text), _EXACT.create_decimal(text).normalize(_EXACT)
+    if not isfinite(value):
+        raise GrammarError(f"the number {text:.40} is larger than JSON readers can hold")
+    n_digits, size = len(number.as_tuple().digits), number.adjusted() + 1
+    return (
+        value
+        if not number or (max(n_digits, size) <= 15 and size - n_digits >= -20)
+        else _Inexact(value)
+    )
 
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a number in JSON")
 
 
-def repetition(source: str, value: object) -> str:
-    """Return the place of an array in ``value`` that violates ``uniqueItems``; "" if no array does.
-
-    An ``anyOf`` or ``oneOf`` is violated if every part for the value's type is.
-    """
-    document = json.loads(source)
-    return _repetition(value, document, document, "#") if '"uniqueItems"' in source else ""
-
-
-def _repetition(value: object, part: object, document: dict[str, object], path: str) -> str:
-    if not isinstance(part, dict) or not isinstance(value, (list, dict)):
-        return ""
-    if isinstance(value, list):
-        items, prefix = part.get("items", True), part.get("prefixItems", [])
-        first = prefix if isinstance(prefix, list) else []
-        inner = [(f"{path}/{i}", item, first[i] if i < len(first) else items)
-                 for i, item in enumerate(value)]  # fmt: skip
-        texts = [same_text(item) for item in value]
-        if part.get("uniqueItems") is True and len(set(texts)) < len(texts):
-            return path
-    else:
-        properties, rest = part.get("properties", {}), part.get("additionalProperties", True)
-        known = properties if isinstance(properties, dict) else {}
-        inner = [(f"{path}/{k}", member, known.get(k, rest)) for k, member in value.items()]
-    every = part.get("allOf")
-    schemas = [pointed(part.get("$ref"), document), *(every if isinstance(every, list) else [])]
-    repetitions = [
-        _repetition(inner_value, schema, document, at) for at, inner_value, schema in inner
-    ]
-    repetitions += [_repetition(value, schema, document, path) for schema in schemas]
-    kind = "array" if isinstance(value, list) else "object"
-    for name in ("anyOf", "oneOf"):
-        ways = part.get(name)
-        ways = ways if isinstance(ways, list) else []
-        repeated = [_repetition(value, way, document, path) for way in ways if _may_be(way, kind)]
-        repetitions.append(repeated[0] if repeated and all(repeated) else "")
-    return next(filter(None, repetitions), "")
+def _check(part: Schema) -> int:
+    """Check and rewrite a part for llguidance; return the units of its ``multipleOf``, or 1."""
+    if not _DIALECTS.fullmatch(str(part.get("$schema"))):
+        part.pop("$schema", None)  # read as 2020-12
+    for name, values in _IDLE.items():
+        if part.get(name) in values:
+            del part[name]
+    for name in _NUMBERS:
+        if name in part and not _is_exact(part[name]):
+            raise GrammarError(
+                f"{name}: numbers beyond 2^53 or of more than 15 digits are not supported"
+            )
+    for name in _COUNTS:
+        count = part.get(name, 0)
+        if not isinstance(count, int) or not 0 <= count < _MOST_COUNT:
+            raise GrammarError(f"{name} must be a whole number below 2^31, not {count!r:.40}")
+    _check_bounds(part)
+    if isinstance(part.get("pattern"), str):
+        part["pattern"] = rust_pattern(str(part["pattern"]))
+    elif (no_leap := _NO_LEAP_SECOND.get(str(part.get("format")))) is not None:
+        part["pattern"] = no_leap
+    by_pattern = part.get("patternProperties")
+    if isinstance(by_pattern, dict):
+        part["patternProperties"] = {rust_pattern(name): s for name, s in by_pattern.items()}
+    return _units(part["multipleOf"]) if "multipleOf" in part else 1
 
 
-def _may_be(part: object, kind: str) -> bool:
-    types = part.get("type", kind) if isinstance(part, dict) else kind
-    return kind in types if isinstance(types, list) else kind == types
+def _is_exact(value: object) -> bool:
+    todo = [value]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, _Inexact) or (isinstance(item, int) and abs(item) >= 1 << 53):
+            return False
+        if isinstance(item, (list, dict)):
+            todo.extend(item.values() if isinstance(item, dict) else item)
+    return True
 
 
-def place(
-    schema: dict[str, object], reason: str, refusal: Callable[[dict[str, object]], str]
-) -> tuple[str, str]:
+def _check_bounds(part: Schema) -> None:
+    """Refuse an excluded integer less than 1 from the other bound: llguidance takes it."""
+    for name, others, sign in (
+        ("exclusiveMinimum", ("maximum", "exclusiveMaximum"), 1),
+        ("exclusiveMaximum", ("minimum", "exclusiveMinimum"), -1),
+    ):
+        bound = part.get(name)
+        for other in map(part.get, others):
+            if not isinstance(bound, (int, float)) or not isinstance(other, (int, float)):
+                continue
+            if bound == int(bound) and 0 < sign * (other - bound) < 1:
+                raise GrammarError(f"{name} is too close to the other bound")
+
+
+def _units(multiple: object) -> int:
+    """Return c of a ``multipleOf`` c / 10^e."""
+    if not isinstance(multiple, (int, float)) or multiple <= 0:
+        raise GrammarError(f"multipleOf must be above 0, not {multiple!r:.40}")
+    digits = Decimal(str(multiple)).normalize(_EXACT).as_tuple()
+    units, places = int("".join(map(str, digits.digits))), int(digits.exponent)
+    if units > _MOST_MULTIPLE or not -10 < places < 9:
+        raise GrammarError(f"multipleOf {multiple!r:.40} has too many digits")
+    return units * int("1" + "0" * abs(places))
+
+
+def pointed(reference: object, document: object) -> object:
+    """Return the part that a reference within the document points to; None if it points nowhere."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    value = document
+    for name in reference[1:].split("/")[1:]:
+        key = name.replace("~1", "/").replace("~0", "~")
+        if isinstance(value, dict):
+            value = value.get(key)
+        elif isinstance(value, list) and re.fullmatch("[0-9]{1,9}", key) and int(key) < len(value):
+            value = value[int(key)]
+        else:
+            return None
+    return value
+
+
+def _walk(document: Schema) -> Iterator[tuple[str, Schema]]:
+    """Yield a schema and all schemas in it, each with its JSON pointer."""
+    todo = [("#", document)]
+    while todo:
+        path, part = todo.pop()
+        yield path, part
+        todo.extend((f"{path}/{at}", inner) for at, inner in _within(part))
+
+
+def _within(part: Schema) -> Iterator[tuple[str, Schema]]:
+    """Yield the schemas directly inside a schema, each with its place."""
+    for name, value in part.items():
+        if isinstance(value, dict) and name not in (*_MAPS, *_VALUES):
+            yield name, value
+        elif isinstance(value, (dict, list)) and name not in _VALUES:
+            keys = value if isinstance(value, dict) else range(len(value))
+            for key in keys:
+                if isinstance(value[key], dict):
+                    yield f"{name}/{_step(key)}", value[key]
+
+
+def _step(key: object) -> str:
+    """Return a key or an index as a step of a JSON pointer."""
+    return str(key).replace("~", "~0").replace("/", "~1")
+
+
+def place(schema: Schema, reason: str, refusal: Callable[[Schema], str]) -> tuple[str, str]:
     """Return the innermost part that is refused on its own, as a JSON pointer, and the reason."""
     path, part, seen, is_empty = "#", schema, {"#"}, "Unsatisfiable" in reason
     defs = {name: schema[name] for name in _DEFS if name in schema}
@@ -195,51 +329,31 @@ def place(
             return path, reason
 
 
-def _exclude_each_other(ways: list[object]) -> bool:
-    """Return whether these parts are constants and simple types with no value in common.
-
-    llguidance itself recognises objects that differ in a type or in the constant of a property.
-    """
-    seen: set[str] = set()
-    for way in ways:
-        values = _values(way)
-        if not values or any(value in seen or value.split(" ")[0] in seen for value in values):
-            return False
-        if any(
-            value in _TYPES.values() and any(s.startswith(value + " ") for s in seen)
-            for value in values
-        ):
-            return False
-        seen.update(values)
-    return True
+# -- closed objects --------------------------------------------------------------------------------
 
 
-def _values(part: object) -> list[str]:
-    """Return the type and text of each constant that ``part`` allows, or its type; [] if unknown."""
-    if not isinstance(part, dict):
-        return []
-    if "enum" in part or "const" in part:
-        constants = part["enum"] if isinstance(part.get("enum"), list) else [part.get("const")]
-        return [f"{_TYPES[type(c)]} {json.dumps(c, sort_keys=True)}" for c in constants]
-    return [str(part["type"])] if part.get("type") in ("string", "boolean", "null") else []
-
-
-def closed(schema: dict[str, object]) -> dict[str, object]:
+def closed(schema: Schema, *, strictly: bool = True) -> Schema:
     """Return the schema with ``additionalProperties: false`` where it does not mention other properties.
 
     Objects then have exactly the properties that are declared or required, as in llama.cpp. If several
-    schemas apply to one object, the outermost one gets the names of all of them.
+    schemas apply to one object, the outermost one gets the names of all of them. Other properties get a
+    pattern of all other names: beside a declared "a", llguidance would take the key "\\u0061".
+    Properties beside ``patternProperties`` are not allowed.
+
+    Args:
+        strictly: False = an object that does not mention other properties may have them.
     """
-    schema = cast(dict[str, object], _copied(schema))
+    schema = deepcopy(schema)
     outer, inner = set[int](), set[int]()
-    for part in _parts(schema):
+    parts = [part for _, part in _walk(schema)]
+    for part in parts:
         every = part.get("allOf")
         n_schemas = sum(name in part for name in (*_COMBINE, "properties"))
         if n_schemas > 1 or (isinstance(every, list) and len(every) > 1):
             outer.add(id(part))
             _add_inner(_applied(part, schema), schema, inner)
     n_names, is_closed = 0, True
-    for part in list(_parts(schema)):
+    for part in parts if strictly else ():
         declares = "properties" in part or (part.get("type") == "object" and "required" in part)
         if id(part) not in inner and (declares or id(part) in outer):
             names = _names(part, schema, set())
@@ -247,35 +361,21 @@ def closed(schema: dict[str, object]) -> dict[str, object]:
             is_closed = is_closed and names is not None and n_names < _MOST_NAMES
             if n_names < _MOST_NAMES and (names or (names == {} and "properties" in part)):
                 part.update(properties=names, additionalProperties=False)
-    _write_keys(schema, inner if is_closed else set())
-    return schema
-
-
-def with_plain_keys(schema: dict[str, object]) -> dict[str, object]:
-    """Return the schema with other properties by a pattern, where some properties are declared.
-
-    llguidance would also take "\\u0061" as the name of another property beside a declared "a". A pattern
-    matches decoded names. Properties beside ``patternProperties`` are not allowed.
-    """
-    schema = cast(dict[str, object], _copied(schema))
-    _write_keys(schema, set())
-    return schema
-
-
-def _write_keys(schema: dict[str, object], closed_outside: set[int]) -> None:
-    for part in [*_parts(schema)]:
-        rest = part.get("additionalProperties", id(part) not in closed_outside)
+    for part in parts:
+        is_open = id(part) not in inner or not (strictly and is_closed)
+        rest = part.get("additionalProperties", is_open)
         is_object = any(name in part for name in _DECLARED[:2]) or part.get("type") == "object"
         if rest is False or not is_object or not any(part.get(name) for name in _DECLARED):
             continue
         if "patternProperties" not in part:
-            properties, required = part.get("properties"), part.get("required")
-            names = [*(properties if isinstance(properties, dict) else ()),
-                     *(required if isinstance(required, list) else ())]  # fmt: skip
-            known = {name: rest for name in names if isinstance(name, str)}
-            part["properties"] = known | (properties if isinstance(properties, dict) else {})
+            properties, required = part.get("properties", {}), part.get("required", [])
+            if not isinstance(properties, dict) or not isinstance(required, list):
+                continue  # llguidance refuses it
+            known = {n: rest for n in required if isinstance(n, str)} | properties
+            part["properties"] = dict.fromkeys([*properties, *known]) | known
             part["patternProperties"] = {f"^{_other_texts({*known})}$": rest}
         part["additionalProperties"] = False
+    return schema
 
 
 def _other_texts(texts: set[str]) -> str:
@@ -284,19 +384,12 @@ def _other_texts(texts: set[str]) -> str:
     for text in texts - {""}:
         by_first.setdefault(text[0], set()).add(text[1:])
     firsts = {first: f"\\x{{{ord(first):x}}}" for first in by_first}
-    ways = [f"[^{''.join(firsts.values())}{_CONTROLS}][^{_CONTROLS}]*"]
+    ways = [f"[^{''.join(firsts.values())}{CONTROLS}][^{CONTROLS}]*"]
     ways += [firsts[first] + _other_texts(rest) for first, rest in by_first.items()]
     return f"(?:{'|'.join(ways)})" + ("" if "" in texts else "?")
 
 
-def _copied(value: object) -> object:
-    """Return a copy of a JSON value; numbers keep their digits."""
-    if isinstance(value, dict):
-        return {name: _copied(member) for name, member in value.items()}
-    return [_copied(item) for item in value] if isinstance(value, list) else value
-
-
-def _applied(part: dict[str, object], document: dict[str, object]) -> list[object]:
+def _applied(part: Schema, document: Schema) -> list[object]:
     """Return the other schemas that can apply to the same value."""
     schemas = [pointed(part["$ref"], document)] if "$ref" in part else []
     for name in _COMBINE[:3]:
@@ -305,7 +398,7 @@ def _applied(part: dict[str, object], document: dict[str, object]) -> list[objec
     return schemas
 
 
-def _add_inner(ways: list[object], document: dict[str, object], ids: set[int]) -> None:
+def _add_inner(ways: list[object], document: Schema, ids: set[int]) -> None:
     """Add the ids of ``ways``, and of all schemas that apply to the same value."""
     for way in ways:
         if isinstance(way, dict) and id(way) not in ids:
@@ -313,7 +406,7 @@ def _add_inner(ways: list[object], document: dict[str, object], ids: set[int]) -
             _add_inner(_applied(way, document), document, ids)
 
 
-def _names(part: object, document: dict[str, object], seen: set[int]) -> dict[str, object] | None:
+def _names(part: object, document: Schema, seen: set[int]) -> Schema | None:
     """Return the properties that are declared or required; None if others are allowed."""
     if not isinstance(part, dict) or id(part) in seen:
         return {}
@@ -322,70 +415,10 @@ def _names(part: object, document: dict[str, object], seen: set[int]) -> dict[st
     is_valid = isinstance(properties, dict) and isinstance(required, list)
     if not is_valid or any(name in part for name in _OPEN):
         return None
-    names: dict[str, object] = {name: True for name in required if isinstance(name, str)}
+    names: Schema = {name: True for name in required if isinstance(name, str)}
     for way in _applied(part, document):
         more = _names(way, document, seen)
         if more is None:
             return None
         names |= dict.fromkeys(more, True)
     return {**properties, **names, **properties}  # its own properties come first
-
-
-def _is_finite(document: dict[str, object]) -> bool:
-    """Return whether a finite text can satisfy ``document``: the least fixed point over its parts."""
-    parts = {id(part): part for part in _parts(document)}
-    needs = {key: _needs(part, document) for key, part in parts.items()}
-    users: dict[int, list[int]] = {key: [] for key in parts}
-    for key, groups in needs.items():
-        for group in groups:
-            for part in group:
-                users[id(part)].append(key)
-    finite: set[int] = set()
-    todo = list(parts)
-    while todo:
-        key = todo.pop()
-        if key not in finite and all(any(id(p) in finite for p in group) for group in needs[key]):
-            finite.add(key)
-            todo.extend(users[key])
-    return id(document) in finite
-
-
-def _parts(document: dict[str, object]) -> Iterator[dict[str, object]]:
-    """Yield a schema and all schemas in it."""
-    todo = [document]
-    while todo:
-        part = todo.pop()
-        yield part
-        todo.extend(inner for _, inner in _within(part))
-
-
-def _within(part: dict[str, object]) -> Iterator[tuple[str, dict[str, object]]]:
-    """Yield the schemas directly inside a schema, each with its place."""
-    for name, value in part.items():
-        if isinstance(value, dict) and name not in (*_MAPS, *_VALUES):
-            yield name, value
-        elif isinstance(value, (dict, list)) and name not in _VALUES:
-            keys = value if isinstance(value, dict) else range(len(value))
-            for key in keys:
-                if isinstance(value[key], dict):
-                    yield f"{name}/{step(key)}", value[key]
-
-
-def _needs(part: dict[str, object], document: dict[str, object]) -> list[list[object]]:
-    """Return groups of parts. ``part`` is finite if each group has at least one finite part."""
-    every = part.get("allOf")
-    needed = [pointed(part["$ref"], document)] if "$ref" in part else []
-    needed += every if isinstance(every, list) else []
-    properties, required = part.get("properties"), part.get("required")
-    if part.get("type") == "object" and isinstance(properties, dict) and isinstance(required, list):
-        needed += [properties.get(name) for name in required if isinstance(name, str)]
-    least = part.get("minItems", 0)
-    if part.get("type") == "array" and isinstance(least, int) and least > 0:
-        first = part.get("prefixItems")
-        needed += first[:least] if isinstance(first, list) else [part.get("items")]
-    groups: list[list[object]] = [[need] for need in needed if isinstance(need, dict)]
-    for name in ("anyOf", "oneOf"):
-        ways = part.get(name)
-        if isinstance(ways, list) and ways and all(isinstance(way, dict) for way in ways):
-            groups.append(ways)
-    return groups

@@ -14,7 +14,7 @@ from ...model.call_form import ArgumentTags, Around, CallForm, Slot, Values, is_
 from ...model.tools import Tools
 from . import schema as json_schemas
 from .grammar import Grammar
-from .keywords import pointed, schema_parts
+from .schema import pointed
 
 __all__ = ["turn_grammar"]
 
@@ -75,12 +75,18 @@ _compiled = lru_cache(maxsize=64)(Grammar.from_lark)  # a conversation asks for 
 def _refusal(name: str, schema: object) -> GrammarError | None:
     """Return why the schema of a tool is refused; None if it is not."""
     try:
-        _compiled_schema(json.dumps(schema, ensure_ascii=False))
+        _compiled_schema(_source(schema))
     except RecursionError:
         return GrammarError(f"the parameters of {name}: nested too deep")
     except GrammarError as error:
         return GrammarError(f"the parameters of {name}: {error.message}", hint=error.hint)
     return None
+
+
+def _source(schema: object) -> str:
+    """Return the text of a tool's schema. A function may get an item twice where it asks for a set."""
+    source = dict(schema) if isinstance(schema, Mapping) else {}
+    return json.dumps(json_schemas.without_unique(source), ensure_ascii=False)
 
 
 _compiled_schema = lru_cache(maxsize=64)(Grammar.from_json_schema)
@@ -365,12 +371,9 @@ class _Writer:
         self, schema: object, values: Values | None = None, *, is_flexible: bool = False
     ) -> str:
         """Return a JSON value that follows a schema, spaced as the template writes it."""
-        source = schema if isinstance(schema, Mapping) else {}
         values = values or self._form.values
         try:
-            schema = json_schemas.parse(json.dumps(source, ensure_ascii=False))
-            for _, part in schema_parts(schema):
-                part.pop("uniqueItems", None)  # a function gets a set, or checks its list
+            schema = json_schemas.parse(_source(schema))
             closed = json_schemas.closed(schema)
         except RecursionError:
             raise GrammarError("the JSON schema is nested too deep") from None
@@ -509,18 +512,18 @@ class _Writer:
     # -- calls in other forms than the template's --------------------------------------------------
 
     def _loose(self) -> list[str]:
-        """Return calls as bare, fenced or tagged JSON, whose braces may be doubled."""
+        """Return calls as bare, fenced or tagged JSON, or in a list; their braces may be doubled."""
         if len(self._names) > _MOST_LOOSE:
             return []
         is_json = self._form.kind == "json"
         keys = {"arguments", "parameters", *(self._form.arguments_path[-1:] if is_json else ())}
         named = {"name", *(self._form.name_path[-1:] if is_json else ())}
-        opening = r"[ \t]*(```[a-z_]*\s*|<tool_call>\s*)?\{\s*(\{\s*)?"
+        opening = r"[ \t]*(```[ \t]*[\w.+\-]*\s*|<tool_call>\s*)?(\[\s*)?\{\s*(\{\s*)?"
         firsts, others = [], []
         for i, name in enumerate(self._names):
             body = (
-                f'{opening}"({_choice(named)})":\\s*{_regex(json.dumps(name, ensure_ascii=False))},'
-                f'\\s*"({_choice(keys)})":'
+                f'{opening}"({_choice(named)})"\\s*:\\s*'
+                f'{_regex(json.dumps(name, ensure_ascii=False))}\\s*,\\s*"({_choice(keys)})"\\s*:'
             )
             schema = self._tools.schemas[name]
             rest = self._rule(
@@ -529,9 +532,9 @@ class _Writer:
             first = self._rule(f"head_{i}", f"/((.|\\n)*\\n)?{body}/", "[lazy]")
             firsts.append(f"{first} {rest}")
             if self._tools.parallel and self._form.several is not False:
-                other = self._rule(f"next_{i}", f"/\\s*{body}/", "[lazy]")
+                other = self._rule(f"next_{i}", f"/\\s*,?\\s*{body}/", "[lazy]")
                 others.append(f"{other} {rest}")
-        self._rule("LOOSE_END", r"/\s*\}\s*(\}\s*)?(```|<\/tool_call>)?\s*/")
+        self._rule("LOOSE_END", r"/\s*\}\s*(\}\s*)?(\]\s*)?(```|<\/tool_call>)?\s*/")
         more = f" ({' | '.join(others)})*" if others else ""
         return [f"({' | '.join(firsts)}){more}"]
 

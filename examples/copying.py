@@ -12,10 +12,9 @@ MAX_TOKENS = 96
 
 def main() -> None:
     with lb.load("tale-target") as target, lb.load("tale-draft") as small:
-        suffix = lb.SuffixDrafter(shared_tokens=0)  # otherwise it would copy from the warm-up
+        suffix = lb.SuffixDrafter()
         drafters: dict[str, lb.Drafter] = {
             "no drafter": lb.speculative.NullDrafter(),
-            "lookup": lb.speculative.PromptLookupDrafter(max_ngram=4),
             "suffix": suffix,
             "suffix, then model": lb.ChainDrafter([suffix, lb.ModelDrafter(small)]),
         }

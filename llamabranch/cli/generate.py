@@ -327,8 +327,9 @@ class _Printer:
         """Return how much was generated, and what ended it."""
         reasons = Counter(result.finish_reason for result in self.results).most_common()
         ends = ", ".join(reason + f" {n}" * (self._n_texts > 1) for reason, n in reasons)
+        n_tokens = sum(len(result.tokens) for result in self.results)
         return [
             f"{len(self.results)} texts" * (self._n_texts > 1),
-            f"{sum(len(result.tokens) for result in self.results)} tokens",
+            f"{n_tokens} token{'s' * (n_tokens != 1)}",
             f"ended by {ends}" * bool(ends),
         ]

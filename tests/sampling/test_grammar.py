@@ -51,6 +51,7 @@ GBNF: list[tuple[str, str]] = [
     ('root ::= root "a" | "b"', "left recursion: the rule 'root'"),
     ("root ::= ( | [a] | <[3]>)*", "left recursion"),  # llama.cpp would loop
     ("root ::= []", "line 1, column 10: an empty set matches nothing"),
+    ("root ::= [az-a]", "line 1, column 12: the range ends before it begins"),
     ('root ::= "a" [^] "b"', "line 1, column 14: an empty set matches nothing"),
     ('root ::= b root "x" | "y"\nb ::= c\nc ::= ""', "left recursion"),  # llama.cpp does not see it
     ("root ::= [a]\0", "NUL"),

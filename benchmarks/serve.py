@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shlex
 import signal
 import socket
@@ -133,8 +134,8 @@ class Served:
         start = perf_counter()
         writer.transport.abort()
         while True:
-            _, slots = await request(self.port, "GET", "/slots", None)
-            if not any(slot["is_processing"] for slot in json.loads(slots)):
+            _, totals = await request(self.port, "GET", "/metrics", None)
+            if re.search(rb"(?m)^llamacpp:requests_processing 0", totals):
                 return perf_counter() - start
 
     def send_signal(self, number: int) -> None:
@@ -260,7 +261,7 @@ def start_theirs(settings: Settings, path: Path, *more: object) -> Served:
         port = _free_port()
         command = [
             program, "-m", path, "--port", port, "-t", settings.threads, "-tb", settings.threads,
-            "--no-ui", "--slots", *repacks, *more,
+            "--no-ui", "--metrics", *repacks, *more,
         ]  # fmt: skip
         try:
             side = Served(command, port)
@@ -485,7 +486,9 @@ def _cancel(settings: Settings, sides: Mapping[str, Served], caption: str) -> di
         spread = Spread.of([1e3 * s for s in seconds])
         rows.append((name, pm(spread, 1), number(min(1e3 * s for s in seconds), 1)))
         results[name] = spread.as_dict()
-    table(f"From leaving to a free slot, according to /slots; {caption}", ("", "ms", "least"), rows)
+    table(
+        f"From leaving to a free slot, according to /metrics; {caption}", ("", "ms", "least"), rows
+    )
     return dict(results)
 
 

@@ -17,6 +17,7 @@ from uuid import uuid4
 import msgspec
 from msgspec import Struct
 
+from ..arguments import path_text
 from ..branch import Branch
 from ..engine.context import Context
 from ..errors import CapacityError, SnapshotError, UnsupportedError
@@ -127,7 +128,9 @@ def write_chat(folder: str | os.PathLike[str], ctx: Context, chat: SavedChat) ->
                 files.append(_File(name))
         about = _About(
             _VERSION, chat.id,
-            _Model(model.path.name, os.path.abspath(model.path), model.fingerprint),
+            _Model(
+                path_text(model.path.name), path_text(os.path.abspath(model.path)), model.fingerprint
+            ),
             chat.sampling.as_dict(), chat.max_tokens, list(chat.stop),
             [
                 msgspec.convert({**vars(each), "parent": number.get(each.parent)}, _Exchange)

@@ -66,7 +66,8 @@ def always_drafting(
     """Return the names of a target and of its drafters, which always draft; print the choice.
 
     The drafter is the target's own MTP layers, or the best draft model. If there is neither, the
-    bundled pair is used, or with a ``target`` a drafter that copies. A grammar drafts first.
+    bundled pair is used. A ``target`` then gets copied drafts, else ones of the bundled draft through
+    the text, so that there is something to see. A grammar drafts first.
     """
     name = hub.default_model() if target is None else target
     has_mtp = Model.head_kind(hub.resolve(name, download=None)) == MTP
@@ -75,11 +76,12 @@ def always_drafting(
         name, found = hub.BUNDLED_TARGET, hub.BUNDLED_DRAFT
     if found is None:
         console.note(
-            f"there is no smaller model here to draft for {name}: drafts are copied from the text"
+            f"there is no smaller model here to draft for {name}: drafts are copied from the text, "
+            f"or come from {hub.BUNDLED_DRAFT}"
         )
     elif target is None and not console.silent:
         console.note(f"model: {name}, drafts: {found} (-m and -md name others)")
-    drafters = ("suffix",) if found is None else (found,)
+    drafters = ("suffix", hub.BUNDLED_DRAFT) if found is None else (found,)
     return name, (GRAMMAR, *drafters) if has_grammar else drafters
 
 
@@ -142,14 +144,12 @@ class PossibleDraft:
         name: its name for ``--draft``.
         path: its file, None if it is not on this machine.
         size_bytes: the size of its file; rounded if it is not on this machine.
-        drafts_by: "tokens", or "text" if the vocabularies differ; "unknown" if it is not on this machine.
         listed: whether models.txt lists it for this target.
     """
 
     name: str
     path: Path | None
     size_bytes: int
-    drafts_by: str
     listed: bool
 
 
@@ -157,9 +157,8 @@ def possible_drafts(target: str) -> list[PossibleDraft]:
     """Return the models that could draft for a target that is on this machine, the best first.
 
     First comes the draft that models.txt lists. Then come the models on this machine with the same
-    vocabulary, beginning with those of about a tenth of the target's size. Then come those that could
-    draft through the text, except for the bundled draft, which knows only fairy tales. Models with more
-    than half of the target's parameters, such as another quantization of the target, are left out.
+    vocabulary, beginning with those of about a tenth of the target's size. Models with more than half of
+    the target's parameters, such as another quantization of the target, are left out.
     """
     path, listed = hub.resolve(target), hub.draft_for(target)
     size, drafts = _size(path), list[PossibleDraft]()
@@ -178,14 +177,12 @@ def possible_drafts(target: str) -> list[PossibleDraft]:
             ):
                 if name != listed and Model.is_head(file):
                     continue  # a head fits only one model
-                way = model.compatibility(draft).path
-                fits = way == "tokens" or (way == "text" and name != hub.BUNDLED_DRAFT)
-                if fits and draft.n_params <= LARGEST_SHARE * model.n_params:
-                    drafts.append(PossibleDraft(name, file, _size(file), way, name == listed))
+                if model.compatibility(draft) and draft.n_params <= LARGEST_SHARE * model.n_params:
+                    drafts.append(PossibleDraft(name, file, _size(file), name == listed))
     entry = None if listed is None else hub.find_entry(listed)
     if entry is not None and entry.path is None and not any(possible.listed for possible in drafts):
-        drafts.append(PossibleDraft(entry.name, None, entry.size_bytes, "unknown", True))
-    return sorted(drafts, key=lambda possible: (possible.drafts_by == "text", not possible.listed))
+        drafts.append(PossibleDraft(entry.name, None, entry.size_bytes, True))
+    return sorted(drafts, key=lambda possible: not possible.listed)
 
 
 def _fittest(target: str) -> str | None:
@@ -194,8 +191,7 @@ def _fittest(target: str) -> str | None:
         with contextlib.suppress(ConfigError):  # the download is not allowed
             if possible.path is None:
                 hub.resolve(possible.name, download=None)
-            if possible.drafts_by != "text":
-                return possible.name
+            return possible.name
     return None
 
 

@@ -25,7 +25,6 @@ _FACTS = (
 _VERDICTS = {
     "hidden states": "The second is a head that can draft for the first",
     "tokens": "The second can draft for the first, token by token",
-    "text": "The second can draft for the first, but only through the text",
     "none": "The second cannot draft for the first",
 }
 
@@ -129,8 +128,8 @@ def _show(names: Sequence[str], console: Console) -> None:
         answer["drafts"] = [{**asdict(d), "path": d.path and str(d.path)} for d in drafts]
         if drafts:
             console.line("Models that could draft for it; `llamabranch bench` measures it:")
-            rows = [(d.name, decimal_size(d.size_bytes), d.drafts_by, bool(d.path)) for d in drafts]
-            console.table(("name", "size", "drafts by", "here"), rows, left=("drafts by",))
+            rows = [(d.name, decimal_size(d.size_bytes), bool(d.path)) for d in drafts]
+            console.table(("name", "size", "here"), rows)
         else:
             console.line(
                 "No smaller model here can draft for it; drafts can be copied (-md suffix)."
@@ -146,7 +145,7 @@ def _verdict(first: lb.Model, second: lb.Model, *, is_head: bool) -> dict[str, A
         reason = fault or "the head fits the hidden states of the first"
     else:
         report = first.compatibility(second)
-        compatible, path, reason = report.compatible, report.path, report.reason
+        compatible, path, reason = report.compatible, "tokens" if report else "none", report.reason
     told = f"{_VERDICTS[path]}: {reason}."
     return {"compatible": compatible, "path": path, "reason": reason, "told": told}
 

@@ -350,9 +350,6 @@ class Given:
         drafter = make_drafter(
             drafters, lambda name: self._open_draft(name, context, console, of_drafts)
         )
-        for other in (draft.model for draft in drafter.contexts):
-            if context.model.compatibility(other).path == "text":
-                console.note(f"{other.name} has another vocabulary: it drafts through the text")
         return context, drafter
 
     def _open_draft(

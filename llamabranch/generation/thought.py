@@ -79,9 +79,7 @@ class ThoughtBuffer(OutputBuffer):
             if not after.strip():
                 tail = tail[len(after) :] if tail.startswith(after) else tail.lstrip()
                 return Thought(self.thought, n, _tokens(model, tail))
-            last = token_text(
-                model, self.emitted[-1]
-            )  # a token that goes past the tag is cut there
+            last = _named(model, self.emitted[-1])  # a token that goes past the tag is cut there
             return Thought(
                 self.thought, n - 1, _tokens(model, last[: len(last) - len(after)] + tail)
             )
@@ -102,7 +100,7 @@ class ThoughtBuffer(OutputBuffer):
         """Add the next token; return it with the text to emit, or None if there is no text."""
         if emitted.is_stop:
             return self._decide(super().add(emitted._replace(is_thought=True)))
-        text = token_text(self._model, emitted)
+        text = _named(self._model, emitted)
         self._written += text
         is_answer = False
         if not self._is_begun:
@@ -163,7 +161,7 @@ class AnswerBuffer(OutputBuffer):
         """Add the next token; return it with the text to emit, or None if there is no text."""
         shown = super().add(emitted)
         if self._start and self.finish_reason is None:
-            self._written += token_text(self._model, emitted)
+            self._written += _named(self._model, emitted)
             begun = self._written.lstrip()
             if begun.startswith(self._start):
                 self.ended = Thought(begun[len(self._start) :].strip(), len(self.tokens), [])
@@ -181,10 +179,20 @@ def forced_token(token: int) -> Produced:
 
 
 def token_text(model: Model, one: Produced) -> str:
-    """Return the text of an emitted token; for a control token, its name."""
+    """Return the text of an emitted token; for a control token that may be part of a tag, its name."""
+    return one.text or ("" if _is_silent(model, one.token) else _named(model, one))
+
+
+def _named(model: Model, one: Produced) -> str:
     if one.text or not model.entry(one.token)[1]:
         return one.text
     return model.detokenize([one.token], special=True)
+
+
+def _is_silent(model: Model, token: int) -> bool:
+    """Return whether a token is a control token, and its name is in no tag of the model's turns."""
+    name, is_control = model.entry(token)
+    return is_control and not model.turn_format.has_tag(name.decode("utf-8", "replace"))
 
 
 def _tokens(model: Model, text: str) -> list[int]:
@@ -192,12 +200,13 @@ def _tokens(model: Model, text: str) -> list[int]:
 
 
 def named_text(model: Model, text: str, tokens: Sequence[int], *, is_cut: bool = False) -> str:
-    """Return a text with the names of control tokens, because these may be tags of tool calls.
+    """Return a text with the names of control tokens that may be tags of tool calls.
 
     Args:
         model, text, tokens: the model, and what it generated.
         is_cut: whether a stop string has ended the text, so that it is shorter than its tokens.
     """
-    if is_cut or not any(model.entry(token)[1] for token in tokens):
+    spoken = [token for token in tokens if not _is_silent(model, token)]
+    if is_cut or not any(model.entry(token)[1] for token in spoken):
         return text
-    return model.detokenize(tokens, special=True)
+    return model.detokenize(spoken, special=True)

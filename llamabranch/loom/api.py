@@ -6,64 +6,67 @@ import asyncio
 import re
 from bisect import bisect_right
 from collections.abc import Awaitable, Callable
+from functools import partial
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from ..arguments import path_text
 from ..serve.app import Front
 from ..serve.errors import HttpError
-from ..serve.http_call import HttpCall
+from ..serve.messages import EventStream, body_of, json_of, reply
 from . import formats, page
 from .document import Document, Node, short, turn_columns
 from .loom import Do, Loom
 from .operations import Operations
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    Handler = Callable[[Loom, Request], Awaitable[Response]]
 
 __all__ = ["front_of"]
 
 _MOST_UPLOAD = 64 << 20
 _MOST_NODES = 200_000
 _MOST_FOUND = 200
-Handler = Callable[[Loom, HttpCall], Awaitable[None]]
 
 
 def front_of(loom: Loom) -> Front:
     """Return the routes of the page, which a server puts in front of its API."""
     operations = Operations(loom)
 
-    async def do(call: HttpCall) -> None:
-        body = await operations.do(await call.json(Do))
+    async def do(call: Request) -> Response:
+        body = await operations.do(await json_of(call, Do))
         status = 200 if body.get("job") is None else 202
-        await call.reply({"rev": loom.document.rev, **body}, status)
+        return reply({"rev": loom.document.rev, **body}, status)
 
-    def bound(handler: Handler) -> Callable[[HttpCall], Awaitable[None]]:
-        return lambda call: handler(loom, call)
-
-    routes = {path: bound(handler) for path, handler in _ROUTES.items()}
+    routes: dict[str, Callable[[Request], Awaitable[Response]]] = {
+        path: partial(handler, loom) for path, handler in _ROUTES.items()
+    }
     routes["POST /loom/do"] = do
     return Front(loom.guard.check, loom.guard.headers, routes, loom.close)
 
 
-async def _static(loom: Loom, call: HttpCall) -> None:
-    file = page.static_file(call.scope["path"])
+async def _static(loom: Loom, call: Request) -> Response:
+    file = page.static_file(call.url.path)
     if file is None:
         raise HttpError(404, "there is no such file")
-    await call.reply(file[0], kind=file[1])
+    return reply(file[0], kind=file[1])
 
 
-async def _session(loom: Loom, call: HttpCall) -> None:
-    body = await call.json(dict[str, str])
+async def _session(loom: Loom, call: Request) -> Response:
+    body = await json_of(call, dict[str, str])
     cookie = loom.guard.session(body.get("token", ""))
-    await call.reply(b"", 204, [(b"set-cookie", cookie)])
+    return reply(b"", 204, {"set-cookie": cookie})
 
 
-async def _doc(loom: Loom, call: HttpCall) -> None:
-    document, wanted = loom.document, call.query.get("branch")
-    if wanted is not None:
-        await call.reply({"branch": loom.branch(loom.node(wanted))})
-        return
+async def _doc(loom: Loom, call: Request) -> Response:
+    document = loom.document
     shown = [*document.shown()]
     current = document.current
     state = {"state": "generating"} if loom.running else {}
-    await call.reply({
+    return reply({
         "boot": loom.boot, "rev": document.rev, **loom.model(), **state,
         "file": loom.file, "current": current if current in {n.id for n in shown} else None,
         "settings": loom.settings, **document.counts(), "nodes": document.listed(),
@@ -73,8 +76,8 @@ async def _doc(loom: Loom, call: HttpCall) -> None:
     })  # fmt: skip
 
 
-async def _tokens(loom: Loom, call: HttpCall) -> None:
-    query, document = call.query, loom.document
+async def _tokens(loom: Loom, call: Request) -> Response:
+    query, document = call.query_params, loom.document
     node = loom.node(query.get("node"))
     low = 0 if query.get("path") == "1" else node.made.at
     try:
@@ -88,28 +91,28 @@ async def _tokens(loom: Loom, call: HttpCall) -> None:
     columns = [loom.columns(*part, top=top) for part in parts]
     nodes = [document.node_fields(owner) for owner in owners]
     answer = {"node": nodes[-1], "nodes": nodes, "at": start, "parts": columns}
-    await call.reply(answer if top else {**answer, "rounds": rounds})
+    return reply(answer if top else {**answer, "rounds": rounds})
 
 
-async def _next(loom: Loom, call: HttpCall) -> None:
+async def _next(loom: Loom, call: Request) -> Response:
     """Report what could follow the first ``at`` tokens of a text."""
-    node, document = loom.node(call.query.get("node")), loom.document
-    at = call.query.get("at", "")
+    node, document = loom.node(call.query_params.get("node")), loom.document
+    at = call.query_params.get("at", "")
     score = await loom.following(node.tokens(int(at) if at.isdecimal() else None))
     alternatives = () if score is None else score.alternatives
     loom.learn(a.token for a in alternatives)
     top = [(a.token, short(a.logprob), document.pieces[a.token]) for a in alternatives]
-    await call.reply({"h": None if score is None else short(score.entropy), "top": top})
+    return reply({"h": None if score is None else short(score.entropy), "top": top})
 
 
-async def _find(loom: Loom, call: HttpCall) -> None:
-    wanted = re.compile(re.escape(call.query.get("q", "")), re.IGNORECASE)
+async def _find(loom: Loom, call: Request) -> Response:
+    wanted = re.compile(re.escape(call.query_params.get("q", "")), re.IGNORECASE)
     matches: list[dict[str, object]] = []
-    for node in loom.document.shown() if call.query.get("q") else ():
-        matches += _places(loom.document, node, wanted, len(call.query["q"]))
+    for node in loom.document.shown() if call.query_params.get("q") else ():
+        matches += _places(loom.document, node, wanted, len(call.query_params["q"]))
         if len(matches) >= _MOST_FOUND:
             break
-    await call.reply({"found": matches[:_MOST_FOUND], "more": len(matches) >= _MOST_FOUND})
+    return reply({"found": matches[:_MOST_FOUND], "more": len(matches) >= _MOST_FOUND})
 
 
 def _places(
@@ -143,13 +146,15 @@ def _places(
     return matches
 
 
-async def _events(loom: Loom, call: HttpCall) -> None:
-    last = dict(call.scope["headers"]).get(b"last-event-id", b"").decode("latin-1")
-    await loom.stream(call, last or call.query.get("since", ""))
+async def _events(loom: Loom, call: Request) -> Response:
+    await body_of(call)
+    call.state.endless()
+    last = call.headers.get("last-event-id", "")
+    return EventStream(loom.stream(last or call.query_params.get("since", "")))
 
 
-async def _export(loom: Loom, call: HttpCall) -> None:
-    query = call.query
+async def _export(loom: Loom, call: Request) -> Response:
+    query = call.query_params
     node = loom.node(query["node"]) if query.get("node") else None
     kind = query.get("format", "json")
     title = path_text(loom.journal.path.name).removesuffix(".loom.jsonl")
@@ -158,19 +163,19 @@ async def _export(loom: Loom, call: HttpCall) -> None:
         formats.export, loom.document, kind, node, title=title, top=top,
         model=loom.model()["model"], answers=loom.answers() if kind == "html" else None,
     )  # fmt: skip
-    where = f'attachment; filename="{name}"'.encode("ascii", "replace")
-    await call.reply(data, headers=[(b"content-disposition", where)], kind=mime)
+    where = f'attachment; filename="{name}"'.encode("ascii", "replace").decode()
+    return reply(data, headers={"content-disposition": where}, kind=mime)
 
 
-async def _import(loom: Loom, call: HttpCall) -> None:
+async def _import(loom: Loom, call: Request) -> Response:
     loom.check_writable()
     model = loom.service.model
-    data = await call.body(_MOST_UPLOAD)
+    data = await body_of(call, _MOST_UPLOAD)
     kind, content = await asyncio.to_thread(formats.read, data, _MOST_NODES, model.is_of)
     nodes = loom.make(await asyncio.to_thread(loom.copied, content))
     await loom.confirm()
     roots = [loom.document.node_fields(node) for node in nodes if node.parent is None]
-    await call.reply({
+    return reply({
         "rev": loom.document.rev, "nodes": roots, "count": len(nodes), "format": kind,
     })  # fmt: skip
 

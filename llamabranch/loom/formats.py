@@ -38,7 +38,7 @@ _OTHER = "this is not a document of this page nor of mikupad"
 _TEXTS = (
     "it reads exported pages (html, json), NAME.loom.jsonl, mikupad's sessions and text in UTF-8"
 )
-_JSON, _MARKDOWN = b"application/json", b"text/markdown; charset=utf-8"
+_JSON, _MARKDOWN = "application/json", "text/markdown"
 _encode = msgspec.json.encode
 Values = Mapping[str, object]
 
@@ -106,7 +106,7 @@ def export(
     top: int = 10,
     model: object = None,
     answers: object = None,
-) -> tuple[bytes, str, bytes]:
+) -> tuple[bytes, str, str]:
     """Return a document in a format: its bytes, a name for the file, and its type.
 
     Raises:
@@ -117,7 +117,7 @@ def export(
         whole = _whole(document, title, top, model)
         data = _encode(whole if answers is None else {**whole, "answers": answers})
         if kind == "html":
-            return page.html_file(data, title), f"{safe}.html", b"text/html; charset=utf-8"
+            return page.html_file(data, title), f"{safe}.html", "text/html"
         return data, f"{safe}.json", _JSON
     if kind == "markdown":
         if node is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from itertools import count, zip_longest
@@ -26,7 +26,6 @@ from ..engine import Request, Result
 from ..native import available_cores
 from ..serve.errors import HttpError, http_error
 from ..serve.generation import Update, all_texts, updates
-from ..serve.http_call import HttpCall
 from ..serve.service import Service
 from ..speculative import RoundTrace
 from .document import Change, Document, Ended, Kept, Node, Record, Tokens, digest, short
@@ -155,34 +154,32 @@ class Live:
             fields = self.document.node_fields(node)
             self.emit("node", {"rev": self.document.rev, "node": fields, "cid": cid})
 
-    async def stream(self, call: HttpCall, since: str) -> None:
-        """Send all events after ``since``, then new ones as they come."""
+    async def stream(self, since: str) -> AsyncGenerator[bytes, None]:
+        """Yield all events after ``since``, then new ones as they come."""
         self._loop = asyncio.get_running_loop()
-        await call.body()
-        call.exempt()
         boot, _, rev = since.partition(".")
         seen = int(rev) if rev.isdecimal() else -1
         news = asyncio.Event()
         self._news.add(news)
         try:
-            await call.write(b": hello\n\n")
+            yield b": hello\n\n"
             if boot != self.boot or seen > self.document.rev:
                 seen = -1
             while True:
                 if seen < self._lost:
                     seen = self.document.rev
                     reset = f"id: {self.boot}.{seen}\nevent: reset\ndata: {{}}\n\n"
-                    await call.write(reset.encode())
+                    yield reset.encode()
                 parts = [frame for number, frame in self._ring if number > seen]
                 seen = self.document.rev
                 if parts:
-                    await call.write(b"".join(parts))
+                    yield b"".join(parts)
                     continue
                 news.clear()
                 try:
                     await asyncio.wait_for(news.wait(), _BEAT_S)
                 except asyncio.TimeoutError:
-                    await call.write(b": beat\n\n")
+                    yield b": beat\n\n"
         finally:
             self._news.discard(news)
 

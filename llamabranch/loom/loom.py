@@ -17,8 +17,7 @@ from ..sampling.constraint import ConstraintLike
 from ..sampling.grammar import Grammar
 from ..sampling.noise import derive_seed
 from ..serve.errors import HttpError
-from ..serve.fields import SamplingFields, StructuredOutputs, TextFields
-from ..serve.nodes import BranchNode
+from ..serve.fields import SamplingFields, TextFields
 from ..serve.service import Service
 from .document import (
     Change,
@@ -76,7 +75,6 @@ class Do(TextSettings, kw_only=True):
     resume: bool = False
     token: int | None = None
     job: str | None = None
-    branch: str | None = None
     bookmark: bool | None = None
     note: str | None = None
     current: bool = False
@@ -98,10 +96,10 @@ async def text_grammar(settings: TextSettings | Made) -> Grammar | None:
     Raises:
         HttpError: the grammar is invalid, or there are several.
     """
-    outputs = StructuredOutputs(regex=settings.regex, choice=settings.choice)
     fields = TextFields(
-        grammar=settings.grammar, json_schema=settings.json_schema, structured_outputs=outputs
-    )
+        grammar=settings.grammar, json_schema=settings.json_schema,
+        regex=settings.regex, choices=settings.choice,
+    )  # fmt: skip
     return await fields.text_grammar()
 
 
@@ -297,15 +295,6 @@ class Loom(Live):
     def started(self, job: PageJob, nodes: Sequence[Node] = ()) -> dict[str, object]:
         """Return the answer for an operation whose job still runs."""
         return {"job": job.id, "nodes": [self.document.node_fields(node) for node in nodes]}
-
-    def branch(self, node: Node) -> str:
-        """Make a branch of ``/v1/branches`` with a node's text and settings; return its id."""
-        sampling = self.params(node.made).replace(seed=int(node.made.seed or 0))
-        tokens = node.tokens()
-        branch = BranchNode(tokens, len(tokens), sampling)
-        with self.service.branches.room_for(1):
-            self.service.branches.add(branch)
-        return branch.id
 
     def start_scoring(self, *nodes: Node) -> PageJob:
         """Start a job that scores the tokens without numbers in these nodes' texts."""

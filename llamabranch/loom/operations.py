@@ -297,26 +297,6 @@ async def _replay(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     return loom.started(loom.start("replay", work, node))
 
 
-async def _adopt(loom: Loom, do: Do, node: Node, at: int) -> Answer:
-    """Make nodes of a script's whole tree of branches."""
-    document, records = loom.document, list[Record]()
-    if do.branch is None:
-        raise HttpError(400, "adopt needs a branch", param="branch")
-    root = loom.service.branches[do.branch]
-    while root.parent is not None:
-        root = root.parent
-    names: dict[str, str] = {}
-    for i, branch in enumerate(root.subtree()):
-        names[branch.id] = name = document.name(i)
-        parent = None if branch.parent is None else names[branch.parent.id]
-        records.append(
-            Made(id=name, parent=parent, at=branch.fork_position, kind="branch", by="script")
-        )
-        records += loom.plain(name, branch.tokens[branch.fork_position :], "s" if parent else "p")
-    nodes = loom.make(records, do.cid)
-    return loom.started(loom.start_scoring(*nodes), nodes)
-
-
 async def _stop(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     jobs = loom.jobs
     if do.job is not None and do.job not in jobs:
@@ -411,7 +391,7 @@ _OPERATIONS = {
     "fork": _Operation(_fork, needs_node=True), "replay": _Operation(_replay, needs_node=True),
     "score": _Operation(_score, needs_file=False),
     "stop": _Operation(_stop, needs_file=False),
-    "adopt": _Operation(_adopt), "set": _Operation(_set, needs_node=True),
+    "set": _Operation(_set, needs_node=True),
     "delete": _Operation(_set, needs_node=True), "undo": _Operation(_undo),
     "redo": _Operation(_undo), "settings": _Operation(_settings, needs_file=False),
     "compact": _Operation(_compact), "reread": _Operation(_reread, needs_file=False),

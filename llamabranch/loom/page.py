@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Guard", "html_file", "static_file"]
 
 _APP = files(__package__) / "app"
-_KINDS = {"js": b"text/javascript", "css": b"text/css", "html": b"text/html"}
+_KINDS = {"js": "text/javascript", "css": "text/css", "html": "text/html"}
 _LINK_S = 300.0
 _NAME = re.compile(r"[a-z][a-z0-9_-]*\.(js|css|html)")
 _IMPORT = re.compile(r'^import\s[^;]*?from\s+"\./([^"]+)";\n?', re.M)
@@ -44,13 +44,13 @@ _HEADERS = [
 ]
 
 
-def static_file(path: str) -> tuple[bytes, bytes] | None:
+def static_file(path: str) -> tuple[bytes, str] | None:
     """Return a file of the page and its type, by the path of a request; None if it does not exist."""
     name = "index.html" if path == "/" else path.removeprefix("/loom/app/")
     match = _NAME.fullmatch(name)
     if match is None or not (_APP / name).is_file():
         return None
-    return (_APP / name).read_bytes(), _KINDS[match[1]] + b"; charset=utf-8"
+    return (_APP / name).read_bytes(), _KINDS[match[1]]
 
 
 class Guard:
@@ -78,7 +78,7 @@ class Guard:
         self._links[token] = monotonic() + _LINK_S
         return token
 
-    def session(self, token: str) -> bytes:
+    def session(self, token: str) -> str:
         """Return the session cookie for a token. Raises HttpError if it is used, expired or wrong."""
         if self._links.pop(token, 0.0) < monotonic():
             raise HttpError(
@@ -86,7 +86,7 @@ class Guard:
             )
         value = secrets.token_urlsafe(32)
         self._sessions.add(value)
-        return f"{self._name}={value}; HttpOnly; SameSite=Strict; Path=/".encode()
+        return f"{self._name}={value}; HttpOnly; SameSite=Strict; Path=/"
 
     def check(self, scope: Scope) -> None:
         """Raise HttpError unless the request may be answered."""

@@ -38,7 +38,6 @@ class _Model(Protocol):
     n_mtp_layers: int
     target_layers: tuple[int, ...]
     vocab_type: str
-    has_text: bool
     bos: int | None
     eos: int | None
 
@@ -58,14 +57,6 @@ class VocabularyReport:
     n_vocab: tuple[int, int]
     n_different: int
     first_difference: int | None
-    both_have_text: bool = True
-
-    @property
-    def path(self) -> str:
-        """How the second model can draft for the first: by "tokens", through the "text", or "none"."""
-        if self.compatible:
-            return "tokens"
-        return "text" if self.both_have_text else "none"
 
     def __bool__(self) -> bool:
         return self.compatible
@@ -95,8 +86,7 @@ def compare(target: _Model, draft: _Model) -> VocabularyReport:
         )
         reason = f"the same {ours} tokens" if ours == theirs else padding
         return VocabularyReport(True, reason, (ours, theirs), 0, None)
-    text = target.has_text and draft.has_text
-    return VocabularyReport(False, reason, (ours, theirs), n_different, first, text)
+    return VocabularyReport(False, reason, (ours, theirs), n_different, first)
 
 
 def head_kind(header: Header) -> str:

@@ -6,8 +6,8 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -108,6 +108,14 @@ class TurnSpan(NamedTuple):
     calls: tuple[ToolCall, ...] = ()
 
 
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (tuple, list, Mapping)):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(one)
+
+
 def call_id(salt: str, index: int, name: str) -> str:
     """Return an id for a call: nine letters and digits, as Mistral's templates require."""
     digest = hashlib.sha256(json.dumps([salt, index, name]).encode()).digest()
@@ -184,6 +192,14 @@ class TurnFormat(TurnParts):
     def is_general(self) -> bool:
         """Whether calls are bare JSON because the template's own form cannot be read."""
         return self.calls is None
+
+    def has_tag(self, name: str) -> bool:
+        """Return whether a text that marks thoughts, calls or turns contains ``name``."""
+        return name in self._tags
+
+    @cached_property
+    def _tags(self) -> str:
+        return "\n".join([*_texts(astuple(self)), "<tool_call>", "</tool_call>"])
 
     def thinking_variables(self, on: bool) -> dict[str, object]:
         """Return the variables of the template that switch thoughts on or off; {} = it has none."""

@@ -154,11 +154,9 @@ class Vocabulary:
         """Return the token's text, or None if there is no token."""
         return None if token is None else self.entry(token)[1]
 
-    def _key(self, token: int, as_id: bool) -> str:
+    def _key(self, token: int) -> str:
         """Return a unique text for a token; parts of a character are written as OpenAI does."""
         raw, text = self.entry(token)
-        if as_id:
-            return f"token_id:{token}"
         is_text = raw == text.encode()
         return text if is_text else "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
@@ -168,7 +166,6 @@ class Vocabulary:
         offsets: Iterable[int],
         n_top: int | None = None,
         *,
-        as_ids: bool = False,
         more: bool = False,
     ) -> dict[str, object]:
         """Return OpenAI's ``logprobs`` of a completion.
@@ -178,7 +175,6 @@ class Vocabulary:
                 prompt.
             offsets: where each token begins in the text.
             n_top: how many of the most probable tokens are reported; None = all that are known.
-            as_ids: write tokens as ``token_id:N``.
             more: include entropies and sources too.
         """
         found: dict[str, list[object]] = {
@@ -187,11 +183,11 @@ class Vocabulary:
         if more:
             found |= {"entropies": [], "sources": []}
         for (token, score), offset in zip(scored, offsets, strict=True):
-            found["tokens"].append(self._key(token, as_ids))
+            found["tokens"].append(self._key(token))
             found["text_offset"].append(offset)
             found["token_logprobs"].append(None if score is None else _finite(score.logprob))
             top = () if score is None else score.alternatives[:n_top]
-            names = {self._key(other, as_ids): _finite(p) for other, p in top}
+            names = {self._key(other): _finite(p) for other, p in top}
             found["top_logprobs"].append(None if score is None else names)
             if more:
                 found["entropies"].append(None if score is None else score.entropy)

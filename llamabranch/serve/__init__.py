@@ -1,17 +1,16 @@
-"""An OpenAI-compatible HTTP server over the engine, with branches.
+"""An OpenAI-compatible HTTP server over the engine.
 
 settings.py     the settings of a server, checked
 server.py       the socket, loading, the end
 app.py          the routes
 security.py     hosts, origins, keys
-http_call.py    one request and its answer: body, JSON, events, time limits
+messages.py     bodies of requests, and answers: JSON, events
+limits.py       time limits, clients that leave, errors
 errors.py       errors in the form for clients
 fields.py       the fields of requests, converted for the engine
 generation.py   the texts of one request, and its answer
-completions.py  completions, chat completions, llama-server's /completion
-branches.py     /v1/branches
-nodes.py        branches as immutable nodes
-utilities.py    models, properties, tokens, metrics
+completions.py  completions, chat completions
+utilities.py    models, metrics
 service.py      shared by all endpoints: model, engine, settings, counters
 
 Importing this imports neither Starlette nor uvicorn; both come with ``pip install 'llamabranch[serve]'``.

@@ -1,12 +1,14 @@
-"""OpenAI's completions and chat completions, and llama-server's ``/completion``."""
+"""OpenAI's completions and chat completions."""
 
 from __future__ import annotations
 
 import codecs
 from asyncio import to_thread
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
 from datetime import date
+from typing import TYPE_CHECKING, Annotated
+
+from msgspec import Meta
 
 from ..branch import Produced
 from ..context import TokenScore
@@ -17,16 +19,19 @@ from ..model.thoughts import Thinking, ThinkingChoice, plan_thinking, thinking_v
 from ..model.tools import Conversation, Tools, begun_answer, conversation, openai_deltas
 from ..request.openai import called, chat_choice, completion_choice
 from ..request.turns import TurnPieces
-from ..sampling import Grammar, SamplingParams
+from ..sampling import Grammar
 from .errors import HttpError, http_error
 from .fields import Limit, Prompt, TextFields, Top, engine_requests, limit_of, prompt_tokens
-from .generation import Update, Writer, answer, timings
-from .http_call import HttpCall
+from .generation import Update, Writer, answer
+from .messages import json_of
 from .service import Service
 
+if TYPE_CHECKING:
+    from starlette.requests import Request as HttpRequest
+    from starlette.responses import Response
+
 __all__ = [
-    "ChatFields", "CompletionFields", "chat", "completion", "completions", "input_tokens",
-    "sampling_of",
+    "ChatFields", "CompletionFields", "chat", "completions",
 ]  # fmt: skip
 
 _DEFAULT_TOKENS = 16
@@ -40,40 +45,31 @@ _DATES = {
 
 
 class CompletionFields(TextFields, kw_only=True):
-    """The body of a request; the last two fields are for ``/completion``."""
+    """The body of a request."""
 
     prompt: Prompt | None = None
     best_of: int | None = None
     echo: bool | None = None
     logprobs: Top | None = None
-    n_probs: Top | None = None
     prompt_logprobs: Top | None = None
-    return_tokens_as_token_ids: bool | None = None
-    add_special_tokens: bool | None = None
     parse_special: bool | None = None
-    return_tokens: bool | None = None
-    response_fields: list[str] | None = None
-
-    @property
-    def n_scored(self) -> int | None:
-        """How many of the most probable tokens to report; None = no log-probabilities."""
-        return self.n_probs if self.logprobs is None else self.logprobs
 
     async def tokens(self, service: Service, *, add_special: bool = True) -> list[list[int]]:
         """Return the token ids of the prompts."""
         if self.prompt is None:
             raise HttpError(400, "prompt is missing", param="prompt")
-        add = add_special and self.add_special_tokens is not False
         parse = self.parse_special is not False
-        return await prompt_tokens(service, self.prompt, add_special=add, parse_special=parse)
+        return await prompt_tokens(
+            service, self.prompt, add_special=add_special, parse_special=parse
+        )
 
 
-async def completions(call: HttpCall, service: Service) -> None:
+async def completions(call: HttpRequest, service: Service) -> Response:
     """Answer a request of OpenAI's."""
-    fields = await call.json(CompletionFields)
+    fields = await json_of(call, CompletionFields)
     if fields.best_of not in (None, fields.n or 1):
         raise HttpError(400, "best_of is not supported, only n", param="best_of")
-    top, scored = fields.n_scored, fields.prompt_logprobs
+    top, scored = fields.logprobs, fields.prompt_logprobs
     prompts, n_added = await fields.tokens(service), [0]
     if fields.echo:
         bare = await fields.tokens(service, add_special=False)
@@ -82,9 +78,9 @@ async def completions(call: HttpCall, service: Service) -> None:
         if fields.stream:
             raise HttpError(400, "echo with logprobs cannot be streamed", param="stream")
         scored = max(top, scored or 0)
-    limit = limit_of(fields.max_tokens, fields.n_predict, _DEFAULT_TOKENS)
+    limit = limit_of(fields.max_tokens, _DEFAULT_TOKENS)
     requests = await engine_requests(service, fields, prompts, limit, top, prompt_logprobs=scored)
-    await answer(call, _CompletionWriter(service, fields, n_added), requests)
+    return await answer(_CompletionWriter(service, fields, n_added), requests)
 
 
 class _Offsets:
@@ -134,7 +130,7 @@ class _CompletionWriter(Writer[CompletionFields]):
             self._offsets[index] = _Offsets(len(echo))
         choice = completion_choice(index, echo + update.text, update.end, None)
         scores = None if update.ended is None else update.ended.prompt_logprobs
-        if fields.n_scored is not None:
+        if fields.logprobs is not None:
             scored: list[tuple[int, Produced | TokenScore | None]]
             scored = [(token.token, token) for token in update.tokens]
             offsets = self._offsets[index].of(map(piece, ids))
@@ -142,9 +138,8 @@ class _CompletionWriter(Writer[CompletionFields]):
                 scored = [*zip(prompt, scores, strict=True), *scored]
                 offsets = [*_Offsets().of(echoed), *offsets]
             choice["logprobs"] = self.words.completion_logprobs(
-                scored, offsets, fields.n_scored, as_ids=bool(fields.return_tokens_as_token_ids),
-                more=bool(fields.token_details),
-            )  # fmt: skip
+                scored, offsets, fields.logprobs, more=bool(fields.token_details)
+            )
         if fields.return_token_ids:
             choice |= {
                 "token_ids": ids,
@@ -153,115 +148,6 @@ class _CompletionWriter(Writer[CompletionFields]):
         if fields.prompt_logprobs is not None and scores is not None:
             choice["prompt_logprobs"] = self.words.prompt_logprobs(scores)
         return choice
-
-
-# -- llama-server's own ----------------------------------------------------------------------------
-
-
-async def completion(call: HttpCall, service: Service) -> None:
-    """Answer a request in llama-server's format: an object, or a list for several prompts."""
-    fields = await call.json(CompletionFields)
-    prompts = await fields.tokens(service)
-    limit = limit_of(fields.n_predict, fields.max_tokens, service.settings.max_tokens)
-    requests = await engine_requests(service, fields, prompts, limit, fields.n_probs or None)
-    await answer(call, _NativeWriter(service, fields, -1 if limit is None else limit), requests)
-
-
-class _NativeWriter(Writer[CompletionFields]):
-    """Writes texts in llama-server's format; ``limit`` is their token limit."""
-
-    def __init__(self, service: Service, fields: CompletionFields, limit: int) -> None:
-        super().__init__(service, fields, "cmpl", "text_completion")
-        self._limit = limit
-
-    def body(self, texts: Sequence[Update]) -> object:
-        """Return one text, or all of several."""
-        bodies, paths = [self._end(text) for text in texts], self.fields.response_fields
-        if paths:
-            bodies = [_chosen(body, paths) for body in bodies]
-        return bodies[0] if len(bodies) == 1 else bodies
-
-    def reading(self, update: Update) -> dict[str, object]:
-        """Return an event without text."""
-        return self.part(update)
-
-    def events(self, update: Update) -> list[dict[str, object]]:
-        """Return the events for new text: with ``n_probs`` one per token, and one for the end."""
-        events, rest = [], update.text
-        for token in update.tokens[:-1] if self.fields.n_probs else ():
-            n = len(token.text)
-            events.append(self.part(replace(update, text=rest[:n], tokens=[token])))
-            rest = rest[n:]
-        if update.tokens:
-            events.append(
-                self.part(replace(update, text=rest, tokens=update.tokens[len(events) :]))
-            )
-        if update.ended is not None:
-            text = "" if update.tokens else update.text
-            events.append(self._end(replace(update, text=text, tokens=[])))
-        return events
-
-    def last_events(self, texts: Sequence[Update]) -> list[dict[str, object]]:
-        """Return nothing more."""
-        return []
-
-    def part(self, update: Update) -> dict[str, object]:
-        """Return the new part of a text."""
-        part: dict[str, object] = {
-            "index": update.index,
-            "content": update.text,
-            "tokens": [token.token for token in update.tokens],
-            "stop": False,
-            "id_slot": -1,
-        }
-        if self.fields.n_probs:
-            part["completion_probabilities"] = self.words.chat_logprobs(update.tokens)
-        return part
-
-    def _end(self, update: Update) -> dict[str, object]:
-        result, params = update.result, update.request.sampling
-        word = result.stop_reason if isinstance(result.stop_reason, str) else ""
-        ended = "limit" if update.end["finish_reason"] == "length" else "word" if word else "eos"
-        settings = sampling_of(params or self.service.settings.sampling)
-        own = {"seed": result.seed, "n_predict": self._limit, "max_tokens": self._limit}
-        return {
-            **self.part(update),
-            **({} if self.fields.return_tokens else {"tokens": []}),
-            "stop": True,
-            "model": self.service.names[0],
-            "tokens_predicted": len(result.tokens),
-            "tokens_evaluated": result.num_prompt_tokens,
-            "tokens_cached": result.num_cached_tokens,
-            "generation_settings": {**settings, **own, "stop": self.fields.stops},
-            "prompt": self.words.joined(update.prompt),
-            "has_new_line": "\n" in result.text,
-            "truncated": False,
-            "stop_type": ended,
-            "stopping_word": word,
-            "timings": timings(result),
-        }
-
-
-def _chosen(body: dict[str, object], paths: Iterable[str]) -> dict[str, object]:
-    """Return the fields of ``paths`` that the body has; ``a/b`` is a field ``b`` inside ``a``."""
-    chosen: dict[str, object] = {}
-    for path in paths:
-        *above, last = path.split("/")
-        inner: object = body
-        for name in above:
-            inner = inner.get(name) if isinstance(inner, dict) else None
-        if isinstance(inner, dict) and last in inner:
-            chosen[path] = inner[last]
-    return chosen
-
-
-def sampling_of(params: SamplingParams) -> dict[str, object]:
-    """Return sampling settings by llama-server's names."""
-    settings = asdict(params)
-    settings["repeat_last_n"] = settings.pop("penalty_last_n")
-    bias = params.logit_bias.items()
-    settings["logit_bias"] = [{"id": token, "bias": max(added, -1e9)} for token, added in bias]
-    return settings
 
 
 # -- conversations ---------------------------------------------------------------------------------
@@ -277,9 +163,7 @@ class ChatFields(TextFields, kw_only=True):
     chat_template_kwargs: dict[str, object] | None = None
     show_schema: bool | None = None
     reasoning_effort: str | None = None
-    thinking_token_budget: Limit | None = None
-    thinking_budget_tokens: Limit | None = None
-    reasoning_budget: Limit | None = None
+    thinking: bool | Annotated[int, Meta(ge=0)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     max_completion_tokens: Limit | None = None
@@ -288,13 +172,12 @@ class ChatFields(TextFields, kw_only=True):
     modalities: list[str] | None = None
 
     @property
-    def thinking(self) -> ThinkingChoice:
+    def thinks(self) -> ThinkingChoice:
         """Whether to think: None = as the template does, False = no, a number = the most tokens."""
-        budgets = self.thinking_token_budget, self.thinking_budget_tokens, self.reasoning_budget
         variables = self.chat_template_kwargs or {}
         if self.reasoning_effort == "none" or variables.get("enable_thinking") is False:
             return False
-        return limit_of(*budgets)
+        return self.thinking
 
     def prompt(
         self, service: Service, tools: Tools, grammar: Grammar | None
@@ -304,7 +187,7 @@ class ChatFields(TextFields, kw_only=True):
         A last message of the assistant is continued. A template that asks for the date gets today's,
         unless the request sets one.
         """
-        model, choice = service.model, self.thinking
+        model, choice = service.model, self.thinks
         talk = self.conversation(service, tools, grammar)
         if model.turn_format.thought_end is None:  # like llama-server and vLLM
             choice = None
@@ -321,7 +204,7 @@ class ChatFields(TextFields, kw_only=True):
         variables: dict[str, object] = {
             name: today.strftime(form) for name, form in _DATES.items() if name in template
         }
-        variables |= thinking_variables(model.turn_format, self.thinking)
+        variables |= thinking_variables(model.turn_format, self.thinks)
         if self.reasoning_effort and "reasoning_effort" in template:
             variables["reasoning_effort"] = self.reasoning_effort
         return conversation(
@@ -336,9 +219,9 @@ class ChatFields(TextFields, kw_only=True):
         return Tools(self.tools or (), self.tool_choice, form, parallel=parallel)
 
 
-async def chat(call: HttpCall, service: Service) -> None:
+async def chat(call: HttpRequest, service: Service) -> Response:
     """Answer a request."""
-    fields = await call.json(ChatFields)
+    fields = await json_of(call, ChatFields)
     if fields.top_logprobs and not fields.logprobs:
         raise HttpError(400, "top_logprobs needs logprobs", param="top_logprobs")
     if fields.modalities not in (None, [], ["text"]):
@@ -354,26 +237,15 @@ async def chat(call: HttpCall, service: Service) -> None:
             grammar = await to_thread(tool_grammar, service.model, tools, text_grammar)
         except LlamaBranchError as error:
             raise http_error(error, param="tools") from None
-    limits = fields.max_completion_tokens, fields.max_tokens, fields.n_predict
+    limits = fields.max_completion_tokens, fields.max_tokens
     requests = await engine_requests(
         service, fields, [tokens], limit_of(*limits, service.settings.max_tokens),
         (fields.top_logprobs or 0) if fields.logprobs else None,
         grammar=grammar, thinking=thinking,
     )  # fmt: skip
-    await answer(call, _ChatWriter(service, fields, tools, is_strict=grammar is not None), requests)
-
-
-async def input_tokens(call: HttpCall, service: Service) -> None:
-    """Count the tokens of a conversation, and write it as a prompt (``/apply-template``)."""
-    fields = await call.json(ChatFields)
-    tools, grammar = await to_thread(fields.known_tools, service), await fields.text_grammar()
-
-    def written() -> tuple[list[int], str]:
-        dialogue = fields.conversation(service, tools, grammar)
-        return dialogue.tokens(service.model), dialogue.text(service.model)
-
-    tokens, text = await to_thread(written)
-    await call.reply({"input_tokens": len(tokens), "prompt": text, "tokens": tokens})
+    return await answer(
+        _ChatWriter(service, fields, tools, is_strict=grammar is not None), requests
+    )
 
 
 class _ChatWriter(Writer[ChatFields]):
@@ -392,12 +264,6 @@ class _ChatWriter(Writer[ChatFields]):
         self._tools, self._is_strict = tools, is_strict
         self._pieces: dict[int, TurnPieces] = {}
 
-    def body(self, texts: Sequence[Update]) -> object:
-        """Return all messages."""
-        if self.fields.verbose:
-            self.head["__verbose"] = {"prompt": self.words.joined(texts[0].prompt)}
-        return super().body(texts)
-
     def part(self, update: Update) -> dict[str, object]:
         """Return a complete message."""
         choice = chat_choice(update.index, self._turn(update), update.end, self._scored(update))
@@ -407,12 +273,9 @@ class _ChatWriter(Writer[ChatFields]):
         """Return a complete turn."""
         result = update.result
         result.prompt, result.tools = self.fields.messages, self._tools
-        result.note_written(self.service.model)
+        if self._tools.is_used:
+            result.note_written(self.service.model)
         return result.turn
-
-    def reading(self, update: Update) -> dict[str, object]:
-        """Return an event with only the role."""
-        return {**self.head, "choices": [_begin(update)]}
 
     def parts(self, update: Update) -> list[dict[str, object]]:
         """Return deltas: the role first, then content or calls, then the finish reason."""
@@ -423,7 +286,8 @@ class _ChatWriter(Writer[ChatFields]):
             salt = str(len(self.fields.messages))
             pieces = TurnPieces(self._tools, salt, begun, eager=self._is_strict)
             self._pieces[update.index] = pieces
-        events, calls = pieces.feed(update.thought, update.written), False
+        written = update.written if self._tools.is_used else update.text
+        events, calls = pieces.feed(update.thought, written), False
         if update.ended is not None:
             turn = self._turn(update)
             calls = bool(turn.calls)

@@ -40,7 +40,7 @@ class HttpError(Exception):
         error = {"message": message, "type": kind, "param": param, "code": status, **more}
         self.status = status
         self.body = {"error": error}
-        self.headers = [(b"retry-after", b"1")] if status in (429, 503) else []
+        self.headers = {"retry-after": "1"} if status in (429, 503) else {}
 
 
 def http_error(

@@ -1,8 +1,8 @@
 """The fields of requests, converted to sampling settings, grammars, token ids and engine requests.
 
-msgspec checks types and ranges. Unknown fields are ignored, as in llama-server and vLLM; so are OpenAI's
-fields that do not change a text (``user``, ``store``, ``metadata``, ...). Unsupported fields that would
-change a text are refused by name, except for those that llama-server's own clients send in every request.
+msgspec checks types and ranges. The names are OpenAI's and the library's own. Unknown fields are ignored;
+so are OpenAI's fields that do not change a text (``user``, ``store``, ``metadata``, ...). Unsupported
+fields that would change a text are refused by name.
 """
 
 from __future__ import annotations
@@ -29,40 +29,38 @@ from .service import Service
 from .settings import ServeSettings
 
 __all__ = [
-    "Limit", "Prompt", "SamplingFields", "StructuredOutputs", "TextFields", "Top", "engine_requests",
+    "Limit", "Prompt", "SamplingFields", "TextFields", "Top", "engine_requests",
     "limit_of", "prompt_tokens",
 ]  # fmt: skip
 
 _ID = re.compile(r"-?[0-9]+")
 
-Limit = Annotated[int, Meta(ge=-2)]  # of tokens; -1 and -2 mean no limit, as in llama-server
+Limit = Annotated[int, Meta(ge=-2)]  # of tokens; -1 and -2 mean no limit
 Top = Annotated[int, Meta(ge=0, le=20)]  # how many of the most probable tokens are reported
 
 
-class PromptString(Struct, forbid_unknown_fields=True):
-    """A text in a prompt, in a form that llama-server also accepts."""
-
-    prompt_string: str
+_Parts = Annotated[list[int | str], Meta(min_length=1)]
+Prompt = str | Annotated[list[int | str | _Parts], Meta(min_length=1)]
 
 
-_Parts = Annotated[list[int | str | PromptString], Meta(min_length=1)]
-Prompt = str | PromptString | Annotated[list[int | str | PromptString | _Parts], Meta(min_length=1)]
-
-
-# Unsupported fields that would change a text, or what is reported about it.
-_REFUSED = (
-    "functions", "function_call", "audio", "web_search_options", "mirostat", "post_sampling_probs",
-    "use_beam_search", "bad_words", "allowed_token_ids", "guided_json", "guided_regex",
-    "guided_choice", "guided_grammar", "include_stop_str_in_output", "truncate_prompt_tokens",
-    "suffix",
-)  # fmt: skip
-# Settings with the same name in requests and in SamplingParams, then other names of two of them.
+# Unsupported fields that would change a text, and what to use instead.
+_REFUSED = {
+    **dict.fromkeys(("functions", "function_call"), "tools"),
+    **dict.fromkeys(("guided_json", "structured_outputs"), "json_schema, regex, choices or grammar"),
+    "guided_regex": "regex", "guided_choice": "choices", "guided_grammar": "grammar",
+    "repetition_penalty": "repeat_penalty", "stop_token_ids": "stop_tokens", "n_predict": "max_tokens",
+    **dict.fromkeys(
+        ("thinking_token_budget", "thinking_budget_tokens", "reasoning_budget"), "thinking"
+    ),
+    **dict.fromkeys(("bad_words", "allowed_token_ids"), "logit_bias"),
+    **dict.fromkeys(("audio", "web_search_options", "suffix", "use_beam_search", "mirostat"), ""),
+}  # fmt: skip
+# Settings with the same name in requests and in SamplingParams.
 _SAME = {
     name: kind
     for name, kind in get_type_hints(SamplingSettings).items()
     if name not in ("logit_bias", "seed", "logprobs", "logits_processor")
 }
-_ALIASES = {"repetition_penalty": "repeat_penalty", "repeat_last_n": "penalty_last_n"}
 if TYPE_CHECKING:
     _Named = Struct
 else:
@@ -76,22 +74,19 @@ else:
 
 
 class SamplingFields(_Named, kw_only=True):
-    """How tokens are drawn: OpenAI's, llama-server's and vLLM's names."""
+    """How tokens are drawn."""
 
     top_k: int | None = None
-    repetition_penalty: float | None = None
-    repeat_last_n: int | None = None
     logit_bias: dict[str, float | bool] | list[tuple[int | str, float | bool]] | None = None
     ignore_eos: bool | None = None
     seed: int | None = None
 
     def check(self) -> None:
         """Raise HttpError if the request has an unsupported field."""
-        for name in _REFUSED:
+        for name, instead in _REFUSED.items():
             if getattr(self, name) not in (None, False, "", [], {}):
-                _, guided, kind = name.rpartition("guided_")
-                instead = f': use structured_outputs {{"{kind}": ...}}' if guided else ""
-                raise HttpError(400, f"{name} is not supported{instead}", param=name)
+                more = f": use {instead}" if instead else ""
+                raise HttpError(400, f"{name} is not supported{more}", param=name)
 
     def sampling(
         self, model: Model, settings: ServeSettings, default: SamplingParams | None = None
@@ -103,11 +98,9 @@ class SamplingFields(_Named, kw_only=True):
         """
         self.check()
         base = default or settings.sampling
-        changes: dict[str, object] = {}
-        for name in (*_SAME, *_ALIASES):
-            value, ours = getattr(self, name), _ALIASES.get(name, name)
-            if value is not None and changes.setdefault(ours, value) != value:
-                raise HttpError(400, f"{name} and {ours} are one setting; send one", param=name)
+        changes: dict[str, object] = {
+            name: value for name in _SAME if (value := getattr(self, name)) is not None
+        }
         if self.top_k is not None:
             changes["top_k"] = max(0, self.top_k)
         if self.logit_bias or self.ignore_eos:
@@ -139,7 +132,7 @@ class JsonSchema(Struct, kw_only=True):
 
 
 class ResponseFormat(Struct, kw_only=True):
-    """OpenAI's format, and llama-server's with ``schema`` next to the type."""
+    """OpenAI's format; a schema may also be next to the type."""
 
     type: str
     json_schema: JsonSchema | None = None
@@ -162,15 +155,6 @@ class ResponseFormat(Struct, kw_only=True):
         return schema
 
 
-class StructuredOutputs(Struct, kw_only=True):
-    """vLLM's ``structured_outputs``: one of these fields is set."""
-
-    json: dict[str, object] | str | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
-
-
 class StreamOptions(Struct, kw_only=True):
     """OpenAI's."""
 
@@ -184,25 +168,22 @@ class TextFields(SamplingFields, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Limit | None = None
-    n_predict: Limit | None = None
     n: Annotated[int, Meta(ge=1)] | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_tokens: list[int] | None = None
     min_tokens: int | None = None
     response_format: ResponseFormat | None = None
     json_schema: dict[str, object] | None = None
     grammar: str | None = None
-    structured_outputs: StructuredOutputs | None = None
-    timings_per_token: bool | None = None
-    return_progress: bool | None = None
+    regex: str | None = None
+    choices: list[str] | None = None
     token_details: bool | None = None
     return_token_ids: bool | None = None
     priority: int | None = None
-    verbose: bool | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The stop strings without empty ones, which llama-server's clients send."""
+        """The stop strings without empty ones."""
         texts = [self.stop] if isinstance(self.stop, str) else self.stop or ()
         return tuple(text for text in texts if text)
 
@@ -212,19 +193,17 @@ class TextFields(SamplingFields, kw_only=True):
         Raises:
             GrammarError, ConfigError, HttpError: it is invalid, or there is more than one.
         """
-        outputs, form = self.structured_outputs or StructuredOutputs(), self.response_format
+        form = self.response_format
         candidates: list[tuple[str, str, object]] = [
             ("response_format", "json_schema", form and form.asked()),
             ("json_schema", "json_schema", self.json_schema),
             ("grammar", "gbnf", self.grammar or None),
-            ("structured_outputs", "json_schema", outputs.json),
-            ("structured_outputs", "regex", outputs.regex),
-            ("structured_outputs", "choice", outputs.choice),
-            ("structured_outputs", "gbnf", outputs.grammar),
+            ("regex", "regex", self.regex),
+            ("choices", "choice", self.choices),
         ]
         forms = [f for f in candidates if f[2] is not None]
         if len(forms) > 1:
-            message = "use only one of response_format, json_schema, grammar and structured_outputs"
+            message = "use only one of response_format, json_schema, grammar, regex and choices"
             raise HttpError(400, message, param="grammar")
         for name, kind, source in forms:
             text = source if isinstance(source, str) else json.dumps(source)
@@ -286,13 +265,12 @@ async def engine_requests(
             min_tokens=fields.min_tokens or 0,
             sampling=params.replace(logprobs=top_logprobs is not None),
             stop=fields.stops,
-            stop_tokens=fields.stop_token_ids or (),
+            stop_tokens=fields.stop_tokens or (),
             grammar=grammar,
             n=n,
             priority=fields.priority or 0,
             top_logprobs=top_logprobs,
             prompt_logprobs=prompt_logprobs,
-            prompt_progress=bool(fields.stream and fields.return_progress),
             thinking=thinking,
         )
         for prompt in prompts
@@ -304,8 +282,7 @@ async def prompt_tokens(
 ) -> list[list[int]]:
     """Return the token ids of a request's prompts.
 
-    A prompt is a text, token ids, or a list of these. llama-server's lists that mix both for one prompt,
-    and its ``{"prompt_string": ...}``, are accepted too. Token ids are used as they are.
+    A prompt is a text, token ids, or a list of these, also mixed. Token ids are used as they are.
 
     Raises:
         HttpError, TokenizeError: a list is inside a list of token ids, or the vocabulary cannot write a
@@ -321,8 +298,7 @@ async def prompt_tokens(
             if isinstance(part, int):
                 tokens.append(part)
                 continue
-            text = part.prompt_string if isinstance(part, PromptString) else part
             add = add_special and i == 0
-            tokens += await service.tokenize(text, add_special=add, parse_special=parse_special)
+            tokens += await service.tokenize(part, add_special=add, parse_special=parse_special)
         prompts.append(tokens)
     return prompts

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 from ..branch import Produced
-from ..context import PromptProgress
 from ..engine import Request, Result
 from ..generation.thought import token_text
-from ..request.openai import End, completion_choice, end_reason
+from ..request.openai import End, end_reason
 from ..request.openai import usage as usage_of
 from .errors import HttpError, http_error
 from .fields import TextFields
-from .http_call import HttpCall
+from .messages import event_stream, reply
 from .service import Service, seconds
 
+if TYPE_CHECKING:
+    from starlette.responses import Response
+
 __all__ = [
-    "Update", "Writer", "all_texts", "answer", "progress", "timings", "updates", "usage",
+    "Update", "Writer", "all_texts", "answer", "timings", "updates", "usage",
 ]  # fmt: skip
 
 F = TypeVar("F", bound=TextFields)
@@ -41,7 +43,6 @@ class Update:
         tokens: the new tokens, without one that ends the text.
         thought, thoughts: text and tokens of the thought before the answer.
         ended: the event that ended the text, if it has ended.
-        progress: the progress of the prompt, if there is no text yet.
         ended_thought: all tokens of the thought, as the result will have them, if it has just ended.
     """
 
@@ -54,7 +55,6 @@ class Update:
     thought: str = ""
     thoughts: list[Produced] = field(default_factory=list)
     ended: Result | None = None
-    progress: PromptProgress | None = None
     ended_thought: list[Produced] = field(default_factory=list)
 
     @property
@@ -101,18 +101,9 @@ class Writer(ABC, Generic[F]):
         """Return the ``choices`` for the new text of a step, one for each event."""
         return [self.part(update)]
 
-    def reading(self, update: Update) -> dict[str, object]:
-        """Return the event for the progress of a prompt, to which the caller adds the numbers."""
-        return {**self.head, "choices": [completion_choice(update.index, "", update.end, None)]}
-
     def events(self, update: Update) -> list[dict[str, object]]:
         """Return the events of a stream for the new text of a step."""
-        events: list[dict[str, object]] = [
-            {**self.head, "choices": [part]} for part in self.parts(update)
-        ]
-        if self.fields.timings_per_token and update.ended is not None:
-            events[-1]["timings"] = timings(update.ended)
-        return events
+        return [{**self.head, "choices": [part]} for part in self.parts(update)]
 
     def last_events(self, texts: Sequence[Update]) -> list[dict[str, object]]:
         """Return the events that end a stream."""
@@ -121,57 +112,54 @@ class Writer(ABC, Generic[F]):
         return [event] if options is not None and options.include_usage else []
 
 
-async def answer(call: HttpCall, writer: Writer[F], requests: Sequence[Request]) -> None:
-    """Generate the texts of requests and send them, as a stream or in one piece.
+async def answer(writer: Writer[F], requests: Sequence[Request]) -> Response:
+    """Return the texts of requests, as a stream or in one piece.
 
     A stream begins only with its first text, so that earlier errors get an HTTP status of their own.
 
     Raises:
         HttpError, LlamaBranchError: a request is refused, or a text failed.
     """
-
-    async def send(updates: Iterable[Update]) -> None:
-        events: list[object] = []
-        for update in updates:
-            if update.progress is None:
-                events += writer.events(update)
-            else:
-                numbers = {"prompt_progress": progress(update.progress)}
-                events.append(writer.reading(update) | numbers)
-        await call.event(events)
-
-    if not writer.fields.stream:
-        await call.reply(writer.body(await all_texts(writer.service, requests)))
-        return
-    await call.event(writer.last_events(await all_texts(writer.service, requests, send)))
-    await call.end_stream()
+    if writer.fields.stream:
+        return await event_stream(_frames(writer, requests))
+    return reply(writer.body(await all_texts(writer.service, requests)))
 
 
-async def all_texts(
-    service: Service,
-    requests: Sequence[Request],
-    send: Callable[[Iterable[Update]], Awaitable[None]] | None = None,
-) -> list[Update]:
-    """Return all texts of requests, in order, after they ended; ``send`` gets each step's updates.
+async def _frames(
+    writer: Writer[F], requests: Sequence[Request]
+) -> AsyncGenerator[list[dict[str, object]], None]:
+    ended: dict[int, Update] = {}
+    async with aclosing(updates(writer.service, requests)) as steps:
+        async for changed in steps:
+            _note_ends(ended, changed)
+            yield [event for update in changed for event in writer.events(update)]
+    yield writer.last_events([ended[index] for index in sorted(ended)])
+
+
+async def all_texts(service: Service, requests: Sequence[Request]) -> list[Update]:
+    """Return all texts of requests, in order, after they ended.
 
     Raises:
         HttpError, LlamaBranchError: a request is refused, or a text failed.
     """
     ended: dict[int, Update] = {}
-    async with aclosing(updates(service, requests, reports_tokens=bool(send))) as steps:
+    async with aclosing(updates(service, requests, reports_tokens=False)) as steps:
         async for changed in steps:
-            for update in changed:
-                if update.ended is not None:
-                    result, at = update.ended, update.index
-                    n, emitted = result.n_thought_tokens, [*result.emitted]
-                    ended[at] = Update(
-                        at, update.request, True, result.text, result.text, emitted[n:],
-                        result.thought, emitted[:n], result,
-                    )  # fmt: skip
-                    _check(result)
-            if send is not None:
-                await send(changed)
+            _note_ends(ended, changed)
     return [ended[index] for index in sorted(ended)]
+
+
+def _note_ends(ended: dict[int, Update], changed: Iterable[Update]) -> None:
+    """Keep the texts that have ended, by their numbers; raise if one has failed."""
+    for update in changed:
+        if update.ended is not None:
+            result, at = update.ended, update.index
+            n, emitted = result.n_thought_tokens, [*result.emitted]
+            ended[at] = Update(
+                at, update.request, True, result.text, result.text, emitted[n:],
+                result.thought, emitted[:n], result,
+            )  # fmt: skip
+            _check(result)
 
 
 async def updates(
@@ -194,13 +182,8 @@ async def updates(
         async with aclosing(service.engine.steps(*named, reports_tokens=reports_tokens)) as steps:
             async for events in steps:
                 changed: dict[int, Update] = {}
-                progressed: list[Update] = []
                 for event in events:
                     index, token = places[event.id, event.sample], event.emitted
-                    if event.progress is not None:
-                        read = Update(index, texts[index][0], progress=event.progress)
-                        progressed.append(read)
-                        continue
                     if index not in changed:
                         changed[index] = Update(index, texts[index][0], index not in started)
                         started.add(index)
@@ -218,7 +201,7 @@ async def updates(
                         n_left -= 1
                         service.count(event.result)
                         update.ended = event.result
-                yield [*progressed, *changed.values()]
+                yield [*changed.values()]
     finally:
         service.n_texts -= n_left
 
@@ -241,16 +224,6 @@ def usage(texts: Sequence[Update]) -> dict[str, object]:
     n_thought = sum(result.n_thought_tokens for result in results)
     counts = usage_of(n_prompt, n_completion, n_cached, n_thought)
     return {"usage": counts, "timings": timings(results[0])}
-
-
-def progress(read: PromptProgress) -> dict[str, object]:
-    """Return llama-server's ``prompt_progress``."""
-    return {
-        "total": read.n_total,
-        "cache": read.n_cached,
-        "processed": read.n_read,
-        "time_ms": round(1e3 * read.seconds),
-    }
 
 
 def timings(result: Result) -> dict[str, object]:

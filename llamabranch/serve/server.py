@@ -13,7 +13,7 @@ from ..engine import AsyncEngine
 from ..errors import ConfigError
 from ..startup import quit_interrupted
 from . import require_server
-from .app import App, Front
+from .app import Front, application
 from .service import Service
 from .settings import ServeSettings
 
@@ -101,7 +101,7 @@ class Server:
                 signal.signal(number, handler)
 
     async def _serve(self) -> None:
-        app = App(lambda: self.service, self.settings, self._log, self.front)
+        app = application(lambda: self.service, self.settings, self._log, self.front)
         config = uvicorn.Config(
             app, http=_Protocol, loop="none", ws="none", lifespan="off", log_config=None,
             access_log=False, log_level="critical", server_header=False, proxy_headers=False,

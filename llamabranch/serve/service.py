@@ -14,7 +14,6 @@ from ..engine import AsyncEngine, Request, Result
 from ..request.openai import Vocabulary, head, named_piece
 from ..sampling import SamplingParams
 from .errors import TOO_LONG, HttpError
-from .nodes import Branches
 from .settings import ServeSettings
 
 __all__ = ["Service", "seconds"]
@@ -58,7 +57,6 @@ class Service:
         self.is_draining = False
         self.n_texts = self.longest = 0
         self.prompt_s = self.predicted_s = 0.0
-        self.branches = Branches(settings.max_branches, settings.branch_ttl_s)
         alias = path_text(settings.alias or self.model.name)
         self.names = sorted({name.strip() for name in alias.split(",") if name.strip()})
         short = hashlib.sha256(self.model.quick_key.encode()).hexdigest()[:8]
@@ -76,16 +74,6 @@ class Service:
         """Return the first fields of an answer."""
         fields = head(prefix, kind, self.names[0]) | {"system_fingerprint": self.fingerprint}
         return fields if self.is_exact else fields | {"batch_invariant": False}
-
-    async def n_cached(self, tokens: Sequence[int]) -> int:
-        """Return how many of the first tokens have their K/V in the prefix cache."""
-        prefixes = self.ctx.prefix_cache
-
-        def count() -> int:
-            with self.ctx.lock:
-                return 0 if prefixes is None else prefixes.n_common(tokens)
-
-        return await to_thread(count)
 
     async def tokenize(
         self, text: str, *, add_special: bool = True, parse_special: bool = True

@@ -31,9 +31,7 @@ class ServeSettings:
         request_timeout_s: a request that takes longer is cancelled.
         send_timeout_s: a request is cancelled if its client reads no data for this long.
         shutdown_timeout_s: how long running requests may continue when the server shuts down.
-        max_branches: the most nodes of branches.
-        branch_ttl_s: a tree of branches is deleted if it was not used for this long.
-        metrics, slots: whether /metrics and /slots answer.
+        metrics: whether /metrics answers.
         log_requests: print one line for each request.
         max_tokens: the limit for requests that set none; None = until the context is full.
         seed: the seed for requests that set none; None = a random one for each.
@@ -56,10 +54,7 @@ class ServeSettings:
     request_timeout_s: float = 600.0
     send_timeout_s: float = 60.0
     shutdown_timeout_s: float = 30.0
-    max_branches: int = 4096
-    branch_ttl_s: float = 3600.0
     metrics: bool = True
-    slots: bool = True
     log_requests: bool = False
     max_tokens: int | None = None
     seed: int | None = None
@@ -68,10 +63,10 @@ class ServeSettings:
     def __post_init__(self) -> None:
         for name, least, most in (
             ("port", 0, 65_535), ("parallel", 1, None), ("max_queue", 0, None), ("max_body", 1, None),
-            ("max_choices", 1, None), ("max_branches", 0, None),
+            ("max_choices", 1, None),
         ):  # fmt: skip
             whole(name, getattr(self, name), least, most)
-        for name in ("request_timeout_s", "send_timeout_s", "shutdown_timeout_s", "branch_ttl_s"):
+        for name in ("request_timeout_s", "send_timeout_s", "shutdown_timeout_s"):
             value = getattr(self, name)
             if not value >= 0:
                 raise ConfigError(f"{name} must be at least 0 seconds, not {value!r}")

@@ -1,4 +1,4 @@
-"""Drafting with a model: by tokens, or through the text if the vocabularies differ.
+"""Drafting with a model of the same vocabulary.
 
 This module also has the code that draft models and heads (:mod:`.head`) share: both read the new
 text, and draw tokens after it. Any number of texts are drafted for together: one decode computes
@@ -17,13 +17,11 @@ from typing import Generic, TypeVar
 from ..context import Context
 from ..context.context import text_context
 from ..context.logits import LogitsRow, lent
-from ..context.prefix_cache import n_common
 from ..context.runner import Batch
 from ..errors import (
     CapacityError,
     GrammarError,
     SequencesExhaustedError,
-    TokenizeError,
     VocabularyMismatchError,
 )
 from ..generation.drafter import Draft, Drafter, DraftLength, DraftRequest, DraftState
@@ -31,13 +29,11 @@ from ..generation.text import Text
 from ..generation.verify import draft_seed
 from ..model import Model
 from ..sampling import Sampler, SamplingParams
-from ..sampling.noise import DRAFT, derive_seed
+from ..sampling.noise import DRAFT
 
 __all__ = ["ModelDrafter", "RunDrafter", "RunState"]
 
 S = TypeVar("S", bound="RunState")
-
-_WINDOW = 12  # tokens at the text's end that are tokenized again together with a translated draft
 
 
 # -- what models and heads share -------------------------------------------------------------------
@@ -165,12 +161,12 @@ class RunDrafter(Drafter, Generic[S]):
     def propose_many(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """Draft for all requests together: one decode for each drafted position.
 
-        In two cases requests are drafted for one by one. Either drafts go through the text, or the
-        memory of the draft model cannot be truncated, so each draft needs a fork.
+        If the memory of the draft model cannot be truncated, each draft needs a fork, so requests
+        are drafted for one by one.
         """
         states = [r.state for r in requests if isinstance(r.state, self.state_type)]
-        if not states or len(states) < len(requests):  # these drafts go through the text
-            return super().propose_many(requests)
+        if not states:
+            return []
         for state, request in zip(states, requests, strict=True):
             state.open(request)
         if self.ctx.target is not None or self.ctx.kv_cache.can_draft:
@@ -301,10 +297,7 @@ class ModelState(RunState):
 class ModelDrafter(RunDrafter[ModelState]):
     """Drafts with a small model.
 
-    A model with the target's vocabulary drafts token by token. A model with another vocabulary
-    drafts through the text, which costs more and has fewer tokens accepted. This is known as
-    universal assisted decoding (Timor et al. 2025, arXiv 2502.05202, string-level exact match).
-    ``Model.compatibility`` returns which of the two applies.
+    It must have the target's vocabulary, apart from padding (``Model.compatibility``).
 
     Args:
         ctx: a context of the draft model. Each text that is drafted for takes one of its sequences.
@@ -313,7 +306,6 @@ class ModelDrafter(RunDrafter[ModelState]):
         sampling: the settings with which drafts are drawn; None = the settings of each request. If
             the settings and the seed are the target's, the draft is drawn with the target's noise,
             so both often draw the same token.
-        translate: whether to draft through the text if the vocabularies differ.
 
     Raises:
         ConfigError: not a context.
@@ -322,15 +314,8 @@ class ModelDrafter(RunDrafter[ModelState]):
 
     state_type = ModelState
 
-    def __init__(
-        self,
-        ctx: Context,
-        sampling: SamplingParams | None = None,
-        *,
-        translate: bool = True,
-    ) -> None:
+    def __init__(self, ctx: Context, sampling: SamplingParams | None = None) -> None:
         super().__init__(text_context("ctx", ctx), sampling)
-        self.translate = translate
 
     @property
     def name(self) -> str:
@@ -338,9 +323,9 @@ class ModelDrafter(RunDrafter[ModelState]):
         return self.ctx.model.name
 
     def check(self, target: Model) -> None:
-        """Raise VocabularyMismatchError unless it can draft by tokens or through the text."""
+        """Raise VocabularyMismatchError if the vocabularies differ."""
         report = target.compatibility(self.ctx.model)
-        if report.path == "none" or (report.path == "text" and not self.translate):
+        if not report:
             raise VocabularyMismatchError(
                 f"{self.name} cannot draft for {target.name}: {report.reason}",
                 hint="use a draft model of the target's family; see `llamabranch models show`",
@@ -348,16 +333,7 @@ class ModelDrafter(RunDrafter[ModelState]):
 
     def start(self, target: Text, rule: str) -> DraftState:
         """Return a new state; it holds a sequence of the draft context."""
-        model = self.ctx.model
-        if target.ctx.model.compatibility(model).path == "text":
-            # Its noise must not be the target's: the tokens differ, so nothing is gained, and the token
-            # rule requires independent draws.
-            params = self.sampling or target.sampling
-            seed = derive_seed(target.seed, 0)
-            params = params.replace(seed=seed, logit_bias={}, logits_processor=None)
-            text = Text(self.ctx, None, Sampler(model, params), seed)
-            return TranslatingState(text, target.ctx.model)
-        sampler = Sampler(model, self.settings(target), target.grammar)
+        sampler = Sampler(self.ctx.model, self.settings(target), target.grammar)
         return ModelState(self, Text(self.ctx, None, sampler, target.seed), target, rule)
 
     def settings(self, target: Text) -> SamplingParams:
@@ -425,105 +401,3 @@ def _release(text: Text) -> None:
     if not (text.is_pruned or text.ctx.closed):
         with text.lock:
             text.release()
-
-
-class TranslatingState:
-    """A text of a draft model with another vocabulary. It follows the target's text.
-
-    The text so far is tokenized for the draft model, which continues it. The continuation is
-    tokenized for the target. The target tokens after the end of the text so far are proposed as
-    point masses. Each draft tokenizes the whole text again, so its cost grows with the text. The
-    draft model decodes only the tokens that changed.
-    """
-
-    def __init__(self, own: Text, target: Model) -> None:
-        self._own = own
-        self._target = target
-
-    def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
-        """Decode the new text, generate a continuation, and return it in target tokens."""
-        ctx = self._own.ctx
-        draft = Draft(drafter=ctx.model.name, stopped="no evidence")
-        if not length.consider(draft.drafter):
-            draft.stopped = "off"
-            return draft
-        start, n_decodes = perf_counter(), ctx.decoder.n_decodes
-        try:
-            text = b"".join(map(self._target.piece, tokens)).decode("utf-8")
-            with ctx.lock:
-                self._resync(draft, text)
-                generated = self._generate(draft, length, limit)
-            draft.tokens = self._translate(tokens, generated)[:limit]
-        except CapacityError:
-            draft.stopped = "capacity"
-        except (UnicodeDecodeError, TokenizeError):  # the text is empty or ends inside a character
-            pass
-        draft.n_decodes = ctx.decoder.n_decodes - n_decodes
-        draft.seconds = perf_counter() - start
-        return draft
-
-    def _resync(self, draft: Draft, text: str) -> None:
-        own = self._own
-        encoded = own.ctx.tokenize(text)
-        if not encoded:
-            raise TokenizeError("cannot draft for an empty text")
-        same = n_common(own.tokens, encoded[:-1])  # at least one token is decoded, for its logits
-        draft.n_read = len(encoded) - same
-        own.check_usable()
-        if same < own.position:
-            own.rewind(same)
-        own.decode_unscored(encoded[same:])
-
-    def _generate(self, draft: Draft, length: DraftLength, limit: int) -> str:
-        own, generated = self._own, b""
-        while len(draft.entropies) < limit:
-            entropy = own.logits_row().entropy()
-            draft.entropies.append(entropy)
-            if not length.goes_on(len(draft.entropies) - 1, entropy):
-                draft.stopped = length.reason
-                break
-            produced = own.produce()
-            if produced.is_stop:
-                draft.stopped = "end"
-                break
-            generated += own.ctx.model.piece(produced.token)
-            if len(draft.entropies) == limit:
-                draft.stopped = "length"
-                break
-            own.commit(produced.token)
-        return generated.decode("utf-8", "ignore")
-
-    def _translate(self, tokens: Sequence[int], generated: str) -> list[int]:
-        """Return the target tokens of ``generated``, or [] if a token crosses its beginning."""
-        if not generated:
-            return []
-        pieces = [self._target.piece(token) for token in tokens[-_WINDOW:]]
-        before = b"".join(pieces)
-        while before:  # the window may begin inside a character
-            try:
-                window = before.decode("utf-8")
-                break
-            except UnicodeDecodeError:
-                before = b"".join(pieces := pieces[1:])
-        else:
-            window = ""
-        encoded = self._target.tokenize(window + generated, add_special=False)
-        done = 0
-        for i, token in enumerate(encoded):
-            if done == len(before):
-                return encoded[i:]
-            done += len(self._target.piece(token))
-        return []
-
-    def observe(self, n_tokens: int) -> None:
-        """Do nothing: the next draft compares the texts."""
-
-    def fork(self, target: Text) -> DraftState:
-        """Return a copy of this state that drafts for ``target``."""
-        own = _forked(self._own)
-        own.parent = None  # states may be closed in any order
-        return TranslatingState(own, target.ctx.model)
-
-    def close(self) -> None:
-        """Free its sequence."""
-        _release(self._own)

@@ -52,9 +52,6 @@ def test_bench_prints_a_table_and_the_machine() -> None:
         "\nauto  ",
     ):
         assert label in out
-    assert (
-        "Too close to tell" in out or "Nothing was drafted" in out
-    )  # one pair of texts is never enough for a verdict
     assert f"processor {' '.join(machine.processor.split())}" in " ".join(out.split())
 
 

@@ -126,7 +126,10 @@ def test_speculate_finds_a_drafter_for_any_model(tmp_path: Path) -> None:
     assert "by tale-draft" in said_by("speculate", "Once", "-n", "4", "-m", "tale-target")
     alone = write_toy(tmp_path / "alone.gguf", vocab="bytes")
     said = said_by("speculate", "aaaa", "-n", "8", "-m", alone)
-    assert "drafts are copied from the text" in said and "4 tokens a draft by suffix" in said
+    assert "drafts are copied from the text" in said
+    assert "4 tokens a draft by suffix+tale-draft" in said
+    story = ("speculate", "Once upon a time there was a", "-n", "12", "-m", "smollm2-135m")
+    assert answer(*story)["drafted"] > 0  # there is always something to see
     report = answer("speculate", "Once", "-n", "24", "--grammar", "/ [a-z ]{9,}\\./")
     assert "tale-draft" in report["drafter"] and "grammar" in report["drafter"]
     # `auto` is for those who ask for it, and `generate` is quiet.
@@ -303,12 +306,10 @@ def test_file_with_a_plus_in_its_name_is_no_chain(tmp_path: Path) -> None:
     assert report["stats"]["draft_acceptance_rate"] == 1.0
 
 
-def test_draft_of_another_vocabulary_drafts_through_the_text(tmp_path: Path) -> None:
+def test_draft_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
     other = write_toy(tmp_path / "other.gguf", vocab="bytes")
-    arguments = ("speculate", "-n", "16", "-s", "7", "--json", *FIXED)
-    result = run(*arguments, "-d", other)
-    assert "another vocabulary" in result.stderr
-    assert json.loads(result.stdout)["tokens"] == speculate(*arguments[1:], "-d", "none")["tokens"]
+    result = run("speculate", "Hi", "-n", "4", "-d", other)
+    assert result.exit_code != 0 and "cannot draft for" in result.stderr
 
 
 # -- compared with plain decoding ----------------------------------------------------------------------

@@ -159,7 +159,7 @@ def test_show_shows_the_names_of_files_not_their_paths(tmp_path: Path) -> None:
     ("vocab", "path", "sentence"),
     [
         (None, "tokens", "can draft for the first, token by token: the same 4096 tokens"),
-        ("bytes", "text", "but only through the text: "),
+        ("bytes", "none", "cannot draft for the first: "),
         ("none", "none", "cannot draft for the first: "),
     ],
 )
@@ -227,11 +227,9 @@ def test_candidates_are_those_of_the_vocabulary_first_and_of_about_a_tenth_of_th
     target: Path, tmp_path: Path
 ) -> None:
     drafts = answer("models", "show", target)["drafts"]
-    assert [(entry["name"], entry["drafts_by"]) for entry in drafts] == [
-        ("me/drafts/fitting-Q8_0.gguf", "tokens"),
-        ("me/drafts/larger-Q8_0.gguf", "tokens"),
-        ("me/other/foreign-Q8_0.gguf", "text"),
-    ]
+    assert [entry["name"] for entry in drafts] == [
+        "me/drafts/fitting-Q8_0.gguf", "me/drafts/larger-Q8_0.gguf",
+    ]  # fmt: skip
     shown = run("models", "show", target).stdout
     for entry in drafts:
         assert entry["name"] in shown and entry["path"] == str(names.resolve(entry["name"]))
@@ -268,10 +266,7 @@ def test_bundled_draft_is_offered_to_its_own_vocabulary_only(tmp_path: Path) -> 
     large = toys.write_llama(tmp_path / "large.gguf", vocab="bytes", n_layer=8, n_ff=8192)
     assert large.stat().st_size > 4 * names.resolve(names.BUNDLED_DRAFT).stat().st_size
     assert names.BUNDLED_DRAFT not in [possible.name for possible in possible_drafts(str(large))]
-    drafts_by = {
-        possible.name: possible.drafts_by for possible in possible_drafts(names.BUNDLED_TARGET)
-    }
-    assert drafts_by[names.BUNDLED_DRAFT] == "tokens"
+    assert names.BUNDLED_DRAFT in [p.name for p in possible_drafts(names.BUNDLED_TARGET)]
 
 
 def test_listed_draft_that_is_not_here_is_asked_for_first(
@@ -281,7 +276,7 @@ def test_listed_draft_that_is_not_here_is_asked_for_first(
     publish(snapshot)
     target.rename(snapshot / "Qwen3-4B-Q4_K_M.gguf")
     first, *others = possible_drafts("qwen3-4b")
-    assert (first.name, first.path, first.drafts_by) == ("qwen3-0.6b", None, "unknown")
+    assert (first.name, first.path) == ("qwen3-0.6b", None)
     assert others[0].name == "me/drafts/fitting-Q8_0.gguf"
     # It must not be downloaded, so the next one drafts.
     monkeypatch.setenv("LLAMABRANCH_DOWNLOAD", "0")

@@ -109,6 +109,8 @@ def test_failed_call_leaves_everything_as_it_was(
     branch.prefill([5])
     lines = (root, branch, other)
     before = [(line.tokens, line.logits, line.produce()) for line in lines]
+    if act == "verify":  # a plan decodes the last token again
+        branch.sequence.truncate(len(branch.tokens) - 1)
     usage = small.usage()
     with getattr(failures, way)():
         with pytest.raises(kind) as caught:

@@ -303,7 +303,7 @@ def raw(world: World, **options: object) -> Outcome:
 # -- speculation -----------------------------------------------------------------------------------
 
 DRAFTERS = (
-    "nobody", "null", "model", "same model", "own settings", "other vocabulary", "tree of 2", "tree of 5",
+    "nobody", "null", "model", "same model", "own settings", "tree of 2", "tree of 5",
     "suffix", "chain", "chain with a tree", "useless", "adversary", "uniform",
 )  # fmt: skip
 TREES = ("tree of 2", "tree of 5", "chain with a tree")
@@ -641,9 +641,6 @@ CASES: dict[str, Case] = {
     **table(
         "engine/mixed, {} rule, {}", engine, {"rule": RULES, "which": ("model",)},
         requests=job, settings=HOT, draft_k=3,
-    ),
-    "engine/shared prefixes, other vocabulary": partial(
-        engine, requests=shared_prefixes, which="other vocabulary", n=25, draft_k=2
     ),
     "engine/greedy": partial(engine, requests=job, which="model", settings=GREEDY, draft_k=4),
     **table(

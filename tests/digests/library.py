@@ -43,18 +43,10 @@ Prompt = str | Sequence[int]
 FREE = {1: -math.inf}  # the toys' end token; if it is forbidden, their texts do not end
 
 
-def _renumbered(path: Path) -> Path:
-    """Write the bundled draft with its tokens in another order: it drafts through the text."""
-    source = DATA / "tale-draft-q8_0.gguf"
-    order = np.random.default_rng(1).permutation(4096).tolist()
-    return toys.write_permuted(source, path, order)
-
-
 # The source of each model: a file, or a function that writes one.
 MODELS: dict[str, Path | Callable[[Path], Path]] = {
     "target": DATA / "tale-target-q8_0.gguf",
     "draft": DATA / "tale-draft-q8_0.gguf",
-    "renumbered": _renumbered,
     **{
         f"{kind}{suffix}": lambda path, write=write, drift=drift: write(  # type: ignore[misc]
             path, vocab="bytes", seed=2, drift=drift
@@ -217,7 +209,6 @@ class World:
             "own settings": lambda: lb.ModelDrafter(
                 self.context(draft, **options), self.params({"temperature": 1.3, "top_k": 0})
             ),
-            "other vocabulary": lambda: lb.ModelDrafter(self.context("renumbered", **options)),
             # Version 0.1 drafted trees here, which changed no text.
             "tree of 2": lambda: lb.ModelDrafter(self.context(draft, **options)),
             "tree of 5": lambda: lb.ModelDrafter(self.context(draft, **options)),

@@ -29,21 +29,27 @@ def columns(told: Any) -> list[tuple[object, ...]]:
     return [*zip(*(told[name] for name in ("ids", "lp", "h", "rk", "src")), strict=True)]
 
 
-def test_typed_text_has_the_numbers_of_the_branch_api(page: Paged, root: Any) -> None:
+def test_typed_text_has_the_numbers_of_the_api(page: Paged, root: Any) -> None:
     # The first token has none, but a tab that has no tokens yet takes none behind it.
     assert page.of("tokens", node=root["id"])[0]["at"] == 0
     node = page.type(" king who lived", root["id"])
-    made = page.doc(branch=root["id"])["branch"]
-    asked = {"continuations": [page.tokens(node["id"])["ids"]], "top_logprobs": 10}
-    (scored,) = page.api.post(f"/v1/branches/{made}/score", json=asked).json()["scores"]
     told = page.tokens(node["id"], top=1)
     assert told["src"] == "t" * len(told["ids"]) and len(told["ids"]) > 2
-    for i, one in enumerate(scored["tokens"]):
-        assert np.float32(one["logprob"]) == np.float32(told["lp"][i])
-        assert np.float32(one["entropy"]) == np.float32(told["h"][i])
-        assert one["rank"] == told["rk"][i]
-        top = [np.float32(each["logprob"]) for each in one["top"]]
-        assert top == [np.float32(lp) for _, lp, _ in told["top"][i]]
+    prompt = [*page.tokens(root["id"])["ids"], *told["ids"]]
+    body = {
+        "prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 10, "prompt_logprobs": 10,
+        "token_details": True,
+    }  # fmt: skip
+    (choice,) = page.api.post("/v1/completions", json=body).json()["choices"]
+    start = len(prompt) - len(told["ids"])
+    for i, token in enumerate(told["ids"]):
+        one = choice["prompt_logprobs"][start + i]
+        assert np.float32(one[str(token)]["logprob"]) == np.float32(told["lp"][i])
+        entropy = choice["logprobs"]["entropies"][start + i]
+        assert np.float32(entropy) == np.float32(told["h"][i])
+        assert one[str(token)]["rank"] == told["rk"][i]
+        top = [np.float32(each["logprob"]) for each in one.values() if each["rank"] <= 10]
+        assert sorted(top, reverse=True) == [np.float32(lp) for _, lp, _ in told["top"][i]]
 
 
 def test_continuations_are_those_of_the_engine_and_of_the_events(page: Paged, root: Any) -> None:
@@ -326,16 +332,6 @@ def test_a_generation_is_undone_or_stopped(page: Paged, root: Any, op: str) -> N
     if op == "stop":  # what is there is kept
         told = page.tokens(node)
         assert told["node"]["reason"] == "stopped" and 0 < len(told["ids"]) < 800
-
-
-def test_a_tree_of_branches_is_adopted(page: Paged) -> None:
-    made = page.api.post("/v1/branches", json={"prompt": "A fox and", "seed": 1}).json()
-    grown = page.api.post(f"/v1/branches/{made['id']}/continue", json={"n": 2, "max_tokens": 5})
-    children = grown.json()["children"]
-    nodes = page.do("adopt", branch=children[0]["id"])["nodes"]
-    assert len(nodes) == 3
-    texts = {page.text(node["id"]) for node in nodes}
-    assert texts == {"A fox and", *("A fox and" + child["text"] for child in children)}
 
 
 def test_settings_are_kept_in_the_document_and_refused_where_they_cannot_be(tmp_path: Path) -> None:

@@ -176,3 +176,26 @@ def test_an_offset_is_as_the_python_type_takes_it(
         assert allowed == (zone in zones), zone
         if allowed and place == "schema":
             assert grammar.parse(f'["{text}{zone}"]')
+
+
+class Visit(BaseModel):
+    at: datetime
+    times: list[time] = []
+    left: NaiveDatetime | None
+
+
+@pytest.mark.parametrize(("zone", "is_taken"), [("", True), ("Z", False)])
+def test_formats_of_pythons_types_are_taken_inside_a_model(
+    toy: lb.Model, zone: str, is_taken: bool
+) -> None:
+    grammar = lb.Grammar.from_json_schema(Visit)
+    day = "2026-03-03T10:30:00"
+    text = f'{{"at": "{day}", "times": ["10:30:00"], "left": "{day}{zone}"}}'
+    state, allowed = grammar.start(toy), True
+    for token in toy.tokenize(text, add_special=False):
+        allowed = allowed and state.allows(token)
+        if allowed:
+            state.accept(token)
+    assert allowed == is_taken
+    if allowed:
+        assert grammar.parse(text) == Visit.model_validate_json(text)

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 EXTRAS = {"starlette", "uvicorn", "httptools", "uvloop", "huggingface_hub"}
 EXTRAS |= {"ray"}
 COMMANDS = (
-    "generate", "speculate", "chat", "search", "score", "models", "doctor", "demo",
+    "generate", "speculate", "chat", "agent", "score", "models", "doctor", "demo",
     "bench", "open", "serve",
 )  # fmt: skip
 # Imports every module in place; prints those that fail without naming their extra.

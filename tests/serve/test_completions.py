@@ -193,15 +193,6 @@ def test_echo_gives_the_prompt_back(tmp_path: Path) -> None:
         assert len(ids) > len(model.prompt_tokens(f"a{eos}b"))
         (letters,) = choices(api, **strange, **body, return_token_ids=True)
         assert letters["prompt_token_ids"] == ids and letters["text"].startswith(f"a{eos}b")
-        assert post(api, 200, "/completion", **strange)["tokens_evaluated"] == len(ids)
-        node = post(api, 201, "/v1/branches", **strange)
-        assert node["position"] == len(ids)
-        rest = {"append": {"text": eos}, "parse_special": False}
-        fork = post(api, 201, f"/v1/branches/{node['id']}/fork", **rest)
-        assert fork["position"] == len(ids) + len(eos)
-        scored = {"continuations": [eos], "parse_special": False}
-        scores = post(api, 200, f"/v1/branches/{node['id']}/score", **scored)["scores"]
-        assert len(scores[0]["tokens"]) == len(eos)
 
 
 def test_texts_end_where_asked(api: Any, ctx: lb.Context) -> None:
@@ -213,7 +204,7 @@ def test_texts_end_where_asked(api: Any, ctx: lb.Context) -> None:
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", word)
     assert choice["text"] == whole["text"][: whole["text"].index(word)]
     end = whole["token_ids"][4]
-    (choice,) = choices(api, **body, stop_token_ids=[end], return_token_ids=True)
+    (choice,) = choices(api, **body, stop_tokens=[end], return_token_ids=True)
     assert choice["token_ids"] == whole["token_ids"][: whole["token_ids"].index(end) + 1]
     assert choice["stop_reason"] == end
     (choice,) = choices(api, **body, min_tokens=12, stop=" ", return_token_ids=True)
@@ -231,15 +222,14 @@ def test_text_follows_what_is_asked_for(api: Any) -> None:
         {"json_schema": schema},
         {"response_format": {"type": "json_schema", "json_schema": named}},
         {"response_format": {"type": "json_object", "schema": schema}},
-        {"structured_outputs": {"json": schema}},
     ]
     texts = {choices(api, prompt="x", max_tokens=40, **WARM, **form)[0]["text"] for form in forms}
     (text,) = texts
     assert 1 <= json.loads(text)["age"] <= 99
     for form, allowed in (
         ({"grammar": 'root ::= "yes" | "no"'}, {"yes", "no"}),
-        ({"structured_outputs": {"choice": ["red", "blue"]}}, {"red", "blue"}),
-        ({"structured_outputs": {"regex": "[ab]c"}}, {"ac", "bc"}),
+        ({"choices": ["red", "blue"]}, {"red", "blue"}),
+        ({"regex": "[ab]c"}, {"ac", "bc"}),
     ):
         (choice,) = choices(api, prompt="x", max_tokens=9, **WARM, **form)
         assert choice["text"] in allowed
@@ -254,7 +244,6 @@ def test_seeds_repeat_texts_and_no_seed_does_not(api: Any) -> None:
 
 
 BAD = {"type": "hiccup"}
-GUIDED = 'structured_outputs {"regex": ...}'
 # The parameter that an error names, a part of its message, and the bodies that are refused for it.
 REFUSED: list[tuple[str | None, str, list[dict[str, Any]]]] = [
     ("prompt", "", [{"prompt": 5}, {"prompt": []}, {"prompt": [5, [6]]}, {"prompt": None}]),
@@ -263,9 +252,9 @@ REFUSED: list[tuple[str | None, str, list[dict[str, Any]]]] = [
     (
         None,
         "vocabulary",
-        [{"prompt": [99999]}, {"stop_token_ids": [-1]}, {"logit_bias": {"-5": 1}}],
+        [{"prompt": [99999]}, {"stop_tokens": [-1]}, {"logit_bias": {"-5": 1}}],
     ),
-    (None, "penalty_last_n", [{"repeat_last_n": -7}]),
+    ("penalty_last_n", "", [{"penalty_last_n": -7}]),
     ("max_tokens", "", [{"max_tokens": "many"}, {"max_tokens": -7}]),
     ("stream_options.include_usage", "", [{"stream_options": {"include_usage": 5}}]),
     ("n", "", [{"n": 0}, {"n": 129}, {"prompt": ["x", "y"], "n": 65}]),
@@ -273,7 +262,7 @@ REFUSED: list[tuple[str | None, str, list[dict[str, Any]]]] = [
     ("stream", "", [{"echo": True, "logprobs": 1, "stream": True}]),
     ("logprobs", "", [{"logprobs": 21}]),
     ("temperature", "", [{"temperature": -1}]),
-    ("guided_regex", GUIDED, [{"guided_regex": "a*"}]),
+    ("guided_regex", "use regex", [{"guided_regex": "a*"}]),
     ("min_tokens", "", [{"min_tokens": -1}, {"min_tokens": 2, "grammar": 'root ::= "a"'}]),
     ("stop[0]", "", [{"stop": [5]}]),
     ("grammar", "", [{"grammar": "root ::= ("}, {"grammar": 'root ::= "a"', "json_schema": {}}]),
@@ -281,7 +270,8 @@ REFUSED: list[tuple[str | None, str, list[dict[str, Any]]]] = [
     ("response_format", "", [{"response_format": {"type": "json_schema", "schema": BAD}}]),
     ("response_format", "", [{"response_format": {"type": "json_schema"}}]),
     ("response_format", "", [{"response_format": {"type": "sound"}}]),
-    ("structured_outputs", "", [{"structured_outputs": {"regex": "("}}]),
+    ("structured_outputs", "json_schema", [{"structured_outputs": {"regex": "a"}}]),
+    ("regex", "", [{"regex": "("}]),
 ]
 
 
@@ -312,7 +302,7 @@ def test_fields_that_ask_for_nothing_are_not_refused(api: Any) -> None:
     names = fields._REFUSED
     habits = {"samplers": ["top_k", "temperature"], "lora": [], "t_max_predict_ms": 0}
     habits |= {"n": 2, "best_of": 2, "modalities": ["text"]}
-    for path in ("/v1/completions", "/completion", "/v1/chat/completions"):
+    for path in ("/v1/completions", "/v1/chat/completions"):
         asked: dict[str, Any] = {"max_tokens": 1, "prompt": "x"}
         if "chat" in path:
             asked["messages"] = [{"role": "user", "content": "x"}]
@@ -329,61 +319,3 @@ def test_end_of_the_cache_is_a_length(api: Any, ctx: lb.Context) -> None:
     assert choices(api, prompt=prompt, max_tokens=0)[0]["text"] == ""
     (choice,) = choices(api, prompt=prompt[:1000], max_tokens=500, ignore_eos=True, **WARM)
     assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "capacity")
-
-
-def test_llama_servers_own_endpoint(api: Any) -> None:
-    (ours,) = choices(api, prompt="Once upon a time", max_tokens=8, logprobs=2, **WARM)
-    body: dict[str, Any] = {"prompt": "Once upon a time", "n_predict": 8, "n_probs": 2, **WARM}
-    whole = post(api, path="/completion", **body, return_tokens=True)
-    assert whole["content"] == ours["text"]
-    assert whole["stop_type"] == "limit"
-    logprobs = [entry["logprob"] for entry in whole["completion_probabilities"]]
-    assert logprobs == ours["logprobs"]["token_logprobs"]
-    parts = frames(api, "/completion", **body)
-    assert "".join(part["content"] for part in parts) == whole["content"]
-    assert [t for part in parts[:-1] for t in part["tokens"]] == whole["tokens"]
-    assert parts[-1]["stop"] is True and parts[-1]["timings"]["predicted_n"] == 8
-    several = post(api, path="/completion", **{**body, "prompt": ["a", "b"]})
-    assert len(several) == 2
-    names = {"content", "timings/prompt_n"}
-    asked = {**body, "response_fields": [*names, "timings/no", "content/x"]}
-    assert {*post(api, path="/completion", **asked)} == names
-
-
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/completion"])
-def test_streams_tell_how_much_of_the_prompt_is_read(path: str, api: Any, server: Serving) -> None:
-    """llama-server's ``return_progress`` does not change the text."""
-    prompt = path + " ".join(f" king {i}" for i in range(130))
-    is_chat, model = "chat" in path, server.ctx.model
-    body: dict[str, Any] = {"max_tokens": 4, "temperature": 0.0, "n_predict": 4, "n_probs": 1}
-    body |= {"logprobs": True} if is_chat else {}
-    body |= {"messages": [{"role": "user", "content": prompt}]} if is_chat else {"prompt": prompt}
-    all_frames = frames(api, path, **body, return_progress=True)
-    reports = [frame for frame in all_frames if "prompt_progress" in frame]
-    numbers = [frame["prompt_progress"] for frame in reports]
-    n = len(model.chat_tokens(body["messages"]) if is_chat else model.prompt_tokens(prompt))
-    assert n > 512  # more than one decode
-    assert {number["total"] for number in numbers} == {n}
-    assert numbers[0]["processed"] == numbers[0]["cache"] < n == numbers[-1]["processed"]
-    assert len(numbers) >= 3 and numbers == sorted(numbers, key=lambda number: number["processed"])
-    assert all(number["time_ms"] >= 0 for number in numbers)
-    assert all_frames[: len(reports)] == reports  # before the text
-    if is_chat:
-        deltas = [frame["choices"][0]["delta"] for frame in reports]
-        assert all(delta == {"role": "assistant", "content": None} for delta in deltas)
-    elif path == "/v1/completions":
-        assert all(frame["choices"][0]["text"] == "" for frame in reports)
-    else:
-        assert all(frame["content"] == "" and frame["stop"] is False for frame in reports)
-
-    def text(parts: list[Any]) -> str:
-        if path == "/completion":
-            return "".join(part["content"] for part in parts)
-        changes = [c.get("delta", c) for part in parts for c in part["choices"]]
-        return "".join(change.get("text") or change.get("content") or "" for change in changes)
-
-    plain = frames(api, path, **body)
-    assert not any("prompt_progress" in frame for frame in plain)
-    assert text(all_frames) == text(plain) != ""
-    answer = post(api, path=path, **body, return_progress=True)  # not a stream
-    assert "prompt_progress" not in answer

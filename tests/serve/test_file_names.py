@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
     except OSError:
         pytest.skip("this file system has only names in UTF-8")
     shutil.copy(TARGET, folder / os.fsdecode(b"m\xff.gguf"))
-    (folder / os.fsdecode(b"p\xff.txt")).write_text("Once upon a time", encoding="utf-8")
+    (folder / os.fsdecode(b"p\xff.txt")).write_text("Once upon a time. " * 300, encoding="utf-8")
     (folder / os.fsdecode(b"p\xff.jsonl")).write_text('{"prompt": "Once"}\n', encoding="utf-8")
     return folder
 
@@ -58,10 +58,11 @@ def test_commands_take_any_name(folder: Path) -> None:
         os.fsdecode, (b"m\xff.gguf", b"p\xff.txt", b"p\xff.jsonl", b"o\xff.jsonl", b"no\xff")
     )
     few = ("-n", "2", "--seed", "1", "-t", "1", "-c", "256")
-    assert json.loads(run("generate", "-m", model, *few, "--file", text, "--json"))["tokens"]
+    assert json.loads(run("generate", "-m", model, *few, "Once", "--json"))["tokens"]
+    assert json.loads(run("score", "-m", model, "-t", "1", "--file", text, "--json"))
     run("generate", "-m", model, *few, "-i", lines, "-o", out)
     assert (folder / out).stat().st_size
-    assert b"no\\udcff" in run("generate", "-m", model, *few, "--file", missing)
+    assert b"no\\udcff" in run("score", "-m", model, "--file", missing)
     assert b"no\\udcff" in run("generate", "-m", missing, *few, "Once")
     assert b"m\xef\xbf\xbd" in run("models", "show", model)
 
@@ -69,7 +70,7 @@ def test_commands_take_any_name(folder: Path) -> None:
 def test_server_answers_with_a_model_of_any_name(folder: Path) -> None:
     model = folder / os.fsdecode(b"m\xff.gguf")
     with Serving(lambda: bundled_engine(model=model)) as server, server.client() as api:
-        for path in ("/", "/v1/models", "/props"):
+        for path in ("/", "/v1/models"):
             assert api.get(path).status_code == 200
         body = {"prompt": "Once", "max_tokens": 2}
         assert api.post("/v1/completions", json=body).json()["model"] == "m\ufffd"

@@ -12,19 +12,13 @@ from serving import Serving, httpx, serving
 schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
 msgspec = pytest.importorskip("msgspec")
 
-from llamabranch.serve import branches, completions, utilities  # noqa: E402
+from llamabranch.serve import completions, utilities  # noqa: E402
 
 BODIES = {
     "/v1/completions": completions.CompletionFields,
-    "/completion": completions.CompletionFields,
     "/v1/chat/completions": completions.ChatFields,
-    "/apply-template": completions.ChatFields,
     "/tokenize": utilities.TokenizeFields,
     "/detokenize": utilities.DetokenizeFields,
-    "/v1/branches": branches.CreateFields,
-    "/v1/branches/{id}/continue": branches.ContinueFields,
-    "/v1/branches/{id}/fork": branches.ForkFields,
-    "/v1/branches/{id}/score": branches.ScoreFields,
 }
 
 
@@ -37,10 +31,8 @@ def openapi() -> dict[str, Any]:
     schemas, parts = msgspec.json.schema_components(
         BODIES.values(), schema_hook=hook, ref_template="#/components/schemas/{name}"
     )
-    name = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
     paths = {
         path: {"post": {
-            "parameters": [name] if "{id}" in path else [],
             "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
             "responses": {"default": {"description": "an answer"}},
         }}
@@ -52,7 +44,7 @@ def openapi() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Serving]:
-    with serving(max_tokens=8, max_choices=4, max_branches=50) as running:
+    with serving(max_tokens=8, max_choices=4) as running:
         yield running
 
 
@@ -65,7 +57,6 @@ def test_no_request_fails_the_server(server: Serving, path: str, mode: str) -> N
     operation = schema[path]["POST"]
     cases = operation.as_strategy(generation_mode=schemathesis.GenerationMode(mode))
     with server.client() as api:
-        node_id = api.post("/v1/branches", json={"prompt": "Once"}).json().get("id", "br-none")
 
         @settings(
             max_examples=150, deadline=None, database=None, derandomize=True,
@@ -77,7 +68,7 @@ def test_no_request_fails_the_server(server: Serving, path: str, mode: str) -> N
             if isinstance(body, dict) and mode == "positive":
                 body = {**body, "max_tokens": 2} if "max_tokens" in body else body
             try:
-                answer = api.post(path.replace("{id}", node_id), json=body)
+                answer = api.post(path, json=body)
             except (TypeError, ValueError, UnicodeEncodeError):  # it is no JSON
                 return
             except httpx.HTTPError as error:

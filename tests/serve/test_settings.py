@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -22,12 +21,10 @@ SENT: dict[str, Any] = {
     "repeat_penalty": 1.75, "frequency_penalty": 0.5, "presence_penalty": 0.25, "penalty_last_n": 9,
     "dry_multiplier": 0.5, "dry_base": 2.0, "dry_allowed_length": 3, "dry_penalty_last_n": 11,
     "dry_sequence_breakers": ["x"], "min_keep": 2, "seed": 5, "logit_bias": {"9": 1.5},
-    "repetition_penalty": 1.75, "repeat_last_n": 9, "ignore_eos": True,
+    "ignore_eos": True,
 }  # fmt: skip
-ALIASES = {"repetition_penalty": "repeat_penalty", "repeat_last_n": "penalty_last_n"}
 PATHS = {
     "/v1/completions": {"prompt": "a", "max_tokens": 1, "logprobs": 1},
-    "/completion": {"prompt": "a", "n_predict": 1, "n_probs": 1},
     "/v1/chat/completions": {
         "messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "logprobs": True,
     },
@@ -63,8 +60,6 @@ def reached(server: Serving, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             assert answer.status_code < 300, answer.text
             params = asked[-1].sampling
             assert params is not None
-            if path == "/v1/branches":
-                return send(f"/v1/branches/{answer.json()['id']}/continue", max_tokens=1)
             return params
 
         yield send
@@ -78,13 +73,13 @@ def expected(server: Serving, name: str) -> dict[str, Any]:
         return {"logit_bias": dict.fromkeys(eog, -math.inf)}
     if name == "logit_bias":
         value = {int(token): bias for token, bias in value.items()}
-    return {ALIASES.get(name, name): tuple(value) if isinstance(value, list) else value}
+    return {name: tuple(value) if isinstance(value, list) else value}
 
 
 def test_each_name_has_a_value_here_and_each_setting_a_name() -> None:
     assert {*NAMES} == {*SENT}
     settings = {*lb.SamplingParams.__dataclass_fields__} - {"logprobs", "logits_processor"}
-    assert settings == {*SENT} - {*ALIASES, "ignore_eos"}
+    assert settings == {*SENT} - {"ignore_eos"}
     for fields in (CompletionFields, ChatFields):
         assert {field.name for field in msgspec.structs.fields(fields)} >= {*NAMES}
 
@@ -94,36 +89,21 @@ def test_each_name_changes_its_setting_at_each_path(
     server: Serving, reached: Any, name: str
 ) -> None:
     changed, value = expected(server, name), SENT[name]
-    others: dict[str, Any] = {other: None for other, ours in ALIASES.items() if ours == name}
-    if name in ALIASES:
-        others = {ALIASES[name]: None}
-    for body in ({name: value}, {**others, name: value}, {name: value, **others}):
-        for path, rest in PATHS.items():
-            plain = reached(path, **rest)
-            assert reached(path, **rest, **body) == plain.replace(**changed) != plain
-        plain = reached("/v1/branches", prompt="a", seed=4)
-        seed = {} if name == "seed" else {"seed": 4}
-        sent = reached("/v1/branches", prompt="a", sampling=body, **seed)
-        assert replace(sent, **changed) == sent
-        assert sent != plain
-        root = reached("/v1/branches", prompt="a", seed=4)
-        assert root == plain
+    for path, rest in PATHS.items():
+        plain = reached(path, **rest)
+        assert reached(path, **rest, **{name: value}) == plain.replace(**changed) != plain
 
 
-@pytest.mark.parametrize(("other", "ours"), ALIASES.items())
-def test_two_values_of_one_setting_are_refused(server: Serving, other: str, ours: str) -> None:
+@pytest.mark.parametrize("name", _REFUSED)
+def test_names_of_other_programs_that_would_change_a_text_are_refused(
+    server: Serving, name: str
+) -> None:
     with server.client() as client:
         for path, rest in PATHS.items():
-            answer = client.post(path, json={**rest, ours: 2, other: 3})
-            assert answer.status_code == 400
-            assert ours in answer.json()["error"]["message"]
-            assert client.post(path, json={**rest, ours: 2, other: 2}).status_code == 200
-            assert client.post(path, json={**rest, ours: -3}).status_code == 400
-    params = lb.SamplingParams.from_dict({ours: 2})
-    for more in ({ours: 2, other: 2}, {other: 2, ours: None}):
-        assert lb.Request.from_json({"prompt": "a", **more}, "a").sampling == params
-    with pytest.raises(lb.errors.ConfigError, match="two values"):
-        lb.Request.from_json({"prompt": "a", ours: 2, other: 3}, "a")
+            error = client.post(path, json={**rest, name: 2}).json()["error"]
+            assert (error["code"], error["param"]) == (400, name)
+            assert _REFUSED[name] in error["message"]
+            assert client.post(path, json={**rest, name: None}).status_code == 200
 
 
 @pytest.mark.parametrize("digits", ["99999999999", "9999999999", "-1", "9" * 40, "9" * 5000])
@@ -135,10 +115,6 @@ def test_a_number_that_is_no_token_is_refused_by_name(server: Serving, digits: s
                 answer = client.post(path, json={**rest, "logit_bias": bias})
                 assert answer.status_code == 400
                 assert shown in answer.json()["error"]["message"]
-        answer = client.post(
-            "/v1/branches", json={"prompt": "a", "sampling": {"logit_bias": {digits: 1}}}
-        )
-        assert answer.status_code == 400
     for key in ("1_0", " 5", "\u0663", "five", ""):
         with pytest.raises(lb.errors.ConfigError, match="a key of logit_bias"):
             lb.Request.from_json({"prompt": "a", "logit_bias": {key: 1}}, "a")

@@ -1,23 +1,17 @@
-"""Drafting across vocabularies: the bundled draft with renumbered tokens still drafts through the text.
-
-The renumbered model gives the same texts the same probabilities. So any lower acceptance comes only from
-drafting through the text instead of by tokens.
-"""
+"""Draft models of the same vocabulary, whose states follow forks, and pairs that are refused."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import toys
-from drafts import FIXED, GREEDY, PROMPTS, WARM, plain, write_renumbered
+from drafts import FIXED, PROMPTS, WARM, plain, write_renumbered
 
 import llamabranch as lb
-from llamabranch import Branch, Context, ModelDrafter, SamplingParams, SpeculativeConfig, Speculator
+from llamabranch import Branch, Context, ModelDrafter, SamplingParams, Speculator
 from llamabranch.errors import VocabularyMismatchError
-from llamabranch.speculative import Text
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +23,8 @@ def renumbered(
         assert [model.piece(t) for t in model.eog_tokens] == [
             draft.piece(t) for t in draft.eog_tokens
         ]
-        assert target.compatibility(model).path == "text"
-        assert target.compatibility(draft).path == "tokens"
+        assert not target.compatibility(model)
+        assert target.compatibility(draft)
         yield model
 
 
@@ -41,38 +35,9 @@ def renumbered_ctx(renumbered: lb.Model) -> Iterator[Context]:
         ctx.audit()
 
 
-def test_acceptance_is_near_that_of_drafting_by_tokens(
-    ctx: Context, draft_ctx: Context, renumbered_ctx: Context
-) -> None:
-    """At temperature 0 both propose the draft's argmax, except for unfinished words in the text."""
-    rates = []
-    for drafter in (ModelDrafter(draft_ctx), ModelDrafter(renumbered_ctx)):
-        speculator = Speculator(ctx, drafter, SpeculativeConfig(draft_k=4))
-        for prompt in PROMPTS:
-            speculator.generate(prompt, max_tokens=120, sampling=GREEDY).finish()
-        rates.append(speculator.stats.draft_acceptance_rate)
-    direct, translated = rates
-    assert 0.6 * direct < translated < 1.4 * direct
-
-
-def test_translated_draft_draws_with_noise_of_its_own(
-    ctx: Context, renumbered_ctx: Context
-) -> None:
-    """Under the token rule a draft must be independent of the target's draws."""
-    with Branch.start(ctx, PROMPTS[0], sampling=WARM) as branch:
-        speculator = Speculator(ctx, ModelDrafter(renumbered_ctx), FIXED)
-        speculator.generate(branch, max_tokens=8).finish()
-        holders = [b for b in renumbered_ctx.sequences.holders() if isinstance(b, Text)]
-        assert [b.seed == branch.seed for b in holders] == [False]
-        speculator.forget(branch)
-
-
-@pytest.mark.parametrize("way", ["draft_ctx", "renumbered_ctx"])
-def test_states_follow_forks_that_outlive_their_parents(
-    way: str, ctx: Context, request: pytest.FixtureRequest
-) -> None:
+def test_states_follow_forks_that_outlive_their_parents(ctx: Context, draft_ctx: Context) -> None:
     """The state of a fork is made from its parent's and ends with the parent. Tokens read are shared."""
-    other = request.getfixturevalue(way)
+    other = draft_ctx
     speculator = Speculator(ctx, ModelDrafter(other), FIXED)
     root = Branch.start(ctx, PROMPTS[0] * 8, sampling=WARM)
     n_steps = speculator.generate(root, max_tokens=10).finish().stats.draft_forward_passes
@@ -90,61 +55,21 @@ def test_states_follow_forks_that_outlive_their_parents(
     assert other.usage().cells_used == 0
 
 
-# -- bytes -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def byte_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[lb.Model, lb.Model]]:
-    """A random model over bytes, and a similar model with the bytes numbered backwards and no BOS."""
-    folder = tmp_path_factory.mktemp("bytes")
-    alphabet = toys.Vocabulary.named("bytes").tokens[2:]
-    backwards = toys.Vocabulary((toys.BOS, toys.EOS, *reversed(alphabet)))
-    first = toys.write_llama(folder / "a.gguf", vocab="bytes")
-    second = toys.write_llama(
-        folder / "b.gguf", vocab=backwards, metadata={"tokenizer.ggml.add_bos_token": False}
-    )
-    with lb.Model(first) as a, lb.Model(second) as b:
-        yield a, b
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_bytes_that_are_no_text_are_not_translated_but_the_text_is_right(
-    temperature: float, byte_pair: tuple[lb.Model, lb.Model]
-) -> None:
-    """A random model over bytes writes much that is not UTF-8. Then nothing is proposed."""
-    params = SamplingParams(temperature=temperature, seed=1, logit_bias={1: -math.inf})
-    target, draft = byte_pair
-    with Context(target, n_threads=1) as ctx, Context(draft, n_threads=1) as other:
-        for prompt in ("abc", "é", [0], [0, 130, 131]):
-            expected = [t.token for t in plain(ctx, prompt, params, 60)]
-            speculator = Speculator(ctx, ModelDrafter(other), FIXED)
-            generation = speculator.generate(prompt, max_tokens=60, sampling=params).finish()
-            assert generation.tokens == expected
-        bos = params.replace(
-            temperature=0.0, logit_bias={0: 100.0}
-        )  # control tokens alone: no text
-        run = Speculator(ctx, ModelDrafter(other), FIXED).generate([0], max_tokens=9, sampling=bos)
-        assert run.finish().tokens == [0] * 9 and run.stats.num_draft_tokens == 0
-        ctx.audit()
-        other.audit()
-        assert other.usage().cells_used == 0
-
-
 # -- pairs that cannot -------------------------------------------------------------------------------
 
 
 def test_pairs_that_cannot_draft_are_refused(
     tmp_path: Path, ctx: Context, renumbered_ctx: Context
 ) -> None:
-    untranslated = ModelDrafter(renumbered_ctx, translate=False)
+    renumbered = ModelDrafter(renumbered_ctx)
     with (
         lb.Model(toys.write_llama(tmp_path / "none.gguf", vocab="none")) as mute,
         Context(mute, n_threads=1) as silent,
     ):
-        assert ctx.model.compatibility(mute).path == "none"
-        chain = lb.ChainDrafter([lb.SuffixDrafter(), untranslated])
+        assert not ctx.model.compatibility(mute)
+        chain = lb.ChainDrafter([lb.SuffixDrafter(), renumbered])
         refused: tuple[tuple[Context, lb.Drafter], ...] = (
-            (ctx, untranslated), (ctx, chain), (ctx, ModelDrafter(silent)), (silent, ModelDrafter(ctx)),
+            (ctx, renumbered), (ctx, chain), (ctx, ModelDrafter(silent)), (silent, ModelDrafter(ctx)),
         )  # fmt: skip
         for target, drafter in refused:
             with pytest.raises(VocabularyMismatchError, match="cannot draft") as caught:

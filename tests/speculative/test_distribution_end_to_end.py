@@ -107,7 +107,6 @@ def toy_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "target": write(folder / "target.gguf"),
         "draft": draft,
-        "turned": toys.write_permuted(draft, folder / "turned.gguf", [0, 1, 15, *range(2, 15)]),
         "mamba": toys.write_mamba(folder / "mamba.gguf", seed=3, n_layer=1, n_embd=32),
         "mamba draft": toys.write_mamba(
             folder / "mamba-draft.gguf", seed=3, drift=0.5, n_layer=1, n_embd=32
@@ -174,7 +173,6 @@ DRAFTERS: dict[str, Make] = {
     "chain": lambda c: lb.ChainDrafter(
         [lb.SuffixDrafter(min_match=1), lb.ModelDrafter(c["draft"])]
     ),
-    "translated": lambda c: lb.ModelDrafter(c["turned"]),
 }
 
 
@@ -182,7 +180,6 @@ LOOPS = [
     *((rule, "model") for rule in ("token", "block", "seeded")),
     *((rule, "own settings") for rule in ("token", "block")),
     ("token", "chain"),
-    *((rule, "translated") for rule in ("token", "block")),
 ]
 
 

@@ -368,7 +368,7 @@ def test_session_outlives_its_draft_context_and_a_drafter_that_is_refused(
             drafter = lb.ModelDrafter(small)
             produced = [session.next_token(drafter) for _ in range(10)]
             with pytest.raises(lb.errors.VocabularyMismatchError):
-                session.next_token(lb.ModelDrafter(strange, translate=False))
+                session.next_token(lb.ModelDrafter(strange))
         produced += [session.next_token() for _ in range(20)]
         assert [token.token for token in produced if token] == expected
         assert session.next_token() is None

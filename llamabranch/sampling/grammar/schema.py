@@ -52,6 +52,18 @@ _DIALECTS = re.compile(
 )
 # llguidance allows second 60 at any time; validators and Python's datetime do not.
 _NO_LEAP_SECOND = {"time": "^.{6}[0-5]", "date-time": "^.{17}[0-5]"}
+_DATE = (
+    "(?:[1-9][0-9]{3}|0[0-9]{2}[1-9]|0[0-9][1-9]0|0[1-9]00)-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|"
+    "3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|[12][0-9]))"
+)
+_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?"
+_OFFSET = "(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])?"
+# Formats of Python's types, which llguidance does not know, as patterns.
+_PATTERNS = {
+    "iso-date-time": f"^{_DATE}T{_TIME}{_OFFSET}$",
+    "date-time-local": f"^{_DATE}T{_TIME}$",
+    "iso-time": f"^{_TIME}{_OFFSET}$",
+}
 _MOST_S = 2.0  # for finding the part of a schema that is refused
 _MOST_NAMES = 100_000  # names that are added to close objects
 _MOST_COUNT = 1 << 31
@@ -222,6 +234,9 @@ def _check(part: Schema) -> int:
         part["pattern"] = rust_pattern(str(part["pattern"]))
     elif (no_leap := _NO_LEAP_SECOND.get(str(part.get("format")))) is not None:
         part["pattern"] = no_leap
+    elif (pattern := _PATTERNS.get(str(part.get("format")))) is not None:
+        part["pattern"] = pattern
+        del part["format"]
     by_pattern = part.get("patternProperties")
     if isinstance(by_pattern, dict):
         part["patternProperties"] = {rust_pattern(name): s for name, s in by_pattern.items()}

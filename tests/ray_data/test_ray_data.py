@@ -41,9 +41,8 @@ def test_rows_get_their_texts_and_bad_rows_their_reasons() -> None:
     assert [row["finish_reason"] for row in made] == ["length", "error", "error", "length"]
     assert "prompt" in made[1]["error"] and "GrammarError" in made[2]["error"]
     assert [row["kept"] for row in made] == ["a", "b", "c", "d"]
-    assert generate(pa.Table.from_pylist(rows[3:])).to_pylist() == [
-        {name: made[3][name] for name in made[3]}
-    ]
+    again = generate(pa.Table.from_pylist(rows[3:])).to_pylist()
+    assert again == [{name: made[3][name] for name in again[0]}]
     for bad in ([{"prompt": "a"}], [{"id": 1, "prompt": "a"}] * 2):
         with pytest.raises(ConfigError, match="id"):
             generate(pa.Table.from_pylist(bad))

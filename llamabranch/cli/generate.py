@@ -188,7 +188,8 @@ def _run(
     if not console.silent:
         console.note(", ".join(filter(None, [*printer.summary(), rate, f"seed {engine.seed}"])))
     if figures:
-        target, drafters = base_name(names[0]), "+".join(map(base_name, names[1])) or "nobody"
+        drafters = "+".join(base_name(part).removesuffix(":1") for part in names[1]) or "nobody"
+        target = base_name(names[0])
         title = shortened(f"{target}, {config.draft_k} tokens a draft by {drafters}", 80)
         print_statistics(console.beside, title, figures, compared)
     if console.verbose:

@@ -311,7 +311,8 @@ class EngineCore:
     def _end_stuck(self) -> None:
         """End the jobs that do not get ahead: without a decode they are where they were before."""
         stuck = self.scheduler.stuck()
-        where = tuple(job.place for job in stuck)
+        # A parked text that was preempted has made room.
+        where: tuple[object, ...] = (len(self.scheduler.idle), *(job.place for job in stuck))
         if stuck and where in self._seen:
             error = DecodeError(
                 f"{len(stuck)} texts did not get ahead in two steps; this is a bug in llamabranch"

@@ -165,7 +165,7 @@ class RunDrafter(Drafter, Generic[S]):
         are drafted for one by one.
         """
         states = [r.state for r in requests if isinstance(r.state, self.state_type)]
-        if len(states) < len(requests):  # one has no state: the drafter had no sequence left for it
+        if not states or len(states) < len(requests):  # the drafter had no sequence left for one
             return super().propose_many(requests)
         for state, request in zip(states, requests, strict=True):
             state.open(request)

@@ -11,7 +11,7 @@ from . import eval as eval
 from . import hub as hub
 from . import model as model
 from . import sampling as sampling
-from . import scale as scale
+from . import ray_data as ray_data
 from . import search as search
 from . import serve as serve
 from . import speculative as speculative

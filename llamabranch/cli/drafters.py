@@ -14,6 +14,7 @@ from llamabranch import ConfigError, Drafter, Model, hub
 from .console import Console
 
 SUFFIX = "suffix"  # copies from the text
+EAGER = "suffix:1"  # the same, after a single token that occurred before
 MTP = "mtp"  # the target's own MTP layers
 GRAMMAR = "grammar"  # drafts tokens that the grammar forces; others come from the rest of the chain
 
@@ -66,8 +67,8 @@ def always_drafting(
     """Return the names of a target and of its drafters, which always draft; print the choice.
 
     The drafter is the target's own MTP layers, or the best draft model. If there is neither, the
-    bundled pair is used. A ``target`` then gets copied drafts, else ones of the bundled draft through
-    the text, so that there is something to see. A grammar drafts first.
+    bundled pair is used. A ``target`` then gets copied drafts, after a single equal token, so that
+    there is something to see. A grammar drafts first.
     """
     name = hub.default_model() if target is None else target
     has_mtp = Model.head_kind(hub.resolve(name, download=None)) == MTP
@@ -76,12 +77,11 @@ def always_drafting(
         name, found = hub.BUNDLED_TARGET, hub.BUNDLED_DRAFT
     if found is None:
         console.note(
-            f"there is no smaller model here to draft for {name}: drafts are copied from the text, "
-            f"or come from {hub.BUNDLED_DRAFT}"
+            f"there is no smaller model here to draft for {name}: drafts are copied from the text"
         )
     elif target is None and not console.silent:
         console.note(f"model: {name}, drafts: {found} (-m and -md name others)")
-    drafters = ("suffix", hub.BUNDLED_DRAFT) if found is None else (found,)
+    drafters = (EAGER if found is None else found,)
     return name, (GRAMMAR, *drafters) if has_grammar else drafters
 
 
@@ -108,7 +108,7 @@ def parse_draft(given: str) -> tuple[str, ...]:
 
 def is_model(part: str) -> bool:
     """Return whether a part of a chain is a model, or mtp."""
-    return part not in (SUFFIX, GRAMMAR)
+    return part not in (SUFFIX, EAGER, GRAMMAR)
 
 
 def make_drafter(parts: Sequence[str], open_model: Callable[[str], lb.context.Context]) -> Drafter:
@@ -120,8 +120,8 @@ def make_drafter(parts: Sequence[str], open_model: Callable[[str], lb.context.Co
         return lb.GrammarDrafter(make_drafter(parts[1:], open_model) if len(parts) > 1 else None)
 
     def make(part: str) -> Drafter:
-        if part == SUFFIX:
-            return lb.SuffixDrafter()
+        if part in (SUFFIX, EAGER):
+            return lb.SuffixDrafter(min_match=1 if part == EAGER else 2)
         ctx = open_model(part)
         if ctx.target is None:
             return lb.ModelDrafter(ctx)

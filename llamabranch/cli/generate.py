@@ -188,7 +188,8 @@ def _run(
     if not console.silent:
         console.note(", ".join(filter(None, [*printer.summary(), rate, f"seed {engine.seed}"])))
     if figures:
-        target, drafters = base_name(names[0]), "+".join(map(base_name, names[1])) or "nobody"
+        drafters = "+".join(base_name(part).removesuffix(":1") for part in names[1]) or "nobody"
+        target = base_name(names[0])
         title = shortened(f"{target}, {config.draft_k} tokens a draft by {drafters}", 80)
         print_statistics(console.beside, title, figures, compared)
     if console.verbose:
@@ -327,8 +328,9 @@ class _Printer:
         """Return how much was generated, and what ended it."""
         reasons = Counter(result.finish_reason for result in self.results).most_common()
         ends = ", ".join(reason + f" {n}" * (self._n_texts > 1) for reason, n in reasons)
+        n_tokens = sum(len(result.tokens) for result in self.results)
         return [
             f"{len(self.results)} texts" * (self._n_texts > 1),
-            f"{sum(len(result.tokens) for result in self.results)} tokens",
+            f"{n_tokens} token{'s' * (n_tokens != 1)}",
             f"ended by {ends}" * bool(ends),
         ]

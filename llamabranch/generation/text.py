@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from threading import get_ident
 
 import numpy as np
 import numpy.typing as npt
@@ -99,7 +100,8 @@ class Text:
         self._produced: Produced | None = None
         self._incomplete_after = b""  # the bytes that stay incomplete after ``_produced``
         self._owned_by_prefix_cache = False  # whether it owns the sequence id
-        self._is_generating = self._is_reading = False
+        self._is_generating = False
+        self._reader = 0  # the thread that reads a prompt into it
         if parent is not None:
             self.fork_position = len(parent.tokens)
             self.tokens += parent.tokens
@@ -241,12 +243,12 @@ class Text:
         """Raise BranchStateError if it is pruned or reads text, ClosedError if the context is closed."""
         if self.is_pruned:
             raise BranchStateError("the branch is pruned")
-        self.check_not_reading()
         self._decoder.check_open()
+        self.check_not_reading()
 
     def check_not_reading(self) -> None:
         """Raise BranchStateError if ``on_prompt_progress`` has called this, while it reads text."""
-        if self._is_reading:
+        if self._reader == get_ident():
             raise BranchStateError(
                 "the branch reads text: on_prompt_progress cannot use this branch",
                 hint="use it when the call that reads has returned",
@@ -430,11 +432,11 @@ class Text:
         self.check_read(tokens, as_prompt=as_prompt)
         if self.row is not None and self.row.is_valid:
             self._cache.mark(self.seq_id, self.row.array)
-        self._is_reading = True
+        self._reader = get_ident()
         try:
             row = self.decode_run(tokens, report)
         finally:
-            self._is_reading = False
+            self._reader = 0
         self.append_prompt(tokens, row)
 
     def truncate(self, position: int) -> None:

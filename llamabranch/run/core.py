@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections import deque
@@ -35,6 +36,19 @@ __all__ = ["EngineCore"]
 
 _POLL_S = 0.02  # how often to check whether others have freed a sequence or cells
 _numbers = count()  # of all cores: of two that wait for cells, the newer one frees its own
+
+
+def _is_in_a_step() -> bool:
+    """Return whether a step of an engine has called the caller, in this thread.
+
+    An exception at any line may end a step before it is noted that it has ended.
+    """
+    frame = sys._getframe(2).f_back  # above the call that checks
+    while frame is not None:
+        if frame.f_code is EngineCore.advance.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 class EngineCore:
@@ -225,7 +239,7 @@ class EngineCore:
 
     def check_idle(self) -> None:
         """Raise UsageError if a step is running: the caller is a function that the step has called."""
-        if self._is_stepping:
+        if self._is_stepping and _is_in_a_step():
             raise UsageError(
                 "a function that a step of the engine calls cannot step or close this engine",
                 hint="let it generate with the context (ctx.complete), or with another engine",
@@ -311,7 +325,8 @@ class EngineCore:
     def _end_stuck(self) -> None:
         """End the jobs that do not get ahead: without a decode they are where they were before."""
         stuck = self.scheduler.stuck()
-        where = tuple(job.place for job in stuck)
+        # A parked text that was preempted has made room.
+        where: tuple[object, ...] = (len(self.scheduler.idle), *(job.place for job in stuck))
         if stuck and where in self._seen:
             error = DecodeError(
                 f"{len(stuck)} texts did not get ahead in two steps; this is a bug in llamabranch"

@@ -238,6 +238,9 @@ async def chat(call: HttpRequest, service: Service) -> Response:
         except LlamaBranchError as error:
             raise http_error(error, param="tools") from None
     limits = fields.max_completion_tokens, fields.max_tokens
+    if None not in limits and limits[0] != limits[1]:
+        message = "max_tokens has two values, under this name and another; send one"
+        raise HttpError(400, message, param="max_tokens")
     requests = await engine_requests(
         service, fields, [tokens], limit_of(*limits, service.settings.max_tokens),
         (fields.top_logprobs or 0) if fields.logprobs else None,

@@ -165,8 +165,8 @@ class RunDrafter(Drafter, Generic[S]):
         are drafted for one by one.
         """
         states = [r.state for r in requests if isinstance(r.state, self.state_type)]
-        if not states:
-            return []
+        if not states or len(states) < len(requests):  # the drafter had no sequence left for one
+            return super().propose_many(requests)
         for state, request in zip(states, requests, strict=True):
             state.open(request)
         if self.ctx.target is not None or self.ctx.kv_cache.can_draft:

@@ -64,7 +64,9 @@ def test_json_holds_what_was_measured_and_a_command_that_works() -> None:
     assert (answer["n_threads"], answer["drafters"]) == (1, ["tale-draft"])
     assert [cell["draft_length"] for cell in answer["lengths"]] == [1, 2, "auto"]
     assert all(cell["speed_up"] > 0 for cell in answer["lengths"])
-    assert (answer["verdict"], answer["best"], answer["command"]) == ("inconclusive", None, None)
+    # What is fastest depends on the machine; only a faster length has a command.
+    assert (answer["best"] is None) == (answer["verdict"] != "faster")
+    assert answer["command"] is None or answer["verdict"] in ("faster", "slower")
     report = _decided(*[1.5] * 12)
     names = "tale-target", ("tale-draft",)
     words = shlex.split(str(_command(Given(threads=1, settings=["rule=block"]), names, report)))

@@ -125,9 +125,10 @@ def test_speculate_finds_a_drafter_for_any_model(tmp_path: Path) -> None:
     alone = write_toy(tmp_path / "alone.gguf", vocab="bytes")
     said = said_by("speculate", "aaaa", "-n", "8", "-m", alone)
     assert "drafts are copied from the text" in said
-    assert "4 tokens a draft by suffix+tale-draft" in said
-    story = ("speculate", "Once upon a time there was a", "-n", "12", "-m", "smollm2-135m")
-    assert answer(*story)["drafted"] > 0  # there is always something to see
+    assert "4 tokens a draft by suffix" in said
+    # Whatever the model writes occurred in the prompt, so each draft is copied.
+    only = ("--grammar", "root ::= [ab ]+")
+    assert answer("speculate", "a b a b a", "-n", "8", "-m", alone, *only)["drafted"] > 0
     report = answer("speculate", "Once", "-n", "24", "--grammar", "/ [a-z ]{9,}\\./")
     assert "tale-draft" in report["drafter"] and "grammar" in report["drafter"]
     # `auto` is for those who ask for it, and `generate` is quiet.

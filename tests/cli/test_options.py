@@ -179,7 +179,7 @@ def test_system_message_and_template_are_taken(tmp_path: Path) -> None:
 
 def test_a_value_that_looks_like_an_option_is_a_value() -> None:
     assert run("speculate", "-S", "stop=-hff", "-n", "2").exit_code == 0
-    assert run("speculate", "-n2", "-k2", "-dlookup").exit_code == 0
+    assert run("speculate", "-n2", "-k2", "-dsuffix").exit_code == 0
     assert run("speculate", "-n", "2", "-t", "1", *SHORT, "--", "-b").exit_code == 0
     assert answer("generate", "--prompts=--exact", "-n", "1")["results"][0]["prompt"] == "--exact"
     results = answer("generate", "--json", "--prompts", "A", "B", "--exact", "--max_tokens=1")[

@@ -534,7 +534,7 @@ def memory_cases(memory: str, options: Options) -> dict[str, Case]:
     drafts: Options = {"which": "model", "prompts": prompts, **spoken}
     rules = pairs(
         "which rule", ("model", "seeded"), ("model", "token"), ("model", "block"),
-        ("same model", "seeded"), ("suffix", "seeded"), ("chain", "block"),
+        ("same model", "seeded"), ("suffix", "seeded"),
         ("tree of 2", "seeded"),
     )  # fmt: skip
     shared: Options = {"requests": toy_job, "settings": warm, "n": 30}

@@ -23,6 +23,7 @@ from llamabranch.errors import (
     ClosedError,
     ConfigError,
     GrammarError,
+    GrammarWarning,
     LlamaBranchError,
     SequencesExhaustedError,
     TokenizeError,
@@ -232,8 +233,8 @@ def test_schemas_of_tools_refer_to_their_own_parts(toy: lb.Model) -> None:
     deep: dict[str, Any] = {}
     for _ in range(2000):
         deep = {"items": deep}
-    with pytest.raises(GrammarError, match="too deep"):
-        takes(toy, [deep], "0", "[]")
+    with pytest.warns(GrammarWarning, match="too deep"):  # so the arguments are free
+        assert not takes(toy, [deep], "0", "[]")
 
 
 def test_functions_without_parameters_get_none(toy: lb.Model) -> None:

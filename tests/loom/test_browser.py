@@ -131,6 +131,7 @@ def test_session_with_the_keyboard_alone(page: Page) -> None:
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")
     page.locator(NOTED).first.wait_for()
+    page.locator("dialog").wait_for(state="hidden")  # the note's event may come before its answer
     press(page, "u")
     page.wait_for_function("noted => !document.querySelector(noted)", arg=NOTED)
     press(page, "Control+Shift+Z")

@@ -28,14 +28,14 @@ FLOORS = (
     ("engine",),
     ("loading",),
     ("search", "bench", "agents"),
-    ("eval", "serve", "scale", "chat"),
+    ("eval", "serve", "ray_data", "chat"),
     ("loom",),
     ("cli",),
 )
 RANK = {room: rank for rank, floor in enumerate(FLOORS) for room in floor}
 PUBLIC_ROOMS = {
     "", "agents", "arguments", "bench", "chat", "cli", "errors", "eval", "extras", "files", "hub",
-    "loading", "loom", "model", "pictures", "scale", "search", "serve", "speculative",
+    "loading", "loom", "model", "pictures", "ray_data", "search", "serve", "speculative",
     "startup", "theory",
 }  # fmt: skip
 # Methods of named tuples, functions of the standard library without a public twin, llama_cpp's library.

@@ -51,6 +51,7 @@ GBNF: list[tuple[str, str]] = [
     ('root ::= root "a" | "b"', "left recursion: the rule 'root'"),
     ("root ::= ( | [a] | <[3]>)*", "left recursion"),  # llama.cpp would loop
     ("root ::= []", "line 1, column 10: an empty set matches nothing"),
+    ("root ::= [az-a]", "line 1, column 12: the range ends before it begins"),
     ('root ::= "a" [^] "b"', "line 1, column 14: an empty set matches nothing"),
     ('root ::= b root "x" | "y"\nb ::= c\nc ::= ""', "left recursion"),  # llama.cpp does not see it
     ("root ::= [a]\0", "NUL"),
@@ -184,9 +185,9 @@ def _agrees(text: str, model: lb.Model) -> bool:
         taken = all(len(model.handle.tokenize(n.encode(), False, True)) == 1 for n in names)
     except GrammarError as error:
         taken = False
-        stricter = ("the limit", "below its minimum", "nested", "left rec", "an empty set")
+        stricter = ("the limit", "below its minimum", "nested", "left rec", "an empty set", "the range ends")
         if any(word in str(error) for word in stricter):
-            return False  # stricter than the parser, which would hang, overflow or drop the limit
+            return False  # stricter than the parser, which would hang, overflow, or allow other texts
     if taken and Gbnf(text).repeats_empty:
         return True  # llama.cpp may loop
     try:

@@ -106,6 +106,7 @@ DEEP_CASES = [
     (CHAT, body) for body in (*TOO_DEEP, FORCED, {"messages": [HELLO], "json_schema": SCHEMA})
 ]
 DEEP_CASES += [("/v1/completions", {"prompt": "x", "json_schema": SCHEMA})]
+DEEP_CASES += [(CHAT, {"messages": [HELLO], "max_tokens": 1, "max_completion_tokens": 2})]
 CASES += [(path, json.dumps(body).encode()) for path, body in DEEP_CASES]
 
 

@@ -302,12 +302,16 @@ class Gbnf:
         while self._next() != "]":
             if not self._next():
                 raise self._fail("the set does not end", at)
-            members.append(self._character())
+            start = self._at
+            members.append(first := self._character())
             if self._next() == "-" and self._next(1) != "]":
                 self._at += 1
                 if not self._next():
                     raise self._fail("the set does not end", at)
-                members[-1] += f"-{self._character()}"
+                last = self._character()
+                if int(last[3:-1], 16) < int(first[3:-1], 16):
+                    raise self._fail("the range ends before it begins", start)
+                members[-1] += f"-{last}"
         if not members:
             raise self._fail("an empty set matches nothing", at)
         self._at += 1

@@ -37,7 +37,6 @@ _ROUTES: dict[str, Callable[[Request, Service], Awaitable[Response]]] = {
     "GET /metrics": utilities.metrics,
     "GET /tokenizer_info": utilities.tokenizer_info,
     "POST /tokenize": utilities.tokenize,
-    "POST /detokenize": utilities.detokenize,
 }
 
 

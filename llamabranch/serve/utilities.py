@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-__all__ = ["detokenize", "health", "index", "metrics", "models", "tokenize", "tokenizer_info"]
+__all__ = ["health", "index", "metrics", "models", "tokenize", "tokenizer_info"]
 
 
 async def index(call: Request, service: Service) -> Response:
@@ -73,24 +73,11 @@ class TokenizeFields(Struct, kw_only=True):
     add_special_tokens: bool = True
 
 
-class DetokenizeFields(Struct, kw_only=True):
-    """The body of /detokenize."""
-
-    tokens: list[int]
-
-
 async def tokenize(call: Request, service: Service) -> Response:
     """Turn a text into tokens, as lm-evaluation-harness asks for them."""
     fields = await json_of(call, TokenizeFields)
     tokens = await service.tokenize(fields.prompt, add_special=fields.add_special_tokens)
     return reply({"tokens": tokens, "count": len(tokens), "max_model_len": service.n_ctx})
-
-
-async def detokenize(call: Request, service: Service) -> Response:
-    """Turn tokens into text."""
-    fields = await json_of(call, DetokenizeFields)
-    service.model.check_tokens(fields.tokens)
-    return reply({"prompt": service.vocabulary.joined(fields.tokens)})
 
 
 async def tokenizer_info(call: Request, service: Service) -> Response:

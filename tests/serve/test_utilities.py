@@ -48,24 +48,6 @@ def test_root_tells_what_runs_here(api: Any, server: Serving) -> None:
     assert "<script>" not in hostile.text
 
 
-def test_the_tokenizer_of_lm_evaluation_harness(api: Any, server: Serving) -> None:
-    model, text = server.ctx.model, "A king <|im_end|> f\u00fcr \u5abd"
-    info = api.get("/tokenizer_info").json()
-    for name, token in (("bos_token", model.bos), ("eos_token", model.eos)):
-        assert info[name] == (None if token is None else model.detokenize([token], special=True))
-    for body, expected in (
-        ({"prompt": text}, model.prompt_tokens(text)),
-        ({"prompt": text, "add_special_tokens": False},
-         model.tokenize(text, add_special=False, parse_special=True)),
-        ({"prompt": "word " * 3000}, model.prompt_tokens("word " * 3000)),
-    ):  # fmt: skip
-        reply = api.post("/tokenize", json=body).json()
-        assert reply["tokens"] == expected and reply["count"] == len(expected)
-    tokens = model.tokenize(text, add_special=False)
-    assert api.post("/detokenize", json={"tokens": tokens}).json()["prompt"] == text
-    assert api.post("/detokenize", json={"tokens": [-1]}).status_code == 400
-
-
 def test_templates_that_ask_for_the_date_are_told_it() -> None:
     template = "{{ date_string }}|{{ strftime_now('%Y') }}|{{ messages[0]['content'] }}"
     open_engine = partial(bundled_engine, chat_template=template)

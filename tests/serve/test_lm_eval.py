@@ -75,7 +75,7 @@ def test_what_the_harness_sends_gets_the_log_probabilities_of_the_library(
             logprobs, tops = (places[name][n:-1] for name in ("token_logprobs", "top_logprobs"))
             is_greedy = all(p == max(top.values()) for p, top in zip(logprobs, tops, strict=True))
             total, is_best = scored(ctx, context, continuation)
-            assert (sum(logprobs), is_greedy) == (pytest.approx(total, abs=1e-5), is_best)
+            assert sum(logprobs) == pytest.approx(total, abs=1e-5) and is_greedy == is_best
 
 
 def test_the_tokenizer_of_the_harness_is_that_of_the_model(server: Serving) -> None:
@@ -120,4 +120,4 @@ def test_the_recipe_runs_in_the_harness_itself(
     assert list(received) == pairs()
     for (context, continuation), (logprob, is_greedy) in received.items():
         total, is_best = scored(ctx, context, continuation)
-        assert (logprob, is_greedy) == (pytest.approx(total, abs=1e-5), is_best)
+        assert logprob == pytest.approx(total, abs=1e-5) and is_greedy == is_best

@@ -18,7 +18,6 @@ require_server()
 from starlette.applications import Starlette  # noqa: E402
 from starlette.exceptions import HTTPException  # noqa: E402
 from starlette.middleware import Middleware  # noqa: E402
-from starlette.middleware.cors import CORSMiddleware  # noqa: E402
 from starlette.routing import Route  # noqa: E402
 
 if TYPE_CHECKING:
@@ -79,7 +78,7 @@ def application(
     middleware = []
     if front is None:
         front = Front(Guard(settings).check, (), {}, _nothing)
-        middleware = [Middleware(CORSMiddleware, **cors(settings))]
+        middleware = [Middleware(cors(settings))]
     handlers: list[tuple[str, Callable[[Request], Awaitable[Response]]]]
     handlers = [*front.routes.items(), *own]
     app = Starlette(

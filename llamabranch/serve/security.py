@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Iterable, Mapping
+from functools import partial
 from ipaddress import ip_address
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from . import require_server
 from .errors import HttpError
@@ -23,16 +24,17 @@ _PUBLIC = {"/health", "/v1/health"}  # without a key
 _LOCAL = r"https?://(localhost|127(\.\d+){3}|\[::1\])(:\d+)?"  # the pages of this machine
 
 
-def cors(settings: ServeSettings) -> dict[str, Any]:
-    """Return the options of Starlette's middleware for the pages that may read answers."""
+def cors(settings: ServeSettings) -> partial[CORSMiddleware]:
+    """Return Starlette's middleware for the pages that may read answers."""
     origins = settings.allow_origins
-    return {
-        "allow_origins": origins,
-        "allow_origin_regex": _LOCAL if "localhost" in origins else None,
-        "allow_methods": ("*",),
-        "allow_headers": ("*",),
-        "allow_credentials": True,
-    }
+    return partial(
+        CORSMiddleware,
+        allow_origins=origins,
+        allow_origin_regex=_LOCAL if "localhost" in origins else None,
+        allow_methods=("*",),
+        allow_headers=("*",),
+        allow_credentials=True,
+    )
 
 
 class Guard:
@@ -50,7 +52,7 @@ class Guard:
         async def nothing(*_: object) -> None:
             pass
 
-        self._is_allowed = CORSMiddleware(nothing, **cors(settings)).is_allowed_origin
+        self._is_allowed = cors(settings)(nothing).is_allowed_origin
 
     def check(self, scope: Scope) -> None:
         """Raise HttpError unless the request may be answered."""

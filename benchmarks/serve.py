@@ -8,7 +8,6 @@ load: 1, 4, 8 and 16 clients stream completions of fixed lengths: tokens per sec
 chat: a chat of ten turns.
 shared: 64 requests with the same system prompt.
 json: JSON under a schema.
-cancel: how long the sequence of a client that has left stays in use.
 fanout: while a request with a prompt of 7,400 tokens runs, four requests that begin with this prompt join
   it (the case of llama.cpp's pull request 26204).
 engine: the same as load with the engine in this process, without HTTP.
@@ -20,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import shlex
 import signal
 import socket
@@ -39,10 +37,10 @@ from llamabranch.bench.timing import Spread
 
 from .llama_tools import ToolError, build_server
 from .prompts import PROMPTS
-from .report import Settings, emit, number, parser, pm, table, title
+from .report import Settings, emit, parser, pm, table, title
 from .structured import SCHEMA, TEXTS
 
-PARTS = ("load", "chat", "shared", "json", "cancel", "fanout", "engine")
+PARTS = ("load", "chat", "shared", "json", "fanout", "engine")
 CLIENTS = (1, 4, 8, 16)
 LENGTHS = (64, 128, 192, 256)  # tokens of a stream
 OURS, FAST, THEIRS = "llamabranch serve", "llamabranch serve, batch_invariant=false", "llama-server"
@@ -125,18 +123,6 @@ class Served:
             used["prompt_tokens"] - used["prompt_tokens_details"]["cached_tokens"] if used else 0
         )
         return Answer(text, n, first_s, total_s, n_read)
-
-    async def leave(self, body: Mapping[str, object]) -> float:
-        """Begin a stream, disconnect, and return the seconds until no slot is in use."""
-        reader, writer = await send(self.port, "POST", "/v1/completions", body)
-        while not (await reader.readline()).startswith(b"data: {"):
-            pass
-        start = perf_counter()
-        writer.transport.abort()
-        while True:
-            _, totals = await request(self.port, "GET", "/metrics", None)
-            if re.search(rb"(?m)^llamacpp:requests_processing 0", totals):
-                return perf_counter() - start
 
     def send_signal(self, number: int) -> None:
         """Send a signal to the process."""
@@ -227,8 +213,6 @@ def main() -> None:
         ):
             if part in args.only:
                 results[name] = _compare(settings, sides, name, work, caption)
-        if "cancel" in args.only:
-            results["cancel"] = _cancel(settings, sides, caption)
         if "fanout" in args.only:
             caption = f"{title(probe.model)}, {settings.threads} threads"
             results["fanout"] = _fan_outs(settings, starts, probe, caption)
@@ -261,7 +245,7 @@ def start_theirs(settings: Settings, path: Path, *more: object) -> Served:
         port = _free_port()
         command = [
             program, "-m", path, "--port", port, "-t", settings.threads, "-tb", settings.threads,
-            "--no-ui", "--metrics", *repacks, *more,
+            "--no-ui", *repacks, *more,
         ]  # fmt: skip
         try:
             side = Served(command, port)
@@ -475,21 +459,6 @@ async def _json(settings: Settings, ask: Ask, run: int) -> float:
         n_tokens += answer.n_tokens
         seconds += answer.total_s
     return n_tokens / seconds
-
-
-def _cancel(settings: Settings, sides: Mapping[str, Served], caption: str) -> dict[str, object]:
-    """Time how long the sequence of a client that has left is in use."""
-    n = 2 if settings.quick else 20
-    rows, results = [], {}
-    for name, side in sides.items():
-        seconds = [asyncio.run(side.leave(_body(i, 500))) for i in range(n)]
-        spread = Spread.of([1e3 * s for s in seconds])
-        rows.append((name, pm(spread, 1), number(min(1e3 * s for s in seconds), 1)))
-        results[name] = spread.as_dict()
-    table(
-        f"From leaving to a free slot, according to /metrics; {caption}", ("", "ms", "least"), rows
-    )
-    return dict(results)
 
 
 # -- requests that join a running one ------------------------------------------------------------------

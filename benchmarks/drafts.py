@@ -3,8 +3,8 @@
     python -m benchmarks.drafts --target smollm2-135m:BF16 --threads 1 [--only edit json people]
 
 ``edit``, ``extract``, ``quote``, ``translate`` and ``free`` draft by copying. ``json`` (five fields from
-one text) and ``people`` (eight fields from each of ten texts) draft what the grammar forces, too. For each
-task these take turns: plain decoding, drafts of the length "auto" and of fixed lengths, for texts
+one text) and ``people`` (eight fields from each of ten texts) draft what the grammar forces, too. In
+each task these take turns: plain decoding, drafts of the length "auto" and of fixed lengths, for texts
 llama-lookup, and for JSON free text and llama-server. A text ends where the model ends it, or after
 --tokens. The targets smollm2-135m, smollm2-135m:Q8_0, :BF16 and :Q4_0 are one model in several types.
 """

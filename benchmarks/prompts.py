@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["PEOPLE", "PEOPLE_SCHEMA", "PROMPTS", "TASKS"]
+import llamabranch as lb
+
+__all__ = ["PEOPLE", "PEOPLE_SCHEMA", "PROMPTS", "TASKS", "document"]
 
 PROMPTS: tuple[str, ...] = (
     "Once upon a time there was a miller who had nothing left but his mill and one grey goose.",
@@ -26,6 +28,17 @@ PROMPTS: tuple[str, ...] = (
     "The giant was not wicked, but he was very hungry, and he had lost his spectacles.",
     "On the day that the twins were born, three strange women came to the house,",
 )
+
+
+def document(model: lb.Model, n_tokens: int) -> str:
+    """Return a text of numbered lines, of about so many tokens."""
+    lines: list[str] = []
+    n = 0
+    while n < n_tokens:
+        i = len(lines)
+        lines.append(f"{i + 1}. In month {i % 12 + 1} the borrower pays {900 + i} euros.")
+        n += len(model.tokenize(lines[-1] + "\n", add_special=False))
+    return "\n".join(lines)
 
 
 # Texts that a model of 135M parameters continues sensibly. The answer begins at the end of each.

@@ -187,5 +187,3 @@ def start_theirs(settings: Settings, model: Path, *more: object) -> Served:
                 side.close()
         print("llama-server crashes with repacked weights: --no-repack is used", file=sys.stderr)
     raise ToolError("llama-server crashes at its first answer")
-
-

@@ -18,8 +18,8 @@ from importlib import metadata
 from pathlib import Path
 
 import llamabranch as lb
+from llamabranch.bench.machine import Machine
 from llamabranch.bench.timing import Timing
-from llamabranch.native import available_cores
 
 from .report import Settings
 
@@ -136,7 +136,7 @@ def _compile(home: Path, name: str) -> None:
         amx_flags = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
         options += [f"-DCMAKE_C_FLAGS={amx_flags}", f"-DCMAKE_CXX_FLAGS={amx_flags}"]
     _call(cmake, "-S", source, "-B", home / "build", *generator, *options)
-    jobs = available_cores()
+    jobs = Machine.now().cores
     _call(cmake, "--build", home / "build", "--parallel", jobs, "--target", name)
 
 

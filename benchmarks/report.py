@@ -20,7 +20,6 @@ import llamabranch as lb
 from llamabranch.bench import timing
 from llamabranch.bench.machine import Machine
 from llamabranch.bench.timing import Maker, Series, Spread
-from llamabranch.native import available_cores, engine_versions
 
 __all__ = [
     "Settings",
@@ -91,7 +90,7 @@ def parser(
     """Return a parser with the options all benchmarks share."""
     described = argparse.ArgumentParser(description=description)
     home = Path(os.environ.get("LLAMABRANCH_CACHE") or "~/.cache/llamabranch").expanduser()
-    defaults = {"threads": available_cores(), "runs": runs, "tokens": tokens}
+    defaults = {"threads": Machine.now().cores, "runs": runs, "tokens": tokens}
     add = described.add_argument
     add("--target", default=target, help="GGUF file, or a name from `llamabranch models`")
     add("--threads", type=int, help=f"for each program; default: {defaults['threads']}")
@@ -189,11 +188,16 @@ def emit(
     name: str, settings: Settings, models: Mapping[str, lb.Model], results: JSON, **more: object
 ) -> None:
     """Print the JSON line, the last line of every benchmark."""
+    machine = Machine.now()
     line = {
         "benchmark": name,
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "hardware": Machine.now().as_dict(),
-        "versions": {"llamabranch": lb.__version__, **engine_versions()},
+        "hardware": machine.as_dict(),
+        "versions": {
+            "llamabranch": lb.__version__,
+            "llama_cpp_python": machine.llama_cpp_python,
+            "llama_cpp": machine.llama_cpp,
+        },
         "models": {role: describe(model) for role, model in models.items()},
         "settings": settings.as_dict(),
         **more,

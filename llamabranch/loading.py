@@ -80,7 +80,7 @@ def load(
             - ``kv_type`` ("f16", "bf16", "q8_0", ...; "auto" = f16, or bf16 in an exact context) and
               ``flash_attention`` (True, False, or "auto" = wherever llama.cpp can).
             - ``prefix_cache``: keep K/V for prompts that begin alike (on after the first ``complete``,
-              ``chat`` or ``AsyncEngine``). ``cache_ram``: bytes of host memory for evicted K/V (0).
+              ``chat`` or ``AsyncEngine``).
             - For models whose memory cannot drop the end of a text, such as recurrent ones:
               ``checkpoint_ram`` is how many bytes of host memory hold earlier states (512 MiB).
               ``n_rs_seq`` is how many of the latest states are kept, so that drafts are verified

@@ -95,13 +95,10 @@ class Context:
         self._head: Context | None = None
         self.prefix_cache = None
         if resolved.prefix_cache:
-            self.prefix_cache = self._open_prefix_cache(resolved.cache_ram)
+            self.prefix_cache = PrefixCache(self.kv_cache, self.sequences)
         self._last_rows: list[LogitsRow] = []
         self._last_end = 0  # the position after the last of these rows
         self.release_threads()
-
-    def _open_prefix_cache(self, cache_ram: int) -> PrefixCache:
-        return PrefixCache(self.decoder, self.sequences, cache_ram)
 
     # -- life --------------------------------------------------------------------------------------
 
@@ -224,7 +221,7 @@ class Context:
                     most_idle = END  # flash attention skips such cells
                 prefixes = self.prefix_cache
                 if prefixes is None:
-                    prefixes = self.prefix_cache = self._open_prefix_cache(0)
+                    prefixes = self.prefix_cache = PrefixCache(self.kv_cache, self.sequences)
                     prefixes.most_idle = 0
                 prefixes.most_idle = max(most_idle, prefixes.most_idle)
 

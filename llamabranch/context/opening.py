@@ -104,11 +104,6 @@ def open_native(
     n_trained = _trained_length(model, requested)
     params, capabilities, memory = _probed(model, requested, target)
     try:
-        if params.cache_ram and not memory.can_copy:
-            raise UnsupportedError(
-                f"cache_ram is not possible with {model.memory_type} memory, which cannot be copied",
-                hint="leave cache_ram out; prefix_cache works without it",
-            )
         encoded = 0 if target is None else _open_head(memory.handle, model, target)
     except BaseException:
         memory.handle.close()

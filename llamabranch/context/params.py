@@ -62,7 +62,6 @@ class ContextOptions(TypedDict, total=False):
     offload_kqv: bool
     kv_unified: bool | str
     prefix_cache: bool | None
-    cache_ram: int
     checkpoint_ram: int
     n_rs_seq: int | str
     rope_scaling: str | None
@@ -110,8 +109,6 @@ class ContextParams:
             attention is off then, ``complete`` and ``chat`` keep at most 2,048 cells of cached texts that
             nobody uses, or as many as the last text has. A `Chat` opens it in any context, even if it
             is False.
-        cache_ram: bytes of host memory for K/V that the prefix cache evicts; it is copied back if that is
-            faster than processing the text again. 0 = none.
         checkpoint_ram: bytes of host memory for checkpoints, in contexts whose memory cannot drop the
             end of a text (recurrent, hybrid, ``swa_full=False``). A checkpoint is the state at an earlier
             position. Rewinds and the prefix cache return to the last checkpoint before the position they
@@ -141,7 +138,6 @@ class ContextParams:
     offload_kqv: bool = True
     kv_unified: bool | str = True
     prefix_cache: bool | None = None
-    cache_ram: int = 0
     checkpoint_ram: int = 512 << 20
     n_rs_seq: int | str = "auto"
     rope_scaling: str | None = None
@@ -205,10 +201,6 @@ class ContextParams:
             raise ConfigError(
                 f"n_seq_max ({n_seq_max}) must not exceed n_batch ({n_batch}) or n_ctx ({n_ctx}): "
                 f"every sequence may need a row of logits"
-            )
-        if self.cache_ram and not self.prefix_cache:
-            raise ConfigError(
-                "cache_ram is for K/V that the prefix cache evicts: set prefix_cache=True"
             )
         if self.prefix_cache and kv_unified and n_seq_max > MOST_WITH_PREFIXES:
             raise ConfigError(
@@ -318,12 +310,10 @@ _RANGES = {
     "n_threads": (1, 512),
     "n_threads_batch": (1, 512),
     "yarn_orig_ctx": (0, 2**31 - 1),
-    "cache_ram": (0, 2**62),
     "checkpoint_ram": (0, 2**62),
 }
 _REQUIRED = (
     "n_batch",
-    "cache_ram",
     "checkpoint_ram",
     "yarn_orig_ctx",
 )  # None is not a valid value for these

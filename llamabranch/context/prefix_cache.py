@@ -4,26 +4,19 @@ A cached prefix has a sequence that is never decoded. It refers to the cells the
 A new text with the same beginning shares those cells, as a fork does. So nothing is copied, the
 cells of a text stay in order, and a text that continues a kept one gets the logits it would have
 had alone. Cells of the least recently used texts are evicted first, from the end of the text. Cells
-that other sequences also use stay, since evicting them would free nothing. With a second tier in
-host memory the K/V is copied there first, and copied back if that takes less time than reading the
-text again.
+that other sequences also use stay, since evicting them would free nothing.
 """
 
 from __future__ import annotations
 
 import heapq
-import math
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
-from time import perf_counter
 
-from ..errors import SnapshotError
 from ..native.interrupts import uninterrupted
-from .hidden_states import PackedStates
-from .memory import END, Row, State
-from .runner import Runner
+from .memory import END, Memory, Row
 from .sequence_ids import SequenceIds
 
 __all__ = ["MIN_SHARED", "CachedPrefix", "CachedPrefixes", "PrefixCache", "n_common"]
@@ -36,28 +29,18 @@ _tokens = attrgetter("tokens")
 
 
 class CachedPrefix:
-    """A text, with the sequence that refers to its cells, or a copy of their K/V.
+    """A text, with the sequence that refers to its cells.
 
     Attributes:
         tokens: its token ids; do not change them while the text is in a collection.
         seq_id: the sequence; -1 if it has none.
         row: the logits after its last token, float32 (V,), if they will be asked for again.
-        state: the K/V of all its tokens, uint8 (n,), if it is outside the cache.
-        hidden: its hidden states, if it is outside the cache and there is a head.
     """
 
     def __init__(self, tokens: list[int], seq_id: int = -1) -> None:
         self.tokens = tokens
         self.seq_id = seq_id
         self.row: Row | None = None
-        self.state: State | None = None
-        self.hidden: PackedStates | None = None
-
-    @property
-    def n_bytes(self) -> int:
-        """The bytes of memory it takes outside the cache."""
-        n = 0 if self.state is None else self.state.nbytes
-        return n if self.hidden is None else n + self.hidden.rows.nbytes
 
 
 class CachedPrefixes:
@@ -126,54 +109,20 @@ class CachedPrefixes:
         del self._sorted[bisect_left(self._sorted, text.tokens, key=_tokens)]
 
 
-class SavedTexts(CachedPrefixes):
-    """At most ``max_bytes`` of K/V and hidden states. The least recently used texts are dropped
-    first.
-
-    Attributes:
-        n_bytes: the size of all texts.
-    """
-
-    def __init__(self, max_bytes: int) -> None:
-        super().__init__()
-        self.n_bytes = 0
-        self.max_bytes = max_bytes
-
-    def add(self, text: CachedPrefix) -> None:
-        """Add a text unless another one begins with it; drop a text that it continues."""
-        n, known = self.find(text.tokens)
-        if known is not None and n == len(known.tokens):
-            self.remove(known)
-        super().add(text)
-        self.n_bytes += text.n_bytes
-        while self.n_bytes > self.max_bytes:
-            self.remove(next(iter(self)))
-
-    def remove(self, text: CachedPrefix) -> None:
-        """Drop a text. A second call does nothing."""
-        if text in self:
-            super().remove(text)
-            self.n_bytes -= text.n_bytes
-
-
 class PrefixCache:
     """Texts whose K/V is still in the cache, to be shared with texts that begin alike.
 
     ``ContextParams.prefix_cache`` tells which contexts have one.
 
     Args:
-        runner: has the cells, frees some for K/V that is copied back, and measures how long reading
-            takes.
+        memory: has the cells.
         sequences: the sequences of the context. Cached texts use some of them if the memory has no other
             ids.
-        cache_ram: bytes of host memory for the K/V of evicted texts; 0 = evicted K/V is lost.
 
     Attributes:
         n_hits: how often the beginning of a text was found.
         n_hit_tokens: the total number of tokens found.
         n_evicted: how many cells were freed because other texts needed them.
-        n_restored: how many tokens were copied back from ``saved``.
-        saved: the texts in host memory.
         most_idle: the most cells that only cached texts use, or the cells of the last text if these are
             more.
 
@@ -181,12 +130,9 @@ class PrefixCache:
     begin with all of it, or with its tokens up to one of its checkpoints.
     """
 
-    def __init__(self, runner: Runner, sequences: SequenceIds, cache_ram: int) -> None:
-        self._memory = memory = runner.memory
+    def __init__(self, memory: Memory, sequences: SequenceIds) -> None:
+        self._memory = memory
         self._sequences = sequences
-        self.saved = SavedTexts(cache_ram)
-        self._runner = runner
-        self._restore_s = math.nan  # seconds for each token that was copied back
         if len(memory.spare_seq_ids) < _FEWEST_IDS:
             memory.spare_seq_ids = range(0)
         self._spare_seq_ids = list(memory.spare_seq_ids)  # a heap
@@ -194,7 +140,6 @@ class PrefixCache:
         self.n_hits = 0
         self.n_hit_tokens = 0
         self.n_evicted = 0
-        self.n_restored = 0
         self.most_idle = END
         memory.evict = self.evict
         sequences.evict, sequences.transfer_text = self.evict_text, self.transfer_text
@@ -209,18 +154,12 @@ class PrefixCache:
 
     def n_common(self, tokens: Sequence[int]) -> int:
         """Return how many of ``tokens``, from the first one, could be shared."""
-        n = self._find(tokens)[0]
-        return self._worth_restoring(tokens, n)[0] or n
+        return self._find(tokens)[0]
 
     @uninterrupted
     def take(self, seq_id: int, tokens: Sequence[int]) -> int:
         """Share the longest kept prefix of ``tokens`` with an empty sequence; return its length."""
         n, text = self._find(tokens)
-        n_saved, saved = self._worth_restoring(tokens, n)
-        if saved is not None:
-            if self._restore(seq_id, saved, n_saved):
-                return n_saved
-            n, text = self._find(tokens)  # restoring may have evicted other texts
         n = 0 if text is None else self._memory.fork(text.seq_id, seq_id, n)
         if text is None or not n:
             return 0
@@ -262,7 +201,7 @@ class PrefixCache:
             The sequence; None if ``take`` has to copy, or if there is nothing to take.
         """
         n, text = self._find(tokens)
-        if text is None or self._worth_restoring(tokens, n)[0]:
+        if text is None:
             return None
         self._kept.use(text)  # so that another text is evicted
         n_lost = len(text.tokens) - n
@@ -272,7 +211,6 @@ class PrefixCache:
             return None
         self._memory.prefix_seq_ids.discard(text.seq_id)
         if n_lost:
-            self._save(text)
             self._memory.cut(text.seq_id, n)
         self._kept.remove(text)
         self._count_hit(n)
@@ -289,60 +227,6 @@ class PrefixCache:
             n_whole, whole = self._kept.find_whole(tokens)
             n, text = (n_whole, whole) if n_whole > n_usable else (n_usable, text)
         return (n, text) if n >= MIN_SHARED else (0, None)
-
-    # -- host memory -------------------------------------------------------------------------------
-
-    def _worth_restoring(
-        self, tokens: Sequence[int], n_kept: int
-    ) -> tuple[int, CachedPrefix] | tuple[int, None]:
-        """Return the number of tokens to copy back and their saved text; (0, None) if it does not pay.
-
-        The text must have more of ``tokens`` than the cache keeps. Copying pays if it takes less time
-        than reading the tokens that are not kept; both times are measured.
-        """
-        n, text = self.saved.find(tokens)
-        if text is None or n < n_kept + MIN_SHARED:
-            return 0, None
-        restore_s = self._restore_s * len(text.tokens)
-        read_s = self._runner.read_s * (n - n_kept)
-        return (0, None) if restore_s > read_s else (n, text)  # nan: not measured yet
-
-    def _restore(self, seq_id: int, text: CachedPrefix, n: int) -> bool:
-        """Give an empty sequence the first ``n`` tokens of a saved text; False if that is impossible."""
-        memory, n_tokens = self._memory, len(text.tokens)
-        self._runner.make_room(n_tokens)
-        if text.state is None or memory.n_vacant < n_tokens:
-            return False
-        start = perf_counter()
-        try:
-            memory.place(seq_id, text.state, 0, n_tokens)
-            if memory.hidden is not None and text.hidden is not None:
-                memory.hidden.restore(seq_id, text.hidden)
-        except SnapshotError:
-            self.saved.remove(text)
-            return False
-        took = (perf_counter() - start) / n_tokens
-        known = self._restore_s
-        self._restore_s = took if known != known else 0.7 * known + 0.3 * took
-        if n < n_tokens:
-            memory.drop(seq_id, n)
-        self.saved.use(text)
-        self._count_hit(n)
-        self.n_restored += n
-        return True
-
-    def _save(self, text: CachedPrefix) -> None:
-        """Copy the K/V of a text to host memory before its cells are freed."""
-        layout, hidden = self._memory.state_layout, self._memory.hidden
-        n = len(text.tokens)
-        n_bytes = 0 if hidden is None else 4 * hidden.width * n
-        if layout is None or n_bytes + layout.max_bytes(n) > self.saved.max_bytes:
-            return
-        if self.saved.find(text.tokens)[0] < n:
-            copy = CachedPrefix(text.tokens)
-            copy.state = self._memory.piece(text.seq_id, 0)
-            copy.hidden = None if hidden is None else hidden.packed(text.seq_id)
-            self.saved.add(copy)
 
     # -- keeping and evicting ----------------------------------------------------------------------
 
@@ -426,7 +310,6 @@ class PrefixCache:
             return 0
         n_tokens = len(text.tokens)
         keep = self._memory.usable(text.seq_id, max(first, n_tokens - n_cells))
-        self._save(text)
         is_kept = keep >= MIN_SHARED and self._kept.cut(text, keep)
         if not is_kept or self._memory.cut(text.seq_id, keep) < keep:
             self._drop(text)
@@ -438,16 +321,13 @@ class PrefixCache:
         for text in self._kept:
             _, n_alone = self._memory.cells.exclusive(text.seq_id, 0, END)
             self.n_evicted += n_alone
-            self._save(text)
             self._drop(text)
             return True
         return False
 
     @uninterrupted
     def clear(self) -> None:
-        """Drop everything, also the texts in host memory."""
-        for text in self.saved:
-            self.saved.remove(text)
+        """Drop everything."""
         for text in self._kept:
             self._drop(text)
 

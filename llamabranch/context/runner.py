@@ -8,11 +8,9 @@ possible. The caller must hold the context's lock and pass valid arguments:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
-from time import perf_counter
 
 import numpy as np
 import numpy.typing as npt
@@ -47,7 +45,6 @@ _FULL = 1  # llama_decode's return codes
 _REFUSED = -1
 _INTERRUPTED = 2
 _NO_MEMORY = -2
-_LONG = 32  # decodes of at least this many tokens measure how long reading takes
 
 
 class Runner:
@@ -68,7 +65,6 @@ class Runner:
         stops: the requests to stop a decode.
         n_chunk: the most tokens of a decode that can be interrupted.
         most_hidden: the most numbers that the hidden states of a token can have, of all layers together.
-        read_s: seconds for each token of a long chunk, smoothed; NaN before the first.
     """
 
     def __init__(
@@ -84,7 +80,6 @@ class Runner:
         self.stops = handle.stops
         self.n_chunk = handle.n_chunk
         self.most_hidden = handle.n_layer * handle.n_embd + handle.n_embd_out
-        self.read_s = math.nan
         # If there are fewer cells than that, no sequence can exceed it.
         self.n_trained = END if n_trained is None or handle.n_ctx_seq <= n_trained else n_trained
         self._row_bytes = 4 * handle.n_vocab
@@ -364,12 +359,7 @@ class Runner:
             handle.states[:n] = states
         if members[0]:
             return handle.decode_tree(n, members)
-        start = perf_counter()
-        code = handle.decode(n)
-        if code == 0 and n >= _LONG:
-            took, known = (perf_counter() - start) / n, self.read_s
-            self.read_s = took if known != known else 0.9 * known + 0.1 * took
-        return code
+        return handle.decode(n)
 
     def _warn_beyond_trained(self) -> None:
         trained, self.n_trained = self.n_trained, END

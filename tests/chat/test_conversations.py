@@ -461,7 +461,7 @@ def test_message_that_is_interrupted_leaves_what_was_read_before_it(
 
 def test_a_chat_keeps_its_turns_whatever_the_context_was_opened_with(model: lb.Model) -> None:
     options: list[dict[str, Any]] = [
-        {"prefix_cache": False}, {"prefix_cache": True, "cache_ram": 1 << 20}, {"kv_unified": False},
+        {"prefix_cache": False}, {"prefix_cache": True}, {"kv_unified": False},
     ]  # fmt: skip
     for more in options:
         with Context(model, n_ctx=2048, n_seq_max=4, n_threads=1, **more) as context:

@@ -154,7 +154,6 @@ OPTIONS: list[tuple[str, dict[str, object]]] = [
     ("kv_unified must be 'auto', True or False", {"kv_unified": "no"}),
     ("at most 240 with a prefix cache",
      {"n_seq_max": 241, "prefix_cache": True, "n_batch": 256, "n_ctx": 512}),
-    ("set prefix_cache=True", {"cache_ram": 1000}),
     ("checkpoint_ram", {"checkpoint_ram": -1}), ("checkpoint_ram", {"checkpoint_ram": None}),
     ("checkpoint_ram", {"checkpoint_ram": "1G"}), ("checkpoint_ram", {"checkpoint_ram": 1 << 63}),
     ("", {"n_batch": 0}), ("", {"n_batch": -1}), ("", {"n_ubatch": 0}),
@@ -178,7 +177,6 @@ refuses(
 for _architecture, _said, _options in (
     ("mamba", "kv_unified", {"kv_unified": False}),
     ("gemma3", "kv_unified", {"kv_unified": False}),
-    ("mamba", "recurrent memory", {"prefix_cache": True, "cache_ram": 1000}),
     ("gemma3", "sliding window", {"exact": True, "kv_type": "bf16"}),
 ):
 

@@ -71,7 +71,6 @@ class Run:
             kv_type=KV_TYPE[world.window],
             flash_attention=FLASH_ATTENTION[world.window],
             prefix_cache=world.cached,
-            cache_ram=100_000 if world.cached and not world.window else 0,
             kv_unified=world.unified,
         )
         drafter = None if world.drafting is None else lb.ModelDrafter(world.drafting)
@@ -173,7 +172,6 @@ class Run:
         )  # fmt: skip
         acts[self.draw(0, len(acts) - 1)]()
         self.ctx.audit()
-        self.ctx.decoder.read_s = 1.0  # what is saved in host memory is always worth restoring
         usage = self.ctx.usage()
         assert usage.in_order
         total = usage.cells_used + usage.cells_cached + usage.cells_reserved
@@ -189,7 +187,6 @@ class Run:
         assert (self.ctx.usage().cells_used, self.ctx.n_seq_free) == (0, 4)
         if self.ctx.prefix_cache is not None:
             self.ctx.prefix_cache.clear()
-            self.tally["restored"] += self.ctx.prefix_cache.n_restored
         usage = self.ctx.usage()
         assert (usage.cells_cached, usage.cells_reserved) == (0, 0)
         self.ctx.audit()
@@ -240,4 +237,3 @@ def test_every_text_is_that_of_its_request_alone(which: str, tmp_path: Path) -> 
     assert expected <= {name for name, n in tally.items() if n}, tally
     if which != "plain":
         assert tally["cached"] > 0, tally
-        assert (tally["restored"] > 0) != window, tally

@@ -373,40 +373,6 @@ def test_engine_texts_are_plain_in_contexts_of_other_kinds(
             assert head.usage().cells_used == 0
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["unified", "own cells"])
-def test_prefix_that_comes_back_from_host_memory_has_its_hidden_states(
-    own: bool, eagle: Pair, target: lb.Model
-) -> None:
-    rng = np.random.default_rng(5)
-    texts = [[int(t) for t in rng.integers(2, 4000, 100)] for _ in range(3)]
-    wanted = []
-    for tokens in texts:
-        with lb.Branch.create(eagle.ctx, SETTINGS["greedy"]) as branch:
-            branch.prefill(tokens[:-1])
-            wanted.append(drafted(eagle, branch, tokens, 4))
-    with lb.Context(
-        target,
-        n_ctx=512 if own else 256,
-        n_seq_max=2,
-        n_threads=1,
-        prefix_cache=True,
-        cache_ram=1 << 22,
-        kv_unified=not own,
-        exact=True,
-    ) as ctx:
-        head = lb.Context(lb.Model(HEAD), target=ctx, owns_model=True, n_ctx=512)
-        pair = Pair(ctx, lb.EagleDrafter(head))
-        for _ in range(2):
-            for tokens, draft in zip(texts, wanted, strict=True):
-                ctx.decoder.read_s = 1.0  # as if reading took a second for each token
-                with lb.Branch.start(ctx, tokens[:-1], sampling=SETTINGS["greedy"]) as branch:
-                    decodes = ctx.decoder.n_decodes
-                    assert drafted(pair, branch, tokens, 4) == draft
-                    assert ctx.decoder.n_decodes == decodes  # no token was decoded again
-        assert ctx.prefix_cache is not None and ctx.prefix_cache.n_restored > 0
-        pair.audit()
-
-
 @pytest.mark.parametrize("own_head", [False, True], ids=["head unified", "head own"])
 def test_head_begins_after_the_tokens_whose_states_are_not_known(
     own_head: bool, target: lb.Model

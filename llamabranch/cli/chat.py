@@ -50,8 +50,8 @@ USAGES = {
     "/switch N": "Continue on branch N.",
     "/system [TEXT]": "Print or set the system message; - removes it.",
     "/set [NAME VALUE]": "Print the settings, or change one: temperature 0.5, thinking off.",
-    "/save FOLDER": "Save the chat with its branches.",
-    "/load FOLDER": "Continue a saved chat.",
+    "/save FILE": "Save the chat with its branches.",
+    "/load FILE": "Continue a saved chat.",
     "/help": "Print this list.",
     "/quit": "End the program, as Ctrl-D does.",
 }
@@ -124,7 +124,7 @@ class ChatSession:
             name, _, rest = line[1:].partition(" ")
             usage = next((usage for usage in USAGES if usage.split()[0] == f"/{name}"), "/help")
             try:
-                if not rest and usage.endswith(("N", "FOLDER", "TEXT")):
+                if not rest and usage.endswith(("N", "FILE", "TEXT")):
                     raise ValueError
                 self._do(name, rest.strip())
             except lb.LlamaBranchError:
@@ -208,14 +208,12 @@ class ChatSession:
             case "set":
                 self._set(rest)
             case "save":
-                folder = os.path.expanduser(rest)
-                chat.save(folder)
-                note(f"saved in {folder}")
+                file = os.path.expanduser(rest)
+                chat.save(file)
+                note(f"saved in {file}")
             case "load":
-                folder = os.path.expanduser(rest)
-                chat.close()  # frees its cells; if the load fails, it is processed again
-                drafting = chat.engine
-                self.chat = lb.Chat.load(chat.ctx, folder, drafting.drafter, drafting.config)
+                file, drafting = os.path.expanduser(rest), chat.engine
+                self.chat = lb.Chat.load(chat.ctx, file, drafting.drafter, drafting.config)
                 self.chat.on_prompt_progress = self._console.reading
                 self.show_last()
             case "help":
@@ -275,7 +273,7 @@ def chat(
         Path | None, option("-f --file", "Turns and commands, one a line.", TEXT, metavar="FILE")
     ] = None,
     load: Annotated[
-        Path | None, option("--load", "Continue a chat that /save wrote.", TEXT, metavar="FOLDER")
+        Path | None, option("--load", "Continue a chat that /save wrote.", TEXT, metavar="FILE")
     ] = None,
     think: Annotated[
         str | None, option("--think", "Think before answers.", TEXT, metavar="on|off|N")

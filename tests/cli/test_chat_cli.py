@@ -49,9 +49,9 @@ def turns(path: Path, *lines: str) -> tuple[str, str]:
     return "-f", str(path)
 
 
-def saved_in(folder: Path) -> dict[str, Any]:
+def saved_in(file: Path) -> dict[str, Any]:
     """Return what a chat that was saved consists of."""
-    chat: dict[str, Any] = json.loads((folder / "chat.json").read_text())
+    chat: dict[str, Any] = json.loads(file.read_text())
     return chat
 
 
@@ -201,7 +201,7 @@ def test_file_of_turns_with_commands_and_a_chat_that_goes_on(tmp_path: Path) -> 
     answer = json.loads(result.stdout)
     roles = [message["role"] for message in answer["messages"]]
     assert roles == ["system", *["user", "assistant"] * 2]
-    assert (answer["branches"], answer["stats"]["num_answers"]) == (2, 3)
+    assert answer["branches"] == 2
     again = run(*OPTIONS, "--load", kept, "-p", "What else?", "--json")
     assert json.loads(again.stdout)["messages"][:5] == answer["messages"]
     wrong = run(*OPTIONS, *turns(tmp_path / "turns", "/undo"))
@@ -245,7 +245,7 @@ def test_a_wrong_command_of_a_file_does_not_end_the_run(tmp_path: Path) -> None:
     assert result.exit_code == 1 and "never sent" not in result.stdout
     for message in ("there is no command /what", "an argument is missing", "branch 2"):
         assert message in result.stderr
-    for usage in ("/edit N TEXT", "/switch N", "/save FOLDER"):
+    for usage in ("/edit N TEXT", "/switch N", "/save FILE"):
         assert f"hint: {usage}\n" in result.stderr
 
 

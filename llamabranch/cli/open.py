@@ -19,7 +19,6 @@ from llamabranch.serve import ServeSettings
 
 from . import options as opt
 from .console import Console
-from .files import load_function
 from .options import Given, option
 
 if TYPE_CHECKING:
@@ -39,10 +38,6 @@ def open(
     named: Annotated[str | None, typer.Argument(metavar="[MODEL]")] = None,
     file: Annotated[
         Path | None, option("--file", f"NAME{_SUFFIX}; one per model.", PAGE, metavar="FILE")
-    ] = None,
-    constraint: Annotated[
-        str | None,
-        option("--constraint", "A rule for the page's bar.", PAGE, metavar="FILE.py:NAME"),
     ] = None,
     port: Annotated[
         int, option("--port", "Or the next free one.", PAGE, metavar="N", max=65_535)
@@ -73,7 +68,6 @@ def open(
         from llamabranch.loom import Loom, front_of
         from llamabranch.serve.server import Server
 
-        rule = constraint and (constraint, load_function(constraint))
         target, drafters = given.resolve(console)
 
         def open_engine() -> AsyncEngine:
@@ -100,7 +94,6 @@ def open(
             read_only=read_only,
             draft="+".join(drafters) or "none",
             settings_file=_folder("XDG_CONFIG_HOME", ".config") / "page.json",
-            constraint=rule or None,
         )  # fmt: skip
         server.front = front_of(loom)
         console.on_opening = loom.opening

@@ -185,23 +185,6 @@ def test_thoughts_fold_and_calls_are_cards(page: Page) -> None:
     assert turns(page)[2:4] == [("assistant", "A fox lived there."), ("user", "Why?")]
 
 
-def test_a_box_to_write_in_is_shown_with_its_buttons(page: Page) -> None:
-    talk(page)
-    for text in ("And then?", "Why?"):
-        page.locator("#text").press("Enter")
-        send = page.locator(".typing button.main")
-        send.wait_for()
-        seen = page.evaluate(
-            """() => document.querySelector(".typing").getBoundingClientRect().bottom
-            <= document.querySelector("#columns .scroller").getBoundingClientRect().bottom"""
-        )
-        assert seen, text
-        page.locator(".typing textarea").fill(text)
-        send.click()
-        page.locator("#text .turn.said", has_text=text).wait_for()
-        idle(page)
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_thoughts_calls_and_chips_have_contrast(
     chromium: Browser, served: Opened, scheme: str
@@ -313,7 +296,7 @@ def test_the_bar_is_kept_in_the_document_and_used(chromium: Browser, tmp_path: P
         assert page.locator(".shoot").count() == 2
         made = asked(page, f"/loom/tokens?node={newest(page)[0][0]}")["node"]
         assert (made["n"], made["sampling"]["temperature"], made["stop"]) == (5, 0.5, ["xyz"])
-        # A preset of one's own is kept for all documents; what is wrong is told in the dialog.
+        # What is wrong is told in the dialog.
         page.locator("#text").press("G")
         for name, bad, told_of in (
             ("n", "2.5", "whole number"), ("temperature", "hot", "not a number"),
@@ -332,9 +315,6 @@ def test_the_bar_is_kept_in_the_document_and_used(chromium: Browser, tmp_path: P
         page.locator("dialog button[value=keep]").click()
         told(page, "dialog .wrong", "schema")
         page.locator("dialog [name=follow]").fill('{"enum": ["north", "south"]}')
-        page.locator("dialog [aria-label='Name of the preset']").fill("a wind")
-        page.locator("dialog button", has_text="Save as a preset").click()
-        page.locator("dialog option", has_text="a wind").wait_for(state="attached")
         page.locator("dialog button[value=go]").click()
         idle(page)
         assert "a JSON schema" in page.locator("#bar-said").inner_text()
@@ -351,7 +331,7 @@ def test_the_bar_is_kept_in_the_document_and_used(chromium: Browser, tmp_path: P
         presets = page.locator("dialog select").first
         presets.select_option("three short texts")
         assert page.locator("dialog [name=max_tokens]").input_value() == "24"
-        presets.select_option("a wind")
+        presets.select_option("now")
         assert page.locator("dialog [name=kind]").input_value() == "json_schema"
 
 
@@ -443,25 +423,3 @@ def test_the_first_screen_is_calm_and_its_cards_run(chromium: Browser, tmp_path:
             idle(page)
             said: Any = page.locator("#lens-line").inner_text()
             assert said in lines
-
-
-def test_every_action_is_found_without_the_help(story: Page) -> None:
-    """What has a key is also a button, a menu entry, or what arrows and digits mean everywhere."""
-    page = story
-    names = page.evaluate(
-        "import('/loom/app/keys.js').then(keys => keys.ACTIONS.map(([name, , title]) => [name, title]))"
-    )
-    page.locator("[data-action=menu]").click()
-    entries = "\n".join(page.locator("dialog .menu").all_inner_texts())
-    of_button = "all => all.map(each => each.dataset.action)"
-    buttons = page.locator("[data-action]").evaluate_all(of_button)
-    arrows = {"up", "down", "left", "right", "first", "last"}
-    shown = {"toggle", "lens", "lensBack", "find", "text.surpriseBack"}  # triangle, radios, box
-    assert [
-        name
-        for name, title in names
-        if name not in {*buttons, *shown}
-        and name.removeprefix("text.") not in arrows
-        and title not in entries
-    ] == []
-    page.keyboard.press("Escape")

@@ -1,4 +1,4 @@
-"""Small things of the page that were wrong once: rows, comparisons, copying, dialogs, letters, phones."""
+"""Small things of the page that were wrong once: tokens, imports, undo, copying."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from browsing import (
     asked,
-    exported,
-    from_disk,
     idle,
     menu,
     press,
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
 
 FAMILY, FLAG, THUMB = "👩‍👩‍👧", "🏴󠁧󠁢󠁥󠁮󠁧󠁿", "👍🏽"
 ROW = "#rows > :not([hidden])"
-CODE = "def area(width, height):\n    # of a rectangle\n    return width * height\n"
 
 
 def arguments(_: Path) -> list[object]:
@@ -72,39 +69,6 @@ def status(page: Page) -> str:
 
 
 # -- the tree --------------------------------------------------------------------------------------
-
-
-def test_a_row_shows_no_text_beyond_its_fork(chromium: Browser, page: Page, tmp_path: Path) -> None:
-    words = ["One", " two", " three", " four", " five", " six", " seven", " eight"]
-    node = imported(page, "".join(words))
-    n = len(tokens(page))
-    for at in (n - 4, n - 2):
-        do(page, "type", node=node, at=at, text=" or else")
-    idle(page)
-    page.locator(ROW, has_text="or else").nth(1).wait_for()
-
-    def check(shown: Page) -> None:
-        def found() -> list[str]:
-            told = rows(shown)
-            begin = next(i for i, (_, text) in enumerate(told) if text.startswith("One two"))
-            mine = [text.replace("·", " ").strip() for name, text in told[begin:]]
-            return [text for text in mine if text and "or else" not in text]
-
-        shown.wait_for_function(
-            "() => ![...document.querySelectorAll('.words')].some(e => e.textContent === '…')"
-        )
-        assert " ".join("".join(found()[:3]).split()) == "".join("".join(words).split(" ")) or (
-            " ".join(found()[:3]) == "".join(words)
-        )
-
-    check(page)
-    page.reload()
-    idle(page)
-    page.locator(f"{ROW}[data-node={node}]").first.click()
-    idle(page)
-    check(page)
-    with from_disk(chromium, exported(page, tmp_path)) as other:
-        check(other)
 
 
 def test_what_tokens_share_is_drawn_as_one(page: Page) -> None:
@@ -269,65 +233,4 @@ def test_what_was_stopped_is_not_read_again_by_itself(page: Page) -> None:
 # -- letters ---------------------------------------------------------------------------------------
 
 
-def is_mono(page: Page) -> bool:
-    idle(page)
-    font = page.evaluate("getComputedStyle(document.querySelector('#text')).fontFamily")
-    assert ("monospace" in font) == page.evaluate("'mono' in document.documentElement.dataset")
-    return "monospace" in font
-
-
 # -- phones ----------------------------------------------------------------------------------------
-
-
-PHONE: dict[str, Any] = {
-    "viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True,
-}  # fmt: skip
-
-
-def test_fingers_reach_everything(chromium: Browser, served: Opened) -> None:
-    with visiting(chromium, served, **PHONE) as page:
-        idle(page)
-        written_here = imported(page, "The old king called his three sons and said")
-        page.locator("#panes label", has_text="Text").tap()
-        sizes = """all => all.filter(each => each.offsetParent).map(each => {
-            const {width, height} = each.getBoundingClientRect();
-            return [each.textContent.trim(), width, height]; })"""
-        for pane in ("Tree", "Text"):
-            page.locator("#panes label", has_text=pane).tap()
-            idle(page)
-            targets = page.locator("button, label > span, [role=treeitem]").evaluate_all(sizes)
-            assert len(targets) > 12
-            assert [each for each in targets if min(each[1:]) < 44] == []
-        room = """() => [document.querySelector("#columns").clientHeight / innerHeight,
-            document.documentElement.scrollHeight - innerHeight]"""
-        high, beyond = page.evaluate(room)
-        assert high > 0.35 and beyond <= 0  # one reads the text
-        page.locator("#text [data-token]").nth(4).tap()
-        other = page.locator("[data-alternative]:not([aria-current])").first
-        other.wait_for()  # one tap shows them
-        idle(page)
-        assert other.bounding_box() is not None and page.locator("#text .cursor").is_visible()
-        assert min(page.locator("[data-alternative]").evaluate_all(sizes)[0][1:]) >= 44
-        stop = """() => { const stop = document.querySelector("#actions [data-action=stop]");
-            stop.hidden = false; // as while something is written
-            const isSeen = stop.offsetParent !== null && stop.getBoundingClientRect().height >= 44;
-            stop.hidden = true;
-            return isSeen; }"""
-        assert page.evaluate(stop)
-        other.tap()
-        idle(page)
-        assert chosen(page) != written_here
-        assert page.locator("#untap").is_visible()
-        page.locator("#untap").tap()
-        idle(page)
-        assert page.locator("#token-pane").is_hidden()
-        menu(page, "begin another text")
-        assert [
-            each
-            for each in page.locator("button, summary").evaluate_all(sizes)
-            if min(each[1:]) < 44
-        ] == []
-        assert page.evaluate("innerWidth") == 390  # it is not zoomed out for what is too wide
-
-
-# -- drafts ----------------------------------------------------------------------------------------

@@ -97,6 +97,15 @@ def visiting(browser: Browser, served: Opened, **settings: object) -> Iterator[P
         context.close()
 
 
+@contextmanager
+def afresh(browser: Browser, served: Opened, **settings: object) -> Iterator[Page]:
+    """Open the page before another text begins than those that other tests wrote."""
+    with visiting(browser, served, **settings) as page:
+        idle(page)
+        anew(page)
+        yield page
+
+
 def anew(page: Page) -> None:
     """Go to the first screen, unless it is shown."""
     if page.locator("#empty").is_hidden():

@@ -228,9 +228,3 @@ def test_what_was_stopped_is_not_read_again_by_itself(page: Page) -> None:
     ops = [json.loads(body).get("op") for body in asked_for if body.startswith("{")]
     assert "stop" in ops
     assert "score" not in ops
-
-
-# -- letters ---------------------------------------------------------------------------------------
-
-
-# -- phones ----------------------------------------------------------------------------------------

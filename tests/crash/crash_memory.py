@@ -204,9 +204,10 @@ def kv_type_that_does_not_fit_the_heads(w: World) -> None:
 def _few_rows(w: World, n_seq_max: int, n_outputs_max: int) -> None:
     """Everything that asks for rows works if a decode may have few. llama.cpp aborts at one more."""
     for kv_type in ("auto", "q8_0", "f16"):
-        opening = partial(w.context, n_outputs_max=n_outputs_max, kv_type=kv_type)
+        is_exact = kv_type != "f16"
+        opening = partial(w.context, n_outputs_max=n_outputs_max, kv_type=kv_type, exact=is_exact)
         with opening(n_seq_max=n_seq_max) as ctx, opening(n_seq_max=n_seq_max) as draft_ctx:
-            assert ctx.capabilities.exact == (kv_type != "f16")
+            assert ctx.capabilities.exact == is_exact
             ctx.decode(list(range(60, 80)), 0, logits="all")
             assert len([ctx.logits(row) for row in range(20)]) == 20
             ctx.kv_cache_clear()

@@ -216,6 +216,7 @@ def test_every_text_is_that_of_its_request_alone(which: str, tmp_path: Path) -> 
             n_ctx=N_CELLS,
             n_seq_max=1,
             n_threads=1,
+            exact=not window,
             kv_type=KV_TYPE[window],
             flash_attention=FLASH_ATTENTION[window],
         ) as clean,

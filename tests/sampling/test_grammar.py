@@ -185,9 +185,18 @@ def _agrees(text: str, model: lb.Model) -> bool:
         taken = all(len(model.handle.tokenize(n.encode(), False, True)) == 1 for n in names)
     except GrammarError as error:
         taken = False
-        stricter = ("the limit", "below its minimum", "nested", "left rec", "an empty set", "the range ends")
+        stricter = (
+            "the limit",
+            "below its minimum",
+            "nested",
+            "left rec",
+            "an empty set",
+            "the range ends",
+        )
         if any(word in str(error) for word in stricter):
-            return False  # stricter than the parser, which would hang, overflow, or allow other texts
+            return (
+                False  # stricter than the parser, which would hang, overflow, or allow other texts
+            )
     if taken and Gbnf(text).repeats_empty:
         return True  # llama.cpp may loop
     try:

@@ -5,8 +5,7 @@
 The same loop on every side: a question, a forced call, its result, an answer of at most --tokens
 tokens; then a second question, call and answer. Sides: `lb.Agent` in this process; the same messages to
 `llamabranch serve` and to ``llama-server -np 3`` over HTTP, three clients at a time; and re-prompting:
-each turn as a whole prompt to a context that keeps no prefixes, one agent after the other. "overhead":
-one agent on a document of 300 tokens, and the requests that it made, sent to an engine without it.
+each turn as a whole prompt to a context that keeps no prefixes, one agent after the other.
 Tokens read are the prompt tokens that a side has evaluated, by its own account. Distinct tokens are the
 nodes of the trie of all of the agents' texts.
 """
@@ -17,23 +16,21 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from statistics import median
 from typing import Literal, NamedTuple, cast
 
 import llamabranch as lb
 from llamabranch.context.prefix_cache import n_common
-from llamabranch.engine import Event
 from llamabranch.model.functions import function_tool
-from llamabranch.request.request import AnyRequest
 
 from .llama_tools import ToolError
+from .prompts import document
 from .report import Settings, emit, number, parser, table, title
-from .serve import Served, request, start_ours, start_theirs
+from .servers import Served, request, start_ours, start_theirs
 
-SIDES = ("agent", "serve", "llama-server", "re-prompting", "overhead")
+SIDES = ("agent", "serve", "llama-server", "re-prompting")
 QUESTIONS = ("Who pays?", "When does it end?", "What is the risk?")
 SECOND = "And what follows from it?"
 SYSTEM = "Answer from the document, in one sentence."
@@ -66,17 +63,6 @@ class Figures(NamedTuple):
     n_generated: int
 
 
-def document(model: lb.Model, n_tokens: int) -> str:
-    """Return a text of about so many tokens."""
-    lines: list[str] = []
-    n = 0
-    while n < n_tokens:
-        i = len(lines)
-        lines.append(f"{i + 1}. In month {i % 12 + 1} the borrower pays {900 + i} euros.")
-        n += len(model.tokenize(lines[-1] + "\n", add_special=False))
-    return "\n".join(lines)
-
-
 def agent(ctx: lb.Context, text: str, n_tokens: int) -> tuple[Figures, int]:
     """Run three agents; return the figures, and the number of distinct tokens."""
 
@@ -98,49 +84,6 @@ def agent(ctx: lb.Context, text: str, n_tokens: int) -> tuple[Figures, int]:
     n_prompt = n_read + sum(s.cached for s in stats)
     distinct = nodes([report.tokens for report in reports])
     return Figures(seconds, n_read, n_prompt, n_generated), distinct
-
-
-class _Recording(lb.AsyncEngine):
-    """An engine that keeps the requests it is given."""
-
-    def __init__(self, ctx: lb.Context) -> None:
-        super().__init__(ctx)
-        self.requests: list[AnyRequest] = []
-
-    def steps(
-        self, *requests: AnyRequest, reports_tokens: bool = True
-    ) -> AsyncGenerator[list[Event], None]:
-        self.requests += requests
-        return super().steps(*requests, reports_tokens=reports_tokens)
-
-
-def overhead(model: lb.Model, text: str, n_tokens: int, threads: int) -> tuple[float, float]:
-    """Return the seconds of one agent whose function takes no time, and of its requests alone."""
-
-    async def main() -> tuple[float, float]:
-        seconds = []
-        requests: list[AnyRequest] = []
-        for is_agent in (True, False):
-            with lb.Context(model, n_ctx=4096, n_seq_max=8, n_threads=threads) as ctx:
-                engine = _Recording(ctx)
-                async with engine:
-                    reader = lb.Agent(
-                        engine, [("system", SYSTEM), ("user", text)], [look], tool_choice="look",
-                        parallel_calls=False, max_turns=3, max_tokens=80 + n_tokens, temperature=0,
-                    )  # fmt: skip
-                    begun = time.perf_counter()
-                    if is_agent:
-                        await reader.arun(QUESTIONS[0])
-                        seconds.append(time.perf_counter() - begun)
-                        requests = engine.requests
-                        continue
-                    for given in requests:
-                        async for _ in engine.steps(given, reports_tokens=False):
-                            pass
-                    seconds.append(time.perf_counter() - begun)
-        return seconds[0], seconds[1]
-
-    return asyncio.run(main())
 
 
 def nodes(texts: Sequence[Sequence[int]]) -> int:
@@ -229,11 +172,11 @@ async def reprompting(ctx: lb.Context, text: str, n_tokens: int) -> Figures:
 
 def main() -> None:
     """Measure all sides, one after the other."""
-    described = parser("agents", runs=1, prompts=1, tokens=32)
+    described = parser("agents", runs=1, tokens=32)
     described.add_argument("--document", type=int, default=6000, help="tokens of the document")
     described.add_argument("--only", nargs="+", choices=SIDES, default=[*SIDES])
     args = described.parse_args()
-    settings = Settings.of(args, tokens=8)
+    settings = Settings.of(args)
     n_document = 300 if settings.quick else args.document
     cells = n_document + 1500
     found: dict[str, list[Figures]] = {}
@@ -270,15 +213,6 @@ def main() -> None:
                 ) as ctx:
                     figures = asyncio.run(reprompting(ctx, text, settings.tokens))
                     note("re-prompting", figures)
-        if "overhead" in args.only:
-            short = document(model, 300)
-            pairs = [
-                overhead(model, short, settings.tokens, settings.threads)
-                for _ in range(max(settings.runs, 3))
-            ]
-            alone = median(pair[1] for pair in pairs)
-            share = median(pair[0] / pair[1] - 1 for pair in pairs)
-            print(f"one agent: {alone:.2f} s of requests, the layer adds {100 * share:.1f} %")
         rows = [
             [name, number(one.seconds, 1), str(one.n_read), str(one.n_prompt), str(one.n_generated)]
             for name, all_of in found.items()

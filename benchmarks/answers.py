@@ -208,7 +208,7 @@ def reference(task: str) -> str:
 
 def main() -> None:
     """Make or read the plan, answer items while there is time, show the tables."""
-    described = parser("answers", runs=1, prompts=1, tokens=1)
+    described = parser("answers")
     described.add_argument("--out", type=Path, help="the file of the plan and all answers")
     described.add_argument("--minutes", type=float, default=60.0, help="stop after this time")
     described.add_argument("--items", type=int, default=600, help="the most items of each task")

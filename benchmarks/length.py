@@ -1,33 +1,27 @@
 """Long prompts: reading them, and generating after them, beside llama.cpp in its best setting.
 
+    python -m benchmarks.length [--models smollm2-135m:Q8_0] [--lengths 500 2000]
+
 Four figures for each model and length T, in tokens a second: a prompt of T tokens read; one text
 generated after it; eight forks of it generated together; eight separate texts of T / 8 tokens generated
 together, so that the cache holds T in all. For each figure the contestants take turns, in an order that
 is turned around each time; ratios are taken within a turn.
 
-- *default*, *own cells*, *exact*: a context on its defaults, with ``kv_unified=False``, and with
-  ``batch_invariant=True``
+- *default*, *plain*, *exact*: a context on its defaults, with ``flash_attention=False``, and exact
 - *bare ...*: a loop of ``llama_decode`` that keeps nothing, for each K/V type, with flash attention and
   without, in pieces of 512 and of 128 tokens. The best of them, for each figure, is what others are
   compared with.
-- *llama-server*, *Llama*: on their defaults but for threads and context size; one text
+- *llama-server*: on its defaults but for threads and context size; one text
 
-A model and a length take one to five minutes. They can be measured one at a time, with ``--output``;
-``--merge`` prints what the file holds:
-
-    python -m benchmarks.length --models smollm2-135m:Q8_0 --lengths 500 --output length.jsonl
-    python -m benchmarks.length --models smollm2-135m:Q8_0 --lengths 2000 --output length.jsonl
-    python -m benchmarks.length --merge length.jsonl
+A model and a length take one to five minutes.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
@@ -38,13 +32,11 @@ import llamabranch as lb
 from llamabranch.bench.timing import Spread
 from llamabranch.context.params import ContextOptions
 
-from . import llama_tools
-from .llama_python import LlamaPython
-from .llama_server import LlamaServer
-from .report import Settings, emit, number, parser, pm, table, title
+from .llama_tools import has_amx
+from .report import Settings, emit, parser, pm, table, title
+from .servers import Served, start_theirs
 
-DEFAULT, OWN, EXACT = "default", "own cells", "exact"
-SERVER, LLAMA = "llama-server", "Llama"
+SERVER = "llama-server"
 READ, ONE, FORKS, SEPARATE = "read", "one text", "eight forks", "eight texts"
 FIGURES = (READ, ONE, FORKS, SEPARATE)
 MODELS = ("smollm2-135m:Q8_0", "smollm2-135m:BF16")
@@ -73,7 +65,7 @@ BARE = (
 _KV = {"f16": 1, "bf16": 30}  # ggml_type
 
 _OPTIONS: dict[str, ContextOptions] = {
-    DEFAULT: {}, OWN: {"kv_unified": False}, EXACT: {"batch_invariant": True},
+    "default": {}, "plain": {"flash_attention": False}, "exact": {"batch_invariant": True},
 }  # fmt: skip
 
 Rates = dict[str, list[float]]  # tokens a second of each figure, for each turn
@@ -100,114 +92,58 @@ class Contestant(Protocol):
 
 def main() -> None:
     """Measure every model and length."""
-    described = parser("long prompts", runs=3, prompts=1, tokens=24)
+    described = parser("long prompts", runs=3, tokens=24)
     add = described.add_argument
     add("--models", nargs="+", help=f"names or files; default: {' '.join(MODELS)}")
     add("--lengths", type=int, nargs="+", help="default: 500 2000 6000")
-    add("--bare", type=int, nargs="+", help="numbers of bare settings; default: all")
-    names_of = (DEFAULT, OWN, EXACT, "bare", LLAMA, SERVER)
-    add("--without", nargs="+", choices=names_of, default=(), help="contestants to leave out")
-    add("--figures", nargs="+", choices=FIGURES, default=FIGURES, help="default: all")
-    add("--output", type=Path, help="append what was measured to this file of JSON lines")
-    add("--merge", type=Path, help="measure nothing: print what such a file holds")
+    add("--without", nargs="+", choices=_OPTIONS, default=(), help="contexts to leave out")
     args = described.parse_args()
     settings = Settings.of(args)
     lengths = args.lengths or ([64] if settings.quick else [500, 2000, 6000])
     names = args.models or ([settings.target] if settings.quick else MODELS)
-    bare = [BARE[i] for i in args.bare] if args.bare else BARE
-    measured: list[dict[str, Any]] = []
+    reports: dict[str, object] = {}
     with ExitStack() as stack:
-        if args.merge:
-            with args.merge.open(encoding="utf-8") as file:
-                measured = [json.loads(line) for line in file]
-            names = []
         models = {name: stack.enter_context(lb.Model(lb.hub.resolve(name))) for name in names}
         for model in models.values():
             for length in lengths:
                 with ExitStack() as opened:
-                    contestants = _contestants(model, length, settings, bare, args.without, opened)
-                    runs = _interleaved(contestants, model, length, settings, args.figures)
-                measured.append(
-                    {"model": title(model), "length": length, "build": _build(), "runs": runs}
-                )
-                if args.output:
-                    with args.output.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(measured[-1]) + "\n")
-        results = {
-            f"{each['model']}, {each['length']}, {each['build']}": each
-            for each in _merged(measured)
-        }
-        reports = {label: _report(label, each["runs"]) for label, each in results.items()}
-        _summary(results, reports)
+                    contestants = _contestants(model, length, settings, args.without, opened)
+                    runs = _interleaved(contestants, model, length, settings)
+                label = f"{title(model)}, {length} tokens"
+                reports[label] = _report(label, runs)
         emit("length", settings, models, reports)
 
 
-def _build() -> str:
-    """Return the widest instructions that llama.cpp was built for."""
-    known = lb.system_info()
-    return next((name for name in ("AVX512", "AVX2", "NEON") if f"{name} = 1" in known), "")
-
-
-def _merged(measured: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return one entry for each model, length and build, with the turns of all its entries.
-
-    Only contestants that all of its entries have: a ratio is between turns of one run.
-    """
-    merged: dict[tuple[object, ...], dict[str, Any]] = {}
-    for entry in measured:
-        key = entry["model"], entry["length"], entry["build"]
-        if key not in merged:
-            merged[key] = entry
-            continue
-        before = merged[key]["runs"]
-        merged[key] = entry | {
-            "runs": {
-                name: {figure: before[name][figure] + rates[figure] for figure in FIGURES}
-                for name, rates in entry["runs"].items()
-                if name in before
-            }
-        }
-    return list(merged.values())
-
-
 def _contestants(
-    model: lb.Model,
-    length: int,
-    settings: Settings,
-    bare: Sequence[Bare],
-    without: Sequence[str],
-    stack: ExitStack,
+    model: lb.Model, length: int, settings: Settings, without: Sequence[str], stack: ExitStack
 ) -> dict[str, Contestant]:
-    found: dict[str, Contestant] = {}
-    for name, options in _OPTIONS.items():
-        if name in without:
-            continue
+    contestants: dict[str, Contestant] = {}
+    n_ctx = length + _ROOM
+    for name in [name for name in _OPTIONS if name not in without]:
+        options = _OPTIONS[name].copy()
+        options |= {
+            "n_ctx": n_ctx, "n_seq_max": _N + 1, "n_threads": settings.threads,
+            "n_threads_batch": settings.threads,
+        }  # fmt: skip
         try:
-            ctx = stack.enter_context(_context(model, length, settings, options))
+            ctx = stack.enter_context(lb.Context(model, **options))
         except lb.errors.UnsupportedError as error:
             print(f"{model.name}, {name}: {error}")
         else:
-            found[name] = _Ours(ctx)
+            contestants[name] = _Ours(ctx)
     of_model = C.llama_model_default_params()
-    of_model.use_extra_bufts = not llama_tools.has_amx()
+    of_model.use_extra_bufts = not has_amx()
     weights = C.llama_model_load_from_file(str(model.path).encode(), of_model)
     stack.callback(C.llama_model_free, weights)
-    for setting in () if "bare" in without else bare:
-        loop = _BareLoop(weights, setting, length + _ROOM, settings.threads)
+    for setting in BARE:
+        loop = _BareLoop(weights, setting, n_ctx, settings.threads)
         stack.callback(loop.close)
-        found[setting.name] = loop
-    if LLAMA not in without:
-        llama = LlamaPython(model.path, n_ctx=length + _ROOM, threads=settings.threads)
-        stack.callback(llama.close)
-        found[LLAMA] = _Llama(llama)
-    if settings.peers and SERVER not in without:
-        program = llama_tools.build_server(settings.cache, settings.peers_bin)
-        server = LlamaServer(
-            program, model.path, threads=settings.threads, n_ctx=length + _ROOM, kv_type="f16"
-        )
+        contestants[setting.name] = loop
+    if settings.peers:
+        server = start_theirs(settings, model.path, "-np", 1, "-c", n_ctx)
         stack.callback(server.close)
-        found[SERVER] = _Server(server)
-    return found
+        contestants[SERVER] = _Server(server)
+    return contestants
 
 
 def _interleaved(
@@ -215,7 +151,6 @@ def _interleaved(
     model: lb.Model,
     length: int,
     settings: Settings,
-    figures: Sequence[str],
 ) -> dict[str, Rates]:
     runs: dict[str, Rates] = {name: {figure: [] for figure in FIGURES} for name in contestants}
     order = list(contestants)
@@ -232,12 +167,10 @@ def _interleaved(
         # The beginning differs, so that no program has a part of it in its cache.
         tokens = _tokens(model, length, run + 1)
         turn(READ, partial(_read, tokens=tokens))
-        for _ in range(_TURNS if ONE in figures else 0):
+        for _ in range(_TURNS):
             turn(ONE, lambda each: each.one(n))
-        for _ in range(_TURNS if FORKS in figures else 0):
+        for _ in range(_TURNS):
             turn(FORKS, lambda each: each.forks(max(2, n // 2)))
-    if SEPARATE not in figures:
-        return runs
     size = length // _N
     texts = [_tokens(model, size, 1000 + i) for i in range(_N)]
     for each in contestants.values():
@@ -257,19 +190,6 @@ def _tokens(model: lb.Model, n: int, seed: int) -> list[int]:
 
 
 # -- llamabranch -----------------------------------------------------------------------------------
-
-
-def _context(
-    model: lb.Model, length: int, settings: Settings, options: ContextOptions
-) -> lb.Context:
-    given = options.copy()
-    given |= {
-        "n_ctx": (length + _ROOM) * (1 if options.get("kv_unified", True) else _N + 1),
-        "n_seq_max": _N + 1,
-        "n_threads": settings.threads,
-        "n_threads_batch": settings.threads,
-    }
-    return lb.Context(model, **given)
 
 
 class _Ours:
@@ -419,8 +339,22 @@ class _BareLoop:
         return rate
 
 
-class _Single:
-    """A program with one text at a time."""
+class _Server:
+    """llama-server with one slot, by its own clock."""
+
+    def __init__(self, server: Served) -> None:
+        self._server = server
+        self._tokens: list[int] = []
+
+    def read(self, tokens: Sequence[int]) -> float:
+        self._tokens = list(tokens)
+        timings = self._server.complete(tokens, 1)
+        return 1000 * timings["prompt_n"] / timings["prompt_ms"]
+
+    def one(self, n: int) -> float:
+        timings = self._server.complete(self._tokens, n + 1, temperature=0.0, ignore_eos=True)
+        # The server counts the first token, which comes from the prompt's logits and takes no time.
+        return 1000 * (timings["predicted_n"] - 1) / timings["predicted_ms"]
 
     def forks(self, n: int) -> float:
         return math.nan
@@ -432,104 +366,48 @@ class _Single:
         return math.nan
 
 
-class _Llama(_Single):
-    def __init__(self, llama: LlamaPython) -> None:
-        self._llama = llama
-        self._tokens: list[int] = []
-
-    def read(self, tokens: Sequence[int]) -> float:
-        self._tokens = list(tokens)
-        start = perf_counter()
-        self._llama.generate(tokens, 0, 0.0, 1)
-        return len(tokens) / (perf_counter() - start)
-
-    def one(self, n: int) -> float:
-        return self._llama.generate(self._tokens, n, 0.0, 1).rate
-
-
-class _Server(_Single):
-    def __init__(self, server: LlamaServer) -> None:
-        self._server = server
-        self._tokens: list[int] = []
-
-    def read(self, tokens: Sequence[int]) -> float:
-        self._tokens = list(tokens)
-        answer = self._server.generate(tokens, 1)
-        return answer.n_evaluated / answer.first_s
-
-    def one(self, n: int) -> float:
-        answer = self._server.generate(self._tokens, n + 1, ignore_eos=True)
-        # The server counts the first token, which comes from the prompt's logits and takes no time.
-        return (answer.n_tokens - 1) / answer.generating_s
-
-
 # -- the report ------------------------------------------------------------------------------------
 
 
 def _report(label: str, runs: Mapping[str, Rates]) -> dict[str, Any]:
     bare = [name for name in runs if name.startswith("bare")]
-    best = {figure: max(bare, key=partial(_median, runs, figure)) for figure in FIGURES if bare}
-    ratios = {}
-    for ours in _OPTIONS:
-        if ours not in runs:
-            continue
-        ratios[ours] = {
-            f"{figure}, best bare": _ratio(runs[ours], runs[best[figure]], figure)
-            for figure in best
-        } | {
-            f"{figure}, {other}": _ratio(runs[ours], runs[other], figure)
-            for other in (SERVER, LLAMA)
-            if other in runs
-            for figure in (READ, ONE)
+    best = {figure: max(bare, key=partial(_median, runs, figure)) for figure in FIGURES}
+    others = {f"{figure}, best bare": (figure, best[figure]) for figure in FIGURES}
+    if SERVER in runs:
+        others |= {f"{figure}, {SERVER}": (figure, SERVER) for figure in (READ, ONE)}
+    ratios = {
+        name: {
+            column: _ratio(runs[name], runs[other], figure)
+            for column, (figure, other) in others.items()
         }
+        for name in _OPTIONS
+        if name in runs
+    }
     rates = {
         name: {figure: Spread.of(each[figure]) for figure in FIGURES} for name, each in runs.items()
     }
-    table(
-        f"Tokens a second, {label}",
-        ("", *FIGURES),
-        [(name, *(pm(each[figure], 1) for figure in FIGURES)) for name, each in rates.items()],
-    )
-    labels = list(next(iter(ratios.values()), {}))
-    table(
-        "Ratios within a turn",
-        ("", *labels),
-        [(name, *(pm(each[label]) for label in labels)) for name, each in ratios.items()],
-    )
+    for caption, rows in (("Tokens a second", rates), ("Ratios within a turn", ratios)):
+        digits = 1 if rows is rates else 2
+        columns = FIGURES if rows is rates else tuple(others)
+        table(
+            f"{caption}, {label}",
+            ("", *columns),
+            [
+                (name, *(pm(each[column], digits) for column in columns))
+                for name, each in rows.items()
+            ],
+        )
     return {
-        "tokens_per_s": {
-            name: {figure: spread.as_dict() for figure, spread in each.items()}
-            for name, each in rates.items()
-        },
-        "best_bare": best,
-        "ratios": {
-            name: {label: spread.as_dict() for label, spread in each.items()}
-            for name, each in ratios.items()
-        },
+        "tokens_per_s": _as_dicts(rates), "best_bare": best, "ratios": _as_dicts(ratios),
         "runs": runs,
+    }  # fmt: skip
+
+
+def _as_dicts(spreads: Mapping[str, Mapping[str, Spread]]) -> dict[str, dict[str, object]]:
+    return {
+        name: {column: spread.as_dict() for column, spread in each.items()}
+        for name, each in spreads.items()
     }
-
-
-def _summary(results: Mapping[str, Mapping[str, Any]], reports: Mapping[str, Any]) -> None:
-    """Print a row for each model, length and build: the default's speed, and its ratios."""
-    columns = [f"{figure}, best bare" for figure in FIGURES]
-    columns += [f"{figure}, {other}" for other in (SERVER, LLAMA) for figure in (READ, ONE)]
-    rows = []
-    for label, each in results.items():
-        report = reports[label]
-        if DEFAULT not in report["ratios"]:
-            continue
-        rates, ratios = report["tokens_per_s"][DEFAULT], report["ratios"][DEFAULT]
-        speeds = [_shown(rates[figure], 0) for figure in FIGURES]
-        shown = [_shown(ratios.get(name, {}), 2) for name in columns]
-        rows.append((each["model"], str(each["length"]), each["build"], *speeds, *shown))
-    table("The default", ("model", "tokens", "build", *FIGURES, *columns), rows)
-
-
-def _shown(spread: Mapping[str, float | None], digits: int) -> str:
-    """Return the median of a spread's JSON for a table."""
-    median = spread.get("median")
-    return number(math.nan if median is None else median, digits)
 
 
 def _median(runs: Mapping[str, Rates], figure: str, name: str) -> float:

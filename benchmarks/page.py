@@ -161,8 +161,7 @@ READING = "() => document.documentElement.dataset.state === 'reading-again'"
 
 def main() -> None:
     """Measure the parts that are asked for."""
-    described = parser("the page in a browser", runs=30, prompts=1, tokens=24)
-    described.set_defaults(target="smollm2-135m:Q8_0")
+    described = parser("the page in a browser", runs=30, target="smollm2-135m:Q8_0")
     described.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="default: all")
     args = described.parse_args()
     settings = Settings.of(args)

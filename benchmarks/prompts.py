@@ -1,10 +1,10 @@
-"""The prompts of all benchmarks: twenty openings of tales, and five tasks for real models."""
+"""The prompts: twenty openings of tales, five tasks for real models, ten people with a schema."""
 
 from __future__ import annotations
 
 import llamabranch as lb
 
-__all__ = ["PROMPTS", "TASKS", "long_prompt"]
+__all__ = ["PEOPLE", "PEOPLE_SCHEMA", "PROMPTS", "TASKS", "document"]
 
 PROMPTS: tuple[str, ...] = (
     "Once upon a time there was a miller who had nothing left but his mill and one grey goose.",
@@ -30,10 +30,15 @@ PROMPTS: tuple[str, ...] = (
 )
 
 
-def long_prompt(ctx: lb.Context, n: int) -> list[int]:
-    """Return ``n`` tokens of text: the prompts, again and again."""
-    tokens = [token for prompt in PROMPTS for token in ctx.tokenize(" " + prompt)]
-    return (tokens * (n // len(tokens) + 1))[:n]
+def document(model: lb.Model, n_tokens: int) -> str:
+    """Return a text of numbered lines, of about so many tokens."""
+    lines: list[str] = []
+    n = 0
+    while n < n_tokens:
+        i = len(lines)
+        lines.append(f"{i + 1}. In month {i % 12 + 1} the borrower pays {900 + i} euros.")
+        n += len(model.tokenize(lines[-1] + "\n", add_special=False))
+    return "\n".join(lines)
 
 
 # Texts that a model of 135M parameters continues sensibly. The answer begins at the end of each.
@@ -84,3 +89,44 @@ English: the king, the night, the book, the house, the river, the water, the bre
 French:""",
     "free": "The three most important things to know about the sea are",
 }
+
+PEOPLE_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "full_name": {"type": "string", "maxLength": 40},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "city_of_residence": {"type": "string", "maxLength": 30},
+        "occupation": {"type": "string", "maxLength": 40},
+        "employment_status": {"enum": ["employed", "self-employed", "retired", "student"]},
+        "hobbies": {"type": "array", "items": {"type": "string", "maxLength": 20}, "maxItems": 3},
+        "has_children": {"type": "boolean"},
+        "contact_email": {"anyOf": [{"type": "string", "format": "email"}, {"type": "null"}]},
+    },
+    "required": [
+        "full_name", "age", "city_of_residence", "occupation", "employment_status", "hobbies",
+        "has_children", "contact_email",
+    ],
+    "additionalProperties": False,
+}  # fmt: skip
+PEOPLE = (
+    "Maria Lindqvist is a 42 year old marine biologist who lives in Gothenburg. She enjoys sailing, "
+    "chess and baking bread with her two sons. Her address is maria.lindqvist@example.org.",
+    "At 67, the former railway engineer Otto Baumgartner spends his days in Innsbruck painting "
+    "landscapes and repairing clocks. He has no children and no e-mail address.",
+    "Chiara Benedetti, 23, studies architecture in Bologna and plays volleyball and the violin. "
+    "You can write to chiara@studenti.example.it.",
+    "Our neighbour Samuel Okafor, aged 35, runs his own bakery in Leeds. After work he coaches a "
+    "football team in which his daughter plays (samuel@okafor-bread.example).",
+    "Ingrid Solheim retired last year, at 61, as head nurse of the hospital of Bergen. She knits, hikes "
+    "and sings in a choir; her three children live abroad.",
+    "Yuki Tanaka, a 29 year old translator from Osaka, works for herself. She collects stamps and grows "
+    "bonsai trees. Contact: tanaka.yuki@translate.example.",
+    "Pierre Delacroix (54) teaches history at a school in Lyon. He plays tennis, reads novels and cooks "
+    "for his wife and their son. His mail is p.delacroix@lycee.example.fr.",
+    "The student Amina Rahimi, 20 years old, moved to Rotterdam to study medicine; she swims and draws. "
+    "She has no children. amina.rahimi@uni.example.nl reaches her.",
+    "Carlos Mendoza is employed as a bus driver in Valencia. He is 48, has four children, and spends "
+    "his weekends fishing, dancing and playing the guitar.",
+    "Dr. Helena Novak, 39, a self-employed dentist in Prague, rides horses and restores old furniture. "
+    "She and her twins answer mail at helena@novak-dental.example.cz.",
+)

@@ -1,18 +1,15 @@
-"""The settings of a benchmark, its tables, and the JSON line at its end."""
+"""The harness of all benchmarks: settings, turns, tables, and the JSON line at the end."""
 
 from __future__ import annotations
 
 import argparse
-import atexit
 import json
 import math
 import os
-import platform
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 from rich import box
@@ -20,14 +17,14 @@ from rich.console import Console
 from rich.table import Table
 
 import llamabranch as lb
-from llamabranch.bench.machine import processor_name
-from llamabranch.bench.timing import Series, Spread
-
-from .prompts import PROMPTS
+from llamabranch.bench import timing
+from llamabranch.bench.machine import Machine
+from llamabranch.bench.timing import Maker, Series, Spread
 
 __all__ = [
     "Settings",
     "emit",
+    "interleave",
     "number",
     "parser",
     "percent",
@@ -45,29 +42,18 @@ class Settings:
     """The options that all benchmarks share."""
 
     target: str
-    draft: str
     threads: int
     runs: int
-    prompts: int
     tokens: int
-    temperatures: tuple[float, ...]
-    n_ctx: int
     quick: bool
     cache: Path
     peers_bin: Path | None
     peers: bool
 
     @classmethod
-    def of(cls, args: argparse.Namespace, **quick: int) -> Settings:
-        """Return the settings of a parsed command line; --quick uses small values.
-
-        ``quick`` changes the small values. Without a profile in the environment, this process uses a
-        new one.
-        """
-        profile = args.cache / f"benchmark-profile-{os.getpid()}.json"
-        if os.environ.setdefault("LLAMABRANCH_PROFILE", str(profile)) == str(profile):
-            atexit.register(profile.unlink, missing_ok=True)
-        small = {"runs": 1, "prompts": 1, "tokens": 8, "threads": 1} | quick
+    def of(cls, args: argparse.Namespace, tokens: int = 8) -> Settings:
+        """Return the settings of a parsed command line; --quick uses one run of ``tokens``."""
+        small = {"runs": 1, "tokens": tokens, "threads": 1}
 
         def pick(name: str) -> int:
             value = getattr(args, name)
@@ -77,95 +63,62 @@ class Settings:
                 raise SystemExit(f"--{name} must be at least 1")
             return int(value)
 
-        temperatures = args.temperatures or (
-            (0.8,) if args.quick else args.defaults["temperatures"]
-        )
         return cls(
             target=args.target,
-            draft=args.draft,
             threads=pick("threads"),
             runs=pick("runs"),
-            prompts=min(pick("prompts"), len(PROMPTS)),
             tokens=pick("tokens"),
-            temperatures=tuple(temperatures),
-            n_ctx=args.n_ctx,
             quick=args.quick,
             cache=args.cache,
             peers_bin=args.peers_bin,
             peers=not args.no_peers,
         )
 
-    def context(self, name: str, **options: int) -> lb.Context:
+    def context(self, name: str, n_ctx: int = 1024, n_seq_max: int = 8) -> lb.Context:
         """Open a context on a model by name or path."""
-        wanted = {"n_ctx": self.n_ctx, "n_threads": self.threads, **options}
-        return lb.load(
-            name,
-            n_ctx=wanted.pop("n_ctx"),
-            n_threads=wanted.pop("n_threads"),
-            n_seq_max=wanted.pop("n_seq_max", 8),
-        )
+        return lb.load(name, n_ctx=n_ctx, n_threads=self.threads, n_seq_max=n_seq_max)
 
     def as_dict(self) -> JSON:
         """Return the settings that go into the JSON line."""
-        return {
-            "threads": self.threads,
-            "runs": self.runs,
-            "prompts": self.prompts,
-            "tokens": self.tokens,
-            "temperatures": list(self.temperatures),
-            "n_ctx": self.n_ctx,
-            "quick": self.quick,
-            "profile": Path(os.environ["LLAMABRANCH_PROFILE"]).name,
-        }
+        names = ("threads", "runs", "tokens", "quick")
+        return {name: getattr(self, name) for name in names}
 
 
 def parser(
-    description: str,
-    *,
-    runs: int | None = None,
-    prompts: int | None = None,
-    tokens: int | None = None,
-    temperatures: Sequence[float] | None = (0.0,),
+    description: str, *, runs: int = 1, tokens: int = 1, target: str = "tale-target"
 ) -> argparse.ArgumentParser:
-    """Return a parser with the options all benchmarks share; None = each benchmark's own default."""
+    """Return a parser with the options all benchmarks share."""
     described = argparse.ArgumentParser(description=description)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     home = Path(os.environ.get("LLAMABRANCH_CACHE") or "~/.cache/llamabranch").expanduser()
+    defaults = {"threads": Machine.now().cores, "runs": runs, "tokens": tokens}
     add = described.add_argument
-    add("--target", default="tale-target", help="GGUF file, or a name from `llamabranch models`")
-    add("--draft", default="tale-draft", help="the same, for the draft model")
-    add(
-        "--threads",
-        type=int,
-        help=f"for each program that is compared; default: {cores}, the available cores",
-    )
-    add("--runs", type=int, help=_default(runs))
-    add("--prompts", type=int, help=f"how many of the {len(PROMPTS)} prompts; {_default(prompts)}")
-    add("--tokens", type=int, help=f"generated for each prompt; {_default(tokens)}")
-    add("--temperatures", type=float, nargs="+", help=_default(temperatures))
-    add("--n-ctx", type=int, default=1024, help="cells of each K/V cache; default: 1024")
+    add("--target", default=target, help="GGUF file, or a name from `llamabranch models`")
+    add("--threads", type=int, help=f"for each program; default: {defaults['threads']}")
+    add("--runs", type=int, help=f"default: {runs}")
+    add("--tokens", type=int, help=f"generated for each text; default: {tokens}")
     add("--quick", action="store_true", help="only check that it runs: the times mean nothing")
-    add(
-        "--cache",
-        type=Path,
-        default=home / "benchmarks",
-        help="folder for the programs and models that are built",
-    )
+    add("--cache", type=Path, default=home / "benchmarks", help="where programs are built")
     add("--peers-bin", type=Path, help="folder with llama.cpp's programs; default: build them")
     add("--no-peers", action="store_true", help="skip llama.cpp's own programs")
-    defaults = {
-        "threads": cores or 1, "runs": runs, "prompts": prompts, "tokens": tokens,
-        "temperatures": temperatures,
-    }  # fmt: skip
     described.set_defaults(defaults=defaults)
     return described
 
 
-def _default(value: int | Sequence[float] | None) -> str:
-    if value is None:
-        return "default: each benchmark's own"
-    shown = value if isinstance(value, int) else " ".join(f"{x:g}" for x in value)
-    return f"default: {shown}"
+# -- turns -----------------------------------------------------------------------------------------
+
+
+def interleave(makers: Mapping[str, Maker], *, n_runs: int, n_items: int) -> dict[str, Series]:
+    """Time all methods in turns, after each has warmed up on item 0, untimed and with separate state."""
+    for name, maker in makers.items():
+        show_progress(f"warming up: {name}")
+        maker(-1)(0)
+    return timing.interleave(makers, n_runs=n_runs, n_items=n_items, progress=show_progress)
+
+
+def show_progress(text: str) -> None:
+    """Show progress on one line of standard error, if that is a terminal."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[2K{text}", end="", file=sys.stderr, flush=True)
 
 
 # -- tables ----------------------------------------------------------------------------------------
@@ -220,31 +173,31 @@ def pm(spread: Spread, digits: int = 2) -> str:
 # -- the JSON line ---------------------------------------------------------------------------------
 
 
-def series_json(series: Series, base: Series | None = None) -> JSON:
+def series_json(series: Series, base: Series) -> JSON:
     """Return a contestant's speed, its ratio to ``base``, and its statistics."""
-    entry: dict[str, object] = {
+    return {
         "tokens_per_s": series.rate.as_dict(),
+        "ratio": series.ratio(base).as_dict(),
         "runs": series.rates,
         "n_tokens": series.total.n_tokens,
-        "seconds": series.total.seconds,
+        "stats": series.stats.as_dict(),
     }
-    if base is not None:
-        entry["ratio"] = series.ratio(base).as_dict()
-    stats = series.stats
-    if stats.num_drafts or stats.target_forward_passes:
-        entry["stats"] = stats.as_dict()
-    return entry
 
 
 def emit(
     name: str, settings: Settings, models: Mapping[str, lb.Model], results: JSON, **more: object
 ) -> None:
     """Print the JSON line, the last line of every benchmark."""
+    machine = Machine.now()
     line = {
         "benchmark": name,
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "hardware": hardware(),
-        "versions": versions(),
+        "hardware": machine.as_dict(),
+        "versions": {
+            "llamabranch": lb.__version__,
+            "llama_cpp_python": machine.llama_cpp_python,
+            "llama_cpp": machine.llama_cpp,
+        },
         "models": {role: describe(model) for role, model in models.items()},
         "settings": settings.as_dict(),
         **more,
@@ -262,40 +215,6 @@ def describe(model: lb.Model) -> JSON:
         "n_params": model.n_params,
         "file_type": model.file_type,
         "bytes": model.size_bytes,
-    }
-
-
-def hardware() -> JSON:
-    """Return processor, cores, memory, system and the load average before the run."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-    return {
-        "cpu": processor_name(),
-        "machine": platform.machine(),
-        "cores": cores,
-        "memory_gib": _memory_gib(),
-        "system": f"{platform.system()} {platform.release()}",
-        "load_1min": load,
-    }
-
-
-def _memory_gib() -> float | None:
-    try:
-        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
-    except (AttributeError, OSError, ValueError):
-        return None
-
-
-def versions() -> JSON:
-    """Return the versions of everything that can change the figures."""
-    from .llama_python import llama_cpp_version
-
-    return {
-        "llamabranch": lb.__version__,
-        "llama_cpp_python": metadata.version("llama-cpp-python"),
-        "llama_cpp": llama_cpp_version(),
-        "numpy": metadata.version("numpy"),
-        "python": platform.python_version(),
     }
 
 

@@ -1,6 +1,6 @@
 """Run the benchmarks of the documents one after another, each in a process of its own.
 
-    python -m benchmarks.run [--only tasks structured] [--quick] [other options of the programs]
+    python -m benchmarks.run [--only drafts serve] [--quick] [other options of the programs]
 
 Other options are passed on to each program. Tables are printed as they come; the last line of each
 program is its JSON line.
@@ -12,7 +12,7 @@ import argparse
 import subprocess
 import sys
 
-PROGRAMS = ("length", "tasks", "structured", "serve", "agents", "readme")
+PROGRAMS = ("length", "drafts", "serve", "agents")
 
 
 def main() -> None:

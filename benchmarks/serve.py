@@ -8,10 +8,8 @@ load: 1, 4, 8 and 16 clients stream completions of fixed lengths: tokens per sec
 chat: a chat of ten turns.
 shared: 64 requests with the same system prompt.
 json: JSON under a schema.
-cancel: how long the sequence of a client that has left stays in use.
 fanout: while a request with a prompt of 7,400 tokens runs, four requests that begin with this prompt join
   it (the case of llama.cpp's pull request 26204).
-engine: the same as load with the engine in this process, without HTTP.
 
 The sides are timed in turn, and ratios are taken within a run.
 """
@@ -19,207 +17,59 @@ The sides are timed in turn, and ratios are taken within a run.
 from __future__ import annotations
 
 import asyncio
-import json
-import re
-import shlex
 import signal
-import socket
-import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
-from pathlib import Path
 from statistics import median
-from time import perf_counter, sleep
+from time import perf_counter
 from typing import NamedTuple, TypeVar
 
 import llamabranch as lb
 from llamabranch.bench.timing import Spread
 
-from .llama_tools import ToolError, build_server
-from .prompts import PROMPTS
-from .report import Settings, emit, number, parser, pm, table, title
-from .structured import SCHEMA, TEXTS
+from .llama_tools import ToolError
+from .prompts import PEOPLE, PEOPLE_SCHEMA, PROMPTS, document
+from .report import Settings, emit, parser, pm, table, title
+from .servers import Answer, Served, start_ours, start_theirs
 
-PARTS = ("load", "chat", "shared", "json", "cancel", "fanout", "engine")
+PARTS = ("load", "chat", "shared", "json", "fanout")
 CLIENTS = (1, 4, 8, 16)
 LENGTHS = (64, 128, 192, 256)  # tokens of a stream
-OURS, FAST, THEIRS = "llamabranch serve", "llamabranch serve, batch_invariant=false", "llama-server"
-ENGINE = "engine in process"
-SIDES = {"ours": OURS, "fast": FAST, "theirs": THEIRS}
+OURS, THEIRS = "llamabranch serve", "llama-server"
 SYSTEM = "You are a patient teller of tales who answers in one sentence. " * 12
 TRUNK, TRUNK_TOKENS, BRANCHES, BRANCH_TOKENS = 7400, 200, 4, 32  # of the fan-out
 _SLOTS = 8
-_START_S = 120.0
-
-
-class Answer(NamedTuple):
-    """An answer: the text, its number of tokens, and the seconds to the first part and to the end.
-
-    ``n_read``: the prompt tokens that were not cached; 0 if the request did not ask for the usage.
-    """
-
-    text: str
-    n_tokens: int
-    first_s: float
-    total_s: float
-    n_read: int = 0
-
 
 T = TypeVar("T")
 Ask = Callable[[Mapping[str, object]], Awaitable[Answer]]
 Start = Callable[..., "Served"]
 
 
-class Served:
-    """A server in a process of its own; ``close`` ends it."""
-
-    def __init__(self, command: Sequence[object], port: int) -> None:
-        self.port = port
-        quiet = subprocess.DEVNULL
-        self._process = subprocess.Popen([str(x) for x in command], stdout=quiet, stderr=quiet)
-        end = perf_counter() + _START_S
-        while not self._is_ready():
-            if self._process.poll() is not None or perf_counter() > end:
-                self.close()
-                raise ToolError(f"{command[0]} does not start")
-            sleep(0.1)
-
-    def _is_ready(self) -> bool:
-        try:
-            return asyncio.run(request(self.port, "GET", "/health", None))[0] == 200
-        except OSError:
-            return False
-
-    async def ask(self, body: Mapping[str, object], begun: asyncio.Event | None = None) -> Answer:
-        """Return the answer to a request. The first part of a stream sets ``begun``."""
-        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-        start = perf_counter()
-        if not body.get("stream"):
-            _, reply = await request(self.port, "POST", path, body)
-            (choice,) = json.loads(reply)["choices"]
-            text = choice["text"] if "text" in choice else choice["message"]["content"]
-            n = int(json.loads(reply)["usage"]["completion_tokens"])
-            return Answer(text, n, perf_counter() - start, perf_counter() - start)
-        reader, writer = await send(self.port, "POST", path, body)
-        first_s, parts = 0.0, []
-        with closing(writer):
-            while line := await reader.readline():
-                if line.startswith(b"data: {"):
-                    first_s = first_s or perf_counter() - start
-                    parts.append(line)
-                    if begun is not None:
-                        begun.set()
-                elif line.startswith(b"data: [DONE]"):
-                    break
-        total_s = perf_counter() - start
-        events = [json.loads(line[6:]) for line in parts]
-        text = "".join(
-            choice.get("text") or "" for event in events for choice in event.get("choices", ())
-        )
-        limit = body["max_tokens"]
-        n = limit if isinstance(limit, int) else 0
-        used = events[-1].get("usage") if events else None
-        n_read = (
-            used["prompt_tokens"] - used["prompt_tokens_details"]["cached_tokens"] if used else 0
-        )
-        return Answer(text, n, first_s, total_s, n_read)
-
-    async def leave(self, body: Mapping[str, object]) -> float:
-        """Begin a stream, disconnect, and return the seconds until no slot is in use."""
-        reader, writer = await send(self.port, "POST", "/v1/completions", body)
-        while not (await reader.readline()).startswith(b"data: {"):
-            pass
-        start = perf_counter()
-        writer.transport.abort()
-        while True:
-            _, totals = await request(self.port, "GET", "/metrics", None)
-            if re.search(rb"(?m)^llamacpp:requests_processing 0", totals):
-                return perf_counter() - start
-
-    def send_signal(self, number: int) -> None:
-        """Send a signal to the process."""
-        self._process.send_signal(number)
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.terminate()
-        self._process.wait()
-
-
-async def send(
-    port: int, method: str, path: str, body: Mapping[str, object] | None
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Send a request; return the reader and the writer of the connection."""
-    data = b"" if body is None else json.dumps(body).encode()
-    head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
-    head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
-    writer.write(head.encode() + data)
-    return reader, writer
-
-
-async def request(
-    port: int, method: str, path: str, body: Mapping[str, object] | None
-) -> tuple[int, bytes]:
-    """Return the status and the body of an answer."""
-    reader, writer = await send(port, method, path, body)
-    with closing(writer):
-        first = await reader.readline()
-        if not first:
-            raise ConnectionResetError("no answer")
-        status = int(first.split()[1])
-        chunked = False
-        while (line := await reader.readline()).strip():
-            chunked |= line.lower().startswith(b"transfer-encoding: chunked")
-        if not chunked:
-            return status, await reader.read()
-        content = b""
-        while n := int(await reader.readline(), 16):
-            content += await reader.readexactly(n)
-            await reader.readline()
-        return status, content
-
-
 def main() -> None:
     """Measure all parts."""
-    described = parser("the server", runs=5, prompts=8, tokens=256)
-    described.add_argument("--only", nargs="+", choices=PARTS, default=PARTS[:-1])
+    described = parser("the server", runs=5, tokens=256)
+    described.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     described.add_argument("--clients", nargs="+", type=int, help="default: 1 4 8 16")
-    described.add_argument("--sides", nargs="+", choices=SIDES, default=[*SIDES])
-    described.add_argument("--options", default="", help="more options for llamabranch serve")
     args = described.parse_args()
-    settings = Settings.of(args, tokens=8)
+    settings = Settings.of(args)
     results: dict[str, object] = {}
     with ExitStack() as stack, settings.context(settings.target) as probe:
-        path = Path(probe.model.path)
-        starts: dict[str, Start] = {
-            name: partial(start_ours, settings, path, *shlex.split(args.options), *more)
-            for name, more in ((OURS, ()), (FAST, ("-S", "batch_invariant=false")))
-        }
+        starts: dict[str, Start] = {OURS: partial(start_ours, settings, probe.model.path)}
         if settings.peers:
-            starts[THEIRS] = partial(start_theirs, settings, path)
-        starts = {
-            name: start for name, start in starts.items() if name in map(SIDES.get, args.sides)
-        }
+            starts[THEIRS] = partial(start_theirs, settings, probe.model.path)
         sides: dict[str, Served] = {}
-        if set(args.only) - {"fanout", "engine"}:
-            for name, start in starts.items():
-                try:
-                    sides[name] = start("-np", _SLOTS, "-c", _cells())
-                    stack.callback(sides[name].close)
-                except ToolError as error:
-                    print(f"without {name}: {error}", file=sys.stderr)
+        for name, start in starts.items() if set(args.only) - {"fanout"} else ():
+            try:
+                sides[name] = start("-np", _SLOTS, "-c", _SLOTS * 1024)
+                stack.callback(sides[name].close)
+            except ToolError as error:
+                print(f"without {name}: {error}", file=sys.stderr)
         caption = f"{title(probe.model)}, {settings.threads} threads, {_SLOTS} slots"
         clients = args.clients or CLIENTS[: 2 if settings.quick else None]
-        loads: dict[str, Load] = {}
         if "load" in args.only:
-            loads = {name: partial(_at, side, settings) for name, side in sides.items()}
-        if "engine" in args.only:
-            loads[ENGINE] = partial(_in_process, path, settings)
-        if loads:
-            results["load"] = _load(settings, loads, sides, clients, caption)
+            results["load"] = _load(settings, sides, clients, caption)
         for part, name, work in (
             ("chat", "chat of ten turns", _chat),
             ("shared", "64 requests, one system prompt", _shared),
@@ -227,55 +77,10 @@ def main() -> None:
         ):
             if part in args.only:
                 results[name] = _compare(settings, sides, name, work, caption)
-        if "cancel" in args.only:
-            results["cancel"] = _cancel(settings, sides, caption)
         if "fanout" in args.only:
             caption = f"{title(probe.model)}, {settings.threads} threads"
             results["fanout"] = _fan_outs(settings, starts, probe, caption)
         emit("serve", settings, {"target": probe.model}, results)
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
-def _cells() -> int:
-    return _SLOTS * 1024
-
-
-def start_ours(settings: Settings, path: Path, *more: object) -> Served:
-    port = _free_port()
-    command = [
-        sys.executable, "-m", "llamabranch.cli", "serve", "-m", path, "--port", port,
-        "-t", settings.threads, *more,
-    ]  # fmt: skip
-    return Served(command, port)
-
-
-def start_theirs(settings: Settings, path: Path, *more: object) -> Served:
-    """Start llama-server; without repacked weights if these make it crash, as on processors with AMX."""
-    program = build_server(settings.cache, settings.peers_bin)
-    for repacks in ((), ("--no-repack",)):
-        port = _free_port()
-        command = [
-            program, "-m", path, "--port", port, "-t", settings.threads, "-tb", settings.threads,
-            "--no-ui", "--metrics", *repacks, *more,
-        ]  # fmt: skip
-        try:
-            side = Served(command, port)
-        except ToolError:
-            if repacks:
-                raise
-        else:
-            try:
-                asyncio.run(side.ask({"prompt": " ".join(PROMPTS), "max_tokens": 2}))
-                return side
-            except OSError:
-                side.close()
-        print("llama-server crashes with repacked weights: --no-repack is used", file=sys.stderr)
-    raise ToolError("llama-server crashes at its first answer")
 
 
 def _body(i: int, tokens: int, **more: object) -> dict[str, object]:
@@ -301,82 +106,38 @@ async def _clients(ask: Ask, n: int, longest: int, offset: int) -> list[Answer]:
     ]
 
 
-Load = Callable[[int, int], Coroutine[object, object, list[Answer]]]
-
-
-async def _at(side: Served, settings: Settings, n: int, offset: int) -> list[Answer]:
-    return await _timed(partial(_clients, side.ask, n, settings.tokens, offset))
-
-
-async def _in_process(path: Path, settings: Settings, n: int, offset: int) -> list[Answer]:
-    """Do the same with the engine in this process."""
-    with lb.load(
-        path, n_ctx=_cells(), n_seq_max=_SLOTS, n_threads=settings.threads, prefix_cache=True,
-        kv_unified=False,
-    ) as ctx:  # fmt: skip
-        async with lb.AsyncEngine(ctx, max_tokens=None, parallel=_SLOTS) as engine:
-
-            async def ask(body: Mapping[str, object]) -> Answer:
-                start, first_s, n_tokens = perf_counter(), 0.0, body["max_tokens"]
-                eog = dict.fromkeys(ctx.model.eog_tokens, float("-inf"))
-                seed = body["seed"]
-                sampling = lb.SamplingParams(
-                    seed=seed if isinstance(seed, int) else None, logit_bias=eog, logprobs=False
-                )
-                limit = n_tokens if isinstance(n_tokens, int) else 0
-                asked = lb.Request(str(body["prompt"]), max_tokens=limit, sampling=sampling)
-                text = ""
-                async for events in engine.steps(asked):
-                    first_s = first_s or perf_counter() - start
-                    text += "".join(e.emitted.text for e in events if e.emitted is not None)
-                return Answer(text, limit, first_s, perf_counter() - start)
-
-            await ask(_body(999, 8))  # threads, grammars, caches
-            return await _timed(partial(_clients, ask, n, settings.tokens, offset))
-
-
-class _Rates(NamedTuple):
-    rate: float
-    first_s: float
-
-
-async def _timed(work: Callable[[], Awaitable[list[Answer]]]) -> list[Answer]:
+async def _streamed(settings: Settings, ask: Ask, n: int, offset: int) -> tuple[float, float]:
+    """Let ``n`` clients stream; return tokens a second, and the median seconds to the first token."""
     start = perf_counter()
-    answers = await work()
-    wall = perf_counter() - start
-    return [*answers, Answer("", 0, wall, wall)]
-
-
-def _summary(timed: Sequence[Answer]) -> _Rates:
-    *answers, whole = timed
-    rate = sum(answer.n_tokens for answer in answers) / whole.total_s
-    return _Rates(rate, median(answer.first_s for answer in answers))
+    answers = await _clients(ask, n, settings.tokens, offset)
+    seconds = perf_counter() - start
+    n_tokens = sum(answer.n_tokens for answer in answers)
+    return n_tokens / seconds, median(answer.first_s for answer in answers)
 
 
 def _load(
-    settings: Settings,
-    loads: Mapping[str, Load],
-    sides: Mapping[str, Served],
-    clients: Sequence[int],
-    caption: str,
+    settings: Settings, sides: Mapping[str, Served], clients: Sequence[int], caption: str
 ) -> dict[str, object]:
     rows: list[tuple[str, ...]] = []
     results: dict[str, object] = {}
     over = ""
     for n in clients:
-        rates: dict[str, list[_Rates]] = {name: [] for name in loads}
+        rates: dict[str, list[float]] = {name: [] for name in sides}
+        firsts: dict[str, list[float]] = {name: [] for name in sides}
         for run in range(settings.runs):
-            for name, load in loads.items():
-                rates[name].append(_summary(_alone(name, sides, load(n, 100 * run))))
-                line = f"{n} clients, {name}: {rates[name][-1].rate:.1f} tokens/s"
-                print(line, file=sys.stderr, flush=True)
-        over, ratios = _over({name: [r.rate for r in of_side] for name, of_side in rates.items()})
-        for name, of_side in rates.items():
-            rate = Spread.of([r.rate for r in of_side])
-            first = Spread.of([1e3 * r.first_s for r in of_side])
-            rows.append((f"{n} clients, {name}", pm(rate, 1), pm(first, 1), pm(ratios[name])))
+            for name, side in sides.items():
+                work = _streamed(settings, side.ask, n, 100 * run)
+                rate, first_s = _alone(name, sides, work)
+                rates[name].append(rate)
+                firsts[name].append(1e3 * first_s)
+                print(f"{n} clients, {name}: {rate:.1f} tokens/s", file=sys.stderr, flush=True)
+        over, ratios = _over(rates)
+        for name in sides:
+            rate_spread, first = Spread.of(rates[name]), Spread.of(firsts[name])
+            row = (f"{n} clients, {name}", pm(rate_spread, 1), pm(first, 1), pm(ratios[name]))
+            rows.append(row)
             results[f"{n}, {name}"] = {
-                "tokens_per_s": rate.as_dict(), "first_ms": first.as_dict(),
+                "tokens_per_s": rate_spread.as_dict(), "first_ms": first.as_dict(),
                 over: ratios[name].as_dict(),
             }  # fmt: skip
     columns, longest = ("", "tokens/s", "first token, ms", over), settings.tokens
@@ -465,9 +226,9 @@ async def _shared(settings: Settings, ask: Ask, run: int) -> float:
 
 async def _json(settings: Settings, ask: Ask, run: int) -> float:
     """Extract JSON from ten texts, one after another; return tokens a second."""
-    schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
+    schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": PEOPLE_SCHEMA}}
     n_tokens, seconds = 0, 0.0
-    for text in TEXTS[: 1 if settings.quick else None]:
+    for text in PEOPLE[: 1 if settings.quick else None]:
         answer = await ask({
             "messages": [{"role": "user", "content": f"{run}. {text}\nGive it as JSON."}],
             "response_format": schema, "max_tokens": 160, "temperature": 0.0, "seed": 1,
@@ -475,21 +236,6 @@ async def _json(settings: Settings, ask: Ask, run: int) -> float:
         n_tokens += answer.n_tokens
         seconds += answer.total_s
     return n_tokens / seconds
-
-
-def _cancel(settings: Settings, sides: Mapping[str, Served], caption: str) -> dict[str, object]:
-    """Time how long the sequence of a client that has left is in use."""
-    n = 2 if settings.quick else 20
-    rows, results = [], {}
-    for name, side in sides.items():
-        seconds = [asyncio.run(side.leave(_body(i, 500))) for i in range(n)]
-        spread = Spread.of([1e3 * s for s in seconds])
-        rows.append((name, pm(spread, 1), number(min(1e3 * s for s in seconds), 1)))
-        results[name] = spread.as_dict()
-    table(
-        f"From leaving to a free slot, according to /metrics; {caption}", ("", "ms", "least"), rows
-    )
-    return dict(results)
 
 
 # -- requests that join a running one ------------------------------------------------------------------
@@ -514,17 +260,13 @@ def _fan_outs(
 ) -> dict[str, object]:
     """Time the fan-out on each side. The server has just started, so nothing is cached."""
     n_trunk = TRUNK // (10 if settings.quick else 1)
-    docs = Path(__file__).parents[1] / "docs"
-    pages = ("batching.md", "branches.md", "speculation.md")
-    trunk = ctx.tokenize("".join((docs / page).read_text("utf-8") for page in pages))[:n_trunk]
+    trunk = ctx.tokenize(document(ctx.model, n_trunk))[:n_trunk]
     cells = 8192  # as many as the model was trained for
-    parts = ("-np", BRANCHES + 1, "-c", (BRANCHES + 1) * cells)
-    sides: dict[str, Callable[[], Served]] = {}
-    for name, start in starts.items():
-        sides[name] = partial(start, *parts)
-        if name != THEIRS:
-            shared = ("-np", BRANCHES + 1, "-c", cells, "-S", "kv_unified=true")
-            sides[f"{name}, one cache"] = partial(start, *shared)
+    n_cells = {OURS: cells, THEIRS: (BRANCHES + 1) * cells}  # llama-server gives each slot a part
+    sides = {
+        name: partial(start, "-np", BRANCHES + 1, "-c", n_cells[name])
+        for name, start in starts.items()
+    }
     fan_outs: dict[str, list[_FanOut]] = {name: [] for name in sides}
     for _ in range(settings.runs):
         for name, open_server in sides.items():

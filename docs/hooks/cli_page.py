@@ -1,4 +1,4 @@
-"""Writes docs/cli.md from the commands; with ``--print`` to standard output.
+"""Writes docs/reference/cli.md from the commands; with ``--print`` to standard output.
 
 The options of a command are the lines of its --help. The text around them is in cli_page.txt, with a part
 for each command and a part that begins the page.
@@ -14,7 +14,7 @@ from typing import Any, cast
 from llamabranch.cli.app import COMMANDS, help_lines, load_command
 
 HERE = Path(__file__).parent
-PAGE = HERE.parent / "cli.md"
+PAGE = HERE.parent / "reference" / "cli.md"
 
 
 def page() -> str:

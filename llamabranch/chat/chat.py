@@ -27,16 +27,12 @@ from ..engine.context import Context
 from ..errors import (
     BranchStateError,
     CacheFullError,
-    CapacityError,
     ConfigError,
     LlamaBranchError,
-    PerformanceWarning,
-    SnapshotError,
     UnsupportedError,
     UsageError,
-    warn,
 )
-from ..model.tools import ToolCall, openai_call
+from ..model.tools import ToolCall
 from ..native import forkable_lock
 from ..pictures import TreeLine
 from ..request.request import Event, Result
@@ -77,15 +73,11 @@ class ChatStats:
     Attributes:
         num_evaluated_tokens: tokens of prompts and answers that the model has read.
         num_cached_tokens: tokens of prompts that were already in the cache.
-        num_answers: number of answers, including unfinished ones.
-        num_cut_exchanges: exchanges that were left out of a prompt because the context was full.
         speculative: statistics of drafts. Rejected tokens do not count in ``num_evaluated_tokens``.
     """
 
     num_evaluated_tokens: int = 0
     num_cached_tokens: int = 0
-    num_answers: int = 0
-    num_cut_exchanges: int = 0
     speculative: SpeculativeStats | None = None
 
 
@@ -142,7 +134,7 @@ class Chat:
         self._lock = forkable_lock()
         self._lines = {1: Line(1, system=system)}
         self._before = self._lines, 1  # what an answer without a token goes back to
-        self._id = uuid4().hex  # a saved chat has the id of the first chat in its folder
+        self._id = uuid4().hex  # a chat that is loaded keeps it
         self._answer: Answer | None = None
         self._stats = ChatStats()
         self.set(**{"seed": settings_of(options.get("sampling")).seed, **options})
@@ -340,8 +332,6 @@ class Chat:
         if not self.ctx.kv_cache.can_draft:
             self._read(line.system, question, n_cut, plan)
         exchange = replace(question, seed=seed, n_cut=n_cut)
-        self._stats.num_answers += 1
-        self._stats.num_cut_exchanges += max(0, n_cut - self.n_cut)
         self._before = self._lines, self.current
         self._lines = {**self._lines, line.number: replace(line, head=exchange)}
         self.current = line.number
@@ -417,9 +407,7 @@ class Chat:
             self._stats.num_evaluated_tokens += n_read + len(result.tokens)
         if self._answer is answer:
             if not answer.exchange.is_answered:
-                n_cut = self.n_cut
                 self._lines, self.current = self._before
-                self._stats.num_cut_exchanges -= max(0, n_cut - self.n_cut)
             self._answer = None
 
     # -- branches ----------------------------------------------------------------------------------
@@ -462,61 +450,44 @@ class Chat:
     # -- saving ------------------------------------------------------------------------------------
 
     @_exclusive
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write the conversation, and the K/V of the current branch, to a folder; see `load`.
-
-        The folder is created. An earlier save of this chat is replaced; other files are not.
+    def save(self, file: str | os.PathLike[str]) -> None:
+        """Write the conversation to a JSON file; see `load`. An earlier save of this chat is replaced.
 
         Raises:
-            SnapshotError: it cannot be written, or the folder has another chat or other files.
+            SnapshotError: it cannot be written, or the file is something else than this chat.
         """
         self._end_answer()
         limit, stop = self.options.get("max_tokens"), self.options.get("stop", ())
         texts = (stop,) if isinstance(stop, str) else tuple(stop)
-        lines = list(self._lines.values())
-        saved = SavedChat(self._id, lines, self.current, self.sampling, limit, texts)
-        write_chat(folder, self.ctx, saved)
+        saved = SavedChat(self._id, self._lines, self.current, self.sampling, limit, texts)
+        write_chat(file, self.ctx.model, saved)
 
     @classmethod
     def load(
         cls,
         ctx: Context,
-        folder: str | os.PathLike[str],
+        file: str | os.PathLike[str],
         drafter: DrafterChoice = "auto",
         config: SpeculativeConfig | None = None,
-        *,
-        trusted: bool = False,
     ) -> Chat:
         """Return the conversation that ``save`` wrote; it continues as if it had never ended.
 
-        K/V that was not saved, or for which the context has no room, is evaluated again when it is
-        needed; so is all of it if the context has another K/V type, with a `PerformanceWarning`.
+        Its text is read again with the next message, unless the prefix cache of the context has it.
 
         Args:
             ctx: the context in which it continues, of the same model; see `saved_model`.
-            folder: the folder.
+            file: the file.
             drafter, config: as for a new chat.
-            trusted: as for ``Branch.load``.
 
         Raises:
-            SnapshotError: the folder has no chat, or it is damaged, or of another model.
-            UnsupportedError: its K/V cannot be checked and ``trusted`` is False, or there is no chat
-                template.
+            SnapshotError: it is no saved chat, or damaged, or of another model.
+            UnsupportedError: there is no chat template.
         """
         text_context("ctx", ctx)
-        saved = read_chat(folder, ctx.model)
+        saved = read_chat(file, ctx.model)
         chat = cls(ctx, drafter, config, sampling=saved.sampling, max_tokens=saved.max_tokens,
                    stop=saved.stop)  # fmt: skip
-        chat._id, chat.current = saved.id, saved.current
-        chat._lines = {line.number: line for line in saved.lines}
-        try:
-            for path in saved.branches:
-                with suppress(CapacityError):  # it is evaluated again
-                    Branch.load(ctx, path, trusted=trusted).leave_to_cache()
-        except SnapshotError as error:
-            if error.setting is None:
-                raise
-            warn(f"the conversation is evaluated again: {error.message}", PerformanceWarning)
+        chat._id, chat._lines, chat.current = saved.id, saved.lines, saved.current
         return chat
 
 
@@ -561,7 +532,7 @@ class Answer:
     @property
     def tool_calls(self) -> list[ToolCall]:
         """The calls of functions in the answer, once it has ended."""
-        return [] if self._result is None else self._result.tool_calls
+        return self.exchange.calls
 
     @property
     def finish_reason(self) -> str | None:
@@ -595,10 +566,10 @@ class Answer:
             self._result = result = event.result
             turn, self.tokens = result.turn, result.tokens
             exchange.thought, exchange.answer = turn.thought, turn.content
-            exchange.calls = [openai_call(call) for call in turn.calls]
+            exchange.calls = [*turn.calls]
             is_cut = result.finish_reason in ("cancelled", "error")
             exchange.finish_reason = None if is_cut else result.finish_reason
-        exchange.tokens, exchange.n_tokens = [*self.prompt, *self.tokens], len(self.tokens)
+        exchange.n_tokens = len(self.tokens)
         return token
 
     def finish(self) -> Answer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from ..model.tools import ToolCall, openai_call
 from ..pictures import Token, TreeLine
 
 __all__ = ["Exchange", "Line", "exchanges_of", "messages_of", "tree_of"]
@@ -24,10 +25,8 @@ class Exchange:
         n_tokens: tokens of the answer.
         n_cut: how many exchanges at the beginning of the conversation the model did not see.
         thought: the thought before the answer.
-        calls: the calls of functions in the answer, in the format of OpenAI's messages; ``answer`` is
-            then the text without them.
+        calls: the calls of functions in the answer; ``answer`` is then the text without them.
         results: the results of the functions that the previous exchange called; then there is no message.
-        tokens: the tokens of prompt and answer.
     """
 
     parent: Exchange | None
@@ -38,9 +37,8 @@ class Exchange:
     n_tokens: int = 0
     n_cut: int = 0
     thought: str = ""
-    calls: list[dict[str, object]] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
     results: list[str] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
 
     @property
     def is_answered(self) -> bool:
@@ -79,15 +77,16 @@ def messages_of(system: str | None, exchanges: Iterable[Exchange]) -> list[dict[
         messages.append({"role": "system", "content": system})
     for exchange in exchanges:
         if exchange.results:
-            calls = [] if exchange.parent is None else exchange.parent.calls
+            called = [] if exchange.parent is None else exchange.parent.calls
             messages += [
-                {"role": "tool", "tool_call_id": call["id"], "content": result}
-                for call, result in zip(calls, exchange.results, strict=False)
+                {"role": "tool", "tool_call_id": call.id, "content": result}
+                for call, result in zip(called, exchange.results, strict=False)
             ]
         else:
             messages.append({"role": "user", "content": exchange.user})
         if exchange.is_answered:
-            more = {"reasoning_content": exchange.thought, "tool_calls": exchange.calls}
+            calls = [openai_call(call) for call in exchange.calls]
+            more = {"reasoning_content": exchange.thought, "tool_calls": calls}
             answer: dict[str, object] = {"role": "assistant", "content": exchange.answer}
             messages.append({**answer, **{key: value for key, value in more.items() if value}})
     return messages

@@ -40,8 +40,8 @@ USAGES = {
     "/system [TEXT]": "Print or set the system message; - removes it.",
     "/think [N]": "Think before an answer, with at most N tokens; /no_think: answer at once.",
     "/set [NAME VALUE]": "Print the settings, or change one: /set temp 0.5.",
-    "/save FOLDER": "Save the chat with its branches.",
-    "/load FOLDER": "Continue a saved chat.",
+    "/save FILE": "Save the chat with its branches.",
+    "/load FILE": "Continue a saved chat.",
     "/help": "Print this list.",
     "/quit": "End the program, as Ctrl-D does.",
 }
@@ -228,14 +228,12 @@ class ChatSession:
             case "set":
                 self._set(rest)
             case "save":
-                folder = os.path.expanduser(_given(rest, "/save FOLDER"))
-                chat.save(folder)
-                note(f"saved in {folder}")
+                file = os.path.expanduser(_given(rest, "/save FILE"))
+                chat.save(file)
+                note(f"saved in {file}")
             case "load":
-                folder = os.path.expanduser(_given(rest, "/load FOLDER"))
-                chat.close()  # frees its cells; if the load fails, it is processed again
-                drafting = chat.engine
-                self.chat = lb.Chat.load(chat.ctx, folder, drafting.drafter, drafting.config)
+                file, drafting = os.path.expanduser(_given(rest, "/load FILE")), chat.engine
+                self.chat = lb.Chat.load(chat.ctx, file, drafting.drafter, drafting.config)
                 self.chat.on_prompt_progress = self._console.reading
                 self.show_last()
             case "help":
@@ -298,7 +296,7 @@ def chat(
         Path | None, option("-f --file", "Turns and commands, one a line.", TEXT, metavar="FILE")
     ] = None,
     load: Annotated[
-        Path | None, option("--load", "Continue a chat that /save wrote.", TEXT, metavar="FOLDER")
+        Path | None, option("--load", "Continue a chat that /save wrote.", TEXT, metavar="FILE")
     ] = None,
     max_tokens: opt.Length = None,
     system: opt.System = None,

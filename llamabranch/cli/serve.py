@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import fields
 from pathlib import Path
@@ -76,6 +77,7 @@ def serve(
     given = Given.of(call)
     with given.console() as console:
         require_server()  # before a model is loaded
+        logging.basicConfig(format="%(message)s")  # to standard error
         if parallel == 0:
             raise ConfigError("--parallel must be at least 1, or -1")
         n_texts = _PARALLEL if parallel < 0 else parallel

@@ -148,7 +148,6 @@ def _places(
 
 async def _events(loom: Loom, call: Request) -> Response:
     await body_of(call)
-    call.state.endless()
     last = call.headers.get("last-event-id", "")
     return EventStream(loom.stream(last or call.query_params.get("since", "")))
 

@@ -5,13 +5,13 @@ server.py       the socket, loading, the end
 app.py          the routes
 security.py     hosts, origins, keys
 messages.py     bodies of requests, and answers: JSON, events
-limits.py       time limits, clients that leave, errors
+limits.py       clients that leave or do not read, errors
 errors.py       errors in the form for clients
 fields.py       the fields of requests, converted for the engine
 generation.py   the texts of one request, and its answer
 completions.py  completions, chat completions
-utilities.py    models, metrics
-service.py      shared by all endpoints: model, engine, settings, counters
+utilities.py    models, health, the tokenizer
+service.py      shared by all endpoints: model, engine, settings
 
 Importing this imports neither Starlette nor uvicorn; both come with ``pip install 'llamabranch[serve]'``.
 """
@@ -53,7 +53,7 @@ def serve(
         open_engine: loads the model and returns its engine; meanwhile the server answers 503.
         settings: where to listen, who may use the server, and the limits.
         ready: called with the URL and the name of the model after it is loaded.
-        log: called with lines for people: requests, and what the server waits for.
+        log: called with lines for people, such as what the server waits for.
 
     Raises:
         UnsupportedError: a package of the extra ``serve`` is missing.

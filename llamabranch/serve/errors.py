@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from .. import errors
 
-__all__ = ["TOO_LONG", "HttpError", "http_error"]
+__all__ = ["HttpError", "http_error"]
 
-TOO_LONG = "exceed_context_size_error"  # llama-server's name for this type of error
 _TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     409: "conflict_error", 429: "rate_limit_error", 500: "server_error",
@@ -23,21 +22,14 @@ class HttpError(Exception):
         message: what is wrong, and what to do about it.
         param: the field of the request that is wrong.
         kind: the type of the error; None = the usual type for the status.
-        more: further fields of the error object.
     """
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        kind: str | None = None,
-        **more: object,
+        self, status: int, message: str, *, param: str | None = None, kind: str | None = None
     ) -> None:
         super().__init__(message)
         kind = kind or _TYPES.get(status, "invalid_request_error")
-        error = {"message": message, "type": kind, "param": param, "code": status, **more}
+        error = {"message": message, "type": kind, "param": param, "code": status}
         self.status = status
         self.body = {"error": error}
         self.headers = {"retry-after": "1"} if status in (429, 503) else {}
@@ -64,7 +56,7 @@ def http_error(
         case errors.ClosedError() | errors.DecodeInterruptedError():
             return HttpError(503, "the server is shutting down")
         case errors.CacheFullError():
-            return HttpError(400, message, kind=TOO_LONG)
+            return HttpError(400, message)
         case errors.CapacityError():
             return HttpError(503, message)
         case error if isinstance(error, _BAD):

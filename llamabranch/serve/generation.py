@@ -17,7 +17,7 @@ from ..request.openai import usage as usage_of
 from .errors import HttpError, http_error
 from .fields import TextFields
 from .messages import event_stream, reply
-from .service import Service, seconds
+from .service import Service
 
 if TYPE_CHECKING:
     from starlette.responses import Response
@@ -199,7 +199,7 @@ async def updates(
                         update.ended_thought = [*event.ended_thought]
                     if event.result is not None:
                         n_left -= 1
-                        service.count(event.result)
+                        service.n_texts -= 1
                         update.ended = event.result
                 yield [*changed.values()]
     finally:
@@ -233,7 +233,8 @@ def timings(result: Result) -> dict[str, object]:
     """
     n_cached, n, stats = result.num_cached_tokens, len(result.tokens), result.stats
     n_prompt = result.num_prompt_tokens - n_cached
-    prompt_s, predicted_s = seconds(result)
+    first_s, last_s = result.first_token_s or 0.0, result.last_token_s or 0.0
+    prompt_s, predicted_s = first_s - (result.queued_s or 0.0), last_s - first_s
     per_token = predicted_s / (n - 1) if n > 1 else 0.0
     figures: dict[str, object] = {
         "cache_n": n_cached,

@@ -4,19 +4,37 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Iterable, Mapping
+from functools import partial
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
+from . import require_server
 from .errors import HttpError
-from .settings import ServeSettings, is_loopback
+from .settings import ServeSettings
+
+require_server()
+from starlette.middleware.cors import CORSMiddleware  # noqa: E402
 
 if TYPE_CHECKING:
     from starlette.types import Scope
 
-__all__ = ["Guard", "sends_key"]
+__all__ = ["Guard", "cors", "sends_key"]
 
 _PUBLIC = {"/health", "/v1/health"}  # without a key
+_LOCAL = r"https?://(localhost|127(\.\d+){3}|\[::1\])(:\d+)?"  # the pages of this machine
+
+
+def cors(settings: ServeSettings) -> partial[CORSMiddleware]:
+    """Return Starlette's middleware for the pages that may read answers."""
+    origins = settings.allow_origins
+    return partial(
+        CORSMiddleware,
+        allow_origins=origins,
+        allow_origin_regex=_LOCAL if "localhost" in origins else None,
+        allow_methods=("*",),
+        allow_headers=("*",),
+        allow_credentials=True,
+    )
 
 
 class Guard:
@@ -28,22 +46,13 @@ class Guard:
     """
 
     def __init__(self, settings: ServeSettings) -> None:
-        self._origins = settings.allow_origins
         self._hosts = {"localhost", settings.host.lower(), *map(str.lower, settings.allowed_hosts)}
         self._keys = [key.encode() for key in settings.api_keys]
 
-    def cors(self, scope: Scope) -> list[tuple[bytes, bytes]]:
-        """Return the headers that let the sending page read the answer, if it is allowed to."""
-        origin: bytes | None = dict(scope["headers"]).get(b"origin")
-        if origin is None or not self._allows(origin.decode("latin-1")):
-            return []
-        return [
-            (b"access-control-allow-origin", origin),
-            (b"vary", b"Origin"),
-            (b"access-control-allow-credentials", b"true"),
-            (b"access-control-allow-methods", b"GET, POST, DELETE, OPTIONS"),
-            (b"access-control-allow-headers", b"*"),
-        ]
+        async def nothing(*_: object) -> None:
+            pass
+
+        self._is_allowed = cors(settings)(nothing).is_allowed_origin
 
     def check(self, scope: Scope) -> None:
         """Raise HttpError unless the request may be answered."""
@@ -53,10 +62,8 @@ class Guard:
             raise HttpError(
                 403, f"unknown host {host[:100]!r}: --limit allowed_hosts=HOST allows it"
             )
-        if scope["method"] == "OPTIONS":  # a browser asks first, without a key
-            return
         is_same = origin is None or origin.partition("://")[2] == host
-        if not is_same and not self._allows(str(origin)):
+        if not is_same and not self._is_allowed(str(origin)):
             raise HttpError(403, "pages of this origin are not allowed: --allow-origin allows them")
         if self._keys and scope["path"] not in _PUBLIC and not sends_key(headers, self._keys):
             raise HttpError(401, "the API key is missing or wrong: Authorization: Bearer KEY")
@@ -70,15 +77,6 @@ class Guard:
         except ValueError:
             return False
         return True
-
-    def _allows(self, origin: str) -> bool:
-        if not {"*", origin}.isdisjoint(self._origins):
-            return True
-        try:
-            name = urlsplit(origin).hostname
-        except ValueError:
-            return False
-        return "localhost" in self._origins and name is not None and is_loopback(name)
 
 
 def sends_key(headers: Mapping[bytes, str], keys: Iterable[bytes]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
 import threading
@@ -23,7 +24,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol  # noqa: E40
 
 __all__ = ["Server"]
 
-_POLL_S = 0.05
 _MOST_BYTES = 128 << 10  # of headers
 _SEND_BYTES = 128 << 10
 _IDLE_S = 75  # how long a connection may be idle between two requests
@@ -52,7 +52,7 @@ class Server:
         self.settings = settings
         self.service: Service | None = None
         self._open_engine, self._ready, self._log = open_engine, ready, log
-        self._n_stops = 0
+        self._uvicorn: uvicorn.Server | None = None
         host = settings.host.strip("[]")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
@@ -68,8 +68,13 @@ class Server:
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     def stop(self) -> None:
-        """Stop: refuse new requests and let running ones end in time. A second call ends them at once."""
-        self._n_stops += 1
+        """Stop: let running requests end in time, take no more. A second call ends them at once."""
+        server, service = self._uvicorn, self.service
+        if server is not None:
+            server.force_exit = server.should_exit
+            server.should_exit = True
+            if service is not None and service.n_texts and not server.force_exit:
+                self._log(f"waiting for {service.n_texts} running texts; another Ctrl-C ends them")
 
     def run(self) -> None:
         """Serve until ``stop`` is called, or the process gets SIGINT or SIGTERM.
@@ -101,43 +106,32 @@ class Server:
                 signal.signal(number, handler)
 
     async def _serve(self) -> None:
-        app = application(lambda: self.service, self.settings, self._log, self.front)
+        app = application(lambda: self.service, self.settings, self.front)
         config = uvicorn.Config(
             app, http=_Protocol, loop="none", ws="none", lifespan="off", log_config=None,
-            access_log=False, log_level="critical", server_header=False, proxy_headers=False,
-            timeout_keep_alive=_IDLE_S, timeout_graceful_shutdown=1,
+            access_log=self.settings.log_requests, log_level="critical", server_header=False,
+            proxy_headers=False, timeout_keep_alive=_IDLE_S,
+            timeout_graceful_shutdown=self.settings.shutdown_timeout_s,  # type: ignore[arg-type]
         )  # fmt: skip
-        server = uvicorn.Server(config)
+        access = logging.getLogger("uvicorn.access")
+        access.setLevel(logging.INFO)
+        access.propagate = self.settings.log_requests
+        self._uvicorn = server = uvicorn.Server(config)
         server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]  # `_signals`
         serving = asyncio.ensure_future(server.serve(sockets=[self._socket]))
         engine: AsyncEngine | None = None
         try:
             engine = await asyncio.to_thread(self._open_engine)
             self.service = service = Service(engine, self.settings)
-            self._ready(self.url, service.names[0])
-            while not self._n_stops and not serving.done():
-                await asyncio.sleep(_POLL_S)
-            await self._drain(service)
+            self._ready(self.url, service.name)
+            await serving
         finally:
             server.should_exit = True
             await serving
+            if self.front is not None:
+                await self.front.close()
             if engine is not None:
                 await engine.close()
-
-    async def _drain(self, service: Service) -> None:
-        """Wait until the running requests have ended, or until ``shutdown_timeout_s`` is over."""
-        service.is_draining = True
-        if self.front is not None:
-            await self.front.close()
-        if service.n_texts:
-            self._log(f"waiting for {service.n_texts} running texts; another Ctrl-C ends them")
-        left = self.settings.shutdown_timeout_s
-        while service.n_texts and left > 0 and self._n_stops < 2:
-            await asyncio.sleep(_POLL_S)
-            left -= _POLL_S
-        if service.n_texts:
-            service.engine.shut_down(wait=False)  # the texts end, and their answers say so
-            await asyncio.sleep(2 * _POLL_S)
 
 
 class _Protocol(HttpToolsProtocol):

@@ -23,16 +23,14 @@ class ServeSettings:
             = every page of this machine, "*" = every page.
         allowed_hosts: host names, besides ``host`` and localhost, that a client may send as ``Host``.
             Numeric addresses pass.
-        alias: the name of the model for clients, or several, separated by commas; None = its own.
+        alias: the name of the model for clients; None = its own.
         parallel: texts at a time; more wait.
         max_queue: how many requests may wait; further ones are refused with 429.
         max_body: the most bytes of a request's body.
         max_choices: the most texts of one request: prompts times ``n``.
-        request_timeout_s: a request that takes longer is cancelled.
         send_timeout_s: a request is cancelled if its client reads no data for this long.
         shutdown_timeout_s: how long running requests may continue when the server shuts down.
-        metrics: whether /metrics answers.
-        log_requests: print one line for each request.
+        log_requests: log a line for each request, to the logger "uvicorn.access".
         max_tokens: the limit for requests that set none; None = until the context is full.
         seed: the seed for requests that set none; None = a random one for each.
         sampling: defaults for settings that a request leaves out.
@@ -51,10 +49,8 @@ class ServeSettings:
     max_queue: int = 256
     max_body: int = 8 << 20
     max_choices: int = 128
-    request_timeout_s: float = 600.0
     send_timeout_s: float = 60.0
     shutdown_timeout_s: float = 30.0
-    metrics: bool = True
     log_requests: bool = False
     max_tokens: int | None = None
     seed: int | None = None
@@ -66,7 +62,7 @@ class ServeSettings:
             ("max_choices", 1, None),
         ):  # fmt: skip
             whole(name, getattr(self, name), least, most)
-        for name in ("request_timeout_s", "send_timeout_s", "shutdown_timeout_s"):
+        for name in ("send_timeout_s", "shutdown_timeout_s"):
             value = getattr(self, name)
             if not value >= 0:
                 raise ConfigError(f"{name} must be at least 0 seconds, not {value!r}")

@@ -49,9 +49,9 @@ def turns(path: Path, *lines: str) -> tuple[str, str]:
     return "-f", str(path)
 
 
-def saved_in(folder: Path) -> dict[str, Any]:
+def saved_in(file: Path) -> dict[str, Any]:
     """Return what a chat that was saved consists of."""
-    chat: dict[str, Any] = json.loads((folder / "chat.json").read_text())
+    chat: dict[str, Any] = json.loads(file.read_text())
     return chat
 
 
@@ -203,7 +203,7 @@ def test_file_of_turns_with_commands_and_a_chat_that_goes_on(tmp_path: Path) -> 
     answer = json.loads(result.stdout)
     roles = [message["role"] for message in answer["messages"]]
     assert roles == ["system", *["user", "assistant"] * 2]
-    assert (answer["branches"], answer["stats"]["num_answers"]) == (2, 3)
+    assert answer["branches"] == 2
     again = run(*OPTIONS, "--load", kept, "-p", "What else?", "--json")
     assert json.loads(again.stdout)["messages"][:5] == answer["messages"]
     wrong = run(*OPTIONS, *turns(tmp_path / "turns", "/undo"))

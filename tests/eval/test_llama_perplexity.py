@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 import llamabranch as lb
-from benchmarks.llama_tools import PERPLEXITY, ToolError, build_perplexity, has_amx
+from benchmarks.llama_tools import PERPLEXITY, ToolError, has_amx
+from benchmarks.llama_tools import program as find_program
 from llamabranch import eval as evaluation
 from llamabranch import hub
 
@@ -33,7 +34,7 @@ def program() -> Path:
     folders += sorted((home / "benchmarks").glob("llama-cpp-python-*/build/bin"))
     for folder in folders:
         try:
-            return build_perplexity(home, folder)
+            return find_program(PERPLEXITY, home, folder)
         except ToolError:
             continue
     pytest.skip(f"{PERPLEXITY} is not built: LLAMA_PERPLEXITY names one")

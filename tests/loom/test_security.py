@@ -12,7 +12,7 @@ from paging import Paged
 
 GET = [
     "/loom/doc", "/loom/tokens?node=n1", "/loom/find?q=a", "/loom/events", "/loom/export",
-    "/v1/models", "/health", "/metrics", "/loom/nothing",
+    "/v1/models", "/health", "/loom/nothing",
     "/loom/app/nothing.js", "/loom/app/../document.py", "/loom/app/%2e%2e/document.py", "/favicon.ico",
 ]  # fmt: skip
 POST = ["/loom/do", "/loom/import", "/v1/completions"]

@@ -154,9 +154,10 @@ def test_branch_and_chat_of_other_weights_in_the_middle_are_refused(
         chat.save(tmp_path / "chat")
     changed(large, large.stat().st_size // 2)
     with lb.load(large, **options) as ctx:
-        for load, name in ((lb.Branch.load, "a.branch"), (lb.Chat.load, "chat")):
-            with pytest.raises(SnapshotError, match="from another model"):
-                load(ctx, tmp_path / name, trusted=True)
+        with pytest.raises(SnapshotError, match="from another model"):
+            lb.Branch.load(ctx, tmp_path / "a.branch", trusted=True)
+        with pytest.raises(SnapshotError, match="from another model"):
+            lb.Chat.load(ctx, tmp_path / "chat")
 
 
 def test_branch_of_a_version_before_0_4_is_taken(

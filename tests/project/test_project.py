@@ -144,7 +144,7 @@ def test_the_page_of_the_command_line_is_what_its_generator_prints() -> None:
         [sys.executable, ROOT / "docs" / "hooks" / "cli_page.py", "--print"],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    page = (ROOT / "docs" / "cli.md").read_text("utf-8")
+    page = (ROOT / "docs" / "reference" / "cli.md").read_text("utf-8")
     assert page == printed.stdout, "python docs/hooks/cli_page.py writes it"
 
 

@@ -191,13 +191,14 @@ def test_hosts_and_origins(settings: Any, passing: list[str], refused: list[str]
         for headers, status in wanted:
             answer = api.get("/v1/models", headers=headers)
             assert answer.status_code == status, headers
-            shown = answer.headers.get("access-control-allow-origin")
-            assert shown == (headers.get("origin") if status == 200 else None)
-            first = api.options("/v1/models", headers=headers)
-            assert ("access-control-allow-methods" in first.headers) == (shown is not None)
+            asks = {**headers, "access-control-request-method": "POST"}
+            for shown in (answer, api.options("/v1/models", headers=asks)):
+                readable = shown.headers.get("access-control-allow-origin")
+                allowed = headers.get("origin") if status == 200 else None
+                assert readable in ((allowed,) if allowed is None else (allowed, "*"))
 
 
-def test_keys() -> None:
+def test_keys(caplog: pytest.LogCaptureFixture) -> None:
     with serving(api_keys=("one", "two"), log_requests=True) as server, server.client() as api:
         assert api.get("/health").status_code == 200
         for headers, status in (
@@ -206,17 +207,18 @@ def test_keys() -> None:
             ({"x-api-key": "one"}, 200), ({"authorization": b"Bearer \xff"}, 401),
         ):  # fmt: skip
             assert api.get("/v1/models", headers=headers).status_code == status
-        key = {"authorization": "Bearer one"}
-        api.get("/none", headers=key)
-        expected = ["/health 200", *["/v1/models 401"] * 4, *["/v1/models 200"] * 2]
-        expected += ["/v1/models 401", "/none 404"]
-        wait_until(lambda: [" ".join(line.split()[1:3]) for line in server.lines] == expected)
+        assert api.get("/none", headers={"authorization": "Bearer one"}).status_code == 404
+    said = dict.fromkeys(record.getMessage().partition(" - ")[2] for record in caplog.records)
+    assert list(said) == [
+        '"GET /health HTTP/1.1" 200', '"GET /v1/models HTTP/1.1" 401',
+        '"GET /v1/models HTTP/1.1" 200', '"GET /none HTTP/1.1" 404',
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "wrong",
     [{"host": "0.0.0.0"}, {"host": "192.168.1.7"}, {"port": 70_000}, {"port": -1}, {"api_keys": ("",)},
-     {"max_queue": -1}, {"request_timeout_s": float("nan")}],
+     {"max_queue": -1}, {"send_timeout_s": float("nan")}],
 )  # fmt: skip
 def test_settings_that_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(lb.ConfigError):
@@ -243,21 +245,19 @@ def roomy_engine() -> lb.AsyncEngine:
 
 @pytest.mark.filterwarnings("ignore::llamabranch.errors.ContextLengthWarning")
 def test_disconnect_frees_sequences() -> None:
-    with Serving(roomy_engine, log_requests=True) as server:
+    with Serving(roomy_engine) as server:
         for stream in (False, True):
             body = json.dumps({**ENDLESS, "stream": stream, "n": 4}).encode()
             with socket.create_connection(("127.0.0.1", server.server.port)) as connection:
                 connection.sendall(head("/v1/completions", len(body)) + body)
                 wait_until(lambda: server.ctx.n_seq_free == 0)
             wait_until(lambda: is_idle(server))
-            assert any("disconnected" in line for line in server.lines)
-            server.lines.clear()
 
 
 @pytest.mark.filterwarnings("ignore::llamabranch.errors.ContextLengthWarning")
 def test_slow_reader_waits_alone_and_is_given_up() -> None:
     """Other clients are served meanwhile, and after some time its texts are cancelled."""
-    with Serving(roomy_engine, send_timeout_s=1.0, log_requests=True) as server:
+    with Serving(roomy_engine, send_timeout_s=1.0) as server:
         body = json.dumps({**ENDLESS, "stream": True, "logprobs": 20, "n": 4}).encode()
         with socket.socket() as slow, server.client() as api:
             slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -266,19 +266,7 @@ def test_slow_reader_waits_alone_and_is_given_up() -> None:
             wait_until(lambda: server.ctx.n_seq_free == 0)
             answer = api.post("/v1/completions", json={"prompt": "The wolf", "max_tokens": 8})
             assert answer.status_code == 200
-            wait_until(lambda: any("slow reader" in line for line in server.lines))
-        wait_until(lambda: is_idle(server))
-
-
-def test_request_that_takes_too_long_is_ended() -> None:
-    with serving(request_timeout_s=0.3) as server, server.client() as api:
-        answer = api.post("/v1/completions", json=ENDLESS)
-        assert answer.status_code in (200, 504)  # the cache may be full before
-        body = {**ENDLESS, "n": 4, "stream": True, "logprobs": 20}
-        with api.stream("POST", "/v1/completions", json=body) as stream:
-            lines = [line for line in stream.iter_lines() if line]
-        assert "error" in lines[-1] or lines[-1] == "data: [DONE]"
-        wait_until(lambda: is_idle(server))
+            wait_until(lambda: is_idle(server))
 
 
 @pytest.mark.filterwarnings("ignore::llamabranch.errors.ContextLengthWarning")
@@ -334,7 +322,7 @@ def test_texts_share_one_cache_and_what_a_schema_forces_is_drafted(tmp_path: Pat
 def test_signal_lets_streams_end(number: int) -> None:
     command = Command(*SERVE, "--limit", "alias=tale")
     assert command.said["model"] == "tale"
-    body = {"prompt": "Once", "max_tokens": 200, "ignore_eos": True, "stream": True, "seed": 1}
+    body = {"prompt": "Once", "max_tokens": 80, "ignore_eos": True, "stream": True, "seed": 1}
     with (
         httpx.Client(base_url=command.url, timeout=120) as api,
         api.stream("POST", "/v1/completions", json=body) as answer,

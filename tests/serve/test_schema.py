@@ -18,7 +18,6 @@ BODIES = {
     "/v1/completions": completions.CompletionFields,
     "/v1/chat/completions": completions.ChatFields,
     "/tokenize": utilities.TokenizeFields,
-    "/detokenize": utilities.DetokenizeFields,
 }
 
 

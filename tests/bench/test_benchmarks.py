@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-import llamabranch as lb
 from benchmarks import answer_tasks, answers
 from benchmarks.llama_tools import SERVER, ToolError, parse_report
 from benchmarks.llama_tools import program as find_program

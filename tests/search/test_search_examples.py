@@ -159,7 +159,11 @@ def ends_with_b(text: str) -> bool:
     return text.endswith("b") and len(text) == 3
 
 
-CASES = [(OneB().complete, PLAIN), (ends_with_b, PLAIN), (OneB().complete, PLAIN.replace(top_k=3))]
+CASES = [
+    (OneB().complete, PLAIN),
+    (ends_with_b, PLAIN),
+    (OneB().complete, PLAIN.replace(temperature=2.0)),
+]
 
 
 @pytest.mark.parametrize(("rule", "settings"), CASES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from typing import Annotated, Any
 
 import typer
@@ -12,11 +11,11 @@ from llamabranch.bench.machine import Machine
 from llamabranch.bench.pair import Cell, PairBench, PairReport
 
 from . import options as opt
-from .console import base_name, interval_text, number, spread_text
+from .console import Console, base_name, interval_text, number, spread_text
 from .drafters import is_model, make_drafter
 from .files import piped_or_read
 from .interrupts import EXIT_INTERRUPTED, InterruptHandler
-from .options import DEFAULTS, TEXT, Given, option
+from .options import MODEL_OPTIONS, OUTPUT_OPTIONS, TEXT, Given, option, with_options
 
 # A story, instructions, a program and a dialogue, because acceptance depends on the kind of text.
 PROMPTS = (
@@ -28,30 +27,25 @@ PROMPTS = (
 COLUMNS = ("draft length", "tokens a second", "x plain", "95 %", "accept rate", "tokens a pass")
 
 
+@with_options(
+    *("max_tokens", "chat", "system", "temperature", "settings"),
+    "model",
+    "draft",
+    *MODEL_OPTIONS[1:],
+    *OUTPUT_OPTIONS,
+    max_tokens=64,
+)
 def bench(
-    call: typer.Context,
+    given: Given,
+    console: Console,
     texts: opt.Prompts = None,
     prompts: opt.MorePrompts = None,
-    max_tokens: opt.Length = 64,
-    chat: opt.AsMessage = False,
-    system: opt.System = None,
     runs: Annotated[
         int, option("-r --runs", "How often everything is measured.", TEXT, metavar="N", min=1)
     ] = 3,
     longest: Annotated[
         int, option("--longest", "The longest draft.", TEXT, metavar="N", min=1, max=64)
     ] = 8,
-    temperature: opt.Temperature = DEFAULTS.temperature,
-    settings: opt.Settings = None,
-    model: opt.ModelName = None,
-    draft: opt.Draft = None,
-    n_ctx: opt.ContextSize = None,
-    threads: opt.Threads = None,
-    gpu_layers: opt.GpuLayers = None,
-    kv_types: opt.CacheType = None,
-    flash_attn: opt.FlashAttention = "auto",
-    as_json: opt.Json = False,
-    verbose: opt.Verbose = False,
 ) -> None:
     """Measure drafting with a pair of models here, and name the best draft length.
 
@@ -61,80 +55,55 @@ def bench(
     Plain decoding and drafts take turns. A length is named as the best only if
     the whole 95 % interval of its speed-up is above 1.
     """
-    given = Given.of(call)
-    with given.console() as console:
-        params, config = given.params(), given.config()
-        named = piped_or_read([*(texts or ()), *(prompts or ())]) or PROMPTS
-        names = given.resolve(console)
-        context, drafter = given.open_pair(names, console)
-        contexts = dict(zip(filter(is_model, names[1]), drafter.contexts, strict=True))
+    params, config = given.params(), given.config()
+    named = piped_or_read([*(texts or ()), *(prompts or ())]) or PROMPTS
+    names = given.resolve(console)
+    context, drafter = given.open_pair(names, console)
+    contexts = dict(zip(filter(is_model, names[1]), drafter.contexts, strict=True))
 
-        def new_drafter() -> lb.Drafter:
-            """Return a new drafter, which each run needs, with the same contexts."""
-            return make_drafter(names[1], contexts.__getitem__)
+    def new_drafter() -> lb.Drafter:
+        """Return a new drafter, which each run needs, with the same contexts."""
+        return make_drafter(names[1], contexts.__getitem__)
 
-        machine = Machine.now()
-        with InterruptHandler([context, *drafter.contexts]) as interrupts:
-            report = PairBench(
-                context,
-                new_drafter if names[1] else None,
-                [
-                    context.model.prompt_tokens(given.prompt(context.model, text)) for text in named
-                ],
-                given.without_eog(params, context.model),
-                config,
-                n_tokens=max_tokens or 64, n_runs=runs, lengths=(*range(1, longest + 1), "auto"),
-                progress=console.progress,
-                stop=lambda: interrupts.requested,
-            ).run()  # fmt: skip
-        console.progress("")
-        console.line(machine.describe(context.n_threads))
-        console.line(f"plain decoding: {spread_text(report.plain.rate, 1)} tokens a second")
-        if report.lengths:
-            console.line()
-            console.table(COLUMNS, list(map(_row, report.lengths)), wide=("tokens a pass",))
-            console.line()
-        command = _command(given, names, report)
-        console.line(_advice(report, names[1]))
-        if command:
-            console.write(f"  {command}\n")
-        console.answer(
-            {
-                "target": names[0],
-                "drafters": list(names[1]),
-                "machine": machine.as_dict(),
-                "n_threads": context.n_threads,
-                "interrupted": report.stopped,
-                "plain": {"tokens_a_second": report.plain.rate.as_dict()},
-                "lengths": list(map(_cell, report.lengths)),
-                "confirmed": report.confirmed and _cell(report.confirmed),
-                "verdict": report.verdict,
-                "best": report.best and report.best.length,
-                "command": command,
-            }
-        )
-        if interrupts.requested:
-            console.note("interrupted: these are the measurements so far")
-            raise typer.Exit(EXIT_INTERRUPTED)
-
-
-def _command(given: Given, names: tuple[str, tuple[str, ...]], report: PairReport) -> str | None:
-    """Return the command line with the best draft length; None if none is known to be best."""
-    words = ["llamabranch", "generate", "-m", names[0]]
-    if report.best is not None:
-        words += ["-md", "+".join(names[1]), "-k", str(report.best.length)]
-    elif report.verdict == "slower":
-        words += ["-md", "none"]
-    else:
-        return None
-    values = {
-        "-c": given.n_ctx, "-t": given.threads, "-ngl": given.gpu_layers,
-        "-ctk": given.load_options().get("kv_type"),
-        "--temp": None if given.temperature == DEFAULTS.temperature else f"{given.temperature:g}",
-        "-fa": None if given.flash_attn == "auto" else given.flash_attn,
-    }  # fmt: skip
-    more = [word for name, v in values.items() if v is not None for word in (name, str(v))]
-    return shlex.join([*words, *more, *(w for text in given.settings or () for w in ("-S", text))])
+    machine = Machine.now()
+    with InterruptHandler([context, *drafter.contexts]) as interrupts:
+        report = PairBench(
+            context,
+            new_drafter if names[1] else None,
+            [
+                context.model.prompt_tokens(given.prompt(context.model, text)) for text in named
+            ],
+            given.without_eog(params, context.model),
+            config,
+            n_tokens=given.max_tokens or 64, n_runs=runs, lengths=(*range(1, longest + 1), "auto"),
+            progress=console.progress,
+            stop=lambda: interrupts.requested,
+        ).run()  # fmt: skip
+    console.progress("")
+    console.line(machine.describe(context.n_threads))
+    console.line(f"plain decoding: {spread_text(report.plain.rate, 1)} tokens a second")
+    if report.lengths:
+        console.line()
+        console.table(COLUMNS, list(map(_row, report.lengths)), wide=("tokens a pass",))
+        console.line()
+    console.line(_advice(report, names[1]))
+    console.answer(
+        {
+            "target": names[0],
+            "drafters": list(names[1]),
+            "machine": machine.as_dict(),
+            "n_threads": context.n_threads,
+            "interrupted": report.stopped,
+            "plain": {"tokens_a_second": report.plain.rate.as_dict()},
+            "lengths": list(map(_cell, report.lengths)),
+            "confirmed": report.confirmed and _cell(report.confirmed),
+            "verdict": report.verdict,
+            "best": report.best and report.best.length,
+        }
+    )
+    if interrupts.requested:
+        console.note("interrupted: these are the measurements so far")
+        raise typer.Exit(EXIT_INTERRUPTED)
 
 
 def _advice(report: PairReport, drafters: tuple[str, ...]) -> str:
@@ -151,9 +120,9 @@ def _advice(report: PairReport, drafters: tuple[str, ...]) -> str:
     gain = f"{interval.median:.2f} ({interval_text(interval)}) times plain decoding"
     found = f"Draft length {confirmed.length} with {name}: {gain}."
     if report.verdict == "faster":
-        return f"{found} The fastest here:"
+        return f"{found} Fastest here: -md {'+'.join(drafters)} -k {confirmed.length}"
     if report.verdict == "slower":
-        return f"{found} The fastest here is without drafts:"
+        return f"{found} Fastest here: -md none"
     return f"{found} Too close to tell: measure more with -r, -n or more prompts."
 
 

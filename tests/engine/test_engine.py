@@ -128,37 +128,15 @@ def test_shared_prefixes_are_forked_not_computed(
     assert_clean(ctx, draft_ctx)
 
 
-@pytest.mark.parametrize("sampling", [WARM, WARM.replace(repeat_penalty=1.2)])
-def test_request_that_continues_a_running_one_is_drafted_for(
-    sampling: SamplingParams, ctx: Context, draft_ctx: Context, clean: Context
-) -> None:
-    """What the draft model has drafted for the first text is read by the others."""
-    engine = Engine(ctx, make("model", draft_ctx), FIXED)
-    tale = ctx.tokenize(TALE)
-    requests = {"trunk": Request(tale, id="trunk", max_tokens=40, sampling=sampling)}
-    engine.add_request(requests["trunk"])
-    said: list[int] = []
-    results = {}
-    while engine.has_unfinished():
-        for event in engine.step():
-            if event.result is not None:
-                results[event.id] = event.result
-            elif event.id == "trunk" and event.emitted is not None:
-                said.append(event.emitted.token)
-        if len(said) >= 15 and len(requests) == 1:
-            for text in PROMPTS[1:3]:
-                prompt = [*tale, *said[:12], *ctx.tokenize(text)]
-                request = Request(prompt, id=text, max_tokens=12, sampling=sampling)
-                requests[engine.add_request(request)] = request
-    assert engine.stats.shared_prompt_tokens >= 2 * (len(tale) + 11)
-    for name, request in requests.items():
-        check_alone(clean, request, results[name])
-    assert_clean(ctx, draft_ctx)
-
-
-@pytest.mark.parametrize(("which", "n_seq_max"), [("none", 12), ("suffix", 5), ("model", 2)])
 @pytest.mark.parametrize(
-    "sampling", [GREEDY, WARM, PENALISED, WARM.replace(temperature=0.3)], ids=str
+    ("which", "n_seq_max", "sampling"),
+    [
+        ("none", 12, WARM.replace(temperature=0.3)),
+        ("none", 12, PENALISED),
+        ("suffix", 5, GREEDY),
+        ("model", 2, WARM),
+    ],
+    ids=str,
 )
 def test_samples_of_a_request_are_those_of_their_seeds_alone(
     target: lb.Model, draft_ctx: Context, clean: Context, which: str, n_seq_max: int,
@@ -306,19 +284,6 @@ def test_ids_are_unique(ctx: Context) -> None:
 # -- too little room ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("n_ctx", "n_seq_max"), [(256, 1), (256, 6), (2048, 2)])
-def test_small_draft_context_slows_down_but_changes_nothing(
-    n_ctx: int, n_seq_max: int, ctx: Context, draft: lb.Model, clean: Context
-) -> None:
-    requests = [Request(TALE + p, max_tokens=40, sampling=WARM) for p in PROMPTS * 2]
-    with Context(draft, n_ctx=n_ctx, n_seq_max=n_seq_max, n_threads=1) as small:
-        for request, result in zip(
-            requests, Engine(ctx, lb.ModelDrafter(small), FIXED).generate(requests), strict=True
-        ):
-            check_alone(clean, request, result)
-        assert_clean(ctx, small)
-
-
 def take_all(ctx: Context) -> list[Branch]:
     return [Branch.create(ctx) for _ in range(ctx.n_seq_free)]
 
@@ -371,17 +336,6 @@ def test_engine_waits_while_others_are_at_work_and_no_longer(
     for request, result in zip(requests, generate(requests, 0.5, work), strict=True):
         check_alone(clean, request, result)
     assert_clean(ctx)
-
-
-def test_engines_in_threads_share_the_sequences(target: lb.Model, clean: Context) -> None:
-    requests = [Request(p, max_tokens=12, sampling=WARM) for p in PROMPTS]
-    with Context(target, n_ctx=1024, n_seq_max=2, n_threads=1) as ctx:
-        with ThreadPoolExecutor(4) as pool:
-            engines = [Engine(ctx, wait_s=math.inf) for _ in range(4)]
-            for job in [pool.submit(engine.generate, requests) for engine in engines]:
-                for request, result in zip(requests, job.result(), strict=True):
-                    check_alone(clean, request, result)
-        assert_clean(ctx)
 
 
 def test_an_engine_waits_for_cells_that_another_one_holds(

@@ -9,8 +9,6 @@ from __future__ import annotations
 import gc
 import re
 import time
-from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,9 +24,6 @@ from llamabranch import (
     SpeculativeConfig,
     Speculator,
 )
-from llamabranch.context.logits import LogitsRow
-from llamabranch.generation.drafter import FixedLength, Round
-from llamabranch.generation.text import Text
 
 # -- what is left in memory --------------------------------------------------------------------------
 
@@ -85,9 +80,16 @@ class Garden:
         return branch
 
 
-@pytest.mark.parametrize("grammar", [None, 'root ::= ("yes " | "no " | "maybe "){99}'])
 @pytest.mark.parametrize(
-    "which", ["model", "same model", "function", "suffix", "chain", "own settings"]
+    ("which", "grammar"),
+    [
+        ("model", None),
+        ("same model", 'root ::= ("yes " | "no " | "maybe "){99}'),
+        ("function", None),
+        ("suffix", None),
+        ("chain", 'root ::= ("yes " | "no " | "maybe "){99}'),
+        ("own settings", None),
+    ],
 )
 def test_memory_is_that_of_a_fresh_prefill_after_any_work(
     which: str, grammar: str | None, ctx: Context, draft_ctx: Context, other_ctx: Context
@@ -118,19 +120,6 @@ def test_memory_is_that_of_a_fresh_prefill_after_any_work(
 LONG = " ".join(PROMPTS) * 4
 
 
-def test_second_generation_goes_on_where_the_first_ended(ctx: Context, draft_ctx: Context) -> None:
-    speculator = Speculator(ctx, lb.ModelDrafter(draft_ctx), FIXED)
-    with Branch.start(ctx, LONG, sampling=WARM) as branch:
-        speculator.generate(branch, max_tokens=9).finish()
-        before = draft_ctx.usage().cells_used
-        decodes = draft_ctx.decoder.n_decodes
-        generation = speculator.generate(branch, max_tokens=2).finish()
-        assert generation.stats.num_drafts <= 1
-        assert draft_ctx.decoder.n_decodes - decodes <= 1
-        assert draft_ctx.usage().cells_used <= before + 6
-        speculator.forget(branch)
-
-
 def test_settings_changed_between_generations_reach_the_draft(
     ctx: Context, other_ctx: Context
 ) -> None:
@@ -158,33 +147,6 @@ def test_settings_changed_between_generations_reach_the_draft(
                 assert usual not in child.tokens[branch.position : branch.position + 1]
                 assert stats.conditional_rates_per_pos[0] == 1.0
         speculator.forget(branch)
-
-
-def test_draft_with_too_few_sequences_serves_as_many_branches_as_it_can(
-    ctx: Context, draft: lb.Model, other_ctx: Context
-) -> None:
-    with Context(draft, n_ctx=512, n_seq_max=2, n_threads=1) as small:
-        speculator = Speculator(ctx, lb.ModelDrafter(small), FIXED)
-        root = Branch.start(ctx, PROMPTS[0], sampling=WARM)
-        branches = [root, *root.fork_many(5)]
-        expected = []
-        for branch in branches:
-            with branch.fork() as twin:
-                expected.append([t.token for t in twin.generate(24)])
-        for _ in range(3):  # in turn: the states that waited longest make room
-            for branch in branches:
-                stats = speculator.generate(branch, max_tokens=8).finish().stats
-                assert stats.num_drafts > 0 or branch.is_stop
-        assert [b.generated for b in branches] == expected
-        assert speculator.stats.num_accepted_tokens > 0
-        running = [speculator.generate(b, max_tokens=8) for b in branches]
-        for _ in range(8):  # all at once: most have no draft state
-            for generation in running:
-                next(generation)
-        for branch, generation in zip(branches, running, strict=True):
-            assert generation.finish().tokens == branch.generated[-8:]
-        small.audit()
-        root.prune_subtree()
 
 
 @pytest.mark.parametrize("n_sequences", [1, 2])
@@ -233,36 +195,6 @@ def test_plain_steps_are_counted_and_the_reader_s_time_is_not(
     assert stats.stop_reasons["off"] >= (3 if drafts else 29)
 
 
-def test_single_slow_step_is_counted_but_not_learned(
-    ctx: Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Otherwise one pause of the machine would make plain decoding look slow."""
-    learned: list[tuple[float, int]] = []
-
-    class Spy(FixedLength):
-        def learn(
-            self, rounds: Sequence[Round], n_tokens: int, verify_s: float, n_rounds: int = 1
-        ) -> None:
-            learned.append((verify_s, n_rounds))
-
-    decode_last, n_decodes = Text.decode_last, 0
-
-    def slow(text: Text, *, draws_next: bool) -> LogitsRow:
-        nonlocal n_decodes
-        n_decodes += 1
-        if n_decodes == 5:
-            time.sleep(2.0)
-        return decode_last(text, draws_next=draws_next)
-
-    monkeypatch.setattr(Text, "decode_last", slow)
-    speculator = Speculator(ctx)
-    speculator.loop.length = Spy(0)
-    stats = speculator.generate(PROMPTS[0], max_tokens=20, sampling=WARM).finish().stats
-    ((verify_s, n_rounds),) = learned
-    assert n_rounds == 19 and verify_s < 1.0
-    assert stats.plain_time_s > 2.0
-
-
 def test_statistics_add_up_and_are_explained(ctx: Context, draft_ctx: Context) -> None:
     """They agree with the sources that the tokens have."""
     assert "plain decoding" in Speculator(ctx).explain()
@@ -308,31 +240,6 @@ def test_reading_a_prompt_is_no_draft_steps_time(ctx: Context, draft_ctx: Contex
     repeated = copied.generate("one two three one two three one two", max_tokens=20, sampling=WARM)
     stats = repeated.finish().stats
     assert stats.num_draft_steps >= stats.num_draft_tokens > 0
-
-
-def test_seed_that_is_given_later_gives_the_text_of_plain_decoding(
-    ctx: Context, draft_ctx: Context, tmp_path: Path
-) -> None:
-    speculator = Speculator(ctx, lb.ModelDrafter(draft_ctx), FIXED)
-
-    def check(branch: Branch) -> None:
-        with branch.fork() as twin:
-            expected = [t.token for t in twin.generate(40)]
-        assert speculator.generate(branch, max_tokens=40).finish().tokens == expected
-        speculator.forget(branch)
-
-    with Branch.start(ctx, PROMPTS[0], temperature=0.8) as branch:
-        check(branch)
-        branch.reseed(5)
-        branch.save(tmp_path / "seeded.branch")
-        with Branch.load(ctx, tmp_path / "seeded.branch") as loaded:
-            check(loaded)
-        branch.resample(SamplingParams(temperature=0.9, seed=6))
-        branch.resample(SamplingParams(temperature=0.8))  # the seed stays
-        check(branch)
-        branch.reseed()  # picked at random, as the first one was
-        with Branch.restore(ctx, branch.snapshot()) as restored:
-            check(restored)
 
 
 # -- what is reported --------------------------------------------------------------------------------

@@ -248,18 +248,6 @@ def test_functions_without_parameters_get_none(toy: lb.Model) -> None:
     assert takes(toy, [combined], "0", '{"a": 5}')
 
 
-def test_calls_after_a_thought_are_found(chatting: Context) -> None:
-    call = '<tool_call>{"name": "crown", "arguments": {"age": 7}}</tool_call>'
-    for begin in ("", "<think>Hm.</think>\n\n"):
-        result = chatting.chat(HELLO, tools=TOOLS, choices=[begin + call], max_tokens=100, **WARM)
-        assert [(each.name, each.arguments) for each in result.tool_calls] == [
-            ("crown", {"age": 7})
-        ]
-        choice: Any = result.to_openai()["choices"]
-        assert choice[0]["message"]["content"] == (begin.strip() or None)
-        assert choice[0]["finish_reason"] == "tool_calls"
-
-
 def test_openais_shapes(ctx: Context, chatting: Context) -> None:
     types = pytest.importorskip("openai.types", reason="openai is not installed")
     chat_types = pytest.importorskip("openai.types.chat", reason="openai is not installed")

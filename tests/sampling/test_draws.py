@@ -1,4 +1,4 @@
-"""docs/sampling.md: its vectors, computed from the page alone, and the tokens of a branch."""
+"""docs/architecture.md: its vectors, computed from the page alone, and the tokens of a branch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from llamabranch import Branch, Context, Distribution
 from llamabranch.sampling import noise
 
-PAGE = Path(__file__).parents[2] / "docs" / "sampling.md"
+PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
 WORD = 1 << 64
 G, M1, M2 = 0x9E3779B97F4A7C15, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53
 

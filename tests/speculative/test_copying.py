@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from llamabranch import Branch, Context, Model, SamplingParams
+from llamabranch import Branch, Context, Model
 from llamabranch.errors import SequencesExhaustedError
 from llamabranch.generation.drafter import DraftLength, FixedLength, NullState
 from llamabranch.speculative import (
@@ -15,8 +15,6 @@ from llamabranch.speculative import (
     Drafter,
     DraftState,
     ModelDrafter,
-    SpeculativeConfig,
-    Speculator,
     Text,
 )
 from llamabranch.speculative.combined import ChainDrafter
@@ -190,21 +188,3 @@ def test_failed_fork_leaves_nothing_open(ctx: Context, draft: Model) -> None:
         line.close()
         line.close()
         assert small.n_seq_free == 4
-
-
-# -- in a text -------------------------------------------------------------------------------------
-
-
-def test_repetition_is_exploited(ctx: Context) -> None:
-    speculator = Speculator(ctx, SuffixDrafter(), SpeculativeConfig(draft_k=8))
-    repetitive = "The cat sat on the mat. The dog sat on the log. " * 3 + "The cat sat"
-    greedy, warm = SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, seed=3)
-    stats = speculator.generate(repetitive, max_tokens=48, sampling=greedy).finish().stats
-    assert stats.num_accepted_tokens > 0
-    assert stats.target_forward_passes < 48
-    first, second = (
-        speculator.generate("Once upon a time", max_tokens=64, sampling=warm).finish()
-        for _ in range(2)
-    )
-    assert first.tokens == second.tokens
-    assert first.stats.num_draft_tokens == second.stats.num_draft_tokens  # nothing is shared

@@ -154,25 +154,6 @@ def test_engine_drafts_for_each_request_what_its_own_grammar_forces(
         assert (free == 0 and (json > 0) == (drafter == "auto")) or config is not LONG
 
 
-def test_prompts_of_other_lengths_with_a_common_beginning_are_drafted_as_alone(
-    ctx: Context, other_ctx: Context
-) -> None:
-    prompts = [f"The hero was {'very ' * n}old. As JSON: " for n in (1, 5, 9, 12)]
-    requests = [
-        Request(p, grammar=JSON, max_tokens=60, sampling=SETTINGS["greedy"]) for p in prompts
-    ]
-    alone = [
-        Engine(other_ctx, GrammarDrafter(), LONG).generate([request])[0] for request in requests
-    ]
-    engine = Engine(ctx, GrammarDrafter(), LONG)
-    together = engine.generate(requests)
-    assert engine.stats.shared_prompt_tokens > 0
-    outcomes = [
-        [(r.tokens, r.stats.num_forced_tokens) for r in results] for results in (together, alone)
-    ]
-    assert outcomes[0] == outcomes[1] and min(n_forced for _, n_forced in outcomes[0]) > 15
-
-
 def test_state_is_kept_for_forks_and_after_rewinds_and_added_text(ctx: Context) -> None:
     params = SETTINGS["seeded"]
     expected = plain(ctx, JSON, params)

@@ -14,11 +14,18 @@ import typer
 import llamabranch as lb
 from llamabranch.agents import Report, Step
 
-from . import options as opt
 from .console import Console, shortened
 from .files import load_functions, piped_or_read
 from .interrupts import EXIT_FAILURE
-from .options import DEFAULTS, TEXT, Given, option
+from .options import (
+    MODEL_OPTIONS,
+    OUTPUT_OPTIONS,
+    SAMPLING_OPTIONS,
+    TEXT,
+    Given,
+    option,
+    with_options,
+)
 
 _SHOWN = 200  # characters of a call's result that are shown
 # Notes on an incomplete answer, by its ``finish_reason``.
@@ -29,55 +36,40 @@ _ENDS = {
 }
 
 
+@with_options("system", *SAMPLING_OPTIONS, *MODEL_OPTIONS, *OUTPUT_OPTIONS)
 def agent(
-    call: typer.Context,
+    given: Given,
+    console: Console,
     words: Annotated[list[str] | None, typer.Argument(metavar="TASK")] = None,
     tools: Annotated[
         list[Path] | None,
         option("--tools", "Functions that may be called; it is run.", TEXT, metavar="FILE.py"),
     ] = None,
-    system: opt.System = None,
-    temperature: opt.Temperature = DEFAULTS.temperature,
-    top_k: opt.TopK = DEFAULTS.top_k,
-    top_p: opt.TopP = DEFAULTS.top_p,
-    min_p: opt.MinP = DEFAULTS.min_p,
-    seed: opt.Seed = None,
-    settings: opt.Settings = None,
-    model: opt.ModelName = None,
-    n_ctx: opt.ContextSize = None,
-    threads: opt.Threads = None,
-    gpu_layers: opt.GpuLayers = None,
-    kv_types: opt.CacheType = None,
-    flash_attn: opt.FlashAttention = "auto",
-    as_json: opt.Json = False,
-    verbose: opt.Verbose = False,
 ) -> None:
     """Do a task with a model that may call the functions of a Python file.
 
     llamabranch agent -m qwen.gguf --tools tools.py "Do I need a coat in Oslo?"
     cat task.txt | llamabranch agent --tools a.py --tools b.py -s 1
     """
-    given = Given.of(call)
-    with given.console() as console:
-        text = " ".join(piped_or_read(words or []))
-        if not text.strip():
-            hint = 'llamabranch agent --tools tools.py "What is the weather in Oslo?"'
-            raise lb.ConfigError("no task was given", hint=hint)
-        functions = [f for path in tools or () for f in load_functions(path)]
-        context = given.open(given.announce(console), console)
-        params = given.without_eog(given.params(seed), context.model)
-        run = lb.Agent(context, system or (), functions, sampling=params)
-        console.out.file = sys.stdout
-        # Functions may print too; only the answer goes to standard output.
-        with contextlib.redirect_stdout(sys.stderr):
-            report = _show(console, run.stream(text))
-        names = "text", "finish_reason", "limit", "messages", "seed"
-        calls = [{"name": call.name, "arguments": call.arguments} for call in report.calls]
-        answer = {name: getattr(report, name) for name in names}
-        console.answer({**answer, "calls": calls, "stats": vars(report.stats)})
-        if report.finish_reason in _ENDS:
-            console.note(_ENDS[report.finish_reason])
-            raise typer.Exit(EXIT_FAILURE)
+    text = " ".join(piped_or_read(words or []))
+    if not text.strip():
+        hint = 'llamabranch agent --tools tools.py "What is the weather in Oslo?"'
+        raise lb.ConfigError("no task was given", hint=hint)
+    functions = [f for path in tools or () for f in load_functions(path)]
+    context = given.open(given.announce(console), console)
+    params = given.without_eog(given.params(given.seed), context.model)
+    run = lb.Agent(context, given.system or (), functions, sampling=params)
+    console.out.file = sys.stdout
+    # Functions may print too; only the answer goes to standard output.
+    with contextlib.redirect_stdout(sys.stderr):
+        report = _show(console, run.stream(text))
+    names = "text", "finish_reason", "limit", "messages", "seed"
+    calls = [{"name": call.name, "arguments": call.arguments} for call in report.calls]
+    answer = {name: getattr(report, name) for name in names}
+    console.answer({**answer, "calls": calls, "stats": vars(report.stats)})
+    if report.finish_reason in _ENDS:
+        console.note(_ENDS[report.finish_reason])
+        raise typer.Exit(EXIT_FAILURE)
 
 
 def _show(console: Console, steps: Iterable[Step]) -> Report:

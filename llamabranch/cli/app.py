@@ -21,11 +21,8 @@ from typer.core import TyperCommand, TyperGroup
 from llamabranch import __version__
 from llamabranch.startup import quit_interrupted, quit_on_ctrl_c
 
-from .console import Console, begin_answer, leave_standard_output, print_json_error
+from .console import Console, leave_standard_output
 from .interrupts import EXIT_FAILURE, EXIT_INTERRUPTED
-
-# Typer contains its own Click or uses the installed one. This is the class that it uses.
-UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 # Each command in the order of --help, with the first sentence of its help. The function of a command has
 # the name of the command, and so has its module, except for ``speculate``.
@@ -42,7 +39,6 @@ COMMANDS = {
     "models": "List the known models, download one, or show what a file is.",
     "doctor": "Report what is installed on which machine, test it, and advise.",
 }
-_MODULES = {"speculate": "generate"}
 _PROMPTS = {"--prompts", "--prompt", "-p"}
 
 
@@ -72,7 +68,9 @@ def help_lines(params: Sequence[Any]) -> list[str]:
             panels.setdefault(param.rich_help_panel, []).append(_row(param))
     width = max((len(names) for rows in panels.values() for names, _ in rows), default=0)
     lines: list[str] = []
-    for panel, rows in panels.items():
+    for panel, rows in sorted(
+        panels.items(), key=lambda item: item[0] == "Output"
+    ):  # it is the last
         lines += [f"{panel}:", *(f"  {names:<{width}}  {text}" for names, text in rows)]
     return lines
 
@@ -122,18 +120,16 @@ def spread_out(arguments: Sequence[str], options: Mapping[str, bool]) -> list[st
 
 
 class _Commands(TyperGroup):
-    """Lists the subcommands without importing them; with --json wrong usage is an object too."""
+    """Lists the subcommands without importing them."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Parse the arguments before the name of the command."""
-        self._arguments = tuple(args)
-        begin_answer()
-        with _answering(args):
+        with _reporting():
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: typer.Context) -> object:  # type: ignore[override]
         """Parse the rest and run the command."""
-        with _answering(self._arguments):
+        with _reporting():
             return super().invoke(ctx)
 
     def resolve_command(  # type: ignore[override]
@@ -147,31 +143,34 @@ class _Commands(TyperGroup):
             return name, load_command(listed.name), rest
         # These are raised if llama.cpp's library cannot be loaded.
         except (ImportError, OSError, RuntimeError) as error:
-            message = f"{name} cannot be loaded: {error}"
             hint = "`llamabranch doctor` shows what is installed"
-            Console().error(message, hint)
-            if "--json" in args:
-                print_json_error(error, message, hint)
+            Console().error(f"{name} cannot be loaded: {error}", hint)
             raise typer.Exit(EXIT_FAILURE) from None
 
 
 @cache
 def load_command(name: str) -> TyperCommand:
-    """Import a subcommand and return it."""
-    holder = typer.Typer(add_completion=False, rich_markup_mode=None)
-    function = getattr(import_module(f".{_MODULES.get(name, name)}", __package__), name)
-    holder.command(name, cls=Command)(function)
-    return cast(Command, typer.main.get_command(holder))
+    """Import a subcommand and return it. ``speculate`` is ``generate`` with other options and help."""
+    holder, is_speculate = (
+        typer.Typer(add_completion=False, rich_markup_mode=None),
+        name == "speculate",
+    )
+    module = import_module("." + ("generate" if is_speculate else name), __package__)
+    function = module.generate if is_speculate else getattr(module, name)
+    holder.command(name, cls=Command, help=module.SPECULATE if is_speculate else None)(function)
+    command: Any = typer.main.get_command(holder)
+    others = {"generate": ("compares",), "speculate": ("input_file", "output_file")}.get(name, ())
+    command.params = [param for param in command.params if param.name not in others]
+    for param in command.params:
+        if is_speculate and param.name == "draft_max":
+            param.default = "4"
+    return cast(Command, command)
 
 
 @contextlib.contextmanager
-def _answering(arguments: Sequence[str]) -> Iterator[None]:
+def _reporting() -> Iterator[None]:
     try:
         yield
-    except UsageError as error:
-        if "--json" in arguments:
-            print_json_error(error, error.format_message(), None)  # type: ignore[attr-defined]
-        raise
     except BrokenPipeError:
         raise
     except OSError as error:  # Click could not print the help or the version

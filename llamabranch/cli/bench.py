@@ -14,10 +14,17 @@ from llamabranch.bench.speed import Speeds, fastest, measure
 from llamabranch.bench.timing import Spread, Stopped
 from llamabranch.errors import ConfigError, DecodeInterruptedError, UnsupportedError
 
-from . import options as opt
 from .console import Console, number
 from .interrupts import EXIT_INTERRUPTED, InterruptHandler
-from .options import DEFAULTS, TEXT, Given, option, trained_length
+from .options import (
+    MODEL_OPTIONS,
+    OUTPUT_OPTIONS,
+    TEXT,
+    Given,
+    option,
+    trained_length,
+    with_options,
+)
 
 if TYPE_CHECKING:
     from llamabranch.loading import LoadOptions
@@ -28,26 +35,25 @@ EXACT = "-S batch_invariant=true"
 _ROOM = 256  # cells for what is generated besides -n
 
 
+@with_options(
+    "max_tokens",
+    "temperature",
+    "settings",
+    "model",
+    "draft",
+    *MODEL_OPTIONS[1:],
+    *OUTPUT_OPTIONS,
+    max_tokens=32,
+)
 def bench(
-    call: typer.Context,
+    given: Given,
+    console: Console,
     lengths: Annotated[
         str, option("--lengths", "Prompts of so many tokens.", TEXT, metavar="N,N")
     ] = LENGTHS,
-    max_tokens: opt.Length = 32,
     runs: Annotated[
         int, option("-r --runs", "How often everything is measured.", TEXT, metavar="N", min=1)
     ] = 2,
-    temperature: opt.Temperature = DEFAULTS.temperature,
-    settings: opt.Settings = None,
-    model: opt.ModelName = None,
-    draft: opt.Draft = None,
-    n_ctx: opt.ContextSize = None,
-    threads: opt.Threads = None,
-    gpu_layers: opt.GpuLayers = None,
-    kv_types: opt.CacheType = None,
-    flash_attn: opt.FlashAttention = "auto",
-    as_json: opt.Json = False,
-    verbose: opt.Verbose = False,
 ) -> None:
     """Measure reading and generating with the settings that exist here.
 
@@ -57,31 +63,29 @@ def bench(
     The settings take turns: flash attention, K/V types, threads, exact or not.
     What you set is not varied. The last line names the fastest setting.
     """
-    given = Given.of(call)
-    with given.console() as console:
-        names, machine = given.resolve(console), Machine.now()
-        speeds: dict[str, Speeds] = {}
-        complete = _measure_all(given, console, names, _lengths(lengths), runs, speeds)
-        console.progress("")
-        console.line(machine.describe(given.threads or machine.cores))
-        console.table(COLUMNS, [row for name, each in speeds.items() for row in _rows(name, each)])
-        best = fastest(speeds)
-        flags = best and _flags(best, speeds[best], names[1])
-        if best:
-            console.line(f"fastest here: {flags}")
-        console.answer(
-            {
-                "model": names[0],
-                "drafters": list(names[1]),
-                "machine": machine.as_dict(),
-                "interrupted": not complete,
-                "tokens_a_second": {name: asdict(each) for name, each in speeds.items()},
-                "fastest": flags,
-            }
-        )
-        if not complete:
-            console.note("interrupted: these are the measurements so far")
-            raise typer.Exit(EXIT_INTERRUPTED)
+    names, machine = given.resolve(console), Machine.now()
+    speeds: dict[str, Speeds] = {}
+    complete = _measure_all(given, console, names, _lengths(lengths), runs, speeds)
+    console.progress("")
+    console.line(machine.describe(given.threads or machine.cores))
+    console.table(COLUMNS, [row for name, each in speeds.items() for row in _rows(name, each)])
+    best = fastest(speeds)
+    flags = best and _flags(best, speeds[best], names[1])
+    if best:
+        console.line(f"fastest here: {flags}")
+    console.answer(
+        {
+            "model": names[0],
+            "drafters": list(names[1]),
+            "machine": machine.as_dict(),
+            "interrupted": not complete,
+            "tokens_a_second": {name: asdict(each) for name, each in speeds.items()},
+            "fastest": flags,
+        }
+    )
+    if not complete:
+        console.note("interrupted: these are the measurements so far")
+        raise typer.Exit(EXIT_INTERRUPTED)
 
 
 def _lengths(text: str) -> list[int]:

@@ -85,7 +85,7 @@ def statistics(stats: Any, compared: DraftComparison | None) -> dict[str, object
 def print_statistics(
     console: Console, title: str, figures: Mapping[str, Any], compared: DraftComparison | None
 ) -> None:
-    """Print the figures of `statistics` in aligned lines."""
+    """Print the figures of `statistics` in aligned lines to standard error."""
     shown = dict(figures)
     if figures["drafted"]:
         rate = f"{figures['accept_rate'] * 100:.0f} %"
@@ -102,10 +102,12 @@ def print_statistics(
         shown["speed_up"] += f" ({low} to {high}); plain decoding: {plain} a second"
         parting = compared.parting
         shown["texts_equal"] = "yes" if parting is None else f"no, from token {parting} on"
-    console.line(title, "bold")
+    if console.silent:
+        return
+    console.note(title, "bold")
     for name, value in shown.items():
         label = "speed-up" if name == "speed_up" else name.replace("_", " ")
-        console.line(f"  {label:<17}  {cell(value)}")
+        console.note(f"  {label:<17}  {cell(value)}", "")
 
 
 def compare(

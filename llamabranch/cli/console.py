@@ -18,10 +18,10 @@ from time import monotonic
 from typing import IO, TYPE_CHECKING
 
 from rich import filesize
-from rich.cells import cell_len
 from rich.color import ColorSystem
 from rich.console import Console as RichConsole
 from rich.console import JustifyMethod, RenderableType
+from rich.measure import Measurement
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
@@ -31,7 +31,6 @@ from llamabranch.arguments import figure
 from llamabranch.pictures import SOURCES, visible
 
 if TYPE_CHECKING:
-    from llamabranch.bench.timing import Interval, Spread
 
 SOURCE_STYLES = {
     "drafted": "green", "forced": "magenta", "bonus": "bold cyan", "corrected": "yellow", "plain": "",
@@ -50,7 +49,6 @@ class Console:
 
     Args:
         silent: print nothing but one JSON object to standard output.
-        to_stderr: print to standard error.
         verbose: say more, and show llama.cpp's log.
 
     Attributes:
@@ -62,32 +60,19 @@ class Console:
         self,
         *,
         silent: bool = False,
-        to_stderr: bool = False,
         verbose: bool = False,
     ) -> None:
         self.verbose, self.silent = verbose, silent
-        self._to_stderr = to_stderr
         system = None if os.environ.get("NO_COLOR") else "auto"
-        self.out = RichConsole(stderr=to_stderr, highlight=False, color_system=system)  # type: ignore[arg-type]
+        self.out = RichConsole(highlight=False, color_system=system)  # type: ignore[arg-type]
         self.err = RichConsole(stderr=True, highlight=False, color_system=system)  # type: ignore[arg-type]
         if not self.out.is_terminal:
             self.out.width = 10_000  # a pipe has no width, and names must stay whole
         self.colored = self.out.color_system not in (None, "windows")
         self._progress_at = monotonic() + PROGRESS_S
         self._progress = ""  # the text of the progress line, on a terminal
-        # The long prompts that are being processed.
-        self._prompts: dict[object, lb.PromptProgress] = {}
         self.resources = ExitStack()
-        self._held: list[str] | None = None  # warnings that wait for the end of a text
         self.on_opening: Callable[[str], None] | None = None
-
-    @property
-    def beside(self) -> Console:
-        """The console for tables about a generated text: this one on a terminal, else standard error.
-
-        So a pipe gets only the text.
-        """
-        return self if self.silent or self.out.is_terminal else Console(to_stderr=True)
 
     # -- standard output ---------------------------------------------------------------------------
 
@@ -102,17 +87,16 @@ class Console:
         if self.colored and style:  # line by line, so that no colour runs over the end of a line
             drawn, system = Style.parse(style), ColorSystem.STANDARD
             text = "\n".join(drawn.render(line, color_system=system) for line in text.split("\n"))
-        if not self._to_stderr:
-            _write(self.out.file, text)
-            return
-        with contextlib.suppress(OSError):  # as for remarks, an error is ignored
-            self.out.file.write(text)
-            self.out.file.flush()
+        _write(self.out.file, text)
 
     def answer(self, value: Mapping[str, object]) -> None:
-        """Print the JSON object if the user asked for one."""
+        """Print one JSON object in ASCII if the user asked for one; nan and infinity become null.
+
+        Raises:
+            OutputError: standard output is closed, or its disk is full.
+        """
         if self.silent:
-            print_json(value)
+            _write(sys.stdout, json.dumps(finite(value)) + "\n")
 
     def emit(self, token: lb.Produced) -> None:
         """Write one generated token in the colour of its source."""
@@ -134,67 +118,29 @@ class Console:
         left: Sequence[str] = (),
         wide: Sequence[str] = (),
     ) -> None:
-        """Print rows, under headings if there are any. Words are never broken.
+        """Print rows, under headings if there are any.
 
-        If the table is too wide, cells wrap between words. If that is not enough, the columns of ``wide``
-        are left out. If that is not enough either, each row becomes a paragraph: its first cell, and
-        below it the others with their headings. The first column and the columns in ``left`` are
-        left-aligned.
+        If the table is too wide, the columns of ``wide`` are left out, and cells wrap. The first column
+        and the columns in ``left`` are left-aligned.
         """
         texts = [[cell(value) for value in row] for row in rows]
-        kept = list(range(len(columns)))
-        widths = self._widths([columns, *texts])
-        for name in wide:
-            if widths is None:
-                kept = [i for i in kept if columns[i] != name]
-                widths = self._widths([[row[i] for i in kept] for row in (columns, *texts)])
-        if widths is None:
-            self._paragraphs(columns, texts)
-            return
-        table = Table(
-            box=None, pad_edge=False, padding=(0, _GAP, 0, 0), show_header=any(columns),
-            header_style="bold",
-        )  # fmt: skip
-        for i, width in zip(kept, widths, strict=True):
-            side: JustifyMethod = "left" if i == 0 or columns[i] in left else "right"
-            table.add_column(Text(columns[i]), justify=side, width=width, overflow="fold")
-        for row in texts:
-            table.add_row(*(Text(row[i]) for i in kept))
-        self.render(table)
 
-    def _widths(self, rows: Sequence[Sequence[str]]) -> list[int] | None:
-        """Return widths of columns that fit next to each other; None if a word would be broken."""
-        columns = [
-            [line for text in column for line in text.split("\n")]
-            for column in zip(*rows, strict=True)
-        ]
-        least = [max((cell_len(w) for text in c for w in text.split()), default=0) for c in columns]
-        widths = [max(map(cell_len, column)) for column in columns]
-        room = self.out.width - _GAP * (len(columns) - 1)
-        if sum(least) > room:
-            return None
-        while sum(widths) > room:
-            widest = max(
-                (i for i, width in enumerate(widths) if width > least[i]), key=widths.__getitem__
-            )
-            widths[widest] -= 1
-        return widths
+        def table(without: Sequence[str]) -> Table:
+            made = Table(
+                box=None, pad_edge=False, padding=(0, _GAP, 0, 0), show_header=any(columns),
+                header_style="bold",
+            )  # fmt: skip
+            kept = [i for i, name in enumerate(columns) if name not in without]
+            for i in kept:
+                side: JustifyMethod = "left" if i == 0 or columns[i] in left else "right"
+                made.add_column(Text(columns[i]), justify=side, overflow="fold")
+            for row in texts:
+                made.add_row(*(Text(row[i]) for i in kept))
+            return made
 
-    def _paragraphs(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Print each row as its first cell and, below it, the others with their headings."""
-        for row in rows:
-            if row[0]:
-                self.line(row[0], "bold")
-            line = ""
-            for name, text in zip(columns[1:], row[1:], strict=True):
-                pair = f"{name} {text}".strip()
-                if line and len(line) + _GAP + cell_len(pair) > self.out.width:
-                    self.line(line)
-                    line = ""
-                if text:
-                    line = f"{line}{' ' * (_GAP if line else 2)}{pair}"
-            if line:
-                self.line(line)
+        whole = table(())
+        fits = Measurement.get(self.out, self.out.options, whole).maximum < self.out.width
+        self.render(whole if fits else table(wide))
 
     def render(self, what: RenderableType) -> None:
         """Print anything that rich can draw, without spaces at the ends of lines."""
@@ -215,27 +161,9 @@ class Console:
 
     # -- standard error ----------------------------------------------------------------------------
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, style: str = "dim") -> None:
         """Print a remark to standard error."""
-        self._remark(Text(text, style="dim"))
-
-    def warn(self, text: str) -> None:
-        """Print a warning to standard error; while a text is printed it waits for the end of the text."""
-        if self._held is None:
-            self.note(f"warning: {text}")
-        else:
-            self._held.append(text)
-
-    @contextmanager
-    def printing_text(self) -> Iterator[None]:
-        """Hold warnings back while a text is printed piece by piece, so that they do not interrupt it."""
-        self._held = []
-        try:
-            yield
-        finally:
-            warnings, self._held = self._held, None
-            for text in warnings:
-                self.warn(text)
+        self._remark(Text(text, style=style))
 
     def error(self, message: str, hint: str | None = None) -> None:
         """Print an error as one line, and its hint, to standard error."""
@@ -264,34 +192,11 @@ class Console:
             self._progress_at = monotonic() + PROGRESS_S
             self.note(text)
 
-    def reading(self, read: lb.PromptProgress, of: object = None) -> None:
-        """Show the total progress of the long prompts that are being read in the progress line.
-
-        ``of`` names the prompt, if there are several.
-        """
-        if read.n_total - read.n_cached < LONG_PROMPT:
-            return
-        self._prompts[of] = read
-        if read.n_read == read.n_total:
-            self.end_reading(of)
-        if self._prompts:
-            n, parts = len(self._prompts), self._prompts.values()
-            n_read, n_total = (
-                sum(part.n_read for part in parts),
-                sum(part.n_total for part in parts),
-            )
-            prompts = "the prompt" if n == 1 else f"{n} prompts"
-            self.progress(f"reading {prompts}: {n_read:,} of {n_total:,} tokens")
-
-    def end_reading(self, of: object) -> None:
-        """Forget a prompt whose progress was shown; after the last prompt the line disappears."""
-        if self._prompts.pop(of, None) is not None and not self._prompts:
-            self.progress("")
-
-    @property
-    def is_reading(self) -> bool:
-        """Whether the progress of a prompt is shown."""
-        return bool(self._prompts)
+    def reading(self, read: lb.PromptProgress) -> None:
+        """Show in the progress line how much of a long prompt has been read."""
+        if read.n_total - read.n_cached >= LONG_PROMPT:
+            shown = f"reading the prompt: {read.n_read:,} of {read.n_total:,} tokens"
+            self.progress(shown if read.n_read < read.n_total else "")
 
     @contextmanager
     def opening(
@@ -358,35 +263,6 @@ def leave_standard_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-_answered = False  # whether the running command has printed its JSON object
-
-
-def print_json(value: Mapping[str, object]) -> None:
-    """Print one JSON object in ASCII and nothing else. nan and infinity become null.
-
-    Raises:
-        OutputError: standard output is closed, or its disk is full.
-    """
-    global _answered
-    _write(sys.stdout, json.dumps(finite(value)) + "\n")
-    _answered = True
-
-
-def begin_answer() -> None:
-    """Record that a command begins: it has printed no JSON object yet."""
-    global _answered
-    _answered = False
-
-
-def print_json_error(error: BaseException, message: str, hint: str | None) -> None:
-    """Print the error of a command as a JSON object, unless the command has printed its answer."""
-    if _answered or isinstance(error, OutputError):
-        return
-    described = {"type": type(error).__name__, "message": message, "hint": hint}
-    with contextlib.suppress(OutputError, BrokenPipeError):
-        print_json({"error": described})
-
-
 def finite(value: object) -> object:
     """Return ``value`` with None for numbers that JSON does not have: nan and infinity."""
     if isinstance(value, float):
@@ -422,17 +298,3 @@ def number(value: float, digits: int, unit: str = "") -> str:
 def decimal_size(n_bytes: float) -> str:
     """Format a number of bytes in decimal units."""
     return filesize.decimal(round(n_bytes), precision=2)
-
-
-def interval_text(found: Interval | Spread, digits: int = 2) -> str:
-    """Format the ends of an interval, or a dash if there are too few values."""
-    if math.isnan(found.low):
-        return "-"
-    return f"{found.low:.{digits}f} to {found.high:.{digits}f}"
-
-
-def spread_text(spread: Spread, digits: int) -> str:
-    """Format a median with the lowest and the highest value, or a dash if there are no values."""
-    if math.isnan(spread.median):
-        return "-"
-    return f"{spread.median:.{digits}f} ({interval_text(spread, digits)})"

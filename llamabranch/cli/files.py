@@ -1,59 +1,40 @@
-"""The files of commands: functions that read prompts, and a check that no file is overwritten."""
+"""The files of commands: texts, functions, requests, and results that overwrite nothing."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FunctionType
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import llamabranch as lb
 from llamabranch import ConfigError
 
-from ..files import check_writable
-from .console import OutputError
 
+def open_new(path: Path) -> IO[str]:
+    """Open a file for writing, before a model loads; an empty file may exist.
 
-def check_new_file(path: Path) -> None:
-    """Raise ConfigError unless a file can be written at ``path`` without replacing another.
-
-    Commands call this before a model loads. An empty file, a device or a pipe may exist there.
+    Raises:
+        ConfigError: the file is not empty, or cannot be written.
     """
+    if path.is_file() and path.stat().st_size:
+        raise ConfigError(f"{path} already exists", hint="name another file, or delete it")
     try:
-        if path.is_dir():
-            raise ConfigError(f"{path} is a folder", hint="name a file in it")
-        if path.is_file() and path.stat().st_size:
-            raise ConfigError(f"{path} already exists", hint="name another file, or delete it")
-        if path.is_symlink() and not path.exists():
-            message = f"{path} is a link to a file that does not exist"
-            raise ConfigError(message, hint="name the file itself")
-        if not path.exists():
-            check_writable(path)
+        return path.open("w", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None
 
 
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Raise OutputError if writing ``path`` fails. For a full disk the hint is to free space."""
-    try:
-        yield
-    except OSError as error:
-        hint = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else None
-        raise OutputError(f"cannot write {path}: {error.strerror or error}", hint=hint) from None
-
-
-def read_text(path: Path, errors: str = "strict", newline: str | None = None) -> str:
+def read_text(path: Path, newline: str | None = None) -> str:
     """Return the text of a file, without a byte order mark; ConfigError if it cannot be read as UTF-8.
 
     All line ends become ``\\n``; with ``newline=""`` the text is unchanged.
     """
     try:
-        with path.open(encoding="utf-8-sig", errors=errors, newline=newline) as file:
+        with path.open(encoding="utf-8-sig", newline=newline) as file:
             return file.read()
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
@@ -112,12 +93,11 @@ def _run_file(path: Path) -> dict[str, Any]:
         ConfigError: the file cannot be read or run.
     """
     names: dict[str, Any] = {"__name__": path.stem, "__file__": str(path)}
+    source = read_text(path)
     try:
         # What the file prints is not part of the answer.
         with contextlib.redirect_stdout(sys.stderr):
-            exec(compile(read_text(path), str(path), "exec"), names)
-    except ConfigError:
-        raise
+            exec(compile(source, str(path), "exec"), names)
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{path} cannot be run: {error!r}") from error
     return names
@@ -128,45 +108,28 @@ def schema_text(given: str) -> str:
     return given if given.lstrip().startswith("{") else read_text(Path(given))
 
 
-def read_prompt_file(path: Path) -> str:
-    """Return the text of a file to continue or to score, read as llama.cpp reads it.
-
-    The last newline is left out; carriage returns stay in the text.
-    """
-    return read_text(path, newline="").removesuffix("\n")
-
-
-def read_standard_input(errors: str = "strict", newline: str | None = None) -> str:
-    """Return all of standard input; ConfigError if it is not UTF-8.
-
-    All line ends become ``\\n``; with ``newline=""`` the text is unchanged.
-    """
+def read_standard_input() -> str:
+    """Return all of standard input without its last newline; ConfigError if it is not UTF-8."""
     if sys.stdin is None:  # None means that it was closed when the process started
         hint = "pipe the prompt in, or pass it as an argument"
         raise ConfigError("standard input is closed", hint=hint)
     try:
-        text = sys.stdin.buffer.read().decode("utf-8-sig", errors)
+        return sys.stdin.buffer.read().decode("utf-8-sig").removesuffix("\n")
     except (OSError, UnicodeDecodeError) as error:
         hint = "it must be text in UTF-8"
         raise ConfigError(f"cannot read standard input: {error}", hint=hint) from None
-    return text if newline == "" else text.replace("\r\n", "\n").replace("\r", "\n")
-
-
-def read_piped_text() -> str | None:
-    """Return the text that is piped in, without its last newline; None if nothing is piped in."""
-    if sys.stdin is None or sys.stdin.isatty():
-        return None
-    return read_standard_input(newline="").removesuffix("\n") or None
 
 
 def piped_or_read(words: Sequence[str]) -> list[str]:
     """Return prompts, with standard input for -; without any, the text that is piped in, if any."""
     prompts = [read_standard_input() if word == "-" else word for word in words]
     for prompt in prompts:
-        if not is_unicode(prompt):
-            raise ConfigError(f"the prompt {prompt!r:.60} is not UTF-8")
-    piped = None if prompts else read_piped_text()
-    return prompts if piped is None else [piped]
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f"the prompt {prompt!r:.60} is not UTF-8") from None
+    is_piped = not prompts and sys.stdin is not None and not sys.stdin.isatty()
+    return [text for text in [read_standard_input()] if text] if is_piped else prompts
 
 
 def read_requests(path: Path, sampling: lb.SamplingParams, *, first: int = 0) -> list[lb.Request]:
@@ -192,12 +155,3 @@ def read_requests(path: Path, sampling: lb.SamplingParams, *, first: int = 0) ->
             hint = getattr(error, "hint", None)
             raise ConfigError(f"line {number}: invalid request: {reason}", hint=hint) from None
     return requests
-
-
-def is_unicode(text: str) -> bool:
-    """Return whether a text can be written as UTF-8: it has no half of a surrogate pair."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -1,4 +1,7 @@
-"""``llamabranch generate`` and ``speculate``: one prompt or many in one batch, with or without drafts."""
+"""``llamabranch generate`` and ``speculate``: one prompt or many in one batch, with or without drafts.
+
+Both are one function. ``speculate`` always drafts, and prints statistics.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,7 @@ import json
 import math
 import secrets
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Annotated
@@ -22,117 +24,81 @@ from llamabranch.speculative import NullDrafter
 from . import options as opt
 from .comparison import compare, print_statistics, statistics
 from .console import Console, base_name, finite, shortened
-from .files import check_new_file, piped_or_read, read_requests, writing
+from .files import open_new, piped_or_read, read_requests
 from .interrupts import EXIT_FAILURE, EXIT_INTERRUPTED, InterruptHandler
-from .options import DEFAULT_PROMPT, DEFAULTS, OUTPUT, TEXT, Given, option
+from .options import (
+    DEFAULT_PROMPT,
+    DRAFT_OPTIONS,
+    OUTPUT,
+    OUTPUT_OPTIONS,
+    SAMPLING_OPTIONS,
+    TEXT,
+    Given,
+    option,
+    with_options,
+)
 
 N_TEXTS = 8  # texts at a time; -S n_seq_max=N changes it
-DRAFT_LENGTH = 4  # tokens that speculate drafts, unless told
-# What can end a text before its grammar is complete, and which limit is too low then.
-_CUT = {"length": ("-n", "it"), "capacity": ("the context", "-c")}
+SPECULATE = """Generate text with drafts, and say how well they worked.
+
+llamabranch speculate "Once upon a time"
+llamabranch speculate -m qwen3-4b -md qwen3-0.6b "Once upon a time" --compare
+"""
+# What can end a text before its grammar is complete.
+_CUT = {
+    "length": "-n",
+    "capacity": "the context (-c)",
+    "constraint": "the lack of an allowed token",
+}
 
 
+@with_options(
+    *("max_tokens", "grammar", "schema", "chat", "system"),
+    *SAMPLING_OPTIONS,
+    *DRAFT_OPTIONS,
+    *OUTPUT_OPTIONS,
+    max_tokens=128,
+)
 def generate(
-    call: typer.Context,
+    given: Given,
+    console: Console,
     texts: opt.Prompts = None,
     prompts: opt.MorePrompts = None,
     input_file: Annotated[
         Path | None, option("-i --input", "A request a line.", TEXT, metavar="FILE.jsonl")
     ] = None,
-    max_tokens: opt.Length = 128,
-    grammar: opt.GrammarText = None,
-    schema: opt.Schema = None,
-    chat: opt.AsMessage = False,
-    system: opt.System = None,
-    temperature: opt.Temperature = DEFAULTS.temperature,
-    top_k: opt.TopK = DEFAULTS.top_k,
-    top_p: opt.TopP = DEFAULTS.top_p,
-    min_p: opt.MinP = DEFAULTS.min_p,
-    seed: opt.Seed = None,
-    settings: opt.Settings = None,
-    model: opt.ModelName = None,
-    draft: opt.Draft = None,
-    draft_max: opt.DraftMax = None,
-    n_ctx: opt.ContextSize = None,
-    threads: opt.Threads = None,
-    gpu_layers: opt.GpuLayers = None,
-    kv_types: opt.CacheType = None,
-    flash_attn: opt.FlashAttention = "auto",
     output_file: Annotated[
         Path | None, option("-o --output", "A result a line.", OUTPUT, metavar="FILE.jsonl")
     ] = None,
-    as_json: opt.Json = False,
-    verbose: opt.Verbose = False,
+    compares: Annotated[
+        bool, option("--compare", "Also time plain decoding, in turn.", OUTPUT)
+    ] = False,
 ) -> None:
     """Generate text from one prompt or many.
 
     llamabranch generate "Once upon a time" -n 64 -s 1
     llamabranch generate -hf Qwen/Qwen3-4B-GGUF --chat "Write a haiku."
     """
-    given = Given.of(call)
-    with given.console() as console:
-        if output_file is not None:
-            check_new_file(output_file)
-        requests = _requests(given, [*(texts or ()), *(prompts or ())], None, given.params())
-        if input_file is not None:
-            requests += read_requests(input_file, given.params(), first=len(requests))
-        if not requests:
-            raise ConfigError("there is no prompt", hint="pass one, pipe it in, or use --input")
-        _run(given, console, requests, output_file=output_file)
+    speculates = given.command == "speculate"
+    file = None if output_file is None else console.resources.enter_context(open_new(output_file))
+    # The seed of speculate is a setting of the text; for generate it is one of the job.
+    if speculates and given.seed is None:
+        given = replace(given, seed=secrets.randbits(31))
+    params = given.params(given.seed if speculates else None)
+    words = piped_or_read([*(texts or ()), *(prompts or ())])
+    requests = _requests(given, words or [DEFAULT_PROMPT] * speculates, params)
+    if input_file is not None:
+        requests += read_requests(input_file, params, first=len(requests))
+    if not requests:
+        raise ConfigError("there is no prompt", hint="pass one, pipe it in, or use --input")
+    _run(given, console, requests, file, speculates=speculates, compares=compares)
 
 
-def speculate(
-    call: typer.Context,
-    texts: opt.Prompts = None,
-    prompts: opt.MorePrompts = None,
-    max_tokens: opt.Length = 128,
-    grammar: opt.GrammarText = None,
-    schema: opt.Schema = None,
-    chat: opt.AsMessage = False,
-    system: opt.System = None,
-    temperature: opt.Temperature = DEFAULTS.temperature,
-    top_k: opt.TopK = DEFAULTS.top_k,
-    top_p: opt.TopP = DEFAULTS.top_p,
-    min_p: opt.MinP = DEFAULTS.min_p,
-    seed: opt.Seed = None,
-    settings: opt.Settings = None,
-    model: opt.ModelName = None,
-    draft: opt.Draft = None,
-    draft_max: opt.DraftMax = str(DRAFT_LENGTH),
-    n_ctx: opt.ContextSize = None,
-    threads: opt.Threads = None,
-    gpu_layers: opt.GpuLayers = None,
-    kv_types: opt.CacheType = None,
-    flash_attn: opt.FlashAttention = "auto",
-    compares: Annotated[
-        bool, option("--compare", "Also time plain decoding, in turn.", OUTPUT)
-    ] = False,
-    as_json: opt.Json = False,
-    verbose: opt.Verbose = False,
-) -> None:
-    """Generate text with drafts, and say how well they worked.
-
-    llamabranch speculate "Once upon a time"
-    llamabranch speculate -m qwen3-4b -md qwen3-0.6b "Once upon a time" --compare
-    """
-    given = Given.of(call)
-    with given.console() as console:
-        if given.seed is None:
-            given = replace(given, seed=secrets.randbits(31))
-        # The seed is a setting of the text; for generate it is one of the job.
-        words = [*(texts or ()), *(prompts or ())]
-        requests = _requests(given, words, DEFAULT_PROMPT, given.params(given.seed))
-        _run(given, console, requests, speculates=True, compares=compares)
-
-
-def _requests(
-    given: Given, words: list[str], default: str | None, params: lb.SamplingParams
-) -> list[Request]:
-    """Return requests for the prompts of the command line, or for what is piped in."""
+def _requests(given: Given, prompts: list[str], params: lb.SamplingParams) -> list[Request]:
+    """Return requests for prompts."""
     more = given.set("request")
     more.pop("ignore_eos", None)
     grammar = given.parse_grammar()
-    prompts = piped_or_read(words) or ([] if default is None else [default])
     return [
         Request(prompt, id=str(i), sampling=params, grammar=grammar, **more)
         for i, prompt in enumerate(prompts)
@@ -143,10 +109,10 @@ def _run(
     given: Given,
     console: Console,
     requests: list[Request],
+    file: IO[str] | None,
     *,
-    output_file: Path | None = None,
-    speculates: bool = False,
-    compares: bool = False,
+    speculates: bool,
+    compares: bool,
 ) -> None:
     """Generate the texts of all requests, print them, and exit with the code of the job."""
     config = given.config()
@@ -171,9 +137,9 @@ def _run(
         )
         for request in requests
     ]
-    with _opened(output_file) as file, InterruptHandler([context, *drafter.contexts]) as interrupts:
+    compared = None
+    with InterruptHandler([context, *drafter.contexts]) as interrupts:
         printer = _Printer(console, requests, file, drafts=bool(names[1]), is_chat=given.is_chat)
-        compared = None
         if compares:  # warm up: the first decodes of a context are slower than later ones
             few = [replace(request, max_tokens=8, n=1) for request in prepared]
             for each in (drafter, NullDrafter()):
@@ -191,15 +157,16 @@ def _run(
         drafters = "+".join(base_name(part).removesuffix(":1") for part in names[1]) or "nobody"
         target = base_name(names[0])
         title = shortened(f"{target}, {config.draft_k} tokens a draft by {drafters}", 80)
-        print_statistics(console.beside, title, figures, compared)
-    if console.verbose:
-        console.note(f"drafter: {engine.drafter.name}; {explanation}")
-    one = printer.results[0].as_dict(stats=False) if n_texts == len(printer.results) == 1 else {}
+        print_statistics(console, title, figures, compared)
+    results = [result.as_dict(stats=False) for result in printer.results]
+    only = results[0] if n_texts == len(results) == 1 else {}
     console.answer(
-        {name: one[name] for name in ("text", "tokens", "finish_reason") if one}
-        | {"results": [result.as_dict(stats=False) for result in printer.results]}
-        | {"seed": engine.seed, "failed": printer.n_failed, "interrupted": interrupts.requested}
+        {name: only[name] for name in ("text", "tokens", "finish_reason") if only}
         | {
+            "results": results,
+            "seed": engine.seed,
+            "failed": printer.n_failed,
+            "interrupted": interrupts.requested,
             "exact": context.capabilities.batch_invariant,
             "drafter": engine.drafter.name,
             "explain": explanation,
@@ -212,16 +179,6 @@ def _run(
         raise typer.Exit(EXIT_INTERRUPTED)
     if printer.n_failed:
         raise typer.Exit(EXIT_FAILURE)
-
-
-@contextmanager
-def _opened(path: Path | None) -> Iterator[IO[str] | None]:
-    """Open the file for results, if any."""
-    if path is None:
-        yield None
-        return
-    with writing(path), path.open("x" if not path.exists() else "w", encoding="utf-8") as file:
-        yield file
 
 
 class _Printer:
@@ -254,31 +211,29 @@ class _Printer:
     def run(self, engine: Engine, requests: list[Request], interrupts: InterruptHandler) -> None:
         """Generate the texts and print them; after Ctrl-C the unfinished ones are printed too."""
         stream = engine.stream(requests)
-        with self._console.printing_text():
-            try:
-                if interrupts.requested:  # Ctrl-C came before the first decode
-                    engine.target.interrupt()
-                for event in stream:
-                    self._show(event)
-            except lb.DecodeInterruptedError:
-                if not interrupts.requested:
-                    raise
-            finally:
-                stream.close()
-                for text in filter(self._held.__contains__, self._order):
-                    self._give(self._held[text])
+        try:
+            if interrupts.requested:  # Ctrl-C came before the first decode
+                engine.target.interrupt()
+            for event in stream:
+                self._show(event)
+        except lb.DecodeInterruptedError:
+            if not interrupts.requested:
+                raise
+        finally:
+            stream.close()
+            for text in filter(self._held.__contains__, self._order):
+                self._give(self._held[text])
 
     def _show(self, event: Event) -> None:
         result, console = event.result, self._console
         if event.progress is not None:
-            console.reading(event.progress, (event.id, event.sample))
+            console.reading(event.progress)
             return
         if event.emitted is not None and self._streams:
             self._begin()
             console.emit(event.emitted)
         if result is None:
             return
-        console.end_reading((event.id, event.sample))
         if result.finish_reason == "cancelled" and not result.tokens:
             return
         self._held[result.id, result.sample] = result
@@ -315,14 +270,9 @@ class _Printer:
             console.write(f"{': ' * bool(about)}{about} <==\n{result.text}\n")
         if result.error is not None and not console.silent:
             console.error(f"{label}: {result.error.message}", result.error.hint)
-        if result.finish_reason == "constraint":
-            console.note(f"warning: {label}: no token is allowed after it: it may be incomplete")
-        elif result.grammar is not None and result.finish_reason in _CUT:
-            cut, more = _CUT[result.finish_reason]
-            message = f"{cut} ended the text before its grammar: it may be incomplete"
-            console.note(f"warning: {label}: {message}; raise {more}")
-        elif result.finish_reason == "capacity" and not console.silent:
-            console.note(f"{label}: the context is full: raise -c to continue")
+        if result.grammar is not None and result.finish_reason in _CUT:
+            why = _CUT[result.finish_reason]
+            console.note(f"warning: {label}: {why} ended the text before its grammar did")
 
     def summary(self) -> list[str]:
         """Return how much was generated, and what ended it."""

@@ -17,7 +17,7 @@ import typer
 import llamabranch as lb
 from llamabranch import startup
 
-from .console import Console, leave_standard_output, print_json_error
+from .console import Console, leave_standard_output
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -105,8 +105,7 @@ def reporting_errors(console: Console) -> Iterator[None]:
     """Turn exceptions into one line on standard error and an exit code.
 
     A wrong name, file or setting exits with 2, any other failure with 1, Ctrl-C with 130. With -v
-    the traceback is printed too; with --json the error is also printed as a JSON object. Warnings
-    of the library become one line each.
+    the traceback is printed too. Warnings of the library become one line each.
     """
     debug, where = console.verbose, None if console.verbose else "-v shows where"
     try:
@@ -115,10 +114,8 @@ def reporting_errors(console: Console) -> Iterator[None]:
             yield
     except (typer.Exit, typer.Abort, typer.BadParameter):
         raise
-    except (KeyboardInterrupt, lb.DecodeInterruptedError) as error:
+    except (KeyboardInterrupt, lb.DecodeInterruptedError):
         console.note("interrupted")
-        if console.silent:
-            print_json_error(error, "interrupted", None)
         raise typer.Exit(EXIT_INTERRUPTED) from None
     except BrokenPipeError:
         # The reader closed the pipe, as `| head` does: no output can reach it.
@@ -139,8 +136,6 @@ def reporting_errors(console: Console) -> Iterator[None]:
         # The traceback may show the hint already.
         is_noted = debug and f"hint: {hint}" in getattr(error, "__notes__", ())
         console.error(message, None if is_noted else hint)
-        if console.silent:
-            print_json_error(error, message, hint)
         raise typer.Exit(EXIT_USAGE if is_usage else EXIT_FAILURE) from None
 
 
@@ -155,7 +150,7 @@ def _show_warnings(console: Console) -> None:
         if issubclass(category, lb.errors.ExactnessWarning) and not console.verbose:
             return
         if issubclass(category, lb.errors.LlamaBranchWarning):
-            console.warn(str(message))
+            console.note(f"warning: {message}")
         else:
             inner(message, category, *more, **named)
 

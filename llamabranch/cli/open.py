@@ -6,7 +6,6 @@ import os
 import sys
 import threading
 import webbrowser
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,25 +16,24 @@ import typer
 from llamabranch import AsyncEngine, ConfigError, hub
 from llamabranch.serve import ServeSettings
 
-from . import options as opt
 from .console import Console
 from .files import load_function
-from .options import Given, option
+from .options import DRAFT_OPTIONS, OUTPUT_OPTIONS, Given, option, with_options
 
 if TYPE_CHECKING:
     from llamabranch.loom import Loom
-    from llamabranch.serve.server import Server
 
 _PARALLEL, _SEQUENCES = 8, 24  # texts at a time; sequences, also for forks
-_MOST_PORTS = 20
 _SUFFIX = ".loom.jsonl"
 
 
 PAGE = "Page"
 
 
+@with_options("settings", *DRAFT_OPTIONS, *OUTPUT_OPTIONS)
 def open(
-    call: typer.Context,
+    given: Given,
+    console: Console,
     named: Annotated[str | None, typer.Argument(metavar="[MODEL]")] = None,
     file: Annotated[
         Path | None, option("--file", f"NAME{_SUFFIX}; one per model.", PAGE, metavar="FILE")
@@ -45,21 +43,10 @@ def open(
         option("--constraint", "A rule for the page's bar.", PAGE, metavar="FILE.py:NAME"),
     ] = None,
     port: Annotated[
-        int, option("--port", "Or the next free one.", PAGE, metavar="N", max=65_535)
+        int, option("--port", "Or any free one.", PAGE, metavar="N", max=65_535)
     ] = 8137,
     browser: Annotated[bool, option("--browser/--no-browser", "Open a browser.", PAGE)] = True,
     read_only: Annotated[bool, option("--read-only", "Write nothing.", PAGE)] = False,
-    settings: opt.Settings = None,
-    model: opt.ModelName = None,
-    draft: opt.Draft = None,
-    draft_max: opt.DraftMax = None,
-    n_ctx: opt.ContextSize = None,
-    threads: opt.Threads = None,
-    gpu_layers: opt.GpuLayers = None,
-    kv_types: opt.CacheType = None,
-    flash_attn: opt.FlashAttention = "auto",
-    as_json: opt.Json = False,
-    verbose: opt.Verbose = False,
 ) -> None:
     """Branch and see texts in the browser.
 
@@ -68,44 +55,47 @@ def open(
 
     The page listens on 127.0.0.1 only. Its link works once; Enter prints another.
     """
-    given = replace(Given.of(call), model=named or model or hub.BUNDLED_TARGET)
-    with given.console() as console:
-        from llamabranch.loom import Loom, front_of
-        from llamabranch.serve.server import Server
+    given = replace(given, model=named or given.model or hub.BUNDLED_TARGET)
+    from llamabranch.loom import Loom, front_of
+    from llamabranch.serve.server import Server
 
-        rule = constraint and (constraint, load_function(constraint))
-        target, drafters = given.resolve(console)
+    rule = constraint and (constraint, load_function(constraint))
+    target, drafters = given.resolve(console)
 
-        def open_engine() -> AsyncEngine:
-            context, drafter = given.open_pair(
-                (target, drafters),
-                console,
-                n_texts=_PARALLEL,
-                n_seq_max=_SEQUENCES,
-                prefix_cache=True,
-            )
-            config = given.config()
-            return AsyncEngine(context, drafter, config, max_tokens=None, parallel=_PARALLEL)
+    def open_engine() -> AsyncEngine:
+        context, drafter = given.open_pair(
+            (target, drafters),
+            console,
+            n_texts=_PARALLEL,
+            n_seq_max=_SEQUENCES,
+            prefix_cache=True,
+        )
+        config = given.config()
+        return AsyncEngine(context, drafter, config, max_tokens=None, parallel=_PARALLEL)
 
-        def ready(_url: str, name: str) -> None:
-            loom.ready()
-            console.note(f"{name} is loaded")
+    def ready(_url: str, name: str) -> None:
+        loom.ready()
+        console.note(f"{name} is loaded")
 
-        def listen(settings: ServeSettings) -> Server:
-            return Server(open_engine, settings, ready, console.note)
+    def listen(number: int) -> Server:
+        settings = ServeSettings(port=number, shutdown_timeout_s=0.0)
+        return Server(open_engine, settings, ready, console.note)
 
-        server = _listening(port, listen, console)
-        loom = Loom(
-            _document(file, target), server.port, lambda: server.service,
-            read_only=read_only,
-            draft="+".join(drafters) or "none",
-            settings_file=_folder("XDG_CONFIG_HOME", ".config") / "page.json",
-            constraint=rule or None,
-        )  # fmt: skip
-        server.front = front_of(loom)
-        console.on_opening = loom.opening
-        _show_link(loom, server.url, console, browser=browser)
-        server.run()
+    try:
+        server = listen(port)
+    except ConfigError:
+        server = listen(0)
+    loom = Loom(
+        _document(file, target), server.port, lambda: server.service,
+        read_only=read_only,
+        draft="+".join(drafters) or "none",
+        settings_file=_folder("XDG_CONFIG_HOME", ".config") / "page.json",
+        constraint=rule or None,
+    )  # fmt: skip
+    server.front = front_of(loom)
+    console.on_opening = loom.opening
+    _show_link(loom, server.url, console, browser=browser)
+    server.run()
 
 
 def _document(file: Path | None, target: str) -> Path:
@@ -129,19 +119,6 @@ def _folder(variable: str, usual: str) -> Path:
     if not folder.is_absolute():  # the XDG specification says to ignore relative paths
         folder = Path.home() / usual
     return folder / "llamabranch"
-
-
-def _listening(port: int, make: Callable[[ServeSettings], Server], console: Console) -> Server:
-    """Return a server on the port, or on the next one that is free."""
-    for number in range(port, min(port + _MOST_PORTS, 65_536)):
-        try:
-            server = make(ServeSettings(port=number, shutdown_timeout_s=0.0))
-        except ConfigError:
-            continue
-        if port and number != port:
-            console.note(f"port {port} is taken: using {number}")
-        return server
-    return make(ServeSettings(port=0, shutdown_timeout_s=0.0))
 
 
 def _show_link(loom: Loom, url: str, console: Console, *, browser: bool) -> None:

@@ -1,7 +1,7 @@
-"""The options that commands share: one annotated type each, and `Given`, which reads them all.
+"""The options that commands share: the fields of `Given`, which has their values.
 
-A command lists the options that it has as parameters of these types. `Given.of(call)` collects their
-values, and turns them into options of `llamabranch.load`, settings and a grammar.
+A command names those that it has in `with_options`. `Given` turns their values into options of
+`llamabranch.load`, settings and a grammar.
 NumPy and llama.cpp are imported when an option needs them, so that --help is fast.
 """
 
@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast, get_type_hints
 
 import typer
 
@@ -63,94 +64,64 @@ MorePrompts = Annotated[
     list[str] | None,
     option("-p --prompt --prompts", "What to continue, too.", TEXT, metavar="TEXT"),
 ]
-Length = Annotated[
-    int | None,
-    option(
-        "-n --n-predict --predict --max-tokens", "Tokens at most; -1: no limit.", TEXT,
-        metavar="N", callback=limit,
+# The names, help and heading of each shared option, by its field of `Given`.
+_OPTIONS = {
+    "max_tokens": option(
+        "-n --n-predict --predict --max-tokens", "Tokens at most; -1: no limit.", TEXT, metavar="N",
+        callback=limit,
     ),
-]  # fmt: skip
-GrammarText = Annotated[
-    str | None,
-    option(
+    "grammar": option(
         "--grammar --grammar-file", "A grammar, or its file.", TEXT, metavar="GBNF|FILE|/REGEX/"
     ),
-]
-Schema = Annotated[
-    str | None,
-    option("-j --json-schema --json-schema-file -jf", "A JSON schema.", TEXT, metavar="JSON|FILE"),
-]
-AsMessage = Annotated[bool, option("--chat", "The prompt is a message, to answer.", TEXT)]
-System = Annotated[
-    str | None, option("-sys --system-prompt", "The system message.", TEXT, metavar="TEXT")
-]
-Temperature = Annotated[
-    float,
-    option(
+    "schema": option(
+        "-j --json-schema --json-schema-file -jf", "A JSON schema.", TEXT, metavar="JSON|FILE"
+    ),
+    "chat": option("--chat", "The prompt is a message, to answer.", TEXT),
+    "system": option("-sys --system-prompt", "The system message.", TEXT, metavar="TEXT"),
+    "temperature": option(
         "--temp --temperature", "0: the most probable token.", SAMPLING, metavar="T",
         callback=lambda value: max(value, 0.0),
     ),
-]  # fmt: skip
-TopK = Annotated[int, option("--top-k", "Keep the k best; 0: all.", SAMPLING, metavar="K")]
-TopP = Annotated[float, option("--top-p", "Nucleus sampling; 1: off.", SAMPLING, metavar="P")]
-MinP = Annotated[float, option("--min-p", "Share of the best; 0: off.", SAMPLING, metavar="P")]
-Seed = Annotated[
-    int | None,
-    option(
+    "top_k": option("--top-k", "Keep the k best; 0: all.", SAMPLING, metavar="K"),
+    "top_p": option("--top-p", "Nucleus sampling; 1: off.", SAMPLING, metavar="P"),
+    "min_p": option("--min-p", "Share of the best; 0: off.", SAMPLING, metavar="P"),
+    "seed": option(
         "-s --seed", "With --exact: same seed, same text.", SAMPLING, metavar="N",
         callback=lambda value: None if value == -1 else value,
     ),
-]  # fmt: skip
-Settings = Annotated[
-    list[str] | None,
-    option("-S --set", "Any other setting, by its Python name.", SAMPLING, metavar="NAME=VALUE"),
-]
-ModelName = Annotated[
-    str | None,
-    option(
+    "settings": option(
+        "-S --set", "Any other setting, by its Python name.", SAMPLING, metavar="NAME=VALUE"
+    ),
+    "model": option(
         "-m --model --target --target-model -hf -hfr --hf-repo", "A file, a name, user/repo[:tag].",
         MODEL, metavar="MODEL",
     ),
-]  # fmt: skip
-Draft = Annotated[
-    str | None,
-    option(
+    "draft": option(
         "-md --draft --draft-model --model-draft -d -hfd --hf-repo-draft",
         "Its drafter; suffix, mtp, none, auto.", MODEL, metavar="MODEL",
     ),
-]  # fmt: skip
-DraftMax = Annotated[
-    str | None,
-    option("-k --draft-max --draft-length --gamma", "Tokens a draft, or auto.", MODEL, metavar="N"),
-]
-ContextSize = Annotated[
-    int | None,
-    option(
+    "draft_max": option(
+        "-k --draft-max --draft-length --gamma", "Tokens a draft, or auto.", MODEL, metavar="N"
+    ),
+    "n_ctx": option(
         "-c --ctx-size --n-ctx", "Context; 0: what it was trained for.", MODEL, metavar="N", min=0
     ),
-]
-Threads = Annotated[int | None, option("-t --threads", "CPU threads.", MODEL, metavar="N", min=1)]
-GpuLayers = Annotated[
-    int | None,
-    option(
+    "threads": option("-t --threads", "CPU threads.", MODEL, metavar="N", min=1),
+    "gpu_layers": option(
         "-ngl --gpu-layers --n-gpu-layers", "Layers on the GPU; all by default.", MODEL,
         metavar="N|all", parser=lambda value: -1 if value in ("auto", "all") else int(value),
     ),
-]  # fmt: skip
-CacheType = Annotated[
-    list[str] | None,
-    option(
-        "-ctk --kv-type --cache-type-k --cache-type-v -ctv", "K/V: f16, bf16, q8_0, ...", MODEL,
-        metavar="TYPE",
+    "kv_type": option(
+        "-ctk --kv-type --cache-type-k", "K/V: f16, bf16, q8_0, ...", MODEL, metavar="TYPE"
     ),
-]  # fmt: skip
-FlashAttention = Annotated[
-    str, option("-fa --flash-attn", "Flash attention.", MODEL, metavar="on|off|auto")
-]
-Json = Annotated[bool, option("--json", "Print one JSON object and nothing else.", OUTPUT)]
-Verbose = Annotated[
-    bool, option("-v --debug --verbose", "llama.cpp's log, and tracebacks of errors.", OUTPUT)
-]
+    "flash_attn": option("-fa --flash-attn", "Flash attention.", MODEL, metavar="on|off|auto"),
+    "as_json": option("--json", "Print one JSON object and nothing else.", OUTPUT),
+    "verbose": option("-v --debug --verbose", "llama.cpp's log, and tracebacks of errors.", OUTPUT),
+}  # fmt: skip
+SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "seed", "settings")
+MODEL_OPTIONS = ("model", "n_ctx", "threads", "gpu_layers", "kv_type", "flash_attn")
+DRAFT_OPTIONS = ("model", "draft", "draft_max", *MODEL_OPTIONS[1:])
+OUTPUT_OPTIONS = ("as_json", "verbose")
 
 
 @dataclass(frozen=True)
@@ -174,23 +145,11 @@ class Given:
     n_ctx: int | None = None
     threads: int | None = None
     gpu_layers: int | None = None
-    kv_types: list[str] | None = None
+    kv_type: str | None = None
     flash_attn: str = "auto"
     as_json: bool = False
     verbose: bool = False
-
-    @classmethod
-    def of(cls, call: typer.Context) -> Given:
-        """Return the values that a command got."""
-        names = {f.name for f in fields(cls)}
-        return cls(**{name: value for name, value in call.params.items() if name in names})
-
-    @contextmanager
-    def console(self) -> Iterator[Console]:
-        """Yield the console of a command; errors end the command with one line and an exit code."""
-        console = Console(silent=self.as_json, verbose=self.verbose)
-        with reporting_errors(console), console.resources:
-            yield console
+    command: str = ""  # its name
 
     # -- settings by name --------------------------------------------------------------------------
 
@@ -274,19 +233,13 @@ class Given:
 
     def load_options(self) -> LoadOptions:
         """Return the options that were set, by their names in `llamabranch.load`."""
-        kv_types = {*(self.kv_types or ())}
-        if len(kv_types) > 1:
-            raise ConfigError(
-                "K and V must have the same type: set -ctk and -ctv alike",
-                hint="-ctk q8_0/f16 is the one pair of two types: K in q8_0, V in f16",
-            )
         choice("--flash-attn", self.flash_attn, _SWITCH)
         flags: dict[str, Any] = {
             "n_gpu_layers": self.gpu_layers,
             "n_ctx": self.n_ctx,
             "n_threads": self.threads,
             "n_threads_batch": self.threads,
-            "kv_type": next(iter(kv_types), None),
+            "kv_type": self.kv_type,
             "flash_attention": _SWITCH[self.flash_attn],
         }
         options = {name: value for name, value in flags.items() if value is not None}
@@ -363,6 +316,40 @@ class Given:
         options.pop("chat_template", None)
         is_head = lb.Model.is_head(hub.resolve(name, download=None))
         return _load(name, console, target=target if is_head else None, **options)
+
+
+def with_options(*names: str, **defaults: object) -> Callable[[Callable[..., None]], Any]:
+    """Return a decorator: a command gets these shared options after its own, as a `Given`.
+
+    The function is called with the `Given`, a console, and the values of its own options. Errors end
+    the command with one line and an exit code.
+    """
+    types, usual = get_type_hints(Given), Given()
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        @wraps(function)
+        def run(call: typer.Context, **values: Any) -> None:
+            shared = {name: values.pop(name) for name in names}
+            given = Given(**shared, command=call.info_name or "")
+            console = Console(silent=given.as_json, verbose=given.verbose)
+            with reporting_errors(console), console.resources:
+                function(given, console, **values)
+
+        own = [*signature(function, eval_str=True).parameters.values()][2:]
+        shared = [
+            Parameter(
+                name, Parameter.KEYWORD_ONLY, annotation=Annotated[types[name], _OPTIONS[name]],
+                default=defaults.get(name, getattr(usual, name)),
+            )
+            for name in names
+        ]  # fmt: skip
+        call = Parameter("call", Parameter.KEYWORD_ONLY, annotation=typer.Context)
+        parameters = [call, *(p.replace(kind=Parameter.KEYWORD_ONLY) for p in own), *shared]
+        run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        return run
+
+    return decorate
 
 
 def _load(name: str, console: Console, **options: Any) -> lb.Context:

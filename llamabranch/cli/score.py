@@ -12,16 +12,17 @@ import llamabranch as lb
 from llamabranch import ConfigError
 from llamabranch.eval import divergence, perplexity
 
-from . import options as opt
 from .console import Console, number, shortened
-from .files import piped_or_read, read_prompt_file
-from .options import TEXT, Given, option
+from .files import piped_or_read, read_text
+from .options import MODEL_OPTIONS, OUTPUT_OPTIONS, TEXT, Given, option, with_options
 
 WINDOW = 512  # tokens of a chunk, as in llama-perplexity
 
 
+@with_options("settings", *MODEL_OPTIONS, *OUTPUT_OPTIONS)
 def score(
-    call: typer.Context,
+    given: Given,
+    console: Console,
     texts: Annotated[list[str] | None, typer.Argument(metavar="TEXT")] = None,
     before: Annotated[
         str | None, option("--context", "Text before each TEXT, not scored.", TEXT, metavar="TEXT")
@@ -34,21 +35,9 @@ def score(
         str | None,
         option("--against", "KL divergence of -m from this model.", TEXT, metavar="MODEL"),
     ] = None,
-    chunks: Annotated[
-        int | None, option("--chunks", "Chunks of the file at most.", TEXT, metavar="N", min=1)
-    ] = None,
     top: Annotated[
         int, option("--top", "Show the most probable tokens.", TEXT, metavar="N", min=0)
     ] = 0,
-    settings: opt.Settings = None,
-    model: opt.ModelName = None,
-    n_ctx: opt.ContextSize = None,
-    threads: opt.Threads = None,
-    gpu_layers: opt.GpuLayers = None,
-    kv_types: opt.CacheType = None,
-    flash_attn: opt.FlashAttention = "auto",
-    as_json: opt.Json = False,
-    verbose: opt.Verbose = False,
 ) -> None:
     """Score a text or a file: perplexity, and the KL divergence of two models.
 
@@ -57,39 +46,36 @@ def score(
 
     The first token of a text is not scored without a context or a BOS token.
     """
-    given = Given.of(call)
-    with given.console() as console:
-        if file is None and (against is not None or chunks is not None):
-            raise ConfigError("--against and --chunks need a --file")
-        if file is not None:
-            if texts or before is not None:
-                raise ConfigError("--file is scored alone: leave out TEXT and --context")
-            console.answer(_measured(given, console, read_prompt_file(file), against, chunks))
-            return
-        words = piped_or_read(texts or [])
-        if not words:
-            raise ConfigError("there is no text", hint="pass a text, pipe it in, or use --file")
-        ctx = given.open(given.announce(console), console)
-        records = []
-        for text in words:
-            if before is None:
-                first, *tokens = ctx.model.prompt_tokens(text)
-                start: str | list[int] = [first]
-            else:
-                start, tokens = before, ctx.tokenize(text, add_special=False, parse_special=True)
-                if not tokens:
-                    raise ConfigError(f"a continuation has no tokens: {text!r}")
-            with lb.Branch.start(ctx, start) as branch:
-                scores = branch.score(tokens, top) if tokens else []
-            records.append(_record(ctx, text, scores))
-        for record in records:
-            _print(console, record, top, with_tokens=len(records) == 1)
-        console.answer({"context": before, "scores": records})
+    if file is None and against is not None:
+        raise ConfigError("--against needs a --file")
+    if file is not None:
+        if texts or before is not None:
+            raise ConfigError("--file is scored alone: leave out TEXT and --context")
+        text = read_text(file, newline="").removesuffix("\n")  # as llama.cpp reads it
+        console.answer(_measured(given, console, text, against))
+        return
+    words = piped_or_read(texts or [])
+    if not words:
+        raise ConfigError("there is no text", hint="pass a text, pipe it in, or use --file")
+    ctx = given.open(given.announce(console), console)
+    records = []
+    for text in words:
+        if before is None:
+            first, *tokens = ctx.model.prompt_tokens(text)
+            start: str | list[int] = [first]
+        else:
+            start, tokens = before, ctx.tokenize(text, add_special=False, parse_special=True)
+            if not tokens:
+                raise ConfigError(f"a continuation has no tokens: {text!r}")
+        with lb.Branch.start(ctx, start) as branch:
+            scores = branch.score(tokens, top) if tokens else []
+        records.append(_record(ctx, text, scores))
+    for record in records:
+        _print(console, record, top, with_tokens=len(records) == 1)
+    console.answer({"context": before, "scores": records})
 
 
-def _measured(
-    given: Given, console: Console, text: str, against: str | None, chunks: int | None
-) -> dict[str, Any]:
+def _measured(given: Given, console: Console, text: str, against: str | None) -> dict[str, Any]:
     """Return and print the perplexity of a long text, and the KL divergence from another model."""
     window = given.n_ctx or WINDOW
     name = given.announce(console)
@@ -99,13 +85,11 @@ def _measured(
         console.progress(f"{part.n_done} of {part.n_chunks} chunks")
 
     if against is None:
-        found = perplexity(ctx, text, window, chunks=chunks, progress=progress)
+        found = perplexity(ctx, text, window, progress=progress)
         figures = {"perplexity": (found.value, found.stderr)}
     else:
         base = given.open(against, console, n_ctx=window)
-        statistics = divergence(
-            base, ctx, text, window, chunks=chunks, progress=progress
-        ).statistics
+        statistics = divergence(base, ctx, text, window, progress=progress).statistics
         figures = {
             "perplexity": statistics.perplexity,
             "perplexity of the other": statistics.base_perplexity,

@@ -71,7 +71,7 @@ class ServeSettings:
         if not self.api_keys and not is_loopback(self.host):
             raise ConfigError(
                 f"on {self.host} everybody who can reach this machine could use the server: set a key",
-                hint="use --api-key KEY or --api-key-file FILE, or listen on 127.0.0.1",
+                hint="use --api-key KEY or listen on 127.0.0.1",
             )
 
 

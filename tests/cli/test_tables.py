@@ -14,8 +14,6 @@ import llamabranch as lb
 from llamabranch.cli import console
 
 WIDTH = 80
-LONG = "bartowski/Qwen2.5-Coder-1.5B-Instruct-GGUF:Q4_K_M"
-OTHER = "bartowski/Qwen2.5-Coder-0.5B-Instruct-GGUF:IQ4_XS"
 FILE = "Qwen2.5-Coder-1.5B-Instruct-Q4_K_M.gguf"
 DATA = Path(lb.__file__).parent / "data"
 TERMINAL = {"FORCE_COLOR": "1", "NO_COLOR": "1", "TERM": "dumb", "COLUMNS": str(WIDTH)}
@@ -53,7 +51,6 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 COMMANDS = [
     f"models show {FILE}",
-    f"models show {FILE} {FILE.replace('1.5B', '0.5B')}",
     "models",
     f"score -m {FILE} --top 2 Once-upon-a-time",
     f"bench -m {FILE} -p Once -r 1 --longest 2 -n 8",
@@ -69,53 +66,3 @@ def test_no_table_breaks_a_word_at_80_columns(command: str, models: None, words:
     shown = set(result.stdout.split())
     assert [word for word in words if word not in shown] == []
     assert [line for line in lines if len(line) > WIDTH] == []
-
-
-def drawn(width: int, *arguments: Any, **more: Any) -> list[str]:
-    """Return the lines of a table on a terminal of ``width`` columns."""
-    shown = console.Console()
-    shown.out.width = width
-    written: list[str] = []
-    shown.write = lambda text, style="": written.append(text)  # type: ignore[method-assign]
-    shown.table(*arguments, **more)
-    return "".join(written).splitlines()
-
-
-def test_a_table_that_is_too_wide_wraps_then_drops_columns_then_becomes_paragraphs() -> None:
-    columns = ("model", "type", "what is known of it")
-    rows = [(LONG, "Q4_K_M", "one two three four five six seven")]
-    assert drawn(200, columns, rows, left=columns) == [
-        f"model{' ' * 47}type     what is known of it",
-        f"{LONG}   Q4_K_M   one two three four five six seven",
-    ]
-    wrapped = drawn(WIDTH, columns, rows, left=columns)
-    assert wrapped[1:] == [
-        f"{LONG}   Q4_K_M   one two three four",
-        f"{' ' * 61}five six seven",
-    ]
-    narrow = drawn(60, columns, rows, left=columns, wide=("what is known of it",))
-    assert narrow == [f"model{' ' * 47}type", f"{LONG}   Q4_K_M"]
-    assert drawn(60, columns, rows) == [
-        LONG,
-        "  type Q4_K_M",
-        "  what is known of it one two three four five six seven",
-    ]
-
-
-@pytest.mark.parametrize("width", range(20, 90, 7))
-def test_tables_of_any_width_keep_their_words(width: int) -> None:
-    columns = ("name", "first", "second", "third column", "fourth")
-    rows = [
-        ("short", 1, 2.5, None, True),
-        ("two words", "x" * 11, "a longer text of some words", "", "日本語 テキスト"),
-        ("", "[bold]", "[/bold]", float("nan"), "z"),
-    ]
-    lines = drawn(width, columns, rows, left=("second",), wide=("third column",))
-    from rich.cells import cell_len
-
-    assert max(map(cell_len, lines)) <= width
-    shown = " ".join(lines).split()
-    for row in rows:
-        for i, value in enumerate(row):
-            if i != 3:
-                assert all(word in shown for word in console.cell(value).split()), (width, value)

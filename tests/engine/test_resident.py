@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import pickle
-import sys
-import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any, cast
 
 import pytest
@@ -26,16 +22,12 @@ from llamabranch import (
     SamplingParams,
     SpeculativeConfig,
 )
-from llamabranch.engine import EngineStats
 from llamabranch.errors import (
     ClosedError,
     ConfigError,
     QueueFullError,
     TokenizeError,
 )
-from llamabranch.run.job import Submission
-from llamabranch.run.loop import Loop
-from llamabranch.run.scheduler import Scheduler
 
 
 @pytest.fixture
@@ -232,86 +224,6 @@ def test_source_that_fails_loses_no_result(ctx: Context, other_ctx: Context) -> 
         if result.id in ("0", "3"):
             assert result.tokens == alone(other_ctx, request, result)
     assert_clean(ctx)
-
-
-def count_calls(scheduler: Scheduler) -> int:
-    """Return how many Python functions an admission calls."""
-    n = 0
-
-    def profile(_frame: FrameType, event: str, _argument: object) -> None:
-        nonlocal n
-        n += event == "call"
-
-    gc.collect()
-    gc.disable()  # its calls do not belong to the scheduler
-    sys.setprofile(profile)
-    try:
-        scheduler.admit()
-    finally:
-        sys.setprofile(None)
-        gc.enable()
-    return n
-
-
-def test_admission_costs_the_same_however_many_wait(tiny: lb.Model) -> None:
-    counts = []
-    for n_waiting in (
-        10,
-        10,
-        20_000,
-    ):  # the first one fills caches that last as long as the process
-        with Context(tiny, n_ctx=256, n_seq_max=4, n_threads=1) as ctx:
-            scheduler = Scheduler(ctx, None, EngineStats())
-            request = Request([5, 6, 7], max_tokens=2)
-            loop = Loop(ctx)
-            for i in range(n_waiting):
-                scheduler.add(Submission(request, str(i), i, loop, GREEDY, 2, 0, [0]))
-            admitting = count_calls(scheduler)
-            assert len(scheduler.active) == 4
-            waiting = count_calls(scheduler)
-            for job in list(scheduler.active):
-                scheduler.finish(job)
-            counts.append((admitting, waiting, count_calls(scheduler)))
-            scheduler.close()
-    assert counts[1] == counts[2]
-
-
-# -- long lives ------------------------------------------------------------------------------------
-
-
-def test_nothing_leaks_over_ten_thousand_requests(tiny: lb.Model) -> None:
-    with Context(tiny, n_ctx=256, n_seq_max=8, n_threads=1, prefix_cache=True) as ctx:
-        engine = Engine(ctx, seed=1)
-
-        def serve(n: int) -> int:
-            n_ended = 0
-            for i in range(n):
-                prompt = [2 + i % 7, 3 + i % 3, 4, 5, 6, 7, 8, 9, 10 + i % 31]
-                engine.add_request(Request(prompt, max_tokens=i % 3, sampling=GREEDY))
-                if i % 50 == 0:
-                    engine.abort(str(i))
-                if i % 8 == 7:
-                    n_ended += len(results_of(run(engine)))
-            return n_ended + len(results_of(run(engine)))
-
-        assert serve(2_000) == 2_000
-        gc.collect()
-        tracemalloc.start()
-        try:
-            serve(100)
-            gc.collect()
-            grown = []
-            for _ in range(2):  # a leak grows each time, a cache is filled only once
-                before = tracemalloc.get_traced_memory()[0]
-                serve(400)
-                gc.collect()
-                grown.append(tracemalloc.get_traced_memory()[0] - before)
-        finally:
-            tracemalloc.stop()
-        assert min(grown) < 30_000
-        assert serve(7_500) == 7_500
-        assert ctx.usage().in_order
-        assert_clean(ctx)
 
 
 # -- the prefix cache ------------------------------------------------------------------------------

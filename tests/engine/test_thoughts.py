@@ -241,16 +241,6 @@ def test_a_text_that_ends_in_its_thought_has_no_answer(ctx: Context) -> None:
     assert result.message["reasoning_content"] == result.thought
 
 
-def test_events_say_which_of_the_two_they_are(ctx: Context) -> None:
-    thoughts, texts, last = "", "", None
-    for event in ctx.chat(ASKED, thinking=12, max_tokens=30, seed=5, stream=True):
-        assert not (event.thought and event.text)
-        assert not (event.thought and texts)
-        thoughts, texts, last = thoughts + event.thought, texts + event.text, event.result
-    assert last is not None
-    assert (thoughts.strip(), texts) == (last.thought, last.text)
-
-
 CLOSED = "\n</think>\n\n"
 
 

@@ -337,31 +337,6 @@ def test_noise_is_that_of_plain_decoding_and_its_coins_are_fair() -> None:
     assert draft_seed(1, 5) == derive_seed(1, 5)
 
 
-# -- acceptance ------------------------------------------------------------------------------------
-
-
-def test_order_of_the_rules_on_a_pair_of_large_vocabulary() -> None:
-    # Block >= token >= seeded in accepted tokens per round, for one context-free pair, V = 2000, gamma 4.
-    # Standard errors over 300 rounds are about 0.09. The seeds are fixed, so the result never changes.
-    rng = np.random.default_rng(0)
-    logits = rng.normal(size=2000) * 2.5
-    p = Distribution.from_logits(logits)
-    q = Distribution.from_logits(logits + rng.normal(size=2000) * 0.5)
-    mean = {}
-    for rule in RULES:
-        total = 0
-        for seed in range(300):
-            if rule == "seeded":
-                drafted = [q.draw(seed, i) for i in range(4)]
-            else:
-                drafted = [q.draw(draft_seed(seed, 0), i, DRAFT) for i in range(4)]
-            total += apply_rule(
-                rule, drafted, [q] * 4, lambda i: p, seed=seed, position=0
-            ).n_accepted
-        mean[rule] = total / 300
-    assert mean["block"] >= mean["token"] > mean["seeded"] > 1.0
-
-
 # -- what is refused -------------------------------------------------------------------------------
 
 

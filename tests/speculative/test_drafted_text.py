@@ -19,9 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import toys
-from divergence import first_divergence
 from drafts import FIXED, GREEDY, PROMPTS, WARM, Eager
-from rounding import rounding
 
 import llamabranch as lb
 from llamabranch import Branch, Context, Grammar, SamplingParams, SpeculativeConfig, Speculator
@@ -620,191 +618,39 @@ def test_branch_holds_what_was_emitted_when_the_cache_is_full(
 # -- every kind of memory ----------------------------------------------------------------------------
 
 # Toys with random weights; their EOG token is forbidden, so that texts run past the sliding window (32).
-# Memory that cannot drop a tail verifies on a fork and decodes the accepted tokens again.
-END = {1: -math.inf}
-TOY_PROMPT = "abcdefgabcdefg"
-TOY_WARM = SamplingParams(temperature=0.9, seed=7, logit_bias=END)
-TOY_GREEDY = TOY_WARM.replace(temperature=0.0)
-BACK = TOY_WARM.replace(repeat_penalty=1.3, penalty_last_n=12, dry_multiplier=0.7)
-TOY_CASES = [
-    Case(TOY_PROMPT, params, 90)
-    for params in (
-        TOY_GREEDY,
-        TOY_WARM,
-        BACK,
-        TOY_WARM.replace(seed=3, logit_bias={1: 4.0}),  # ends in the middle of a draft
-    )
-]
-ROUNDING = 0.05  # nats, for texts with recurrent states; a wrong state moves logits by several
+MEMORIES: dict[str, dict[str, Any]] = {
+    "llama": {}, "gemma3": {"swa_full": False}, "mamba": {}, "rwkv7": {}, "lfm2": {},
+}  # fmt: skip
+BACK = {"repeat_penalty": 1.3, "penalty_last_n": 12, "dry_multiplier": 0.7}
 
 
-class Kind(NamedTuple):
-    """A memory to test, and what it can do."""
+@pytest.mark.parametrize("kind", MEMORIES)
+def test_text_in_any_memory_is_that_of_plain_decoding(kind: str, tmp_path: Path) -> None:
+    """Memory that cannot drop a tail verifies on a fork; without a free sequence there are no drafts.
 
-    write: Callable[..., Path]
-    can_truncate: bool
-    recurrent: bool = False
-    options: dict[str, Any] = {}  # noqa: RUF012
-
-
-KINDS = {
-    "llama": Kind(toys.write_llama, True),
-    "llama, own cells": Kind(toys.write_llama, True, options={"kv_unified": False, "n_ctx": 2048}),
-    "gemma3, full window": Kind(toys.write_gemma3, True),
-    "gemma3": Kind(toys.write_gemma3, False, options={"swa_full": False}),
-    "mamba": Kind(toys.write_mamba, False, True),
-    "rwkv7": Kind(toys.write_rwkv7, False, True),
-    "lfm2": Kind(toys.write_lfm2, False, True),
-}
-
-
-class Memory(NamedTuple):
-    """A target of one kind, with drafts for it."""
-
-    kind: Kind
-    world: World
-    plain: list[Said]
-    rounding: float  # the largest difference of right logits; wrong states move them by several
-
-    def check_same(self, case: Case, text: Said, wanted_text: Said, *, may_round: bool) -> None:
-        """Fail unless the texts are the same, and their numbers are the same up to rounding.
-
-        Args:
-            may_round: with a sliding window, whose attention is in f16, a near-tie may be decided the
-                other way, because the cells of texts that run together are in another order.
-        """
-        ctx = self.world.ctx
-        if ctx.capabilities.sliding_window and may_round and text.tokens != wanted_text.tokens:
-            difference = first_divergence(
-                ctx, ctx.tokenize(TOY_PROMPT), wanted_text.tokens, text.tokens, case.sampling,
-                case.sampling.seed or 0,
-            )  # fmt: skip
-            assert difference is not None
-            assert difference.gap <= self.rounding
-            return
-        assert (text.tokens, text.text, text.how) == (
-            wanted_text.tokens,
-            wanted_text.text,
-            wanted_text.how,
-        )
-        # Logits that are r apart move a log-probability by up to 2 r.
-        assert np.allclose(text.numbers, wanted_text.numbers, rtol=0.0, atol=2 * self.rounding)
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def memory(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Memory]:
-    kind, folder = KINDS[request.param], tmp_path_factory.mktemp("memory")
-    files = [
-        kind.write(folder / "target.gguf", seed=2),
-        kind.write(folder / "draft.gguf", seed=2, drift=0.3),
-        folder / "target.gguf",
-        toys.write_llama(folder / "llama.gguf", seed=2, drift=0.3),
-    ]
-    swa_full = kind.options.get("swa_full", True)
-    options = [kind.options, {"swa_full": swa_full}, {"swa_full": swa_full}, {}]
-    world = World(
-        *(
-            Context(lb.Model(path), **{"n_ctx": 512, "n_seq_max": 8, "n_threads": 1, **more})
-            for path, more in zip(files, options, strict=True)
-        )
-    )
-    yield Memory(
-        kind, world, [plain(world.ctx, c) for c in TOY_CASES], max(ROUNDING, rounding(world.ctx))
-    )
-    world.check()
-    for context in world:
-        context.close()
-        context.model.close()
-
-
-def test_memory_is_known_for_what_it_is(memory: Memory) -> None:
-    capabilities, kind = memory.world.ctx.capabilities, memory.kind
-    assert capabilities.can_truncate == kind.can_truncate
-    assert capabilities.recurrent == kind.recurrent
-    assert (capabilities.sliding_window > 0) == (kind.write is toys.write_gemma3)
-
-
-@pytest.mark.parametrize(
-    ("draft_k", "drafter", "caller"),
-    rotated(
-        [5, "auto"],
-        ["none", "usual memory", "model", "same model", "suffix", "chain"],
-        ["prompt", "session", "engine"],
-        step=2,
-    ),
-)
-def test_text_in_any_memory_is_that_of_plain_decoding(
-    draft_k: int | str, drafter: str, caller: str, memory: Memory
-) -> None:
-    """Here the drafter "other" has the same vocabulary and the usual memory."""
-    ctx, config = memory.world.ctx, SpeculativeConfig(draft_k=draft_k)
-    chosen_drafter = DRAFTERS[drafter](memory.world)
-    texts, stats = CALLERS[caller](ctx, chosen_drafter, config, TOY_CASES)
-    for case, outcome, wanted in zip(TOY_CASES, texts, memory.plain, strict=True):
-        memory.check_same(case, outcome, wanted, may_round=caller == "engine")
-    memory.world.check()
-    never = caller == "engine" and not memory.world.ctx.kv_cache.undoes(1)
-    if drafter == "none" or never:
-        assert stats.num_drafts == 0
-    elif draft_k == 5 and caller != "session":
-        assert stats.num_accepted_tokens > 0
-        assert stats.num_accepted_tokens < stats.num_draft_tokens or drafter == "same model"
-    if drafter == "same model" and draft_k == 5 and caller != "session":
-        may_round = caller == "engine" and not memory.kind.can_truncate
-        is_exact = ctx.capabilities.batch_invariant and not may_round
-        assert stats.draft_acceptance_rate in (0.0, 1.0) or not is_exact
-
-
-@pytest.mark.parametrize(
-    ("drafter", "rule"), [("usual memory", "token"), ("model", "block"), ("suffix", "seeded")]
-)
-def test_state_after_speculation_is_that_of_a_fresh_prefill(
-    drafter: str, rule: str, memory: Memory
-) -> None:
-    """The same holds after an abandoned block, a rewind past the window, and a fork."""
-    ctx = memory.world.ctx
-    config = SpeculativeConfig(draft_k=4, rule=rule)
-    speculator = Speculator(ctx, DRAFTERS[drafter](memory.world), config)
-    branch = Branch.start(ctx, TOY_PROMPT, sampling=TOY_WARM)
-
-    def check(text: Branch) -> None:
-        with Branch.start(ctx, text.tokens, sampling=TOY_WARM) as again:
-            assert np.abs(text.logits - again.logits).max() <= memory.rounding
-        ctx.audit()
-
-    greedy = speculator.generate(TOY_PROMPT, max_tokens=90, sampling=TOY_GREEDY).finish()
-    assert greedy.tokens == memory.plain[0].tokens  # under every rule
-    speculator.generate(branch, max_tokens=50).finish()
-    check(branch)
-    generation = speculator.generate(branch)
-    for _ in range(7):
-        next(generation)
-    generation.close()
-    check(branch)
-    branch.rewind(branch.position - 45)
-    check(branch)
-    child = branch.fork()
-    running = [speculator.generate(text, max_tokens=20) for text in (child, branch)]
-    heard(*((generation, lambda: None) for generation in running))  # token by token in turn
-    check(child)
-    check(branch)
-    if rule == "seeded":
-        assert child.generated == branch.generated  # a fork draws like its parent
-    for text in (child, branch):
-        speculator.forget(text)
-        text.prune()
-
-
-def test_context_without_a_spare_sequence_goes_on_plainly(memory: Memory) -> None:
-    """Memory that cannot undo verifies on a fork. Without a free sequence it decodes without drafts."""
-    model, kind = memory.world.ctx.model, memory.kind
-    options = {**kind.options, "n_ctx": 512}
-    with Context(model, n_seq_max=1, n_threads=1, **options) as ctx:
-        speculator = Speculator(ctx, lb.ModelDrafter(memory.world.other), FIXED)
-        generation = speculator.generate(TOY_PROMPT, max_tokens=40, sampling=TOY_WARM).finish()
-        assert generation.tokens == memory.plain[1].tokens[:40]
-        in_place = kind.can_truncate or ctx.capabilities.rollback > 0
-        assert (generation.stats.num_drafts > 0) == in_place
-        ctx.audit()
+    More of it is in the digests, in the random programs and in context/test_rollback.py.
+    """
+    size: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "kv_type": "bf16", **MEMORIES[kind]}
+    warm = SamplingParams(temperature=0.9, seed=7, logit_bias={1: -math.inf})
+    all_params = (warm.replace(temperature=0.0), warm, warm.replace(**BACK))  # type: ignore[arg-type]
+    cases = [Case("abcdefgabcdefg", params, 70) for params in all_params]
+    with (
+        lb.Model(toys.write_toy(tmp_path / "target.gguf", kind, vocab="bytes", seed=2)) as model,
+        lb.Model(
+            toys.write_toy(tmp_path / "draft.gguf", kind, vocab="bytes", seed=2, drift=0.3)
+        ) as small,
+        Context(small, n_seq_max=8, **size) as draft_ctx,
+    ):
+        for n_seq_max in (8, 1):
+            with Context(model, n_seq_max=n_seq_max, **size) as ctx:
+                wanted = [plain(ctx, case) for case in cases]
+                can_draft = n_seq_max > 1 or ctx.kv_cache.undoes(1)
+                for caller in (by_prompt, by_session):
+                    drafter = lb.ModelDrafter(draft_ctx)
+                    texts, stats = caller(ctx, drafter, FIXED, cases)
+                    assert [t.tokens for t in texts] == [t.tokens for t in wanted]
+                    assert (stats.num_drafts > 0) == can_draft
+                    assert (stats.num_accepted_tokens > 0) == can_draft
+                ctx.audit()
+                draft_ctx.audit()
+                assert ctx.usage().cells_used == draft_ctx.usage().cells_used == 0

@@ -324,54 +324,6 @@ def test_draft_of_the_same_text_again_is_the_same(pair: Pair) -> None:
 
 # -- contexts of other kinds -----------------------------------------------------------------------------
 
-SHARED = "Once upon a time there was a king who had three daughters, and the youngest was so"
-TEXTS = [
-    SHARED + end for end in (" fair that", " proud", "", " fair that the sun", " poor", " old")
-]
-CONTEXTS: dict[str, dict[str, Any]] = {
-    "own cells": {"kv_unified": False},
-    "prefix cache": {"prefix_cache": True},
-    "prefix cache, own cells": {"prefix_cache": True, "kv_unified": False},
-}
-
-
-def engine_texts(pair: Pair | lb.Context, sampling: lb.SamplingParams) -> tuple[lb.Engine, Any]:
-    """Return an engine that has run ``TEXTS``, with a head or plainly, and the texts."""
-    ctx, drafter = (pair.ctx, pair.drafter) if isinstance(pair, Pair) else (pair, None)
-    engine = lb.Engine(
-        ctx, drafter, lb.SpeculativeConfig(draft_k=3), sampling=sampling, max_tokens=12
-    )
-    return engine, {r.id: r.tokens for r in engine.generate(TEXTS)}
-
-
-@pytest.mark.parametrize("own_head", [False, True], ids=["head unified", "head own"])
-@pytest.mark.parametrize("options", CONTEXTS)
-def test_engine_texts_are_plain_in_contexts_of_other_kinds(
-    options: str, own_head: bool, target: lb.Model
-) -> None:
-    """The drafts are the same, too. The second pass finds texts and hidden states in the prefix cache."""
-    size: dict[str, Any] = {"n_ctx": 1024, "n_seq_max": 4, "n_threads": 1}
-    for settings in ("greedy", "seeded"):
-        sampling = SETTINGS[settings]
-        with lb.Context(target, **size) as plain:
-            wanted = engine_texts(plain, sampling)[1]
-            usual = lb.Context(lb.Model(HEAD), target=plain, owns_model=True)
-            stats = engine_texts(Pair(plain, lb.EagleDrafter(usual)), sampling)[0].stats.speculative
-            drafts = (stats.num_draft_tokens, stats.num_accepted_tokens)
-        with lb.Context(target, **size, **CONTEXTS[options]) as ctx:
-            head = lb.Context(lb.Model(HEAD), target=ctx, owns_model=True, kv_unified=not own_head)
-            pair = Pair(ctx, lb.EagleDrafter(head))
-            for _ in range(2):
-                engine, texts = engine_texts(pair, sampling)
-                assert texts == wanted
-                stats = engine.stats.speculative
-                assert (stats.num_draft_tokens, stats.num_accepted_tokens) == drafts
-                assert stats.num_drafts > stats.num_plain_steps
-            if ctx.prefix_cache is not None:
-                assert ctx.prefix_cache.n_hit_tokens > 0
-            pair.audit()
-            assert head.usage().cells_used == 0
-
 
 @pytest.mark.parametrize("own", [False, True], ids=["unified", "own cells"])
 def test_prefix_that_comes_back_from_host_memory_has_its_hidden_states(

@@ -169,10 +169,6 @@ class GrammarError(LlamaBranchError):
     """A grammar is invalid, or a token is not allowed by it."""
 
 
-class JobError(LlamaBranchError):
-    """A job on a cluster failed; its results so far are kept, and it can be resumed."""
-
-
 class ParseError(LlamaBranchError, ValueError):
     """A text was cut off, or the type of its JSON schema refuses it; ``text`` is that text."""
 

@@ -652,30 +652,6 @@ class Branch:
             self.sequence.keep_cached(is_last=True)
             self.prune()
 
-    def revived(self) -> Branch | None:
-        """Return a root with the text of this pruned branch; None if the prefix cache lacks its K/V.
-
-        Nothing is decoded. Not for users.
-
-        Raises:
-            SequencesExhaustedError: no sequence is free.
-        """
-        old, ctx = self.sequence, self.ctx
-        with self._lock:
-            prefixes, tokens = ctx.prefix_cache, list(old.tokens)
-            if prefixes is None or prefixes.n_common(tokens) < len(tokens) - 1:
-                return None
-            branch = Branch(ctx, old.sampler.clone(), old.seed, None, tokens)
-            text = branch.sequence
-            if not text.n_cached:
-                prefixes.take(text.seq_id, tokens)
-            text.restore(
-                tokens, old.n_prompt, old.appended, [*old.surprisals], old.incomplete, text.sampler,
-                old.seed,
-            )  # fmt: skip
-            text.finish_reason = old.finish_reason
-            return branch
-
     def snapshot(self) -> Snapshot:
         """Return a copy of the complete state, without children; see ``restore``.
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FunctionType
-from typing import IO, Any, cast
+from typing import IO, Any
 
 import llamabranch as lb
 from llamabranch import ConfigError
@@ -48,23 +48,6 @@ def text_lines(text: str) -> list[str]:
     texts contain.
     """
     return text.split("\n")
-
-
-def load_function(place: str) -> Callable[[str], bool]:
-    """Run a Python file and return the function or object that "FILE.py:NAME" names.
-
-    Raises:
-        ConfigError: the file has no such name, or cannot be run.
-    """
-    file, _, name = place.rpartition(":")
-    if not file or not name:
-        raise ConfigError(
-            f"{place!r} does not name a function", hint="write FILE.py:NAME, as in rules.py:no_e"
-        )
-    names = _run_file(Path(file))
-    if name not in names:
-        raise ConfigError(f"{file} has no {name!r}")
-    return cast("Callable[[str], bool]", names[name])
 
 
 def load_functions(path: Path) -> list[Callable[..., object]]:

@@ -17,7 +17,6 @@ from llamabranch import AsyncEngine, ConfigError, hub
 from llamabranch.serve import ServeSettings
 
 from .console import Console
-from .files import load_function
 from .options import DRAFT_OPTIONS, OUTPUT_OPTIONS, Given, option, with_options
 
 if TYPE_CHECKING:
@@ -38,10 +37,6 @@ def open(
     file: Annotated[
         Path | None, option("--file", f"NAME{_SUFFIX}; one per model.", PAGE, metavar="FILE")
     ] = None,
-    constraint: Annotated[
-        str | None,
-        option("--constraint", "A rule for the page's bar.", PAGE, metavar="FILE.py:NAME"),
-    ] = None,
     port: Annotated[
         int, option("--port", "Or any free one.", PAGE, metavar="N", max=65_535)
     ] = 8137,
@@ -59,7 +54,6 @@ def open(
     from llamabranch.loom import Loom, front_of
     from llamabranch.serve.server import Server
 
-    rule = constraint and (constraint, load_function(constraint))
     target, drafters = given.resolve(console)
 
     def open_engine() -> AsyncEngine:
@@ -90,7 +84,6 @@ def open(
         read_only=read_only,
         draft="+".join(drafters) or "none",
         settings_file=_folder("XDG_CONFIG_HOME", ".config") / "page.json",
-        constraint=rule or None,
     )  # fmt: skip
     server.front = front_of(loom)
     console.on_opening = loom.opening

@@ -47,15 +47,6 @@ class Reading:
         seconds = perf_counter() - self._begun
         return PromptProgress(n_read, self._n_cached, self._n_total, seconds)
 
-    def relayed(self, report: OnPromptProgress) -> OnPromptProgress:
-        """Return a callback for a part of this prompt, which calls ``report`` for the whole prompt.
-
-        Raises:
-            ConfigError: ``report`` is not a function.
-        """
-        function("on_prompt_progress", report)
-        return lambda part: report(self.progress(part.n_read))
-
 
 def reading(report: OnPromptProgress | None, n_cached: int, n: int) -> Callable[[int], None] | None:
     """Report that ``n`` tokens will be processed after ``n_cached``; return a function for each decode.

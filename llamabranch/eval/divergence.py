@@ -91,19 +91,6 @@ class KLDivergence(Chunked):
             correlation=covariance / product if product else math.nan,
         )
 
-    def percentile(self, fraction: float) -> float:
-        """Return the KL divergence that ``fraction`` of the tokens do not exceed."""
-        values = self._columns()[2]
-        if not len(values):
-            return math.nan
-        ordered = np.sort(values.astype(np.float32))
-        # In 32 bits like llama-perplexity, which rounds the index.
-        place = np.float32(min(1.0, max(0.0, fraction))) * np.float32(len(values) - 1)
-        below = int(place)
-        part = place - np.float32(below)
-        above = ordered[min(below + 1, len(values) - 1)]
-        return float((np.float32(1) - part) * ordered[below] + part * above)
-
 
 def divergence(
     base: Context,

@@ -10,7 +10,6 @@ from .catalogue import (
     default_model,
     draft_for,
     find_entry,
-    made_from,
 )
 from .resolve import fetch, resolve
 from .spec import HubSpec
@@ -29,7 +28,6 @@ __all__ = [
     "find_entry",
     "hub_cache",
     "local_models",
-    "made_from",
     "parts",
     "resolve",
 ]

@@ -105,19 +105,6 @@ def find_entry(name: str) -> CatalogueEntry | None:
     return next((entry for entry in catalogue() if entry.name == name), None)
 
 
-def made_from(name: str) -> str | None:
-    """Return the name of the model that a quantization was made from on this machine, or None.
-
-    ``name``: a name such as ``smollm2-135m:Q8_0``, or the path of the quantized file.
-    """
-    spellings = name.lower(), Path(name).stem.lower()
-    for entry in catalogue():
-        for tag in map(str.lower, entry.made_here):
-            if f"{entry.name}:{tag}" == spellings[0] or f"{entry.name}-{tag}" == spellings[1]:
-                return entry.name
-    return None
-
-
 def default_model() -> str:
     """Return the name of the model that commands use if the user names none.
 

@@ -2,7 +2,7 @@
 
 document.py    nodes, and the records that make and change them; undo
 journal.py     the file: records are only appended, by one process
-live.py        events for the tabs; jobs that generate, score and replay
+live.py        events for the tabs; jobs that generate and score
 turns.py       conversations, written by the model's chat template
 formats.py     mikupad's files, JSON, Markdown
 page.py        the page's own files, its security policy, sessions, the exported HTML

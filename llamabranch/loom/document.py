@@ -7,9 +7,8 @@ the tokens of a node's whole text, from its root on.
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -23,7 +22,7 @@ from ..model.model import token_piece
 __all__ = [
     "AnyRecord", "Bar", "Change", "Document", "Ended", "Head", "Kept", "Made",
     "Mode", "Node", "Number", "Piece", "Pieces", "Record", "Seed", "Tokens", "Turn", "Undo", "decoded",
-    "digest", "short", "turn_columns",
+    "short", "turn_columns",
 ]  # fmt: skip
 
 Number = float | None
@@ -92,7 +91,6 @@ class Made(Record, tag="node", kw_only=True):
     json_schema: dict[str, object] | None = None
     regex: str | None = None
     choice: list[str] | None = None
-    constraint: str | None = None
     seam: bool = False
     turns: list[Turn] = []
     tools: list[dict[str, object]] = []
@@ -125,7 +123,6 @@ class Ended(Record, tag="end", kw_only=True):
     reason: str
     read: int = 0
     cached: int = 0
-    digest: str = ""
 
 
 class Kept(Record, tag="keep", kw_only=True):
@@ -429,7 +426,7 @@ class Document:
             "flags": sum(1 << i for i, mark in enumerate(marks) if mark),
             "text": self.text(node)[:_SHOWN], "seed": record.seed, "sampling": record.sampling,
             "stop": record.stop, "max_tokens": record.max_tokens, "grammar": record.grammar,
-            "json_schema": record.json_schema, "digest": ended.digest or None if ended else None,
+            "json_schema": record.json_schema,
             "read": ended.read if ended else None, "cached": ended.cached if ended else None,
             "note": node.note, "job": node.job, "hidden": node.hidden,
             "turns": turn_columns(record.turns),
@@ -487,10 +484,3 @@ def decoded(raw: Raw) -> list[tuple[int, Number]]:
         (alternative.token, alternative.lp)
         for alternative in msgspec.json.decode(raw, type=list[_Alternative])
     ]
-
-
-def digest(ids: Sequence[int], logprobs: Sequence[Number]) -> str:
-    """Return a hash of tokens and log-probabilities. It is equal only if they are equal to the bit."""
-    numbers = np.array([math.nan if x is None else x for x in logprobs], dtype="<f4")
-    data = np.asarray(ids, dtype="<i4").tobytes() + numbers.tobytes()
-    return hashlib.sha256(data).hexdigest()

@@ -1,6 +1,5 @@
 """Import and export: JSON that keeps everything, Markdown, one HTML file; mikupad's sessions are read.
 
-Markdown's tree forks at the ends of nodes only, so a node is written as the texts between its forks.
 Nothing here recurses, because a tree may be as deep as its text has tokens.
 """
 
@@ -33,12 +32,11 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _BEGINS_JSON = re.compile(r'\s*[\[{][\[{\s]*(?:"\w*(?:"\s*(?::|$)|$)|[\]}]|$)')
 _BESIDE = {"memoryTokens": "memory", "authorNoteTokens": "author's note"}
 _HEAD = b'{"op":"head",'  # how a document's file begins
-_NAMES = ("json", "html", "markdown", "markdown-tree")
+_NAMES = ("json", "html", "markdown")
 _OTHER = "this is not a document of this page nor of mikupad"
 _TEXTS = (
     "it reads exported pages (html, json), NAME.loom.jsonl, mikupad's sessions and text in UTF-8"
 )
-_JSON, _MARKDOWN = "application/json", "text/markdown"
 _encode = msgspec.json.encode
 Values = Mapping[str, object]
 
@@ -118,13 +116,11 @@ def export(
         data = _encode(whole if answers is None else {**whole, "answers": answers})
         if kind == "html":
             return page.html_file(data, title), f"{safe}.html", "text/html"
-        return data, f"{safe}.json", _JSON
+        return data, f"{safe}.json", "application/json"
     if kind == "markdown":
         if node is None:
             raise ConfigError("node is needed: Markdown contains the text of one path")
-        return document.text(node, own=False).encode(), f"{safe}.md", _MARKDOWN
-    if kind == "markdown-tree":
-        return _bullets(items_of(document)).encode(), f"{safe}.md", _MARKDOWN
+        return document.text(node, own=False).encode(), f"{safe}.md", "text/markdown"
     raise ConfigError(f"format must be one of {', '.join(_NAMES)}, not {kind!r:.40}")
 
 
@@ -136,17 +132,6 @@ def _whole(document: Document, title: str, top: int, model: object) -> Values:
     return {
         "format": _MARKER, "version": 1, "title": title, "model": model, "records": records,
     }  # fmt: skip
-
-
-def _bullets(parts: Sequence[Item]) -> str:
-    lines = []
-    waiting = [(i, 0) for i, part in enumerate(parts) if part.parent < 0][::-1]
-    while waiting:
-        i, depth = waiting.pop()
-        indent = "  " * depth
-        lines.append(f"{indent}- " + parts[i].text.replace("\n", f"\n{indent}  "))
-        waiting += [(child, depth + 1) for child in reversed(parts[i].children)]
-    return "\n".join(lines) + "\n"
 
 
 # -- reading ---------------------------------------------------------------------------------------

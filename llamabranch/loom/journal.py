@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from time import time
@@ -17,7 +16,6 @@ from typing import IO
 import msgspec
 
 from ..errors import ConfigError
-from ..files import atomic_write
 from .document import AnyRecord, Document, Head, Record
 
 __all__ = ["Journal", "replay"]
@@ -147,24 +145,6 @@ class Journal:
             pass
         except OSError as error:
             self.error = f"cannot write {self.path.name}: {error.strerror or error}"
-
-    def rewrite(self, records: Iterable[Record]) -> None:
-        """Replace the file by one with these records. The old file is kept with the suffix .bak.
-
-        Raises:
-            OSError: it cannot be written; the old file is unchanged.
-        """
-        backup = self.path.with_name(self.path.name + ".bak")
-        with atomic_write(backup) as file:
-            file.write(self.path.read_bytes())
-        with atomic_write(self.path) as file:
-            for record in records:
-                file.write(msgspec.json.encode(record) + b"\n")
-            size = file.tell()
-        if self._file is not None:
-            self.sync()
-            self._file.close()
-        self._file, self._size = self.path.open("ab", buffering=0), size
 
     def close(self) -> None:
         """Write the rest and release the file."""

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from itertools import count, zip_longest
+from itertools import count
 from pathlib import Path
 from secrets import token_hex
 from time import perf_counter
@@ -28,7 +28,7 @@ from ..serve.errors import HttpError, http_error
 from ..serve.generation import Update, all_texts, updates
 from ..serve.service import Service
 from ..speculative import RoundTrace
-from .document import Change, Document, Ended, Kept, Node, Record, Tokens, digest, short
+from .document import Change, Document, Ended, Kept, Node, Record, Tokens, short
 from .journal import Journal
 from .turns import answers
 
@@ -53,7 +53,7 @@ def leaves_cores(ctx: Context) -> bool:
 
 @dataclass(eq=False)
 class PageJob:
-    """Something that runs: its nodes, its state, its result."""
+    """Something that runs: its nodes, its state, its error."""
 
     id: str
     op: str
@@ -61,7 +61,6 @@ class PageJob:
     nodes: list[Node] = field(default_factory=list)
     state: str = "running"
     message: str | None = None
-    result: dict[str, object] | None = None
     error: dict[str, object] | None = None
     is_stopped: bool = False
     names: list[str] = field(default_factory=list)  # ids of its requests to the engine
@@ -69,7 +68,7 @@ class PageJob:
     def as_dict(self) -> dict[str, object]:
         """Return what the page gets."""
         nodes = [node.id for node in self.nodes]
-        names = ("id", "op", "node", "state", "message", "result", "error")
+        names = ("id", "op", "node", "state", "message", "error")
         return {name: getattr(self, name) for name in names} | {"nodes": nodes}
 
 
@@ -464,17 +463,14 @@ class Live:
         reason = "stopped" if result.finish_reason == "cancelled" else result.finish_reason
         if result.error is not None and reason != "capacity":
             self._fail(job, result.error)
-        first = node.n_given
         n_read = result.num_prompt_tokens - result.num_cached_tokens
-        ended = Ended(
-            id=node.id, reason=reason, read=max(0, n_read - max(1, first)),
-            cached=result.num_cached_tokens, digest=digest(node.ids[first:], node.lp[first:]),
-        )  # fmt: skip
+        read = max(0, n_read - max(1, node.n_given))
+        ended = Ended(id=node.id, reason=reason, read=read, cached=result.num_cached_tokens)
         self.add(ended)
         rate = round((len(node.ids) - n_before) / seconds, 1) if seconds else None
         self.emit("end", {
-            "node": node.id, "reason": reason, "seed": node.made.seed, "read": ended.read,
-            "cached": ended.cached, "digest": ended.digest, "ms": round(1e3 * seconds, 1), "rate": rate,
+            "node": node.id, "reason": reason, "seed": node.made.seed, "read": read,
+            "cached": ended.cached, "ms": round(1e3 * seconds, 1), "rate": rate,
         })  # fmt: skip
 
     async def score(self, job: PageJob, node: Node) -> None:
@@ -520,31 +516,3 @@ class Live:
         request = self.service.next_request(tokens, MOST_TOP)
         (text,) = await all_texts(self.service, [request])
         return next(iter(text.result.emitted), None)
-
-    async def replay(self, job: PageJob, node: Node, request: Request) -> None:
-        """Generate a node's text again and report the first token that differs."""
-        first = node.n_given
-        old = [*zip(node.ids[first:], node.lp[first:], strict=True)]
-        new: list[tuple[int, float | None]] = []
-        named = self._watched(job, replace(request, id=f"loom-{job.id}"))
-        job.names, thought = [f"loom-{job.id}"], _Thought()
-        async with aclosing(updates(self.service, [named])) as steps:
-            async for (update,) in steps:
-                written = thought.new(update) + update.tokens
-                new += [(token.token, short(token.logprob)) for token in written]
-        n = len(old)
-        for i, ((token, lp), (_, old_lp)) in enumerate(zip(new, old, strict=False)):
-            new[i] = (
-                token,
-                old_lp if lp is None else lp,
-            )  # a token that was forced to end a thought is scored later
-        pairs = zip_longest(old, new)
-        at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-        message = f"same {n} tokens, same log-probabilities, bit for bit"
-        if at is not None:
-            kind = "token" if [t for t, _ in old] != [t for t, _ in new] else "log-probability"
-            message = f"the first different {kind} is number {at + 1} of {n}"
-            if not self.service.is_exact:
-                message += ": this model's results depend on what else is in the batch"
-        position = None if at is None else node.made.at + first + at
-        job.result = {"same": at is None, "n": n, "first": position, "message": message}

@@ -13,7 +13,6 @@ from msgspec import Meta, Raw, Struct
 from ..engine import Request
 from ..files import atomic_write, read_small
 from ..sampling import SamplingParams
-from ..sampling.constraint import ConstraintLike
 from ..sampling.grammar import Grammar
 from ..sampling.noise import derive_seed
 from ..serve.errors import HttpError
@@ -44,7 +43,7 @@ _MOST_SENT = 500  # nodes, or tokens, of one action that are sent as events
 
 
 class TextSettings(Struct, kw_only=True):
-    """How a text is sampled, where it stops, and which grammar or constraint it follows."""
+    """How a text is sampled, where it stops, and which grammar it follows."""
 
     seed: Seed | None = None
     sampling: SamplingFields | None = None
@@ -53,7 +52,6 @@ class TextSettings(Struct, kw_only=True):
     json_schema: dict[str, object] | None = None
     regex: str | None = None
     choice: list[str] | None = None
-    constraint: bool = False
 
 
 class Do(TextSettings, kw_only=True):
@@ -111,7 +109,6 @@ class Loom(Live):
         port: where the server listens.
         draft: the name of the drafter.
         settings_file: where the settings of all documents are kept.
-        constraint: the name of a constraint that texts can follow, and its function.
 
     Raises:
         ConfigError: the file was not written by the page.
@@ -126,14 +123,12 @@ class Loom(Live):
         read_only: bool = False,
         draft: str = "none",
         settings_file: Path,
-        constraint: tuple[str, ConstraintLike] | None = None,
     ) -> None:
         super().__init__(path, service_of, read_only=read_only)
         self.guard = Guard(port)
         self._draft = draft
         self._loading = {"message": "loading the model"}
         self._settings_file = settings_file
-        self._constraint = constraint
 
     def ready(self) -> None:
         """Tell the tabs that the model is loaded. A file of another model becomes read-only."""
@@ -160,7 +155,7 @@ class Loom(Live):
             "kv_type": ctx.kv_type, "batch_invariant": ctx.capabilities.batch_invariant,
             "leaves_cores": leaves_cores(ctx), "draft": self._draft,
             "sampling": {name: getattr(sampling, name) for name in _TOLD},
-            "chat": chat_fields(model), "constraint": self._constraint and self._constraint[0],
+            "chat": chat_fields(model),
             "eos": None if model.eos is None else model.detokenize([model.eos], special=True),
         }  # fmt: skip
         return {"state": "ready", "model": fields, "loading": None}
@@ -224,15 +219,7 @@ class Loom(Live):
             seed=str(derive_seed(seed, i) if i else seed), stop=do.stop, max_tokens=do.max_tokens,
             sampling=msgspec.to_builtins(do.sampling or SamplingFields()), grammar=do.grammar,
             json_schema=do.json_schema, regex=do.regex, choice=do.choice,
-            constraint=self.constraint_name() if do.constraint else None,
         )  # fmt: skip
-
-    def constraint_name(self) -> str:
-        """Return the name of the constraint. Raises HttpError if the page has none."""
-        if self._constraint is None:
-            message = "there is no constraint: start with --constraint FILE.py:NAME"
-            raise HttpError(409, message, param="constraint")
-        return self._constraint[0]
 
     def params(self, made: Made) -> SamplingParams:
         """Return a node's sampling settings."""
@@ -241,34 +228,26 @@ class Loom(Live):
         return fields.sampling(service.model, service.settings).replace(seed=seed, logprobs=True)
 
     async def request(
-        self, node: Node, max_tokens: int | None, *, again: bool = False, draft: int | None = None
+        self, node: Node, max_tokens: int | None, *, draft: int | None = None
     ) -> Request:
-        """Return the request that continues a node, or with ``again`` the request that generated it.
+        """Return the request that continues a node.
 
         ``draft`` is how many tokens to draft in each round; None = as the server does.
 
         Raises:
             HttpError, LlamaBranchError: the settings are invalid.
         """
-        record, n_given = node.made, node.n_given
+        record, tokens, thinking = node.made, node.tokens(), None
         grammar = await text_grammar(record)
-        constraint = None
-        if record.constraint is not None and self._constraint is not None:
-            constraint = self._constraint[1]
-        if record.constraint is not None and record.constraint != self.constraint_name():
-            raise HttpError(
-                409, f"the text follows a constraint that is not loaded: {record.constraint}"
-            )
-        at = record.at + n_given if again else node.end
-        tokens, continues, thinking = node.tokens(at), at - record.at - n_given, None
-        if grammar or constraint or record.stop:  # these apply to the answer, not to the thought
-            thinking, begin = thinking_at(self.document, self.service.model, node, at)
-            continues = min(continues, at - begin)
+        continues = len(node.ids) - node.n_given
+        if grammar or record.stop:  # these apply to the answer, not to the thought
+            thinking, begin = thinking_at(self.document, self.service.model, node, node.end)
+            continues = min(continues, node.end - begin)
         self.service.check_room(tokens, max_tokens)
         return Request(
             tokens, continues=continues, grammar=grammar, thinking=thinking,
             sampling=self.params(record), max_tokens=max_tokens, stop=record.stop,
-            top_logprobs=MOST_TOP, constraint=constraint, draft_k=draft,
+            top_logprobs=MOST_TOP, draft_k=draft,
         )  # fmt: skip
 
     def make(self, records: Iterable[Record], cid: str = "") -> list[Node]:

@@ -223,7 +223,7 @@ async def _bar(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     except msgspec.ValidationError as error:
         raise HttpError(400, f"settings: {error}", param="set") from None
     for bar in bars.values():
-        do.sampling, do.constraint = bar.sampling, bar.constraint
+        do.sampling = bar.sampling
         loom.params(loom.made(do, 0, "sampled", 0))
         most = loom.service.settings.max_choices
         if (bar.n or 1) > most:
@@ -284,19 +284,6 @@ async def _fork(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     return _begin(loom, do, [new], do.max_tokens)
 
 
-async def _replay(loom: Loom, do: Do, node: Node, at: int) -> Answer:
-    if node.made.seed is None or node.reason == "running" or node.made.by != "A":
-        raise HttpError(409, "only a text that the model generated can be replayed", param="node")
-    is_cut = node.reason in ("stopped", "interrupted", "error")
-    n = len(node.ids) - node.n_given if is_cut else node.made.max_tokens
-    request = await loom.request(node, n, again=True)
-
-    async def work(job: PageJob) -> None:
-        await loom.replay(job, node, request)
-
-    return loom.started(loom.start("replay", work, node))
-
-
 async def _stop(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     jobs = loom.jobs
     if do.job is not None and do.job not in jobs:
@@ -351,28 +338,10 @@ async def _settings(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     return {"settings": loom.settings}
 
 
-def _check_idle(loom: Loom) -> None:
-    if loom.running:
-        raise HttpError(409, "a job is running: stop it first")
-
-
-async def _compact(loom: Loom, do: Do, node: Node, at: int) -> Answer:
-    """Rewrite the file without what was undone, and open it."""
-    await loom.confirm()
-    _check_idle(loom)
-    journal = loom.journal
-    try:
-        journal.rewrite(loom.document.records())
-    except OSError as error:
-        message = f"the file cannot be rewritten: {error.strerror or error}"
-        raise HttpError(507, message, kind="disk_error") from None
-    loom.open(journal.path)
-    return {}
-
-
 async def _reread(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     """Copy the document, tokenized by this model, and open the copy."""
-    _check_idle(loom)
+    if loom.running:
+        raise HttpError(409, "a job is running: stop it first")
     items, path = items_of(loom.document), loom.journal.path
     stem = path.name.removesuffix(".loom.jsonl")
     names = (f"{stem}.{i}.loom.jsonl" for i in range(2, 1000))
@@ -388,11 +357,11 @@ async def _reread(loom: Loom, do: Do, node: Node, at: int) -> Answer:
 _OPERATIONS = {
     "type": _Operation(_type), "chat": _Operation(_chat), "bar": _Operation(_bar),
     "continue": _Operation(_continue, needs_node=True),
-    "fork": _Operation(_fork, needs_node=True), "replay": _Operation(_replay, needs_node=True),
+    "fork": _Operation(_fork, needs_node=True),
     "score": _Operation(_score, needs_file=False),
     "stop": _Operation(_stop, needs_file=False),
     "set": _Operation(_set, needs_node=True),
     "delete": _Operation(_set, needs_node=True), "undo": _Operation(_undo),
     "redo": _Operation(_undo), "settings": _Operation(_settings, needs_file=False),
-    "compact": _Operation(_compact), "reread": _Operation(_reread, needs_file=False),
+    "reread": _Operation(_reread, needs_file=False),
 }  # fmt: skip

@@ -290,19 +290,6 @@ def test_ids_are_unique(ctx: Context) -> None:
 # -- too little room ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("n_ctx", "n_seq_max"), [(256, 1), (2048, 2)])
-def test_small_draft_context_slows_down_but_changes_nothing(
-    n_ctx: int, n_seq_max: int, ctx: Context, draft: lb.Model, clean: Context
-) -> None:
-    requests = [Request(TALE + p, max_tokens=40, sampling=WARM) for p in PROMPTS * 2]
-    with Context(draft, n_ctx=n_ctx, n_seq_max=n_seq_max, n_threads=1) as small:
-        for request, result in zip(
-            requests, Engine(ctx, lb.ModelDrafter(small), FIXED).generate(requests), strict=True
-        ):
-            check_alone(clean, request, result)
-        assert_clean(ctx, small)
-
-
 def take_all(ctx: Context) -> list[Branch]:
     return [Branch.create(ctx) for _ in range(ctx.n_seq_free)]
 
@@ -355,17 +342,6 @@ def test_engine_waits_while_others_are_at_work_and_no_longer(
     for request, result in zip(requests, generate(requests, 0.5, work), strict=True):
         check_alone(clean, request, result)
     assert_clean(ctx)
-
-
-def test_engines_in_threads_share_the_sequences(target: lb.Model, clean: Context) -> None:
-    requests = [Request(p, max_tokens=12, sampling=WARM) for p in PROMPTS]
-    with Context(target, n_ctx=1024, n_seq_max=2, n_threads=1) as ctx:
-        with ThreadPoolExecutor(4) as pool:
-            engines = [Engine(ctx, wait_s=math.inf) for _ in range(4)]
-            for job in [pool.submit(engine.generate, requests) for engine in engines]:
-                for request, result in zip(requests, job.result(), strict=True):
-                    check_alone(clean, request, result)
-        assert_clean(ctx)
 
 
 def test_an_engine_waits_for_cells_that_another_one_holds(

@@ -135,8 +135,6 @@ def test_divergence_is_that_of_the_distributions(ctx: Context, draft_ctx: Contex
             same.append(p.argmax() == q.argmax())
             changes.append(math.exp(q[chunk[i + 1]]) - math.exp(p[chunk[i + 1]]))
     assert result.statistics.mean.value == pytest.approx(np.mean(kls), abs=1e-4)
-    assert result.percentile(1.0) == pytest.approx(max(kls), abs=1e-3)
-    assert result.percentile(0.5) == pytest.approx(np.median(kls), abs=1e-3)
     assert result.statistics.same_top.value == pytest.approx(np.mean(same))
     assert result.statistics.p_change.value == pytest.approx(np.mean(changes), abs=1e-4)
     assert result.statistics.p_change_rms.value == pytest.approx(

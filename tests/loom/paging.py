@@ -96,7 +96,6 @@ class Paged(Serving):
         drafter: makes what drafts.
         waits: begin once the model is there; else it is loaded when ``may_load`` is set.
         model: what writes.
-        constraint: its name and the function.
     """
 
     def __init__(
@@ -107,7 +106,6 @@ class Paged(Serving):
         read_only: bool = False,
         waits: bool = True,
         model: Path = TARGET,
-        constraint: Any = None,
     ) -> None:
         self.may_load = threading.Event()
         self.drafter: lb.Drafter | None = None
@@ -127,7 +125,6 @@ class Paged(Serving):
         self.loom = Loom(
             folder / "tale.loom.jsonl", self.server.port, lambda: self.server.service,
             read_only=read_only, settings_file=folder / "config" / "page.json",
-            constraint=constraint,
         )  # fmt: skip
         self.server.front = front_of(self.loom)
         self.api = self.client(headers={"Authorization": f"Bearer {self.loom.guard.key}"})

@@ -70,8 +70,6 @@ def test_first_half_minute(page: Page) -> None:
     assert current.get_attribute("data-alternative") == word
     page.keyboard.press("v")
     assert lens_of(page) == "entropy"
-    page.keyboard.press("r")
-    told(page, "#status", "bit for bit")
 
 
 def test_tokens_have_their_numbers(page: Page) -> None:
@@ -249,24 +247,6 @@ def test_two_tabs_show_the_same_and_what_is_typed_outlives_the_server(
             page.goto(second.link)
             idle(page)
             assert page.locator("[role=treeitem]").count() > 0
-
-
-def test_remapped_keys_survive_another_port(chromium: Browser, tmp_path: Path) -> None:
-    with Opened(tmp_path) as first, visiting(chromium, first) as page:
-        begin(page)
-        page.locator("#text").press("?")
-        row = page.locator("table.keys tr", has_text="the next lens").locator("button")
-        row.click()
-        row.press("q")
-        page.locator("table.keys button", has_text="q").first.wait_for()
-        page.keyboard.press("Escape")
-        for key, lens in (("v", "probability"), ("q", "entropy")):
-            page.locator("#text").press(key)
-            assert lens_of(page) == lens
-    with Opened(tmp_path) as second, visiting(chromium, second) as page:
-        idle(page)
-        page.locator("#text").press("q")
-        assert lens_of(page) == "entropy"
 
 
 # -- exported files and hostile text ---------------------------------------------------------------

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from browsing import (
-    CONTRAST,
-    afresh,
     asked,
     chosen_token,
     exported,
@@ -80,12 +78,6 @@ def edit_answer(page: Page, text: str) -> None:
     page.locator("#turn-tools button", has_text="Edit").click()
     page.locator(".typing textarea").fill(text)
     press(page, "Escape")
-
-
-def place_of(page: Page, node: str | None) -> int:
-    """Return where a node begins."""
-    nodes = asked(page, "/loom/doc")["nodes"]
-    return int(nodes["at"][nodes["id"].index(node)])
 
 
 def newest(page: Page, n: int = 1) -> list[tuple[str, int]]:
@@ -185,75 +177,6 @@ def test_thoughts_fold_and_calls_are_cards(page: Page) -> None:
     assert turns(page)[2:4] == [("assistant", "A fox lived there."), ("user", "Why?")]
 
 
-def test_a_box_to_write_in_is_shown_with_its_buttons(page: Page) -> None:
-    talk(page)
-    for text in ("And then?", "Why?"):
-        page.locator("#text").press("Enter")
-        send = page.locator(".typing button.main")
-        send.wait_for()
-        seen = page.evaluate(
-            """() => document.querySelector(".typing").getBoundingClientRect().bottom
-            <= document.querySelector("#columns .scroller").getBoundingClientRect().bottom"""
-        )
-        assert seen, text
-        page.locator(".typing textarea").fill(text)
-        send.click()
-        page.locator("#text .turn.said", has_text=text).wait_for()
-        idle(page)
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_thoughts_calls_and_chips_have_contrast(
-    chromium: Browser, served: Opened, scheme: str
-) -> None:
-    with afresh(chromium, served, color_scheme=scheme) as page:
-        talk(page)
-        edit_answer(page, ANSWER)
-        page.locator("#text").press("t")
-        page.locator("#text .turn.thought [data-token]").first.wait_for()
-        idle(page)
-        kinds = {"thought", "call", "said", "markup"}
-        shown = page.locator("#text .turn").evaluate_all("all => all.map(e => e.classList[1])")
-        assert kinds <= set(shown)
-        for i in range(7):  # every bin, also those that no token has
-            page.evaluate(
-                """bin => { for (const token of document.querySelectorAll("#text .t")) {
-                token.className = token.className.replace(/\\bb[0-9x]/, `b${bin}`); } }""",
-                i,
-            )
-            measured = page.evaluate(CONTRAST, ["#text .t"])
-            assert any("control" in name for name, _, _ in measured)
-            assert [each for each in measured if each[1] < 4.5] == []
-
-
-def test_the_tools_box_tells_the_model_of_tools(page: Page) -> None:
-    page.locator("#tools-box summary").click()
-    tools = page.locator("#tools")
-    set_bar(page, "#bar-begin", n="1", max_tokens="6")
-    page.locator("#begin").fill(QUESTION)
-    for bad, told_of in (("{", "not JSON"), ('[{"function": {}}]', "name"), ("7", "tools")):
-        tools.fill(bad)
-        page.locator("#start").click()
-        told(page, "#status", told_of)
-        assert page.locator("#begin").input_value() == QUESTION
-        assert page.locator("#empty").is_visible()
-    tools.fill(
-        '[{"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}]'
-    )
-    page.locator("#start").click()
-    page.locator("#empty").wait_for(state="hidden")
-    idle(page)
-    prompt = "".join(page.locator("#text .turn.markup").all_text_contents())
-    assert "Tools: " in prompt and '"name": "find"' in prompt
-    edit_answer(page, ANSWER)
-    assert (
-        page.locator("#text .turn.call").get_attribute("data-title") == 'Calls find(where: "house")'
-    )
-    edit_answer(page, ANSWER.replace("find", "lose"))  # no such tool: it is what the answer says
-    assert page.locator("#text .turn.call").count() == 0
-    assert "lose" in turns(page)[-1][1]
-
-
 def test_an_answer_is_continued_from_the_cursor(page: Page) -> None:
     talk(page)
     before = turns(page)
@@ -281,20 +204,6 @@ def test_an_exported_chat_has_its_cards(chromium: Browser, page: Page, tmp_path:
         assert viewer.locator("#text .turn.call").count() == 1
 
 
-def test_typed_text_parses_control_tokens_and_says_so(page: Page) -> None:
-    page.locator("#mode label", has_text="Text").click()
-    idle(page)
-    assert page.locator("#system-box").is_hidden()
-    assert "<|endoftext|>" in page.locator("#begin-note").inner_text()
-    page.locator("#begin").fill("<|im_start|>user\nHello<|im_end|>")
-    page.locator("#start").click()
-    page.locator("#text .t.control").first.wait_for()
-    idle(page)
-    assert page.locator("#text .turn").count() == 0
-    assert "".join(tokens(page)).startswith("<|im_start|>user\nHello<|im_end|>")
-    assert page.locator("#text .t.control").all_text_contents()[:2] == MARKS
-
-
 # -- the bar ---------------------------------------------------------------------------------------
 
 
@@ -313,7 +222,7 @@ def test_the_bar_is_kept_in_the_document_and_used(chromium: Browser, tmp_path: P
         assert page.locator(".shoot").count() == 2
         made = asked(page, f"/loom/tokens?node={newest(page)[0][0]}")["node"]
         assert (made["n"], made["sampling"]["temperature"], made["stop"]) == (5, 0.5, ["xyz"])
-        # A preset of one's own is kept for all documents; what is wrong is told in the dialog.
+        # What is wrong is told in the dialog.
         page.locator("#text").press("G")
         for name, bad, told_of in (
             ("n", "2.5", "whole number"), ("temperature", "hot", "not a number"),
@@ -332,9 +241,6 @@ def test_the_bar_is_kept_in_the_document_and_used(chromium: Browser, tmp_path: P
         page.locator("dialog button[value=keep]").click()
         told(page, "dialog .wrong", "schema")
         page.locator("dialog [name=follow]").fill('{"enum": ["north", "south"]}')
-        page.locator("dialog [aria-label='Name of the preset']").fill("a wind")
-        page.locator("dialog button", has_text="Save as a preset").click()
-        page.locator("dialog option", has_text="a wind").wait_for(state="attached")
         page.locator("dialog button[value=go]").click()
         idle(page)
         assert "a JSON schema" in page.locator("#bar-said").inner_text()
@@ -351,7 +257,7 @@ def test_the_bar_is_kept_in_the_document_and_used(chromium: Browser, tmp_path: P
         presets = page.locator("dialog select").first
         presets.select_option("three short texts")
         assert page.locator("dialog [name=max_tokens]").input_value() == "24"
-        presets.select_option("a wind")
+        presets.select_option("now")
         assert page.locator("dialog [name=kind]").input_value() == "json_schema"
 
 
@@ -411,17 +317,6 @@ def test_an_action_acts_where_it_is_said(story: Page) -> None:
     check(len(tokens(page)))
 
 
-def test_undo_of_one_text_gives_back_the_text_and_the_cursor(story: Page) -> None:
-    page = story
-    before = tokens(page)
-    set_bar(page, n="1")
-    page.locator("#text [data-token]").nth(4).click()
-    press(page, "g", at="#text")  # one text, which is shown at once
-    assert tokens(page)[:5] == before[:5] and len(tokens(page)) == 15
-    press(page, "u", at="#text")
-    assert tokens(page) == before and chosen_token(page) == 4
-
-
 # -- the first screen ------------------------------------------------------------------------------
 
 
@@ -443,25 +338,3 @@ def test_the_first_screen_is_calm_and_its_cards_run(chromium: Browser, tmp_path:
             idle(page)
             said: Any = page.locator("#lens-line").inner_text()
             assert said in lines
-
-
-def test_every_action_is_found_without_the_help(story: Page) -> None:
-    """What has a key is also a button, a menu entry, or what arrows and digits mean everywhere."""
-    page = story
-    names = page.evaluate(
-        "import('/loom/app/keys.js').then(keys => keys.ACTIONS.map(([name, , title]) => [name, title]))"
-    )
-    page.locator("[data-action=menu]").click()
-    entries = "\n".join(page.locator("dialog .menu").all_inner_texts())
-    of_button = "all => all.map(each => each.dataset.action)"
-    buttons = page.locator("[data-action]").evaluate_all(of_button)
-    arrows = {"up", "down", "left", "right", "first", "last"}
-    shown = {"toggle", "lens", "lensBack", "find", "text.surpriseBack"}  # triangle, radios, box
-    assert [
-        name
-        for name, title in names
-        if name not in {*buttons, *shown}
-        and name.removeprefix("text.") not in arrows
-        and title not in entries
-    ] == []
-    page.keyboard.press("Escape")

@@ -100,22 +100,6 @@ def test_a_page_without_a_session_asks_for_a_link(chromium: Browser, served: Ope
     page.close()
 
 
-@pytest.mark.parametrize(("width", "zoom"), [(1280, 2), (400, 1)])
-def test_small_windows_lose_nothing(
-    chromium: Browser, served: Opened, width: int, zoom: int
-) -> None:
-    size = {"width": width // zoom, "height": 900 // zoom}
-    with visiting(chromium, served, viewport=size, device_scale_factor=zoom) as page:
-        for name in ("Tree", "Token", "Text"):
-            page.locator("#panes label", has_text=name).click()
-            idle(page)
-            assert page.locator(f"#{name.lower()}-pane").is_visible()
-            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-        for selector in ("#lenses label", "#actions button", "header button"):
-            rights = "all => all.map(each => each.getBoundingClientRect().right)"
-            assert max(page.locator(selector).evaluate_all(rights)) <= size["width"]
-
-
 def test_reduced_motion_moves_nothing_and_forced_colours_keep_the_cues(
     chromium: Browser, served: Opened
 ) -> None:

@@ -88,12 +88,10 @@ def read(data: object, most: int = 99_999) -> tuple[str, list[formats.Item]]:
 
 
 @given(documents())
-def test_markdown_has_the_text_of_a_path_and_the_tree(document: Document) -> None:
+def test_markdown_has_the_text_of_a_path(document: Document) -> None:
     for node in document.shown():
         data, _, _ = formats.export(document, "markdown", node)
         assert data.decode() == document.text(node, own=False)
-    tree, _, _ = formats.export(document, "markdown-tree", None)
-    assert tree.decode().startswith("- ")
 
 
 @given(documents())

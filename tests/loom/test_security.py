@@ -152,7 +152,7 @@ def test_the_page_is_there_before_the_model(tmp_path: Path) -> None:
     "body",
     ["", "{", "[]", "null", '{"op": "type"}', '{"op": 1, "cid": "a"}', '{"op": "type", "cid": ""}',
      '{"op": "nothing", "cid": "b"}', '{"op": "continue", "cid": "c"}',
-     '{"op": "continue", "cid": "d", "node": "n999"}', '{"op": "replay", "cid": "e", "node": "../x"}',
+     '{"op": "continue", "cid": "d", "node": "n999"}', '{"op": "fork", "cid": "e", "node": "../x"}',
      "[" * 100_000, '{"op": "type", "cid": "g", "text": 3}',
      '{"op": "type", "cid": "' + "x" * 65 + '", "text": "a"}'],
     ids=range(14),

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -227,13 +223,6 @@ def test_thoughts_are_found(kind: str) -> None:
     assert form.is_in_thought(f"<x>{form.header}{start}\nHm") and not form.is_in_thought("Hm")
 
 
-def test_thoughts_that_are_switched_off_have_a_text() -> None:
-    form = TurnFormat.of(THOUGHTS["a switch"][0])
-    assert form.thought_off == "<mull>\n\n</mull>\n"
-    assert form.thinking_variables(False) == {"enable_thinking": False}
-    assert TurnFormat.of(THOUGHTS["none"][0]).thinking_variables(True) == {}
-
-
 CALL = '{"name": "find", "arguments": {"text": "x"}}'
 LOOSE = {
     "a fence": f"```json\n{CALL}\n```",
@@ -450,55 +439,6 @@ def test_what_is_no_template_or_no_tool_is_refused() -> None:
     for tool in tools:
         with pytest.raises(ConfigError, match="function with a name"):
             TurnFormat().read("x", [tool])
-
-
-COUNTS = """
-import sys
-from dataclasses import replace
-from llamabranch.model import TurnFormat
-from llamabranch.model.templates import ChatTemplate
-asked, render_many = [], ChatTemplate.render_many
-def counted(self, batch):
-    asked.append(len(batch))
-    return render_many(self, batch)
-ChatTemplate.render_many = counted
-form = TurnFormat.of(sys.stdin.read())
-print(len(asked), sorted(form.roles), replace(form, roles=frozenset()))
-"""
-
-
-def test_what_was_found_is_kept_in_the_profile(tmp_path: Path) -> None:
-    """A second process renders nothing; a damaged entry, or another template, is found anew."""
-    path = tmp_path / "profile.json"
-
-    def counted(source: str) -> tuple[bool, str]:
-        env = {**os.environ, "LLAMABRANCH_PROFILE": str(path)}
-        output = subprocess.run(
-            [sys.executable, "-c", COUNTS], input=source, env=env, capture_output=True, text=True,
-            check=True, encoding="utf-8",
-        ).stdout  # fmt: skip
-        count, rest = output.split(" ", 1)
-        return int(count) > 0, rest
-
-    for shape in ("quotes of its own", "channels", "tags that tell types"):
-        first, again = counted(SHAPES[shape]), counted(SHAPES[shape])
-        assert (first[0], again[0]) == (True, False) and first[1] == again[1]
-    assert counted(SHAPES["channels"] + "{# another #}")[0]
-    stored = json.loads(path.read_text("utf-8"))
-    for entry in stored["turns"].values():
-        entry["parts"]["TurnParts"][8] = 5
-    path.write_text(json.dumps(stored), "utf-8")
-    anew, again = counted(SHAPES["channels"]), counted(SHAPES["channels"])
-    assert (anew[0], again[0]) == (True, False) and anew[1] == again[1]
-
-
-def test_words() -> None:
-    words = FORMATS["tags around JSON"].describe()
-    assert words == (
-        "thinks between <mull> and </mull>, when the model chooses to; "
-        "calls: <do> + JSON; several at once: yes"
-    )
-    assert "bare JSON" in TurnFormat().describe()
 
 
 def test_nested_json_does_not_end_the_process() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import re
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -150,33 +149,6 @@ def test_settings_changed_between_generations_reach_the_draft(
         speculator.forget(branch)
 
 
-def test_draft_with_too_few_sequences_serves_as_many_branches_as_it_can(
-    ctx: Context, draft: lb.Model, other_ctx: Context
-) -> None:
-    with Context(draft, n_ctx=512, n_seq_max=2, n_threads=1) as small:
-        speculator = Speculator(ctx, lb.ModelDrafter(small), FIXED)
-        root = Branch.start(ctx, PROMPTS[0], sampling=WARM)
-        branches = [root, *root.fork_many(5)]
-        expected = []
-        for branch in branches:
-            with branch.fork() as twin:
-                expected.append([t.token for t in twin.generate(24)])
-        for _ in range(3):  # in turn: the states that waited longest make room
-            for branch in branches:
-                stats = speculator.generate(branch, max_tokens=8).finish().stats
-                assert stats.num_drafts > 0 or branch.is_stop
-        assert [b.generated for b in branches] == expected
-        assert speculator.stats.num_accepted_tokens > 0
-        running = [speculator.generate(b, max_tokens=8) for b in branches]
-        for _ in range(8):  # all at once: most have no draft state
-            for generation in running:
-                next(generation)
-        for branch, generation in zip(branches, running, strict=True):
-            assert generation.finish().tokens == branch.generated[-8:]
-        small.audit()
-        root.prune_subtree()
-
-
 @pytest.mark.parametrize("n_sequences", [1, 2])
 def test_draft_without_room_drafts_again_when_there_is_some(
     n_sequences: int, ctx: Context, draft: lb.Model
@@ -268,31 +240,6 @@ def test_reading_a_prompt_is_no_draft_steps_time(ctx: Context, draft_ctx: Contex
     repeated = copied.generate("one two three one two three one two", max_tokens=20, sampling=WARM)
     stats = repeated.finish().stats
     assert stats.num_draft_steps >= stats.num_draft_tokens > 0
-
-
-def test_seed_that_is_given_later_gives_the_text_of_plain_decoding(
-    ctx: Context, draft_ctx: Context, tmp_path: Path
-) -> None:
-    speculator = Speculator(ctx, lb.ModelDrafter(draft_ctx), FIXED)
-
-    def check(branch: Branch) -> None:
-        with branch.fork() as twin:
-            expected = [t.token for t in twin.generate(40)]
-        assert speculator.generate(branch, max_tokens=40).finish().tokens == expected
-        speculator.forget(branch)
-
-    with Branch.start(ctx, PROMPTS[0], temperature=0.8) as branch:
-        check(branch)
-        branch.reseed(5)
-        branch.save(tmp_path / "seeded.branch")
-        with Branch.load(ctx, tmp_path / "seeded.branch") as loaded:
-            check(loaded)
-        branch.resample(SamplingParams(temperature=0.9, seed=6))
-        branch.resample(SamplingParams(temperature=0.8))  # the seed stays
-        check(branch)
-        branch.reseed()  # picked at random, as the first one was
-        with Branch.restore(ctx, branch.snapshot()) as restored:
-            check(restored)
 
 
 # -- what is reported --------------------------------------------------------------------------------

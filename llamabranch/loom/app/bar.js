@@ -26,7 +26,7 @@ const NUMBERS_OF_BAR = [["temperature", "temperature", "temperature"], ["top_p",
   ["min_p", "min p", "min-p"], ["repeat_penalty", "repeat penalty", "repeat penalty"]];
 /** @type {Record<string, string>} */
 const FOLLOWS = { free: "nothing: free text", json_schema: "a JSON schema", regex: "a regular expression", choice: "one of these lines",
-  grammar: "a grammar (GBNF)", constraint: "the constraint in Python" };
+  grammar: "a grammar (GBNF)" };
 
 /** The bar of texts or of a chat. @param {string} mode @returns {Bar} */
 export const barOf = (mode) => store.doc.bars?.[mode] ?? FIRST[mode];
@@ -66,8 +66,7 @@ function read(form) {
   if (typedNumber(of("seed"), "seed", true) != null) bar.seed = of("seed"); // kept as text: it may have more digits than a number
   if (data.get("stop")) bar.stop = [String(data.get("stop"))];
   const kind = of("kind"), text = String(data.get("follow") ?? "");
-  if (kind === "constraint") bar.constraint = true;
-  if (kind === "free" || kind === "constraint") return clean(bar);
+  if (kind === "free") return clean(bar);
   if (!text.trim()) throw new Error(`Write ${FOLLOWS[kind]}, or choose free text.`);
   if (kind === "json_schema") {
     try {
@@ -84,9 +83,8 @@ const clean = (bar) => Object.fromEntries(Object.entries(bar)
   .map(([name, value]) => [name, name === "sampling" ? clean(value) : value])
   .filter(([, value]) => value != null && value !== "" && (typeof value !== "object" || Object.keys(value).length)));
 
-/** Open the dialog of the bar. @param {string} mode @param {(() => void) | null} proceed what comes after; null: it is only kept
- * @param {(name: string, value: any) => Promise<void>} setting keeps a setting of all documents */
-export function openBar(mode, proceed, setting) {
+/** Open the dialog of the bar. @param {string} mode @param {(() => void) | null} proceed what comes after; null: it is only kept */
+export function openBar(mode, proceed) {
   const usual = store.doc.model?.sampling ?? {};
   const dialog = $("dialog"), wrong = h("p", { class: "wrong", role: "alert" });
   const input = (/** @type {string} */ name, /** @type {string} */ words, /** @type {any} */ placeholder = "") =>
@@ -94,17 +92,14 @@ export function openBar(mode, proceed, setting) {
       h("input", { name, placeholder: String(placeholder ?? ""), spellcheck: false, autocomplete: "off" }));
   const follow = h("textarea", { name: "follow", rows: 5, spellcheck: false });
   const kind = h("select", { name: "kind", onchange: () => showFollow() },
-    Object.entries(FOLLOWS).filter(([value]) => value !== "constraint" || store.doc.model?.constraint).map(([value, words]) => h("option", { value }, words)));
+    Object.entries(FOLLOWS).map(([value, words]) => h("option", { value }, words)));
   const title = h("span"), box = h("label", {}, title, follow);
   const showFollow = () => {
-    box.hidden = ["free", "constraint"].includes(kind.value);
+    box.hidden = kind.value === "free";
     title.textContent = FOLLOWS[kind.value];
   };
-  const presets = h("select", { onchange: () => show(all()[presets.value] ?? barOf(mode)) });
-  const all = () => ({ ...PRESETS[mode], ...(store.doc.settings.presets?.[mode] ?? {}) });
-  const list = () => fill(presets, h("option", { value: "now" }, "current"),
-    Object.keys(all()).map((name) => h("option", { value: name }, name)));
-  const name = h("input", { placeholder: "name", "aria-label": "Name of the preset", spellcheck: false, autocomplete: "off" });
+  const presets = h("select", { onchange: () => show(PRESETS[mode][presets.value] ?? barOf(mode)) },
+    h("option", { value: "now" }, "current"), Object.keys(PRESETS[mode]).map((name) => h("option", { value: name }, name)));
   const isTalk = mode === "chat";
   const form = h("form", { method: "dialog", class: "bar-form", noValidate: true },
     h("h2", { id: "dialog-title" }, isTalk ? "How to answer" : "How to continue"),
@@ -113,8 +108,6 @@ export function openBar(mode, proceed, setting) {
     input("max_tokens", isTalk ? "tokens at most" : "tokens", FIRST[mode].max_tokens),
     NUMBERS_OF_BAR.map(([id, words]) => input(`${id}`, words, usual[id])), input("seed", "seed", "random"),
     input("stop", "stop at"), h("label", {}, h("span", {}, "the text must follow"), kind), box,
-    h("div", { class: "row" }, name, h("button", { type: "button", onclick: () => save() }, "Save as a preset"),
-      h("button", { type: "button", onclick: () => drop() }, "Delete the preset")),
     h("div", { class: "foot" }, wrong, h("p", { class: "row" },
       proceed && h("button", { type: "submit", class: "main", value: "go" }, isTalk ? "Keep and answer" : "Keep and continue"),
       h("button", { type: "submit", value: "keep", class: proceed ? "" : "main" }, "Keep"),
@@ -123,29 +116,11 @@ export function openBar(mode, proceed, setting) {
   function show(bar) {
     const values = { ...bar, ...bar.sampling, stop: bar.stop?.[0], kind: followed(bar) };
     for (const field of form.elements) if (field.name && field.name !== "follow") field.value = values[field.name] ?? "";
-    const value = bar.constraint ? "" : bar[followed(bar)];
+    const value = bar[followed(bar)];
     follow.value = Array.isArray(value) ? value.join("\n") : typeof value === "object" ? JSON.stringify(value, null, 1) : value ?? "";
     showFollow();
   }
   const failed = (/** @type {any} */ error) => void (wrong.textContent = visible(error.message));
-  async function save() {
-    try {
-      if (!name.value.trim()) throw new Error("Give the preset a name.");
-      const { presets: kept = {} } = store.doc.settings, own = { ...kept[mode], [name.value.trim()]: read(form) };
-      await setting("presets", { ...kept, [mode]: own });
-      list();
-      presets.value = name.value.trim();
-      [wrong.textContent, name.value] = ["", ""];
-    } catch (error) {
-      failed(error);
-    }
-  }
-  async function drop() {
-    const { presets: kept = {} } = store.doc.settings, { [presets.value]: gone, ...rest } = kept[mode] ?? {};
-    if (!gone) return failed(new Error("Choose one of your own presets first."));
-    await setting("presets", { ...kept, [mode]: rest });
-    list();
-  }
   form.onsubmit = async (/** @type {any} */ event) => {
     event.preventDefault(); // the dialog shows errors itself
     wrong.textContent = "";
@@ -158,7 +133,6 @@ export function openBar(mode, proceed, setting) {
     if (event.submitter?.value === "go") proceed?.();
     else tell(`Now: ${sentenceOf(mode)}.`);
   };
-  list();
   show(barOf(mode));
   fill(dialog, form);
   dialog.onclose = () => document.activeElement !== $("tree") && ($("empty").hidden ? $("text") : $("begin")).focus();

@@ -1,7 +1,6 @@
 // @ts-check
-// Keys: one table of actions with their keys, which can be changed or switched off; they act in the tree and the text.
-import { $, h, tell } from "./dom.js";
-import { store } from "./store.js";
+// Keys: one table of actions with their keys; they act in the tree and the text.
+import { $, h } from "./dom.js";
 
 /** @type {[string, string, string, string[]][]} name, where it acts, what it does, keys */
 export const ACTIONS = [
@@ -27,7 +26,6 @@ export const ACTIONS = [
   ["retry", "", "answer again, in a chat", ["R"]],
   ["thoughts", "", "show or fold thoughts", ["t"]],
   ["stop", "", "stop", ["Escape"]],
-  ["replay", "", "replay with the same seed", ["r"]],
   ["lens", "", "the next lens", ["v"]],
   ["lensBack", "", "the previous lens", ["V"]],
   ["ghosts", "", "show or hide rejected drafts", ["x"]],
@@ -44,9 +42,8 @@ export const ACTIONS = [
   ["help", "", "help and keys", ["?"]],
 ];
 
-/** The keys of an action as they are now. @param {string} name @returns {string[]} */
-export const keysOf = (name) =>
-  store.doc.settings.keys?.[name] ?? ACTIONS.find(([each]) => each === name)?.[3] ?? [];
+/** The keys of an action. @param {string} name @returns {string[]} */
+export const keysOf = (name) => ACTIONS.find(([each]) => each === name)?.[3] ?? [];
 
 /** A pressed key by its name: Shift is told only where the key does not tell it. @param {KeyboardEvent} event */
 function keyName({ key, ctrlKey, metaKey, altKey, shiftKey }) {
@@ -69,31 +66,7 @@ export function startKeys(run, take) {
   });
 }
 
-/** The table of keys in the help: a button waits for the new key; Delete switches the action off.
- * @param {(name: string, value: any) => Promise<void>} setting keeps one */
-export function keyTable(setting) {
-  const rows = ACTIONS.map(([name, where, title]) => {
-    const button = h("button", { type: "button", title: `${title}: change the key` });
-    const show = () => void (button.textContent = keysOf(name).join("  ") || "off");
-    show();
-    button.onclick = () => (button.textContent = "press a key (Delete: off, Backspace: default)");
-    button.onblur = show;
-    button.onkeydown = async (/** @type {KeyboardEvent} */ event) => {
-      if (!button.textContent?.startsWith("press") || ["Shift", "Control", "Alt", "Meta", "Tab"].includes(event.key)) return;
-      event.preventDefault();
-      event.stopPropagation();
-      const key = keyName(event);
-      const other = ACTIONS.find(([each, place]) =>
-        each !== name && keysOf(each).includes(key) && (!place || !where || place === where));
-      if (other && key !== "Delete") tell(`${key} is already the key of “${other[2]}”.`);
-      else if (event.key !== "Escape") {
-        const { [name]: _, ...others } = store.doc.settings.keys ?? {};
-        await setting("keys", key === "Backspace" ? others : { ...others, [name]: key === "Delete" ? [] : [key] });
-      }
-      show();
-    };
-    return h("tr", {}, h("th", { scope: "row" }, title, where && h("small", {}, ` in the ${where}`)), h("td", {}, button));
-  });
-  return h("table", { class: "keys" }, h("tbody", {}, rows,
-    h("tr", {}, h("th", { scope: "row" }, "take that alternative"), h("td", {}, h("kbd", {}, "1 … 9, 0")))));
-}
+/** The table of keys in the help. */
+export const keyTable = () => h("table", { class: "keys" }, h("tbody", {}, ACTIONS.map(([, where, title, keys]) =>
+  h("tr", {}, h("th", { scope: "row" }, title, where && h("small", {}, ` in the ${where}`)), h("td", {}, keys.map((key) => h("kbd", {}, key))))),
+  h("tr", {}, h("th", { scope: "row" }, "take that alternative"), h("td", {}, h("kbd", {}, "1 … 9, 0")))));

@@ -24,7 +24,7 @@ function rounds() {
   return ids.flatMap((/** @type {string} */ id) => store.nodes.get(id)?.rounds ?? []);
 }
 
-const DOES = { continue: "writing", fork: "writing", replay: "replaying", score: "reading", type: "reading" };
+const DOES = { continue: "writing", fork: "writing", score: "reading", type: "reading" };
 
 /** What a job does, how far it is, and a button that stops it. @param {Loose} job */
 function drawJob({ id, op, message, nodes }) {

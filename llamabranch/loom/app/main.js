@@ -287,7 +287,7 @@ function ask(title, fields, verb, done, more = []) {
 }
 
 const FORMATS = {
-  html: "one HTML file to read", json: "JSON, everything", markdown: "Markdown, this path", "markdown-tree": "Markdown, the tree",
+  html: "one HTML file to read", json: "JSON, everything", markdown: "Markdown, this path",
 };
 
 /** @type {Map<string, any>} what was shown before a branch was deleted, or a text imported */ const shownBefore = new Map();
@@ -315,10 +315,10 @@ const leave = ({ parent, at }) => (parent ? select(parent, at) : run.new());
 
 /** @type {Record<string, string[]>} */
 const MENU = {
-  "This branch": ["bookmark", "note", "copy", "delete", "hoist", "children", "replay", "retry"],
+  "This branch": ["bookmark", "note", "copy", "delete", "hoist", "children", "retry"],
   "From here": ["options"],
   View: ["bookmarks", "text.surprise", "pin", "ghosts", "thoughts", "deleted", "mono", "theme"],
-  Document: ["new", "export", "compact", "help"],
+  Document: ["new", "export", "help"],
 };
 
 let lastTurn = Promise.resolve();
@@ -331,7 +331,7 @@ const run = {
   ...Object.fromEntries(Object.entries(textMoves).map(([name, move]) => [`text.${name}`, move])),
   pin: () => look({ pinned: view.pinned >= 0 ? -1 : inspected() }),
   continue: () => go(),
-  options: () => openBar(mode(), $("empty").hidden && store.current && !isAnswered() ? () => void go() : null, setting),
+  options: () => openBar(mode(), $("empty").hidden && store.current && !isAnswered() ? () => void go() : null),
   reply,
   type: () => {
     const c = shownPath(), turn = c.turns[turnAt(c, view.cursor)];
@@ -356,7 +356,6 @@ const run = {
     const answer = await act("stop", { job: null });
     if (answer?.stopped.length) tell("Stopped.");
   },
-  replay: () => act("replay", { node: store.current }),
   lens: () => turn(1),
   lensBack: () => turn(-1),
   ghosts: () => {
@@ -378,7 +377,6 @@ const run = {
     leave(first);
     tell("Deleted; u brings it back.");
   },
-  compact: async () => (await act("compact")) && tell("The file was rewritten. The old one is next to it and ends in .bak."),
   undo: () => inTurn(async () => {
     const { op, node } = (await act("undo"))?.undone ?? {};
     if (op) putNode(node);
@@ -403,12 +401,11 @@ const run = {
     h("label", {}, h("span", {}, "import a file: one of these, or mikupad’s"),
       h("input", { type: "file", onchange: (/** @type {any} */ event) => bring(event.target.files[0]) }))])),
   help: () => ask("Help and keys", [], "", () => {}, [
-    h("p", {}, "Keys act while the tree or the text has the focus. Click a key to change it."), keyTable(setting)]),
+    h("p", {}, "Keys act while the tree or the text has the focus."), keyTable()]),
   menu: () => ask("Menu", [], "", () => {}, [h("div", { class: "menus" }, Object.entries(MENU).map(([title, names]) =>
     h("div", {}, h("h3", {}, title), h("ul", { class: "menu" }, names.map((name) => h("li", {},
       h("button", { type: "button", onclick: () => ($("dialog").close(), run[name]()) },
-        { deleted: "show or hide deleted branches", mono: "monospace font", theme: "light or dark", new: "begin another text or chat",
-          compact: "rewrite the file without what was undone" }[name]
+        { deleted: "show or hide deleted branches", mono: "monospace font", theme: "light or dark", new: "begin another text or chat" }[name]
           ?? ACTIONS.find(([each]) => each === name)?.[2] ?? name, " ", h("kbd", {}, keysOf(name)[0] ?? ""))))))))]),
   bookmarks: () => {
     const visit = (/** @type {string} */ id) => {
@@ -462,7 +459,7 @@ function drawState() {
   $("file").textContent = visible(doc.file.name ?? "llamabranch");
   $("saved").textContent = exported() ? "exported" : doc.file.error ? "not saved" : doc.file.read_only ? "read-only" : "saved";
   fill($("model"), model && h("span", {}, visible(model.name)),
-    model?.batch_invariant === false && h("span", { class: "badge", title: "Results depend on what else is in the batch." }, "replay may differ"));
+    model?.batch_invariant === false && h("span", { class: "badge", title: "Results depend on what else is in the batch." }, "not exact"));
   $("theme").textContent = isDark() ? "Light" : "Dark";
   const job = [...store.jobs.values()].find((each) => each.state === "running" && each.message);
   const message = {

@@ -147,7 +147,7 @@ const EVENTS = {
   },
   job: (data) => {
     store.jobs.set(data.id, data);
-    const message = data.error?.message ?? data.result?.message;
+    const message = data.error?.message;
     if (message) tell(message);
     return ["state", "live", "inspect", "legend"];
   },

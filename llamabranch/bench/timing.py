@@ -151,8 +151,9 @@ def interleave(
     """Time all methods on the same items, in turns.
 
     A run gives every item to every method. The order of the methods is reversed for every other
-    item. Each run starts with fresh state. Its number sets the seeds. If a ``Work`` raises ``Stopped`` or its decode is interrupted, the result holds
-    only the items that all methods completed. No run begins after the timed work has taken
+    item. Each run starts with fresh state. Its number sets the seeds. If a ``Work`` raises
+    ``Stopped`` or its decode is interrupted, the result holds only the items that all methods
+    completed. No run begins after the timed work has taken
     ``budget_s`` seconds.
     """
     series = {name: Series() for name in makers}

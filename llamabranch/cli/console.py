@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from time import monotonic
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 from rich import filesize
 from rich.color import ColorSystem
@@ -29,8 +29,6 @@ from rich.text import Text
 import llamabranch as lb
 from llamabranch.arguments import figure
 from llamabranch.pictures import SOURCES, visible
-
-if TYPE_CHECKING:
 
 SOURCE_STYLES = {
     "drafted": "green", "forced": "magenta", "bonus": "bold cyan", "corrected": "yellow", "plain": "",

@@ -142,7 +142,7 @@ def _cell(length: int | str, *speedups: float, n_drafted: int = 50) -> Cell:
     """A setting, measured with one text per run, that is so many times as fast as plain decoding."""
 
     def series(rates: list[float], drafted: int) -> Series:
-        stats = lb.SpeculativeStats(num_drafts=drafted, num_draft_tokens=drafted)
+        stats = lb.speculative.SpeculativeStats(num_drafts=drafted, num_draft_tokens=drafted)
         return Series([[Timing(100, 100 / rate, stats=stats)] for rate in rates])
 
     base = [10.0] * len(speedups)

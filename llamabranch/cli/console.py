@@ -190,7 +190,7 @@ class Console:
             self._progress_at = monotonic() + PROGRESS_S
             self.note(text)
 
-    def reading(self, read: lb.PromptProgress) -> None:
+    def reading(self, read: lb.context.PromptProgress) -> None:
         """Show in the progress line how much of a long prompt has been read."""
         if read.n_total - read.n_cached >= LONG_PROMPT:
             shown = f"reading the prompt: {read.n_read:,} of {read.n_total:,} tokens"

@@ -10,9 +10,10 @@ import numpy.typing as npt
 import pytest
 
 import llamabranch as lb
-from llamabranch import Branch, Context, SamplingParams, TokenScore
+from llamabranch import Branch, Context, SamplingParams
 from llamabranch.branch.scorer import Wanted
 from llamabranch.branch.scorer import score as score_all
+from llamabranch.context import TokenScore
 from llamabranch.errors import (
     CacheFullError,
 )

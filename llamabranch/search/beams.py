@@ -14,8 +14,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..sampling.distribution import candidates
-
 __all__ = ["Beams", "Candidate", "best_tokens"]
 
 Ids = npt.NDArray[np.int32]
@@ -34,20 +32,13 @@ class Finished(NamedTuple):
     """A finished beam; ``final`` is its score with the length penalty."""
 
     final: float
-    candidate: Candidate
-    n_tokens: int
     key: object
 
 
 def best_tokens(ids: Ids, scores: Floats, k: int) -> list[tuple[int, float]]:
     """Return the ``k`` best of ``ids`` (K,) by ``scores`` (K,), best first; equal scores by id."""
     if len(scores) > k:
-        best = None
-        if len(scores) > 4096:
-            best = candidates(scores, k)  # type: ignore[arg-type]  # any floats will do
-        if best is None:
-            least = np.partition(scores, len(scores) - k)[len(scores) - k]
-            best = np.flatnonzero(scores >= least)
+        best = np.flatnonzero(scores >= np.partition(scores, len(scores) - k)[len(scores) - k])
         ids, scores = ids[best], scores[best]
     order = np.lexsort((ids, -scores))[:k]
     return [(int(ids[i]), float(scores[i])) for i in order]
@@ -60,10 +51,7 @@ class Beams:
         width: the number of beams.
         n_eog: how many tokens of the vocabulary end a text.
         max_tokens: the most tokens of a text, the EOG token included.
-        length_penalty: a finished score is the sum divided by (number of tokens) ** length_penalty.
-        early_stopping: True = stop once ``width`` beams are finished; False = also stop as soon as the
-            best running beam, scored at its present length, is no better than the worst of them; "never"
-            = only stop when no running beam can become better at any length.
+        length_penalty, early_stopping: as for `beam_search`.
 
     Attributes:
         scores: the scores of the running beams, best first.
@@ -111,20 +99,14 @@ class Beams:
     ) -> list[int]:
         """Finish the chosen continuations that stop, keep the best others running.
 
-        Args:
-            chosen: the result of ``choose``.
-            stops: for each candidate, whether its text ends: by an EOG token, a stop string or the limit.
-            keys: for each candidate, its key in ``finished``.
-
-        Returns:
-            the indices of the candidates that continue, best first, at most ``width``.
+        ``stops`` tells for each candidate whether its text ends, ``keys`` has its key in ``finished``.
+        Return the indices of the candidates that continue, best first, at most ``width``.
         """
         self._n_tokens += 1
         length = self._n_tokens**self._length_penalty
         for i, candidate in enumerate(chosen[: self.width]):
             if stops[i]:
-                final = candidate.score / length
-                self.finished.append(Finished(final, candidate, self._n_tokens, keys[i]))
+                self.finished.append(Finished(candidate.score / length, keys[i]))
         self.finished.sort(key=lambda f: -f.final)  # stable: equal scores keep their order
         del self.finished[self.width :]
         running = [i for i, stopped in enumerate(stops) if not stopped][: self.width]

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal, InvalidOperation
+from statistics import fmean
 
 from ..arguments import function, real, whole
 from ..branch import Branch
 from ..errors import ConfigError, LlamaBranchWarning, warn
 from ..model import stop_strings
 from ..model.thoughts import answer_in
+from ..run.job import Job
 from ..sampling.noise import uniform
 from ..speculative import Drafter
-from .checks import MOST_TEXTS, check_start, first_seed, token_limit
 from .result import Hypothesis, SearchResult
-from .samples import Sample, Samples
-from .tree import OnStep, SearchTree
+from .samples import hypothesis, logprobs, sample
+from .watch import MOST_TEXTS, OnStep, Watch, check_start, first_seed, token_limit
 
-__all__ = ["last_match", "vote"]
+__all__ = ["vote"]
 
 Answer = str | float  # bool is a number
 
@@ -50,15 +51,15 @@ def vote(
         max_tokens: the most tokens of each.
         confidence: 1.0 = stop when the remaining texts cannot change the leading answer, so the answer is
             the same as with all ``n`` texts. None = count all texts. No other values are allowed.
-        width: the most texts that are generated at a time (texts that are equal so far count as one);
-            None = 4 with ``confidence``, otherwise as many as there are sequences. It changes no text.
+        width: the most texts that are generated at a time; None = 4 with ``confidence``, otherwise as
+            many as there are sequences. It changes no text.
         stop, seed, drafter, on_step: as for ``best_of_n``.
 
     Returns:
         all texts. Those with the most frequent answer come first, ordered by probability. ``answer`` is
         the most frequent answer, and ``votes`` has the counts. ``score`` is the share of counted texts
         with the same answer. The seed decides between equally frequent answers. Equal numbers, such as 1
-        and 1.00, are one answer; ``answer_forms`` has the different spellings. With ``confidence`` only
+        and 1.00, are one answer, in its shortest form. With ``confidence`` only
         texts that were begun are returned. Texts that did not vote because the vote was already decided
         come last, as "decided".
 
@@ -83,132 +84,75 @@ def vote(
             hint="1.0 stops when the remaining texts cannot change the answer",
         )
     stop, seed = stop_strings(stop), first_seed(branch, seed)
-    ballot = _Ballot(
-        lambda text: answer(answer_in(branch.ctx.model, text)),
-        n,
-        stops_early=confidence is not None,
+    ballot = _Ballot(lambda text: answer(answer_in(branch.ctx.model, text)), n)
+
+    def is_decided(jobs: list[Job]) -> bool:
+        return confidence is not None and any(
+            ballot.count(job) for job in jobs if job.output.finish_reason is not None
+        )
+
+    watch = Watch(branch, on_step)
+    jobs = sample(
+        branch, watch, n, seed, max_tokens, stop, drafter, parallel=width, is_decided=is_decided
     )
-    with Samples(branch, on_step, seed, max_tokens, stop, drafter, parallel=width) as texts:
-        lines = [texts.start(number) for number in range(n)]
-        texts.run(lines, after=lambda: texts.tree.end_step() or ballot.decides(lines))
-        if not ballot.decides(lines):
-            ballot.count(lines)
-    return _result(texts.tree, ballot, lines, seed)
-
-
-def _result(tree: SearchTree, ballot: _Ballot, lines: Sequence[Sample], seed: int) -> SearchResult:
-    """Return the texts that were counted, then the others."""
-    hypotheses, votes, forms = ballot.ranked(seed)
-    for line in lines:
-        if line not in ballot.given and line.node is not tree.root:
-            line.output.break_off("decided")
-            hypotheses.append(line.hypothesis(0.0))
-            line.node.status = "pruned"
-    tree.root.prune_open()
-    return SearchResult(hypotheses, tree.stats, tree.root, votes=votes, answer_forms=forms)
+    if not is_decided(jobs):
+        for job in jobs:
+            ballot.count(job)
+    hypotheses, votes = ballot.ranked(seed)
+    for job in jobs:
+        if job not in ballot.given and job.output.emitted:
+            job.output.break_off("decided")
+            hypotheses.append(hypothesis(job, 0.0))
+    return SearchResult(hypotheses, watch.stats, votes=votes)
 
 
 class _Ballot:
-    """The answers of texts that have ended, and whether they decide the vote.
+    """The answers of ``n`` texts; ``given`` has that of each text counted so far, None without one."""
 
-    Args:
-        answer: the user's function.
-        n: how many texts there will be.
-        stops_early: whether a vote is decided once the texts that are left cannot change it.
-
-    Attributes:
-        given: the answer in each text that was counted, None if it has none.
-        is_decided: True once the texts that are left need not be counted.
-    """
-
-    def __init__(
-        self, answer: Callable[[str], Answer | None], n: int, *, stops_early: bool
-    ) -> None:
-        self._answer = answer
-        self._n = n
-        self._stops_early = stops_early
+    def __init__(self, answer: Callable[[str], Answer | None], n: int) -> None:
+        self._answer, self._n = answer, n
         self._tally: Counter[Decimal | str] = Counter()
         self._errors: list[Exception] = []
-        self.given: dict[Sample, Answer | None] = {}
-        self.is_decided = False
+        self.given: dict[Job, Answer | None] = {}
 
-    def count(self, lines: Iterable[Sample]) -> None:
-        """Count texts, whether or not they have ended, once each."""
-        for line in lines:
-            if line in self.given:
-                continue
+    def count(self, job: Job) -> bool:
+        """Count a text once; return whether the texts that are left cannot change the result."""
+        if job not in self.given:
+            answer = None
             try:
-                answer = _checked(self._answer(line.output.text))
+                answer = _checked(self._answer(job.output.text))
             except Exception as error:  # of any kind: the texts took time and must not be lost
                 self._errors.append(error)
-                answer = None
-            self.given[line] = answer
+            self.given[job] = answer
             if answer is not None:
                 self._tally[_value(answer)] += 1
+        first, second = [*(n for _, n in self._tally.most_common(2)), 0, 0][:2]
+        # No vote is decided by the last text: it has ended anyway.
+        return 0 < self._n - len(self.given) < first - second
 
-    def decides(self, lines: Sequence[Sample]) -> bool:
-        """Count the texts that have ended meanwhile; return whether the vote is decided."""
-        if not self._stops_early:
-            return False
-        for line in lines:
-            if self.is_decided:
-                break
-            if line.is_finished and line not in self.given:
-                self.count([line])
-                n_left = self._n - len(self.given)
-                first, second = [*(n for _, n in self._tally.most_common(2)), 0, 0][:2]
-                # No vote is decided by the last text: it has ended anyway.
-                self.is_decided = 0 < n_left < first - second
-        return self.is_decided
-
-    def ranked(
-        self, seed: int
-    ) -> tuple[list[Hypothesis], dict[Answer, int], dict[Answer, Counter[str]]]:
-        """Return the texts that were counted, best first, the votes for each answer, and its forms."""
-        answers = self.given
-        forms = _forms(answer for answer in answers.values() if answer is not None)
-        votes = {name: seen.total() for name, seen in forms.items()}
+    def ranked(self, seed: int) -> tuple[list[Hypothesis], dict[Answer, int]]:
+        """Return the texts that were counted, best first, and the votes for each answer."""
+        known = [answer for answer in self.given.values() if answer is not None]
         if self._errors:
-            failed = f"answer() failed for {len(self._errors)} of {len(answers)} texts"
+            failed = f"answer() failed for {len(self._errors)} of {len(self.given)} texts"
             warn(f"{failed}, which do not vote: {self._errors[0]!r}", LlamaBranchWarning)
-        elif not votes:
+        elif not known:
             warn("no text has an answer: answer() returned None", LlamaBranchWarning)
+        names: dict[Decimal | str, Answer] = {}  # of equal numbers the shortest
+        for answer in sorted(known, key=lambda answer: (len(str(answer)), str(answer))):
+            names.setdefault(_value(answer), answer)
         # The order of appearance must not decide between equal counts: early texts are not better.
-        luck = {
-            answer: uniform(seed, self._n, index=i)
-            for i, answer in enumerate(sorted(votes, key=str))
+        luck = {value: uniform(seed, self._n, index=i) for i, value in enumerate(names)}
+        values = sorted(names, key=lambda value: (-self._tally[value], luck[value]))
+        rank = {value: i for i, value in enumerate(values)}
+        place = {
+            job: len(values) if answer is None else rank[_value(answer)]
+            for job, answer in self.given.items()
         }
-        names = sorted(votes, key=lambda answer: (-votes[answer], luck[answer]))
-        rank = {form: i for i, name in enumerate(names) for form in forms[name]}
-        place = {line: len(names) if a is None else rank[str(a)] for line, a in answers.items()}
-        hypotheses = []
-        for line in sorted(answers, key=lambda line: (place[line], -line.mean_logprob)):
-            at = place[line]
-            share = votes[names[at]] / len(answers) if at < len(names) else 0.0
-            hypotheses.append(line.hypothesis(share))
-            line.node.status = "finished" if names and at == 0 else "pruned"
-        return hypotheses, {a: votes[a] for a in names}, {a: forms[a] for a in names}
-
-
-def last_match(pattern: str) -> Callable[[str], str | None]:
-    """Return a function that finds the last match of a pattern in a text, or the match's first group.
-
-    Raises:
-        ConfigError: ``pattern`` is not a regular expression.
-    """
-    try:
-        compiled = re.compile(pattern)
-    except re.error as error:
-        raise ConfigError(f"answer is not a regular expression: {error}") from None
-
-    def answer(text: str) -> str | None:
-        matches = [*compiled.finditer(text)]
-        if not matches:
-            return None
-        last = matches[-1]
-        return last[1] if compiled.groups and last[1] is not None else last[0]
-
-    return answer
+        shares = [*(self._tally[value] / len(place) for value in values), 0.0]
+        ordered = sorted(place, key=lambda job: (place[job], -fmean(logprobs(job) or [0.0])))
+        hypotheses = [hypothesis(job, shares[place[job]]) for job in ordered]
+        return hypotheses, {names[value]: self._tally[value] for value in values}
 
 
 def _checked(answer: object) -> Answer | None:
@@ -216,25 +160,6 @@ def _checked(answer: object) -> Answer | None:
     if answer is None or isinstance(answer, (str, bool)):
         return answer
     return real("what answer returns, if it is not a text or None,", answer)
-
-
-def _forms(answers: Iterable[Answer]) -> dict[Answer, Counter[str]]:
-    """Return the different answers, each with its spellings and their counts.
-
-    Equal numbers are one answer: 1, 1.00 and 1e0, and 1,000 and 1000. It is represented by the most
-    frequent spelling; among equally frequent ones by the shortest, then by the first in the alphabet.
-    """
-    groups: dict[Decimal | str, Counter[str]] = {}
-    answer_of: dict[str, Answer] = {}
-    for answer in answers:
-        text = str(answer)
-        answer_of.setdefault(text, answer)
-        groups.setdefault(_value(answer), Counter())[text] += 1
-    named = (
-        (answer_of[min(seen, key=lambda text: (-seen[text], len(text), text))], seen)
-        for seen in groups.values()
-    )
-    return dict(named)
 
 
 def _value(answer: Answer) -> Decimal | str:

@@ -273,7 +273,7 @@ def expected(world: World) -> Expected:
 
 # -- who asks ----------------------------------------------------------------------------------------
 
-Asked = tuple[list[Said], lb.SpeculativeStats]
+Asked = tuple[list[Said], lb.speculative.SpeculativeStats]
 Drafter = lb.Drafter | None
 
 
@@ -327,7 +327,7 @@ def by_session(
     ctx: Context, drafter: Drafter, config: SpeculativeConfig, cases: list[Case]
 ) -> Asked:
     """Generate with a session: token by token with the drafter, another one and none, in turn."""
-    texts, stats = [], lb.SpeculativeStats()
+    texts, stats = [], lb.speculative.SpeculativeStats()
     other = drafter if type(drafter) in (type(None), NullDrafter) else lb.SuffixDrafter(min_match=1)
     turns = (drafter, other, drafter, None)
     for case in cases:

@@ -52,7 +52,7 @@ class Pair(NamedTuple):
 
     def drafted(
         self, prompt: str, settings: str, n: int = 24, **config: object
-    ) -> lb.SpeculativeStats:
+    ) -> lb.speculative.SpeculativeStats:
         """Generate with drafts; fail unless the text is the plain one."""
         sampling = SETTINGS[settings]
         generation = self.speculator(**config).generate(prompt, max_tokens=n, sampling=sampling)

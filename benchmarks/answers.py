@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import math
+import runpy
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,6 +30,8 @@ from pathlib import Path
 from statistics import fmean
 from time import monotonic, perf_counter, process_time
 from typing import Any, NamedTuple
+
+import numpy as np
 
 import llamabranch as lb
 from llamabranch import search
@@ -40,11 +43,13 @@ from .report import Settings, emit, number, parser, table, title
 ANSWERS, RULES = ("problems", "dates", "records"), ("letters", "orders")
 N, MOST = 8, 32  # texts of the reference, and the most of any method
 PILOT_SEED = 1_000_000
-POWER = 4.0
 GOAL = (0.30, 0.60)
 COLD, COOL, WARM = (lb.SamplingParams(temperature=t) for t in (0.0, 0.25, 0.7))
 WHOLE = lb.SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "power_sampling.py"
+power_sampling = runpy.run_path(str(EXAMPLE))["power_sampling"]
 
 JSON = dict[str, Any]
 
@@ -74,7 +79,7 @@ def _stop(task: Item) -> Sequence[str]:
 
 
 def _mean(text: search.Hypothesis) -> float:
-    return text.logprob / max(1, len(text.node.path_tokens))
+    return text.logprob / max(1, len(text.tokens))
 
 
 def _of(task: Item, text: search.Hypothesis) -> JSON:
@@ -117,27 +122,22 @@ def _one(task: Item, texts: Sequence[search.Hypothesis]) -> JSON:
     }
 
 
-def _weighted(power: float = 1.0) -> Run:
-    """Draw particles and weigh their answers. With a power of 1 the constraint is used."""
-
-    def run(root: lb.Branch, task: Item, seed: int, n: int) -> Outcome:
-        with _as(root, WHOLE, seed) as branch:
-            result = search.smc(
-                branch, n, task.max_tokens, stop=_stop(task), power=power,
-                ramp=0 if power == 1.0 else task.max_tokens // 4,
-                constraint=task.constraint if power == 1.0 else None,
-            )  # fmt: skip
-        if not result.hypotheses:
-            return Outcome("", None, math.nan, result.stats.tokens_decoded)
-        shares: defaultdict[str, float] = defaultdict(float)
-        for text in result.hypotheses:
-            answer = task.read(text.text)
-            if answer is not None:
-                shares[answer] += math.exp(text.score)
-        best = max(shares, key=lambda answer: shares[answer], default=None)
-        return Outcome(result.text, best, _mean(result.best), result.stats.tokens_decoded)
-
-    return run
+def _powered(root: lb.Branch, task: Item, seed: int, n: int) -> Outcome:
+    """Draw particles by power sampling, and weigh their answers."""
+    before = root.ctx.decoder.n_decodes  # of one token each
+    with _as(root, WHOLE, seed) as branch:
+        found = power_sampling(
+            branch, n, task.max_tokens, "\n" if _stop(task) else "\0", np.random.default_rng(seed)
+        )
+    shares: defaultdict[str, float] = defaultdict(float)
+    for text, _, share in found:
+        answer = task.read(text)
+        if answer is not None:
+            shares[answer] += share
+    best = max(shares, key=lambda answer: shares[answer], default=None)
+    text, logprob, _ = max(found, key=lambda each: each[2])
+    mean = logprob / max(1, len(root.ctx.tokenize(text, add_special=False)))
+    return Outcome(text, best, mean, root.ctx.decoder.n_decodes - before)
 
 
 def _filtered(root: lb.Branch, task: Item, seed: int, n: int) -> Outcome:
@@ -170,17 +170,6 @@ def _drawn(sampling: lb.SamplingParams) -> Run:
     return run
 
 
-def _rejected(root: lb.Branch, task: Item, seed: int, n: int) -> Outcome:
-    if task.constraint is None or task.schema is not None:  # it has no grammar
-        return Outcome("", None, math.nan, 0)
-    with _as(root, WARM, seed) as branch:
-        result = search.rejection(
-            branch, task.constraint, 1, task.max_tokens, stop=_stop(task), max_draws=256
-        )
-    mean = _mean(result.best) if result.hypotheses else math.nan
-    return Outcome(result.text, task.read(result.text), mean, result.stats.tokens_decoded)
-
-
 @dataclass(frozen=True)
 class Method:
     """A method, its tasks, and its number of texts; 0 = the number of equal compute."""
@@ -196,22 +185,19 @@ METHODS: Mapping[str, Method] = {
     VOTE: Method(_vote(WARM), ANSWERS, N),
     "vote of 8, lossless stop": Method(_vote(WARM, confidence=1.0), ANSWERS, N),
     "vote, T = 0.25": Method(_vote(COOL), ANSWERS),
-    "smc, power 4": Method(_weighted(POWER), ANSWERS),
+    "power 4": Method(_powered, ANSWERS),
     "greedy, constraint": Method(_drawn(COLD), ("records", *RULES), 1),
     FILTER: Method(_filtered, RULES, N),
     "1 sample, constraint": Method(_drawn(WARM), RULES, 1),
     "samples, constraint": Method(_drawn(WARM), RULES),
-    "smc, constraint": Method(_weighted(), RULES),
-    "rejection": Method(_rejected, ("letters",), 1),
 }
 PLANNED: Sequence[tuple[str, str, Sequence[str]]] = (
     (VOTE, GREEDY, ANSWERS),
     ("vote, T = 0.25", VOTE, ANSWERS),
-    ("smc, power 4", VOTE, ANSWERS),
+    ("power 4", VOTE, ANSWERS),
     ("best_of_n", VOTE, ANSWERS),
     ("greedy, constraint", GREEDY, ("records", "orders")),
     ("samples, constraint", FILTER, ("orders",)),
-    ("smc, constraint", FILTER, ("orders",)),
 )
 
 

@@ -219,26 +219,28 @@ class _Ours:
                 branch.step()
             return n / (perf_counter() - start)
 
-    def _step(self, branches: Sequence[lb.Branch], n: int) -> float:
-        store = lb.BranchStore(self._ctx)
-        store.step(branches)
-        start = perf_counter()
-        for _ in range(n):
-            store.step(branches)
-        return n * len(branches) / (perf_counter() - start)
-
     def forks(self, n: int) -> float:
-        forks = self._texts[0].fork_many(_N)
-        rate = self._step(forks, n)
-        for fork in forks:
-            fork.prune()
-        return rate
+        return self._together(1, _N, n)
 
     def separate(self, n: int) -> float:
-        lengths = [text.position for text in self._texts]
-        rate = self._step(self._texts, n)
-        for text, length in zip(self._texts, lengths, strict=True):
-            text.rewind(length)
+        return self._together(_N, 1, n)
+
+    def _together(self, n_prompts: int, each: int, n: int) -> float:
+        """Return tokens a second, from when every text of an engine has begun."""
+        prompts = [text.tokens for text in self._texts[:n_prompts]]
+        for text in self._texts:
+            text.prune()
+        with lb.Engine(self._ctx, sampling=self._sampling) as engine:
+            for prompt in prompts:
+                engine.add_request(lb.Request(prompt, n=each, max_tokens=n + 1))
+            begun: set[tuple[str, int]] = set()
+            while len(begun) < n_prompts * each:
+                begun |= {(e.id, e.sample) for e in engine.step() if e.emitted is not None}
+            start, n_tokens = perf_counter(), 0
+            while engine.has_unfinished():
+                n_tokens += sum(event.emitted is not None for event in engine.step())
+            rate = n_tokens / (perf_counter() - start)
+        self.begin(prompts)
         return rate
 
 

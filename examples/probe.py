@@ -1,4 +1,4 @@
-"""A linear probe on hidden states: it tells where a sentence is about to end, and guides a search."""
+"""A linear probe on hidden states: it tells where a sentence is about to end, and chooses a text."""
 
 from collections.abc import Callable
 
@@ -51,7 +51,7 @@ def main() -> None:
                 reader.append(text)
                 return float(probe(reader.hidden_state(LAYER)))
 
-            result = search.tree_search(branch, about_to_end, 24, step=2, max_tokens=10)
+            result = search.best_of_n(branch, 16, 10, reward=about_to_end)
             print(f"The princess{result.text} (an end comes next: {result.best.score:.2f})")
 
 

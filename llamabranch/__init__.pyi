@@ -21,7 +21,6 @@ from .agents import (
 )
 from .branch import (
     Branch as Branch,
-    BranchStore as BranchStore,
     Produced as Produced,
     Snapshot as Snapshot,
 )

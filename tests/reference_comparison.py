@@ -24,7 +24,7 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 
 import llamabranch as lb
-from llamabranch import Branch, BranchStore, Context, SamplingParams
+from llamabranch import Branch, Context, SamplingParams
 from llamabranch.errors import BranchStateError, CacheFullError, SequencesExhaustedError
 
 N_CELLS = 256
@@ -203,13 +203,6 @@ class ReferenceWorld:
         branch.parent = parent.parent
         self.prune(parent)
 
-    def retain_only(self, winner: ReferenceBranch) -> None:
-        for branch in self.branches:
-            if branch is not winner:
-                self.remove(branch.seq)
-        self.branches = [winner]
-        winner.parent = None
-
     def snapshot(self, branch: ReferenceBranch) -> ReferenceBranch:
         self.need_row(branch)
         return replace(branch, parent=None, tokens=list(branch.tokens))
@@ -251,7 +244,6 @@ class ReferenceComparison(RuleBasedStateMachine):
             self.model, n_ctx=N_CELLS, n_seq_max=N_SEQ, n_batch=N_BATCH, n_threads=1,
             batch_invariant=self.exact,
         )  # fmt: skip
-        self.store = BranchStore(self.ctx)
         self.world = ReferenceWorld(N_CELLS, N_SEQ)
         self.real: dict[ReferenceBranch, Branch] = {}
         self.pruned: Branch | None = None

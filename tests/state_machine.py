@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import together
 import toys
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -90,7 +91,7 @@ class Machine(ReferenceComparison):
             if len(several) == 1:
                 produced.update((branch, branch.step()) for branch in several)
             else:
-                produced.update(self.store.step(iter(several)))
+                produced.update(together.step(self.ctx, iter(several)))
 
         def reference() -> (
             None
@@ -110,7 +111,9 @@ class Machine(ReferenceComparison):
         several = [b for b in self.some(mask) if len(b.tokens) == b.n_prompt]
         prompts = {expected: self.tokens(a + i, n + i) for i, expected in enumerate(several)}
         self.both(
-            lambda: self.store.prefill({self.real[b]: tokens for b, tokens in prompts.items()}),
+            lambda: together.prefill(
+                self.ctx, {self.real[b]: tokens for b, tokens in prompts.items()}
+            ),
             lambda: self.world.grow(prompts, is_prompt=True),
         )
 
@@ -181,16 +184,10 @@ class Machine(ReferenceComparison):
             gc.collect()
         assert left() is None
 
-    @rule(who=WHO, alone=st.booleans())
-    def promote(self, who: int, alone: bool) -> None:
-        """Replace the parent, or prune all other branches."""
+    @rule(who=WHO)
+    def promote(self, who: int) -> None:
+        """Replace the parent."""
         expected, branch = self.pick(who)
-        if alone and who == 0:
-            self.count("retain_only")
-            self.store.retain_only(branch)
-            self.world.retain_only(expected)
-            self.drop_pruned()
-            return
         self.count("promote")
         if expected.parent is None:
             with pytest.raises(BranchStateError, match="root"):

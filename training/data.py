@@ -38,7 +38,7 @@ class Mixture:
         return torch.from_numpy(np.stack(rows).astype(np.int64))
 
 
-def heldout_windows(work: Path, name: str, length: int, max_tokens: int) -> Tensor:
+def heldout_windows(work: Path, name: str, length: int, max_tokens: int = 24_000) -> Tensor:
     """Return the first `max_tokens` held-out tokens as consecutive windows [N, length + 1]."""
     stream = np.load(work / f"{name}.heldout.npy")[: max_tokens + 1]
     n_rows = max(1, (len(stream) - 1) // length)

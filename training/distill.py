@@ -23,6 +23,7 @@ from training.loop import Metrics, add_options, fit, load_network, make_network
 from training.model import Network
 from training.train import mean_loss
 
+SAMPLED_SHARE = 0.5  # of the windows
 PROMPT_SHARES = {"fairy": 0.6, "children": 0.2, "novels": 0.2}
 
 
@@ -42,16 +43,20 @@ def sample(network: Network, prompts: Tensor, n_tokens: int, temperatures: Tenso
     return text
 
 
-def write_samples(target: Network, mixture: Mixture, args: argparse.Namespace) -> None:
+def write_samples(
+    target: Network,
+    mixture: Mixture,
+    args: argparse.Namespace,
+    temperatures: tuple[float, float],
+) -> None:
     """Continue snippets of the training text with the target; save the tokens as one stream."""
     began = time.monotonic()
     rounds: list[np.ndarray] = []
-    low, high = args.temperatures
     while not rounds or time.monotonic() - began < 60 * args.sample_minutes:
         prompts = mixture.draw(len(rounds), args.sample_rows, args.prompt_length)[:, :-1]
-        temperatures = torch.linspace(low, high, args.sample_rows)
+        warmth = torch.linspace(*temperatures, args.sample_rows)
         n_new = args.sample_length - args.prompt_length
-        rounds.append(sample(target, prompts, n_new, temperatures).numpy().astype(np.uint16))
+        rounds.append(sample(target, prompts, n_new, warmth).numpy().astype(np.uint16))
         if args.steps:
             break
     written = np.concatenate(rounds).reshape(-1)
@@ -91,14 +96,23 @@ def inherit_embedding(draft: Network, target: Network) -> None:
     draft.token_embd.weight.data.copy_(u[:, :width] * s[:width])
 
 
-def load_mixture(target: Network, args: argparse.Namespace) -> Mixture:
-    """Return what is trained on, with samples of the target if they have a share; write those first."""
-    shares = {name: share * (1 - args.sampled_share) for name, share in TRAINED_SHARES.items()}
-    if args.sampled_share:
-        if not (args.resume and (args.work / "sampled.train.npy").exists()):
-            write_samples(target, Mixture.load(args.work, PROMPT_SHARES, args.seed), args)
-        shares["sampled"] = args.sampled_share
-    return Mixture.load(args.work, shares, args.seed)
+def load_mixture(
+    target: Network, args: argparse.Namespace, temperatures: tuple[float, float]
+) -> Mixture:
+    """Return what is trained on: the text, and as much that the target writes first."""
+    if not (args.resume and (args.work / "sampled.train.npy").exists()):
+        prompts = Mixture.load(args.work, PROMPT_SHARES, args.seed)
+        write_samples(target, prompts, args, temperatures)
+    shares = {name: share * (1 - SAMPLED_SHARE) for name, share in TRAINED_SHARES.items()}
+    return Mixture.load(args.work, {**shares, "sampled": SAMPLED_SHARE}, args.seed)
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the text that the target writes."""
+    parser.add_argument("--sample-minutes", type=float, default=4)
+    parser.add_argument("--sample-rows", type=int, default=256)
+    parser.add_argument("--sample-length", type=int, default=256, help="tokens, prompt included")
+    parser.add_argument("--prompt-length", type=int, default=16)
 
 
 def main() -> None:
@@ -106,15 +120,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="distil the draft from the target")
     add_options(parser, minutes=28)
     parser.add_argument("--size", default="draft")
-    parser.add_argument("--sample-minutes", type=float, default=4)
-    parser.add_argument("--sample-rows", type=int, default=256)
-    parser.add_argument("--sample-length", type=int, default=256, help="tokens, prompt included")
-    parser.add_argument("--prompt-length", type=int, default=16)
-    parser.add_argument("--temperatures", type=float, nargs=2, default=(0.6, 1.0))
-    parser.add_argument("--sampled-share", type=float, default=0.5, help="share of such windows")
-    parser.add_argument(
-        "--heldout-tokens", type=int, default=24_000, help="tokens to evaluate, for each group"
-    )
+    add_sampling_options(parser)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.threads)
@@ -122,8 +128,8 @@ def main() -> None:
     target = load_network(args.work / "target.pt").requires_grad_(False)
     draft = make_network(args.size, target.config.vocab)
     inherit_embedding(draft, target)
-    mixture = load_mixture(target, args)
-    fairy = heldout_windows(args.work, "fairy", args.length, args.heldout_tokens)
+    mixture = load_mixture(target, args, temperatures=(0.6, 1.0))
+    fairy = heldout_windows(args.work, "fairy", args.length)
 
     def evaluate() -> Metrics:
         return {"heldout_fairy": mean_loss(draft, fairy), **agreement(target, draft, fairy)}

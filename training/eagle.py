@@ -18,10 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from training.data import heldout_windows
-from training.distill import load_mixture
+from training.distill import add_sampling_options, load_mixture
 from training.head import HEADS, Head, HeadConfig, target_states
 from training.loop import Metrics, add_options, fit, load_network
 from training.model import Network
+
+N_STEPS = 3  # of the head on its own states, the first included
+DECAY = 0.8  # weight of a step over the one before
 
 
 def unroll(
@@ -43,16 +46,16 @@ def unroll(
     return wanted, unrolled
 
 
-def draft_loss(target: Network, head: Head, windows: Tensor, n_steps: int, decay: float) -> Tensor:
-    """Return the mean cross-entropy over the steps in nats, step k weighted by decay^k."""
-    wanted, unrolled = unroll(target, head, windows, n_steps)
+def draft_loss(target: Network, head: Head, windows: Tensor) -> Tensor:
+    """Return the mean cross-entropy over the steps in nats, step k weighted by DECAY^k."""
+    wanted, unrolled = unroll(target, head, windows, N_STEPS)
     p = wanted.softmax(-1)
     total = torch.zeros(())
     for k, logits in enumerate(unrolled):
         n = logits.shape[1]
         part = -(p[:, k + 1 : k + 1 + n] * F.log_softmax(logits, -1)).sum(-1).mean()
-        total = total + decay**k * part
-    return total / sum(decay**k for k in range(n_steps))
+        total = total + DECAY**k * part
+    return total / sum(DECAY**k for k in range(N_STEPS))
 
 
 @torch.no_grad()
@@ -86,33 +89,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="train an EAGLE-3 head for the target")
     add_options(parser, minutes=60)
     parser.add_argument("--size", default="eagle")
-    parser.add_argument(
-        "--n-steps", type=int, default=3, help="steps on its own states, first included"
-    )
-    parser.add_argument(
-        "--decay", type=float, default=0.8, help="weight of a step over the one before"
-    )
-    parser.add_argument("--sample-minutes", type=float, default=4)
-    parser.add_argument("--sample-rows", type=int, default=256)
-    parser.add_argument("--sample-length", type=int, default=256, help="tokens, prompt included")
-    parser.add_argument("--prompt-length", type=int, default=16)
-    parser.add_argument("--temperatures", type=float, nargs=2, default=(0.05, 1.0))
-    parser.add_argument("--sampled-share", type=float, default=0.5, help="share of such windows")
-    parser.add_argument("--heldout-tokens", type=int, default=12_000, help="tokens to evaluate")
+    add_sampling_options(parser)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.threads)
 
     target = load_network(args.work / "target.pt").requires_grad_(False)
     head = Head(HEADS[args.size], target)
-    mixture = load_mixture(target, args)
-    fairy = heldout_windows(args.work, "fairy", args.length, args.heldout_tokens)
+    mixture = load_mixture(target, args, temperatures=(0.05, 1.0))
+    fairy = heldout_windows(args.work, "fairy", args.length, 12_000)
 
     def evaluate() -> Metrics:
         return agreement(target, head, fairy)
 
     def loss(windows: Tensor) -> Tensor:
-        return draft_loss(target, head, windows[:, :-1], args.n_steps, args.decay)
+        return draft_loss(target, head, windows[:, :-1])
 
     fit(head, mixture.draw, loss, evaluate, args.work / "eagle.pt", args)
 

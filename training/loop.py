@@ -20,6 +20,9 @@ from training.model import SIZES, Config, Network
 from training.muon import Muon
 
 Metrics = dict[str, float]
+MUON_RATE, ADAM_RATE, WEIGHT_DECAY = 0.02, 3e-3, 0.1
+FLAT_UNTIL = 0.4  # progress at which the learning rate begins to fall to 0
+LONG_FROM = 0.78  # progress at which the long sequences begin
 
 
 def add_options(parser: argparse.ArgumentParser, minutes: float) -> None:
@@ -32,22 +35,8 @@ def add_options(parser: argparse.ArgumentParser, minutes: float) -> None:
     parser.add_argument(
         "--long-length", type=int, default=1024, help="tokens a sequence near the end"
     )
-    parser.add_argument(
-        "--long-from", type=float, default=0.78, help="progress at which the long sequences start"
-    )
-    parser.add_argument("--muon-lr", type=float, default=0.02)
-    parser.add_argument("--adam-lr", type=float, default=3e-3)
-    parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--warmup-steps", type=int, default=50)
-    parser.add_argument(
-        "--flat-until",
-        type=float,
-        default=0.4,
-        help="progress at which the rate starts to fall to 0",
-    )
-    parser.add_argument(
-        "--eval-every", type=int, default=300, help="steps between evaluations and checkpoints"
-    )
+    parser.add_argument("--eval-every", type=int, default=300, help="steps between checkpoints")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--no-compile", action="store_true", help="slower steps, no C++ compiler")
@@ -68,21 +57,21 @@ def load_network(path: Path) -> Network:
     return network
 
 
-def optimizers(network: nn.Module, args: argparse.Namespace) -> list[torch.optim.Optimizer]:
+def optimizers(network: nn.Module) -> list[torch.optim.Optimizer]:
     """Return Muon for the matrices of the layers, AdamW for the embedding and the norms."""
     named = list(network.named_parameters())
     matrices = [p for name, p in named if p.ndim == 2 and not name.startswith("token_embd")]
     others = [p for name, p in named if p.ndim != 2 or name.startswith("token_embd")]
     return [
-        Muon(matrices, lr=args.muon_lr, momentum=0.95, weight_decay=args.weight_decay),
-        torch.optim.AdamW(others, lr=args.adam_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+        Muon(matrices, lr=MUON_RATE, momentum=0.95, weight_decay=WEIGHT_DECAY),
+        torch.optim.AdamW(others, lr=ADAM_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     ]
 
 
-def rate(progress: float, step: int, args: argparse.Namespace) -> float:
+def rate(progress: float, step: int, warmup_steps: int) -> float:
     """Return the factor of the learning rate: warm-up, constant, linear to zero."""
-    cooled = (1 - progress) / (1 - args.flat_until)
-    return float(max(0.0, min(1.0, (step + 1) / args.warmup_steps, cooled)))
+    cooled = (1 - progress) / (1 - FLAT_UNTIL)
+    return float(max(0.0, min(1.0, (step + 1) / warmup_steps, cooled)))
 
 
 def fit(
@@ -99,7 +88,7 @@ def fit(
     Writes `out` (a checkpoint) and one JSON line for each report to `out` with the suffix `.log`.
     """
     torch.set_num_threads(args.threads)
-    optims = optimizers(network, args)
+    optims = optimizers(network)
     step, spent, n_tokens = 0, 0.0, 0
     if args.resume and out.exists():
         state = torch.load(out, map_location="cpu", weights_only=True)
@@ -139,12 +128,12 @@ def fit(
         progress = step / args.steps if args.steps else elapsed / (60 * args.minutes)
         if progress >= 1:
             break
-        length = args.length if progress < args.long_from else args.long_length
+        length = args.length if progress < LONG_FROM else args.long_length
         windows = batch(step, max(1, args.tokens // length), length)
         value = step_loss(windows)
         value.backward()  # type: ignore[no-untyped-call]
-        share = rate(progress, step, args)
-        for optim, full in zip(optims, (args.muon_lr, args.adam_lr), strict=True):
+        share = rate(progress, step, args.warmup_steps)
+        for optim, full in zip(optims, (MUON_RATE, ADAM_RATE), strict=True):
             for group in optim.param_groups:
                 group["lr"] = full * share
             optim.step()

@@ -21,22 +21,19 @@ from training.distill import agreement, sample
 from training.loop import load_network
 from training.train import mean_loss
 
+LENGTH = 1024  # tokens of a window
+HELDOUT_TOKENS = 65_536  # of each group, at most
+N_SAMPLES = 3
+
 
 def main() -> None:
     """Print the tables, then sample texts."""
     parser = argparse.ArgumentParser(description="measure the pair on held-out text")
     parser.add_argument("work", type=Path)
-    parser.add_argument("--length", type=int, default=1024, help="tokens a window")
-    parser.add_argument("--heldout-tokens", type=int, default=65_536, help="maximum for each group")
-    parser.add_argument("--prompt", default="Once upon a time there was")
-    parser.add_argument("--samples", type=int, default=3)
-    parser.add_argument("--sample-tokens", type=int, default=200)
-    parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    torch.manual_seed(args.seed)
+    torch.manual_seed(1)
 
     meta = json.loads((args.work / "meta.json").read_text())
     tokenizer = Tokenizer.from_file(str(args.work / "tokenizer.json"))
@@ -48,7 +45,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|")
     rows = []
     for group in TRAINED_SHARES:
-        windows = heldout_windows(args.work, group, args.length, args.heldout_tokens)
+        windows = heldout_windows(args.work, group, LENGTH, HELDOUT_TOKENS)
         size = meta[f"{group}.heldout"]
         tokens_a_byte = size["tokens"] / size["bytes"]
         cells = [group, f"{windows.numel() - len(windows):,}"]
@@ -63,9 +60,9 @@ def main() -> None:
     for group, m in rows:
         print(f"| {group} | {m['kl']:.3f} | {m['same_argmax']:.3f} | {m['acceptance']:.3f} |")
 
-    prompts = torch.tensor([tokenizer.encode(args.prompt).ids] * args.samples)
-    warmth = torch.full((args.samples,), args.temperature)
-    for row in sample(networks["target"], prompts, args.sample_tokens, warmth).tolist():
+    prompts = torch.tensor([tokenizer.encode("Once upon a time there was").ids] * N_SAMPLES)
+    warmth = torch.full((N_SAMPLES,), 0.8)
+    for row in sample(networks["target"], prompts, 200, warmth).tolist():
         ids = row[: row.index(0)] if 0 in row else row
         print("\n> " + tokenizer.decode(ids).replace("\n", "\n> "))
 

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 GROUPS = {"fairy": "fairy.txt", "children": "children_novels.txt", "novels": "novels.txt"}
 END = "<|endoftext|>"
+VOCABULARY_NOVELS = 4_000_000  # characters of novels from which the vocabulary is learned
 ASCII = str.maketrans(
     {
         "‘": "'", "’": "'", "‚": "'", "“": '"', "”": '"', "„": '"', "«": '"', "»": '"',
@@ -142,18 +143,8 @@ def main() -> None:
     parser.add_argument("work", type=Path)
     parser.add_argument("--vocab", type=int, default=4096)
     parser.add_argument("--heldout-every", type=int, default=33, help="hold out 1 piece in N")
-    parser.add_argument(
-        "--section", type=int, default=20_000, help="characters of a section of a novel"
-    )
-    parser.add_argument(
-        "--vocab-novels",
-        type=int,
-        default=4_000_000,
-        help="characters of novels for the vocabulary",
-    )
-    parser.add_argument(
-        "--keep-tokenizer", action="store_true", help="use WORK/tokenizer.json; learn none"
-    )
+    parser.add_argument("--section", type=int, default=20_000, help="characters of a section")
+    parser.add_argument("--keep-tokenizer", action="store_true", help="learn none")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
 
@@ -181,7 +172,7 @@ def main() -> None:
     if args.keep_tokenizer:
         tokenizer = Tokenizer.from_file(str(args.work / "tokenizer.json"))
     else:
-        sample = [t[: args.vocab_novels // max(1, len(train["novels"]))] for t in train["novels"]]
+        sample = [t[: VOCABULARY_NOVELS // max(1, len(train["novels"]))] for t in train["novels"]]
         tokenizer = learn_vocabulary(train["fairy"] + train["children"] + sample, args.vocab)
         tokenizer.save(str(args.work / "tokenizer.json"))
     meta: dict[str, dict[str, int]] = {}

@@ -35,16 +35,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="train the target")
     add_options(parser, minutes=65)
     parser.add_argument("--size", default="target")
-    parser.add_argument(
-        "--heldout-tokens", type=int, default=24_000, help="tokens to evaluate, for each group"
-    )
     args = parser.parse_args()
     torch.manual_seed(args.seed)
 
     network = make_network(args.size)
     mixture = Mixture.load(args.work, TRAINED_SHARES, args.seed)
     sets = {
-        f"{name}_{length}": heldout_windows(args.work, name, length, args.heldout_tokens)
+        f"{name}_{length}": heldout_windows(args.work, name, length)
         for name, length in (
             ("fairy", args.length),
             ("fairy", args.long_length),

@@ -1,6 +1,6 @@
-"""Benchmarking: interleaved runs, and the best draft length for a model pair.
+"""Benchmarking: interleaved runs, and the fastest settings for a model.
 
 timing.py   timings, interleaved runs, medians, spread, ratios and their confidence intervals
 machine.py  the machine of a measurement: processor, load, build
-pair.py     finds the fastest draft length for a target with its drafter
+speed.py    how fast a context reads and generates after prompts of several lengths
 """

@@ -84,13 +84,6 @@ class Interval(Spread):
         ends = (valid[outside - 1], valid[n - outside]) if outside else (math.nan, math.nan)
         return cls(statistics.median(valid or [math.nan]), *ends, n)
 
-    @property
-    def verdict(self) -> str:
-        """ "faster" if the whole interval is above 1, "slower" if below, else "inconclusive"."""
-        if self.low > 1:
-            return "faster"
-        return "slower" if self.high < 1 else "inconclusive"
-
 
 @dataclass
 class Series:
@@ -140,11 +133,6 @@ class Series:
             sum(timing.n_tokens for timing in timings), sum(timing.seconds for timing in timings)
         )
 
-    @property
-    def step_s(self) -> float:
-        """Seconds per token; nan if there are no tokens."""
-        return 1 / self.total.rate
-
     def same_texts(self, other: Series) -> tuple[int, int]:
         """Return how many texts have exactly the tokens of ``other``, and how many were compared."""
         texts = ((a.tokens, b.tokens) for a, b in zip(self.timings, other.timings, strict=True))
@@ -158,15 +146,14 @@ def interleave(
     n_runs: int,
     n_items: int,
     budget_s: float = math.inf,
-    first_run: int = 0,
     progress: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Series]:
     """Time all methods on the same items, in turns.
 
     A run gives every item to every method. The order of the methods is reversed for every other
-    item. Each run starts with fresh state. Runs are numbered from ``first_run``, and the number
-    sets the seeds. If a ``Work`` raises ``Stopped`` or its decode is interrupted, the result holds
-    only the items that all methods completed. No run begins after the timed work has taken
+    item. Each run starts with fresh state. Its number sets the seeds. If a ``Work`` raises
+    ``Stopped`` or its decode is interrupted, the result holds only the items that all methods
+    completed. No run begins after the timed work has taken
     ``budget_s`` seconds.
     """
     series = {name: Series() for name in makers}
@@ -174,7 +161,7 @@ def interleave(
         for run in range(n_runs):
             if sum(s.total.seconds for s in series.values()) >= budget_s:
                 break
-            works = {name: maker(first_run + run) for name, maker in makers.items()}
+            works = {name: maker(run) for name, maker in makers.items()}
             for item in range(n_items):
                 progress(f"run {run + 1} of {n_runs}, {item + 1} of {n_items}")
                 order = list(works) if (run + item) % 2 == 0 else list(reversed(works))

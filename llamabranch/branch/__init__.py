@@ -3,11 +3,9 @@
 from ..generation.output import Produced
 from .branch import Branch
 from .snapshot import Snapshot
-from .store import BranchStore
 
 __all__ = [
     "Branch",
-    "BranchStore",
     "Produced",
     "Snapshot",
 ]

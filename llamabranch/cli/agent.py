@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -91,7 +90,7 @@ def _show(console: Console, steps: Iterable[Step]) -> Report:
             console.write("\n")
         line = "" if step.kind != "prompt" else line
         if step.kind == "call":
-            console.note(f"{step.name}({_arguments(step.text)})")
+            console.note(f"{step.name} {step.text}")
         elif step.kind == "result":
             console.note(f"  {shortened(step.text, _SHOWN)}")
         elif step.report is not None:
@@ -103,11 +102,3 @@ def _show(console: Console, steps: Iterable[Step]) -> Report:
     if not is_live:
         console.write(report.text + "\n")
     return report
-
-
-def _arguments(text: str) -> str:
-    """Return the arguments of a call in the form ``name="text", n=1``."""
-    arguments: Any = json.loads(text)
-    if not isinstance(arguments, dict):
-        return text
-    return ", ".join(f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in arguments.items())

@@ -35,7 +35,7 @@ COMMANDS = {
     "open": "Branch and see texts in the browser.",
     "serve": "Serve a model over HTTP: OpenAI's API and scores of texts.",
     "score": "Score a text or a file: perplexity, and the KL divergence of two models.",
-    "bench": "Measure drafting with a pair of models here, and name the best draft length.",
+    "bench": "Measure reading and generating with the settings that exist here.",
     "models": "List the known models, download one, or show what a file is.",
     "doctor": "Report what is installed on which machine, test it, and advise.",
 }

@@ -1,150 +1,193 @@
-"""``llamabranch bench``: measure which draft length is the fastest for a pair of models."""
+"""``llamabranch bench``: measure how fast the settings are that exist here, and name the fastest."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pydoc_data.topics import topics
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-import llamabranch as lb
 from llamabranch.bench.machine import Machine
-from llamabranch.bench.pair import Cell, PairBench, PairReport
+from llamabranch.bench.speed import Speeds, fastest, measure
+from llamabranch.bench.timing import Spread, Stopped
+from llamabranch.errors import ConfigError, DecodeInterruptedError, UnsupportedError
 
-from . import options as opt
-from .console import Console, base_name, interval_text, number, spread_text
-from .drafters import is_model, make_drafter
-from .files import piped_or_read
+from .console import Console, number
 from .interrupts import EXIT_INTERRUPTED, InterruptHandler
-from .options import MODEL_OPTIONS, OUTPUT_OPTIONS, TEXT, Given, option, with_options
-
-# A story, instructions, a program and a dialogue, because acceptance depends on the kind of text.
-PROMPTS = (
-    "Once upon a time there was a miller who had nothing left but his mill and one grey goose.",
-    "The best way to learn a new language is",
-    'def is_prime(n: int) -> bool:\n    """Return True if n is a prime number."""\n',
-    'One winter night somebody knocked. "Who is there?" asked the old woman.',
+from .options import (
+    MODEL_OPTIONS,
+    OUTPUT_OPTIONS,
+    TEXT,
+    Given,
+    option,
+    trained_length,
+    with_options,
 )
-COLUMNS = ("draft length", "tokens a second", "x plain", "95 %", "accept rate", "tokens a pass")
+
+if TYPE_CHECKING:
+    from llamabranch.loading import LoadOptions
+
+LENGTHS = "64,2000,6000"
+COLUMNS = ("tokens a second", "after", "read", "generate", "with drafts")
+EXACT = "-S batch_invariant=true"
+_ROOM = 256  # cells for what is generated besides -n
 
 
 @with_options(
-    *("max_tokens", "chat", "system", "temperature", "settings"),
+    "max_tokens",
+    "temperature",
+    "settings",
     "model",
     "draft",
     *MODEL_OPTIONS[1:],
     *OUTPUT_OPTIONS,
-    max_tokens=64,
+    max_tokens=32,
 )
 def bench(
     given: Given,
     console: Console,
-    texts: opt.Prompts = None,
-    prompts: opt.MorePrompts = None,
+    lengths: Annotated[
+        str, option("--lengths", "Prompts of so many tokens.", TEXT, metavar="N,N")
+    ] = LENGTHS,
     runs: Annotated[
         int, option("-r --runs", "How often everything is measured.", TEXT, metavar="N", min=1)
-    ] = 3,
-    longest: Annotated[
-        int, option("--longest", "The longest draft.", TEXT, metavar="N", min=1, max=64)
-    ] = 8,
+    ] = 2,
 ) -> None:
-    """Measure drafting with a pair of models here, and name the best draft length.
+    """Measure reading and generating with the settings that exist here.
 
     llamabranch bench -m qwen3-4b -md qwen3-0.6b
-    llamabranch bench -m tale-target -p "Once upon a time" -n 32 -r 1 --longest 4
+    llamabranch bench -m tale-target --lengths 64,500 -n 16 -r 1 -fa 1
 
-    Plain decoding and drafts take turns. A length is named as the best only if
-    the whole 95 % interval of its speed-up is above 1.
+    The settings take turns: flash attention, K/V types, threads, exact or not.
+    What you set is not varied. The last line names the fastest setting.
     """
-    params, config = given.params(), given.config()
-    named = piped_or_read([*(texts or ()), *(prompts or ())]) or PROMPTS
-    names = given.resolve(console)
-    context, drafter = given.open_pair(names, console)
-    contexts = dict(zip(filter(is_model, names[1]), drafter.contexts, strict=True))
-
-    def new_drafter() -> lb.Drafter:
-        """Return a new drafter, which each run needs, with the same contexts."""
-        return make_drafter(names[1], contexts.__getitem__)
-
-    machine = Machine.now()
-    with InterruptHandler([context, *drafter.contexts]) as interrupts:
-        report = PairBench(
-            context,
-            new_drafter if names[1] else None,
-            [
-                context.model.prompt_tokens(given.prompt(context.model, text)) for text in named
-            ],
-            given.without_eog(params, context.model),
-            config,
-            n_tokens=given.max_tokens or 64, n_runs=runs, lengths=(*range(1, longest + 1), "auto"),
-            progress=console.progress,
-            stop=lambda: interrupts.requested,
-        ).run()  # fmt: skip
+    names, machine = given.resolve(console), Machine.now()
+    speeds: dict[str, Speeds] = {}
+    complete = _measure_all(given, console, names, _lengths(lengths), runs, speeds)
     console.progress("")
-    console.line(machine.describe(context.n_threads))
-    console.line(f"plain decoding: {spread_text(report.plain.rate, 1)} tokens a second")
-    if report.lengths:
-        console.line()
-        console.table(COLUMNS, list(map(_row, report.lengths)), wide=("tokens a pass",))
-        console.line()
-    console.line(_advice(report, names[1]))
+    console.line(machine.describe(given.threads or machine.cores))
+    console.table(COLUMNS, [row for name, each in speeds.items() for row in _rows(name, each)])
+    best = fastest(speeds)
+    flags = best and _flags(best, speeds[best], names[1])
+    if best:
+        console.line(f"fastest here: {flags}")
     console.answer(
         {
-            "target": names[0],
+            "model": names[0],
             "drafters": list(names[1]),
             "machine": machine.as_dict(),
-            "n_threads": context.n_threads,
-            "interrupted": report.stopped,
-            "plain": {"tokens_a_second": report.plain.rate.as_dict()},
-            "lengths": list(map(_cell, report.lengths)),
-            "confirmed": report.confirmed and _cell(report.confirmed),
-            "verdict": report.verdict,
-            "best": report.best and report.best.length,
+            "interrupted": not complete,
+            "tokens_a_second": {name: asdict(each) for name, each in speeds.items()},
+            "fastest": flags,
         }
     )
-    if interrupts.requested:
+    if not complete:
         console.note("interrupted: these are the measurements so far")
         raise typer.Exit(EXIT_INTERRUPTED)
 
 
-def _advice(report: PairReport, drafters: tuple[str, ...]) -> str:
-    """Return what the measurement says, in one sentence."""
-    confirmed = report.confirmed
-    if not report.lengths:
-        return "Nothing was compared." if drafters else "There is no drafter to compare."
-    if report.candidate is None or (confirmed is not None and not confirmed.drafts):
-        return "Nothing was drafted: try prompts that the drafter can continue, or another -md."
-    if confirmed is None:
-        return "Interrupted before the best length was measured again."
-    interval = confirmed.series.interval(confirmed.base)
-    name = "+".join(map(base_name, drafters))
-    gain = f"{interval.median:.2f} ({interval_text(interval)}) times plain decoding"
-    found = f"Draft length {confirmed.length} with {name}: {gain}."
-    if report.verdict == "faster":
-        return f"{found} Fastest here: -md {'+'.join(drafters)} -k {confirmed.length}"
-    if report.verdict == "slower":
-        return f"{found} Fastest here: -md none"
-    return f"{found} Too close to tell: measure more with -r, -n or more prompts."
+def _lengths(text: str) -> list[int]:
+    """Return the lengths of the prompts, in order."""
+    lengths = sorted({int(part) for part in text.split(",") if part.strip().isdecimal()})
+    if not lengths or lengths[0] < 2:
+        raise ConfigError(f"--lengths {text}: this needs numbers of at least 2, as in 64,2000")
+    return lengths
 
 
-def _row(cell: Cell) -> tuple[object, ...]:
-    stats = cell.series.stats
-    return (
-        cell.length,
-        spread_text(cell.series.rate, 1),
-        spread_text(cell.series.ratio(cell.base), 2),
-        interval_text(cell.series.interval(cell.base)),
-        number(100 * stats.draft_acceptance_rate, 1, " %"),
-        number(stats.mean_acceptance_length, 2),
-    )
+def _settings(given: Given) -> Iterator[tuple[str, LoadOptions]]:
+    """Yield the flags and options of each setting; what the user has set is in all of them."""
+    machine, is_set = Machine.now(), given.load_options()
+    attention = [True, False] if given.flash_attn == "auto" else [None]
+    kv_types = [None] if "kv_type" in is_set else ["f16"]
+    if kv_types[0] and "AVX512_BF16" in machine.features:
+        kv_types.append("bf16")
+    threads = [None] if given.threads else sorted({machine.cores, machine.cores // 2 or 1})[::-1]
+    for n in threads:
+        for kv_type in kv_types:
+            for flash in attention:
+                flags: list[str] = []
+                options: LoadOptions = {}
+                if flash is not None:
+                    flags.append(f"-fa {int(flash)}")
+                    options["flash_attention"] = flash
+                if kv_type is not None:
+                    flags.append(f"-ctk {kv_type}")
+                    options["kv_type"] = kv_type
+                if n is not None:
+                    flags.append(f"-t {n}")
+                    options["n_threads"] = options["n_threads_batch"] = n
+                yield " ".join(flags), options
+    if "batch_invariant" not in is_set:
+        yield EXACT, {"batch_invariant": True}
 
 
-def _cell(cell: Cell) -> dict[str, Any]:
-    interval = cell.series.interval(cell.base)
-    return {
-        "draft_length": cell.length,
-        "tokens_a_second": cell.series.rate.as_dict(),
-        "speed_up": interval.median,
-        "speed_up_range": [interval.low, interval.high],
-        "accept_rate": cell.series.stats.draft_acceptance_rate,
-        "stats": cell.series.stats.as_dict(),
-    }
+def _measure_all(
+    given: Given,
+    console: Console,
+    names: tuple[str, tuple[str, ...]],
+    lengths: Sequence[int],
+    runs: int,
+    speeds: dict[str, Speeds],
+) -> bool:
+    """Add ``runs`` runs of each setting to ``speeds``; return False if Ctrl-C ended them."""
+    n_tokens = given.max_tokens or 32
+    trained = trained_length(names[0])
+    lengths = [n for n in lengths if given.n_ctx or not trained or n + n_tokens <= trained]
+    if not lengths:
+        raise ConfigError(f"{names[0]} was trained for {trained} tokens: use shorter --lengths")
+    settings = list(_settings(given))
+    for run in range(runs):
+        for flags, options in settings[:: 1 if run % 2 == 0 else -1]:
+            console.progress(f"run {run + 1} of {runs}: {flags}")
+            if not given.n_ctx:
+                options["n_ctx"] = max(lengths) + n_tokens + _ROOM
+            name = flags or "as set"
+            each = speeds.get(name) or Speeds()
+            try:
+                _measure(given, console, names, options, lengths, n_tokens, each)
+                speeds[name] = each
+            except UnsupportedError as error:
+                console.note(f"without {flags}: {error}")
+            except (Stopped, DecodeInterruptedError):
+                return False
+    return True
+
+
+def _measure(
+    given: Given,
+    console: Console,
+    names: tuple[str, tuple[str, ...]],
+    options: LoadOptions,
+    lengths: Sequence[int],
+    n_tokens: int,
+    speeds: Speeds,
+) -> None:
+    """Open the models with these options, add a run to ``speeds``, and close them."""
+    context, drafter = given.open_pair(names, console, **options)
+    try:
+        tokens = context.tokenize("\n".join(topics.values()))[: max(lengths)]
+        sampling = given.without_eog(given.params(), context.model)
+        with InterruptHandler([context, *drafter.contexts]) as interrupts:
+            measure(
+                context, drafter if names[1] else None, tokens, lengths, n_tokens, sampling, speeds,
+                lambda: interrupts.requested,
+            )  # fmt: skip
+    finally:
+        for opened in (*drafter.contexts, context):
+            opened.close()
+
+
+def _rows(name: str, speeds: Speeds) -> Iterator[tuple[object, ...]]:
+    for length, read in speeds.read.items():
+        drafted = speeds.drafted.get(length, [])
+        medians = (Spread.of(rates).median for rates in (read, speeds.plain[length], drafted))
+        yield (name, f"{length:,}", *(number(median, 1) for median in medians))
+
+
+def _flags(name: str, speeds: Speeds, drafters: Sequence[str]) -> str:
+    """Return the flags of a setting, with those of drafts if there is a choice."""
+    if not drafters:
+        return name
+    return f"{name} -md {'+'.join(drafters) if speeds.drafts_pay else 'none'}"

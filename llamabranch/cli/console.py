@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from time import monotonic
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 from rich import filesize
 from rich.color import ColorSystem
@@ -29,9 +29,6 @@ from rich.text import Text
 import llamabranch as lb
 from llamabranch.arguments import figure
 from llamabranch.pictures import SOURCES, visible
-
-if TYPE_CHECKING:
-    from llamabranch.bench.timing import Interval, Spread
 
 SOURCE_STYLES = {
     "drafted": "green", "forced": "magenta", "bonus": "bold cyan", "corrected": "yellow", "plain": "",
@@ -299,17 +296,3 @@ def number(value: float, digits: int, unit: str = "") -> str:
 def decimal_size(n_bytes: float) -> str:
     """Format a number of bytes in decimal units."""
     return filesize.decimal(round(n_bytes), precision=2)
-
-
-def interval_text(found: Interval | Spread, digits: int = 2) -> str:
-    """Format the ends of an interval, or a dash if there are too few values."""
-    if math.isnan(found.low):
-        return "-"
-    return f"{found.low:.{digits}f} to {found.high:.{digits}f}"
-
-
-def spread_text(spread: Spread, digits: int) -> str:
-    """Format a median with the lowest and the highest value, or a dash if there are no values."""
-    if math.isnan(spread.median):
-        return "-"
-    return f"{spread.median:.{digits}f} ({interval_text(spread, digits)})"

@@ -17,48 +17,39 @@ GRAMMAR = "grammar"  # drafts tokens that the grammar forces; others come from t
 
 
 def choose_drafters(
-    target: str, given: str | None, console: Console, *, has_grammar: bool
-) -> tuple[str, ...]:
-    """Return the names of the drafters for a target, without loading weights.
+    named: str | None, draft: str | None, console: Console, *, has_grammar: bool, always: bool
+) -> tuple[str, tuple[str, ...]]:
+    """Return the names of a target and of its drafters, without loading weights.
 
-    ``given`` is the value of ``--draft``. If it is None, a grammar drafts if there is one;
-    otherwise "auto" chooses. The choice of "auto" is printed to standard error.
+    ``named`` and ``draft`` are the values of ``--model`` and ``--draft``. Without ``--draft`` a grammar
+    drafts, if there is one. Otherwise "auto" takes the target's own MTP layers, the draft that
+    models.txt lists for it, or copies from the text. With ``always``, the choice of ``speculate``, a
+    grammar drafts first, the bundled pair replaces a default model that has no draft, and a single
+    equal token is enough to copy.
     """
-    if has_grammar and given is None:
-        return parse_draft("grammar+suffix")
+    target = hub.default_model() if named is None else named
     has_mtp = Model.head_kind(hub.resolve(target, download=None)) == MTP
-    if given == MTP and not has_mtp:
+    if draft == MTP and not has_mtp:
         message = f"{target} has no MTP layers that llama.cpp supports"
         hint = "for MTP layers in a file of their own use --draft FILE"
         raise lb.errors.UnsupportedError(message, hint=hint)
-    if given not in (None, "auto"):
-        return parse_draft(given)
-    found = MTP if has_mtp else _listed(target) or SUFFIX
-    if given == "auto":
-        console.note(f"draft: {found}")
-    return (found,)
-
-
-def always_drafting(
-    target: str | None, console: Console, *, has_grammar: bool
-) -> tuple[str, tuple[str, ...]]:
-    """Return the names of a target and of its drafters, which always draft; print the choice.
-
-    The drafter is the target's own MTP layers, or the draft that is listed for it. If there is neither,
-    the bundled pair is used. A ``target`` then gets copied drafts, after a single equal token, so that
-    there is something to see. A grammar drafts first.
-    """
-    name = hub.default_model() if target is None else target
-    has_mtp = Model.head_kind(hub.resolve(name, download=None)) == MTP
-    found = MTP if has_mtp else _listed(name)
-    if found is None and target is None:
-        name, found = hub.BUNDLED_TARGET, hub.BUNDLED_DRAFT
+    if draft not in (None, "auto"):
+        return target, parse_draft(draft)
+    if has_grammar and draft is None and not always:
+        return target, (GRAMMAR, SUFFIX)
+    found = MTP if has_mtp else _listed(target)
+    if not always:
+        if draft == "auto":
+            console.note(f"draft: {found or SUFFIX}")
+        return target, (found or SUFFIX,)
+    if found is None and named is None:
+        target, found = hub.BUNDLED_TARGET, hub.BUNDLED_DRAFT
     if found is None:
-        console.note(f"no draft is listed for {name}: drafts are copied from the text")
-    elif target is None and not console.silent:
-        console.note(f"model: {name}, drafts: {found} (-m and -md name others)")
-    drafters = (EAGER if found is None else found,)
-    return name, (GRAMMAR, *drafters) if has_grammar else drafters
+        console.note(f"no draft is listed for {target}: drafts are copied from the text")
+    elif named is None and not console.silent:
+        console.note(f"model: {target}, drafts: {found} (-m and -md name others)")
+    drafters = (found or EAGER,)
+    return target, (GRAMMAR, *drafters) if has_grammar else drafters
 
 
 def parse_draft(given: str) -> tuple[str, ...]:

@@ -248,16 +248,14 @@ class Given:
     def resolve(
         self, console: Console, *, has_grammar: bool = False, always: bool = False
     ) -> tuple[str, tuple[str, ...]]:
-        """Return the names of the target and of its drafters, without loading weights.
+        """Return the names of the target and of its drafters; see `drafters.choose_drafters`."""
+        from .drafters import choose_drafters  # needs NumPy and llama.cpp
 
-        ``always`` is the choice of ``speculate``; see `drafters.always_drafting`.
-        """
-        from .drafters import always_drafting, choose_drafters  # need NumPy and llama.cpp
-
-        if always and self.draft in (None, "auto"):
-            return always_drafting(self.model, console, has_grammar=has_grammar)
-        target = self.announce(console)
-        return target, choose_drafters(target, self.draft, console, has_grammar=has_grammar)
+        if not always or self.draft not in (None, "auto"):
+            self.announce(console)
+        return choose_drafters(
+            self.model, self.draft, console, has_grammar=has_grammar, always=always
+        )
 
     def announce(self, console: Console) -> str:
         """Return the name of the model; a default is named on standard error, unless with --json."""

@@ -131,10 +131,8 @@ def _record(ctx: lb.Context, text: str, scores: list[lb.TokenScore]) -> dict[str
 def _print(console: Console, record: dict[str, Any], top: int, *, with_tokens: bool) -> None:
     """Print the figures of a text and, if ``with_tokens``, a row for each token."""
     if not record["tokens"]:
-        console.line(
-            f"{shortened(record['text'], 40)!r} is a single token. The first token of a text is not "
-            "scored: use a longer text, or a --context before it."
-        )
+        text = shortened(record["text"], 40)
+        console.line(f"{text!r} is a single token, which has no score without a --context")
         return
     if with_tokens:
         columns = ("token", "text", "logprob", "rank", "entropy", *("most probable",) * (top > 0))

@@ -1,18 +1,16 @@
-"""Emitted tokens, the output of one generation so far, and where a segment of it ends."""
+"""Emitted tokens, and the output of one generation so far."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from copy import copy
 from typing import NamedTuple
 
 from ..arguments import whole
 from ..context.logits import Alternative
-from ..errors import ConfigError
 from ..model import NO_TOKEN, StopStrings
 
-__all__ = ["OutputBuffer", "Produced", "SegmentEnd"]
+__all__ = ["OutputBuffer", "Produced"]
 
 
 class Produced(NamedTuple):
@@ -98,13 +96,6 @@ class OutputBuffer:
         self.withheld: list[Produced] = []
         self.holds = False
 
-    def copied(self) -> OutputBuffer:
-        """Return another buffer with the same tokens. Neither changes the other."""
-        other = copy(self)
-        other.tokens, other.texts, other.emitted = [*self.tokens], [*self.texts], [*self.emitted]
-        other._stops = copy(self._stops)
-        return other
-
     @property
     def text(self) -> str:
         """The emitted text."""
@@ -178,46 +169,3 @@ class OutputBuffer:
             return None
         self.texts.append(pending)
         return Produced(NO_TOKEN, pending, True, math.nan, math.nan)
-
-
-class SegmentEnd:
-    """Where a segment of a text ends. The job is parked there. A segment also ends with its text.
-
-    Args:
-        text: the segment ends after a token that completes this string.
-        n_tokens: it ends after this number of tokens. 0 = nothing is generated: the job is parked
-            once its tokens are decoded.
-        entropy: it ends before a token whose distribution has more entropy than this, in nats.
-    """
-
-    def __init__(
-        self, text: str | None = None, n_tokens: int | None = None, entropy: float | None = None
-    ) -> None:
-        self._text = text
-        self._n_tokens = n_tokens
-        self._entropy = entropy
-
-    @classmethod
-    def of(cls, step: str | int) -> SegmentEnd:
-        """Return the end that ``step`` describes: a string to end with, or a number of tokens.
-
-        Raises:
-            ConfigError: ``step`` is an empty string, or not a number of at least 1.
-        """
-        if not isinstance(step, str):
-            return cls(n_tokens=whole("step", step, 1))
-        if not step:
-            raise ConfigError("step must be a string that is not empty, or a number of tokens")
-        return cls(text=step)
-
-    def is_before(self, following: Produced, segment: Sequence[Produced]) -> bool:
-        """Return whether the segment ends before the next token, ``following``."""
-        return self._entropy is not None and bool(segment) and following.entropy > self._entropy
-
-    def is_after(self, segment: Sequence[Produced]) -> bool:
-        """Return whether the segment ends after these tokens."""
-        if self._n_tokens is not None and len(segment) >= self._n_tokens:
-            return True
-        return self._text is not None and self._text in "".join(
-            produced.text for produced in segment
-        )

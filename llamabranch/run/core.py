@@ -347,7 +347,6 @@ class EngineCore:
         for job in jobs:
             if job.running is not None:
                 job.running.draft_limit = job.output.draft_limit
-                job.running.draws_next = job.state is not State.CLOSING
                 running.append(job.running)
         step = self._decode(running, reading) if jobs or reading else None
         if step is not None:
@@ -521,27 +520,17 @@ class EngineCore:
             self._emit(job, emitted, None)
 
     def _emit(self, job: Job, emitted: Sequence[Produced], error: LlamaBranchError | None) -> None:
-        """Add tokens to a running text. After them it may begin its answer, be parked, or end."""
-        has_segments = job.segment_end is not None
-        closes = has_segments and (job.state is State.CLOSING or job.is_at_end())
+        """Add tokens to a running text. After them it may begin its answer, or end."""
         for produced in emitted:
-            if job.output.finish_reason is None and not closes:
-                if has_segments and (closes := job.is_at_end(produced)):
-                    break
-                self._events += job.emit(produced)
-                closes = has_segments and job.is_at_end()
+            if job.output.finish_reason is None:
+                for text in (job, *job.equals):
+                    self._events += text.emit(produced)
         if emitted:
-            job.note_token()
-            if job.equals and job.running is not None:
-                self._split_equals(job, job.running)
+            for text in (job, *job.equals):
+                text.note_token()
         reason = job.output.finish_reason
         if error is not None and reason is None:
             self._fail(job, error)
-        elif error is None and closes:
-            job.close_segment()
-            if not job.text.is_behind:
-                job.stop_running()
-                self.scheduler.park(job)
         elif error is None and reason is not None and job.ends_thought:
             for thinking in (job, *job.equals):
                 self._events += thinking.break_off()
@@ -549,39 +538,11 @@ class EngineCore:
         elif reason is not None:
             self.end(job, reason)
 
-    def _split_equals(self, job: Job, running: RunningText) -> None:
-        """Give the texts that were equal to ``job`` their tokens.
-
-        Those that drew other tokens leave it. Each group that is still equal runs as one text.
-        """
-        split: list[tuple[list[Produced], list[Job]]] = []
-        if not job.shares_thought:  # otherwise all of them take the same tokens
-            job.equals, split = running.split(job.equals)
-        for drawn, group in [(running.emitted, job.equals), *split]:
-            for other in group:
-                for produced in drawn:
-                    if other.output.finish_reason is None:
-                        self._events += other.emit(produced)
-                other.note_token()
-        for _, (first, *others) in split:
-            first.equals = others
-            reason = first.output.finish_reason
-            try:
-                if first.ends_thought:
-                    self._events += self.scheduler.begin_answers(first)
-                    self.scheduler.requeue(first)
-                elif reason is not None:
-                    self.end(first, reason)
-                elif self.scheduler.split_off(first, job):
-                    first.begin()
-            except LlamaBranchError as error:
-                self._fail(first, error)
-
     def _fail(self, job: Job, error: LlamaBranchError | None) -> None:
         self.end(job, "capacity" if isinstance(error, CapacityError) else "error", error)
 
     def end(self, job: Job, reason: str, error: LlamaBranchError | None = None) -> None:
-        """Report the results of a text and of its equal texts, and free their sequences."""
+        """Report the results of a text and of those that share its thought; free their sequences."""
         if isinstance(error, ConstraintError):
             reason, error = "constraint", None
         for ending in (job, *job.equals):

@@ -18,7 +18,7 @@ from ..context.progress import Reading
 from ..errors import CapacityError, LlamaBranchError
 from ..generation.draft_states import Beginning
 from ..generation.drafter import NO_STATE, DraftState, FixedLength, SpeculativeStats
-from ..generation.output import OutputBuffer, Produced, SegmentEnd
+from ..generation.output import OutputBuffer, Produced
 from ..generation.text import Text
 from ..generation.thought import AnswerBuffer, ThoughtBuffer, forced_token
 from ..generation.verify import rule_name
@@ -41,20 +41,16 @@ class State(Enum):
     """What a job does; `TRANSITIONS` lists the states that may follow."""
 
     WAITING = "waits in the queue"
-    FOLLOWING = "has no sequence: it equals another text so far, and gets that text's tokens"
     READING = "has a sequence, and reads the tokens that the cache lacks"
     RUNNING = "generates"
-    CLOSING = "is at the end of its segment: its last token is decoded next"
     PARKED = "is not continued for now; it keeps its sequence while there is room"
     ENDED = "has its result"
 
 
 TRANSITIONS: dict[State, set[State]] = {
-    State.WAITING: {State.FOLLOWING, State.READING, State.RUNNING, State.PARKED, State.ENDED},
-    State.FOLLOWING: {State.WAITING, State.READING, State.ENDED},
+    State.WAITING: {State.READING, State.RUNNING, State.PARKED, State.ENDED},
     State.READING: {State.WAITING, State.RUNNING, State.PARKED, State.ENDED},
-    State.RUNNING: {State.WAITING, State.READING, State.CLOSING, State.PARKED, State.ENDED},
-    State.CLOSING: {State.WAITING, State.PARKED, State.ENDED},
+    State.RUNNING: {State.WAITING, State.READING, State.PARKED, State.ENDED},
     State.PARKED: {State.WAITING, State.ENDED},
     State.ENDED: set(),
 }
@@ -142,15 +138,9 @@ class Submission:
         self.samples.popleft()
         return job
 
-    def job(self, sample: int, forked_from: Job | None = None) -> Job:
-        """Return a job for the text of this number, which also determines the seed.
-
-        With ``forked_from``, the job starts with the tokens of that job.
-        """
-        job = Job(self, sample)
-        if forked_from is not None:
-            job.output, job.forked_from = forked_from.output.copied(), forked_from
-        return job
+    def job(self, sample: int) -> Job:
+        """Return a job for the text of this number, which also determines the seed."""
+        return Job(self, sample)
 
 
 class Job:
@@ -173,17 +163,14 @@ class Job:
         output: the tokens and the text generated so far. The answer after a thought gets a new one.
         sequence: the text in the cache; None while it waits without a sequence, and once it has
             ended.
-        running: the text as the loop runs it; None until the prompt is read, and while it is parked
-            after a segment.
+        running: the text as the loop runs it; None until the prompt is read.
         stats: counts its rounds.
         state: what it does; ``become`` changes it.
-        segment_end: where its segment ends; None = with the text.
-        forked_from: the job whose tokens it started with, if any.
         n_decoded: how many tokens of its prompt the last step has read.
         error: why these tokens could not be read, or why the job cannot be served at all.
         shared: the job with which it shares the cells of its first tokens, and the number of these
             tokens.
-        equals: the jobs of the request that have the same tokens so far. They are FOLLOWING this one.
+        equals: the jobs of the request that share its thought. They wait, and get its tokens.
         key: its place in the queue. The running job with the largest key is preempted first.
         n_cached: prompt tokens that were in the cache when it was first admitted; None before.
         num_preemptions: how often it was preempted.
@@ -203,7 +190,6 @@ class Job:
         self.n_prompt = len(self.prompt)
         self.n_read = self.n_prompt - request.continues
         self._seed = submission.seed if sample == 0 else derive_seed(submission.seed, sample)
-        self.forked_from: Job | None = None
         self.key: Key = request.priority, submission.number, sample
         self.thought: list[Produced] = []
         thinking = submission.thinking
@@ -215,9 +201,7 @@ class Job:
         self.stats = SpeculativeStats()
         constraint = request.constraint
         self.constraint = None if constraint is None else ConstraintCalls(constraint)
-        self.segment_end: SegmentEnd | None = None
         self.state = State.WAITING
-        self._segment_start = 0  # tokens of its output before the segment
         self.sequence: Text | None = None
         self.running: RunningText | None = None
         # After a thought, its ``running`` is kept until the answer runs: the drafter has read it.
@@ -299,36 +283,6 @@ class Job:
             raise RuntimeError(f"{self!r} {self.state.value}: it cannot become {state.name}")
         self.state = state
 
-    def begin_segment(self, end: SegmentEnd | None) -> None:
-        """Begin a segment after the tokens generated so far."""
-        self.segment_end, self._segment_start = end, len(self.output.emitted)
-
-    @property
-    def segment(self) -> list[Produced]:
-        """The tokens of its segment."""
-        return self.output.emitted[self._segment_start :]
-
-    def is_at_end(self, following: Produced | None = None) -> bool:
-        """Return whether its segment has ended, or ends before the token ``following``."""
-        if self.segment_end is None or self.output.finish_reason is not None:
-            return False
-        if following is not None:
-            return self.segment_end.is_before(following, self.segment)
-        return self.segment_end.is_after(self.segment)
-
-    def close_segment(self) -> None:
-        """Drop the tokens after the segment's end. If the last token is not decoded, become CLOSING."""
-        self.text.keep(len(self.prompt) + len(self.output.tokens))
-        self.text.unsettle()
-        if self.text.is_behind and self.state is not State.CLOSING:
-            self.become(State.CLOSING)
-
-    def stop_running(self) -> None:
-        """Close ``running``, but keep the sequence."""
-        running, self.running = self.running, None
-        if running is not None:
-            running.close()
-
     @property
     def is_thinking(self) -> bool:
         """Whether it generates a thought, or a text that may still become one."""
@@ -400,29 +354,6 @@ class Job:
         """Whether it reads its prompt (after a preemption also the tokens generated so far)."""
         return self.state is State.READING
 
-    @property
-    def may_be_equal(self) -> bool:
-        """Whether each of its draws depends only on a row of logits and its seed.
-
-        Equal texts can then be drawn from one row.
-        """
-        request = self.request
-        return (
-            (request.constraint, request.prompt_logprobs, request.on_round) == (None, None, None)
-            and not request.min_tokens
-            and self.segment_end is None
-        )
-
-    @property
-    def can_draw_others(self) -> bool:
-        """Whether equal texts may be drawn from its rows.
-
-        With a drafter this needs the rule "seeded" and a sampler without state.
-        """
-        loop = self.submission.loop
-        is_seeded = loop.config.rule == "seeded"
-        return not loop.drafts or (is_seeded and self.text.sampler.is_stateless)
-
     def admit(self, sequence: Text, n_cached: int) -> None:
         """Give it a sequence that holds its first ``n_cached`` tokens."""
         self.sequence = sequence
@@ -487,15 +418,13 @@ class Job:
         running.on_round = request.on_round
         if thought is not None:
             thought.close()
-        if not self.shares_thought:  # texts that share a thought get its tokens without draws
-            running.other_seeds = [job.seed for job in self.equals]
         self.become(State.RUNNING)
         # 3. Draw the first token. A job that was preempted continues after its last token instead.
         if len(running.text.tokens) < len(self.prompt) + len(output.tokens):
             last = output.emitted[-1]
             running.text.append(last.token, -last.logprob, None)
             return []
-        if output.finish_reason is not None or self.is_at_end():
+        if output.finish_reason is not None:
             return []
         self.text.unsettle()
         return [] if self.text.is_behind else [running.draw()]

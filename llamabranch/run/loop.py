@@ -358,7 +358,7 @@ class Loop:
         if running.draft.tokens:
             rows = running.plan().decode()
         else:  # the compiled core draws the next token in the same call
-            rows = [running.text.decode_last(draws_next=running.draws_next)]
+            rows = [running.text.decode_last(draws_next=True)]
         step.verify_s = perf_counter() - start
         step.n_tokens = 1 + len(running.draft.tokens)
         try:

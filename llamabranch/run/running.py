@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
 from time import perf_counter
-from typing import TypeVar
 
 from ..context.logits import LogitsRow
 from ..errors import LlamaBranchError
@@ -29,7 +28,6 @@ __all__ = ["PLAIN", "RunningText"]
 
 PLAIN = Round(NO_DRAFT)  # the outcome of a step without a draft
 _MOST_PLAIN = 64  # plain steps that are reported together
-T = TypeVar("T")
 
 
 class RunningText:
@@ -50,14 +48,9 @@ class RunningText:
         error: why it cannot continue; also set if its part of a non-unified KV cache is full.
         draft: the draft of this round.
         draft_limit: the most tokens to draft in the next step.
-        draws_next: whether the next step draws a token after it has decoded the last one. If not,
-            nothing is drafted.
         state_tokens: the tokens that the draft state got with its last request.
         on_round: a function that is called after each round with a draft, or None.
         outcome: the outcome of the last step, from which ``length`` learns.
-        other_seeds: seeds of other texts that are equal so far. The next token is drawn for each of
-            them too. With drafts this works only if the sampler has no state and the rule is
-            "seeded".
     """
 
     def __init__(
@@ -78,16 +71,13 @@ class RunningText:
         self.stats = stats
         self.emitted: list[Produced] = []
         self.error: LlamaBranchError | None = None
-        self.draft_limit, self.draws_next = 0, True
+        self.draft_limit = 0
         self.outcome = PLAIN
         self._alone = alone
         self._n_alternatives = n_alternatives
         self.state_tokens: list[int] = []
         self.draft = NO_DRAFT
         self.on_round: Callable[[RoundTrace], None] | None = None
-        self.other_seeds: list[int] = []
-        # For each of ``other_seeds``: its tokens of the last step, up to the first that differs.
-        self._others_emitted: list[list[Produced]] = []
         self._trace: RoundTrace | None = None
         self._plan: Plan | None = None
         self._n_plain_left = 0  # plain steps to take before the drafter is called again
@@ -103,62 +93,12 @@ class RunningText:
         return self.emitted[0]
 
     def _draw_from(self, row: LogitsRow) -> Produced:
-        """Draw the next token from ``row``, for the equal texts too, and append it."""
+        """Draw the next token from ``row`` and append it."""
         text = self.text
         produced = self._with_alternatives(text.produce_from(row), row)
-        if self.other_seeds:
-            self._draw_others([produced], [row], text.incomplete)
         if not produced.is_stop:
             text.append(produced.token, -produced.logprob, None)
         return produced
-
-    def _draw_others(
-        self, emitted: Sequence[Produced], rows: Sequence[LogitsRow], incomplete: bytes
-    ) -> None:
-        """Draw the tokens of the equal texts too.
-
-        Args:
-            emitted: the tokens of this text in this step; the last one is not appended yet.
-            rows: the logits from which each of these tokens was drawn.
-            incomplete: the bytes of an incomplete character before these tokens.
-        """
-        text, self._others_emitted = self.text, []
-        start = len(text.tokens) - len(emitted) + 1
-        for seed in self.other_seeds:
-            other, pending = [], incomplete
-            for position, (produced, row) in enumerate(zip(emitted, rows, strict=True), start):
-                token = row.draw(text.sampler, seed, position, measured=False)
-                is_same = token == produced.token
-                if not is_same:
-                    produced = self._with_alternatives(text.describe(token, row)[0], row)
-                if not produced.is_stop:
-                    piece, pending = text.ctx.model.text_after(token, pending)
-                    produced = produced._replace(text=piece)
-                other.append(produced)
-                if not is_same:
-                    break
-            self._others_emitted.append(other)
-
-    def split(self, texts: Sequence[T]) -> tuple[list[T], list[tuple[list[Produced], list[T]]]]:
-        """Group the equal texts by the tokens that they drew in the last step.
-
-        ``texts``: the equal texts, in the order of ``other_seeds``.
-
-        Returns:
-            the texts that drew the same tokens as this one, which still draws for them; and the
-            tokens and texts of each other group.
-        """
-        groups: dict[tuple[int, ...], tuple[list[Produced], list[T]]] = {}
-        seeds = []
-        emitted = tuple(produced.token for produced in self.emitted)
-        for text, seed, other in zip(texts, self.other_seeds, self._others_emitted, strict=True):
-            tokens = tuple(produced.token for produced in other)
-            groups.setdefault(tokens, (other, []))[1].append(text)
-            if tokens == emitted:
-                seeds.append(seed)
-        self.other_seeds = seeds
-        _, same = groups.pop(emitted, ((), []))
-        return same, list(groups.values())
 
     def advance(self) -> None:
         """Decode the last token and draw the next one. The compiled core does both in one call."""
@@ -178,7 +118,7 @@ class RunningText:
     def request(self, limit: int) -> DraftRequest | None:
         """Return the request for a draft of at most ``limit`` tokens; None for a round without one."""
         limit = min(limit, self.length.limit)
-        if limit <= 0 or not self.draws_next:
+        if limit <= 0:
             return None
         self.report()
         tokens = self.text.tokens
@@ -250,7 +190,7 @@ class RunningText:
             self.emitted, n_accepted = self._accept(draft, plan)
         else:
             self.text.set_row(rows[-1])
-            self.emitted = [self._draw_from(rows[-1])] if self.draws_next else []
+            self.emitted = [self._draw_from(rows[-1])]
         self._plan = None
         overhead_s = perf_counter() - start
         if draft is NO_DRAFT:
@@ -268,7 +208,6 @@ class RunningText:
         verdict = plan.verify(self.rule)
         if self.on_round is not None:
             self._trace = plan.trace(verdict)
-        incomplete = text.incomplete
         emitted, row = [], rows[0]
         for i, piece in enumerate(plan.keep(verdict.n_kept)):
             token, logprob, entropy = draft.tokens[i], math.nan, math.nan
@@ -282,8 +221,6 @@ class RunningText:
             row = rows[i + 1]
         last = text.describe(verdict.token, row)[0]._replace(source=verdict.source)
         emitted.append(self._with_alternatives(last, row))
-        if self.other_seeds:
-            self._draw_others(emitted, rows[: verdict.n_kept + 1], incomplete)
         if not last.is_stop:
             text.append(last.token, -last.logprob, None)
         return emitted, verdict.n_accepted

@@ -11,7 +11,6 @@ from contextlib import suppress
 from ..context import Context
 from ..context.prefix_cache import MIN_SHARED, n_common
 from ..errors import CacheFullError, GrammarError, LlamaBranchError, SequencesExhaustedError
-from ..generation.output import SegmentEnd
 from ..generation.text import Text
 from ..request.request import EngineStats, Event
 from .job import Job, Key, State, Submission
@@ -38,7 +37,6 @@ class Scheduler:
     Attributes:
         active: the jobs that read their prompt or generate.
         idle: the parked jobs that still hold a sequence, least recently used first.
-        most_held: the most sequences that its jobs held at a time.
         paused: ids of requests whose texts are not continued for now.
         no_sequence: the error if no job is active because the context's other users hold all
             sequences; otherwise None.
@@ -50,7 +48,6 @@ class Scheduler:
         self._stats = stats
         self.active: list[Job] = []
         self.idle: list[Job] = []
-        self.most_held = 0
         self.paused: set[str] = set()
         self.no_sequence: SequencesExhaustedError | None = None
         self._queue: list[tuple[Key, Submission | Job]] = []  # a heap; keys are unique
@@ -81,6 +78,8 @@ class Scheduler:
                     heapq.heappop(self._queue)
                     continue
                 job = first.next_job()
+                while job.shares_thought and first.samples:
+                    job.equals.append(first.next_job())
                 if not first.samples:
                     heapq.heappop(self._queue)
                 else:
@@ -120,13 +119,10 @@ class Scheduler:
         self.active.remove(job)
         self.idle.append(job)
 
-    def continue_job(self, job: Job, end: SegmentEnd | None) -> None:
-        """Queue a parked text, or one that has not begun, for its next segment."""
+    def add_job(self, job: Job) -> None:
+        """Queue a text that a search has made itself."""
         self._known[job.name] = job.submission
         job.submission.jobs[job.sample] = job
-        job.begin_segment(end)
-        if job.state is State.PARKED:
-            job.become(State.WAITING)
         heapq.heappush(self._queue, (job.key, job))
 
     def jobs_of(self, submission: Submission) -> list[Job]:
@@ -147,37 +143,7 @@ class Scheduler:
                 jobs.remove(job)
         if job.state is not State.ENDED:
             job.become(State.ENDED)
-        if submission.beginning is not None and job.sequence is not None:
-            heir, n = self._heir(job)
-            if heir is not None:
-                self._queue.remove((heir.key, heir))
-                heapq.heapify(self._queue)
-                self._hand_over(job, heir, n)
         job.release()
-
-    def _heir(self, job: Job) -> tuple[Job | None, int]:
-        """Return the waiting job that takes over the sequence of ``job``, which ends; or None.
-
-        It is the text of the same request that has the most tokens in common with ``job``. Also
-        return the number of these tokens.
-        """
-        cells, best, n_best = job.cells, None, len(job.prompt)
-        for _, other in self._queue:
-            if not isinstance(other, Job) or other.submission is not job.submission:
-                continue
-            if other.state is State.WAITING and other.sequence is None and other.output.tokens:
-                n = self._ctx.kv_cache.usable(job.text.seq_id, n_common(cells, other.to_cache))
-                if n > n_best:
-                    best, n_best = other, n
-        return best, n_best
-
-    def _hand_over(self, source: Job, job: Job, n: int) -> None:
-        """Move the sequence of ``source``, cut to its first ``n`` tokens, to another job."""
-        source.stop_running()
-        text, source.sequence = source.text, None
-        text.keep(n)
-        text.seed = job.seed
-        self._activate(job, text, n, None)
 
     def rebuild(self) -> None:
         """Queue all unfinished texts again: a step was interrupted at an unknown point."""
@@ -261,68 +227,23 @@ class Scheduler:
             if active.name in self.paused and active.state is State.RUNNING:
                 self.park(active)
         while (job := self.head()) is not None:
-            if not (self._joins(job) or self._admit(job, previous)):
+            if not self._admit(job, previous):
                 break
             heapq.heappop(self._queue)
             if job.error is not None:
                 refused.append(job)
         return refused
 
-    def _joins(self, job: Job) -> bool:
-        """Let a new text follow another text of its request that still reads the prompt.
-
-        The new text then waits, and gets its tokens from the other one. Return False if that is
-        impossible, for example because the new text has a constraint of its own.
-        """
-        if job.n_cached is not None or job.request.n == 1 or job.output.tokens:
-            return False
-        if not job.shares_thought and not job.may_be_equal:
-            return False
-        for other in self.active:
-            reads_prompt = other.is_reading and not other.output.tokens
-            may_join = other.shares_thought or other.can_draw_others
-            if other.submission is job.submission and reads_prompt and may_join:
-                other.equals.append(job)
-                job.become(State.FOLLOWING)
-                n = len(job.prompt) - 1 if self._ctx.kv_cache.can_draft else 0
-                job.note_admitted(n)
-                self._stats.shared_prompt_tokens += n
-                return True
-        return False
-
     def begin_answers(self, job: Job) -> list[Event]:
-        """Let a text and its equal texts begin their answers; the texts stay equal if possible.
+        """Let a text and those that share its thought begin their answers, each by itself.
 
         Return the events that report their thoughts.
         """
-        equals = job.equals
+        equals, job.equals = job.equals, []
         events = [event for text in (job, *equals) for event in text.answer()]
-        if job.sequence is None or not (job.may_be_equal and job.can_draw_others):
-            job.equals = []
-            for other in equals:
-                self.requeue(other)
+        for text in equals:
+            heapq.heappush(self._queue, (text.key, text))
         return events
-
-    def split_off(self, job: Job, other: Job) -> bool:
-        """Give a text that was equal to ``other`` its own sequence; return False if it must wait.
-
-        The sequence holds all tokens but the last one. Nothing is decoded.
-        """
-        n = job.n_to_cache
-        if len(self.active) != self._limit and self._free_sequence():
-            with suppress(SequencesExhaustedError):  # others took it meanwhile
-                self._activate(job, self._fork(job, other.text, n), n, other)
-                return True
-        self.requeue(job)
-        return False
-
-    def _fork(self, job: Job, source: Text, n: int) -> Text:
-        """Return a text for a job; it has the first ``n`` tokens and the settings of ``source``."""
-        with self._ctx.lock:
-            text = Text(self._ctx, None, source.sampler.clone(), job.seed, source)
-            text.keep(n)
-            text.parent, text.fork_position = None, 0
-            return text
 
     def _activate(self, job: Job, text: Text, n_cached: int, shared: Job | None) -> None:
         """Give a job a sequence that holds its first ``n_cached`` tokens.
@@ -334,7 +255,6 @@ class Scheduler:
             self._stats.shared_prompt_tokens += n_cached
         job.admit(text, n_cached)
         self.active.append(job)
-        self.most_held = max(self.most_held, len(self.active) + len(self.idle))
 
     def _admit(self, job: Job, previous: SequencesExhaustedError | None) -> bool:
         """Give the first waiting job a sequence or an error; return False if it must wait.
@@ -350,18 +270,17 @@ class Scheduler:
         if job.sequence is not None:  # it was parked
             self.idle.remove(job)
             self.active.append(job)
-            job.become(State.READING if job.running is None else State.RUNNING)
+            job.become(State.RUNNING)
             return True
         source, n_cached = self._best_prefix(job)
         if source is not None and source.is_reading and source.text.n_cached < n_cached:
             return False  # the prefix it will share is still being decoded
+        if source in self.idle and not self._free_sequence(source):
+            self._free_idle()  # only the source itself is left
+            source, n_cached = None, 0
         if not self._make_room(max(1, n_tokens + 1 - n_cached), source, is_first=previous is None):
             self.no_sequence = None if self.active else previous
             return False
-        if source is not None and source in self.idle and not self._free_sequence(source):
-            self.idle.remove(source)
-            self._hand_over(source, job, n_cached)
-            return True
         try:
             text, n_cached = self._new_text(job, source, n_cached)
         except SequencesExhaustedError as error:
@@ -377,7 +296,13 @@ class Scheduler:
         """Return a text for a job, and how many of the job's tokens it already holds."""
         beginning = job.submission.beginning
         if beginning is not None:
-            return self._fork(job, beginning.text if source is None else source.text, n), n
+            with self._ctx.lock:
+                text = Text(
+                    self._ctx, None, beginning.text.sampler.clone(), job.seed, beginning.text
+                )
+                text.keep(n)
+                text.parent, text.fork_position = None, 0
+                return text, n
         cacheable = [] if source is not None else _unscored(job)
         text = Text(self._ctx, None, job.new_sampler(), job.seed, beginning=cacheable)
         if source is not None:
@@ -395,36 +320,29 @@ class Scheduler:
     def _best_prefix(self, job: Job) -> tuple[Job | None, int]:
         """Return the job that has the longest prefix in common with this one, and its length.
 
-        The job is None if the prefix cache has a longer prefix. In a search it is None if no job
-        has more in common than the branch that all texts continue.
+        The job is None if the prefix cache has a longer prefix, and in a search, where all texts
+        continue one branch.
         """
+        if job.submission.beginning is not None:
+            return None, len(job.prompt)
         if job.wants_rows:
             return None, 0
-        memory, beginning = self._ctx.kv_cache, job.submission.beginning
-        best: tuple[Job | None, int]
-        if beginning is not None:
-            tokens = wanted = [*job.prompt, *job.output.tokens]
-            n_least, best = len(job.prompt) + 1, (None, len(job.prompt))
-        else:
-            # The job decodes its last token itself, because it needs the logits after it, and also
-            # the tokens generated before a preemption, because its grammar must accept them.
-            tokens = job.to_cache[:-1]
-            wanted, n_least, best = tokens[: job.n_read], MIN_SHARED, (None, 0)
-        if len(wanted) < n_least:
+        memory = self._ctx.kv_cache
+        # The job decodes its last token itself, because it needs the logits after it, and also
+        # the tokens generated before a preemption, because its grammar must accept them.
+        tokens = job.to_cache[:-1]
+        wanted = tokens[: job.n_read]
+        best: tuple[Job | None, int] = (None, 0)
+        if len(wanted) < MIN_SHARED:
             return best
-        parent = [] if job.forked_from is None else [job.forked_from]
-        for other in (*parent, *self.active, *self.idle):
-            if other.sequence is None or (
-                beginning is not None and other.submission is not job.submission
-            ):
+        for other in (*self.active, *self.idle):
+            if other.sequence is None:
                 continue
             n = memory.usable(other.sequence.seq_id, n_common(other.cells, wanted))
-            if n >= n_least and n > best[1]:
+            if n >= MIN_SHARED and n > best[1]:
                 best = (other, n)
                 if n == len(wanted):
                     break
-        if beginning is not None:
-            return best
         prefixes = self._ctx.prefix_cache
         n_kept = 0 if prefixes is None else prefixes.n_common(tokens)
         if n_kept == best[1] and memory.forks_copy:
@@ -441,8 +359,7 @@ class Scheduler:
         ``source`` is the job whose first tokens it shares. ``is_first`` is False if the last
         attempt found no free sequence.
         """
-        is_idle = source in self.idle  # the new job can take over its sequence
-        if not is_idle and not self._free_sequence() and (self.active or not is_first):
+        if not self._free_sequence(source) and (self.active or not is_first):
             return False
         n_needed = sum(other.n_uncached + 1 for other in self.active)
         while self.active and not self._ctx.kv_cache.has_room(n, n_needed):
@@ -453,11 +370,6 @@ class Scheduler:
     def _free_sequence(self, source: Job | None = None) -> bool:
         """Return whether a sequence is free. If none is, free one of an idle job, but not ``source``."""
         return self._ctx.n_seq_free > 0 or self._free_idle(source)
-
-    def free_sequences(self, n: int, source: Job) -> None:
-        """Free sequences of idle jobs other than ``source`` until ``n`` sequences are free."""
-        while self._ctx.n_seq_free < n and self._free_idle(source):
-            pass
 
     def _free_idle(self, source: Job | None = None) -> bool:
         """Free the sequence of an idle job other than ``source``; return False without such a job."""

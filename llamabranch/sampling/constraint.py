@@ -35,10 +35,6 @@ ConstraintLike: TypeAlias = Constraint | Callable[[str], bool]  # a function ans
 _HINT = "a constraint is a function of the text so far, or an object with prefix(text) and complete(text)"
 
 
-def _any(text: str) -> bool:
-    return True
-
-
 class ConstraintCalls:
     """Calls a constraint, and counts the calls.
 
@@ -56,20 +52,16 @@ class ConstraintCalls:
         ConfigError: ``constraint`` is neither a function nor such an object.
     """
 
-    def __init__(self, constraint: ConstraintLike, *, whole_texts: bool = False) -> None:
+    def __init__(self, constraint: ConstraintLike) -> None:
         self.calls = self.rejections = 0
         self.seconds = 0.0
         methods = [getattr(constraint, name, None) for name in ("prefix", "complete")]
         if not any(methods) and callable(constraint):
             methods = [constraint, constraint]
-            if whole_texts:
-                methods[0] = None
-        if whole_texts and methods[0] is None:
-            methods[0] = _any
         elif methods[0] is None and callable(methods[1]):
             raise ConfigError(
                 "a constraint without prefix(text) refuses nothing before the end of a text",
-                hint="search.rejection draws whole texts until they are valid",
+                hint="examples/rejection.py draws whole texts until they are valid",
             )
         if isinstance(constraint, type) or not all(map(callable, methods)):
             raise ConfigError(f"constraint cannot be {constraint!r:.60}", hint=_HINT)
@@ -82,8 +74,6 @@ class ConstraintCalls:
             ConfigError: the constraint raises an exception, or returns neither True nor False.
         """
         method = self._complete if is_end else self._prefix
-        if method is _any:
-            return True
         self.calls += 1
         start = perf_counter()
         try:
@@ -91,8 +81,7 @@ class ConstraintCalls:
         except Exception as error:
             raise ConfigError(
                 f"the constraint raised {error!r} for the text {text[-60:]!r}",
-                hint="it gets every beginning of a text, also within a word, and the empty one: "
-                "search.check_constraint tries them",
+                hint="it gets every beginning of a text, also within a word, and the empty one",
             ) from error
         finally:
             self.seconds += perf_counter() - start
@@ -232,6 +221,6 @@ class ConstraintState:
         if self._was_allowed:
             raise ConfigError(
                 f"the constraint refuses the text {self.text[-60:]!r}, which it allowed before",
-                hint="its answer may depend only on the text; search.check_constraint tests that",
+                hint="its answer may depend only on the text",
             )
         raise self.dead_end()

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ..arguments import bounded, whole
 from ..branch import Branch
+from ..context.runner import Batch
 from ..errors import ConfigError, DecodeInterruptedError
-from ..model import stop_strings
-from .beams import Beams, Candidate
-from .checks import MOST_TEXTS, check_start, token_limit
-from .frontier import Frontier
-from .node import SearchNode
+from ..generation.text import Text
+from ..model import Model, StopStrings, stop_strings
+from .beams import Beams, Candidate, best_tokens
 from .result import Hypothesis, SearchResult
-from .scores import BestScores, Scored
-from .texts import completes_stop, hypothesis
-from .tree import OnStep
+from .watch import MOST_TEXTS, OnStep, Watch, check_start, token_limit
 
 __all__ = ["beam_search"]
 
@@ -35,12 +34,12 @@ def beam_search(
 
     A beam's score is the sum of the model's log-probabilities after the branch's logit bias, grammar and
     penalties, without renormalisation; temperature and truncation are ignored. The final score is that
-    sum divided by (number of tokens, including EOG) ** ``length_penalty``. If there are enough sequences,
-    each token costs one decode for all beams; the first token costs none.
+    sum divided by (number of tokens, including EOG) ** ``length_penalty``. Each token costs one decode
+    for all beams; the first token costs none.
 
     Args:
         branch: a branch that has read the prompt; it does not change.
-        beams: the number of beams.
+        beams: the number of beams; each needs a free sequence.
         max_tokens: the most tokens of a text, including EOG; beams that reach it are finished.
         n: how many hypotheses to return, at most ``beams``.
         length_penalty: positive values favour long texts, negative ones short texts; from -32 to 32.
@@ -53,8 +52,8 @@ def beam_search(
             with the best texts so far, including running beams as "cancelled".
 
     Raises:
-        ConfigError: a value out of range. BranchStateError, SequencesExhaustedError, CacheFullError,
-        DecodeError: the search frees its sequences.
+        ConfigError: a value out of range. BranchStateError, CacheFullError, DecodeError: the search
+        frees its sequences. SequencesExhaustedError: fewer than ``beams`` sequences are free.
     """
     check_start(branch, on_step)
     beams = whole("beams", beams, 1, MOST_TEXTS)
@@ -65,92 +64,165 @@ def beam_search(
     if not isinstance(early_stopping, (bool, str)) or early_stopping not in (True, False, "never"):
         raise ConfigError(f"early_stopping must be True, False or 'never', not {early_stopping!r}")
     stop = stop_strings(stop)
-    with Frontier(branch, on_step) as frontier:
-        n_eog = len(branch.ctx.model.eog_tokens)
-        selection = Beams(beams, n_eog, max_tokens, length_penalty, early_stopping)
-        search = _Search(frontier, selection, length_penalty, max_tokens, stop)
-        search.run()
-        hypotheses = search.hypotheses()[:n]
-    tree = frontier.tree
-    for node in tree.root.walk():
-        if node.status == "finished" and all(h.node is not node for h in hypotheses):
-            node.status = "pruned"
-    tree.root.prune_open()
-    return SearchResult(hypotheses, tree.stats, tree.root)
-
-
-class _Search:
-    """One beam search."""
-
-    def __init__(
-        self,
-        frontier: Frontier,
-        beams: Beams,
-        length_penalty: float,
-        max_tokens: int,
-        stop: Sequence[str],
-    ) -> None:
-        self._frontier = frontier
-        self._tree = frontier.tree
-        self._beams = beams
-        self._length_penalty = length_penalty
-        self._max_tokens = max_tokens
-        self._stop = stop
-        self._best_scores = BestScores(beams.n_kept)
-        self._running: list[SearchNode] = [frontier.tree.root]
-        self._reasons: dict[SearchNode, str] = {}
-
-    def run(self) -> None:
-        tree = self._tree
-        with tree.ctx.lock:
-            continuations = [self._best_scores(tree.branch.sequence)]
-        for n_tokens in range(1, self._max_tokens + 1):
-            self._choose(continuations, n_tokens)
-            if tree.end_step() or not self._running:
-                return
+    watch, model = Watch(branch, on_step, beams), branch.ctx.model
+    selection = Beams(beams, len(model.eog_tokens), max_tokens, length_penalty, early_stopping)
+    running: list[_Beam] = [_Beam(None, 0, "", branch.sequence.incomplete, 0.0)]
+    with _Sequences(branch, watch, selection.n_kept) as sequences:
+        continuations = sequences.first()
+        for n_tokens in range(1, max_tokens + 1):
+            chosen = selection.choose([best for best, _ in continuations])
+            texts = [_continued(model, running, continuations, c) for c in chosen]
+            for text in texts:
+                text.end(model, stop, is_last=n_tokens == max_tokens)
+            kept = selection.advance(chosen, [bool(text.reason) for text in texts], texts)
+            running = [] if selection.is_done else [texts[i] for i in kept]
+            scores = [chosen[i].score / n_tokens**length_penalty for i in kept]
+            if watch.report() or not running:
+                break
             try:
-                continuations = self._frontier.advance(
-                    self._running, lambda _, sequence: self._best_scores(sequence)
-                )
+                continuations = sequences.advance(running)
             except DecodeInterruptedError as error:
-                tree.was_cancelled(error)
-                return
+                watch.was_interrupted(error)
+                break
+    ended = [(f.key, f.final) for f in selection.finished if isinstance(f.key, _Beam)]
+    if watch.is_cancelled:
+        ended += zip(running, scores, strict=False)  # both are sorted, the best first
+    hypotheses = [text.hypothesis(model, stop, score) for text, score in ended[:n]]
+    return SearchResult(hypotheses, watch.stats)
 
-    def _choose(self, continuations: Sequence[Scored], n_tokens: int) -> None:
-        """Choose the next beams."""
-        beams = self._beams
-        chosen = beams.choose([scored.best for scored in continuations])
-        nodes = self._nodes(continuations, chosen, n_tokens)
-        stops = [self._stops(node, n_tokens) for node in nodes]
-        running = beams.advance(chosen, stops, nodes)
-        self._running = [] if beams.is_done else [nodes[i] for i in running]
 
-    def _nodes(
-        self, continuations: Sequence[Scored], chosen: Sequence[Candidate], n_tokens: int
-    ) -> list[SearchNode]:
-        nodes = []
-        for score, beam, token in chosen:
-            logprob = continuations[beam].logprobs[token]
-            nodes.append(self._tree.child(self._running[beam], [token], [logprob]))
-            nodes[-1].score = score / n_tokens**self._length_penalty
-        return nodes
+@dataclass(eq=False)
+class _Beam:
+    """A text: its parent continued by ``token``.
 
-    def _stops(self, node: SearchNode, n_tokens: int) -> bool:
-        """Return whether the text ends at ``node``, and remember why."""
-        if self._tree.ctx.model.is_eog(node.tokens[0]) or completes_stop(node, self._stop):
-            self._reasons[node] = "stop"
-        elif n_tokens == self._max_tokens:
-            self._reasons[node] = "length"
-        return node in self._reasons
+    Attributes:
+        text: the text of all its tokens, with ``pending``: the bytes of an incomplete character.
+        logprob: the sum of log p of its tokens, nats.
+        reason: why it has ended; "" while it runs.
+        branch: holds its tokens; None before it is decoded, and once it has been continued.
+    """
 
-    def hypotheses(self) -> list[Hypothesis]:
-        """Return all finished beams, best first; and those still running, if the search was cancelled."""
-        ended = [(f.final, f.key) for f in self._beams.finished if isinstance(f.key, SearchNode)]
-        if self._tree.is_cancelled:
-            running = [(node.score, node) for node in self._running if node.tokens]
-            ended += sorted(running, key=lambda pair: -pair[0])
-        model = self._tree.ctx.model
-        return [
-            hypothesis(model, node, self._stop, score, self._reasons.get(node, "cancelled"))
-            for score, node in ended
-        ]
+    parent: _Beam | None
+    token: int
+    text: str
+    pending: bytes
+    logprob: float
+    reason: str = ""
+    branch: Branch | None = None
+
+    def end(self, model: Model, stop: Sequence[str], *, is_last: bool) -> None:
+        """Note whether the text ends here. ``is_last``: it has ``max_tokens``."""
+        if model.is_eog(self.token) or any(string in self.text for string in stop):
+            self.reason = "stop"
+        elif is_last:
+            self.reason = "length"
+
+    def hypothesis(self, model: Model, stop: Sequence[str], score: float) -> Hypothesis:
+        """Return it as a result, its text without a stop string."""
+        tokens = []
+        at = self
+        while at.parent is not None:
+            tokens.append(at.token)
+            at = at.parent
+        if model.is_eog(self.token):
+            del tokens[0]
+        stops = StopStrings(stop)
+        text = stops.feed(self.text)
+        if stops.found is None:
+            text += stops.flush()
+        return Hypothesis(tokens[::-1], text, self.logprob, score, self.reason or "cancelled")
+
+
+Scores = list[tuple[int, float]]  # the best tokens after a text, with their scores
+Continued = tuple[Scores, dict[int, float]]  # and the model's own log-probabilities of them, nats
+
+
+def _continued(
+    model: Model, running: Sequence[_Beam], continuations: Sequence[Continued], chosen: Candidate
+) -> _Beam:
+    """Return a running beam continued by the token that was chosen."""
+    parent, token, piece = running[chosen.beam], chosen.token, ""
+    pending = parent.pending
+    if not model.is_eog(token):
+        piece, pending = model.text_after(token, pending)
+    logprob = parent.logprob + continuations[chosen.beam][1][token]
+    return _Beam(parent, token, parent.text + piece, pending, logprob)
+
+
+class _Sequences:
+    """The branches of the running beams, all forked from the branch of the search; freed at its end.
+
+    Args:
+        branch, watch: of the search.
+        k: how many of the best tokens after each beam are wanted.
+    """
+
+    def __init__(self, branch: Branch, watch: Watch, k: int) -> None:
+        self._root, self._watch, self._k = branch, watch, k
+        self._held: list[Branch] = []
+
+    def __enter__(self) -> _Sequences:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._root.ctx.closed:
+            self._free(set())
+
+    def first(self) -> list[Continued]:
+        """Return the best tokens after the prompt."""
+        with self._root.ctx.lock:
+            return [self._scored(self._root.sequence)]
+
+    def advance(self, beams: Sequence[_Beam]) -> list[Continued]:
+        """Decode the last token of each beam in one decode; return the best tokens after each.
+
+        The last child of a beam takes over its branch; the others get forks.
+        """
+        ctx, batch = self._root.ctx, Batch()
+        with ctx.lock:
+            left = Counter(beam.parent for beam in beams)
+            used = {parent.branch for parent in left if parent is not None}
+            self._free(used)
+            for beam in beams:
+                parent = beam.parent
+                left[parent] -= 1
+                if parent is None or parent.branch is None:
+                    beam.branch = self._forked(self._root)
+                elif left[parent]:
+                    beam.branch = self._forked(parent.branch)
+                else:
+                    beam.branch = parent.branch
+            texts = [beam.branch.sequence for beam in beams if beam.branch is not None]
+            for text, beam in zip(texts, beams, strict=True):
+                text.settle()
+                batch.add(text.seq_id, [beam.token])
+            before = ctx.decoder.n_decodes
+            rows = batch.decode(
+                ctx.decoder, [row for text in texts for row in text.expiring_rows()]
+            )
+            for text, beam, (row,) in zip(texts, beams, rows, strict=True):
+                text.append_unscored([beam.token], row)
+            self._watch.stats.decodes += ctx.decoder.n_decodes - before
+            self._watch.stats.tokens_decoded += len(beams)
+            return [self._scored(text) for text in texts]
+
+    def _scored(self, text: Text) -> Continued:
+        """Return the best tokens after a text; fewer than ``k`` where a grammar forbids the others.
+
+        A score is a log-probability after logit bias, grammar and penalties, not normalised again.
+        """
+        every = text.logits_row().log_probs()
+        best = best_tokens(*text.sampler.processed(every), self._k)
+        return best, {token: float(every[token]) for token, _ in best}
+
+    def _forked(self, branch: Branch) -> Branch:
+        fork = branch.fork()
+        fork.detach()
+        self._held.append(fork)
+        return fork
+
+    def _free(self, used: set[Branch | None]) -> None:
+        """Free all branches but these."""
+        for branch in [branch for branch in self._held if branch not in used]:
+            branch.prune()
+            self._held.remove(branch)

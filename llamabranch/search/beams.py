@@ -14,8 +14,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..sampling.distribution import candidates
-
 __all__ = ["Beams", "Candidate", "best_tokens"]
 
 Ids = npt.NDArray[np.int32]
@@ -42,12 +40,7 @@ class Finished(NamedTuple):
 def best_tokens(ids: Ids, scores: Floats, k: int) -> list[tuple[int, float]]:
     """Return the ``k`` best of ``ids`` (K,) by ``scores`` (K,), best first; equal scores by id."""
     if len(scores) > k:
-        best = None
-        if len(scores) > 4096:
-            best = candidates(scores, k)  # type: ignore[arg-type]  # any floats will do
-        if best is None:
-            least = np.partition(scores, len(scores) - k)[len(scores) - k]
-            best = np.flatnonzero(scores >= least)
+        best = np.flatnonzero(scores >= np.partition(scores, len(scores) - k)[len(scores) - k])
         ids, scores = ids[best], scores[best]
     order = np.lexsort((ids, -scores))[:k]
     return [(int(ids[i]), float(scores[i])) for i in order]

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from ..arguments import function, real, whole
 from ..branch import Branch
 from ..errors import ConfigError
-from ..generation.output import SegmentEnd
 from ..model import stop_strings
 from ..model.thoughts import answer_in
+from ..run.job import Job
 from ..speculative import Drafter
-from .checks import MOST_TEXTS, check_start, first_seed, token_limit
 from .result import Hypothesis, SearchResult
-from .samples import Sample, Samples
-from .tree import OnStep
+from .samples import hypothesis, logprobs, sample
+from .watch import MOST_TEXTS, OnStep, Watch, check_start, first_seed, token_limit
 
 __all__ = ["best_of_n"]
 
@@ -26,7 +26,6 @@ def best_of_n(
     *,
     score: str | Callable[[Hypothesis], float] = "mean",
     reward: Callable[[str], float] | None = None,
-    reject_every: int | None = None,
     stop: str | Sequence[str] = (),
     seed: int | None = None,
     drafter: Drafter | None = None,
@@ -44,8 +43,6 @@ def best_of_n(
         score: "mean" = mean log-probability of the tokens, "sum" = their sum; or a function of a
             hypothesis. Log-probabilities are the model's own, before sampling settings.
         reward: a function of the text, instead of ``score``.
-        reject_every: after every N tokens, drop the worse half of the unfinished texts, until
-            one is left. Dropped texts are returned last, as "rejected".
         stop: strings that end a text.
         seed: the seed of the draws; None = the branch's.
         drafter: proposes tokens; it changes no text.
@@ -65,38 +62,21 @@ def best_of_n(
         function("reward", reward)
         if score != "mean":
             raise ConfigError("use either score or reward")
-    if reject_every is not None:
-        reject_every = whole("reject_every", reject_every, 1)
     stop, seed = stop_strings(stop), first_seed(branch, seed)
 
-    def score_of(line: Sample) -> float:
+    def score_of(job: Job) -> float:
         if reward is not None:
-            return _number(reward(answer_in(branch.ctx.model, line.output.text)), "reward")
+            return _number(reward(answer_in(branch.ctx.model, job.output.text)), "reward")
         if callable(score):
-            return _number(score(line.hypothesis(float("nan"))), "score")
-        return line.mean_logprob if score == "mean" else line.node.logprob
+            return _number(score(hypothesis(job, float("nan"))), "score")
+        scores = logprobs(job)
+        return math.fsum(scores) / (max(1, len(scores)) if score == "mean" else 1)
 
-    with Samples(branch, on_step, seed, max_tokens, stop, drafter) as texts:
-        all_lines = [texts.start(number) for number in range(n)]
-        if reject_every is None:
-            texts.run(all_lines)
-        else:
-            running = all_lines
-            while running:
-                texts.run(running, SegmentEnd(n_tokens=reject_every))
-                running = [line for line in running if not line.is_finished]
-                ranked = sorted(running, key=score_of, reverse=True)
-                for line in ranked[(len(ranked) + 1) // 2 :]:
-                    texts.end(line, "rejected")
-                running = [line for line in running if not line.is_finished]
-        hypotheses = [line.hypothesis(score_of(line)) for line in all_lines]
-    # Among equal texts the earlier one comes first.
-    hypotheses.sort(key=lambda h: (h.finish_reason == "rejected", -h.score))
-    for hypothesis in hypotheses:
-        rejected = hypothesis.finish_reason == "rejected"
-        hypothesis.node.status = "pruned" if rejected else "finished"
-    texts.tree.root.prune_open()
-    return SearchResult(hypotheses, texts.tree.stats, texts.tree.root)
+    watch = Watch(branch, on_step)
+    jobs = sample(branch, watch, n, seed, max_tokens, stop, drafter)
+    hypotheses = [hypothesis(job, score_of(job)) for job in jobs]
+    hypotheses.sort(key=lambda h: -h.score)  # among equal texts the earlier one comes first
+    return SearchResult(hypotheses, watch.stats)
 
 
 def _number(value: object, what: str) -> float:

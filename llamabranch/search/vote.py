@@ -6,20 +6,21 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from decimal import Decimal, InvalidOperation
+from statistics import fmean
 
 from ..arguments import function, real, whole
 from ..branch import Branch
 from ..errors import ConfigError, LlamaBranchWarning, warn
 from ..model import stop_strings
 from ..model.thoughts import answer_in
+from ..run.job import Job
 from ..sampling.noise import uniform
 from ..speculative import Drafter
-from .checks import MOST_TEXTS, check_start, first_seed, token_limit
 from .result import Hypothesis, SearchResult
-from .samples import Sample, Samples
-from .tree import OnStep, SearchTree
+from .samples import hypothesis, logprobs, sample
+from .watch import MOST_TEXTS, OnStep, Watch, check_start, first_seed, token_limit
 
-__all__ = ["last_match", "vote"]
+__all__ = ["vote"]
 
 Answer = str | float  # bool is a number
 
@@ -50,8 +51,8 @@ def vote(
         max_tokens: the most tokens of each.
         confidence: 1.0 = stop when the remaining texts cannot change the leading answer, so the answer is
             the same as with all ``n`` texts. None = count all texts. No other values are allowed.
-        width: the most texts that are generated at a time (texts that are equal so far count as one);
-            None = 4 with ``confidence``, otherwise as many as there are sequences. It changes no text.
+        width: the most texts that are generated at a time; None = 4 with ``confidence``, otherwise as
+            many as there are sequences. It changes no text.
         stop, seed, drafter, on_step: as for ``best_of_n``.
 
     Returns:
@@ -83,83 +84,51 @@ def vote(
             hint="1.0 stops when the remaining texts cannot change the answer",
         )
     stop, seed = stop_strings(stop), first_seed(branch, seed)
-    ballot = _Ballot(
-        lambda text: answer(answer_in(branch.ctx.model, text)),
-        n,
-        stops_early=confidence is not None,
+    ballot = _Ballot(lambda text: answer(answer_in(branch.ctx.model, text)), n)
+
+    def is_decided(jobs: list[Job]) -> bool:
+        return confidence is not None and any(
+            ballot.count(job) for job in jobs if job.output.finish_reason is not None
+        )
+
+    watch = Watch(branch, on_step)
+    jobs = sample(
+        branch, watch, n, seed, max_tokens, stop, drafter, parallel=width, is_decided=is_decided
     )
-    with Samples(branch, on_step, seed, max_tokens, stop, drafter, parallel=width) as texts:
-        lines = [texts.start(number) for number in range(n)]
-        texts.run(lines, after=lambda: texts.tree.end_step() or ballot.decides(lines))
-        if not ballot.decides(lines):
-            ballot.count(lines)
-    return _result(texts.tree, ballot, lines, seed)
-
-
-def _result(tree: SearchTree, ballot: _Ballot, lines: Sequence[Sample], seed: int) -> SearchResult:
-    """Return the texts that were counted, then the others."""
+    if not is_decided(jobs):
+        for job in jobs:
+            ballot.count(job)
     hypotheses, votes, forms = ballot.ranked(seed)
-    for line in lines:
-        if line not in ballot.given and line.node is not tree.root:
-            line.output.break_off("decided")
-            hypotheses.append(line.hypothesis(0.0))
-            line.node.status = "pruned"
-    tree.root.prune_open()
-    return SearchResult(hypotheses, tree.stats, tree.root, votes=votes, answer_forms=forms)
+    for job in jobs:
+        if job not in ballot.given and job.output.emitted:
+            job.output.break_off("decided")
+            hypotheses.append(hypothesis(job, 0.0))
+    return SearchResult(hypotheses, watch.stats, votes=votes, answer_forms=forms)
 
 
 class _Ballot:
-    """The answers of texts that have ended, and whether they decide the vote.
+    """The answers of ``n`` texts; ``given`` has that of each text counted so far, None without one."""
 
-    Args:
-        answer: the user's function.
-        n: how many texts there will be.
-        stops_early: whether a vote is decided once the texts that are left cannot change it.
-
-    Attributes:
-        given: the answer in each text that was counted, None if it has none.
-        is_decided: True once the texts that are left need not be counted.
-    """
-
-    def __init__(
-        self, answer: Callable[[str], Answer | None], n: int, *, stops_early: bool
-    ) -> None:
-        self._answer = answer
-        self._n = n
-        self._stops_early = stops_early
+    def __init__(self, answer: Callable[[str], Answer | None], n: int) -> None:
+        self._answer, self._n = answer, n
         self._tally: Counter[Decimal | str] = Counter()
         self._errors: list[Exception] = []
-        self.given: dict[Sample, Answer | None] = {}
-        self.is_decided = False
+        self.given: dict[Job, Answer | None] = {}
 
-    def count(self, lines: Iterable[Sample]) -> None:
-        """Count texts, whether or not they have ended, once each."""
-        for line in lines:
-            if line in self.given:
-                continue
+    def count(self, job: Job) -> bool:
+        """Count a text once; return whether the texts that are left cannot change the result."""
+        if job not in self.given:
+            answer = None
             try:
-                answer = _checked(self._answer(line.output.text))
+                answer = _checked(self._answer(job.output.text))
             except Exception as error:  # of any kind: the texts took time and must not be lost
                 self._errors.append(error)
-                answer = None
-            self.given[line] = answer
+            self.given[job] = answer
             if answer is not None:
                 self._tally[_value(answer)] += 1
-
-    def decides(self, lines: Sequence[Sample]) -> bool:
-        """Count the texts that have ended meanwhile; return whether the vote is decided."""
-        if not self._stops_early:
-            return False
-        for line in lines:
-            if self.is_decided:
-                break
-            if line.is_finished and line not in self.given:
-                self.count([line])
-                n_left = self._n - len(self.given)
-                first, second = [*(n for _, n in self._tally.most_common(2)), 0, 0][:2]
-                # No vote is decided by the last text: it has ended anyway.
-                self.is_decided = 0 < n_left < first - second
-        return self.is_decided
+        first, second = [*(n for _, n in self._tally.most_common(2)), 0, 0][:2]
+        # No vote is decided by the last text: it has ended anyway.
+        return 0 < self._n - len(self.given) < first - second
 
     def ranked(
         self, seed: int
@@ -180,35 +149,11 @@ class _Ballot:
         }
         names = sorted(votes, key=lambda answer: (-votes[answer], luck[answer]))
         rank = {form: i for i, name in enumerate(names) for form in forms[name]}
-        place = {line: len(names) if a is None else rank[str(a)] for line, a in answers.items()}
-        hypotheses = []
-        for line in sorted(answers, key=lambda line: (place[line], -line.mean_logprob)):
-            at = place[line]
-            share = votes[names[at]] / len(answers) if at < len(names) else 0.0
-            hypotheses.append(line.hypothesis(share))
-            line.node.status = "finished" if names and at == 0 else "pruned"
+        place = {job: len(names) if a is None else rank[str(a)] for job, a in answers.items()}
+        shares = [*(votes[name] / len(answers) for name in names), 0.0]
+        ordered = sorted(answers, key=lambda job: (place[job], -fmean(logprobs(job) or [0.0])))
+        hypotheses = [hypothesis(job, shares[place[job]]) for job in ordered]
         return hypotheses, {a: votes[a] for a in names}, {a: forms[a] for a in names}
-
-
-def last_match(pattern: str) -> Callable[[str], str | None]:
-    """Return a function that finds the last match of a pattern in a text, or the match's first group.
-
-    Raises:
-        ConfigError: ``pattern`` is not a regular expression.
-    """
-    try:
-        compiled = re.compile(pattern)
-    except re.error as error:
-        raise ConfigError(f"answer is not a regular expression: {error}") from None
-
-    def answer(text: str) -> str | None:
-        matches = [*compiled.finditer(text)]
-        if not matches:
-            return None
-        last = matches[-1]
-        return last[1] if compiled.groups and last[1] is not None else last[0]
-
-    return answer
 
 
 def _checked(answer: object) -> Answer | None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-import llamabranch as lb
 from benchmarks import answer_tasks, answers
 from benchmarks.llama_tools import SERVER, ToolError, parse_report
 from benchmarks.llama_tools import program as find_program
@@ -122,7 +121,6 @@ def test_answers_go_on_with_the_plan_of_the_file(cache: Path, tmp_path: Path) ->
             lossless, whole = methods["vote of 8, lossless stop"], methods[answers.VOTE]
             assert lossless["answer"] == whole["answer"]
             assert lossless["tokens"] <= 8 * whole["tokens"]
-        assert all(x["valid"] for name, x in methods.items() if name == "rejection" and x["text"])
     assert len(first["planned"]) == len(answers.PLANNED)
     assert all(0.0 <= x["p"] <= x["p_holm"] <= 1.0 for x in first["planned"])
 
@@ -141,7 +139,9 @@ def test_items_have_a_right_answer_that_is_valid(task: str) -> None:
         if asked.answer:
             assert asked.is_right(right) and asked.is_valid(right) and not asked.is_right("")
             if asked.constraint is not None:
-                lb.search.check_constraint(asked.constraint, [right])
+                beginnings = [right[:n] for n in range(len(right) + 1)]
+                assert all(map(asked.constraint.prefix, beginnings))
+                assert asked.constraint.complete(right)
                 assert not asked.constraint.complete(right[:-1])
         assert asked.answer == answer_tasks.item(task, seed, level).answer
     assert len(prompts) > 30
@@ -180,8 +180,6 @@ def test_contestants_take_turns_in_alternating_order_with_fresh_state() -> None:
     assert seen == ["a0", "b0", "a0", "b0", "b1", "a1", "b0", "a0", "a1", "b1"]
     assert calls == [("a", -1), ("b", -1), ("a", 0), ("b", 0), ("a", 1), ("b", 1)]
     assert timed["a"].rates == [2.0, 2.0]
-    timing.interleave({"c": contestant("c")}, n_runs=2, n_items=1, first_run=3)
-    assert calls[-2:] == [("c", 3), ("c", 4)]  # the numbers of the runs, which determine the seeds
 
 
 def test_a_stopped_run_keeps_the_items_that_all_contestants_finished() -> None:
@@ -209,8 +207,7 @@ def test_ratio_is_the_median_of_ratios_within_a_run_and_the_interval_goes_by_ite
     fast, slow = series((1.0,), (4.0,), (1.0,)), series((2.0,), (8.0,), (3.0,))  # run 2 is slow
     assert fast.ratio(slow) == Spread(2.0, 2.0, 3.0)
     assert fast.rate == Spread(12.0, 3.0, 12.0)
-    assert fast.total == Timing(36, 6.0) and fast.step_s == pytest.approx(1 / 6)
-    assert math.isnan(Series().step_s)
+    assert fast.total == Timing(36, 6.0)
     interval = series((1, 1, 1), (1, 1, 1)).interval(series((2, 2, 2), (3, 3, 3)))
     assert (interval.low, interval.median, interval.high, interval.n) == (2.0, 2.5, 3.0, 6)
 
@@ -233,14 +230,11 @@ def test_interval_of_the_median_covers_it_in_95_of_100(n: int) -> None:
     assert interval.low <= interval.median <= interval.high
 
 
-def test_too_few_pairs_have_no_interval_and_no_verdict() -> None:
+def test_too_few_pairs_have_no_interval() -> None:
     for n in range(6):
         interval = Interval.of([2.0] * n)
         assert math.isnan(interval.low) and math.isnan(interval.high)
-        assert interval.verdict == "inconclusive"
     assert Interval.of([]).as_dict() == {"median": None, "low": None, "high": None, "n": 0}
-    assert Interval.of([2.0] * 6).verdict == "faster"
-    assert Interval.of([0.5] * 6).verdict == "slower"
     assert Interval.of([0.5] * 6 + [math.nan]).n == 6
     assert Spread.of([]).as_dict() == {"median": None, "low": None, "high": None}
     assert Spread.of([math.nan, 2.0]).median == 2.0

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import llamabranch as lb
-from llamabranch import Branch, BranchStore, Context
+from llamabranch import Branch, Context
 from llamabranch.errors import BranchStateError
 
 STORY = "The king's daughter was very"
@@ -120,20 +120,6 @@ def test_rewinding_through_appended_text(ctx: Context) -> None:
     answer(branch, 3)
     assert branch.tokens == expected
     assert (branch.generated, branch.log_likelihood()) == states[0][:2]
-
-
-def test_a_store_appends_to_many_at_once(ctx: Context) -> None:
-    root = Branch.start(ctx, STORY, temperature=0.9, seed=3)
-    children, store = root.fork_many(3), BranchStore(ctx)
-    for _ in range(4):
-        store.step(children)
-    twins = [child.fork() for child in children]
-    tokens = ctx.tokenize(NEXT, add_special=False)
-    store.append(dict.fromkeys(children, tokens))
-    for child, twin in zip(children, twins, strict=True):
-        twin.append(NEXT)
-        assert np.array_equal(child.logits, twin.logits)
-        assert child.generated == twin.generated == child.tokens[root.position : root.position + 4]
 
 
 def test_control_tokens_in_appended_text_are_parsed_unless_told_otherwise(ctx: Context) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import together
 import toys
 from llama_cpp import llama_cpp as C
 
@@ -91,7 +92,7 @@ def test_states_follow_forks_rewinds_and_batches(ctx: Context, layer: int) -> No
     first = root.hidden_states(layer)
     assert root.produce() == expected and ctx.n_seq_free == ctx.n_seq_max - 1
     children = root.fork_many(3)
-    lb.BranchStore(ctx).step(children)
+    together.step(ctx, children)
     for child in children:
         child.step()
         states = child.hidden_states(layer)

@@ -10,7 +10,9 @@ import numpy.typing as npt
 import pytest
 
 import llamabranch as lb
-from llamabranch import Branch, BranchStore, Context, SamplingParams, TokenScore
+from llamabranch import Branch, Context, SamplingParams, TokenScore
+from llamabranch.branch.scorer import Wanted
+from llamabranch.branch.scorer import score as score_all
 from llamabranch.errors import (
     CacheFullError,
 )
@@ -78,13 +80,21 @@ def test_scoring_changes_nothing(ctx: Context) -> None:
     ctx.audit()
 
 
+def scored(
+    ctx: Context, work: dict[Branch, list[list[int]]], top: int = 0
+) -> dict[Branch, list[list[TokenScore]]]:
+    """Score many continuations of many branches together."""
+    with ctx.lock:
+        every = [Wanted(branch.sequence, text) for branch, texts in work.items() for text in texts]
+        scores = iter(score_all(ctx, every, top=top))
+        return {branch: [next(scores) for _ in texts] for branch, texts in work.items()}
+
+
 def test_a_grammar_does_not_matter(ctx: Context) -> None:
     plain = Branch.start(ctx, "The king")
     bound = Branch.start(ctx, "The king", grammar='root ::= "x"')
     tokens = ctx.tokenize(" said", add_special=False)
     assert bound.score(tokens) == plain.score(tokens) == plain.score(" said")
-    scores = BranchStore(ctx).score({bound: [" said"], plain: [tokens]})
-    assert scores[bound] == scores[plain] == [plain.score(tokens)]
 
 
 @pytest.mark.parametrize("n_guests", [0, 5, 6])
@@ -98,7 +108,7 @@ def test_many_continuations_of_many_branches(
     guests = [Branch.create(ctx) for _ in range(n_guests)]
     work = {b: [random_tokens(rng, int(rng.integers(1, 40))) for _ in range(9)] for b in branches}
     n_before = ctx.decoder.n_decodes
-    all_scores = BranchStore(ctx).score(work, top=1)
+    all_scores = scored(ctx, work, top=1)
     if not n_guests:
         assert ctx.decoder.n_decodes - n_before <= 5
     for branch, prompt in zip(branches, prompts, strict=True):
@@ -118,7 +128,7 @@ def test_continuations_that_do_not_fit_together_are_rated_in_turn(
         prompt = random_tokens(rng, 50)
         branch = Branch.start(ctx, prompt)
         work = {branch: [random_tokens(rng, 150) for _ in range(4)]}
-        for tokens, scores in zip(work[branch], BranchStore(ctx).score(work)[branch], strict=True):
+        for tokens, scores in zip(work[branch], scored(ctx, work)[branch], strict=True):
             check(other_ctx, prompt, tokens, scores)
         usage = ctx.usage()
         assert (usage.cells_used, usage.cells_reserved, usage.in_order) == (50, 0, True)
@@ -136,7 +146,7 @@ def test_common_beginnings_are_decoded_once_and_change_no_score(ctx: Context) ->
     first, second = Branch.start(ctx, prompt), Branch.start(ctx, prompt)
     texts = [[*shared, 5, 6], [*shared, 7, 8, 9], shared, shared[:7]]
     n_before = ctx.decoder.n_decodes
-    scores = BranchStore(ctx).score({first: texts, second: texts[:1]})
+    scores = scored(ctx, {first: texts, second: texts[:1]})
     assert ctx.decoder.n_decodes == n_before + 1
     assert scores[first] == [second.score(text) for text in texts]
     assert scores[second] == scores[first][:1]

@@ -48,7 +48,7 @@ def test_the_answer_goes_to_standard_output_and_the_steps_to_standard_error(
     result = run("agent", "-m", model, "--tools", tools, "-t", "1", "two: go")
     assert result.exit_code == 0, result.output
     assert result.stdout == "Both are here.\n"
-    assert "add(a=1, b=2)" in result.stderr and "name()" in result.stderr
+    assert 'add {"a": 1, "b": 2}' in result.stderr and "name {}" in result.stderr
     assert "  3\n" in result.stderr and "  Ida\n" in result.stderr
     piped = run("agent", "-m", model, "--tools", tools, "-t", "1", stdin="one: go\n")
     assert piped.stdout == "It is three.\n"
@@ -84,7 +84,11 @@ def test_what_a_function_prints_is_no_answer(model: Path, tmp_path: Path) -> Non
 def test_on_a_terminal_texts_are_shown_as_they_are_written(model: Path, tools: Path) -> None:
     command = [*COMMAND, "agent", "-m", str(model), "--tools", str(tools), "-t", "1", "two: go"]
     shown, _ = on_terminal(command, 80)
-    assert shown.index("Let me see.") < shown.index("add(a=1, b=2)") < shown.index("Both are here.")
+    assert (
+        shown.index("Let me see.")
+        < shown.index('add {"a": 1, "b": 2}')
+        < shown.index("Both are here.")
+    )
 
 
 @pytest.mark.parametrize(

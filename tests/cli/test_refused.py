@@ -54,7 +54,7 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     (("score", "--file", "missing.txt"), "cannot read missing.txt"),
     (("bench", "--target", "tale-targte"), "did you mean tale-target?"),
     (("bench", "--draft", "suffix+"), "not a chain of drafters"),
-    (("bench", "--longest", "0"), "longest"),
+    (("bench", "--lengths", "0"), "lengths"),
     (("bench", "--runs", "0"), "runs"),
     (("models", "delete"), "models cannot do 'delete'"),
     (("models", "show", "a", "b", "c"), "models show MODEL [DRAFT]"),

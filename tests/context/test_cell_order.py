@@ -13,9 +13,10 @@ from contextlib import nullcontext
 import numpy as np
 import numpy.typing as npt
 import pytest
+import together
 
 import llamabranch as lb
-from llamabranch import Branch, BranchStore, Context
+from llamabranch import Branch, Context
 from llamabranch.context.memory import CellOrder, Memory
 from llamabranch.errors import CacheFullError, SnapshotError
 
@@ -250,7 +251,7 @@ def test_many_prompts_over_several_decodes_keep_the_order(
         low, high = (Branch.start(ctx, random_tokens(rng, 80)) for _ in range(2))
         low.rewind(10)
         new = [Branch.create(ctx) for _ in range(3)]
-        BranchStore(ctx).prefill({branch: random_tokens(rng, 45) for branch in new})
+        together.prefill(ctx, {branch: random_tokens(rng, 45) for branch in new})
         assert sum(compactions) == 1
         assert order_of(ctx).in_order
         check(ctx, [low, high, *new], replay)

@@ -14,11 +14,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import together
 from decodes import Decodes
 from programs import run_code
 
 import llamabranch as lb
-from llamabranch import Branch, BranchStore, Context
+from llamabranch import Branch, Context
 from llamabranch.errors import CacheFullError, DecodeError
 from llamabranch.generation.drafter import Draft
 from llamabranch.generation.verify import Plan
@@ -89,9 +90,9 @@ ACTS: dict[str, Act] = {
     "extend": lambda branch, other: branch.extend([8, 9, 10]),
     "follow": lambda branch, other: branch.sequence.decode_unscored([8, 9]),
     "verify": lambda branch, other: Plan(branch.sequence, Draft([8, 9, 10])).decode(),
-    "store": lambda branch, other: BranchStore(branch.ctx).commit({branch: 8, other: 9}),
-    "store_prefill": lambda branch, other: BranchStore(branch.ctx).prefill(
-        {branch: [8] * 50, other: [9] * 50}
+    "commit together": lambda branch, other: together.commit(branch.ctx, {branch: 8, other: 9}),
+    "prefill together": lambda branch, other: together.prefill(
+        branch.ctx, {branch: [8] * 50, other: [9] * 50}
     ),
     "raw": lambda branch, other: branch.ctx.decode([7, 8], 3, seq_id=0),
 }

@@ -342,7 +342,7 @@ def test_observer_of_a_search_is_interrupted_at_once(ctx: Context) -> None:
     is_late: list[bool] = []
 
     def watch(stats: lb.search.SearchStats) -> None:
-        if stats.steps == 5:
+        if stats.decodes == 5:
             ctrl_c()
             is_late.append(True)
 

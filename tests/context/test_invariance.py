@@ -12,9 +12,10 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 import pytest
+import together
 
 import llamabranch as lb
-from llamabranch import Branch, BranchStore, Context
+from llamabranch import Branch, Context
 from llamabranch.generation.drafter import Draft
 from llamabranch.generation.verify import Plan
 
@@ -78,9 +79,8 @@ def test_branches_next_to_each_other(size: int, shared: Context, alone: Alone) -
     Each token has the logits of the text up to it, however much of a draft is kept."""
     rng = np.random.default_rng(size)
     branches = [Branch.start(shared, random_tokens(rng, 3 + 5 * i)) for i in range(size)]
-    store = BranchStore(shared)
     for _ in range(3):
-        store.commit({b: random_tokens(rng, 1)[0] for b in branches})
+        together.commit(shared, {b: random_tokens(rng, 1)[0] for b in branches})
     for branch in branches[:: max(1, size // 3)]:
         check(branch, alone)
     branch, bystander = branches[0], branches[-1]
@@ -109,7 +109,7 @@ def test_long_contexts(n: int, shared: Context, alone: Alone) -> None:
     root = Branch.start(shared, random_tokens(rng, n))
     children = root.fork_many(5)
     for _ in range(4):
-        BranchStore(shared).commit({c: random_tokens(rng, 1)[0] for c in children})
+        together.commit(shared, {c: random_tokens(rng, 1)[0] for c in children})
     children[0].extend(random_tokens(rng, 12))
     for branch in (root, children[0], children[3]):
         check(branch, alone)

@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import together
 import toys
 from decodes import Decodes
 from rounding import rounding
 
 import llamabranch as lb
-from llamabranch import Branch, BranchStore, Context, SamplingParams
+from llamabranch import Branch, Context, SamplingParams
 from llamabranch.context.memory import Memory, NonUnified, RollingBack, States, Windowed
 from llamabranch.errors import (
     CacheFullError,
@@ -205,7 +206,7 @@ def saved(w: World, folder: Path) -> Iterator[Branch]:
 def scored(w: World, folder: Path) -> Iterator[Branch]:
     branch = Branch.start(w.ctx, TOKENS[:40])
     texts = [TOKENS[40:50], TOKENS[60:63], [5]]
-    scored_texts = BranchStore(w.ctx).score({branch: texts})[branch]
+    scored_texts = [branch.score(tokens) for tokens in texts]
     for tokens, scores in zip(texts, scored_texts, strict=True):
         with branch.fork() as fork:
             fork.extend(tokens)
@@ -227,10 +228,9 @@ def refused_for_room(w: World, folder: Path) -> Iterator[Branch]:
     ctx = w.ctx
     branch, rival = (Branch.start(ctx, TOKENS[i:] + TOKENS[:i]) for i in (0, 50))
     if not ctx.capabilities.recurrent or w.name == "hybrid":
-        store = BranchStore(ctx)
         for more in ({}, {Branch.create(ctx): [6] * 20}):
             with pytest.raises(CacheFullError):
-                store.prefill({branch: [5] * 500, **more})
+                together.prefill(ctx, {branch: [5] * 500, **more})
             assert (branch.position, rival.position) == (100, 100)
             yield branch
             yield rival

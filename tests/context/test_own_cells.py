@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import together
 import toys
 
 import llamabranch as lb
-from llamabranch import Branch, BranchStore, Context, Engine, Request, SamplingParams
+from llamabranch import Branch, Context, Engine, Request, SamplingParams
 from llamabranch.errors import CacheFullError
 
 WARM = SamplingParams(temperature=0.8, seed=42)
@@ -65,9 +66,8 @@ def test_forks_copy_and_generate_the_same_to_the_bit(own: Context, ctx: Context)
         forks = root.fork_many(3)
         for i, fork in enumerate(forks):
             fork.reseed(i)
-        store = BranchStore(context)
         for i in range(30):  # the order within a decode does not matter
-            store.step(forks if i % 3 else forks[::-1])
+            together.step(context, forks if i % 3 else forks[::-1])
         forks[0].rewind(20)
         late = [t.token for t in forks[0].generate(12)]
         outcomes.append(([fork.tokens for fork in forks], late, [fork.logits for fork in forks]))

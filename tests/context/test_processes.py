@@ -83,7 +83,6 @@ def test_everything_inherited_through_fork_raises_and_the_parent_goes_on(n_threa
         speculator = lb.Speculator(ctx, drafter)
         engine = lb.Engine(ctx, drafter)
         session = lb.InferenceSession(ctx, "The king")
-        store = lb.BranchStore(ctx)
         sampler = lb.SamplingParams(temperature=1.0, repeat_penalty=1.2)
         penal = lb.Branch.start(ctx, "The", sampling=sampler)
         stream = penal.generate(10)
@@ -104,7 +103,6 @@ def test_everything_inherited_through_fork_raises_and_the_parent_goes_on(n_threa
                 lambda: model.tokenize("a b c"), lambda: model.detokenize([5, 6]),
                 lambda: lb.Context(model, n_ctx=256), lambda: model.chat_template,
                 lambda: speculator.generate("a").finish(), lambda: session.next_token(drafter),
-                lambda: store.step([branch]),
                 lambda: penal.resample(lb.SamplingParams(top_k=3)),
             )
             assert isinstance(engine.generate(["a"])[0].error, ClosedError)

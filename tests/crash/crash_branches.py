@@ -1,4 +1,4 @@
-"""Misuse of branches, of stores with many branches, and of closed objects."""
+"""Misuse of branches and of closed objects."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from crash_harness import ABC, World, case, must_raise, refuses
 
-from llamabranch import Branch, BranchStore, Context, Grammar, Model, SamplingParams, search
+from llamabranch import Branch, Context, Grammar, Model, SamplingParams
 from llamabranch.errors import (
     BranchStateError,
     CacheFullError,
@@ -157,52 +157,9 @@ def no_constraint(w: World) -> None:
         for call in (
             lambda wrong=wrong: w.root.generate(4, constraint=wrong),
             lambda wrong=wrong: w.ctx.complete("The", max_tokens=4, constraint=wrong),
-            lambda wrong=wrong: search.smc(w.root, 2, 4, constraint=wrong),
         ):
             assert not must_raise(ConfigError, call).endswith("None")  # it has a hint
     assert w.ctx.decoder.n_decodes == n_decodes
-
-
-# -- many branches ---------------------------------------------------------------------------------
-
-refuses(
-    "store",
-    TokenizeError,
-    **{
-        f"commit_{t}": lambda w, t=t: BranchStore(w.ctx).commit({w.root: 60, w.root.fork(): t})
-        for t in BAD_TOKENS
-    },
-    **{
-        f"prefill_{t}": lambda w, t=t: BranchStore(w.ctx).prefill({_empty(w): [1], w.root: [t]})
-        for t in BAD_TOKENS
-    },
-)
-refuses(
-    "store",
-    ConfigError,
-    step_of_another=lambda w: BranchStore(w.ctx).step([w.root, _foreign(w)]),
-    step_of_one_twice=("duplicate", lambda w: BranchStore(w.ctx).step([w.root, w.root])),
-    commit_of_another=lambda w: BranchStore(w.ctx).commit({w.root: 60, _foreign(w): 60}),
-    score_of_another=("another context", lambda w: BranchStore(w.ctx).score({_foreign(w): [[60]]})),
-    retain_another=lambda w: BranchStore(w.ctx).retain_only(_foreign(w)),
-    prefill_nothing=("no tokens", lambda w: BranchStore(w.ctx).prefill({_empty(w): []})),
-    score_nothing=("no tokens", lambda w: BranchStore(w.ctx).score({w.root: [[60], []]})),
-    tree_of_scores=("columns", lambda w: BranchStore(w.ctx).tree(["score"])),
-    tree_of_text=("columns", lambda w: BranchStore(w.ctx).tree("seed")),
-)
-refuses(
-    "store",
-    BranchStateError,
-    step_of_pruned=lambda w: BranchStore(w.ctx).step([w.root, _pruned(w)]),
-    step_of_empty=lambda w: BranchStore(w.ctx).step([w.root, _empty(w)]),
-    commit_of_pruned=lambda w: BranchStore(w.ctx).commit({w.root: 60, _pruned(w): 60}),
-    commit_of_empty=lambda w: BranchStore(w.ctx).commit({w.root: 60, _empty(w): 60}),
-    retain_pruned=lambda w: BranchStore(w.ctx).retain_only(_pruned(w)),
-    prefill_after_generating=(
-        "before anything is generated",
-        lambda w: BranchStore(w.ctx).prefill({_empty(w): [60], _spoken(w): [60]}),
-    ),
-)
 
 
 # -- lifetimes -------------------------------------------------------------------------------------

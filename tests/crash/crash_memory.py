@@ -9,12 +9,12 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import together
 import toys
 from crash_harness import World, case, must_raise, refuses
 
 from llamabranch import (
     Branch,
-    BranchStore,
     Context,
     Engine,
     Model,
@@ -220,9 +220,8 @@ def _few_rows(w: World, n_seq_max: int, n_outputs_max: int) -> None:
             for result in engine.generate([Request("ab", max_tokens=12, n=6)]):
                 assert result.error is None
             branches = [Branch.create(ctx) for _ in range(n_seq_max)]
-            store = BranchStore(ctx)
-            store.prefill({branch: [60 + i] * 20 for i, branch in enumerate(branches)})
-            store.step(branches)
+            together.prefill(ctx, {branch: [60 + i] * 20 for i, branch in enumerate(branches)})
+            together.step(ctx, branches)
             branches[0].extend([60] * 20)
             ctx.audit()
 

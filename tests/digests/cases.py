@@ -14,10 +14,11 @@ from itertools import product
 from typing import Any
 
 import numpy as np
+import together
 
 import llamabranch as lb
 
-from .library import FREE, Prompt, Said, Settings, World, continue_branch, continue_store
+from .library import FREE, Prompt, Said, Settings, World, continue_branch, continue_together
 
 __all__ = ["CASES", "SAMPLING", "Outcome", "changed_texts"]
 
@@ -246,22 +247,22 @@ def committed(world: World, settings: Settings) -> Outcome:
 
 
 def stored(world: World, settings: Settings, model: str = "target", **options: object) -> Outcome:
-    """Many branches in one decode: prompts, steps, commits, and one branch that is retained."""
+    """Many branches in one decode: prompts, steps, commits, and one branch that stays."""
     ctx = world.context(model, **options)
-    store = lb.BranchStore(ctx)
     branches = [
         lb.Branch.create(ctx, world.params({**settings, "seed": seed})) for seed in (1, 2, 3)
     ]
     prompts = (TALE, ECHO, TALK)
-    store.prefill({b: ctx.tokenize(p) for b, p in zip(branches, prompts, strict=True)})
-    texts = continue_store(store, branches, 25)
-    store.commit({branch: 20 + i for i, branch in enumerate(branches)})
+    together.prefill(ctx, {b: ctx.tokenize(p) for b, p in zip(branches, prompts, strict=True)})
+    texts = continue_together(ctx, branches, 25)
+    together.commit(ctx, {branch: 20 + i for i, branch in enumerate(branches)})
     branches.append(branches[0].fork())
     branches[-1].reseed(world.seed(9))
-    texts += continue_store(store, branches, 15)
+    texts += continue_together(ctx, branches, 15)
     numbers = {f"perplexity {i}": b.perplexity("prompt") for i, b in enumerate(branches)}
-    store.retain_only(branches[1])
-    texts += continue_store(store, branches[1:2], 10)
+    for branch in (branches[0], *branches[2:]):
+        branch.prune_subtree()
+    texts += continue_together(ctx, branches[1:2], 10)
     return Outcome(texts, numbers)
 
 

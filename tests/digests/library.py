@@ -17,6 +17,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # where it is run as a program
 
+import together
 import toys
 from drafts import Eager, Newest
 
@@ -32,7 +33,7 @@ __all__ = [
     "Settings",
     "World",
     "continue_branch",
-    "continue_store",
+    "continue_together",
 ]
 
 DATA = Path(lb.__file__).parent / "data"
@@ -106,11 +107,11 @@ def continue_branch(branch: lb.Branch, n: int, stop: Sequence[str] = ()) -> Said
     return said
 
 
-def continue_store(store: lb.BranchStore, branches: Sequence[lb.Branch], n: int) -> list[Said]:
+def continue_together(ctx: lb.Context, branches: Sequence[lb.Branch], n: int) -> list[Said]:
     """Let branches generate up to ``n`` more tokens together; branches that end stay."""
     texts = {branch: Said() for branch in branches}
     for _ in range(n):
-        for branch, produced in store.step([b for b in branches if not b.is_stop]).items():
+        for branch, produced in together.step(ctx, [b for b in branches if not b.is_stop]).items():
             texts[branch].hear(produced)
     return list(texts.values())
 

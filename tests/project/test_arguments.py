@@ -145,15 +145,13 @@ def test_numpy_integers_are_token_ids(kind: Any, toy: lb.Model) -> None:
     arrays: list[Any] = [np.array(plain, dtype=kind), listed, tuple(listed), range(5, 12, 2)]
     with lb.Context(toy, n_ctx=256, n_threads=1) as ctx:
         expected = lb.Branch.start(ctx, plain, temperature=0.0)
-        store = lb.BranchStore(ctx)
         for tokens in arrays:
             branch, empty = lb.Branch.start(ctx, tokens, temperature=0.0), lb.Branch.create(ctx)
             plain_fork, other, third = expected.fork(), branch.fork(), branch.fork()
-            store.prefill({empty: tokens})
+            empty.prefill(tokens)
             plain_fork.extend(plain)
             other.extend(tokens)
-            store.commit({third: tokens[0]})
-            for token in tokens[1:]:
+            for token in tokens:
                 third.commit(token)
             likes = (expected, expected, plain_fork, plain_fork)
             for branch_copy, like in zip((branch, empty, other, third), likes, strict=True):
@@ -190,11 +188,11 @@ NO_TOKENS: list[Any] = [
 def test_what_is_no_token_is_refused(ctx: lb.Context) -> None:
     branch = lb.Branch.start(ctx, STORY, temperature=0.0)
     before = branch.tokens, ctx.usage()
-    decoder, store = lb.model.TextDecoder(ctx.model), lb.BranchStore(ctx)
+    decoder = lb.model.TextDecoder(ctx.model)
     sampler = lb.sampling.Sampler(ctx.model, branch.sampling)
     calls: list[Callable[[Any], object]] = [
         branch.extend, branch.prefill, ctx.detokenize, ctx.model.detokenize,
-        lambda t: ctx.decode(t, 0), lambda t: store.prefill({branch: t}),
+        lambda t: ctx.decode(t, 0),
     ]  # fmt: skip
     for tokens in NO_TOKENS:
         for call in calls:
@@ -206,7 +204,7 @@ def test_what_is_no_token_is_refused(ctx: lb.Context) -> None:
                 ctx.model.check_tokens(tokens)
     calls = [
         branch.commit, branch.surprisal, decoder.feed, sampler.accept, sampler.allows,
-        ctx.model_surprisal, lambda t: store.commit({branch: t}),
+        ctx.model_surprisal,
     ]  # fmt: skip
     for token, call in product(NO_TOKEN, calls):
         with pytest.raises(TokenizeError, match="vocabulary"):
@@ -369,8 +367,6 @@ KINDS: dict[str, Call] = {
     "base": lambda ctx, b, x: b.entropy(x),
     "context": lambda ctx, b, x: lb.Branch.restore(x, b.snapshot()),
     "snapshot": lambda ctx, b, x: lb.Branch.restore(ctx, x),
-    "branches": lambda ctx, b, x: lb.BranchStore(ctx).step(x),
-    "tokens of branches": lambda ctx, b, x: lb.BranchStore(ctx).commit(x),
     "probabilities": lambda ctx, b, x: lb.Distribution.from_probs(x),
     "logits": lambda ctx, b, x: lb.Distribution.from_logits(x),
     "entropy of logits": lambda ctx, b, x: ctx.model_entropy(logits=x),

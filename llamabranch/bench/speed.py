@@ -1,0 +1,124 @@
+"""How fast a context reads and generates after prompts of several lengths."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from ..branch import Branch
+from ..context import Context
+from ..sampling import SamplingParams
+from ..speculative import Drafter, Speculator
+from .timing import Spread, Stopped
+
+_WARM_UP = (
+    4  # tokens before a measurement: the first step has another shape, drafters read the prompt
+)
+
+
+@dataclass
+class Speeds:
+    """Tokens a second of one setting. Each list has one value for each run.
+
+    ``read`` is the prompt, up to the first token after it; ``plain`` and ``drafted`` are generation
+    without and with drafts. The keys are the lengths of the prompt in tokens.
+    """
+
+    read: dict[int, list[float]] = field(default_factory=dict)
+    plain: dict[int, list[float]] = field(default_factory=dict)
+    drafted: dict[int, list[float]] = field(default_factory=dict)
+
+    @property
+    def drafts_pay(self) -> bool:
+        """True if generation with drafts is faster, over all lengths."""
+        return bool(self.drafted) and _mean(self.drafted, self.plain).median > 1
+
+    def over(self, other: Speeds) -> Spread:
+        """Return the speed over that of another setting, run by run.
+
+        It is the geometric mean over the lengths, of reading and generating, with drafts if they pay.
+        """
+        written = self.drafted if self.drafts_pay else self.plain
+        theirs = other.drafted if other.drafts_pay else other.plain
+        parts = (*_ratios(self.read, other.read), *_ratios(written, theirs))
+        return Spread.of([statistics.geometric_mean(run) for run in zip(*parts, strict=True)])
+
+
+def _ratios(own: dict[int, list[float]], other: dict[int, list[float]]) -> Iterator[list[float]]:
+    for length in own:
+        yield [a / b for a, b in zip(own[length], other[length], strict=False)]
+
+
+def _mean(own: dict[int, list[float]], other: dict[int, list[float]]) -> Spread:
+    runs = zip(*_ratios(own, other), strict=True)
+    return Spread.of([statistics.geometric_mean(run) for run in runs])
+
+
+def fastest(speeds: dict[str, Speeds]) -> str:
+    """Return the name of the setting that is the fastest by `Speeds.over`; "" without measurements.
+
+    All are compared with the first one.
+    """
+    measured = {name: each for name, each in speeds.items() if each.read}
+    base = next(iter(measured.values()), None)
+    if base is None:
+        return ""
+    return max(measured, key=lambda name: measured[name].over(base).median)
+
+
+def measure(
+    ctx: Context,
+    drafter: Drafter | None,
+    tokens: Sequence[int],
+    lengths: Sequence[int],
+    n_tokens: int,
+    sampling: SamplingParams,
+    speeds: Speeds,
+    stop: Callable[[], bool] = lambda: False,
+) -> None:
+    """Read ``tokens`` up to each of ``lengths``, generate there, and add a run to ``speeds``.
+
+    Args:
+        drafter: drafts in a second generation of the same length; None = there is none.
+        lengths: in increasing order, at most as many as there are ``tokens``.
+        n_tokens: how many tokens are generated and timed each time.
+        stop: called between tokens; if it returns True, nothing is added.
+
+    Raises:
+        CapacityError: the longest prompt and what is generated do not fit into the context.
+        Stopped: ``stop`` returned True.
+    """
+    read, plain, drafted = (dict[int, float]() for _ in range(3))
+    speculators = [(plain, Speculator(ctx))]
+    if drafter is not None:
+        speculators.append((drafted, Speculator(ctx, drafter)))
+    with Branch.start(ctx, tokens[:1], sampling=sampling) as text:
+        at, seconds = 1, 0.0
+        for length in lengths:
+            start = perf_counter()
+            text.append(tokens[at:length])
+            text.step()
+            seconds += perf_counter() - start
+            at, read[length] = length, length / seconds
+            for rates, speculator in speculators:
+                _generate(speculator, text, _WARM_UP, stop)
+                with text.fork() as fork:
+                    rates[length] = _generate(speculator, fork, n_tokens, stop)
+    for own, rates in ((speeds.read, read), (speeds.plain, plain), (speeds.drafted, drafted)):
+        for length, rate in rates.items():
+            own.setdefault(length, []).append(rate)
+
+
+def _generate(
+    speculator: Speculator, text: Branch, n_tokens: int, stop: Callable[[], bool]
+) -> float:
+    """Continue ``text``; return tokens a second."""
+    with closing(speculator.generate(text, max_tokens=n_tokens)) as generation:
+        for _ in generation:
+            if stop():
+                raise Stopped
+        return generation.tokens_per_s if generation.tokens else math.nan

@@ -1,22 +1,17 @@
 """Twenty tasks of two steps for agents: each needs two functions, the second with the first one's result.
 
-The tasks, the functions and the checks stay the same. Every log shows ``DIGEST``, a hash of the tasks, so
-that one sees which logs can be compared. A task is done if the answer contains what the question asks for
-and both functions were called.
+A task is done if the answer contains what the question asks for and both functions were called.
 
-    python -m benchmarks.agent_tasks --model a.gguf [--log FILE]
+    python -m benchmarks.agent_tasks --model a.gguf
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import hashlib
-import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import llamabranch as lb
@@ -179,9 +174,6 @@ TASKS = (
     Task("From which platform does the next train to Basel leave?", (train_to, platform_of), r"\b14\b"),
     Task("From which platform does the next train to Trieste leave?", (train_to, platform_of), r"\b2\b"),
 )  # fmt: skip
-DIGEST = hashlib.sha256(
-    json.dumps([[t.question, [f.__name__ for f in t.tools], t.answer] for t in TASKS]).encode()
-).hexdigest()[:12]
 
 
 def is_done(task: Task, report: lb.agents.Report) -> bool:
@@ -191,14 +183,7 @@ def is_done(task: Task, report: lb.agents.Report) -> bool:
     return called >= asked and re.search(task.answer, report.text, re.IGNORECASE) is not None
 
 
-def transcript(ctx: lb.Context, report: lb.agents.Report) -> str:
-    """Return the whole text that the agent read and wrote."""
-    return ctx.detokenize(report.tokens, special=True)
-
-
-async def run_all(
-    ctx: lb.Context, tasks: Sequence[Task], parallel: int, log: Path | None
-) -> list[lb.agents.Report]:
+async def run_all(ctx: lb.Context, tasks: Sequence[Task], parallel: int) -> list[lb.agents.Report]:
     """Run the tasks, ``parallel`` at a time, and print a line when each ends."""
     free = asyncio.Semaphore(parallel)
 
@@ -215,9 +200,6 @@ async def run_all(
             f"{' '.join(calls)} | {' '.join(report.text.split())[:100]}",
             flush=True,
         )
-        if log is not None:
-            with log.open("a", encoding="utf-8") as file:
-                file.write(f"## {number}\n{transcript(ctx, report)}\n\n")
         return report
 
     async with lb.AsyncEngine(ctx) as engine:
@@ -234,12 +216,11 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m:Q8_0")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--parallel", type=int, default=4, help="tasks at a time")
-    parser.add_argument("--log", type=Path, help="a file for the transcripts")
     args = parser.parse_args()
     with lb.load(args.model, n_ctx=8192, n_threads=args.threads) as ctx:
-        print(f"{ctx.model.name}, tasks {DIGEST}, temperature 0, {args.parallel} at a time")
+        print(f"{ctx.model.name}, temperature 0, {args.parallel} at a time")
         begun = time.perf_counter()
-        reports = asyncio.run(run_all(ctx, TASKS, args.parallel, args.log))
+        reports = asyncio.run(run_all(ctx, TASKS, args.parallel))
         seconds = time.perf_counter() - begun
         done = [is_done(task, report) for task, report in zip(TASKS, reports, strict=True)]
         n_tokens = sum(report.stats.generated for report in reports)

@@ -1,4 +1,4 @@
-"""Five tasks for small models. ``item(task, seed, level)`` makes their problems.
+"""Four tasks for small models. ``item(task, seed, level)`` makes their problems.
 
 An item is a prompt with examples, and functions that read the answer from a text. ``is_valid`` and
 ``constraint`` depend on the prompt, but never on the right answer. The answer that ``read`` returns is
@@ -43,40 +43,6 @@ def _total(text: str) -> int:
 
 
 @dataclass(frozen=True)
-class Words:
-    """The constraint of a list of words: their number, their first letters, a letter that no word has."""
-
-    n: int
-    initials: str = ""  # one for each word, or one for all
-    without: str = ""
-
-    def prefix(self, text: str) -> bool:
-        """Return whether the finished words are right and the last one can still become right."""
-        return self._allows(text, is_end=False)
-
-    def complete(self, text: str) -> bool:
-        """Return whether the text is a complete, right list."""
-        return self._allows(text, is_end=True)
-
-    def _allows(self, text: str, *, is_end: bool) -> bool:
-        if not re.fullmatch(r"( [a-z]+)* ?", text) or (is_end and not text.strip()):
-            return False
-        words = text.split()
-        finished = words if is_end or text.endswith(" ") else words[:-1]
-        n_open = len(words) - len(finished)
-        is_right = all(self._fits(word, i) for i, word in enumerate(words))
-        is_new = len(set(finished)) == len(finished)
-        if is_end:
-            return is_right and is_new and len(words) == self.n
-        return is_right and is_new and len(finished) + max(n_open, text.endswith(" ")) <= self.n
-
-    def _fits(self, word: str, i: int) -> bool:
-        initials = self.initials * self.n if len(self.initials) == 1 else self.initials
-        begins = not initials or (i < len(initials) and word[0] == initials[i])
-        return begins and not (self.without and self.without in word)
-
-
-@dataclass(frozen=True)
 class Copied:
     """The constraint of an answer that is copied from a text in whole words."""
 
@@ -99,7 +65,7 @@ class Item:
 
     Attributes:
         prompt: the examples and the question.
-        answer: the right answer; "" = every valid text is right.
+        answer: the right answer.
         read: returns the answer in a text, None if the text has no answer.
         constraint: says which texts are valid.
         max_tokens: the most tokens of a text; "\\n" ends it, too.
@@ -109,7 +75,7 @@ class Item:
     prompt: str
     answer: str
     read: Callable[[str], str | None]
-    constraint: Order | Words | Copied | None = None
+    constraint: Order | Copied | None = None
     max_tokens: int = 16
     schema: Mapping[str, object] | None = None
 
@@ -121,7 +87,7 @@ class Item:
 
     def is_right(self, text: str) -> bool:
         """Return whether a text has the right answer."""
-        return self.judge(self.read(text)) if self.answer else self.is_valid(text)
+        return self.judge(self.read(text))
 
     def judge(self, answer: object) -> bool:
         """Return whether an answer is the right one."""
@@ -234,40 +200,6 @@ def _after_equals(text: str) -> str | None:
     return match[1] if match else None
 
 
-# -- rules of letters ----------------------------------------------------------------------------------
-
-_NUMERALS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight")
-_WORDS = {
-    "begin": ("t: table tree tiger top", "d: dog door day dark", "f: fish forest fire flag"),
-    "without": ("o: cat ship tree black", "u: dog apple mice green", "r: moon house pen small"),
-    "spell": ("d, a, y, s: dog apple yellow sun", "t, o, p, m: tree open pen moon",
-              "f, i, n, e: fish ice nut egg"),
-}  # fmt: skip
-_RULES = {"begin": "begin with", "without": "do not have the letter", "spell": "begin with"}
-
-
-def _letters(rng: random.Random, n: int) -> Item:
-    kind = rng.choice(tuple(_WORDS))
-    if kind == "begin":
-        letters = rng.choice("abcdghlmprsw")
-        words = Words(n, initials=letters)
-    elif kind == "without":
-        letters = rng.choice("aeist")
-        words = Words(n, without=letters)
-    else:
-        letters = ", ".join(rng.choice("abcdefghlmoprstw") for _ in range(n))
-        words = Words(n, initials=letters.replace(", ", ""))
-    noun = "word" if n == 1 else "words"
-    rule = f"{_NUMERALS[n].capitalize()} {noun} that {_RULES[kind]}"
-    shots = ""
-    for shot in _WORDS[kind]:
-        asked, example_words = shot.split(": ")
-        asked = asked if kind != "spell" else ", ".join(asked.split(", ")[:n])
-        shots += f"{rule} {asked}: {' '.join(example_words.split()[:n])}\n"
-    prompt = f"{shots}{rule} {letters}:"
-    return Item(prompt, "", _first_line, words, max_tokens=8 * n)
-
-
 # -- orders in JSON ------------------------------------------------------------------------------------
 
 _ORDER_SCHEMA: Mapping[str, object] = {
@@ -371,12 +303,11 @@ def _one_record(rng: random.Random, n: int) -> tuple[str, str, str]:
 
 
 TASKS: Mapping[str, Callable[[random.Random, int], Item]] = {
-    "problems": _problem, "dates": _dated, "letters": _letters, "orders": _order,
-    "records": _record,
+    "problems": _problem, "dates": _dated, "orders": _order, "records": _record,
 }  # fmt: skip
 LEVELS: Mapping[str, Sequence[int]] = {  # the easiest first
-    "problems": (5, 9, 15, 25, 50), "dates": (1, 2, 4, 7), "letters": (1, 2, 3, 4),
-    "orders": (2, 3, 5, 9, 10), "records": (1, 2, 3),
+    "problems": (5, 9, 15, 25, 50), "dates": (1, 2, 4, 7), "orders": (2, 3, 5, 9, 10),
+    "records": (1, 2, 3),
 }  # fmt: skip
 
 

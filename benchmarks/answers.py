@@ -2,11 +2,9 @@
 
     python -m benchmarks.answers --target smollm2-135m:Q8_0 --threads 1 --out FILE [--minutes 60]
 
-The five tasks are in `answer_tasks`. First a pilot makes a plan, with items that are not used later:
-
-- the level of each task: one sample should be right in 30 to 60 % of the items;
-- the number of texts of each method: together they should decode as many tokens as the reference. The
-  reference is a vote of eight. In tasks with a rule it is eight samples, filtered by the rule.
+The four tasks are in `answer_tasks`. First a pilot makes a plan, with items that are not used later: the
+level of each task (one sample should be right in 30 to 60 % of the items), and the number of particles
+of power sampling, which should decode as many tokens as a vote of eight.
 
 The plan is the first thing in FILE and does not change. Then all methods answer the same items with the
 same seeds, in turn. If the time was too short, a later call continues with the plan in FILE. Files of
@@ -40,11 +38,11 @@ from .answer_tasks import LEVELS, TASKS, Item, item
 from .paired import holm, interval, mcnemar
 from .report import Settings, emit, number, parser, table, title
 
-ANSWERS, RULES = ("problems", "dates", "records"), ("letters", "orders")
-N, MOST = 8, 32  # texts of the reference, and the most of any method
+ANSWERS = ("problems", "dates", "records")  # without a rule that the answer must follow
+N, MOST = 8, 32  # texts of the vote, and the most of power sampling
 PILOT_SEED = 1_000_000
 GOAL = (0.30, 0.60)
-COLD, COOL, WARM = (lb.SamplingParams(temperature=t) for t in (0.0, 0.25, 0.7))
+COLD, WARM = (lb.SamplingParams(temperature=t) for t in (0.0, 0.7))
 WHOLE = lb.SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 
 
@@ -99,19 +97,13 @@ def _greedy(root: lb.Branch, task: Item, seed: int, n: int) -> Outcome:
     )
 
 
-def _vote(sampling: lb.SamplingParams, **options: Any) -> Run:
-    def run(root: lb.Branch, task: Item, seed: int, n: int) -> Outcome:
-        with _as(root, sampling, seed) as branch:
-            result = search.vote(branch, task.read, n, task.max_tokens, stop=_stop(task), **options)
-        also = {}
-        if sampling is WARM and not options and n == N:  # the reference
-            best = max(result.hypotheses, key=_mean)
-            also = {"best_of_n": _of(task, best), "one sample": _one(task, result.hypotheses)}
-        return Outcome(
-            result.text, result.answer, _mean(result.best), result.stats.tokens_decoded, also
-        )
-
-    return run
+def _vote(root: lb.Branch, task: Item, seed: int, n: int) -> Outcome:
+    with _as(root, WARM, seed) as branch:
+        result = search.vote(branch, task.read, n, task.max_tokens, stop=_stop(task))
+    best = max(result.hypotheses, key=_mean)
+    also = {"best_of_n": _of(task, best), "one sample": _one(task, result.hypotheses)}
+    mean, tokens = _mean(result.best), result.stats.tokens_decoded
+    return Outcome(result.text, result.answer, mean, tokens, also)
 
 
 def _one(task: Item, texts: Sequence[search.Hypothesis]) -> JSON:
@@ -140,34 +132,11 @@ def _powered(root: lb.Branch, task: Item, seed: int, n: int) -> Outcome:
     return Outcome(text, best, mean, root.ctx.decoder.n_decodes - before)
 
 
-def _filtered(root: lb.Branch, task: Item, seed: int, n: int) -> Outcome:
-    """Return the most probable of the samples that follow the rule, or of all if none does."""
-    with _as(root, WARM, seed) as branch:
-        result = search.best_of_n(branch, n, task.max_tokens, stop=_stop(task))
-    texts = result.hypotheses
-    best = next((text for text in texts if task.is_valid(text.text)), texts[0])
-    also = {"one sample": _one(task, texts)}
-    return Outcome(best.text, task.read(best.text), _mean(best), result.stats.tokens_decoded, also)
-
-
-def _drawn(sampling: lb.SamplingParams) -> Run:
-    """Sample texts under the constraint and take the most probable one that follows it."""
-
-    def run(root: lb.Branch, task: Item, seed: int, n: int) -> Outcome:
-        texts, tokens = [], 0
-        for i in range(n):
-            with _as(root, sampling, seed + i) as branch:
-                generation = branch.generate(
-                    task.max_tokens, _stop(task), constraint=task.constraint
-                )
-                generation.finish()
-                tokens += generation.stats.target_forward_passes
-                mean = branch.log_likelihood() / max(1, len(generation.tokens))
-                texts.append((task.is_valid(generation.text), mean, generation.text))
-        _, mean, text = max(texts)
-        return Outcome(text, task.read(text), mean, tokens)
-
-    return run
+def _constrained(root: lb.Branch, task: Item, seed: int, n: int) -> Outcome:
+    with _as(root, COLD, seed) as branch:
+        text = branch.generate(task.max_tokens, _stop(task), constraint=task.constraint).finish()
+        mean = branch.log_likelihood() / max(1, len(text.tokens))
+    return Outcome(text.text, task.read(text.text), mean, text.stats.target_forward_passes)
 
 
 @dataclass(frozen=True)
@@ -179,31 +148,19 @@ class Method:
     n: int = 0
 
 
-VOTE, FILTER, GREEDY = "vote of 8", "8 samples, filtered", "greedy"
+VOTE, GREEDY, POWER, RULE = "vote of 8", "greedy", "power 4", "greedy, constraint"
 METHODS: Mapping[str, Method] = {
     GREEDY: Method(_greedy, tuple(TASKS), 1),
-    VOTE: Method(_vote(WARM), ANSWERS, N),
-    "vote of 8, lossless stop": Method(_vote(WARM, confidence=1.0), ANSWERS, N),
-    "vote, T = 0.25": Method(_vote(COOL), ANSWERS),
-    "power 4": Method(_powered, ANSWERS),
-    "greedy, constraint": Method(_drawn(COLD), ("records", *RULES), 1),
-    FILTER: Method(_filtered, RULES, N),
-    "1 sample, constraint": Method(_drawn(WARM), RULES, 1),
-    "samples, constraint": Method(_drawn(WARM), RULES),
+    VOTE: Method(_vote, ANSWERS, N),
+    POWER: Method(_powered, ANSWERS),
+    RULE: Method(_constrained, ("records", "orders"), 1),
 }
 PLANNED: Sequence[tuple[str, str, Sequence[str]]] = (
     (VOTE, GREEDY, ANSWERS),
-    ("vote, T = 0.25", VOTE, ANSWERS),
-    ("power 4", VOTE, ANSWERS),
+    (POWER, VOTE, ANSWERS),
     ("best_of_n", VOTE, ANSWERS),
-    ("greedy, constraint", GREEDY, ("records", "orders")),
-    ("samples, constraint", FILTER, ("orders",)),
+    (RULE, GREEDY, ("records", "orders")),
 )
-
-
-def reference(task: str) -> str:
-    """Return the method whose number of tokens is the compute that all methods of a task get."""
-    return VOTE if task in ANSWERS else FILTER
 
 
 def main() -> None:
@@ -280,8 +237,8 @@ def _calibrated(ctx: lb.Context, task: str, levels: Sequence[int], n: int) -> JS
         if tried[level]["share"] <= GOAL[1]:
             break
     level = min(tried, key=lambda tried_level: abs(tried[tried_level]["share"] - sum(GOAL) / 2))
-    counts = _matched(ctx, task, level, max(1, n // 4))
-    return {"level": level, "pilot": tried, "n": counts}
+    n_power = _matched(ctx, task, level, max(1, n // 4)) if task in ANSWERS else 0
+    return {"level": level, "pilot": tried, "n": {POWER: n_power}}
 
 
 def _piloted(ctx: lb.Context, task: str, level: int, n: int) -> JSON:
@@ -298,19 +255,15 @@ def _piloted(ctx: lb.Context, task: str, level: int, n: int) -> JSON:
     return {"share": share, "items": n}
 
 
-def _matched(ctx: lb.Context, task: str, level: int, n_items: int) -> dict[str, int]:
-    """Return for each method the number of texts that decodes as many tokens as the reference."""
-    free = [name for name, method in METHODS.items() if task in method.tasks and not method.n]
-    counts = {name: METHODS[name].n or N for name in (*free, reference(task))}
-    goal = _mean_tokens(ctx, task, level, n_items, reference(task), N)
-    for name in free:
-        seen: dict[int, float] = {}
-        while counts[name] not in seen and len(seen) < 3:
-            n = counts[name]
-            seen[n] = _mean_tokens(ctx, task, level, n_items, name, n)
-            counts[name] = max(1, min(MOST, round(n * goal / max(1.0, seen[n]))))
-        counts[name] = min(seen, key=lambda tried: abs(seen[tried] - goal))
-    return counts
+def _matched(ctx: lb.Context, task: str, level: int, n_items: int) -> int:
+    """Return the number of particles with which power sampling decodes as many tokens as the vote."""
+    goal = _mean_tokens(ctx, task, level, n_items, VOTE, N)
+    tokens: dict[int, float] = {}
+    n = N
+    while n not in tokens and len(tokens) < 3:
+        tokens[n] = _mean_tokens(ctx, task, level, n_items, POWER, n)
+        n = max(1, min(MOST, round(n * goal / max(1.0, tokens[n]))))
+    return min(tokens, key=lambda tried: abs(tokens[tried] - goal))
 
 
 def _mean_tokens(ctx: lb.Context, task: str, level: int, n_items: int, name: str, n: int) -> float:
@@ -341,7 +294,7 @@ def _answered(ctx: lb.Context, task: str, i: int, plan: JSON) -> JSON:
             start, cpu = perf_counter(), process_time()
             outcome = method.run(root, asked, 1000 * i + 1, method.n or plan["n"][name])
             used = {"cpu_s": process_time() - cpu, "s": perf_counter() - start}
-            right = asked.judge(outcome.answer) if asked.answer else asked.is_valid(outcome.text)
+            right = asked.judge(outcome.answer)
             results[name] = {
                 "right": right,
                 "valid": asked.is_valid(outcome.text),

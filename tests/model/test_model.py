@@ -6,7 +6,6 @@ import hashlib
 import os
 import shutil
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -89,40 +88,6 @@ def test_fingerprint_of_a_split_model_is_of_all_parts(tmp_path: Path) -> None:
     changed(parts[2], parts[2].stat().st_size - 3)
     with lb.Model(parts[0]) as model:
         assert model.fingerprint != before
-
-
-def test_hash_is_kept_until_the_file_changes(
-    large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its size and time may be as before: changing the bytes changes the inode's time."""
-    monkeypatch.setenv("LLAMABRANCH_PROFILE", str(tmp_path / "profile.json"))
-    hashed: list[Path] = []
-
-    def counted(path: Path) -> str:
-        hashed.append(path)
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-
-    monkeypatch.setattr("llamabranch.model.fingerprint.sha256", counted)
-
-    def printed() -> str:
-        n = len(hashed)
-        with lb.Model(large, vocab_only=True) as model:
-            assert len(hashed) == n  # nothing is hashed before somebody asks
-            return model.fingerprint
-
-    fresh = printed()
-    assert len(hashed) == 1
-    assert printed() == fresh
-    assert len(hashed) == 2  # it was just written, and could be written again with the same time
-    later = time.time_ns() + 10**10
-    monkeypatch.setattr("llamabranch.model.fingerprint.time_ns", lambda: later)
-    assert printed() == printed() == printed() == fresh
-    assert len(hashed) == 3
-    status = large.stat()
-    changed(large, status.st_size // 2)
-    os.utime(large, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert printed() != fresh
-    assert len(hashed) == 4
 
 
 def test_file_that_was_replaced_after_loading_has_no_fingerprint(

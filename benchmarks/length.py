@@ -65,7 +65,7 @@ BARE = (
 _KV = {"f16": 1, "bf16": 30}  # ggml_type
 
 _OPTIONS: dict[str, ContextOptions] = {
-    "default": {}, "plain": {"flash_attention": False}, "exact": {"batch_invariant": True},
+    "default": {}, "plain": {"flash_attention": False}, "exact": {"exact": True},
 }  # fmt: skip
 
 Rates = dict[str, list[float]]  # tokens a second of each figure, for each turn

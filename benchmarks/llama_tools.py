@@ -80,7 +80,7 @@ def parse_report(text: str) -> Timing:
     if decoded is None or drafted is None or accepted is None:
         raise ToolError(f"no report in {text[-500:]!r}")
     n, speed = int(decoded[1]), float(decoded[3])  # the seconds are rounded, the speed is not
-    stats = lb.SpeculativeStats(
+    stats = lb.speculative.SpeculativeStats(
         num_drafts=n - int(accepted[1]),
         num_draft_tokens=int(drafted[1]),
         num_accepted_tokens=int(accepted[1]),

@@ -12,7 +12,7 @@ PROMPT, MAX_TOKENS, DRAFT_LENGTH, N_RUNS = "Once upon a time", 128, 4, 3
 SAMPLING = lb.SamplingParams(temperature=0.8, seed=7)
 
 
-def run(speculator: lb.Speculator) -> lb.Generation:
+def run(speculator: lb.Speculator) -> lb.speculative.Generation:
     return speculator.generate(PROMPT, max_tokens=MAX_TOKENS, sampling=SAMPLING).finish()
 
 

@@ -29,8 +29,6 @@ from .chat import (
 )
 from .context import (
     ContextParams as ContextParams,
-    PromptProgress as PromptProgress,
-    TokenScore as TokenScore,
 )
 from .engine import (
     AsyncEngine as AsyncEngine,
@@ -69,13 +67,11 @@ from .speculative import (
     Drafter as Drafter,
     EagleDrafter as EagleDrafter,
     FunctionDrafter as FunctionDrafter,
-    Generation as Generation,
     GrammarDrafter as GrammarDrafter,
     InferenceSession as InferenceSession,
     ModelDrafter as ModelDrafter,
     MTPDrafter as MTPDrafter,
     SpeculativeConfig as SpeculativeConfig,
-    SpeculativeStats as SpeculativeStats,
     Speculator as Speculator,
     SuffixDrafter as SuffixDrafter,
 )

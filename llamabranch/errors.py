@@ -211,10 +211,6 @@ class LlamaBranchWarning(UserWarning):
     """Base class of all warnings of this library."""
 
 
-class ExactnessWarning(LlamaBranchWarning):
-    """Because of rounding, texts may differ from those that are decoded one token at a time."""
-
-
 class ContextLengthWarning(LlamaBranchWarning):
     """Texts can become, or are, longer than the model was trained for."""
 

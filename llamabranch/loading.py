@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypedDict, cast
 
-from .arguments import function, instance, nearest, shown
+from .arguments import instance, nearest, shown
 from .context import Context as AnyContext
 from .context.params import ContextOptions
 from .engine.context import Context
@@ -46,10 +46,10 @@ def load(
     name_or_path: str | os.PathLike[str] | None = None,
     *,
     progress: Callable[[float], None] | None = None,
-    on_measuring: Callable[[str], object] | None = None,
     download: bool | None = None,
     verbose: bool = False,
     target: AnyContext | None = None,
+    batch_invariant: bool | str | None = None,
     **options: Unpack[LoadOptions],
 ) -> Context:
     """Load a model and create a context for it.
@@ -58,15 +58,13 @@ def load(
         name_or_path: a path to a GGUF file, a name from `catalogue`, or ``user/repo[:tag]`` on the
             Hugging Face hub, as for `resolve`. None = the small model that comes with llamabranch.
         progress: called with the loaded fraction, 0.0 to 1.0.
-        on_measuring: called with a description of each measurement, such as "how many threads are fast".
-            A measurement takes seconds. It is made the first time that a model is opened on this
-            machine.
         download: True = download a model that is not on this machine, as `fetch` does; False =
             raise ConfigError. None = the environment variable ``LLAMABRANCH_DOWNLOAD`` decides (1
             or 0). If it is not set, the model is downloaded only if standard error is a terminal;
             its size is shown there first.
         target: for an EAGLE-3 head, the context it drafts for: ``EagleDrafter(load("head.gguf",
             target=ctx))``. Leave it out for a model that generates.
+        batch_invariant: the name of ``exact`` before 0.5.
         verbose: show llama.cpp's log on standard error from now on, for the whole process.
         options: options of the context and of the model. These are used most:
 
@@ -74,13 +72,13 @@ def load(
               length that the model was trained for if that is less). ``n_seq_max``: how many
               sequences there may be at a time (16, at most 256).
             - ``n_threads``, ``n_threads_batch``: threads for decoding one token, and for many (by
-              default the fastest number, which is measured).
+              default the physical cores, and fewer while other programs use these).
             - ``n_gpu_layers``: layers to offload; -1 = all (the default).
-            - ``batch_invariant``: True = texts do not depend on drafts or on what else is in a batch.
-              "auto" (the default) measures its cost, and turns it on if that is at most a tenth of
-              the speed. ``kv_type`` ("f16", "bf16", "q8_0", ...) and ``flash_attention`` (True or
-              False): "auto" takes the values that ``batch_invariant`` needs, or else the fastest
-              ones.
+            - ``exact``: True = texts do not depend, to the bit, on drafts or on what else is in a
+              batch, so the same seed gives the same text. This is tried out with the model, and
+              refused where it does not hold. False (the default) = texts may differ by rounding.
+            - ``kv_type`` ("f16", "bf16", "q8_0", ...; "auto" = f16, or bf16 in an exact context) and
+              ``flash_attention`` (True, False, or "auto" = wherever llama.cpp can).
             - ``prefix_cache``: keep K/V for prompts that begin alike (on after the first ``complete``,
               ``chat`` or ``AsyncEngine``). ``cache_ram``: bytes of host memory for evicted K/V (0).
             - For models whose memory cannot drop the end of a text, such as recurrent ones:
@@ -104,6 +102,7 @@ def load(
         ConfigError: an unknown name or option, an invalid value, or a model that is not on this machine
             and may not be downloaded.
         DownloadError, UnsupportedError: the model cannot be downloaded, see `fetch`.
+        UnsupportedError: ``exact=True`` does not hold for this model; the message has the reason.
         ModelLoadError: the file cannot be loaded.
     """
     if verbose:
@@ -123,12 +122,15 @@ def load(
         {name: value for name, value in options.items() if name in kind.__annotations__}
         for kind in (ModelOptions, ContextOptions)
     )
-    if on_measuring is not None:
-        function("on_measuring", on_measuring)
     model = Model(path, progress=progress, **cast(ModelOptions, of_model))
-    model.on_measuring = on_measuring
     try:
-        return Context(model, owns_model=True, target=target, **cast(ContextOptions, of_context))
+        return Context(
+            model,
+            owns_model=True,
+            target=target,
+            batch_invariant=batch_invariant,
+            **cast(ContextOptions, of_context),
+        )
     except BaseException:
         model.close()
         raise

@@ -25,7 +25,7 @@ class Token:
 
 @dataclass(frozen=True)
 class TreeLine:
-    """A line of a drawn tree, whether of branches or of a search.
+    """A line of a drawn tree of texts.
 
     Attributes:
         tokens: its text, with the probabilities of the tokens.

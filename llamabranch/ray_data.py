@@ -36,7 +36,7 @@ class Generate:
     fails, has ``finish_reason`` "error" and its reason in ``error``.
 
     A row without a seed gets one from ``seed`` and its id. So in an exact context
-    (``load={"batch_invariant": True}``) the text of a row depends on neither its batch nor its actor.
+    (``load={"exact": True}``) the text of a row depends on neither its batch nor its actor.
 
     Args:
         model: a file or a name; each node must have it, or can download it.

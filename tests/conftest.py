@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Nothing depends on measured times, neither here nor in the processes that tests start.
-os.environ["LLAMABRANCH_PROFILE"] = "0"
 # Threads that wait for each other sleep. By default they spin; if other tests use the core, two threads
 # then take six times as long. OpenMP reads this when it is loaded, in workers and children too.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -122,7 +120,7 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lb.Model]:
 @pytest.fixture
 def stage(scripted: lb.Model) -> Iterator[lb.Context]:
     """A context of that model; nothing but the prefix cache may be left in it."""
-    with lb.Context(scripted, n_ctx=4096, n_seq_max=8, n_threads=1) as ctx:
+    with lb.Context(scripted, n_ctx=4096, n_seq_max=8, n_threads=1, exact=True) as ctx:
         yield ctx
         if not ctx.closed:
             stages.assert_left_alone(ctx)
@@ -160,20 +158,20 @@ def opened(model: lb.Model, **options: Any) -> Iterator[lb.Context]:
 
 @pytest.fixture
 def ctx(target: lb.Model) -> Iterator[lb.Context]:
-    """A fresh batch-invariant context of the bundled target."""
-    yield from opened(target, batch_invariant=True)
+    """A fresh exact context of the bundled target."""
+    yield from opened(target, exact=True)
 
 
 @pytest.fixture
 def other_ctx(target: lb.Model) -> Iterator[lb.Context]:
     """Another one, to replay things in."""
-    yield from opened(target, batch_invariant=True)
+    yield from opened(target, exact=True)
 
 
 @pytest.fixture
 def draft_ctx(draft: lb.Model) -> Iterator[lb.Context]:
     """A fresh context of the bundled draft."""
-    yield from opened(draft)
+    yield from opened(draft, exact=True)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """Where two texts that should be equal first differ, and how near the draw was.
 
-In a context that is not batch-invariant, a token's logits depend slightly on the other tokens of its
+In a context that is not exact, a token's logits depend slightly on the other tokens of its
 decode. That can change a token if the decision is close. An experiment shows how close it was: the real
 sampler gets logits that are moved further and further until it draws the other token.
 """

@@ -82,7 +82,7 @@ class Program:
         self.engine = Engine(ctx, self.drafter(), CONFIG, seed=seed, wait_s=0)
         self.has_chat = ctx.model.chat_template is not None
         self.chat = lb.Chat(ctx, None, max_tokens=4, seed=seed) if self.has_chat else None
-        self.is_exact = ctx.capabilities.batch_invariant
+        self.is_exact = ctx.capabilities.exact
         self.is_busy = False
         self.may_interrupt = self.random.random() < 0.5
 

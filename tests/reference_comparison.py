@@ -2,7 +2,7 @@
 
 After each step the usage, tokens, parents and children must equal the reference's, and the table of cells
 must equal llama.cpp's positions. A branch must equal its replay in a clean context: to the bit if the
-context is batch-invariant and its cells are in order, otherwise up to rounding.
+context is exact and its cells are in order, otherwise up to rounding.
 
 In the reference a cell is a number that is never used twice. A sequence maps positions to cells, and a
 fork copies the map. The reference raises `Full` and `Exhausted` where the library must raise
@@ -242,7 +242,7 @@ class ReferenceComparison(RuleBasedStateMachine):
         super().__init__()
         self.ctx = Context(
             self.model, n_ctx=N_CELLS, n_seq_max=N_SEQ, n_batch=N_BATCH, n_threads=1,
-            batch_invariant=self.exact,
+            exact=self.exact,
         )  # fmt: skip
         self.world = ReferenceWorld(N_CELLS, N_SEQ)
         self.real: dict[ReferenceBranch, Branch] = {}

@@ -1,6 +1,6 @@
 """How far rounding moves logits on the machine at hand.
 
-If a context is not batch-invariant, logits depend on how tokens are batched. How much depends on
+If a context is not exact, logits depend on how tokens are batched. How much depends on
 llama.cpp's build and the processor. So tests with a tolerance measure it instead of using a fixed number.
 """
 

@@ -48,7 +48,7 @@ class Agent(Settings, Generic[T]):
     """A model that does tasks in turns. It may call functions and read their results before it answers.
 
     Several tasks, samples, sub-agents and forks run together on one context; the common beginning of
-    their prompts is processed once. In a batch-invariant context, with the same seed and equal results of
+    their prompts is processed once. In an exact context, with the same seed and equal results of
     the functions, a run gives the same text, whatever else is running.
 
     An agent never changes and keeps nothing between two runs, so any thread may use it.

@@ -117,7 +117,7 @@ class Report(Generic[T]):
         choices: the reports of all samples of the task, including this one.
         stats: its cost.
         grammar: the grammar of the answer, if the agent has ``output``.
-        exact: whether all turns were made in a batch-invariant context: then the same seed gives the same
+        exact: whether all turns were made in an exact context: then the same seed gives the same
             text again, whatever else runs.
     """
 

@@ -668,7 +668,7 @@ class Branch:
     def restore(cls, ctx: Context, snapshot: Snapshot, *, trusted: bool = False) -> Branch:
         """Return a root that continues from the snapshot, in the same or another context.
 
-        In batch-invariant contexts it generates bit for bit what the saved branch would.
+        In exact contexts it generates bit for bit what the saved branch would.
 
         Raises:
             SnapshotError: it is from another model, K/V type or RoPE setting, or is inconsistent.

@@ -5,7 +5,7 @@ depth first, in groups that fit into the free cells and sequences. If sequences 
 group is decoded as a tree: a token belongs to the sequences of all texts that contain it. In other
 memory a group is decoded level by level, and the sequences of each level are copied. The last token
 of a text is not decoded. Each row is read as soon as it is computed. Existing texts do not change,
-and nothing is left in the cache. In a batch-invariant context the numbers do not depend, to the
+and nothing is left in the cache. In an exact context the numbers do not depend, to the
 bit, on which texts are scored together.
 """
 

@@ -85,7 +85,7 @@ class Chat:
     """A conversation that can be undone, edited, forked and saved; only new tokens are evaluated.
 
     The model's chat template writes the conversation. A message stays text, even if it spells control
-    tokens. In a batch-invariant context each answer has the text of a branch with the same prompt tokens,
+    tokens. In an exact context each answer has the text of a branch with the same prompt tokens,
     settings and seed; in other contexts rounding can change it.
 
     A chat belongs to one thread at a time. A call that would change it while another thread uses it

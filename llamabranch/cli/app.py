@@ -93,7 +93,7 @@ def spread_out(arguments: Sequence[str], options: Mapping[str, bool]) -> list[st
 
     ``--prompts A B`` are two prompts; one that begins with a dash is written ``--prompts=-...``.
     ``--auto-regressive``, the name used in papers, means ``--draft none``, and ``--exact``
-    ``-S batch_invariant=true``.
+    ``-S exact=true``.
     """
     spread: list[str] = []
     in_prompts, several = False, "--prompts" in options
@@ -109,7 +109,7 @@ def spread_out(arguments: Sequence[str], options: Mapping[str, bool]) -> list[st
             if dashed == "--auto-regressive" and "--draft" in options:
                 spread += ["--draft", "none"]
             elif dashed == "--exact" and "-S" in options:
-                spread += ["-S", "batch_invariant=true"]
+                spread += ["-S", "exact=true"]
             elif not in_prompts:
                 spread.append(name + equals + value)
             elif arguments[i + 1 : i + 2] == [] or arguments[i + 1] in options:

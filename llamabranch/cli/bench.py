@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 LENGTHS = "64,2000,6000"
 COLUMNS = ("tokens a second", "after", "read", "generate", "with drafts")
-EXACT = "-S batch_invariant=true"
+EXACT = "-S exact=true"
 _ROOM = 256  # cells for what is generated besides -n
 
 
@@ -119,8 +119,8 @@ def _settings(given: Given) -> Iterator[tuple[str, LoadOptions]]:
                     flags.append(f"-t {n}")
                     options["n_threads"] = options["n_threads_batch"] = n
                 yield " ".join(flags), options
-    if "batch_invariant" not in is_set:
-        yield EXACT, {"batch_invariant": True}
+    if "exact" not in is_set:
+        yield EXACT, {"exact": True}
 
 
 def _measure_all(

@@ -190,20 +190,17 @@ class Console:
             self._progress_at = monotonic() + PROGRESS_S
             self.note(text)
 
-    def reading(self, read: lb.PromptProgress) -> None:
+    def reading(self, read: lb.context.PromptProgress) -> None:
         """Show in the progress line how much of a long prompt has been read."""
         if read.n_total - read.n_cached >= LONG_PROMPT:
             shown = f"reading the prompt: {read.n_read:,} of {read.n_total:,} tokens"
             self.progress(shown if read.n_read < read.n_total else "")
 
     @contextmanager
-    def opening(
-        self, name: str
-    ) -> Iterator[tuple[Callable[[float], None] | None, Callable[[str], None]]]:
-        """Show the progress of loading and measuring a model, and pass it to ``on_opening``.
+    def opening(self, name: str) -> Iterator[Callable[[float], None] | None]:
+        """Show the progress of loading a model, and pass it to ``on_opening``.
 
-        Yields two functions. The first takes the loaded fraction of the model; it is None if nobody
-        would see it. The second takes a description of the running measurement.
+        Yields a function of the loaded fraction of the model; None if nobody would see it.
         """
         shown = base_name(name)
 
@@ -215,11 +212,8 @@ class Console:
         def load(fraction: float) -> None:
             show(f"loading {shown}: {fraction:.0%}")
 
-        def measure(what: str) -> None:
-            show(f"measuring {shown}: {what}")
-
         try:
-            yield load if self.err.is_terminal or self.on_opening is not None else None, measure
+            yield load if self.err.is_terminal or self.on_opening is not None else None
         finally:
             self.progress("")
 

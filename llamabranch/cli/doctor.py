@@ -139,7 +139,7 @@ def _context(context: lb.Context) -> dict[str, str]:
         "threads": f"{context.n_threads} for tokens, {context.n_threads_batch} for prompts",
         "K/V type": context.kv_type,
         "flash attention": "off" if context.params.flash_attention is False else "on",
-        "batch-invariant": "yes" if can.batch_invariant else f"no: {can.batch_invariant_reason}",
+        "exact": "yes" if can.exact else f"no: {can.exact_reason}",
     }
 
 
@@ -183,8 +183,8 @@ def _self_test(target: lb.Context, draft: lb.Context) -> list[Check]:
         except lb.LlamaBranchError as error:
             checks.append(_failed(name, error))
             continue
-        may_differ = not is_exact and not can.batch_invariant
-        why = f", which is allowed: {can.batch_invariant_reason}" * may_differ
+        may_differ = not is_exact and not can.exact
+        why = f", which is allowed: {can.exact_reason}" * may_differ
         checks.append((name, same or may_differ, expected if same else f"not {expected}{why}"))
     return checks
 

@@ -167,7 +167,7 @@ def _run(
             "seed": engine.seed,
             "failed": printer.n_failed,
             "interrupted": interrupts.requested,
-            "exact": context.capabilities.batch_invariant,
+            "exact": context.capabilities.exact,
             "drafter": engine.drafter.name,
             "explain": explanation,
             "stats": stats.as_dict(),

@@ -147,8 +147,6 @@ def _show_warnings(console: Console) -> None:
     inner = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *more: Any, **named: Any) -> None:
-        if issubclass(category, lb.errors.ExactnessWarning) and not console.verbose:
-            return
         if issubclass(category, lb.errors.LlamaBranchWarning):
             console.note(f"warning: {message}")
         else:

@@ -351,10 +351,8 @@ def with_options(*names: str, **defaults: object) -> Callable[[Callable[..., Non
 
 
 def _load(name: str, console: Console, **options: Any) -> lb.Context:
-    with console.opening(name) as (progress, on_measuring):
-        context = lb.load(
-            name, progress=progress, on_measuring=on_measuring, verbose=console.verbose, **options
-        )
+    with console.opening(name) as progress:
+        context = lb.load(name, progress=progress, verbose=console.verbose, **options)
         return console.resources.enter_context(context)
 
 

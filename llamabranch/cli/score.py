@@ -107,7 +107,7 @@ def _measured(given: Given, console: Console, text: str, against: str | None) ->
     return {"model": name, "against": against, **json}
 
 
-def _record(ctx: lb.Context, text: str, scores: list[lb.TokenScore]) -> dict[str, Any]:
+def _record(ctx: lb.Context, text: str, scores: list[lb.context.TokenScore]) -> dict[str, Any]:
     def named(token: int) -> dict[str, Any]:
         return {"token": token, "text": ctx.detokenize([token], special=True)}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -15,10 +16,8 @@ from ..arguments import choice, instance, plain_int, real, shown, whole
 from ..errors import (
     BranchStateError,
     ConfigError,
-    ExactnessWarning,
     LlamaBranchError,
     UnsupportedError,
-    warn,
 )
 from ..model import Model, TokenIds, token_list
 from ..native import release_threads
@@ -34,7 +33,6 @@ from .params import MOST_WITH_PREFIXES, ContextOptions, ContextParams
 from .prefix_cache import PrefixCache
 from .runner import decode_run
 from .sequence_ids import SequenceIds
-from .threads import stopped_after
 
 __all__ = ["Context", "text_context"]
 
@@ -62,12 +60,15 @@ class Context:
         *,
         owns_model: bool = False,
         target: Context | None = None,
+        batch_invariant: bool | str | None = None,  # the name of ``exact`` before 0.5
         **options: Unpack[ContextOptions],
     ) -> None:
         instance("model", model, Model, "load a file with Model(path), or both with lb.load(path)")
         if target is not None:
             meant = "pass the context that generates, for example lb.load(), not its model or name"
             instance("target", target, Context, meant)
+        if batch_invariant is not None:
+            options.setdefault("exact", batch_invariant is True)
         given = ContextParams(**options) if params is None else replace(params, **options)
         # The decoder turns tokens into rows of logits. The K/V cache records which sequence holds
         # which cells, and what can be done with them. Both are for branches, not for users.
@@ -97,7 +98,6 @@ class Context:
             self.prefix_cache = self._open_prefix_cache(resolved.cache_ram)
         self._last_rows: list[LogitsRow] = []
         self._last_end = 0  # the position after the last of these rows
-        self._is_warned = False
         self.release_threads()
 
     def _open_prefix_cache(self, cache_ram: int) -> PrefixCache:
@@ -130,20 +130,6 @@ class Context:
         if self.closed:
             return "<Context closed>"
         return f"<Context of {self.model.name!r}: {self.n_ctx} cells, {self.n_seq_max} sequences>"
-
-    def warn_if_inexact(self, n_rows: int) -> None:
-        """Warn once if decoding ``n_rows`` tokens together changes their logits."""
-        variation = self.capabilities.total_variation
-        if self._is_warned or not variation or n_rows <= max(1, self.capabilities.exact_rows):
-            return
-        self._is_warned = True
-        warn(
-            "drafted or batched texts can differ from plain ones by rounding. "
-            f"With {self.model.name} tokens that are decoded together change the next token's "
-            f"distribution by a total variation of {variation:.2g}, as measured here. If equal texts "
-            "matter, use weights that are exact, such as Q8_0, or batch_invariant=True",
-            ExactnessWarning,
-        )
 
     # -- interruption ------------------------------------------------------------------------------
 
@@ -185,8 +171,18 @@ class Context:
         seconds = real("a time limit", seconds)
         if not seconds > 0:
             raise ConfigError(f"a time limit is a positive number of seconds, not {seconds!r}")
-        with stopped_after(self.decoder.handle, seconds):
+        stops, key, thread = self.decoder.stops, object(), threading.get_ident()
+        alarm = threading.Timer(
+            min(seconds, threading.TIMEOUT_MAX), lambda: stops.stop_thread(key, thread)
+        )
+        alarm.daemon = True
+        alarm.start()
+        try:
             yield
+        finally:
+            alarm.cancel()
+            alarm.join()
+            stops.withdraw(key)
 
     # -- for the layers above, which hold the lock -------------------------------------------------
 

@@ -45,7 +45,7 @@ class CellOrder:
     lower cell than an earlier one, the logits are the same except for rounding, and rounding
     differences can change the sampled token. llama.cpp fills the lowest free cells first, so a hole
     below the cells of a living sequence would break the order.
-    A batch-invariant context therefore *quarantines* such cells when they become free: it tags them
+    An exact context therefore *quarantines* such cells when they become free: it tags them
     with a sequence id that has no other use. They are released when no living sequence has cells
     above them, or when the cache is full: then all sequences are decoded again, in order
     (``compaction.py``). If that is impossible, the cells are freed and the order is lost.

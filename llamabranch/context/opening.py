@@ -1,4 +1,4 @@
-"""Open the native context of a model or of a head: resolve parameters, try it out, choose threads.
+"""Open the native context of a model or of a head: resolve parameters and try it out.
 
 `Capabilities` reports the result. Callers use the `Memory` object that was chosen for this kind of
 memory.
@@ -17,13 +17,12 @@ from ..errors import BranchStateError, DecodeError, SnapshotError, UnsupportedEr
 from ..model import Model
 from ..native import ContextHandle, NativeContextParams, StateLayout, max_sequences
 from .cell_table import Usage
-from .exactness import exactness_of
-from .kv_type import EXACT, MOST_EXTRA, Setting, measured_costs
+from .exactness import exactness_of, why_not_exact
 from .memory import MOST_WITH_WINDOW, Memory, NonUnified, RollingBack, States, Windowed
-from .params import INVARIANT_KV_TYPES, ContextParams, warn_of_length
+from .params import EXACT_KV_TYPES, ContextParams, warn_of_length
 from .room import BYTES_OF_NUMBER, check_room, memory_bytes
 from .runner import Runner, decode_run
-from .threads import ThreadTuner
+from .threads import ThreadWatch
 
 __all__ = ["Capabilities", "open_native"]
 
@@ -44,16 +43,10 @@ class Capabilities:
         can_share: sequences can share cells; otherwise (``kv_unified=False``) a fork copies them.
         sliding_window: size of the attention window in tokens, or 0 without a window.
         recurrent: some of the memory is a state instead of cells.
-        batch_invariant: a token's logits do not depend, to the bit, on what else is in the batch or the
-            cache. (One exception, reported by ``usage().in_order``: the cache ran full while raw
-            sequences or an unfinished prompt prevented compaction, see ``compaction.py``.)
-        batch_invariant_reason: why, or why not.
-        exact_rows: the measured number of rows up to which a decode is exact: each row has, to the bit,
-            the logits that it has alone. ``n_batch`` = no size was found that differs; 0 = not measured.
-            With a sliding window nothing more is known, because cells that are used again may change
-            order.
-        total_variation: the largest measured total variation between the distributions of a row in a
-            batch and of the same row alone; 0.0 = they are equal, None = not measured.
+        exact: a token's logits do not depend, to the bit, on what else is in the batch or the cache.
+            (One exception, reported by ``usage().in_order``: the cache ran full while raw sequences or an
+            unfinished prompt prevented compaction, see ``compaction.py``.)
+        exact_reason: why, or why not.
         state_bytes: the size of the recurrent state of a sequence; 0 without one.
         checkpoints: whether earlier states are kept, if the end of a sequence cannot be dropped.
         checkpoints_reason: why, or why not.
@@ -62,41 +55,20 @@ class Capabilities:
             on a fork.
         rollback_reason: why, or why not.
         rollback_bytes: the size of these states of a sequence, in addition to ``state_bytes``.
-        exact_read_ratio, exact_write_ratio: the time that a batch-invariant context of this model takes
-            to read a prompt, and to generate, divided by the time of the fastest context; with 2,048
-            cells on this processor. 1.0 = it is the fastest, None = not measured.
     """
 
     can_truncate: bool
     can_share: bool
     sliding_window: int
     recurrent: bool
-    batch_invariant: bool
-    batch_invariant_reason: str
-    exact_rows: int = 0
-    total_variation: float | None = None
+    exact: bool
+    exact_reason: str
     state_bytes: int = 0
     checkpoints: bool = False
     checkpoints_reason: str = "the end of a sequence can be dropped"
     rollback: int = 0
     rollback_reason: str = "the end of a sequence can be dropped"
     rollback_bytes: int = 0
-    exact_read_ratio: float | None = None
-    exact_write_ratio: float | None = None
-
-    @property
-    def cost_of_exact(self) -> str:
-        """A sentence about what exactness costs on this processor; "" if it was not measured."""
-        if self.exact_read_ratio is None or self.exact_write_ratio is None:
-            return ""
-        read, write = map(_in_words, (self.exact_read_ratio, self.exact_write_ratio))
-        verb = "reads" if self.batch_invariant else "would read"
-        also = "generates" if self.batch_invariant else "generate"
-        return f"exact {verb} prompts {read} and {also} {write} on this processor"
-
-
-def _in_words(ratio: float) -> str:
-    return f"{ratio:.1f} x slower" if ratio >= 1.05 else "as fast"
 
 
 class Target(Protocol):
@@ -130,8 +102,7 @@ def open_native(
     if not model.shares_memory:
         check_room(model, resolved, is_head=target is not None)
     n_trained = _trained_length(model, requested)
-    tuner, capabilities, memory = _probed(model, requested, target)
-    params = tuner.params
+    params, capabilities, memory = _probed(model, requested, target)
     try:
         if params.cache_ram and not memory.can_copy:
             raise UnsupportedError(
@@ -142,8 +113,21 @@ def open_native(
     except BaseException:
         memory.handle.close()
         raise
-    watch = None if target is not None else tuner.watch(memory.handle)
-    return params, capabilities, Runner(memory, n_trained, encoded, watch)
+    return (
+        params,
+        capabilities,
+        Runner(memory, n_trained, encoded, _watch(model, requested, params, memory)),
+    )
+
+
+def _watch(
+    model: Model, requested: ContextParams, params: ContextParams, memory: Memory
+) -> ThreadWatch | None:
+    """Return what uses fewer threads on busy cores; None if the user or a target set their number."""
+    handle, most = memory.handle, params.n_threads or 1
+    if requested.n_threads or requested.n_threads_batch or most == 1 or model.on_gpu:
+        return None
+    return ThreadWatch(handle.set_threads, sorted({1, most // 2, most}, reverse=True))
 
 
 def _check_generates(model: Model) -> None:
@@ -178,139 +162,56 @@ def _trained_length(model: Model, requested: ContextParams) -> int | None:
 
 def _probed(
     model: Model, requested: ContextParams, target: Target | None
-) -> tuple[ThreadTuner, Capabilities, Memory]:
-    """Create the native context and try out what it can do; again if the trial changes its parameters.
+) -> tuple[ContextParams, Capabilities, Memory]:
+    """Create the native context and try out what it can do; return its parameters too.
 
-    If batches are not exact, or exactness costs too much, the fastest attention is used. With
-    ``batch_invariant=True`` a decode has at most as many rows as are exact.
+    It is created again only if an exact context must compute fewer rows at once.
     """
-    first = resolved = requested.resolve(model)
-    if (
-        requested.n_rs_seq == "auto" and target is None
-    ):  # if the file has the size of the states, this is known before anything is opened
-        n_rollback = _most_rollback(model.state_numbers * BYTES_OF_NUMBER, resolved)
-        if n_rollback:
-            requested = replace(requested, n_rs_seq=n_rollback)
-            first = resolved = replace(resolved, n_rs_seq=n_rollback)
-    reason = ""
-    variation: float | None = None
-    ratios: tuple[float | None, float | None] = None, None
+    resolved = requested.resolve(model)
+    if requested.n_rs_seq == "auto" and target is None:
+        resolved = replace(resolved, n_rs_seq=_most_rollback(model, resolved))
+    is_head = target is not None
+    reason = why_not_exact(model, resolved, is_head=is_head) if resolved.exact else ""
     while True:
-        tuner = ThreadTuner(model, resolved)
-        params = tuner.params
-        handle = _create(model, params.native(), target)
+        if reason:
+            hint = (
+                "it needs weights on the CPU that llama.cpp computes the same way in all batches, "
+                f"such as Q8_0 or Q4_0, kv_type {' or '.join(EXACT_KV_TYPES)}, and flash attention"
+            )
+            raise UnsupportedError(
+                f"this context cannot be exact: {reason}",
+                hint=hint + ("; extra_buffers=False may allow some" if model.extra_buffers else ""),
+            )
+        handle = _create(model, resolved.native(), target)
         try:
             if target is not None and model.shares_memory:  # trials need memory
-                return tuner, *_probe_sharing_head(handle, target.capabilities)
-            capabilities, memory = _probe(handle, model, params, is_head=target is not None)
-            if requested.n_rs_seq == "auto" and target is None and not params.n_rs_seq:
-                n_rollback = _most_rollback(capabilities.state_bytes, params)
-                if n_rollback:
-                    handle.close()
-                    requested = replace(requested, n_rs_seq=n_rollback)
-                    first = resolved = replace(resolved, n_rs_seq=n_rollback)
-                    continue
-            if resolved is first and target is None:
-                if capabilities.batch_invariant:
-                    ratios, again = _weighed(model, handle, requested, params)
-                else:
-                    again = _adapted(model, resolved, requested, capabilities)
-                if again is not None:
-                    handle.close()
-                    reason = capabilities.batch_invariant_reason
-                    variation = capabilities.total_variation
-                    if capabilities.batch_invariant:
-                        reason, variation = "", None
-                    elif capabilities.exact_rows and again.kv_type != resolved.kv_type:
-                        reason += f" (with {resolved.kv_type} K/V)"
-                    resolved = again
-                    continue
-            if target is not None and not memory.can_draft:
+                return resolved, *_probe_sharing_head(handle, target.capabilities)
+            capabilities, memory, n_exact = _probe(handle, model, resolved, is_head=is_head)
+            if is_head and not memory.can_draft:
                 raise UnsupportedError(
                     "a head must be able to drop what it has drafted", hint="leave swa_full out"
                 )
-            tuner.tune(handle)
         except BaseException as error:
             handle.close()
             if requested.kv_unified == "auto" and isinstance(error, UnsupportedError):
                 return _probed(model, replace(requested, kv_unified=True), target)
             raise
-        if reason:
-            if capabilities.batch_invariant:
-                at_once = f"decodes, and prompts, of {resolved.n_ubatch} tokens at a time"
-                more = "; extra_buffers=False may allow more" if model.extra_buffers else ""
-                reason = f"by {at_once}{more}: {reason}"
-                variation = 0.0
-            capabilities = replace(
-                capabilities, batch_invariant_reason=reason, total_variation=variation
-            )
-        capabilities = replace(
-            capabilities, exact_read_ratio=ratios[0], exact_write_ratio=ratios[1]
-        )
-        if capabilities.cost_of_exact and not capabilities.batch_invariant:
-            reason = f"{capabilities.cost_of_exact} (batch_invariant=True asks for it)"
-            capabilities = replace(capabilities, batch_invariant_reason=reason)
-        return tuner, capabilities, memory
-
-
-def _most_rollback(state_bytes: int, params: ContextParams) -> int:
-    """Return how many states of the last tokens fit into memory; 0 if the model has no states."""
-    room = (memory_bytes() or 0) // _ROLLBACK_PART
-    of_each, most = state_bytes * (params.n_seq_max or 1), params.most_rollback
-    return next((n for n in _ROLLBACKS if n <= most and n * of_each <= room), 0) if of_each else 0
-
-
-def _adapted(
-    model: Model, resolved: ContextParams, requested: ContextParams, capabilities: Capabilities
-) -> ContextParams | None:
-    """Return the parameters for a model whose batches are not exact with ``resolved``; None = keep them.
-
-    Raises:
-        UnsupportedError: ``batch_invariant=True`` is not possible.
-    """
-    if resolved.batch_invariant is True:
-        rows = capabilities.exact_rows
+        if not resolved.exact or capabilities.exact:
+            return resolved, capabilities, memory
+        handle.close()
         # Without unified KV llama.cpp computes one token of every sequence together.
-        least = 2 if resolved.kv_unified else max(2, resolved.n_seq_max or 0)
-        if model.memory_type == "attention" and rows >= least:
-            return replace(resolved, n_ubatch=rows)
-        hint = (
-            "it needs weights on the CPU that llama.cpp computes the same way in all batches, "
-            f"such as Q8_0 or Q4_0, kv_type {' or '.join(INVARIANT_KV_TYPES)}, and flash attention"
-        )
-        raise UnsupportedError(
-            f"this context cannot be batch-invariant: {capabilities.batch_invariant_reason}",
-            hint=hint + ("; extra_buffers=False may allow some" if model.extra_buffers else ""),
-        )
-    if model.memory_type != "attention":
-        return None
-    faster = requested.resolve(model, tries_exact=False)
-    return None if faster == resolved else faster
+        if n_exact >= (2 if resolved.kv_unified else max(2, resolved.n_seq_max or 0)):
+            resolved = replace(resolved, n_ubatch=n_exact)
+        else:
+            reason = capabilities.exact_reason
 
 
-def _weighed(
-    model: Model, handle: ContextHandle, requested: ContextParams, params: ContextParams
-) -> tuple[tuple[float | None, float | None], ContextParams | None]:
-    """Return the two ratios of exactness; and other parameters if the ratios are too high.
-
-    Args:
-        model, handle: the model and the handle of the exact context, which is empty before and after.
-        requested: the parameters that the user passed. A K/V type among them is kept.
-        params: the parameters with which the context was created.
-    """
-    if requested.kv_type != "auto":
-        return (None, None), None
-    faster = requested.resolve(model, tries_exact=False)
-    fast = Setting(faster.kv_type, faster.flash_attention is not False)
-    native = params.native()
-    threads = native["n_threads"], native["n_threads_batch"]
-    costs = measured_costs(model, handle, (EXACT, fast), threads)
-    if costs is None:
-        return (None, None), None
-    exact, least = costs
-    ratios = round(exact.read / least.read, 2), round(exact.generated / least.generated, 2)
-    is_dear = max(ratios) > MOST_EXTRA and requested.batch_invariant == "auto"
-    return ratios, faster if is_dear else None
+def _most_rollback(model: Model, params: ContextParams) -> int:
+    """Return how many states of the last tokens fit into memory; 0 if the file has none."""
+    room = (memory_bytes() or 0) // _ROLLBACK_PART
+    of_each = model.state_numbers * BYTES_OF_NUMBER * (params.n_seq_max or 1)
+    most = params.most_rollback
+    return next((n for n in _ROLLBACKS if n <= most and n * of_each <= room), 0) if of_each else 0
 
 
 def _create(model: Model, native: NativeContextParams, target: Target | None) -> ContextHandle:
@@ -380,7 +281,6 @@ def _head_params(model: Model, target: Target, requested: ContextParams) -> Cont
             n_seq_max=theirs.n_seq_max,
             kv_type=theirs.kv_type,
             flash_attention=theirs.flash_attention,
-            batch_invariant=False,
         )
     # Each of several MTP layers has sequences of its own, with the K/V of the same texts.
     n_layers = max(1, model.n_mtp_layers)
@@ -393,8 +293,10 @@ def _head_params(model: Model, target: Target, requested: ContextParams) -> Cont
 
 def _probe(
     handle: ContextHandle, model: Model, params: ContextParams, *, is_head: bool = False
-) -> tuple[Capabilities, Memory]:
+) -> tuple[Capabilities, Memory, int]:
     """Find out what an empty context can do, by short trials; return that and its empty memory.
+
+    The third value is the most rows that are exact at once, if the context shall be exact.
 
     Args:
         params: the resolved parameters with which the context was created.
@@ -424,9 +326,17 @@ def _probe(
     can_return, reason = False, "the end of a sequence can be dropped"
     if not can_truncate:
         can_return, reason = _can_return(runner, model.n_vocab, params.checkpoint_ram)
-    exactness = exactness_of(runner, model, params, is_head=is_head)
-    n_ubatch = params.n_ubatch or handle.n_batch
-    invariant = exactness.rows >= n_ubatch and model.memory_type == "attention"
+    is_exact, exact_reason, n_exact = False, "not asked for (exact=True asks for it)", 0
+    if params.exact:
+        n_exact, variation = exactness_of(runner, model, params)
+        n_ubatch = params.n_ubatch or handle.n_batch
+        is_exact = n_exact >= n_ubatch
+        exact_reason = f"measured: logits of batches of {n_ubatch} tokens are equal to the bit"
+        if not is_exact:
+            exact_reason = (
+                f"measured: logits of batches of more than {n_exact} tokens differ, probabilities by a "
+                f"total variation of up to {variation:.2g}"
+            )
     if not handle.kv_unified:
         _check_copies(layout)
         memory = NonUnified(handle, layout)
@@ -438,16 +348,14 @@ def _probe(
     elif window:
         memory = Windowed(handle, layout, window)
     else:
-        memory = Memory(handle, layout, keeps_order=invariant and not is_head)
+        memory = Memory(handle, layout, keeps_order=is_exact)
     capabilities = Capabilities(
         can_truncate=can_truncate,
         can_share=handle.kv_unified,
         sliding_window=window,
         recurrent=recurrent,
-        batch_invariant=invariant,
-        batch_invariant_reason=exactness.reason,
-        exact_rows=exactness.rows,
-        total_variation=exactness.total_variation,
+        exact=is_exact,
+        exact_reason=exact_reason,
         state_bytes=state_bytes,
         checkpoints=can_return,
         checkpoints_reason=reason,
@@ -455,7 +363,7 @@ def _probe(
         rollback_reason=rollback_reason,
         rollback_bytes=handle.n_rollback * state_bytes,
     )
-    return capabilities, memory
+    return capabilities, memory, n_exact
 
 
 def _can_undo(runner: Runner, model: Model, params: ContextParams) -> tuple[int, str]:
@@ -531,10 +439,8 @@ def _probe_sharing_head(handle: ContextHandle, target: Capabilities) -> tuple[Ca
     capabilities = replace(
         target,
         can_truncate=False,
-        batch_invariant=False,
-        exact_rows=0,
-        total_variation=None,
-        batch_invariant_reason="not established for a head that reads the K/V of its target",
+        exact=False,
+        exact_reason="a head only drafts",
     )
     return capabilities, States(handle)
 

@@ -27,7 +27,7 @@ from .hidden_states import HiddenStates
 from .logits import LogitsRow, lent
 from .memory import END, Memory
 from .params import warn_of_length
-from .thread_watch import ThreadWatch
+from .threads import ThreadWatch
 
 __all__ = ["Batch", "DecodeHook", "Runner", "decode_run"]
 

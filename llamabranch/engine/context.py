@@ -56,13 +56,11 @@ class Context(CacheContext):
 
     Raises:
         ConfigError: a bad option, or llama.cpp cannot create the context (the message has the reason).
-        UnsupportedError: the model cannot generate, ``batch_invariant=True`` or ``kv_unified=False``
+        UnsupportedError: the model cannot generate, ``exact=True`` or ``kv_unified=False``
             is not possible, or the model is not a head for ``target``.
         BranchStateError: a head shares the memory of ``target``, which is not empty.
 
     Warns:
-        ExactnessWarning: once, if texts under the rule "seeded" share a decode of more tokens than
-            ``capabilities.exact_rows``, and measurements show that such a decode changes logits.
         ContextLengthWarning: a text may get longer than the model was trained for. The warning
             comes at once if ``n_ctx`` is larger than the training length and only one sequence uses
             it (``n_seq_max`` is not set, or 1). Otherwise it comes when a sequence gets too long.

@@ -152,7 +152,7 @@ class Loom(Live):
         fields = {
             "name": Path(model.path).stem, "n_vocab": model.n_vocab, "n_ctx": ctx.n_ctx_seq,
             "type": model.file_type, "size": model.size_bytes, "fingerprint": model.fingerprint,
-            "kv_type": ctx.kv_type, "batch_invariant": ctx.capabilities.batch_invariant,
+            "kv_type": ctx.kv_type, "exact": ctx.capabilities.exact,
             "leaves_cores": leaves_cores(ctx), "draft": self._draft,
             "sampling": {name: getattr(sampling, name) for name in _TOLD},
             "chat": chat_fields(model),

@@ -69,8 +69,6 @@ class Model:
         on_gpu: whether layers may be on a GPU.
         n_vocab, vocab_type: size of the vocabulary; kind of tokenizer: "bpe", "spm", "wpm", ..., "none".
         has_text: whether the model can turn text into tokens and back.
-        on_measuring: called with a description of each measurement when a context is opened, as with
-            `load`; None = not called. It can be set.
         bos, eos: ids of the BOS (beginning of sequence) and EOS (end of sequence) tokens, or None.
         eog_tokens: the ids of all EOG (end of generation) tokens.
     """
@@ -146,7 +144,6 @@ class Model:
         self.state_numbers = header.state_numbers() if has_states else 0
         # Comparing two vocabularies of 128k tokens takes a second.
         self._reports = weakref.WeakKeyDictionary[Model, pairs.VocabularyReport]()
-        self.on_measuring: Callable[[str], object] | None = None
         self._pieces: list[bytes | None] = [None] * self.n_vocab
         self._texts: list[str | None] = [None] * self.n_vocab
         tokens = range(self.n_vocab if self.has_text else 0)
@@ -217,17 +214,11 @@ class Model:
             not handle.number("has_encoder") and self.memory_type != "none"
         )
 
-    def measuring(self, what: str) -> None:
-        """Tell ``on_measuring`` what a context of this model measures now."""
-        if self.on_measuring is not None:
-            self.on_measuring(what)
-
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 (hex) of the file; for a split model, that of the SHA-256s of its parts in order.
 
-        It is computed when it is first used, which takes about a second per GB, and kept in the profile
-        until the file is written or replaced.
+        It is computed when it is first used, which takes about a second per GB.
 
         Raises:
             UsageError: the file was changed, replaced or removed after it was loaded.
@@ -236,7 +227,7 @@ class Model:
 
     @cached_property
     def quick_key(self) -> str:
-        """SHA-256 (hex) over the size of the file, its first and its last MiB: a key of measurements.
+        """SHA-256 (hex) over the size of the file, its first and its last MiB.
 
         It was the fingerprint before 0.4. Files that differ only in the middle have the same key.
         """

@@ -9,7 +9,6 @@ one.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
@@ -65,11 +64,6 @@ class ChatTemplate:
 
     def __hash__(self) -> int:
         return hash(self._source)
-
-    def digest(self, salt: str = "") -> str:
-        """Return a digest of the source and the special tokens."""
-        text = json.dumps([salt, self._source, self._special], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()
 
     @cached_property
     def strings(self) -> frozenset[str]:

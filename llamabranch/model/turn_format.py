@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from ..arguments import shown
 from ..errors import ConfigError, UnsupportedError
-from ..profile import read_entry, write_entries
 from .call_form import (
     ArgumentTags,
     Around,
@@ -29,7 +28,6 @@ from .call_form import (
 )  # fmt: skip
 from .templates import ChatTemplate
 from .turn_finding import TurnParts, find_parts
-from .turn_keeping import code_digest, kept, restored
 
 __all__ = [
     "Turn", "TurnEvent", "TurnFormat", "TurnReader", "TurnSpan", "call_id", "known_functions",
@@ -333,14 +331,10 @@ class TurnFormat(TurnParts):
 
 @lru_cache(maxsize=32)
 def _found(template: ChatTemplate) -> TurnFormat:
-    key = template.digest(code_digest())
-    parts = restored(read_entry("turns", key))
-    if parts is None:
-        try:
-            parts = find_parts(template)
-        except UnsupportedError as error:  # not kept, because the machine may just have been busy
-            return TurnFormat(roles=frozenset({"system"}), reason=error.message)
-        write_entries([("turns", key, kept(parts))])
+    try:
+        parts = find_parts(template)
+    except UnsupportedError as error:
+        return TurnFormat(roles=frozenset({"system"}), reason=error.message)
     return TurnFormat(**vars(parts))
 
 

@@ -5,7 +5,6 @@ that this package reports, because llama.cpp calls ``abort()`` on most invalid a
 """
 
 from . import core, heads, staging
-from .attention import AttentionShape, attention_seconds
 from .context import ContextHandle, NativeContextParams, release_threads
 from .handle import forkable_lock, is_held
 from .interrupts import call_in_thread
@@ -25,7 +24,6 @@ from .sampler import CandidateBuffer, GrammarHandle, SamplerHandle, softmax_agre
 from .state_layout import StateLayout
 
 __all__ = [
-    "AttentionShape",
     "CandidateBuffer",
     "ContextHandle",
     "GrammarHandle",
@@ -34,7 +32,6 @@ __all__ = [
     "SamplerHandle",
     "StateLayout",
     "amx_works",
-    "attention_seconds",
     "available_cores",
     "call_in_thread",
     "core",

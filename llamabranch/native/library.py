@@ -137,11 +137,20 @@ def max_sequences() -> int:
     return int(C.llama_max_parallel_sequences())
 
 
+_CPUS = "/sys/devices/system/cpu"
+
+
 def available_cores() -> int:
-    """Return the number of cores this process may use; more threads than cores are many times slower."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Return how many physical cores this process may use; more threads wait for each other."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    cores = set()
+    for cpu in os.sched_getaffinity(0):
+        try:  # the processors of one core have the same list
+            cores.add(Path(f"{_CPUS}/cpu{cpu}/topology/thread_siblings_list").read_text("ascii"))
+        except OSError:
+            cores.add(str(cpu))
+    return len(cores)
 
 
 def address_of(pointer: Any) -> int:

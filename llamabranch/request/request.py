@@ -253,7 +253,7 @@ class Result(Generic[T]):
         logprobs: the tokens in detail, if the request has ``top_logprobs``.
         prompt_logprobs: a score for each prompt token, if the request asked for scores. The first
             token has no score: None.
-        exact: whether the text was generated in a batch-invariant context. If so, the same seed gives
+        exact: whether the text was generated in an exact context. If so, the same seed gives
             the same tokens again, alone or together with any other texts, with or without drafts.
         grammar: the grammar of the request, for ``parsed``.
         choices: from ``complete`` and ``chat``: all texts of the prompt, including this one.

@@ -564,7 +564,7 @@ class Job:
         logprobs = None if self.request.top_logprobs is None else emitted
         ctx = self.submission.loop.ctx
         was_in_order = self._admitted is None or self._disorders == ctx.kv_cache.disorders
-        is_exact = ctx.capabilities.batch_invariant and was_in_order and ctx.kv_cache.in_order
+        is_exact = ctx.capabilities.exact and was_in_order and ctx.kv_cache.in_order
         return Result(
             id=self.name,
             sample=self.sample,

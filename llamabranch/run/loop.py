@@ -313,11 +313,6 @@ class Loop:
         around: Around,
     ) -> None:
         """Decode last tokens, drafts and prompts together; each text takes its rows of logits."""
-        ctx = self.ctx
-        if not ctx.capabilities.batch_invariant and any(
-            member.rule == "seeded" for member in running
-        ):
-            ctx.warn_if_inexact(len(running) + sum(len(member.draft.tokens) for member in running))
         with self._lock:  # the logits are valid until the next decode of any thread
             if len(running) == 1 and not readers:
                 self._decode_alone(step, running[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 from ..arguments import bounded, whole
@@ -67,8 +68,8 @@ def beam_search(
     watch, model = Watch(branch, on_step, beams), branch.ctx.model
     selection = Beams(beams, len(model.eog_tokens), max_tokens, length_penalty, early_stopping)
     running: list[_Beam] = [_Beam(None, 0, "", branch.sequence.incomplete, 0.0)]
-    with _Sequences(branch, watch, selection.n_kept) as sequences:
-        continuations = sequences.first()
+    with closing(_Sequences(branch, watch, selection.n_kept)) as sequences:
+        continuations = [sequences.scored(branch.sequence)]
         for n_tokens in range(1, max_tokens + 1):
             chosen = selection.choose([best for best, _ in continuations])
             texts = [_continued(model, running, continuations, c) for c in chosen]
@@ -161,17 +162,10 @@ class _Sequences:
         self._root, self._watch, self._k = branch, watch, k
         self._held: list[Branch] = []
 
-    def __enter__(self) -> _Sequences:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Free all sequences."""
         if not self._root.ctx.closed:
             self._free(set())
-
-    def first(self) -> list[Continued]:
-        """Return the best tokens after the prompt."""
-        with self._root.ctx.lock:
-            return [self._scored(self._root.sequence)]
 
     def advance(self, beams: Sequence[_Beam]) -> list[Continued]:
         """Decode the last token of each beam in one decode; return the best tokens after each.
@@ -204,16 +198,17 @@ class _Sequences:
                 text.append_unscored([beam.token], row)
             self._watch.stats.decodes += ctx.decoder.n_decodes - before
             self._watch.stats.tokens_decoded += len(beams)
-            return [self._scored(text) for text in texts]
+            return [self.scored(text) for text in texts]
 
-    def _scored(self, text: Text) -> Continued:
+    def scored(self, text: Text) -> Continued:
         """Return the best tokens after a text; fewer than ``k`` where a grammar forbids the others.
 
         A score is a log-probability after logit bias, grammar and penalties, not normalised again.
         """
-        every = text.logits_row().log_probs()
-        best = best_tokens(*text.sampler.processed(every), self._k)
-        return best, {token: float(every[token]) for token, _ in best}
+        with text.lock:
+            every = text.logits_row().log_probs()
+            best = best_tokens(*text.sampler.processed(every), self._k)
+            return best, {token: float(every[token]) for token, _ in best}
 
     def _forked(self, branch: Branch) -> Branch:
         fork = branch.fork()

@@ -32,8 +32,6 @@ class Finished(NamedTuple):
     """A finished beam; ``final`` is its score with the length penalty."""
 
     final: float
-    candidate: Candidate
-    n_tokens: int
     key: object
 
 
@@ -53,10 +51,7 @@ class Beams:
         width: the number of beams.
         n_eog: how many tokens of the vocabulary end a text.
         max_tokens: the most tokens of a text, the EOG token included.
-        length_penalty: a finished score is the sum divided by (number of tokens) ** length_penalty.
-        early_stopping: True = stop once ``width`` beams are finished; False = also stop as soon as the
-            best running beam, scored at its present length, is no better than the worst of them; "never"
-            = only stop when no running beam can become better at any length.
+        length_penalty, early_stopping: as for `beam_search`.
 
     Attributes:
         scores: the scores of the running beams, best first.
@@ -104,20 +99,14 @@ class Beams:
     ) -> list[int]:
         """Finish the chosen continuations that stop, keep the best others running.
 
-        Args:
-            chosen: the result of ``choose``.
-            stops: for each candidate, whether its text ends: by an EOG token, a stop string or the limit.
-            keys: for each candidate, its key in ``finished``.
-
-        Returns:
-            the indices of the candidates that continue, best first, at most ``width``.
+        ``stops`` tells for each candidate whether its text ends, ``keys`` has its key in ``finished``.
+        Return the indices of the candidates that continue, best first, at most ``width``.
         """
         self._n_tokens += 1
         length = self._n_tokens**self._length_penalty
         for i, candidate in enumerate(chosen[: self.width]):
             if stops[i]:
-                final = candidate.score / length
-                self.finished.append(Finished(final, candidate, self._n_tokens, keys[i]))
+                self.finished.append(Finished(candidate.score / length, keys[i]))
         self.finished.sort(key=lambda f: -f.final)  # stable: equal scores keep their order
         del self.finished[self.width :]
         running = [i for i, stopped in enumerate(stops) if not stopped][: self.width]

@@ -55,13 +55,11 @@ class SearchResult:
         hypotheses: best first; empty if nothing could be generated.
         stats: the cost.
         votes: only from ``vote``: the number of texts for each answer, the most frequent first.
-        answer_forms: only from ``vote``: for each answer its spellings and their counts.
     """
 
     hypotheses: list[Hypothesis]
     stats: SearchStats
     votes: Mapping[str | float, int] = field(default_factory=dict)
-    answer_forms: Mapping[str | float, Mapping[str, int]] = field(default_factory=dict)
 
     @property
     def best(self) -> Hypothesis:

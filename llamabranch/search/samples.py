@@ -51,12 +51,9 @@ def sample(
     """Sample ``n`` texts from a branch until all have ended, or the search ends.
 
     Args:
-        branch: has read the prompt.
         watch: counts the cost; its ``on_step`` may end the search, which cancels unfinished texts.
-        n: how many texts; the number of a text decides its draws.
         seed: the seed of text number 0; the seeds of other texts are derived from it.
-        max_tokens, stop: the limits of each text.
-        drafter: proposes tokens; it changes no text. None = plain decoding.
+        n, max_tokens, stop, drafter: as for `best_of_n`.
         parallel: the most texts that run at a time; None = as many as there are sequences.
         is_decided: called after each step with all texts; a true result ends the sampling and leaves
             the texts as they are.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal, InvalidOperation
 from statistics import fmean
 
@@ -59,7 +59,7 @@ def vote(
         all texts. Those with the most frequent answer come first, ordered by probability. ``answer`` is
         the most frequent answer, and ``votes`` has the counts. ``score`` is the share of counted texts
         with the same answer. The seed decides between equally frequent answers. Equal numbers, such as 1
-        and 1.00, are one answer; ``answer_forms`` has the different spellings. With ``confidence`` only
+        and 1.00, are one answer, in its shortest form. With ``confidence`` only
         texts that were begun are returned. Texts that did not vote because the vote was already decided
         come last, as "decided".
 
@@ -98,12 +98,12 @@ def vote(
     if not is_decided(jobs):
         for job in jobs:
             ballot.count(job)
-    hypotheses, votes, forms = ballot.ranked(seed)
+    hypotheses, votes = ballot.ranked(seed)
     for job in jobs:
         if job not in ballot.given and job.output.emitted:
             job.output.break_off("decided")
             hypotheses.append(hypothesis(job, 0.0))
-    return SearchResult(hypotheses, watch.stats, votes=votes, answer_forms=forms)
+    return SearchResult(hypotheses, watch.stats, votes=votes)
 
 
 class _Ballot:
@@ -130,30 +130,29 @@ class _Ballot:
         # No vote is decided by the last text: it has ended anyway.
         return 0 < self._n - len(self.given) < first - second
 
-    def ranked(
-        self, seed: int
-    ) -> tuple[list[Hypothesis], dict[Answer, int], dict[Answer, Counter[str]]]:
-        """Return the texts that were counted, best first, the votes for each answer, and its forms."""
-        answers = self.given
-        forms = _forms(answer for answer in answers.values() if answer is not None)
-        votes = {name: seen.total() for name, seen in forms.items()}
+    def ranked(self, seed: int) -> tuple[list[Hypothesis], dict[Answer, int]]:
+        """Return the texts that were counted, best first, and the votes for each answer."""
+        known = [answer for answer in self.given.values() if answer is not None]
         if self._errors:
-            failed = f"answer() failed for {len(self._errors)} of {len(answers)} texts"
+            failed = f"answer() failed for {len(self._errors)} of {len(self.given)} texts"
             warn(f"{failed}, which do not vote: {self._errors[0]!r}", LlamaBranchWarning)
-        elif not votes:
+        elif not known:
             warn("no text has an answer: answer() returned None", LlamaBranchWarning)
+        names: dict[Decimal | str, Answer] = {}  # of equal numbers the shortest
+        for answer in sorted(known, key=lambda answer: (len(str(answer)), str(answer))):
+            names.setdefault(_value(answer), answer)
         # The order of appearance must not decide between equal counts: early texts are not better.
-        luck = {
-            answer: uniform(seed, self._n, index=i)
-            for i, answer in enumerate(sorted(votes, key=str))
+        luck = {value: uniform(seed, self._n, index=i) for i, value in enumerate(names)}
+        values = sorted(names, key=lambda value: (-self._tally[value], luck[value]))
+        rank = {value: i for i, value in enumerate(values)}
+        place = {
+            job: len(values) if answer is None else rank[_value(answer)]
+            for job, answer in self.given.items()
         }
-        names = sorted(votes, key=lambda answer: (-votes[answer], luck[answer]))
-        rank = {form: i for i, name in enumerate(names) for form in forms[name]}
-        place = {job: len(names) if a is None else rank[str(a)] for job, a in answers.items()}
-        shares = [*(votes[name] / len(answers) for name in names), 0.0]
-        ordered = sorted(answers, key=lambda job: (place[job], -fmean(logprobs(job) or [0.0])))
+        shares = [*(self._tally[value] / len(place) for value in values), 0.0]
+        ordered = sorted(place, key=lambda job: (place[job], -fmean(logprobs(job) or [0.0])))
         hypotheses = [hypothesis(job, shares[place[job]]) for job in ordered]
-        return hypotheses, {a: votes[a] for a in names}, {a: forms[a] for a in names}
+        return hypotheses, {names[value]: self._tally[value] for value in values}
 
 
 def _checked(answer: object) -> Answer | None:
@@ -161,25 +160,6 @@ def _checked(answer: object) -> Answer | None:
     if answer is None or isinstance(answer, (str, bool)):
         return answer
     return real("what answer returns, if it is not a text or None,", answer)
-
-
-def _forms(answers: Iterable[Answer]) -> dict[Answer, Counter[str]]:
-    """Return the different answers, each with its spellings and their counts.
-
-    Equal numbers are one answer: 1, 1.00 and 1e0, and 1,000 and 1000. It is represented by the most
-    frequent spelling; among equally frequent ones by the shortest, then by the first in the alphabet.
-    """
-    groups: dict[Decimal | str, Counter[str]] = {}
-    answer_of: dict[str, Answer] = {}
-    for answer in answers:
-        text = str(answer)
-        answer_of.setdefault(text, answer)
-        groups.setdefault(_value(answer), Counter())[text] += 1
-    named = (
-        (answer_of[min(seen, key=lambda text: (-seen[text], len(text), text))], seen)
-        for seen in groups.values()
-    )
-    return dict(named)
 
 
 def _value(answer: Answer) -> Decimal | str:

@@ -49,16 +49,14 @@ class Watch:
     """The cost of one search, and its ``on_step``. The branch does not change meanwhile.
 
     Args:
-        branch: has read the prompt.
-        on_step: called after each step with the statistics so far; a true result ends the search.
+        branch, on_step: of the search.
         n_sequences: how many sequences the search needs beside that of the branch.
 
     Raises:
         BranchStateError: the branch is pruned or empty. SequencesExhaustedError: too few are free.
 
     Attributes:
-        stats: the cost so far.
-        is_cancelled: whether ``on_step`` has ended the search.
+        stats: the cost so far; ``is_cancelled``: whether ``on_step`` has ended the search.
     """
 
     def __init__(self, branch: Branch, on_step: OnStep | None, n_sequences: int = 1) -> None:

@@ -38,7 +38,7 @@ class Service:
         self.ctx = engine.engine.target
         self.model = self.ctx.model
         self.n_ctx = self.ctx.n_ctx_seq
-        self.is_exact = self.ctx.capabilities.batch_invariant
+        self.is_exact = self.ctx.capabilities.exact
         self.vocabulary = Vocabulary(partial(named_piece, self.model))
         self.created = int(time())
         self.n_texts = 0
@@ -47,7 +47,7 @@ class Service:
     def head(self, prefix: str, kind: str) -> dict[str, object]:
         """Return the first fields of an answer."""
         fields = head(prefix, kind, self.name)
-        return fields if self.is_exact else fields | {"batch_invariant": False}
+        return fields if self.is_exact else fields | {"exact": False}
 
     async def tokenize(
         self, text: str, *, add_special: bool = True, parse_special: bool = True

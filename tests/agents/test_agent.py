@@ -412,7 +412,7 @@ def test_a_function_may_use_its_context_and_other_agents(stage: Context) -> None
 
 
 def test_a_context_that_a_function_closes_ends_the_agent(scripted: lb.Model) -> None:
-    with lb.Context(scripted, n_ctx=1024, n_threads=1) as ctx:
+    with lb.Context(scripted, n_ctx=1024, n_threads=1, exact=True) as ctx:
 
         def called() -> None:
             ctx.close()
@@ -464,7 +464,7 @@ def test_result_of_fifty_kilobytes_is_shortened_and_told(stage: Context) -> None
 
 
 def test_result_is_never_longer_than_the_room(scripted: lb.Model) -> None:
-    with lb.Context(scripted, n_ctx=1024, n_threads=1) as ctx:
+    with lb.Context(scripted, n_ctx=1024, n_threads=1, exact=True) as ctx:
         report = Agent(ctx, tools=[long], result_tokens=5000).run("long: go")
         assert report.text == "That was long." and len(report.tokens) < 1024
 
@@ -503,7 +503,7 @@ def test_tokens_that_run_out_make_the_last_turn(stage: Context) -> None:
 
 
 def test_cells_that_run_out_make_the_last_turn(scripted: lb.Model) -> None:
-    with lb.Context(scripted, n_ctx=1024, n_threads=1) as ctx:
+    with lb.Context(scripted, n_ctx=1024, n_threads=1, exact=True) as ctx:
         report = Agent(ctx, tools=[name, long], max_tokens=8000, max_turns=90).run("again: go")
         assert report.finish_reason == "stop" and report.text == "Enough."
         report = Agent(ctx, "x" * 600, tools=[name], max_tokens=2048).run("again: go")
@@ -715,15 +715,15 @@ def test_bad_tasks_are_refused(stage: Context, arguments: tuple[Any, ...]) -> No
 
 def test_no_template_another_context_and_a_closed_one(scripted: lb.Model, target: lb.Model) -> None:
     with (
-        lb.Context(target, n_ctx=256, n_threads=1) as ctx,
+        lb.Context(target, n_ctx=256, n_threads=1, exact=True) as ctx,
         pytest.raises(UnsupportedError, match="template"),
     ):
         Agent(ctx)
     with pytest.raises(ConfigError, match="target"):
         Agent(cast(Any, "a.gguf"))
     with (
-        lb.Context(scripted, n_ctx=1024, n_threads=1) as untemplated,
-        lb.Context(scripted, n_ctx=1024, n_threads=1) as other,
+        lb.Context(scripted, n_ctx=1024, n_threads=1, exact=True) as untemplated,
+        lb.Context(scripted, n_ctx=1024, n_threads=1, exact=True) as other,
     ):
         with pytest.raises(ConfigError, match="another context"):
             Agent(untemplated, tools=[Agent(other, name="helper")])
@@ -779,5 +779,8 @@ def test_thoughts_are_steps_of_their_own_and_no_part_of_the_text(target: lb.Mode
         assert report.messages[-1]["content"]
         silent = Agent(ctx, think=False, max_tokens=20, seed=1).run("Why did the bear leave?")
         assert not [s for s in silent.steps if s.kind == "thought"]
-    with lb.Context(target, n_ctx=256, n_threads=1) as ctx, pytest.raises(UnsupportedError):
+    with (
+        lb.Context(target, n_ctx=256, n_threads=1, exact=True) as ctx,
+        pytest.raises(UnsupportedError),
+    ):
         Agent(ctx, think=True)

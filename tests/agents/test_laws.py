@@ -69,7 +69,7 @@ def transcript(report: Report) -> list[Any]:
 @pytest.fixture(scope="module")
 def alone(teller: lb.Model) -> list[Report]:
     """Each task by itself, one after the other, without drafts, in a context with room for all."""
-    with lb.Context(teller, n_ctx=8192, n_seq_max=8, n_threads=1, batch_invariant=True) as ctx:
+    with lb.Context(teller, n_ctx=8192, n_seq_max=8, n_threads=1, exact=True) as ctx:
         engine = AsyncEngine(ctx, None, parallel=1)
         reports = tell(engine)
         asyncio.run(engine.close())
@@ -94,7 +94,7 @@ def test_law_1_a_transcript_does_not_depend_on_what_else_runs(
 ) -> None:
     of_context, of_engine = cast("tuple[dict[str, Any], dict[str, Any]]", CASES[case])
     options = {"n_ctx": 8192, "n_seq_max": 8, **of_context}
-    with lb.Context(teller, n_threads=1, batch_invariant=True, **options) as ctx:
+    with lb.Context(teller, n_threads=1, exact=True, **options) as ctx:
         engine = AsyncEngine(ctx, **of_engine)
         reports = tell(engine)
         asyncio.run(engine.close())
@@ -106,12 +106,12 @@ def test_law_1_a_transcript_does_not_depend_on_what_else_runs(
 
 
 def test_law_2_a_reports_tokens_are_its_branch(teller: lb.Model) -> None:
-    with lb.Context(teller, n_ctx=8192, n_seq_max=8, n_threads=1, batch_invariant=True) as ctx:
+    with lb.Context(teller, n_ctx=8192, n_seq_max=8, n_threads=1, exact=True) as ctx:
         (report,) = tell(ctx, TASKS[:1])
         with lb.Branch.start(ctx, report.tokens) as branch:
             after = branch.logits.copy()
     with (
-        lb.Context(teller, n_ctx=8192, n_seq_max=8, n_threads=1, batch_invariant=True) as fresh,
+        lb.Context(teller, n_ctx=8192, n_seq_max=8, n_threads=1, exact=True) as fresh,
         lb.Branch.start(fresh, report.tokens) as branch,
     ):
         assert np.array_equal(after, branch.logits)
@@ -305,7 +305,7 @@ def test_law_8_a_seed_and_equal_results_give_equal_steps(stage: Context, case: s
 
 
 def test_law_7_what_a_turn_holds_is_valid_at_any_temperature(teller: lb.Model) -> None:
-    with lb.Context(teller, n_ctx=8192, n_seq_max=8, n_threads=1) as ctx:
+    with lb.Context(teller, n_ctx=8192, n_seq_max=8, n_threads=1, exact=True) as ctx:
         agent = Agent(
             ctx, "You tell tales.", [pick, roll], tool_choice="required", parallel_calls=False
         )

@@ -64,7 +64,7 @@ def test_appended_tokens_are_not_generated_and_have_no_score(ctx: Context) -> No
 
 
 def test_it_continues_after_an_end(small_toy: lb.Model) -> None:
-    with Context(small_toy, n_ctx=128, n_threads=1) as ctx:
+    with Context(small_toy, n_ctx=128, n_threads=1, exact=True) as ctx:
         end = min(ctx.model.eog_tokens)
         branch = Branch.start(ctx, [3, 4], seed=1, logit_bias={end: 100.0})
         assert list(branch.generate(5)) == [] and branch.is_stop
@@ -136,7 +136,7 @@ def test_control_tokens_in_appended_text_are_parsed_unless_told_otherwise(ctx: C
 def test_many_tokens_take_the_memory_of_few(target: lb.Model) -> None:
     """`extend` kept all rows of logits in memory before it returned any."""
     tokens = [int(t) for t in np.random.default_rng(3).integers(10, 4000, 450)]
-    with Context(target, n_ctx=1024, n_batch=64, n_threads=1) as ctx:
+    with Context(target, n_ctx=1024, n_batch=64, n_threads=1, exact=True) as ctx:
         branch = Branch.start(ctx, STORY)
         plain = branch.fork()
         tracemalloc.start()

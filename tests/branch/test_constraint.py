@@ -161,7 +161,7 @@ def test_a_constraint_gets_whole_characters(toy: lb.Model) -> None:
         return all(ord(c) > 127 and c != "\ufffd" for c in text)
 
     with (
-        Context(toy, n_ctx=256, n_seq_max=2, n_threads=1) as ctx,
+        Context(toy, n_ctx=256, n_seq_max=2, n_threads=1, exact=True) as ctx,
         Branch.start(ctx, [3, 4], temperature=1.0, seed=3, top_k=0, min_p=0.0) as root,
     ):
         generation = root.generate(60, constraint=is_wide).finish()

@@ -33,7 +33,7 @@ def params(target: lb.Model) -> SamplingParams:
 def pieces(target: lb.Model, params: SamplingParams) -> list[str]:
     """The text, token by token; it is much longer than the small context."""
     with (
-        Context(target, n_ctx=1024, n_seq_max=1, n_threads=1) as ctx,
+        Context(target, n_ctx=1024, n_seq_max=1, n_threads=1, exact=True) as ctx,
         Branch.start(ctx, [5] * N_PROMPT, sampling=params) as branch,
     ):
         return [produced.text for produced in branch.generate(60)]
@@ -41,7 +41,7 @@ def pieces(target: lb.Model, params: SamplingParams) -> list[str]:
 
 @pytest.fixture
 def small(target: lb.Model) -> Iterator[Context]:
-    with Context(target, n_ctx=N_CTX, n_seq_max=4, n_threads=1) as ctx:
+    with Context(target, n_ctx=N_CTX, n_seq_max=4, n_threads=1, exact=True) as ctx:
         yield ctx
         assert ctx.usage().cells_used == 0
         ctx.audit()

@@ -60,7 +60,7 @@ def of_llama_cpp(model: lb.Model, tokens: list[int]) -> dict[int, Any]:
 
 def test_states_are_llama_cpps(target: lb.Model, toy: lb.Model) -> None:
     for model in (target, toy):
-        with Context(model, n_ctx=256, n_threads=1, kv_type="f16", batch_invariant=False) as ctx:
+        with Context(model, n_ctx=256, n_threads=1, kv_type="f16", exact=False) as ctx:
             branch = Branch.start(ctx, TEXT)
             expected = of_llama_cpp(model, branch.tokens)
             assert set(expected) == set(range(1, model.n_layer + 1))
@@ -84,7 +84,7 @@ def test_states_are_llama_cpps(target: lb.Model, toy: lb.Model) -> None:
 @pytest.mark.parametrize("layer", [0, 2, -1])
 def test_states_follow_forks_rewinds_and_batches(ctx: Context, layer: int) -> None:
     def alone(tokens: list[int]) -> Any:
-        with Context(ctx.model, n_ctx=256, n_threads=1, batch_invariant=True) as fresh:
+        with Context(ctx.model, n_ctx=256, n_threads=1, exact=True) as fresh:
             return Branch.start(fresh, tokens).hidden_states(layer)
 
     root = Branch.start(ctx, TEXT, temperature=0.8, seed=1)
@@ -110,7 +110,7 @@ def test_states_follow_forks_rewinds_and_batches(ctx: Context, layer: int) -> No
 
 
 def test_what_memory_or_sequences_do_not_allow_is_refused(ctx: Context, tmp_path: Path) -> None:
-    with Context(ctx.model, n_ctx=256, n_seq_max=1, n_threads=1) as single:
+    with Context(ctx.model, n_ctx=256, n_seq_max=1, n_threads=1, exact=True) as single:
         alone = Branch.start(single, TEXT)
         for layer in (1, -1):
             with pytest.raises(SequencesExhaustedError):
@@ -128,7 +128,7 @@ def test_what_memory_or_sequences_do_not_allow_is_refused(ctx: Context, tmp_path
 
 
 def test_a_head_and_a_reader(target: lb.Model) -> None:
-    with Context(target, n_ctx=256, n_threads=1) as ctx:
+    with Context(target, n_ctx=256, n_threads=1, exact=True) as ctx:
         branch = Branch.start(ctx, TEXT, temperature=0.0)
         layers = {layer: branch.hidden_states(layer) for layer in range(target.n_layer + 1)}
         with Context(lb.Model(HEAD), owns_model=True, target=ctx) as head:

@@ -10,9 +10,10 @@ import numpy.typing as npt
 import pytest
 
 import llamabranch as lb
-from llamabranch import Branch, Context, SamplingParams, TokenScore
+from llamabranch import Branch, Context, SamplingParams
 from llamabranch.branch.scorer import Wanted
 from llamabranch.branch.scorer import score as score_all
+from llamabranch.context import TokenScore
 from llamabranch.errors import (
     CacheFullError,
 )
@@ -124,7 +125,7 @@ def test_continuations_that_do_not_fit_together_are_rated_in_turn(
     target: lb.Model, other_ctx: Context
 ) -> None:
     rng = np.random.default_rng(2)
-    with Context(target, n_ctx=256, n_seq_max=8, n_threads=1) as ctx:
+    with Context(target, n_ctx=256, n_seq_max=8, n_threads=1, exact=True) as ctx:
         prompt = random_tokens(rng, 50)
         branch = Branch.start(ctx, prompt)
         work = {branch: [random_tokens(rng, 150) for _ in range(4)]}

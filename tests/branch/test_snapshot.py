@@ -55,7 +55,9 @@ def _line(branch: lb.Branch, n: int = 25) -> list[lb.Produced]:
 
 @pytest.fixture
 def small_ctx(small_toy: lb.Model) -> Iterator[lb.Context]:
-    with lb.Context(small_toy, n_ctx=256, n_seq_max=4, n_batch=32, n_threads=1) as context:
+    with lb.Context(
+        small_toy, n_ctx=256, n_seq_max=4, n_batch=32, n_threads=1, exact=True
+    ) as context:
         yield context
         gc.collect()
         context.audit()
@@ -79,7 +81,7 @@ def test_loaded_branch_goes_on_to_the_bit(
     produced = branch.produce()
     branch.save(path)
     assert f"{branch.position} tokens" in repr(Snapshot.read(path))
-    with lb.Context(target, n_ctx=512, n_seq_max=3, n_threads=1, batch_invariant=True) as other:
+    with lb.Context(target, n_ctx=512, n_seq_max=3, n_threads=1, exact=True) as other:
         neighbour = lb.Branch.start(other, "The sun", seed=5)
         before = other.decoder.n_decodes
         loaded = lb.Branch.load(other, path)

@@ -23,7 +23,7 @@ N_KINDS = 18  # the least number of different steps; the rules count 22
 def test_context_and_branches_match_the_reference(
     which: str, n_runs: int, longer: int, tmp_path: Path
 ) -> None:
-    """A toy, one whose context is not batch-invariant, one with a sliding window, the bundled draft."""
+    """A toy, one whose context is not exact, one with a sliding window, the bundled draft."""
     n_runs *= longer
     paths = {
         "toy": lambda: tiny(tmp_path / "toy.gguf"),
@@ -34,7 +34,7 @@ def test_context_and_branches_match_the_reference(
     exact = which in ("toy", "draft")
     with (
         lb.Model(paths[which]()) as model,
-        lb.Context(model, n_ctx=256, n_seq_max=2, n_threads=1, batch_invariant=exact) as clean,
+        lb.Context(model, n_ctx=256, n_seq_max=2, n_threads=1, exact=exact) as clean,
     ):
         # A missing token of the window may change the logits only a little.
         close = 0.05 if which == "window" else CLOSE

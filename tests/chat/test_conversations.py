@@ -101,7 +101,7 @@ def model() -> Iterator[lb.Model]:
 
 @pytest.fixture
 def ctx(model: lb.Model) -> Iterator[Context]:
-    with Context(model, n_ctx=2048, n_seq_max=32, n_threads=1, batch_invariant=True) as context:
+    with Context(model, n_ctx=2048, n_seq_max=32, n_threads=1, exact=True) as context:
         yield context
         context.audit()
 
@@ -111,7 +111,7 @@ def talking(
     model: lb.Model, n_ctx: int = 2048, n_seq_max: int = 8, drafter: Any = "auto", **settings: Any
 ) -> Iterator[Chat]:
     """Open a chat on a context of its own, which is audited at the end."""
-    options = lb.ContextParams(n_ctx=n_ctx, n_seq_max=n_seq_max, n_threads=1, batch_invariant=True)
+    options = lb.ContextParams(n_ctx=n_ctx, n_seq_max=n_seq_max, n_threads=1, exact=True)
     with Context(model, options) as context, Chat(context, drafter, **settings) as chat:
         yield chat
         context.audit()
@@ -327,7 +327,7 @@ def test_wrong_numbers_and_messages_change_nothing(ctx: Context) -> None:
 
 
 def test_model_without_a_template_is_refused_with_what_helps(target: lb.Model) -> None:
-    with Context(target, n_ctx=256, n_threads=1) as context:
+    with Context(target, n_ctx=256, n_threads=1, exact=True) as context:
         with pytest.raises(lb.errors.UnsupportedError, match="no chat template") as caught:
             Chat(context)
         assert "chat_template=" in (caught.value.hint or "")
@@ -581,7 +581,7 @@ def test_chat_that_is_loaded_goes_on_with_the_same_text(
         expected = [chat.send("And then?").finish().text]
         chat.switch(1)
         expected.append(chat.send("And then?").finish().text)
-    with Context(ctx.model, n_ctx=1024, n_threads=1, batch_invariant=True) as fresh:
+    with Context(ctx.model, n_ctx=1024, n_threads=1, exact=True) as fresh:
         again = Chat.load(fresh, tmp_path / "saved")
         assert again.branches == [1, 2]
         answers = [again.send("And then?").finish()]
@@ -677,7 +677,7 @@ THINKING = (
 def thinking_chat(**options: Any) -> Iterator[Chat]:
     with (
         lb.Model(DATA / "tale-target-q8_0.gguf", chat_template=THINKING) as model,
-        lb.Context(model, n_ctx=2048, n_seq_max=8, n_threads=1, batch_invariant=True) as context,
+        lb.Context(model, n_ctx=2048, n_seq_max=8, n_threads=1, exact=True) as context,
         Chat(context, **{"seed": 3, "max_tokens": 30, "thinking": 10, **options}) as chat,
     ):
         yield chat

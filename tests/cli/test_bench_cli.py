@@ -20,7 +20,7 @@ from llamabranch.cli.console import Console
 
 TIMEOUT_S = 600  # for a machine that is busy with other things
 SMALL = ("--lengths", "40,8,6000", "-n", "6", "-r", "1", "-t", "1")
-SET = ("-ctk", "f16", "-fa", "on", "-S", "batch_invariant=false")
+SET = ("-ctk", "f16", "-fa", "on", "-S", "exact=false")
 
 
 # -- the command -----------------------------------------------------------------------------------
@@ -41,7 +41,7 @@ def test_json_has_each_setting_and_length_that_fits_and_flags_that_work() -> Non
         *("model", "drafters", "machine", "interrupted", "tokens_a_second", "fastest")
     }
     settings = answer["tokens_a_second"]
-    assert set(settings) - {"-S batch_invariant=true"} == {"-fa 1", "-fa 0"}
+    assert set(settings) - {"-S exact=true"} == {"-fa 1", "-fa 0"}
     for speeds in settings.values():
         for name in ("read", "plain", "drafted"):
             assert list(speeds[name]) == ["8", "40"]  # it was not trained for 6,000

@@ -84,7 +84,7 @@ def test_texts_may_differ_where_batches_are_not_exact(
 
     def load(name: str, **options: Any) -> lb.Context:
         ctx = loaded(name, **options)
-        why: Any = {"batch_invariant": invariant, "batch_invariant_reason": "rounding"}
+        why: Any = {"exact": invariant, "exact_reason": "rounding"}
         ctx.capabilities = replace(ctx.capabilities, **why)
         return ctx
 

@@ -164,11 +164,9 @@ def test_show_says_whether_a_head_fits() -> None:
     assert "The second can draft for the first: the head fits" in shown
 
 
-def test_show_says_why_a_model_is_not_batch_invariant(tmp_path: Path) -> None:
+def test_show_tells_of_checkpoints(tmp_path: Path) -> None:
     other = toys.write_toy(tmp_path / "other.gguf", "mamba")
     (facts,) = answer("models", "show", other)["models"]
-    assert facts["capabilities"]["batch_invariant"] is False
-    assert "recurrent" in facts["capabilities"]["batch_invariant_reason"]
     assert facts["capabilities"]["state_bytes"] > 0
     assert facts["capabilities"]["checkpoints"] is True
     assert "a state was put back" in facts["capabilities"]["checkpoints_reason"]

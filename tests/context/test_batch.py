@@ -35,13 +35,19 @@ def test_runs_get_their_rows_in_as_few_decodes_as_possible(
     sizes: list[int],
 ) -> None:
     alone = []
-    with Context(target, n_ctx=256, n_threads=1, n_seq_max=4) as ctx, ctx.lock:
+    with Context(target, n_ctx=256, n_threads=1, n_seq_max=4, exact=True) as ctx, ctx.lock:
         for seq_id, tokens in TEXTS.items():
             rows = [row.best for row in decode_run(ctx.decoder, tokens, seq_id, "all")]
             alone.append(rows[len(rows) - sizes[seq_id] :])
     with (
         Context(
-            target, n_ctx=256, n_threads=1, n_seq_max=4, n_batch=n_batch, n_outputs_max=n_rows
+            target,
+            n_ctx=256,
+            n_threads=1,
+            n_seq_max=4,
+            n_batch=n_batch,
+            n_outputs_max=n_rows,
+            exact=True,
         ) as ctx,
         ctx.lock,
     ):
@@ -63,7 +69,10 @@ def test_all_runs_or_none(target: Model) -> None:
     def fail(first: int, rows: object) -> None:
         raise KeyError
 
-    with Context(target, n_ctx=256, n_threads=1, n_seq_max=4, n_batch=8) as ctx, ctx.lock:
+    with (
+        Context(target, n_ctx=256, n_threads=1, n_seq_max=4, n_batch=8, exact=True) as ctx,
+        ctx.lock,
+    ):
         decode_run(ctx.decoder, [5] * 230, 3, "none")
         batch = Batch()
         for seq_id, tokens in TEXTS.items():

@@ -26,7 +26,7 @@ Replay = Callable[[Sequence[int]], Logits]
 
 @pytest.fixture
 def replay(target: lb.Model) -> Iterator[Replay]:
-    with Context(target, n_ctx=1024, n_seq_max=1, n_threads=1) as quiet:
+    with Context(target, n_ctx=1024, n_seq_max=1, n_threads=1, exact=True) as quiet:
 
         def logits(tokens: Sequence[int]) -> Logits:
             quiet.kv_cache_clear()
@@ -39,7 +39,7 @@ def replay(target: lb.Model) -> Iterator[Replay]:
 @pytest.fixture
 def small(target: lb.Model) -> Iterator[Context]:
     """A context of 256 cells for eight branches, which is soon full."""
-    with Context(target, n_ctx=256, n_seq_max=8, n_threads=1) as ctx:
+    with Context(target, n_ctx=256, n_seq_max=8, n_threads=1, exact=True) as ctx:
         yield ctx
         ctx.audit()
 
@@ -129,7 +129,7 @@ def test_shared_cells_are_not_reserved(ctx: Context) -> None:
         assert order_of(ctx).n_cells == 0 and order_of(ctx).in_order
 
 
-def test_context_that_is_not_batch_invariant_reserves_nothing(target: lb.Model) -> None:
+def test_context_that_is_not_exact_reserves_nothing(target: lb.Model) -> None:
     with Context(target, n_ctx=256, n_threads=1, kv_type="f16") as ctx:
         assert not ctx.kv_cache.order.is_kept
         low, high = Branch.start(ctx, [5] * 100), Branch.start(ctx, [6] * 100)
@@ -246,7 +246,7 @@ def test_many_prompts_over_several_decodes_keep_the_order(
 ) -> None:
     """Room is made before the first decode. Between two decodes the branch and the cache do not agree."""
     rng = np.random.default_rng(9)
-    with Context(target, n_ctx=256, n_seq_max=8, n_batch=32, n_threads=1) as ctx:
+    with Context(target, n_ctx=256, n_seq_max=8, n_batch=32, n_threads=1, exact=True) as ctx:
         compactions = compactions_of(ctx, monkeypatch)
         low, high = (Branch.start(ctx, random_tokens(rng, 80)) for _ in range(2))
         low.rewind(10)

@@ -31,10 +31,10 @@ from llamabranch.native.interrupts import HeldInterrupts
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals are sent as POSIX has them")
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "in order, prefix cache": ("llama", {"batch_invariant": True, "prefix_cache": True}),
+    "in order, prefix cache": ("llama", {"exact": True, "prefix_cache": True}),
     "own cells": ("llama", {"kv_unified": False}),
-    "window": ("gemma3", {}),
-    "window, cells used again": ("gemma3", {"swa_full": False}),
+    "window": ("gemma3", {"kv_type": "bf16"}),
+    "window, cells used again": ("gemma3", {"swa_full": False, "kv_type": "bf16"}),
     "recurrent": ("mamba", {}),
     "hybrid": ("lfm2", {}),
 }
@@ -203,7 +203,7 @@ def test_a_held_ctrl_c_does_not_stop_a_compaction(
 ) -> None:
     """A step of an engine holds Ctrl-C, and a decode that can be stopped then ends at once."""
     monkeypatch.setattr(Memory, "can_move", False)  # so that the tokens are decoded again
-    with Context(toy, n_ctx=256, n_seq_max=4, n_threads=1, batch_invariant=True) as ctx:
+    with Context(toy, n_ctx=256, n_seq_max=4, n_threads=1, exact=True) as ctx:
         branches = [Branch.start(ctx, TOKENS), Branch.start(ctx, TOKENS[9:])]
         before = [branch.logits for branch in branches]
         monkeypatch.setattr(ctx.decoder.handle, "n_watched", 2)

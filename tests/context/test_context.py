@@ -53,11 +53,11 @@ def test_sample_draws_what_a_branch_draws_whatever_the_batches(
     tokens = np.random.default_rng(0).integers(0, 4096, 40).tolist()
     params = lb.SamplingParams(temperature=1.5, top_k=0, top_p=1.0, min_p=0.0)
     expected = []
-    with Context(target, n_ctx=256, n_threads=1) as ctx:
+    with Context(target, n_ctx=256, n_threads=1, exact=True) as ctx:
         for n in range(30, 41):
             with lb.Branch.start(ctx, tokens[:n], sampling=params.replace(seed=n)) as branch:
                 expected.append(branch.produce().token)
-    with Context(target, n_ctx=256, n_batch=n_batch, n_threads=1) as ctx:
+    with Context(target, n_ctx=256, n_batch=n_batch, n_threads=1, exact=True) as ctx:
         ctx.decode(tokens[:20], 0, logits="none")
         ctx.decode(tokens[20:], 20, logits="all")
         before = (ctx.logits(), ctx.usage())
@@ -110,18 +110,12 @@ def test_removing_from_the_middle_leaves_a_gap_that_nothing_sees(
 # -- batch invariance ------------------------------------------------------------------------------
 
 
-def test_bundled_models_are_batch_invariant_by_default(target: lb.Model, draft: lb.Model) -> None:
-    """A context that cannot be batch-invariant gives the reason."""
+def test_bundled_models_are_exact_if_asked(target: lb.Model, draft: lb.Model) -> None:
     for model in (target, draft):
-        with Context(model, n_ctx=256, n_threads=1) as ctx:
-            assert ctx.capabilities.batch_invariant
+        with Context(model, n_ctx=256, n_threads=1, exact=True) as ctx:
+            assert ctx.capabilities.exact
             assert ctx.kv_type == "bf16"
             assert ctx.capabilities.can_truncate
-    options: list[dict[str, Any]] = [{"kv_type": k} for k in ("f16", "f32")]
-    for changes in (*options, {"flash_attention": False}):
-        with Context(target, n_ctx=256, n_threads=1, **changes) as ctx:
-            assert not ctx.capabilities.batch_invariant
-            assert ctx.capabilities.batch_invariant_reason
 
 
 @pytest.mark.parametrize(
@@ -134,7 +128,7 @@ def test_batches_of_any_size_give_the_same_logits_to_the_bit(
 ) -> None:
     drawn = np.random.default_rng(1).integers(0, 4096, n_prompt + 260).tolist()
     prompt, tokens = drawn[:n_prompt], drawn[n_prompt:]
-    options: dict[str, Any] = {"n_ctx": 1024, "n_outputs_max": 512, "batch_invariant": True}
+    options: dict[str, Any] = {"n_ctx": 1024, "n_outputs_max": 512, "exact": True}
     with Context(target, n_threads=n_threads, kv_type=kv_type, **options) as ctx:
         if prompt:
             ctx.decode(prompt, 0, logits="none")
@@ -203,7 +197,7 @@ def test_forgotten_branches_come_back_while_another_thread_collects_garbage(ctx:
 def test_forgotten_context_is_freed_while_its_model_lives(target: lb.Model) -> None:
     handles = len(target.handle._children)
     for _ in range(5):
-        ctx = Context(target, n_ctx=256, n_threads=1)
+        ctx = Context(target, n_ctx=256, n_threads=1, exact=True)
         Branch.start(ctx, A)
     del ctx
     gc.collect()
@@ -276,7 +270,7 @@ def test_default_context_is_not_longer_than_the_model_was_trained_for(
     for model, n_ctx in ((target, TRAINED), (toy, 2048), (short_toy, 512)):
         with Context(model, n_threads=1) as ctx:
             assert ctx.n_ctx == n_ctx  # 300 tokens need 512 cells: llama.cpp has multiples of 256
-    with Context(target, n_threads=1, n_ctx=None, n_seq_max=None) as ctx:
+    with Context(target, n_threads=1, n_ctx=None, n_seq_max=None, exact=True) as ctx:
         assert (ctx.n_ctx, ctx.n_seq_max) == (TRAINED, 16)
 
 

@@ -30,10 +30,8 @@ TOKENS = [(7 * i + 3) % 4096 for i in range(600)]
 
 @pytest.fixture
 def small(target: lb.Model) -> Iterator[Context]:
-    """A batch-invariant context of 256 cells, in batches of 64."""
-    with Context(
-        target, n_ctx=256, n_seq_max=7, n_batch=BATCH, n_threads=1, batch_invariant=True
-    ) as context:
+    """An exact context of 256 cells, in batches of 64."""
+    with Context(target, n_ctx=256, n_seq_max=7, n_batch=BATCH, n_threads=1, exact=True) as context:
         yield context
         context.audit()
 
@@ -179,7 +177,7 @@ OUT_OF_MEMORY = """
     with lb.Model(sys.argv[1]) as model:
         ctx = lb.Context(
             model, n_ctx=2048, n_batch=1024, n_outputs_max=1024, n_seq_max=6, n_threads=1,
-            batch_invariant=True,
+            exact=True,
         )
         branch = lb.Branch.start(ctx, "Once upon a time", seed=1)
         child = branch.fork()

@@ -92,9 +92,7 @@ def decodes(monkeypatch: pytest.MonkeyPatch) -> Decodes:
 @pytest.fixture(scope="module")
 def long_ctx(target: lb.Model) -> Iterator[Context]:
     """A context that decodes thousands of tokens in one micro-batch."""
-    with Context(
-        target, n_ctx=3072, n_seq_max=4, n_batch=3072, n_threads=1, batch_invariant=True
-    ) as context:
+    with Context(target, n_ctx=3072, n_seq_max=4, n_batch=3072, n_threads=1, exact=True) as context:
         yield context
 
 
@@ -444,7 +442,7 @@ def test_ctrl_c_while_a_decode_is_interrupted_is_not_lost(
 
     monkeypatch.setattr(C, "llama_decode", noted)
     with (
-        Context(target, n_ctx=1024, n_batch=1024, n_threads=1) as ctx,
+        Context(target, n_ctx=1024, n_batch=1024, n_threads=1, exact=True) as ctx,
         Branch.create(ctx) as branch,
     ):
         # In this thread, as short ones are.

@@ -32,7 +32,7 @@ class Alone:
     """Sequences decoded token by token in a clean cache; common prefixes are decoded once."""
 
     def __init__(self, model: lb.Model, n_ctx: int = 2048) -> None:
-        self.ctx = Context(model, n_ctx=n_ctx, n_seq_max=2, n_threads=1)
+        self.ctx = Context(model, n_ctx=n_ctx, n_seq_max=2, n_threads=1, exact=True)
         self.tokens: list[int] = []
         self.rows: list[Logits] = []
 
@@ -58,8 +58,8 @@ def alone(model: lb.Model) -> Iterator[Alone]:
 
 @pytest.fixture
 def shared(model: lb.Model) -> Iterator[Context]:
-    with Context(model, n_ctx=2048, n_seq_max=16, n_threads=1) as ctx:
-        assert ctx.capabilities.batch_invariant
+    with Context(model, n_ctx=2048, n_seq_max=16, n_threads=1, exact=True) as ctx:
+        assert ctx.capabilities.exact
         yield ctx
         ctx.audit()
 

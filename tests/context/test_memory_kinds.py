@@ -33,18 +33,18 @@ from llamabranch.errors import (
 TOKENS = [2 + (5 * i + i * i) % 200 for i in range(100)]  # beyond the window of 32
 ENDLESS = {1: -np.inf}
 OPTIONS: dict[str, Any] = {"n_seq_max": 6, "n_batch": 32, "n_threads": 1}
-GEMMA = {"swa_full": False}
+GEMMA = {"swa_full": False, "kv_type": "bf16"}
 OFTEN = (7, 3)  # tokens from one checkpoint to the next, so that short texts have some
 
 # Architecture, options, class, and whether a part of a sequence can be kept or shared.
 KINDS: dict[str, tuple[str, dict[str, Any], type[Memory], bool]] = {
-    "unified": ("llama", {}, Memory, True),
+    "unified": ("llama", {"exact": True}, Memory, True),
     "transposed": ("llama", {"flash_attention": False}, Memory, True),
     "q8_0": ("llama", {"kv_type": "q8_0"}, Memory, True),
     "q4_1": ("llama", {"kv_type": "q4_1"}, Memory, True),
     "f32": ("llama", {"kv_type": "f32"}, Memory, True),
     "two types": ("llama", {"kv_type": "q8_0/f16"}, Memory, True),
-    "non-unified": ("llama", {"kv_unified": False}, NonUnified, True),
+    "non-unified": ("llama", {"kv_unified": False, "exact": True}, NonUnified, True),
     "non-unified, transposed": (
         "llama",
         {"kv_unified": False, "flash_attention": False},
@@ -57,7 +57,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], type[Memory], bool]] = {
         NonUnified,
         True,
     ),
-    "window": ("gemma3", {}, Windowed, True),
+    "window": ("gemma3", {"kv_type": "bf16"}, Windowed, True),
     "window, cells used again": ("gemma3", GEMMA, States, False),
     "window, checkpoints": ("gemma3", GEMMA, States, False),
     "recurrent": ("mamba", {}, States, False),

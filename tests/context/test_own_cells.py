@@ -23,7 +23,7 @@ PROMPTS = ["Once upon a time", "The wolf", "In the forest there stood", "A king 
 def own(target: lb.Model) -> Iterator[Context]:
     """Four sequences with 256 cells each."""
     with Context(
-        target, n_ctx=1024, n_seq_max=4, n_threads=1, kv_unified=False, batch_invariant=True
+        target, n_ctx=1024, n_seq_max=4, n_threads=1, kv_unified=False, exact=True
     ) as context:
         yield context
         context.audit()
@@ -39,10 +39,12 @@ def test_cells_are_divided_among_the_sequences(own: Context, target: lb.Model) -
     with pytest.raises(CacheFullError, match="each has 256 cells of its own"):
         own.decode([5], 256, 0)
     own.decode([5], 0, 1)  # the others have theirs
-    with Context(target, n_seq_max=2, n_threads=1, kv_unified=False) as default:
+    with Context(target, n_seq_max=2, n_threads=1, kv_unified=False, exact=True) as default:
         # Each has what the model was trained for.
         assert (default.n_ctx_seq, default.n_ctx) == (1024, 2048)
-    with Context(target, n_ctx=256, n_seq_max=1, n_threads=1, kv_unified=False) as single:
+    with Context(
+        target, n_ctx=256, n_seq_max=1, n_threads=1, kv_unified=False, exact=True
+    ) as single:
         assert single.capabilities.can_share and single.params.kv_unified
 
 
@@ -145,7 +147,7 @@ def kept(request: pytest.FixtureRequest, target: lb.Model) -> Iterator[Context]:
     """Three sequences of 256 cells with a prefix cache, and host memory or not."""
     with Context(
         target, n_ctx=768, n_seq_max=3, n_threads=1, kv_unified=False, prefix_cache=True,
-        cache_ram=request.param,
+        cache_ram=request.param, exact=True
     ) as context:  # fmt: skip
         yield context
         context.audit()

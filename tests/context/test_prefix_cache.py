@@ -30,14 +30,14 @@ def prefixes_of(ctx: Context) -> PrefixCache:
 
 @pytest.fixture
 def cached(target: lb.Model) -> Iterator[Context]:
-    with Context(target, n_ctx=512, n_seq_max=4, n_threads=1, prefix_cache=True) as ctx:
+    with Context(target, n_ctx=512, n_seq_max=4, n_threads=1, prefix_cache=True, exact=True) as ctx:
         yield ctx
         ctx.audit()
 
 
 @pytest.fixture
 def clean(target: lb.Model) -> Iterator[Context]:
-    with Context(target, n_ctx=512, n_seq_max=1, n_threads=1) as ctx:
+    with Context(target, n_ctx=512, n_seq_max=1, n_threads=1, exact=True) as ctx:
         yield ctx
 
 
@@ -135,7 +135,7 @@ def test_texts_stay_exact_while_the_cache_is_full_again_and_again(
 
 def test_more_texts_than_ids_can_be_kept_in_turn(toy: lb.Model) -> None:
     rng = np.random.default_rng(7)
-    with Context(toy, n_ctx=4096, n_seq_max=200, n_threads=1, prefix_cache=True) as ctx:
+    with Context(toy, n_ctx=4096, n_seq_max=200, n_threads=1, prefix_cache=True, exact=True) as ctx:
         for i in range(70):
             Branch.start(ctx, [2 + i, *(int(t) for t in rng.integers(2, 250, 9))]).prune()
         assert len(prefixes_of(ctx)) == 254 - 200
@@ -176,7 +176,13 @@ def test_a_kept_text_longer_than_the_window_serves_its_beginnings(n: int, tmp_pa
 def saving(target: lb.Model) -> Iterator[Context]:
     """512 cells, and room for the K/V of more than a thousand tokens in host memory."""
     with Context(
-        target, n_ctx=512, n_seq_max=4, n_threads=1, prefix_cache=True, cache_ram=10_000_000
+        target,
+        n_ctx=512,
+        n_seq_max=4,
+        n_threads=1,
+        prefix_cache=True,
+        cache_ram=10_000_000,
+        exact=True,
     ) as ctx:
         yield ctx
         ctx.audit()
@@ -242,7 +248,7 @@ def test_texts_that_nobody_reads_take_few_cells_without_flash_attention(
 ) -> None:
     """Without flash attention every token is computed against their cells, too. The last text stays."""
     rng = np.random.default_rng(5)
-    n_ctx, options = 4096, {"n_seq_max": 4, "n_threads": 1, "batch_invariant": False}
+    n_ctx, options = 4096, {"n_seq_max": 4, "n_threads": 1, "exact": False}
     with Context(target, n_ctx=n_ctx, flash_attention=flash, **options) as ctx:  # type: ignore[arg-type]
         for _ in range(9):
             prompt = random_tokens(rng, 400)

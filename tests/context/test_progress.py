@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +22,9 @@ STEPS = [0, 32, 64, 96, 100]
 
 @pytest.fixture
 def ctx(target: lb.Model) -> Any:
-    with Context(target, n_ctx=1024, n_batch=CHUNK, n_threads=1, prefix_cache=True) as ctx:
+    with Context(
+        target, n_ctx=1024, n_batch=CHUNK, n_threads=1, prefix_cache=True, exact=True
+    ) as ctx:
         yield ctx
         ctx.audit()
 
@@ -145,7 +146,7 @@ def test_async_engine_has_the_events(ctx: Context) -> None:
 
 
 def test_preempted_text_tells_that_it_is_read_again(target: lb.Model) -> None:
-    with Context(target, n_ctx=256, n_batch=CHUNK, n_seq_max=2, n_threads=1) as ctx:
+    with Context(target, n_ctx=256, n_batch=CHUNK, n_seq_max=2, n_threads=1, exact=True) as ctx:
         engine, seen = Engine(ctx, None, max_tokens=150), list[PromptProgress]()
         ends = {"sampling": lb.SamplingParams(logit_bias=dict.fromkeys(target.eog_tokens, -1e9))}
         results = engine.generate([
@@ -156,26 +157,6 @@ def test_preempted_text_tells_that_it_is_read_again(target: lb.Model) -> None:
         again = [now for before, now in pairwise(seen) if now.n_read <= before.n_read]
         assert len(again) == results[1].num_preemptions
         assert again[0].n_total > 60  # what it had generated, too
-
-
-# -- opening ---------------------------------------------------------------------------------------
-
-
-def test_load_tells_what_is_measured_and_says_nothing_of_what_is_known(
-    target: lb.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LLAMABRANCH_PROFILE", str(tmp_path / "profile.json"))
-    seen: list[str] = []
-    options: Any = {"n_ctx": 256, "n_threads": 1}
-    for expected in (17, 0):
-        with lb.load(target.path, on_measuring=seen.append, **options):
-            exact = [text for text in seen if text.startswith("which batches are exact, ")]
-            assert len(exact) == expected
-        seen.clear()
-    with pytest.raises(ArithmeticError):  # nothing is left open
-        lb.load(target.path, on_measuring=lambda _: 1 // 0, **{**options, "kv_type": "q8_0"})
-    with pytest.raises(ConfigError, match="on_measuring must be a function"):
-        lb.load(target.path, on_measuring=3)  # type: ignore[arg-type]
 
 
 # -- what stops the reading ------------------------------------------------------------------------

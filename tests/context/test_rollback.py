@@ -27,7 +27,7 @@ from llamabranch.speculative import SpeculativeConfig
 
 OPTIONS: dict[str, Any] = {"n_ctx": 1024, "n_seq_max": 5, "n_threads": 1}
 # With weights of float32 a wrong state moves logits 100 times as much as rounding does.
-EXACT: dict[str, Any] = {**OPTIONS, "kv_type": "f32", "batch_invariant": False}
+EXACT: dict[str, Any] = {**OPTIONS, "kv_type": "f32", "exact": False}
 ALLOWED = 0.01
 TEXT = [2 + (7 * i + i * i) % 250 for i in range(60)]
 FIXED = SpeculativeConfig(draft_k=4, rule="seeded")

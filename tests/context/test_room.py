@@ -63,7 +63,7 @@ def taken(
     lb.set_log_level("info")
     try:
         capfd.readouterr()
-        with Context(model, n_threads=1, batch_invariant=False, **options) as ctx:
+        with Context(model, n_threads=1, exact=False, **options) as ctx:
             state_bytes = ctx.capabilities.state_bytes
     finally:
         lb.set_log_level("none")

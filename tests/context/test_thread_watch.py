@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import llamabranch as lb
-from llamabranch.context import thread_watch
-from llamabranch.context.thread_watch import ThreadWatch
-from llamabranch.context.threads import ThreadTuner
-from llamabranch.errors import PerformanceWarning
+from llamabranch.context import threads
+from llamabranch.context.threads import ThreadWatch
 from llamabranch.native import available_cores
 
 IDLE = {1: (1.0, 1.0), 2: (0.55, 1.0)}  # seconds of a decode, and the share of its cores it gets
@@ -24,17 +20,10 @@ BUSY = {1: (1.0, 1.0), 2: (3.4, 0.5)}
 class Machine:
     """A simulated machine on which a decode takes a set time, with its clocks."""
 
-    def __init__(
-        self,
-        numbers: Sequence[int] = (2, 1),
-        at: int = 0,
-        *,
-        adapts: tuple[bool, bool] = (True, True),
-    ) -> None:
+    def __init__(self, numbers: Sequence[int] = (2, 1)) -> None:
         self.seconds = self.cpu_s = 0.0
         self.used: list[tuple[int, int]] = []
-        kinds = [(numbers, at, may) for may in adapts]
-        self.watch = ThreadWatch(lambda *n: self.used.append(n), kinds[0], kinds[1], self.clock)
+        self.watch = ThreadWatch(lambda *n: self.used.append(n), numbers, self.clock)
 
     def clock(self) -> tuple[float, float]:
         return self.seconds, self.cpu_s
@@ -109,13 +98,6 @@ def test_half_of_the_cores_and_then_one() -> None:
     assert set(used[20:24]) == {4}
 
 
-def test_opened_on_busy_cores_it_tries_more_later() -> None:
-    machine = Machine(at=1)
-    used = machine.decodes(100, BUSY)
-    assert used[:15] == [1] * 15 and used.count(2) <= 2
-    assert set(machine.decodes(400, IDLE)[-50:]) == {2}
-
-
 def test_decodes_of_other_sizes_are_not_compared() -> None:
     """Drafts and prompts: a decode of 5 tokens does not count as a slow decode of 2."""
     machine = Machine()
@@ -124,22 +106,6 @@ def test_decodes_of_other_sizes_are_not_compared() -> None:
     assert machine.used == []
     used = [machine.decode(BUSY, n=size, scale=size) for size in (2, 2, 2, 5) * 30]
     assert used[-1] == 1 and used[20:].count(2) < 10
-
-
-@pytest.mark.parametrize("adapts", [(False, True), (False, False)])
-def test_number_that_must_stay_is_told_once(adapts: tuple[bool, bool]) -> None:
-    """It stays if the user gave it, or if another number would change the logits."""
-    machine = Machine(adapts=adapts)
-    machine.decodes(100, IDLE)
-    slow = {1: (1.0, 1.0), 2: (5.5, 0.5)}
-    with pytest.warns(PerformanceWarning, match=r"with 2 threads takes 5,500 ms now") as caught:
-        assert set(machine.decodes(50, slow)) == {2}
-    assert len(caught) == 1 and machine.used == []
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        machine.decodes(50, slow)
-        # It has been like that from the start.
-        Machine(adapts=adapts).decodes(100, {1: (1.0, 1.0), 2: (3.0, 0.5)})
 
 
 def test_a_decode_that_fails_is_not_counted() -> None:
@@ -159,7 +125,7 @@ def test_texts_do_not_notice_that_the_number_changes(
     prompt = [(7 * i + 3) % 200 + 5 for i in range(300)]
 
     def generated(watched: bool) -> tuple[list[int], bytes, int]:
-        with lb.Context(target, n_ctx=512, n_threads=2, n_batch=64) as ctx:
+        with lb.Context(target, n_ctx=512, n_threads=2, n_batch=64, exact=True) as ctx:
             numbers: list[tuple[int, int]] = []
             if watched:
                 seconds = [0.0, 0.0]
@@ -178,9 +144,8 @@ def test_texts_do_not_notice_that_the_number_changes(
                         seconds[1] += costs[n][0] * costs[n][1] * n
                     return seconds[0], seconds[1]
 
-                monkeypatch.setattr(thread_watch, "_PAUSE", 2)
-                kind = ((2, 1), 0, True)
-                watch = ctx.decoder.watch = ThreadWatch(use, kind, kind, clock)
+                monkeypatch.setattr(threads, "_PAUSE", 2)
+                watch = ctx.decoder.watch = ThreadWatch(use, (2, 1), clock)
             with lb.Branch.start(ctx, prompt, temperature=0.8, seed=3) as branch:
                 list(branch.generate(60))
                 return branch.tokens, branch.logits.tobytes(), len(numbers)
@@ -192,19 +157,15 @@ def test_texts_do_not_notice_that_the_number_changes(
 
 @pytest.mark.skipif(available_cores() < 2, reason="needs two cores")
 def test_contexts_are_watched_where_the_number_may_change(
-    target: lb.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: lb.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def watch_of(**options: Any) -> ThreadWatch | None:
         with lb.Context(target, n_ctx=512, **options) as ctx:
             return ctx.decoder.watch
 
-    assert watch_of() is None  # nothing is measured in tests
-    monkeypatch.setenv("LLAMABRANCH_PROFILE", str(tmp_path / "profile.json"))
-    assert watch_of(n_threads=1) is None
-    tuner = ThreadTuner(target, lb.ContextParams(n_ctx=512, n_seq_max=1).resolve(target))
-    with lb.Context(target, n_ctx=512, n_threads=2) as ctx:
-        handle = ctx.decoder.handle
-        watch = tuner.watch(handle)
+    assert watch_of(n_threads=2) is None is watch_of(n_threads_batch=2)
+    for options in ({}, {"exact": True}, {"kv_type": "f32"}):
+        watch = watch_of(**options)
         assert watch is not None and watch.n_threads == (available_cores(),) * 2
-        own_watch = ctx.decoder.watch
-        assert own_watch is not None and own_watch.n_threads == (2, 2)
+    monkeypatch.setattr("llamabranch.context.params.available_cores", lambda: 1)
+    assert watch_of() is None

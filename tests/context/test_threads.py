@@ -112,7 +112,7 @@ def test_all_kinds_of_users_share_a_context(ctx: Context, draft_ctx: Context) ->
 
 def test_contexts_of_one_model_run_side_by_side(target: lb.Model) -> None:
     def work(seed: int) -> list[int]:
-        with Context(target, n_ctx=512, n_seq_max=4, n_threads=1, batch_invariant=True) as ctx:
+        with Context(target, n_ctx=512, n_seq_max=4, n_threads=1, exact=True) as ctx:
             return [t for prompt in PROMPTS for t in write_text(ctx, prompt, seed, 20)]
 
     alone = [work(seed) for seed in range(4)]
@@ -153,7 +153,7 @@ def test_free_sequences_are_counted_while_another_thread_decodes(target: lb.Mode
             decoding.set()
             waited.append(counted.wait(60))
 
-    with Context(target, n_ctx=256, n_seq_max=3, n_threads=1) as ctx:
+    with Context(target, n_ctx=256, n_seq_max=3, n_threads=1, exact=True) as ctx:
         thread = threading.Thread(target=hold, args=[ctx])
         thread.start()
         decoding.wait()
@@ -183,7 +183,7 @@ def test_decoding_frees_the_gil(n: int, target: lb.Model, monkeypatch: pytest.Mo
 
     counted: list[int] = []
     thread = threading.Thread(target=count, daemon=True)
-    with Context(target, n_ctx=2048, n_batch=2048, n_seq_max=2, n_threads=1) as ctx:
+    with Context(target, n_ctx=2048, n_batch=2048, n_seq_max=2, n_threads=1, exact=True) as ctx:
         decodes = Decodes(monkeypatch)
         decodes.before = lambda _: counted.append(-counter[0])
         decodes.after = lambda _: counted.append(counted.pop() + counter[0])
@@ -294,7 +294,7 @@ def test_threads_share_a_speculator(
     draft_k: int | str, kind: str, ctx: Context, draft: lb.Model
 ) -> None:
     """Each gets its text alone, also where draft states must be closed to make room for others."""
-    with Context(draft, n_ctx=512, n_seq_max=3, n_threads=1) as small:
+    with Context(draft, n_ctx=512, n_seq_max=3, n_threads=1, exact=True) as small:
         drafter: lb.Drafter = lb.ModelDrafter(small)
         if kind == "chain":
             drafter = lb.ChainDrafter([lb.SuffixDrafter(min_match=1), drafter])

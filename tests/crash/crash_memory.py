@@ -162,10 +162,10 @@ OPTIONS: list[tuple[str, dict[str, object]]] = [
     ("", {"n_threads": 0}), ("", {"n_threads": 10**6}), ("", {"n_threads_batch": -1}),
     ("", {"kv_type": "type_999"}), ("", {"kv_type": 999}),
     ("", {"kv_type": "q8_0", "flash_attention": False}), ("", {"flash_attention": "maybe"}),
-    ("batch-invariant", {"batch_invariant": True, "kv_type": "f16"}),
-    ("batch-invariant", {"batch_invariant": True, "kv_type": "f32"}),
-    ("batch-invariant", {"batch_invariant": True, "flash_attention": False}),
-    ("", {"batch_invariant": "maybe"}),
+    ("exact", {"exact": True, "kv_type": "f16"}),
+    ("exact", {"exact": True, "kv_type": "f32"}),
+    ("exact", {"exact": True, "flash_attention": False}),
+    ("", {"exact": "maybe"}),
     ("", {"rope_scaling": "bogus"}), ("", {"rope_freq_base": -1.0}),
     ("", {"rope_freq_base": math.nan}), ("", {"rope_freq_scale": math.inf}),
     ("", {"yarn_ext_factor": -2.0}), ("", {"yarn_orig_ctx": -1}),
@@ -179,7 +179,7 @@ for _architecture, _said, _options in (
     ("mamba", "kv_unified", {"kv_unified": False}),
     ("gemma3", "kv_unified", {"kv_unified": False}),
     ("mamba", "recurrent memory", {"prefix_cache": True, "cache_ram": 1000}),
-    ("gemma3", "sliding window", {"batch_invariant": True, "kv_type": "bf16"}),
+    ("gemma3", "sliding window", {"exact": True, "kv_type": "bf16"}),
 ):
 
     def _other_memory(w: World, a: str = _architecture, o: dict[str, Any] = _options) -> None:
@@ -206,9 +206,10 @@ def kv_type_that_does_not_fit_the_heads(w: World) -> None:
 def _few_rows(w: World, n_seq_max: int, n_outputs_max: int) -> None:
     """Everything that asks for rows works if a decode may have few. llama.cpp aborts at one more."""
     for kv_type in ("auto", "q8_0", "f16"):
-        opening = partial(w.context, n_outputs_max=n_outputs_max, kv_type=kv_type)
+        is_exact = kv_type != "f16"
+        opening = partial(w.context, n_outputs_max=n_outputs_max, kv_type=kv_type, exact=is_exact)
         with opening(n_seq_max=n_seq_max) as ctx, opening(n_seq_max=n_seq_max) as draft_ctx:
-            assert ctx.capabilities.batch_invariant == (kv_type != "f16")
+            assert ctx.capabilities.exact == is_exact
             ctx.decode(list(range(60, 80)), 0, logits="all")
             assert len([ctx.logits(row) for row in range(20)]) == 20
             ctx.kv_cache_clear()

@@ -161,9 +161,14 @@ class World:
         return self._models[name]
 
     def context(self, name: str = "target", **options: object) -> lb.Context:
-        """Return a fresh context; by default with 1024 cells and 8 sequences."""
-        chosen = {"n_ctx": 1024, "n_seq_max": 8, "n_threads": N_THREADS, **options}
-        return self._case.enter_context(lb.Context(self.model(name), **chosen))  # type: ignore[arg-type]
+        """Return a fresh context, exact if it can be; by default with 1024 cells and 8 sequences."""
+        model, options = self.model(name), {"kv_type": "bf16", **options}
+        exact = model.memory_type == "attention" and "target" not in options
+        exact &= (
+            options["kv_type"] in ("bf16", "q8_0") and options.get("flash_attention") is not False
+        )
+        chosen = {"n_ctx": 1024, "n_seq_max": 8, "n_threads": N_THREADS, "exact": exact, **options}
+        return self._case.enter_context(lb.Context(model, **chosen))  # type: ignore[arg-type]
 
     # -- settings ----------------------------------------------------------------------------------
 

@@ -220,7 +220,7 @@ def test_request_that_comes_after_the_last_step_gets_an_error(
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
 
     async def main() -> None:
-        ctx = Context(target, n_ctx=256, n_threads=1)
+        ctx = Context(target, n_ctx=256, n_threads=1, exact=True)
         engine = AsyncEngine(ctx)
         transfer, has_failed, is_added = engine._transfer, threading.Event(), threading.Event()
 
@@ -349,10 +349,10 @@ def test_defaults_are_those_of_complete(target: lb.Model) -> None:
         params,
         {**params, "choices": ["go home, go home, go home"]},
     ]
-    with Context(target, n_ctx=1024, n_threads=1, batch_invariant=True) as ctx:
+    with Context(target, n_ctx=1024, n_threads=1, exact=True) as ctx:
         plain = [ctx.complete(prompt, drafter=None, **options).tokens for options in option_sets]
     for more in ({}, {"prefix_cache": False}):
-        with Context(target, n_ctx=1024, n_threads=1, batch_invariant=True, **more) as ctx:  # type: ignore[arg-type]
+        with Context(target, n_ctx=1024, n_threads=1, exact=True, **more) as ctx:  # type: ignore[arg-type]
             # "auto" depends on measured times.
             config = lb.SpeculativeConfig(draft_k=4, rule="seeded")
 

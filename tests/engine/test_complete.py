@@ -73,8 +73,8 @@ def test_text_is_that_of_a_branch(target: lb.Model, n_seq_max: int, temperature:
     options: dict[str, Any] = {**WARM, "temperature": temperature, "max_tokens": 40}
     settings = {**WARM, "temperature": temperature}
     with (
-        Context(target, n_ctx=512, n_seq_max=n_seq_max, n_threads=1) as ctx,
-        Context(target, n_ctx=512, n_threads=1) as twin,
+        Context(target, n_ctx=512, n_seq_max=n_seq_max, n_threads=1, exact=True) as ctx,
+        Context(target, n_ctx=512, n_threads=1, exact=True) as twin,
     ):
         expected = [plain(ctx, prompt, 40, **settings) for prompt in PROMPTS]
         many = ctx.complete(PROMPTS, **options)
@@ -126,7 +126,7 @@ def test_a_prompt_is_read_once_and_branches_go_on(ctx: Context) -> None:
     ctx.kv_cache_clear()
     assert ctx.usage().cells_used == 0
     assert text == plain(ctx, "The wolf", 12)[0]
-    with Context(ctx.model, n_ctx=512, n_threads=1, prefix_cache=False) as fresh:
+    with Context(ctx.model, n_ctx=512, n_threads=1, prefix_cache=False, exact=True) as fresh:
         fresh.complete(long, max_tokens=4)
         assert fresh.prefix_cache is None and fresh.usage().cells_used == 0
 
@@ -548,7 +548,7 @@ def test_pairs_are_messages_wherever_a_prompt_is_taken(chatting: Context) -> Non
 
 
 def test_held_sequences_and_closed_contexts_raise(target: lb.Model) -> None:
-    with Context(target, n_ctx=256, n_seq_max=1, n_threads=1) as ctx:
+    with Context(target, n_ctx=256, n_seq_max=1, n_threads=1, exact=True) as ctx:
         with Branch.start(ctx, "The fox", **WARM), pytest.raises(SequencesExhaustedError):
             ctx.complete("The king")
         full = ctx.complete("The king", max_tokens=None, logit_bias={ctx.model.eos or 0: -1e9})
@@ -556,7 +556,7 @@ def test_held_sequences_and_closed_contexts_raise(target: lb.Model) -> None:
         assert ctx.complete("The king", max_tokens=2).tokens
     with pytest.raises(ClosedError):
         ctx.complete("The king")
-    dropped = Context(target, n_ctx=256, n_threads=1)
+    dropped = Context(target, n_ctx=256, n_threads=1, exact=True)
     dropped.complete("The king", max_tokens=2)
     gone = weakref.ref(dropped)
     del dropped

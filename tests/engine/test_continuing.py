@@ -30,7 +30,7 @@ def one(ctx: Context, request: Request, drafter: lb.Drafter | None = None) -> Re
 
 @pytest.fixture(params=[False, True], ids=["", "prefix cache"])
 def either(request: pytest.FixtureRequest, target: lb.Model) -> Iterator[Context]:
-    with Context(target, n_ctx=512, n_threads=1, prefix_cache=request.param) as context:
+    with Context(target, n_ctx=512, n_threads=1, prefix_cache=request.param, exact=True) as context:
         yield context
         context.audit()
 
@@ -65,7 +65,7 @@ def test_what_is_not_token_ids_of_the_grammar_cannot_be_continued(either: Contex
 
 
 def test_a_character_is_completed_across_the_parts(toy: lb.Model) -> None:
-    with lb.Context(toy, n_ctx=128, n_threads=1) as ctx:
+    with lb.Context(toy, n_ctx=128, n_threads=1, exact=True) as ctx:
         grammar = Grammar('root ::= "für 媽"')
         prompt = ctx.model.prompt_tokens("x")
         whole = one(ctx, Request(prompt, sampling=WARM, grammar=grammar))
@@ -81,7 +81,7 @@ def test_a_character_is_completed_across_the_parts(toy: lb.Model) -> None:
 
 
 def test_part_of_a_prompt_is_rated_as_in_the_whole(target: lb.Model) -> None:
-    with lb.Context(target, n_ctx=512, n_threads=1, prefix_cache=True) as ctx:
+    with lb.Context(target, n_ctx=512, n_threads=1, prefix_cache=True, exact=True) as ctx:
         prompt = ctx.model.prompt_tokens("Once upon a time there was a king who had a daughter.")
         whole = one(ctx, Request(prompt, max_tokens=0, prompt_logprobs=2)).prompt_logprobs
         assert whole is not None

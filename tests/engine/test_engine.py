@@ -65,7 +65,7 @@ PROMPTS = [
 @pytest.fixture(scope="module")
 def clean(target: lb.Model) -> Iterator[Context]:
     """A context in which requests run alone."""
-    with Context(target, n_ctx=1024, n_seq_max=1, n_threads=1) as ctx:
+    with Context(target, n_ctx=1024, n_seq_max=1, n_threads=1, exact=True) as ctx:
         yield ctx
 
 
@@ -146,7 +146,7 @@ def test_samples_of_a_request_are_those_of_their_seeds_alone(
         Request("The wolf ran and the wolf", n=6, max_tokens=14, sampling=sampling, stop=["."]),
         Request(PROMPTS[3], n=2, max_tokens=9, sampling=sampling, top_logprobs=2),
     ]
-    with Context(target, n_ctx=1024, n_seq_max=n_seq_max, n_threads=1, batch_invariant=True) as ctx:
+    with Context(target, n_ctx=1024, n_seq_max=n_seq_max, n_threads=1, exact=True) as ctx:
         events = list(Engine(ctx, make(which, draft_ctx), FIXED, seed=3).stream(requests))
         results = [event.result for event in events if event.result is not None]
         assert len(results) == 8
@@ -164,8 +164,8 @@ def test_samples_of_a_request_are_those_of_their_seeds_alone(
 def test_dead_end_of_a_grammar_is_one_requests_error(which: str, small_toy: lb.Model) -> None:
     """After "ab" only a letter may follow that the vocabulary lacks: neighbours keep their rows."""
     with (
-        Context(small_toy, n_ctx=512, n_threads=1) as ctx,
-        Context(small_toy, n_ctx=512, n_threads=1) as draft_ctx,
+        Context(small_toy, n_ctx=512, n_threads=1, exact=True) as ctx,
+        Context(small_toy, n_ctx=512, n_threads=1, exact=True) as draft_ctx,
     ):
         plain = [Request("abc", max_tokens=20, sampling=SamplingParams(seed=i)) for i in range(6)]
         grammar = 'root ::= "ab" "z"'
@@ -353,7 +353,7 @@ def test_an_engine_waits_for_cells_that_another_one_holds(
         time.sleep(0.001)
 
     monkeypatch.setattr("llamabranch.run.core.sleep", no_sleep)
-    with Context(target, n_ctx=256, n_threads=1) as ctx, ThreadPoolExecutor(3) as pool:
+    with Context(target, n_ctx=256, n_threads=1, exact=True) as ctx, ThreadPoolExecutor(3) as pool:
         stream = Engine(ctx, None, wait_s=60).stream([requests[0]])
         events = [next(stream)]
         engines = [Engine(ctx, None, wait_s=math.inf) for _ in range(3)]
@@ -375,7 +375,7 @@ def test_an_engine_does_not_wait_for_another_one_of_its_thread(
     place: str, target: lb.Model
 ) -> None:
     """The other one is suspended until this one has ended."""
-    with Context(target, n_ctx=256, n_threads=1) as ctx:
+    with Context(target, n_ctx=256, n_threads=1, exact=True) as ctx:
         inner = Engine(ctx, None, wait_s=math.inf)
         results: list[Result] = []
 

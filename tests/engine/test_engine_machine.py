@@ -67,7 +67,7 @@ class Run:
             n_seq_max=4,
             n_batch=48,
             n_threads=1,
-            batch_invariant=not world.window,
+            exact=not world.window,
             kv_type=KV_TYPE[world.window],
             flash_attention=FLASH_ATTENTION[world.window],
             prefix_cache=world.cached,
@@ -203,7 +203,7 @@ class Run:
 def test_every_text_is_that_of_its_request_alone(which: str, tmp_path: Path) -> None:
     """The window has 32 tokens; prompts, texts and cached prefixes are longer.
 
-    This memory is not batch-invariant, but in f32 rounding is far too small to change a draw.
+    This memory is not exact, but in f32 rounding is far too small to change a draw.
     """
     window = which.startswith("window")
     write = toys.write_gemma3 if window else toys.write_llama
@@ -219,6 +219,7 @@ def test_every_text_is_that_of_its_request_alone(which: str, tmp_path: Path) -> 
             n_ctx=N_CELLS,
             n_seq_max=1,
             n_threads=1,
+            exact=not window,
             kv_type=KV_TYPE[window],
             flash_attention=FLASH_ATTENTION[window],
         ) as clean,

@@ -1,6 +1,6 @@
 """A user's function on the logits: with and without drafts, the text is that of a loop by hand.
 
-Contexts are batch-invariant, so texts are compared with ==.
+Contexts are exact, so texts are compared with ==.
 """
 
 from __future__ import annotations

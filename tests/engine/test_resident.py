@@ -105,7 +105,7 @@ def test_result_is_short_to_read(ctx: Context) -> None:
 
 
 def test_queue_has_a_limit_that_counts_the_request_that_is_next(target: lb.Model) -> None:
-    with Context(target, n_ctx=256, n_seq_max=1, n_threads=1) as ctx:
+    with Context(target, n_ctx=256, n_seq_max=1, n_threads=1, exact=True) as ctx:
         engine = Engine(ctx, max_waiting=2)
         for bad in (cast("Request", 5), Request([5, 10**6]), Request("x", stop=("",))):
             with pytest.raises((ConfigError, TokenizeError)):
@@ -125,7 +125,7 @@ def test_queue_has_a_limit_that_counts_the_request_that_is_next(target: lb.Model
 
 
 def test_urgent_requests_are_admitted_first(target: lb.Model) -> None:
-    with Context(target, n_ctx=256, n_seq_max=1, n_threads=1) as ctx:
+    with Context(target, n_ctx=256, n_seq_max=1, n_threads=1, exact=True) as ctx:
         engine = Engine(ctx)
         for name, priority in (("c", 5), ("a", -1), ("b", 0), ("d", 5), ("b2", 0)):
             engine.add_request(Request("The wolf", id=name, max_tokens=2, priority=priority))
@@ -138,7 +138,7 @@ def test_urgent_requests_are_admitted_first(target: lb.Model) -> None:
 
 def test_urgent_texts_are_preempted_last(target: lb.Model, other_ctx: Context) -> None:
     endless = SamplingParams(temperature=0.8, seed=1, logit_bias={target.eos or 0: -1e9})
-    with Context(target, n_ctx=256, n_seq_max=4, n_threads=1) as ctx:
+    with Context(target, n_ctx=256, n_seq_max=4, n_threads=1, exact=True) as ctx:
         engine = Engine(ctx)
         requests = [
             Request(p, id=str(i), max_tokens=90, sampling=endless, priority=-i)
@@ -194,7 +194,7 @@ def test_requests_are_read_as_they_are_needed(tiny: lb.Model) -> None:
             n_read += 1
             yield Request([2 + i % 50, 3 if i % 4 else 10**6], max_tokens=2)
 
-    with Context(tiny, n_ctx=256, n_seq_max=4, n_threads=1) as ctx:
+    with Context(tiny, n_ctx=256, n_seq_max=4, n_threads=1, exact=True) as ctx:
         for event in Engine(ctx).stream(source()):
             n_ended += event.result is not None
             most = max(most, n_read - n_ended)
@@ -235,8 +235,10 @@ def test_turn_of_a_chat_reads_only_what_is_new(
 ) -> None:
     """The draft model reads only what is new, too, beside another text with the same beginning."""
     with (
-        Context(target, n_ctx=1024, n_seq_max=3, n_threads=1, prefix_cache=True) as ctx,
-        Context(draft, n_ctx=1024, n_seq_max=3, n_threads=1, prefix_cache=True) as draft_ctx,
+        Context(target, n_ctx=1024, n_seq_max=3, n_threads=1, prefix_cache=True, exact=True) as ctx,
+        Context(
+            draft, n_ctx=1024, n_seq_max=3, n_threads=1, prefix_cache=True, exact=True
+        ) as draft_ctx,
         counting(draft_ctx) as n_read,
     ):
         drafter = lb.ModelDrafter(draft_ctx) if drafts else None
@@ -278,8 +280,8 @@ def test_prompts_are_rated(cached: bool, tiny: lb.Model) -> None:
     requests = [Request(p, max_tokens=0, prompt_logprobs=2) for p in prompts]
     endless = SamplingParams(logit_bias=dict.fromkeys(tiny.eog_tokens, -math.inf))
     with (
-        Context(tiny, n_ctx=2048, n_seq_max=4, n_threads=1, prefix_cache=cached) as ctx,
-        Context(tiny, n_ctx=512, n_seq_max=1, n_threads=1) as clean,
+        Context(tiny, n_ctx=2048, n_seq_max=4, n_threads=1, prefix_cache=cached, exact=True) as ctx,
+        Context(tiny, n_ctx=512, n_seq_max=1, n_threads=1, exact=True) as clean,
     ):
         engine = Engine(ctx)
         mixed = [

@@ -47,7 +47,7 @@ def thinker() -> Iterator[Model]:
 
 @pytest.fixture
 def ctx(thinker: Model) -> Iterator[Context]:
-    yield from opened(thinker, batch_invariant=True)
+    yield from opened(thinker, exact=True)
 
 
 def no_e(text: str) -> bool:
@@ -178,9 +178,7 @@ def test_preempted_texts_are_the_same_whatever_they_are_asked_for(thinker: Model
     }
     results: dict[str, list[list[lb.Result]]] = {name: [] for name in kinds}
     for n_ctx, n_seq_max in ((2048, 8), (256, 6)):
-        with Context(
-            thinker, n_ctx=n_ctx, n_seq_max=n_seq_max, n_threads=1, batch_invariant=True
-        ) as ctx:
+        with Context(thinker, n_ctx=n_ctx, n_seq_max=n_seq_max, n_threads=1, exact=True) as ctx:
             for name, options in kinds.items():
                 request = Request(prompt, n=8, **options)
                 results[name].append(Engine(ctx, seed=1).generate([request]))

@@ -49,9 +49,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(model: Path) -> lb.Context:
-    return lb.load(
-        model, n_ctx=WINDOW, n_seq_max=1, kv_type="f16", batch_invariant=False, n_threads=2
-    )
+    return lb.load(model, n_ctx=WINDOW, n_seq_max=1, kv_type="f16", exact=False, n_threads=2)
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ def test_bos_replaces_the_first_token_of_each_chunk(toy: lb.Model) -> None:
     assert toy.tokenize("a")[0] == toy.bos == 0
     text = "abcdefgh" * 8
     tokens = toy.tokenize(text)
-    with lb.Context(toy, n_ctx=256, n_seq_max=1, n_threads=1) as ctx:
+    with lb.Context(toy, n_ctx=256, n_seq_max=1, n_threads=1, exact=True) as ctx:
         result = perplexity(ctx, text, 8)
         for i, losses in enumerate(result.losses):
             chunk = [0, *tokens[8 * i + 1 : 8 * i + 8]]
@@ -61,9 +61,9 @@ def test_bos_replaces_the_first_token_of_each_chunk(toy: lb.Model) -> None:
 @pytest.mark.parametrize(
     ("options", "layouts"),
     [
-        ({"batch_invariant": True}, ((1, 3, 512), (4, 200, 512), (8, 8, 16))),
+        ({"exact": True}, ((1, 3, 512), (4, 200, 512), (8, 8, 16))),
         # Results in f16 depend on the cells of a text.
-        ({"batch_invariant": False, "kv_type": "f16"}, ((1, 512, 512), (4, 512, 512))),
+        ({"exact": False, "kv_type": "f16"}, ((1, 512, 512), (4, 512, 512))),
     ],
     ids=["invariant", "f16"],
 )
@@ -91,7 +91,7 @@ def test_an_interrupted_run_has_told_what_is_done(kind: str, ctx: Context) -> No
         if done.n_done == 2:
             raise KeyboardInterrupt
 
-    with lb.Context(ctx.model, n_ctx=64, n_seq_max=2, n_batch=64, n_threads=1) as other:
+    with lb.Context(ctx.model, n_ctx=64, n_seq_max=2, n_batch=64, n_threads=1, exact=True) as other:
         with pytest.raises(KeyboardInterrupt):
             if kind == "divergence":
                 divergence(ctx, other, TEXT, 32, progress=stop)
@@ -163,12 +163,12 @@ def test_short_texts_small_contexts_and_other_vocabularies_are_refused(
         with pytest.raises(error, match=message):
             divergence(ctx, ctx, text, window, chunks=chunks)
     with (
-        lb.Context(toy, n_ctx=256, n_threads=1) as small,
+        lb.Context(toy, n_ctx=256, n_threads=1, exact=True) as small,
         pytest.raises(VocabularyMismatchError, match="different vocabularies"),
     ):
         divergence(ctx, small, TEXT, 32)
     with (
-        lb.Context(ctx.model, n_ctx=256, n_threads=1) as short,
+        lb.Context(ctx.model, n_ctx=256, n_threads=1, exact=True) as short,
         pytest.raises(CacheFullError, match="larger n_ctx"),
     ):
         divergence(ctx, short, TEXT * 5, 300, chunks=1)

@@ -347,7 +347,9 @@ def test_drafts_in_a_batch_are_charged_a_decode_of_their_own_without_a_unified_c
     unified: bool, target: lb.Model
 ) -> None:
     """Seven texts with one drafted token take a decode of seven tokens and one of one, not of eight."""
-    with lb.Context(target, n_ctx=512, n_seq_max=8, n_threads=1, kv_unified=unified) as ctx:
+    with lb.Context(
+        target, n_ctx=512, n_seq_max=8, n_threads=1, kv_unified=unified, exact=True
+    ) as ctx:
         length = AutoLength(drafter=lb.ModelDrafter(ctx), ctx=ctx)
         length.consider("m")
         for i in range(20):
@@ -559,7 +561,7 @@ def test_the_next_generation_begins_with_what_was_learned(target: lb.Model) -> N
     def begin(ctx: lb.Context, name: str) -> lb.Speculator:
         return lb.Speculator(ctx, bare(name=name))
 
-    with lb.Context(target, n_ctx=256, n_threads=1) as ctx:
+    with lb.Context(target, n_ctx=256, n_threads=1, exact=True) as ctx:
         first = begin(ctx, "one")
         assert first.length.plain_steps(1) == AutoLength.WARM_UP_PLAIN
         first.generate("Once upon a time", max_tokens=40, sampling=settings).finish()
@@ -570,7 +572,7 @@ def test_the_next_generation_begins_with_what_was_learned(target: lb.Model) -> N
             later.length.consider(name)
             explanation = later.explain()
             assert ("tested)" in explanation) == (name == "one")
-    with lb.Context(target, n_ctx=256, n_threads=1) as ctx:
+    with lb.Context(target, n_ctx=256, n_threads=1, exact=True) as ctx:
         assert begin(ctx, "one").length.plain_steps(1) == AutoLength.WARM_UP_PLAIN
 
 

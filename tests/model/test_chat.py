@@ -183,7 +183,7 @@ def test_a_conversation_begins_with_bos_once_where_the_model_has_one(
 
 def test_messages_cannot_be_used_without_a_template(target: lb.Model) -> None:
     with (
-        lb.Context(target, n_ctx=256, n_threads=1) as ctx,
+        lb.Context(target, n_ctx=256, n_threads=1, exact=True) as ctx,
         pytest.raises(UnsupportedError, match="no chat template"),
     ):
         lb.Branch.start(ctx, MESSAGES)

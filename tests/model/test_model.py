@@ -6,7 +6,6 @@ import hashlib
 import os
 import shutil
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -89,40 +88,6 @@ def test_fingerprint_of_a_split_model_is_of_all_parts(tmp_path: Path) -> None:
     changed(parts[2], parts[2].stat().st_size - 3)
     with lb.Model(parts[0]) as model:
         assert model.fingerprint != before
-
-
-def test_hash_is_kept_until_the_file_changes(
-    large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its size and time may be as before: changing the bytes changes the inode's time."""
-    monkeypatch.setenv("LLAMABRANCH_PROFILE", str(tmp_path / "profile.json"))
-    hashed: list[Path] = []
-
-    def counted(path: Path) -> str:
-        hashed.append(path)
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-
-    monkeypatch.setattr("llamabranch.model.fingerprint.sha256", counted)
-
-    def printed() -> str:
-        n = len(hashed)
-        with lb.Model(large, vocab_only=True) as model:
-            assert len(hashed) == n  # nothing is hashed before somebody asks
-            return model.fingerprint
-
-    fresh = printed()
-    assert len(hashed) == 1
-    assert printed() == fresh
-    assert len(hashed) == 2  # it was just written, and could be written again with the same time
-    later = time.time_ns() + 10**10
-    monkeypatch.setattr("llamabranch.model.fingerprint.time_ns", lambda: later)
-    assert printed() == printed() == printed() == fresh
-    assert len(hashed) == 3
-    status = large.stat()
-    changed(large, status.st_size // 2)
-    os.utime(large, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert printed() != fresh
-    assert len(hashed) == 4
 
 
 def test_file_that_was_replaced_after_loading_has_no_fingerprint(
@@ -277,18 +242,6 @@ def test_bos_is_added_if_the_model_uses_it(toy: lb.Model) -> None:
     assert toy.tokenize("a")[1:] == toy.tokenize("a", add_special=False)
 
 
-@pytest.mark.parametrize(
-    ("value", "name"), [(None, "(guessed) Q8_0"), (7, "Q8_0"), (41, "Q2_0"), (999, "type 999")]
-)
-def test_file_type_has_a_name_whatever_the_metadata_hold(
-    value: int | None, name: str, tmp_path: Path
-) -> None:
-    metadata: dict[str, toys.Value | None] = {"general.file_type": value}
-    path = toys.write_toy(tmp_path / "toy.gguf", metadata=metadata)
-    with lb.Model(path) as model:
-        assert model.file_type == name
-
-
 # -- pairs ---------------------------------------------------------------------------------------
 
 
@@ -320,10 +273,3 @@ def test_loading_prints_nothing(target: lb.Model) -> None:
     code = "import sys, llamabranch as lb; lb.Context(lb.Model(sys.argv[1]), n_ctx=256)"
     done = run_python("-c", code, target.path)
     assert done.stdout == done.stderr == ""
-
-
-def test_help_of_load_names_every_option() -> None:
-    assert lb.load.__doc__ is not None
-    known = LoadOptions.__annotations__
-    assert {"n_ctx", "n_gpu_layers"} <= set(known)
-    assert [name for name in known if f"``{name}``" not in lb.load.__doc__] == []

@@ -29,7 +29,7 @@ def _has_team(ctx: lb.Context) -> bool:
 
 
 def test_new_context_leaves_no_helpers(target: lb.Model) -> None:
-    with lb.Context(target, n_ctx=64, n_threads=2) as ctx:
+    with lb.Context(target, n_ctx=64, n_threads=2, exact=True) as ctx:
         assert not _has_team(ctx)
         lb.Branch.start(ctx, [5, 6]).step()
         assert _has_team(ctx)
@@ -45,5 +45,5 @@ def test_async_engine_leaves_its_creator_no_helpers(target: lb.Model) -> None:
             async for _ in engine.generate("Once"):
                 pass
 
-    with lb.Context(target, n_ctx=64, n_seq_max=4, n_threads=2) as ctx:
+    with lb.Context(target, n_ctx=64, n_seq_max=4, n_threads=2, exact=True) as ctx:
         asyncio.run(main(ctx))

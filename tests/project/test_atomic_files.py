@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import stat
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from commands import COMMAND, run
 
 from llamabranch.files import atomic_write, check_writable, read_small
-from llamabranch.profile import profile_path, profile_problem, read_entry, write_entries
 
 GENERATE = ("generate", "--prompts", "Once", "-n", 4, "-t", 1, "--n-ctx", 256, "--output")
 
@@ -61,38 +59,6 @@ def test_what_is_no_regular_file_is_neither_replaced_nor_read(place: Path) -> No
         with pytest.raises(OSError, match=r"regular|directory"):
             call(place)
     assert (place.stat().st_mode, place.stat().st_ino) == before
-
-
-@pytest.mark.parametrize("place", ["null", "pipe"], indirect=True)
-def test_a_profile_that_is_no_file_is_not_read_and_stays(place: Path) -> None:
-    """In another process, because opening a pipe would block it."""
-    before = place.stat().st_mode
-    program = (
-        "from llamabranch.profile import *; write_entries([('threads', 'a', {'n': 1})]); "
-        "print(read_entry('threads', 'a'), profile_problem())"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], timeout=60, check=True, capture_output=True, text=True,
-        env={**os.environ, "LLAMABRANCH_PROFILE": str(place)},
-    )  # fmt: skip
-    assert done.stdout == "None not a regular file\n"
-    assert place.stat().st_mode == before
-
-
-def test_the_null_device_and_a_large_file_are_no_profiles(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LLAMABRANCH_PROFILE", os.devnull)
-    assert profile_path() is None  # so nothing is read, and nothing written
-    assert profile_problem() is None
-    path = tmp_path / "model.gguf"
-    with path.open("wb") as file:
-        file.truncate((16 << 20) + 1)
-    monkeypatch.setenv("LLAMABRANCH_PROFILE", str(path))
-    write_entries([("threads", "a", {"n": 1})])
-    assert path.stat().st_size == (16 << 20) + 1
-    assert read_entry("threads", "a") is None
-    assert "large" in str(profile_problem())
 
 
 @pytest.mark.parametrize("place", ["null"], indirect=True)

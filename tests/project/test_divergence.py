@@ -53,7 +53,7 @@ def test_other_seeds_and_ends_of_texts_are_no_near_ties(toy: lb.Model) -> None:
     """
     greedy, sampler = lb.SamplingParams(temperature=0.0), Sampler(toy, OPEN)
     (end,) = toy.eog_tokens
-    with lb.Context(toy, n_ctx=256, n_threads=1) as ctx:
+    with lb.Context(toy, n_ctx=256, n_threads=1, exact=True) as ctx:
         with lb.Branch.start(ctx, [5, 6], sampling=greedy) as branch:
             row, best = branch.logits, branch.sequence.logits_row().best
         difference = first_divergence(ctx, [5, 6], [best], [], greedy)

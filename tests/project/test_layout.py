@@ -17,7 +17,6 @@ FLOORS = (
     ("errors", "lazy", "startup"),
     ("arguments", "extras", "files", "pictures"),
     ("native",),
-    ("profile",),
     ("hub", "model"),
     ("sampling",),
     ("context", "theory"),
@@ -36,7 +35,7 @@ FLOORS = (
 RANK = {room: rank for rank, floor in enumerate(FLOORS) for room in floor}
 PUBLIC_ROOMS = {
     "", "agents", "arguments", "bench", "chat", "cli", "errors", "eval", "extras", "files", "hub",
-    "loading", "loom", "model", "pictures", "profile", "ray_data", "search", "serve", "speculative",
+    "loading", "loom", "model", "pictures", "ray_data", "search", "serve", "speculative",
     "startup", "theory",
 }  # fmt: skip
 # Methods of named tuples, functions of the standard library without a public twin, llama_cpp's library.

@@ -114,7 +114,8 @@ def test_reference_has_every_public_name_once() -> None:
         llamabranch.errors, lambda it: inspect.isclass(it) and it.__module__ == "llamabranch.errors"
     )
     expected += [f"errors.{name}" for name, _ in errors if name not in top and name[0] != "_"]
-    expected += ["context.Capabilities", "context.Usage", "engine.EngineStats", "sampling.Sampler"]
+    expected += ["context.Capabilities", "context.PromptProgress", "context.TokenScore"]
+    expected += ["context.Usage", "engine.EngineStats", "sampling.Sampler"]
     expected += ["model.TextDecoder", "model.ToolCall", "model.VocabularyReport", "model.Turn"]
     expected += ["model.TurnEvent", "model.TurnFormat", "model.TurnParts", "model.TurnReader"]
     assert sorted(directives) == sorted(expected)

@@ -17,7 +17,7 @@ pa = pytest.importorskip("pyarrow", reason="needs the extra ray")
 from llamabranch.ray_data import Generate  # noqa: E402
 
 PAGE = Path(__file__).parents[2] / "docs" / "batching.md"
-EXACT: Any = {"n_ctx": 1024, "n_threads": 1, "batch_invariant": True}
+EXACT: Any = {"n_ctx": 1024, "n_threads": 1, "exact": True}
 
 
 def alone(rows: list[dict[str, Any]]) -> list[str]:

@@ -44,6 +44,7 @@ SHORT = [{"role": "user", "content": "Hi"}]
 LONG = [{"role": "user", "content": "Hello, I would like to hear a long story about a king."}]
 WARM = SamplingParams(temperature=0.8, seed=3, logit_bias={1: -math.inf})
 MOST_STEPS = 400
+SIZES = {"n_ctx": 512, "n_seq_max": 4, "n_batch": 32, "n_threads": 1}
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -54,7 +55,8 @@ def opened(
     path = tmp_path_factory.mktemp("toy") / "toy.gguf"
     toys.write_toy(path, architecture, vocab="bytes", seed=3)
     with Model(path, chat_template=TEMPLATE) as model:
-        yield model, {"n_ctx": 512, "n_seq_max": 4, "n_batch": 32, "n_threads": 1, **options}
+        exact = {"kv_type": "bf16", "exact": model.memory_type == "attention"}
+        yield model, {**SIZES, **exact, **options}
 
 
 @pytest.fixture
@@ -206,7 +208,7 @@ def test_a_text_that_gets_nowhere_ends_with_an_error(
     toy: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is known to cause it now, so one text is told that it has nothing to read."""
-    with Context(toy, n_ctx=256, n_seq_max=2, n_threads=1) as ctx:
+    with Context(toy, n_ctx=256, n_seq_max=2, n_threads=1, exact=True) as ctx:
         requests = [Request("Stuck" * 9, id="stuck"), Request("A king", id="other", max_tokens=9)]
         unread = Job.unread
         monkeypatch.setattr(Job, "unread", lambda job: [] if job.name == "stuck" else unread(job))
@@ -220,7 +222,7 @@ def test_a_text_that_gets_nowhere_ends_with_an_error(
 def test_a_time_limit_ends_a_call_that_decodes_nothing(toy: Model) -> None:
     """A call waits for a sequence, which a branch holds."""
     with (
-        Context(toy, n_ctx=256, n_seq_max=1, n_threads=1) as ctx,
+        Context(toy, n_ctx=256, n_seq_max=1, n_threads=1, exact=True) as ctx,
         lb.Branch.start(ctx, "A king"),
     ):
         engine = Engine(ctx, wait_s=math.inf)
@@ -229,7 +231,7 @@ def test_a_time_limit_ends_a_call_that_decodes_nothing(toy: Model) -> None:
 
 
 def test_an_engine_with_a_paused_request_can_be_drained(toy: Model) -> None:
-    with Context(toy, n_ctx=256, n_seq_max=2, n_threads=1) as ctx:
+    with Context(toy, n_ctx=256, n_seq_max=2, n_threads=1, exact=True) as ctx:
         engine = Engine(ctx)
         engine.add_request(Request("A king", id="a", max_tokens=5))
         engine.step()

@@ -60,7 +60,7 @@ def open_context(model: lb.Model, cells: str) -> Context:
         n_seq_max=4,
         n_batch=32,
         n_threads=1,
-        batch_invariant=True,
+        exact=True,
         kv_unified=unified,
         prefix_cache=unified,
     )

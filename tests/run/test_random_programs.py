@@ -22,6 +22,12 @@ KINDS: dict[str, dict[str, Any]] = {
 N_PROGRAMS = {"bundled": 12}  # of the others 8
 
 
+def options(model: lb.Model) -> Any:
+    """Return the options of a context that is exact if its memory can be."""
+    exact = model.memory_type == "attention"
+    return {"n_ctx": N_CELLS, "n_threads": 1, "kv_type": "bf16", "exact": exact}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_text_of_a_program_is_what_it_is_alone(kind: str, tmp_path: Path) -> None:
     path = Path(lb.hub.resolve("tale-target"))
@@ -34,11 +40,11 @@ def test_every_text_of_a_program_is_what_it_is_alone(kind: str, tmp_path: Path) 
     first, tally = random.randrange(2**32) if SOAK else 0, Counter[str]()
     with (
         lb.Model(path) as model,
-        lb.Context(model, n_ctx=N_CELLS, n_seq_max=2, n_threads=1) as clean,
+        lb.Context(model, n_seq_max=2, **options(model)) as clean,
     ):
         alone = Alone(clean)
         for seed in range(first, first + N_PROGRAMS.get(kind, 8) * max(1, SOAK)):
-            with lb.Context(model, n_ctx=N_CELLS, n_seq_max=N_SEQ, n_batch=48, n_threads=1) as ctx:
+            with lb.Context(model, n_seq_max=N_SEQ, n_batch=48, **options(model)) as ctx:
                 try:
                     Program(ctx, alone, seed, tally).run()
                 except BaseException as error:

@@ -17,13 +17,15 @@ Use = Callable[[], object]
 
 
 def opened(model: lb.Model, **options: Any) -> Context:
-    return Context(model, **{"n_ctx": 1024, "n_seq_max": 12, "n_threads": 1, **options})
+    return Context(
+        model, **{"n_ctx": 1024, "n_seq_max": 12, "n_threads": 1, "exact": True, **options}
+    )
 
 
 @pytest.fixture
 def both(target: lb.Model) -> Iterator[tuple[Context, Context]]:
     """Two equal contexts: one for texts whose functions use it, one for the same texts without."""
-    with opened(target) as ctx, opened(target) as clean:
+    with opened(target, exact=True) as ctx, opened(target, exact=True) as clean:
         yield ctx, clean
 
 
@@ -249,7 +251,7 @@ def test_on_prompt_progress_cannot_use_the_branch_that_reads(
     use: Callable[[Branch], object], target: lb.Model
 ) -> None:
     tokens = [5 + i * 37 % 900 for i in range(100)]
-    with opened(target, n_ctx=256, n_seq_max=2, n_batch=32) as ctx:
+    with opened(target, n_ctx=256, n_seq_max=2, n_batch=32, exact=True) as ctx:
         branch = Branch.start(ctx, PROMPTS[0], sampling=SamplingParams(temperature=0))
         with pytest.raises(BranchStateError, match="the branch reads text") as caught:
             branch.append(tokens, on_prompt_progress=lambda progress: use(branch))
@@ -308,7 +310,7 @@ def test_a_function_may_add_and_abort_requests(ctx: Context) -> None:
 
 
 def test_a_function_may_close_the_context(target: lb.Model) -> None:
-    with opened(target, n_ctx=256, n_seq_max=4) as ctx:
+    with opened(target, n_ctx=256, n_seq_max=4, exact=True) as ctx:
         engine = Engine(ctx)
         engine.add_request(Request(PROMPTS[0], constraint=Wish(ctx.close)))
         engine.add_request(Request(PROMPTS[1]))
@@ -325,7 +327,7 @@ def test_a_result_is_not_exact_if_order_was_lost_while_the_text_was_generated(
     target: lb.Model,
 ) -> None:
     """A compaction has restored the order before the text ends."""
-    with opened(target, n_ctx=512, n_seq_max=8, prefix_cache=False) as ctx:
+    with opened(target, n_ctx=512, n_seq_max=8, prefix_cache=False, exact=True) as ctx:
         tokens = [5 + i * 37 % 900 for i in range(200)]
         guest = Branch.start(ctx, tokens)
         ctx.decode(tokens[:20], 0, seq_id=0)

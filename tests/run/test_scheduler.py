@@ -83,7 +83,7 @@ def test_a_paused_text_keeps_its_cells_until_others_need_them(
     target: lb.Model, n_seq_max: int
 ) -> None:
     """A text that takes its place begins like it, but has settings of its own."""
-    options: dict[str, Any] = {"n_ctx": 256, "n_threads": 1, "batch_invariant": True}
+    options: dict[str, Any] = {"n_ctx": 256, "n_threads": 1, "exact": True}
     with Context(target, n_seq_max=n_seq_max, **options) as ctx, lb.Engine(ctx) as engine:
         settings = [lb.SamplingParams(temperature=t, seed=2) for t in (0.0, 0.7, 1.0)]
         others = [Request(STORY, max_tokens=12, sampling=each) for each in settings]

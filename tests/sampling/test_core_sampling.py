@@ -123,7 +123,7 @@ def test_core_decides_nearly_always_on_real_logits(
     params = SamplingParams(**settings)  # type: ignore[arg-type]
     both = Both(target, target.n_vocab, params)
     n_rows = n_undecided = 0
-    with lb.Context(target, n_ctx=512, n_threads=1) as ctx:
+    with lb.Context(target, n_ctx=512, n_threads=1, exact=True) as ctx:
         for seed in range(4):
             with lb.Branch.start(ctx, "Once upon a time", seed=seed, temperature=1.0) as branch:
                 for _ in range(100):

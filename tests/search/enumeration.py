@@ -25,9 +25,7 @@ def toy_of_letters(
     vocabulary = toys.Vocabulary((toys.BOS, toys.EOS, *letters))
     with (
         lb.Model(toys.write_llama(path, vocab=vocabulary)) as model,
-        Context(
-            model, n_ctx=n_ctx, n_seq_max=n_seq_max, n_threads=1, batch_invariant=True
-        ) as context,
+        Context(model, n_ctx=n_ctx, n_seq_max=n_seq_max, n_threads=1, exact=True) as context,
     ):
         yield context
         context.audit()

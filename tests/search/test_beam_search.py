@@ -136,7 +136,7 @@ def test_each_token_costs_one_decode_of_all_beams(ctx: Context) -> None:
 
 def test_each_beam_needs_a_sequence(target: Model) -> None:
     with (
-        Context(target, n_ctx=256, n_seq_max=4, n_threads=1) as narrow,
+        Context(target, n_ctx=256, n_seq_max=4, n_threads=1, exact=True) as narrow,
         Branch.start(narrow, STORY) as root,
     ):
         assert len(search.beam_search(root, beams=3, max_tokens=6, n=3).hypotheses) == 3

@@ -128,7 +128,7 @@ def test_little_room_gives_the_same(target: lb.Model, ctx: Context, name: str, r
         pytest.skip("it needs a sequence and cells for each beam")
     with Branch.start(ctx, STORY, sampling=WARM) as root, nothing_is_left(root):
         expected = run(root)
-    options = {"n_ctx": N_CELLS, "n_threads": 1, "batch_invariant": True, **ROOMS[room]}
+    options = {"n_ctx": N_CELLS, "n_threads": 1, "exact": True, **ROOMS[room]}
     with (
         Context(target, **options) as small,
         Branch.start(small, STORY, sampling=WARM) as root,
@@ -172,7 +172,7 @@ def test_recurrent_memory_searches_too(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", RUNS)
 def test_where_no_sequence_is_free_the_reason_is_told(target: lb.Model, name: str) -> None:
     with (
-        Context(target, n_ctx=256, n_seq_max=1, n_threads=1) as narrow,
+        Context(target, n_ctx=256, n_seq_max=1, n_threads=1, exact=True) as narrow,
         Branch.start(narrow, STORY, sampling=WARM) as only,
         pytest.raises(lb.errors.SequencesExhaustedError) as caught,
     ):
@@ -184,7 +184,7 @@ def test_where_no_sequence_is_free_the_reason_is_told(target: lb.Model, name: st
 def test_a_full_cache_ends_texts_or_the_search(target: lb.Model, name: str) -> None:
     """Texts that are sampled have "capacity"; a search that compares its texts raises."""
     with (
-        Context(target, n_ctx=256, n_seq_max=8, n_threads=1, batch_invariant=True) as ctx,
+        Context(target, n_ctx=256, n_seq_max=8, n_threads=1, exact=True) as ctx,
         Branch.start(ctx, STORY, sampling=WARM) as root,
         Branch.start(ctx, [9] * (ctx.usage().cells_free - 2)),
         nothing_is_left(root),
@@ -206,7 +206,9 @@ BYTES = [5, 6, 7, 8, 9, 5, 6, 7, 8]
 
 @pytest.fixture
 def own(toy: lb.Model) -> Iterator[Context]:
-    with Context(toy, n_ctx=4 * N_CELLS, n_seq_max=4, n_threads=1, kv_unified=False) as ctx:
+    with Context(
+        toy, n_ctx=4 * N_CELLS, n_seq_max=4, n_threads=1, kv_unified=False, exact=True
+    ) as ctx:
         yield ctx
         ctx.audit()
 

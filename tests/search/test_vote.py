@@ -20,7 +20,7 @@ WARM = lb.SamplingParams(temperature=1.0, seed=5)
 GIVEN: dict[str, tuple[list[Any], dict[Any, int], str]] = {  # answers, votes, and what is warned of
     "equal numbers": (
         ["1", "1.00", "1,000", "1e3", "one", "1.00", None, " 1", 1000.0, "1,00"],
-        {"1.00": 4, "1e3": 3, "one": 1, "1,00": 1},
+        {"1": 4, "1e3": 3, "one": 1, "1,00": 1},
         "",
     ),
     "integers": ([4, 4, 5], {4: 2, 5: 1}, ""),
@@ -57,9 +57,6 @@ def test_answers_are_counted_as_the_parser_returned_them(ctx: Context, name: str
     shares += [0.0] * (len(parsed) - len(shares))
     assert [h.score for h in result.hypotheses] == shares
     assert result.answer == next(iter(votes), None)
-    if name == "equal numbers":
-        assert result.answer_forms["1.00"] == {"1": 1, "1.00": 2, " 1": 1}
-        assert result.answer_forms["1e3"] == {"1,000": 1, "1e3": 1, "1000.0": 1}
 
 
 def test_ties_are_broken_by_the_seed_and_not_by_the_order(ctx: Context) -> None:

@@ -54,12 +54,13 @@ def bundled_engine(
     kv_unified: bool = True,
     model: Path = TARGET,
     chat_template: str | None = CHAT_TEMPLATE,
+    exact: bool = True,
     **more: Any,
 ) -> lb.AsyncEngine:
-    """Return an engine on the bundled target: batch-invariant, with a prefix cache, on one thread."""
+    """Return an engine on the bundled target: exact, with a prefix cache, on one thread."""
     ctx = lb.load(
         model, n_ctx=n_ctx, n_seq_max=n_seq_max or parallel, n_threads=1, prefix_cache=True,
-        chat_template=chat_template, kv_unified=kv_unified, **more,
+        chat_template=chat_template, kv_unified=kv_unified, exact=exact, **more,
     )  # fmt: skip
     return lb.AsyncEngine(
         ctx, drafter(), config, max_tokens=None, max_waiting=max_waiting, parallel=parallel

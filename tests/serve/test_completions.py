@@ -34,7 +34,7 @@ def api(server: Serving) -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def ctx(target: lb.Model) -> Iterator[lb.Context]:
     """Another context, to compute the same in this process."""
-    with lb.Context(target, n_ctx=1024, n_threads=1) as context:
+    with lb.Context(target, n_ctx=1024, n_threads=1, exact=True) as context:
         yield context
 
 

@@ -40,7 +40,7 @@ def ask(client: Any, messages: Any = HELLO, **more: Any) -> Any:
 
 def test_answer_is_the_librarys_own(client: Any, server: Serving) -> None:
     answer = ask(client, max_tokens=16)
-    with lb.Context(server.ctx.model, n_ctx=512, n_threads=1) as ctx:
+    with lb.Context(server.ctx.model, n_ctx=512, n_threads=1, exact=True) as ctx:
         params = lb.SamplingParams(temperature=0.8, seed=42)
         with lb.Branch.start(ctx, HELLO, sampling=params) as branch:
             expected = "".join(token.text for token in branch.generate(16))

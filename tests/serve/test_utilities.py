@@ -57,7 +57,7 @@ def test_seed_of_the_server_is_that_of_requests_without_one(api: Any) -> None:
 
 
 def test_answers_tell_where_batches_are_not_exact() -> None:
-    open_engine = partial(bundled_engine, batch_invariant=False)
+    open_engine = partial(bundled_engine, exact=False)
     with Serving(open_engine) as server, server.client() as api:
         answer = api.post("/v1/completions", json={"prompt": "Once", "max_tokens": 2})
-        assert answer.json()["batch_invariant"] is False
+        assert answer.json()["exact"] is False

@@ -179,7 +179,7 @@ def test_model_behind_ngrams_catches_up_in_one_decode(ctx: Context, draft_ctx: C
 
 def test_failed_fork_leaves_nothing_open(ctx: Context, draft: Model) -> None:
     with (
-        Context(draft, n_ctx=256, n_seq_max=4, n_threads=1) as small,
+        Context(draft, n_ctx=256, n_seq_max=4, n_threads=1, exact=True) as small,
         Branch.start(ctx, [5]) as branch,
     ):
         line = ChainDrafter([ModelDrafter(small)] * 3).start(branch.sequence, "seeded")

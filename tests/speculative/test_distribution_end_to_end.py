@@ -147,7 +147,7 @@ def said(
     n: int = N,
     k: int = 3,
     entropy_stop: float | None = None,
-) -> tuple[list[Text], lb.SpeculativeStats]:
+) -> tuple[list[Text], lb.speculative.SpeculativeStats]:
     """Return the beginnings of ``n`` speculative texts, each of another seed."""
     config = SpeculativeConfig(draft_k=k, rule=rule, entropy_stop=entropy_stop)
     speculator = lb.Speculator(ctx, drafter, config)

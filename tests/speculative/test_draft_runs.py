@@ -19,8 +19,8 @@ def test_end_tokens_end_a_draft(small_toy: lb.Model) -> None:
     lengths = set()
     hot = SamplingParams(temperature=1.5, top_k=0, top_p=1.0, min_p=0.0, seed=5)
     with (
-        Context(small_toy, n_ctx=128, n_threads=1) as target,
-        Context(small_toy, n_ctx=128, n_threads=1) as draft_ctx,
+        Context(small_toy, n_ctx=128, n_threads=1, exact=True) as target,
+        Context(small_toy, n_ctx=128, n_threads=1, exact=True) as draft_ctx,
         Branch.start(target, [0, 5, 6], sampling=hot) as branch,
     ):
         state = ModelDrafter(draft_ctx).start(branch.sequence, "token")
@@ -42,7 +42,7 @@ def test_end_tokens_end_a_draft(small_toy: lb.Model) -> None:
 @pytest.mark.parametrize("n_free", range(1, 7))
 def test_full_cache_ends_a_draft(n_free: int, ctx: Context, draft: lb.Model) -> None:
     with (
-        Context(draft, n_ctx=256, n_threads=1, batch_invariant=True) as draft_ctx,
+        Context(draft, n_ctx=256, n_threads=1, exact=True) as draft_ctx,
         Branch.start(ctx, TALE, sampling=WARM) as branch,
     ):
         state = ModelDrafter(draft_ctx).start(branch.sequence, "seeded")
@@ -70,7 +70,7 @@ def test_full_cache_ends_a_draft(n_free: int, ctx: Context, draft: lb.Model) -> 
 def test_interrupted_draft_loses_nothing(share: float, ctx: Context, draft: lb.Model) -> None:
     """llama.cpp is stopped in the middle of a graph, in the first or a later decode."""
     with (
-        Context(draft, n_ctx=256, n_threads=1) as draft_ctx,
+        Context(draft, n_ctx=256, n_threads=1, exact=True) as draft_ctx,
         Branch.start(ctx, TALE, sampling=WARM) as branch,
     ):
         drafter = ModelDrafter(draft_ctx)

@@ -1,6 +1,6 @@
 """The law of drafting: with any drafter, any caller and any other texts beside it, the text is plain.
 
-"Plain" means the text of ``Branch.generate`` with one decode per token. In a batch-invariant context the
+"Plain" means the text of ``Branch.generate`` with one decode per token. In an exact context the
 logits of a verified token equal, to the bit, those of a token decoded alone, and every loop draws with
 the noise of (seed, position). So tokens, texts, log-probabilities and entropies are compared with ==.
 Then follow toys with other kinds of memory. Where their logits depend on the batch, numbers are compared
@@ -255,7 +255,7 @@ SILENT = ("nobody", "none")
 @pytest.fixture(scope="module")
 def world(target: lb.Model, draft: lb.Model) -> Iterator[World]:
     models = (target, draft, target, draft)
-    opened = [Context(m, n_ctx=1024, n_seq_max=8, n_threads=1) for m in models]
+    opened = [Context(m, n_ctx=1024, n_seq_max=8, n_threads=1, exact=True) for m in models]
     yield World(*opened)
     for ctx in opened:
         ctx.close()
@@ -273,7 +273,7 @@ def expected(world: World) -> Expected:
 
 # -- who asks ----------------------------------------------------------------------------------------
 
-Asked = tuple[list[Said], lb.SpeculativeStats]
+Asked = tuple[list[Said], lb.speculative.SpeculativeStats]
 Drafter = lb.Drafter | None
 
 
@@ -327,7 +327,7 @@ def by_session(
     ctx: Context, drafter: Drafter, config: SpeculativeConfig, cases: list[Case]
 ) -> Asked:
     """Generate with a session: token by token with the drafter, another one and none, in turn."""
-    texts, stats = [], lb.SpeculativeStats()
+    texts, stats = [], lb.speculative.SpeculativeStats()
     other = drafter if type(drafter) in (type(None), NullDrafter) else lb.SuffixDrafter(min_match=1)
     turns = (drafter, other, drafter, None)
     for case in cases:
@@ -543,7 +543,7 @@ def test_closed_or_forgotten_texts_give_everything_back(
 def test_closed_contexts_end_texts_with_a_clear_error(
     caller: str, target: lb.Model, draft_ctx: Context
 ) -> None:
-    ctx = Context(target, n_ctx=256, n_threads=1)
+    ctx = Context(target, n_ctx=256, n_threads=1, exact=True)
     following, close = begin(caller, ctx, lb.ModelDrafter(draft_ctx), PROMPTS[0])
     following()
     ctx.close()
@@ -567,7 +567,7 @@ def test_full_cache_ends_every_text_at_the_same_token(
     endless = WARM.replace(logit_bias={target.eos or 0: -1e9})
     cases = [Case([5] * (256 - n), endless, None) for n in (16, 1, 0)]
     cases += [Case([5] * 240, endless, n) for n in (15, 16, 17, 18)]
-    with Context(target, n_ctx=256, n_seq_max=2, n_threads=1) as ctx:
+    with Context(target, n_ctx=256, n_seq_max=2, n_threads=1, exact=True) as ctx:
         for case in cases:
             (outcome,), _ = CALLERS[caller](ctx, DRAFTERS[drafter](world), FIXED, [case])
             n_most = 256 - len(case.prompt) + 1
@@ -585,7 +585,7 @@ def test_branch_holds_what_was_emitted_when_the_cache_is_full(
     drafter: str, caller: str, world: World, target: lb.Model
 ) -> None:
     """16 cells are left, and the 17th token needs none. With more room, the text continues."""
-    with Context(target, n_ctx=256, n_seq_max=3, n_threads=1, batch_invariant=True) as ctx:
+    with Context(target, n_ctx=256, n_seq_max=3, n_threads=1, exact=True) as ctx:
         others = Branch.start(ctx, [7] * 40)
         branch, emitted = Branch.start(ctx, [5] * 200, sampling=WARM), []
         following, close = begin(caller, ctx, DRAFTERS[drafter](world), branch)

@@ -20,7 +20,7 @@ Target = Callable[[int], lb.Distribution]
 
 def generate(
     ctx: lb.Context, drafter: lb.Drafter | None, config: SpeculativeConfig = FIXED
-) -> lb.Generation:
+) -> lb.speculative.Generation:
     speculator = lb.Speculator(ctx, drafter, config)
     generation = speculator.generate(PROMPT, max_tokens=32, sampling=SEEDED)
     generation.finish()

@@ -1,6 +1,6 @@
 """Drafts of what a grammar forces: the same text as plain decoding, in fewer decodes.
 
-Contexts are batch-invariant, so texts are compared with ==.
+Contexts are exact, so texts are compared with ==.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Pair(NamedTuple):
 
     def drafted(
         self, prompt: str, settings: str, n: int = 24, **config: object
-    ) -> lb.SpeculativeStats:
+    ) -> lb.speculative.SpeculativeStats:
         """Generate with drafts; fail unless the text is the plain one."""
         sampling = SETTINGS[settings]
         generation = self.speculator(**config).generate(prompt, max_tokens=n, sampling=sampling)
@@ -126,7 +126,7 @@ def eagle(folder: Path, target: lb.Model) -> Iterator[Pair]:
 def test_text_is_that_of_plain_decoding(pair: Pair, caller: str) -> None:
     cases = [Case(prompt, s, 24) for prompt in PROMPTS for s in SETTINGS.values()]
     cases.append(Case(PROMPTS[0], SETTINGS["seeded"], 20, grammar='root ::= "The " [a-z ]+ "."'))
-    if caller == "engine":  # the toys are not batch-invariant, and some need sequences to draft
+    if caller == "engine":  # the toys are not exact, and some need sequences to draft
         cases = cases[1:9:3]
     wanted = [plain(pair.ctx, case) for case in cases]
     for length in (3, "auto"):
@@ -221,7 +221,7 @@ def test_snapshots_load_with_and_without_hidden_states(
     With hidden states no token is decoded again.
     """
     sampling = SETTINGS["seeded"]
-    with lb.Context(target, n_ctx=256, n_threads=1) as bare:
+    with lb.Context(target, n_ctx=256, n_threads=1, exact=True) as bare:
         saved = {}
         for name, ctx in (("with", eagle.ctx), ("without", bare)):
             with lb.Branch.start(ctx, PROMPTS[1], sampling=sampling) as branch:
@@ -278,7 +278,7 @@ def test_acceptance_of_the_bundled_head(eagle: Pair) -> None:
 
 def test_hidden_states_are_kept_only_while_a_head_reads_them(target: lb.Model) -> None:
     """Compaction keeps them. They are dropped with the head, when it is closed or garbage."""
-    with lb.Context(target, n_ctx=256, n_seq_max=4, n_threads=1, batch_invariant=True) as ctx:
+    with lb.Context(target, n_ctx=256, n_seq_max=4, n_threads=1, exact=True) as ctx:
         head = lb.Context(lb.Model(HEAD), target=ctx, owns_model=True)
         with pytest.raises(lb.ConfigError, match="another head"):
             lb.Context(lb.Model(HEAD), target=ctx)
@@ -344,6 +344,7 @@ def test_prefix_that_comes_back_from_host_memory_has_its_hidden_states(
         prefix_cache=True,
         cache_ram=1 << 22,
         kv_unified=not own,
+        exact=True,
     ) as ctx:
         head = lb.Context(lb.Model(HEAD), target=ctx, owns_model=True, n_ctx=512)
         pair = Pair(ctx, lb.EagleDrafter(head))
@@ -364,7 +365,7 @@ def test_head_begins_after_the_tokens_whose_states_are_not_known(
 ) -> None:
     """The head is opened late, and no sequence is free in which tokens could be decoded again."""
     for settings in SETTINGS.values():
-        with lb.Context(target, n_ctx=512, n_seq_max=2, n_threads=1) as ctx:
+        with lb.Context(target, n_ctx=512, n_seq_max=2, n_threads=1, exact=True) as ctx:
             branch = lb.Branch.start(ctx, PROMPTS[0], sampling=settings)
             list(branch.generate(10))
             twin = branch.fork()  # the other sequence
@@ -399,7 +400,10 @@ def test_what_is_no_context_no_drafter_and_no_pair_is_refused(
     ctx: Any = eagle.ctx
     head, name = eagle.drafter.ctx, cast("Any", "tale-eagle")
     unsupported, wrong = lb.errors.UnsupportedError, lb.ConfigError
-    alone, no_text = lb.Context(target, n_ctx=256, n_threads=1), "drafts for that context"
+    alone, no_text = (
+        lb.Context(target, n_ctx=256, n_threads=1, exact=True),
+        "drafts for that context",
+    )
     for error, words, call in (
         (unsupported, no_text, lambda: lb.Branch.create(head)),
         (unsupported, no_text, lambda: lb.Branch.start(head, "a")),
@@ -713,7 +717,7 @@ def test_missing_symbol_is_an_error_with_the_release_that_works(
     assert name + "_gone" in reason and staging.KNOWN_RELEASE in reason
     monkeypatch.setattr(staging, "available", False)
     monkeypatch.setattr(staging, "reason", reason)
-    with lb.Context(target, n_ctx=256, n_threads=1) as ctx, lb.Model(HEAD) as head:
+    with lb.Context(target, n_ctx=256, n_threads=1, exact=True) as ctx, lb.Model(HEAD) as head:
         with pytest.raises(lb.errors.UnsupportedError, match=re.escape(staging.KNOWN_RELEASE)):
             lb.Context(head, target=ctx)
         with lb.Branch.start(ctx, "Once") as branch:

@@ -96,7 +96,7 @@ def test_memory_is_that_of_a_fresh_prefill_after_any_work(
 ) -> None:
     world = World(ctx, draft_ctx, other_ctx, draft_ctx)
     rng = np.random.default_rng(len(which))
-    with Context(ctx.model, n_ctx=512, n_threads=1) as clean:
+    with Context(ctx.model, n_ctx=512, n_threads=1, exact=True) as clean:
         garden = Garden(ctx, DRAFTERS[which](world), rng, grammar)
         for _ in range(60):
             branch = garden.work()
@@ -155,7 +155,7 @@ def test_draft_without_room_drafts_again_when_there_is_some(
 ) -> None:
     """Without a free sequence, and without free cells."""
     expected = [t.token for t in plain(ctx, LONG, WARM, 40)]
-    with Context(draft, n_ctx=256, n_seq_max=n_sequences, n_threads=1) as small:
+    with Context(draft, n_ctx=256, n_seq_max=n_sequences, n_threads=1, exact=True) as small:
         rival = Branch.start(small, [5] * 100)
         speculator = Speculator(ctx, lb.ModelDrafter(small), FIXED)
         with Branch.start(ctx, LONG, sampling=WARM) as branch:
@@ -271,7 +271,10 @@ def test_session_outlives_its_draft_context_and_a_drafter_that_is_refused(
 ) -> None:
     expected = [t.token for t in plain(other_ctx, PROMPTS[0], WARM, 30)]
     with InferenceSession(ctx, PROMPTS[0], sampling=WARM, max_tokens=30, config=FIXED) as session:
-        with Context(draft, n_ctx=256, n_threads=1) as small, Context(toy, n_threads=1) as strange:
+        with (
+            Context(draft, n_ctx=256, n_threads=1, exact=True) as small,
+            Context(toy, n_threads=1, exact=True) as strange,
+        ):
             drafter = lb.ModelDrafter(small)
             produced = [session.next_token(drafter) for _ in range(10)]
             with pytest.raises(lb.errors.VocabularyMismatchError):

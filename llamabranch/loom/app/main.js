@@ -459,7 +459,7 @@ function drawState() {
   $("file").textContent = visible(doc.file.name ?? "llamabranch");
   $("saved").textContent = exported() ? "exported" : doc.file.error ? "not saved" : doc.file.read_only ? "read-only" : "saved";
   fill($("model"), model && h("span", {}, visible(model.name)),
-    model?.batch_invariant === false && h("span", { class: "badge", title: "Results depend on what else is in the batch." }, "not exact"));
+    model?.exact === false && h("span", { class: "badge", title: "Results depend on what else is in the batch." }, "not exact"));
   $("theme").textContent = isDark() ? "Light" : "Dark";
   const job = [...store.jobs.values()].find((each) => each.state === "running" && each.message);
   const message = {

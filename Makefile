@@ -88,7 +88,7 @@ docs: install-dev
 	$(BIN)/mkdocs build --quiet --strict --site-dir $(abspath $(VENV))/site
 
 bench: install-dev
-	$(BIN)/python -m benchmarks.run $(BENCH_ARGS)
+	for name in length drafts serve agents; do $(BIN)/python -m benchmarks.$$name $(BENCH_ARGS) || exit 1; done
 
 lint: install-dev
 	$(BIN)/ruff check .

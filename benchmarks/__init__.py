@@ -9,7 +9,6 @@ conversation.py  tokens that a chat with branches evaluates
 page.py          budgets of the page in a browser
 pictures.py      the pictures of the documents
 rule_error.py    proof by enumeration that an acceptance rule is lossless
-run.py           several of these, one after another
 report.py        the harness: settings, turns, tables, the JSON line
 prompts.py       prompts and a schema
 servers.py, llama_tools.py    servers in processes of their own; llama.cpp's programs, built

@@ -68,14 +68,9 @@ def parse_draft(given: str) -> tuple[str, ...]:
         if part in ("", "none"):
             hint = "for example suffix+tale-draft"
             raise ConfigError(f"{given!r} is not a chain of drafters", hint=hint)
-        if part != MTP and is_model(part):
+        if part not in (MTP, SUFFIX, EAGER, GRAMMAR):
             hub.resolve(part, download=None)
     return parts
-
-
-def is_model(part: str) -> bool:
-    """Return whether a part of a chain is a model, or mtp."""
-    return part not in (SUFFIX, EAGER, GRAMMAR)
 
 
 def make_drafter(parts: Sequence[str], open_model: Callable[[str], lb.context.Context]) -> Drafter:

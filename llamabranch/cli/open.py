@@ -79,6 +79,7 @@ def open(
         server = listen(port)
     except ConfigError:
         server = listen(0)
+        console.note(f"port {port} is taken: using {server.port}")
     loom = Loom(
         _document(file, target), server.port, lambda: server.service,
         read_only=read_only,

@@ -53,7 +53,7 @@ COMMANDS = [
     f"models show {FILE}",
     "models",
     f"score -m {FILE} --top 2 Once-upon-a-time",
-    f"bench -m {FILE} -p Once -r 1 --longest 2 -n 8",
+    f"bench -m {FILE} --lengths 16 -r 1 -n 2 -t 1",
     f"chat -m {FILE} -f turns.txt",
 ]  # fmt: skip
 

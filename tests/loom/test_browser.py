@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from browsing import (
@@ -28,7 +27,7 @@ from browsing import (
 from paging import Opened
 
 if TYPE_CHECKING:
-    from playwright.sync_api import APIResponse, Browser, Page, Route
+    from playwright.sync_api import Browser, Page
 
 ROWS = "[role=treeitem]:not([hidden])"
 NOTED = ".words[data-marks*='✎']"
@@ -41,11 +40,6 @@ def arguments(_: Path) -> list[object]:
 
 def chosen_node(page: Page) -> str | None:
     return page.locator("[role=treeitem][aria-selected=true]").get_attribute("data-node")
-
-
-def stored(page: Page) -> Any:
-    """Return what the server holds of the chosen path."""
-    return asked(page, f"/loom/tokens?node={chosen_node(page)}&path=1")
 
 
 def focus(page: Page, name: str, key: str) -> None:
@@ -70,28 +64,6 @@ def test_first_half_minute(page: Page) -> None:
     assert current.get_attribute("data-alternative") == word
     page.keyboard.press("v")
     assert lens_of(page) == "entropy"
-
-
-def test_tokens_have_their_numbers(page: Page) -> None:
-    written(page)
-    shown = page.locator("#text [data-token]").evaluate_all(
-        "all => all.map(each => [each.dataset.token, each.dataset.lp, each.classList[1]])"
-    )
-    assert [int(i) for i, *_ in shown] == list(range(len(shown)))
-    assert [i for i, lp, _ in shown if not lp] == ["0"]  # which nothing predicts
-    known = [float(lp) for _, lp, _ in shown[1:]]
-    assert max(known) <= 0
-    numbers = [lp for part in stored(page)["parts"] for lp in part["lp"] if lp is not None]
-    assert known == pytest.approx(numbers, rel=1e-2, abs=1e-3)
-    surprises = [i for i, lp in enumerate(known, 1) if lp < math.log(0.05)]
-    for key, i in (("}", surprises[0]), ("{", surprises[-1])):  # behind the first comes the last
-        press(page, key, at="#text")
-        assert chosen_token(page) == i
-    bins = [name for *_, name in shown]
-    page.locator(f"#legend .{bins[i]}").click()  # the next of its bin
-    idle(page)
-    there = next(j for j in [*range(i + 1, len(bins)), *range(i + 1)] if bins[j] == bins[i])
-    assert chosen_token(page) == there
 
 
 def test_bytes_that_are_no_text_can_be_told_apart(page: Page) -> None:
@@ -167,60 +139,6 @@ def test_typed_text_is_scored_and_edits_fork(page: Page) -> None:
     press(page, "u")
     rows = "[...document.querySelectorAll('#rows > :not([hidden])')]"  # hidden ones keep their last text
     page.wait_for_function(f"() => !{rows}.some((row) => /sun rose/.test(row.textContent))")
-
-
-def test_a_fork_is_shown_before_its_answer(page: Page) -> None:
-    written(page)
-    page.locator("#text").press("End")
-    page.locator("[data-alternative]").nth(2).wait_for()
-    before = chosen_node(page)
-    held: list[tuple[Route, APIResponse]] = []
-    page.route("**/loom/do", lambda route: held.append((route, route.fetch())), times=1)
-    page.locator("[data-alternative]:not([aria-current])").first.click()
-    page.wait_for_function(
-        "node => document.querySelector('#tree [aria-selected=true]').dataset.node !== node",
-        arg=before,
-    )
-    fork = chosen_node(page)
-    while not held:  # the event may come before the answer does
-        page.wait_for_timeout(10)
-    for route, answer in held:
-        route.fulfill(response=answer)
-    idle(page)
-    assert chosen_node(page) == fork
-
-
-def test_rounds_add_up_and_ghosts_are_not_in_the_text(page: Page) -> None:
-    plain = "".join(written(page))
-    page.locator("#fold").click()
-    idle(page)
-    titles = page.locator(".round").evaluate_all("all => all.map(each => each.title)")
-    assert titles
-    for title in titles:
-        numbers = [int(word) for word in title.replace(",", "").split() if word.isdigit()]
-        drafted, accepted, rejected, unreached = numbers
-        assert drafted == accepted + rejected + unreached
-    press(page, "x", at="#text")
-    found = stored(page)
-    texts = [text for part in found["parts"] for text in part["text"]]
-    assert "".join(text for text in texts if isinstance(text, str)) == plain
-    judged = any(each["accepted"] < len(each["draft"]) for each in found["rounds"])
-    assert (page.locator("#text .ghost").count() > 0) == judged
-    page.locator("#text").press("x")
-
-
-def test_a_request_that_fails_is_made_again(page: Page) -> None:
-    begin(page)
-    failed: list[str] = []
-
-    def fail_once(route: Route) -> None:
-        failed.append(route.request.url)
-        route.abort()
-
-    page.route("**/loom/tokens*", fail_once, times=1)
-    page.reload()
-    idle(page)
-    assert failed and tokens(page)
 
 
 # -- pages of their own ----------------------------------------------------------------------------

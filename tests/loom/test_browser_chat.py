@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import pytest
 from browsing import (
     asked,
-    chosen_token,
-    exported,
-    from_disk,
     idle,
     press,
-    take,
     tokens,
     told,
     typed,
     violations,
     visiting,
-    written,
 )
 from paging import Opened, chat_model
 
@@ -194,16 +188,6 @@ def test_an_answer_is_continued_from_the_cursor(page: Page) -> None:
     assert turns(page)[2][1].endswith(" and a queen") and len(turns(page)) == 3
 
 
-def test_an_exported_chat_has_its_cards(chromium: Browser, page: Page, tmp_path: Path) -> None:
-    talk(page)
-    edit_answer(page, ANSWER)
-    shown = turns(page)
-    with from_disk(chromium, exported(page, tmp_path)) as viewer:
-        assert turns(viewer) == shown
-        assert viewer.locator("#text .turn.thought.folded").count() == 1
-        assert viewer.locator("#text .turn.call").count() == 1
-
-
 # -- the bar ---------------------------------------------------------------------------------------
 
 
@@ -259,82 +243,3 @@ def test_the_bar_is_kept_in_the_document_and_used(chromium: Browser, tmp_path: P
         assert page.locator("dialog [name=max_tokens]").input_value() == "24"
         presets.select_option("now")
         assert page.locator("dialog [name=kind]").input_value() == "json_schema"
-
-
-# -- where an action acts --------------------------------------------------------------------------
-
-
-@pytest.fixture
-def story(page: Page) -> Page:
-    """A text of the same model with one continuation shown."""
-    page.locator("#mode label", has_text="Text").click()
-    set_bar(page, "#bar-begin", n="3", max_tokens="10")
-    written(page)
-    return page
-
-
-def test_an_action_acts_where_it_is_said(story: Page) -> None:
-    page = story
-    label = page.locator("#go")
-
-    def check(at: int, where: str = "#text") -> None:
-        """Continue there, and take it back."""
-        press(page, "g", at=where)
-        assert {place for _, place in newest(page, 3)} == {at}
-        press(page, "u", at="#text")
-
-    assert "Continue at the end" in label.inner_text()
-    page.locator("#text [data-token]", has_text="time").first.click()
-    told(page, "#go", "Continue after “time”")
-    button = page.locator("#actions [data-action=type]")
-    assert button.get_attribute("title") == "Type after “time”"
-    check(chosen_token(page) + 1)
-    # After an alternative one reads on from it and continues at the end.
-    word = take(page, 6)
-    assert "Continue at the end" in label.inner_text()
-    shown = page.locator("[data-alternative][aria-current]")
-    assert shown.get_attribute("data-alternative") == word  # it is inspected
-    check(len(tokens(page)))
-    press(page, "u", at="#text")
-    # After a find: the end of the match.
-    page.locator("#text").press("/")
-    page.keyboard.type("a time there was a lit")
-    told(page, "#found", "[1-9]")
-    press(page, "Enter")
-    at = chosen_token(page) + 1
-    assert "".join(tokens(page)[:at]).endswith("little")
-    page.keyboard.press("Escape")
-    assert "Continue after “little”" in label.inner_text()
-    check(at, "#tree")
-    # After an edit: its end.
-    page.locator("#text [data-token]").nth(3).click()
-    page.locator("#text").press("e")
-    box = page.locator(".typing textarea")
-    box.fill(box.input_value().replace("little", "large"))
-    press(page, "Escape")
-    assert "large" in "".join(tokens(page))
-    assert "Continue at the end" in label.inner_text()
-    check(len(tokens(page)))
-
-
-# -- the first screen ------------------------------------------------------------------------------
-
-
-def test_the_first_screen_is_calm_and_its_cards_run(chromium: Browser, tmp_path: Path) -> None:
-    with Opened(tmp_path) as running, visiting(chromium, running) as page:
-        idle(page)
-        for part in ("#tree-pane", "#token-pane", "#lenses"):
-            assert page.locator(part).is_hidden(), part
-        assert page.locator("#empty h2").inner_text() == "llamabranch"
-        page.locator("#about summary").click()
-        lines = page.locator("#about dd").all_inner_texts()
-        assert len(lines) == 4 and all(line.endswith((".", "?")) for line in lines)
-        page.locator("[data-card=sentence]").click()
-        page.locator(".shoot").nth(2).wait_for()
-        idle(page)
-        assert "".join(tokens(page)) == "Once upon a time there was a little fox who"
-        for lens in ("entropy", "source"):
-            page.locator(f"#lenses input[value={lens}]").check(force=True)
-            idle(page)
-            said: Any = page.locator("#lens-line").inner_text()
-            assert said in lines

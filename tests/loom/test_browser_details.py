@@ -11,7 +11,6 @@ from browsing import (
     idle,
     menu,
     press,
-    state,
     take,
     tokens,
     told,
@@ -66,18 +65,6 @@ def rows(page: Page) -> list[tuple[str, str]]:
 
 def status(page: Page) -> str:
     return page.locator("#status").inner_text()
-
-
-# -- the tree --------------------------------------------------------------------------------------
-
-
-def test_what_tokens_share_is_drawn_as_one(page: Page) -> None:
-    text = f"We are {FAMILY} and {THUMB} e\u0301 {FLAG}."
-    imported(page, text)
-    shown = [word for word in tokens(page) if word]
-    assert "".join(shown) == text
-    for unit in (FAMILY, THUMB, "e\u0301", FLAG):
-        assert any(unit in word for word in shown), unit
 
 
 # -- what is inspected -----------------------------------------------------------------------------
@@ -211,20 +198,3 @@ def test_the_text_is_copied_and_nothing_else(chromium: Browser, served: Opened) 
         assert len(copied(page)) < 40
         menus = "() => getSelection().selectAllChildren(document.body) || String(getSelection())"
         assert "Menu" not in page.evaluate(menus)
-
-
-# -- what the page says ----------------------------------------------------------------------------
-
-
-def test_what_was_stopped_is_not_read_again_by_itself(page: Page) -> None:
-    asked_for: list[str] = []
-    page.on("request", lambda request: asked_for.append(request.post_data or ""))
-    page.locator("#begin").fill(" ".join(f"a queen and {i} sons" for i in range(150)))
-    page.locator("#begin").press("Control+Enter")
-    page.locator("#empty").wait_for(state="hidden")
-    page.locator("#text").press("Escape")
-    state(page, "ready")
-    idle(page)  # also a while after it was drawn
-    ops = [json.loads(body).get("op") for body in asked_for if body.startswith("{")]
-    assert "stop" in ops
-    assert "score" not in ops

@@ -242,18 +242,6 @@ def test_bos_is_added_if_the_model_uses_it(toy: lb.Model) -> None:
     assert toy.tokenize("a")[1:] == toy.tokenize("a", add_special=False)
 
 
-@pytest.mark.parametrize(
-    ("value", "name"), [(None, "(guessed) Q8_0"), (7, "Q8_0"), (41, "Q2_0"), (999, "type 999")]
-)
-def test_file_type_has_a_name_whatever_the_metadata_hold(
-    value: int | None, name: str, tmp_path: Path
-) -> None:
-    metadata: dict[str, toys.Value | None] = {"general.file_type": value}
-    path = toys.write_toy(tmp_path / "toy.gguf", metadata=metadata)
-    with lb.Model(path) as model:
-        assert model.file_type == name
-
-
 # -- pairs ---------------------------------------------------------------------------------------
 
 
@@ -285,10 +273,3 @@ def test_loading_prints_nothing(target: lb.Model) -> None:
     code = "import sys, llamabranch as lb; lb.Context(lb.Model(sys.argv[1]), n_ctx=256)"
     done = run_python("-c", code, target.path)
     assert done.stdout == done.stderr == ""
-
-
-def test_help_of_load_names_every_option() -> None:
-    assert lb.load.__doc__ is not None
-    known = LoadOptions.__annotations__
-    assert {"n_ctx", "n_gpu_layers"} <= set(known)
-    assert [name for name in known if f"``{name}``" not in lb.load.__doc__] == []

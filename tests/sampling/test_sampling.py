@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -393,17 +392,6 @@ def test_values_out_of_range_are_refused(name: str) -> None:
             assert not is_text or "an id of tokenize)" in str(caught.value)
 
 
-def test_settings_are_values() -> None:
-    params = SamplingParams(seed=3, logit_bias={1: 2.0})
-    assert params.replace(seed=3) == params != params.replace(temperature=0.0)
-    assert SamplingParams(top_k=-1) == SamplingParams(top_k=0)
-    assert pickle.loads(pickle.dumps(params)) == params
-    with pytest.raises(AttributeError):
-        params.seed = 4  # type: ignore[misc]
-    bias = {1: -1e39, 2: -(10**400), 3: -3.4e38}  # below all 32-bit floats: it forbids
-    assert params.replace(logit_bias=bias).logit_bias == {1: -math.inf, 2: -math.inf, 3: -3.4e38}
-
-
 # -- grammars --------------------------------------------------------------------------------------
 
 
@@ -480,25 +468,6 @@ def test_processed_scores_are_those_after_bias_grammar_and_penalties(small_toy: 
     assert again.tolist() == ids.tolist()
     with pytest.raises(ConfigError):
         free.processed(row[:3])
-
-
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("max_tokens", "Request"),
-        ("stop", "Request"),
-        ("n", "Request"),
-        ("repetition_penalty", "repeat_penalty"),
-        ("temprature", "did you mean temperature?"),
-        ("nonsense", "settings: dry_allowed_length"),
-    ],
-)
-def test_setting_that_goes_elsewhere_is_named(name: str, hint: str) -> None:
-    settings: dict[str, Any] = {name: 1}
-    for make in (SamplingParams, SamplingParams().replace):
-        with pytest.raises(ConfigError, match=f"unknown sampling setting '{name}'") as caught:
-            make(**settings)
-        assert hint in (caught.value.hint or "")
 
 
 def test_clone_is_independent(toy: lb.Model) -> None:

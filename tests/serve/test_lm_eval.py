@@ -29,7 +29,7 @@ def server() -> Iterator[Serving]:
 
 @pytest.fixture(scope="module")
 def ctx(server: Serving) -> Iterator[lb.Context]:
-    with lb.Context(server.ctx.model, n_ctx=512, n_threads=1) as context:
+    with lb.Context(server.ctx.model, n_ctx=512, n_threads=1, exact=True) as context:
         yield context
 
 

@@ -104,7 +104,7 @@ def test_texts_stay_exact_while_the_cache_is_full_again_and_again(
     rng = np.random.default_rng(6)
     stems = [random_tokens(rng, 40) for _ in range(6)]
     living: list[Branch] = []
-    for _ in range(80):
+    for _ in range(40):
         if len(living) == 3:
             living.pop(int(rng.integers(3))).prune()
         stem = stems[rng.integers(6)][: int(rng.integers(9, 40))]
@@ -116,7 +116,7 @@ def test_texts_stay_exact_while_the_cache_is_full_again_and_again(
             check(chosen, clean, n=2)
         cached.audit()
         assert cached.usage().in_order
-    assert prefixes_of(cached).n_hits > 20
+    assert prefixes_of(cached).n_hits > 10
     assert prefixes_of(cached).n_evicted > 100
     for branch in living:
         branch.prune()
@@ -171,12 +171,12 @@ def test_a_kept_text_longer_than_the_window_serves_its_beginnings(n: int, tmp_pa
 
 @pytest.mark.parametrize("flash", [True, False])
 def test_texts_that_nobody_reads_take_few_cells_without_flash_attention(
-    flash: bool, target: lb.Model
+    flash: bool, draft: lb.Model
 ) -> None:
     """Without flash attention every token is computed against their cells, too. The last text stays."""
     rng = np.random.default_rng(5)
     n_ctx, options = 4096, {"n_seq_max": 4, "n_threads": 1, "exact": False}
-    with Context(target, n_ctx=n_ctx, flash_attention=flash, **options) as ctx:  # type: ignore[arg-type]
+    with Context(draft, n_ctx=n_ctx, flash_attention=flash, **options) as ctx:  # type: ignore[arg-type]
         for _ in range(9):
             prompt = random_tokens(rng, 400)
             ctx.complete(prompt, max_tokens=2, seed=1)

@@ -89,7 +89,7 @@ def open_pair(kind: str, folder: Path, target: lb.Model) -> Pair:
     """Open a pair. The bundled head is also opened with separate cells."""
     options: dict[str, Any] = {"n_ctx": 1024, "n_seq_max": 8, "n_threads": 1}
     if kind.startswith("bundled"):
-        ctx, unified = lb.Context(target, **options), kind == "bundled"
+        ctx, unified = lb.Context(target, exact=True, **options), kind == "bundled"
         head = lb.Context(lb.Model(HEAD), target=ctx, kv_unified=unified)
         return Pair(ctx, lb.EagleDrafter(head))
     if kind == "eagle3":
@@ -658,12 +658,13 @@ def test_command_line_takes_heads(folder: Path) -> None:
 
 def test_models_show_tells_what_files_offer(folder: Path) -> None:
     pair = answer("models", "show", "tale-target", "tale-eagle")
-    assert pair["compatible"] and pair["models"][1]["target_layers"] == [1, 3, 5]
+    assert pair["compatible"] is True
+    assert pair["models"][1]["target_layers"] == [1, 3, 5]
     misfit = answer("models", "show", str(toy("glm4moe", folder)), "tale-eagle")
     assert not misfit["compatible"] and "hidden states of 256" in misfit["reason"]
     assert misfit["models"][0]["mtp_layers"] == 1
     pair = answer("models", "show", *map(str, parts("mimo2", folder)))
-    assert pair["compatible"]
+    assert pair["compatible"] is True
     assert [(m["head_kind"], m["mtp_layers"]) for m in pair["models"]] == [("", 0), ("mtp-only", 3)]
     files = str(toy("gemma4", folder)), str(toy("gemma4-assistant", folder))
     shown = " ".join(run("models", "show", *files).stdout.split())

@@ -17,7 +17,7 @@ from llamabranch.loom.journal import Journal
 
 START = "Once upon a time there was a little"
 FILE = "tale.loom.jsonl"
-LEAN = ("--threads", "1", "--n-ctx", "1024")
+LEAN = ("--threads", "1", "--n-ctx", "1024", "--exact")
 
 
 def read(file: Path) -> Document:

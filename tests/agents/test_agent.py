@@ -7,7 +7,7 @@ import inspect
 import json
 import re
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import date
@@ -37,6 +37,7 @@ from stages import (
 import llamabranch as lb
 from llamabranch import Agent, AsyncEngine, Context
 from llamabranch.agents import Report, Step
+from llamabranch.agents.agent import conduct
 from llamabranch.agents.threads import event_loop
 from llamabranch.agents.tools import Refused, tool_of
 from llamabranch.errors import (
@@ -44,6 +45,7 @@ from llamabranch.errors import (
     ClosedError,
     ConfigError,
     ParseError,
+    PerformanceWarning,
     ToolError,
     UnsupportedError,
 )
@@ -108,6 +110,26 @@ def test_calls_of_a_turn_run_together_and_results_keep_their_order(stage: Contex
     assert report.text == "Both are here."
 
 
+def test_a_bound_method_and_the_callers_context_variables(stage: Context) -> None:
+    from contextvars import ContextVar
+
+    user = ContextVar("user", default="nobody")
+
+    class Shop:
+        def __init__(self) -> None:
+            self.seen: list[tuple[int, str]] = []
+
+        def add(self, a: int, b: int = 7) -> int:
+            """Add."""
+            self.seen.append((a, user.get()))
+            return a + b
+
+    shop = Shop()
+    user.set("Ida")
+    report = Agent(stage, tools=[shop.add]).run("one: go")
+    assert shop.seen == [(1, "Ida")] and results(report) == ["3"]
+
+
 def test_tasks_are_a_list_and_samples_are_choices(stage: Context) -> None:
     agent = Agent(stage, tools=[add, name], seed=5)
     first, second = agent.run(["one: go", "plain: go"], n=2)
@@ -131,6 +153,27 @@ def test_a_run_goes_on_after_a_report(stage: Context) -> None:
     other = Agent(stage, "sys", [add])
     with pytest.raises(ConfigError, match="another agent"):
         other.run("x", after=first)
+
+
+def test_a_run_goes_on_after_one_that_ended_before_its_json(
+    stage: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The conversation ends with the question for JSON, and the next task is added to it."""
+    now = [0.0]
+    monkeypatch.setattr("llamabranch.agents.run.perf_counter", lambda: now[0])
+    agent = Agent(stage, output=Number, max_seconds=5, seed=1)
+
+    def listen(step: Step) -> None:
+        if step.kind == "text":
+            now[0] = 10.0
+
+    (first,) = asyncio.run(conduct(agent, ["typed: go"], 1, None, listen))
+    assert first.finish_reason == "time" and first.messages[-1]["role"] == "user"
+    second = agent.run("and again?", after=first)
+    assert "and again?" in read_by(stage, second)
+    assert read_by(stage, second).count("<|assistant|>") == sum(
+        message["role"] == "assistant" for message in second.messages
+    )
 
 
 def test_a_task_is_joined_to_a_trunk_that_ends_with_a_user(stage: Context) -> None:
@@ -303,6 +346,23 @@ def test_what_a_logits_processor_raises_is_in_the_report(stage: Context) -> None
     assert report.finish_reason == "error" and report.error is not None
 
 
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (KeyError(12345), "KeyError: 12345"),
+        (KeyError("no such city"), "KeyError: 'no such city'"),
+        (IndexError("7"), "IndexError: 7"),
+        (IndexError(), "IndexError"),
+        (IndexError("the list has no such item"), "the list has no such item"),
+    ],
+)
+def test_type_of_an_exception_is_told_where_its_message_says_nothing(
+    stage: Context, error: Exception, told: str
+) -> None:
+    report = Agent(stage, tools=[raising("called", error)], tell=LookupError).run("calls: go")
+    assert results(report) == [f"error: {told}"]
+
+
 class Odd(BaseException):
     """An exception that is not a subclass of Exception."""
 
@@ -401,6 +461,23 @@ def test_a_call_into_an_event_loop_that_ends_is_an_error() -> None:
                 call(function())
 
 
+def test_an_event_loop_that_cannot_be_made_is_an_error(
+    stage: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop needs files, of which a process may have no more."""
+
+    def run(main: Coroutine[None, None, None]) -> None:
+        main.close()
+        raise OSError(24, "Too many open files")
+
+    agent = Agent(stage, tools=[add])
+    with monkeypatch.context() as patched:
+        patched.setattr(asyncio, "run", run)
+        with pytest.raises(OSError, match="open files"):
+            agent.run("one: go")
+    assert agent.run("one: go").text == "It is three."
+
+
 def test_a_function_may_use_its_context_and_other_agents(stage: Context) -> None:
     async def called() -> str:
         own = stage.tokenize("abc", add_special=False)
@@ -490,6 +567,36 @@ def test_result_that_has_no_json_ends_the_agent(stage: Context, task: str) -> No
 
 
 # -- limits ----------------------------------------------------------------------------------------
+
+
+def test_last_turn_is_told_and_has_no_calls(stage: Context) -> None:
+    report = Agent(stage, tools=[name], max_turns=3).run("again: go")
+    assert report.limit == "turns" and len(report.calls) == 2
+    told = "Ida\nThat was the last call. Use the results to answer the question."
+    assert results(report)[-1] == f"{told} again: go"
+    assert report.finish_reason == "turns"  # the script has a call there
+    assert "<call>" not in report.text and report.messages[-1]["role"] == "tool"
+    report = Agent(stage, tools=[name], max_turns=3).run(f"again: {'go ' * 200}")
+    assert results(report)[-1] == told  # a long task is not repeated
+
+
+@pytest.mark.parametrize("max_turns", [1, 2, 3])
+def test_last_turn_that_calls_is_asked_without_the_functions(
+    stage: Context, max_turns: int
+) -> None:
+    report = Agent(stage, tools=[name], max_turns=max_turns).run("lastly: go")
+    assert (report.text, report.finish_reason, report.limit) == ("It is Ida.", "stop", "turns")
+    assert len(report.calls) == max_turns - 1 and "Tell a name" not in read_by(stage, report)
+    assert kinds(report.steps).count("call") == max_turns - 1
+    assert report.messages[-1]["content"] == "It is Ida."
+
+
+@pytest.mark.parametrize("max_turns", [1, 2])
+def test_text_that_looks_like_a_call_is_no_answer(stage: Context, max_turns: int) -> None:
+    agent = Agent(stage, tools=[add], max_turns=max_turns)
+    report = agent.run("fenced: go")
+    assert report.finish_reason == ("turns" if max_turns == 1 else "error")
+    assert "jsonobj" not in str(report.messages)  # the next run does not imitate it
 
 
 def test_tokens_that_run_out_make_the_last_turn(stage: Context) -> None:
@@ -594,6 +701,17 @@ def test_forks_go_on_from_the_callers_tokens(stage: Context) -> None:
         assert f"fork {k + 1} of 2" in str(tool_messages[0]["content"])
         assert fork.tokens[:20] == report.tokens[:20]
         assert fork.stats.cached > 0.8 * fork.stats.evaluated
+
+
+def test_a_fork_that_forks_is_told_and_so_is_one_among_other_calls(stage: Context) -> None:
+    report = Agent(stage, tools=[name], forks=True).run("nested: go")
+    fork = next(s.report for s in report.steps if s.kind == "end" and "/" in s.path)
+    assert fork is not None
+    assert [str(m["content"]) for m in fork.messages if m["role"] == "tool"][-1] == (
+        "error: a fork cannot fork: do it yourself"
+    )
+    report = Agent(stage, tools=[name], forks=True).run("manyforks: go")
+    assert results(report) == ["error: fork must be the only call of its turn", "Ida"]
 
 
 # -- parameters ------------------------------------------------------------------------------------
@@ -756,6 +874,42 @@ def test_closed_engine_and_a_context_closed_while_it_runs(stage: Context) -> Non
             await running
 
     asyncio.run(main())
+
+
+def test_engine_that_is_closed_cancels_what_runs(stage: Context) -> None:
+    bias = dict.fromkeys(stage.model.eog_tokens, -1e9)
+
+    async def main() -> Report:
+        engine = AsyncEngine(stage)
+        agent = Agent(engine, logit_bias=bias, max_tokens=100_000)
+        running = asyncio.ensure_future(agent.arun("plain: go"))
+        while not stage.usage().cells_used:
+            await asyncio.sleep(0.01)
+        await engine.close()
+        return await running
+
+    assert asyncio.run(main()).finish_reason == "cancelled"
+
+
+def test_context_without_prefixes_warns(scripted: lb.Model) -> None:
+    with lb.Context(scripted, n_ctx=1024, n_threads=1, prefix_cache=False) as ctx:
+        with pytest.warns(PerformanceWarning, match="keeps no prefixes"):
+            agent = Agent(ctx, tools=[add])
+        assert agent.run("one: go").text == "It is three."
+
+
+def test_template_that_refuses_the_trunk(stage: Context) -> None:
+    template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        + (stage.model.chat_template or "")
+    )
+    with (
+        lb.Model(stage.model.path, chat_template=template) as model,
+        lb.Context(model, n_ctx=512, n_threads=1) as ctx,
+    ):
+        with pytest.raises(ConfigError, match="no system"):
+            Agent(ctx, "sys")
+        assert Agent(ctx).run("plain: go").text == "No call is needed."
 
 
 def test_thoughts_are_steps_of_their_own_and_no_part_of_the_text(target: lb.Model) -> None:

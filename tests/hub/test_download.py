@@ -77,6 +77,56 @@ def test_fetch_announces_the_size_downloads_once_and_then_needs_no_network(
     assert capsys.readouterr() == ("", "")
 
 
+def test_huggingface_hub_finds_what_we_downloaded_and_we_what_it_did(hub: FakeHub) -> None:
+    from huggingface_hub import hf_hub_download, scan_cache_dir, try_to_load_from_cache
+
+    path = lb.fetch(REPOSITORY)
+    assert try_to_load_from_cache(REPOSITORY, Q8_0, cache_dir=cache()) == str(path)
+    their_path = hf_hub_download(REPOSITORY, Q8_0, cache_dir=cache(), local_files_only=True)
+    assert their_path == str(path)
+    scanned = scan_cache_dir(cache())
+    assert not scanned.warnings
+    (repository,) = scanned.repos
+    assert (repository.repo_id, repository.size_on_disk) == (REPOSITORY, len(DATA))
+    assert set(repository.refs) == {"main"}
+    theirs = hf_hub_download(REPOSITORY, F16, cache_dir=cache(), endpoint=hub.endpoint)
+    count = len(hub.requests)
+    assert str(lb.fetch(f"{REPOSITORY}:F16")) == theirs
+    assert len(hub.requests) == count
+    models = [(model.name, model.cache) for model in lb.hub.local_models()]
+    assert models == [(f"{REPOSITORY}/{name}", "Hugging Face") for name in (F16, Q8_0)]
+
+
+def test_blob_that_is_there_is_not_downloaded(hub: FakeHub) -> None:
+    path = lb.fetch(f"{REPOSITORY}:Q8_0")
+    path.unlink()
+    assert lb.fetch(f"{REPOSITORY}:Q8_0") == path
+    assert hub.sent == len(DATA)
+    assert path.read_bytes() == DATA
+
+
+def test_shards_come_together_and_a_revision_by_its_name(hub: FakeHub) -> None:
+    parts = {f"big/m-Q4_K_M-0000{i}-of-00003.gguf": bytes([i]) * 1000 for i in (1, 2, 3)}
+    added = hub.add("me/big", {**parts, "big/mmproj-F16.gguf": b"no"})
+    path = lb.fetch("me/big")
+    assert path.name == "m-Q4_K_M-00001-of-00003.gguf"
+    firsts = [shard.read_bytes()[:1] for shard in sorted(path.parent.iterdir())]
+    assert firsts == [b"\1", b"\2", b"\3"]
+    assert lb.fetch(f"me/big@{added.commit}:Q4_K_M") == path
+    assert lb.fetch("me/big/big/mmproj-F16.gguf").read_bytes() == b"no"
+    hub.add("me/tiny", {"t-Q8_0.gguf": b""})
+    assert lb.fetch("me/tiny").read_bytes() == b""
+
+
+def test_new_commit_of_main_is_what_offline_finds_afterwards(hub: FakeHub) -> None:
+    old = lb.fetch(f"{REPOSITORY}:Q8_0")
+    added = hub.add(REPOSITORY, {Q8_0: b"new", F16: b"new too"})
+    new = lb.fetch(f"{REPOSITORY}@{added.commit}:Q8_0")
+    assert new.read_bytes() == b"new"
+    assert lb.fetch(f"{REPOSITORY}:F16").read_bytes() == b"new too"
+    assert lb.hub.resolve(f"{REPOSITORY}:Q8_0") == new != old
+
+
 def test_repository_alone_is_what_llama_cpp_takes_whatever_is_here(
     hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,6 +302,16 @@ def run(code: str, *arguments: str, **environment: str) -> str:
     return done.stdout
 
 
+def test_disk_without_links_has_one_copy(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_SYMLINKS", True)
+    path = lb.fetch(REPOSITORY)
+    assert not path.is_symlink()
+    assert path.read_bytes() == DATA
+    assert named() == [Q8_0]
+    assert lb.fetch(REPOSITORY) == path
+    assert hub.sent == len(DATA)
+
+
 def test_hostile_names_in_a_listing_are_not_downloaded(hub: FakeHub, tmp_path: Path) -> None:
     hub.add("me/evil", {"z-Q8_0.gguf": b"good"}, names=[
         *("../../../evil-Q8_0.gguf", "/tmp/evil-Q8_0.gguf", "a\\..\\evil-Q8_0.gguf"),
@@ -338,6 +398,18 @@ def test_what_prevents_a_download_is_an_error_with_a_hint_and_nothing_is_sent(
     assert hub.sent == 0 and not cache().is_dir()
 
 
+def test_cache_that_has_it_need_not_be_written(hub: FakeHub, tmp_path: Path) -> None:
+    path = lb.fetch(f"{REPOSITORY}:Q8_0")
+    folders = [entry for entry in (tmp_path / "hub").rglob("*") if entry.is_dir()]
+    for folder in folders:
+        folder.chmod(0o555)
+    try:
+        assert lb.fetch(f"{REPOSITORY}:Q8_0") == path
+    finally:
+        for folder in folders:
+            folder.chmod(0o755)
+
+
 # -- offline ---------------------------------------------------------------------------------------
 
 NO_SOCKETS = """
@@ -372,6 +444,8 @@ def test_offline_opens_no_socket_and_finds_what_is_here(
 
 # -- processes -------------------------------------------------------------------------------------
 
+FETCH = "import sys, llamabranch as lb; print(lb.fetch(sys.argv[1]))"
+
 
 def start(*arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, *arguments]
@@ -385,6 +459,18 @@ def wait_for(condition: object) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def test_two_processes_share_one_download(hub: FakeHub) -> None:
+    hub.gate = threading.Event()
+    both = [start("-c", FETCH, f"{REPOSITORY}:Q8_0") for _ in range(2)]
+    wait_for(lambda: len(hub.of("HEAD")) == 2)
+    wait_for(lambda: len(hub.sendings()) == 1)
+    hub.gate.set()
+    answers = [process.communicate(timeout=300) for process in both]
+    assert {out for out, _ in answers} == {f"{lb.hub.resolve(f'{REPOSITORY}:Q8_0')}\n"}
+    assert len(hub.sendings()) == 1
+    assert hub.sent == len(DATA)
 
 
 def test_ctrl_c_leaves_nothing_with_a_name_and_the_next_run_completes_it(hub: FakeHub) -> None:

@@ -223,6 +223,13 @@ def test_thoughts_are_found(kind: str) -> None:
     assert form.is_in_thought(f"<x>{form.header}{start}\nHm") and not form.is_in_thought("Hm")
 
 
+def test_thoughts_that_are_switched_off_have_a_text() -> None:
+    form = TurnFormat.of(THOUGHTS["a switch"][0])
+    assert form.thought_off == "<mull>\n\n</mull>\n"
+    assert form.thinking_variables(False) == {"enable_thinking": False}
+    assert TurnFormat.of(THOUGHTS["none"][0]).thinking_variables(True) == {}
+
+
 CALL = '{"name": "find", "arguments": {"text": "x"}}'
 LOOSE = {
     "a fence": f"```json\n{CALL}\n```",
@@ -439,6 +446,15 @@ def test_what_is_no_template_or_no_tool_is_refused() -> None:
     for tool in tools:
         with pytest.raises(ConfigError, match="function with a name"):
             TurnFormat().read("x", [tool])
+
+
+def test_words() -> None:
+    words = FORMATS["tags around JSON"].describe()
+    assert words == (
+        "thinks between <mull> and </mull>, when the model chooses to; "
+        "calls: <do> + JSON; several at once: yes"
+    )
+    assert "bare JSON" in TurnFormat().describe()
 
 
 def test_nested_json_does_not_end_the_process() -> None:

@@ -19,7 +19,7 @@ from test_json_schema import accepts
 import llamabranch as lb
 from llamabranch import Grammar, SamplingParams
 from llamabranch.errors import GrammarError
-from llamabranch.native import GrammarHandle
+from llamabranch.native import CandidateBuffer, GrammarHandle
 from llamabranch.sampling import Sampler
 from llamabranch.sampling.grammar.gbnf import Gbnf
 from llamabranch.sampling.grammar.sampler_matcher import SamplerMatcher
@@ -134,6 +134,18 @@ def test_llguidance_follows_gbnf_as_llama_cpp_does(
     assert n > 100
 
 
+@pytest.mark.parametrize("end", ['"y"', '"y" | "z" r0'], ids=["chain", "recursion"])
+def test_rules_that_are_groups_of_rules_end_no_process(end: str, toy: lb.Model) -> None:
+    """3,000 nested groups would overflow llguidance's stack, so llama.cpp's grammar is used."""
+    rules = [f'r{i} ::= ("x" ("x" ("x" r{i + 1})))' for i in range(1000)]
+    grammar = Grammar("\n".join(["root ::= r0", *rules, f"r1000 ::= {end}"]))
+    sampler = Sampler(toy, SamplingParams(temperature=0.0), grammar)
+    for _ in range(5):
+        token = sampler.distribution(np.zeros(toy.n_vocab, dtype=np.float32)).argmax()
+        assert toy.piece(token) == b"x"
+        sampler.accept(token)
+
+
 VALID = [
     'root ::= (expr "=" ws term "\\n")+\nexpr ::= term ([-+*/] term)*\n'
     'term ::= id | num | "(" ws expr ")" ws\nid ::= [a-z] [a-z0-9_]* ws\n'
@@ -149,18 +161,6 @@ PIECES = [
     '"', "[", "]", "(", ")", "|", "*", "+", "?", "{2}", "{,", "{1,", "}", "::=", "\n", "\\", "#", "-",
     "^", "a", "root", " ", ".", '""', "<[3]>", "!", "<", ">", "é", "\\x4", "ws",
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize("end", ['"y"', '"y" | "z" r0'], ids=["chain", "recursion"])
-def test_rules_that_are_groups_of_rules_end_no_process(end: str, toy: lb.Model) -> None:
-    """3,000 nested groups would overflow llguidance's stack, so llama.cpp's grammar is used."""
-    rules = [f'r{i} ::= ("x" ("x" ("x" r{i + 1})))' for i in range(1000)]
-    grammar = Grammar("\n".join(["root ::= r0", *rules, f"r1000 ::= {end}"]))
-    sampler = Sampler(toy, SamplingParams(temperature=0.0), grammar)
-    for _ in range(5):
-        token = sampler.distribution(np.zeros(toy.n_vocab, dtype=np.float32)).argmax()
-        assert toy.piece(token) == b"x"
-        sampler.accept(token)
 
 
 def _mutated(rng: random.Random) -> str:
@@ -409,6 +409,39 @@ def test_bad_grammar_is_an_error_at_once_with_its_reason(
         Sampler(toy, SamplingParams(), make())
     assert len(str(caught.value)) < 500
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("bar", ["|", "\n  |", "|\n "])
+def test_hint_about_a_line_that_begins_with_a_bar_leads_to_a_grammar_that_works(
+    bar: str, toy: lb.Model
+) -> None:
+    """The hint is right after '|' and in parentheses, too. Nothing before '|' is the empty text."""
+    with pytest.raises(GrammarError) as caught:
+        Grammar('root ::= "a"\n  | "b"')
+    assert "inside parentheses" in (caught.value.hint or "")
+    assert "allows the empty text" in (caught.value.hint or "")
+    for gbnf, allows_empty in (
+        ('root ::= "a" |\n "b"', False),
+        (f'root ::= ("a" {bar} "b")', False),
+        (f'root ::= ({bar} "a" {bar} "b")', True),
+        ('root ::=\n  | "a" | "b"', True),
+    ):
+        state, ours = Grammar(gbnf).start(toy), GrammarHandle(toy.handle, gbnf)
+        end = min(toy.eog_tokens)
+        assert state.allows(end) is allows_empty, gbnf
+        assert ours.allows(end, CandidateBuffer(toy.n_vocab)) is allows_empty, gbnf
+
+
+def test_hint_of_a_grammar_that_does_not_parse_fits_its_error() -> None:
+    """A text without rules gets an example; where no line continues a rule, there is no hint about it."""
+    for gbnf in ("| [a]", '"yes" | "no"', '{"type": "object"}', "[0-9]+"):
+        with pytest.raises(GrammarError, match="line 1, column 1: expected the name") as none:
+            Grammar(gbnf)
+        assert 'root ::= "yes" | "no"' in (none.value.hint or "")
+    for gbnf in ('root ::= "a"\nmy_rule ::= "b"', 'root ::= "a"\nb = "c"', 'root ::= "a";'):
+        with pytest.raises(GrammarError) as other:
+            Grammar(gbnf)
+        assert other.value.hint is None and "line break" not in str(other.value)
 
 
 @pytest.mark.parametrize(

@@ -193,6 +193,49 @@ EXTREME: list[dict[str, Any]] = [
 ]
 
 
+def test_dynamic_temperature_close_to_zero_is_the_most_probable_token(toy: lb.Model) -> None:
+    for row in _rows(toy.n_vocab):
+        probs = _softmax(row.astype(np.float64))
+        evenness = -float((probs * np.log(probs)).sum()) / math.log(len(row))
+        for coldest in (1e-30, 1e-39, 1e-42, 1e-60):  # where the temperature ends up
+            exponent = min(1e4, math.log(coldest) / math.log(evenness))
+            settings = {"temperature": 0.5, "dynatemp_range": 0.5, "dynatemp_exponent": exponent}
+            choice = Sampler(toy, SamplingParams(**{**OFF, **settings})).distribution(row)
+            assert choice.prob(int(row.argmax())) == 1.0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8, 1.0])
+@pytest.mark.parametrize("penalty", [1e-30, 1e-37, 4e-39, 1e-40, 1e-50, 5e-324, 1e4])
+def test_repeat_penalty_close_to_zero_repeats_the_most_probable_generated(
+    penalty: float, temperature: float, toy: lb.Model
+) -> None:
+    settings = {**OFF, "temperature": temperature, "repeat_penalty": penalty}
+    sampler = Sampler(toy, SamplingParams(**settings))
+    sampler.accept_prompt([5, 7, 9])
+    for row in _rows(toy.n_vocab):
+        row[[5, 7, 9]] = 1.0, 2.0, -3.0
+        choice = sampler.distribution(row)
+        if penalty < 1.0:
+            assert choice.argmax() == 7
+            assert choice.prob(7) == 1.0
+        else:
+            assert choice.prob(9) == 0.0
+
+
+def test_penalties_beyond_measure_leave_the_only_token_a_grammar_allows(toy: lb.Model) -> None:
+    """DRY pushed the last candidate's logit to -inf, so that no token was left to draw."""
+    a = toy.tokenize("a", add_special=False)[0]
+    for multiplier in (1.0, 1e4):
+        params = SamplingParams(
+            temperature=0.5, dry_multiplier=multiplier, dry_base=1e4, dry_sequence_breakers=()
+        )
+        sampler = Sampler(toy, params, Grammar('root ::= "a"{60}'))
+        for position in range(60):
+            choice = sampler.distribution(_rows(toy.n_vocab)[position % 6])
+            assert choice.ids.tolist() == [a]
+            sampler.accept(a)
+
+
 @pytest.mark.parametrize(
     "settings",
     [{}, {"repeat_penalty": 1.1}, {"logit_bias": {3: -1.0}}, {"typical_p": 0.9}],

@@ -49,7 +49,7 @@ def bench(
     given: Given,
     console: Console,
     lengths: Annotated[
-        str, option("--lengths", "Prompts of so many tokens.", TEXT, metavar="N,N")
+        str, option("--lengths", "Tokens of a prompt.", TEXT, metavar="N,N")
     ] = LENGTHS,
     runs: Annotated[
         int, option("-r --runs", "How often everything is measured.", TEXT, metavar="N", min=1)

@@ -82,7 +82,7 @@ CASES = {
     "together": ({}, {}),
     "two sequences": ({"n_seq_max": 2}, {}),
     "drafted": ({}, {"drafter": lb.SuffixDrafter()}),
-    "a small cache": ({"n_ctx": 1000}, {}),
+    "a small cache": ({"n_ctx": 650}, {}),
     "no prefixes": ({"prefix_cache": False}, {}),
 }
 

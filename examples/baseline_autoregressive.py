@@ -12,7 +12,7 @@ PROMPT, MAX_TOKENS, SEED, N_RUNS = "Once upon a time", 128, 7, 3
 
 
 def main() -> None:
-    with lb.load("tale-target") as target:
+    with lb.load("tale-target", exact=True) as target:
         speeds = []
         for _ in range(1 + N_RUNS):  # the first run warms up
             before = perf_counter()

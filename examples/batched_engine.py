@@ -29,7 +29,10 @@ def alone(target: lb.Context, result: lb.Result) -> str:
 
 def main() -> None:
     prompts = sys.argv[1:] or PROMPTS
-    with lb.load("tale-target", n_seq_max=4) as target, lb.load("tale-draft", n_seq_max=4) as small:
+    with (
+        lb.load("tale-target", n_seq_max=4, exact=True) as target,
+        lb.load("tale-draft", n_seq_max=4) as small,
+    ):
         config = lb.SpeculativeConfig(draft_k=GAMMA)
         engine = lb.Engine(
             target,

@@ -11,7 +11,7 @@ MAX_TOKENS = 96
 
 
 def main() -> None:
-    with lb.load("tale-target") as target, lb.load("tale-draft") as small:
+    with lb.load("tale-target", exact=True) as target, lb.load("tale-draft") as small:
         suffix = lb.SuffixDrafter()
         drafters: dict[str, lb.Drafter] = {
             "no drafter": lb.speculative.NullDrafter(),

@@ -17,7 +17,7 @@ def run(speculator: lb.Speculator) -> lb.speculative.Generation:
 
 
 def main() -> None:
-    with lb.load("tale-target") as target, lb.load("tale-draft") as draft:
+    with lb.load("tale-target", exact=True) as target, lb.load("tale-draft") as draft:
         config = lb.SpeculativeConfig(draft_k=DRAFT_LENGTH)
         speculative = lb.Speculator(target, lb.ModelDrafter(draft), config)
         baseline = lb.Speculator(target)

@@ -25,7 +25,7 @@ def generate(target: lb.Context, choose: Choice) -> lb.InferenceSession:
 
 
 def main() -> None:
-    with lb.load("tale-target") as target, lb.load("tale-draft") as small:
+    with lb.load("tale-target", exact=True) as target, lb.load("tale-draft") as small:
         draft = lb.ModelDrafter(small)
         ways: dict[str, Choice] = {
             "standard": lambda n: None,

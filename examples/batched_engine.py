@@ -28,21 +28,19 @@ def alone(target: lb.Context, result: lb.Result) -> str:
 
 
 def main() -> None:
-    prompts = sys.argv[1:] or PROMPTS
     with (
         lb.load("tale-target", n_seq_max=4, exact=True) as target,
         lb.load("tale-draft", n_seq_max=4) as small,
     ):
-        config = lb.SpeculativeConfig(draft_k=GAMMA)
         engine = lb.Engine(
             target,
             lb.ModelDrafter(small),
-            config,
+            lb.SpeculativeConfig(draft_k=GAMMA),
             sampling=SETTINGS,
             max_tokens=MAX_TOKENS,
             seed=SEED,
         )
-        results = engine.generate(prompts)
+        results = engine.generate(sys.argv[1:] or PROMPTS)
         for result in results:
             print(f"[{result.id}] {result.prompt}{result.text}\n")
 

@@ -126,7 +126,7 @@ def test_bundled_models_are_exact_if_asked(target: lb.Model, draft: lb.Model) ->
 def test_batches_of_any_size_give_the_same_logits_to_the_bit(
     kv_type: str, n_threads: int, n_prompt: int, target: lb.Model
 ) -> None:
-    drawn = np.random.default_rng(1).integers(0, 4096, n_prompt + 130).tolist()
+    drawn = np.random.default_rng(1).integers(0, 4096, n_prompt + 260).tolist()
     prompt, tokens = drawn[:n_prompt], drawn[n_prompt:]
     options: dict[str, Any] = {"n_ctx": 1024, "n_outputs_max": 512, "exact": True}
     with Context(target, n_threads=n_threads, kv_type=kv_type, **options) as ctx:
@@ -136,7 +136,7 @@ def test_batches_of_any_size_give_the_same_logits_to_the_bit(
         for i, token in enumerate(tokens):
             ctx.decode([token], n_prompt + i)
             alone.append(ctx.logits())
-        for size in (2, 3, 7, 16, 64, 130):
+        for size in (2, 3, 7, 16, 33, 64, 129, 260):
             ctx.kv_cache_clear()
             for low in range(0, n_prompt, 2 * size):
                 ctx.decode(prompt[low : low + 2 * size], low, logits="none")

@@ -36,7 +36,7 @@ TYPES = {
 }
 N_TOKENS = 80
 N_SEQ = 6
-N_BATCHES = 150
+N_BATCHES = 500
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -86,6 +87,21 @@ def test_text_and_events_of_a_call_have_only_its_content(ctx: lb.Context) -> Non
         assert body["choices"][0]["message"]["content"] == (content or None)
 
 
+def test_calls_in_an_asynchronous_stream(ctx: lb.Context) -> None:
+    text, content = texts_of(ctx)[1]
+
+    async def told() -> list[lb.Event]:
+        async with lb.AsyncEngine(ctx) as engine:
+            script = Script(ctx.model, text)
+            asked = {"tools": TOOLS, "max_tokens": 400, "logits_processor": script}
+            return [event async for event in engine.chat(ASKED, **asked, stream=True)]  # type: ignore[call-overload]
+
+    events = asyncio.run(told())
+    result = events[-1].result
+    assert result is not None and "".join(event.text for event in events) == content
+    assert (result.text, result.finish_reason) == (content, "tool_calls")
+
+
 def test_calls_in_a_chat(ctx: lb.Context) -> None:
     for text, content in texts_of(ctx):
         script = Script(ctx.model, text)
@@ -99,10 +115,10 @@ def test_calls_in_a_chat(ctx: lb.Context) -> None:
 def test_a_text_that_is_cut_in_a_tag_or_before_arguments_has_no_call_in_its_content(
     ctx: lb.Context,
 ) -> None:
-    """At every third token; a call without a tag is content once its arguments have begun."""
-    for i, (text, content) in enumerate(texts_of(ctx)[:5]):
+    """At each token; a call without a tag is content once its arguments have begun."""
+    for text, content in texts_of(ctx)[:5]:
         n_tokens = len(Script(ctx.model, text).tokens)
-        for n in range(1 + i % 3, n_tokens - 1, 3):
+        for n in range(1, n_tokens - 1):
             options: dict[str, Any] = {"tools": TOOLS, "seed": 1, "max_tokens": n, "drafter": None}
             options["logits_processor"] = Script(ctx.model, text)
             events = [*ctx.chat(ASKED, **options, stream=True)]

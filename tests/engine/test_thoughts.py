@@ -102,7 +102,7 @@ def test_last_words_come_before_the_tag(ctx: Context) -> None:
     assert "Enough" not in result.thought
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("drafter", [None, "auto"])
 def test_texts_of_one_thought_answer_as_if_they_were_alone(
     ctx: Context, seed: int, drafter: Any
@@ -237,6 +237,16 @@ def test_a_text_that_ends_in_its_thought_has_no_answer(ctx: Context) -> None:
     assert result.thought == ctx.model.detokenize(result.tokens).strip()
     assert result.n_thought_tokens == len(result.tokens) == 10
     assert result.message["reasoning_content"] == result.thought
+
+
+def test_events_say_which_of_the_two_they_are(ctx: Context) -> None:
+    thoughts, texts, last = "", "", None
+    for event in ctx.chat(ASKED, thinking=12, max_tokens=30, seed=5, stream=True):
+        assert not (event.thought and event.text)
+        assert not (event.thought and texts)
+        thoughts, texts, last = thoughts + event.thought, texts + event.text, event.result
+    assert last is not None
+    assert (thoughts.strip(), texts) == (last.thought, last.text)
 
 
 CLOSED = "\n</think>\n\n"
@@ -381,6 +391,45 @@ def buffered(
 
 TAGGED = Thinking("<think>", "</think>", is_open=False, close="\n</think>\n\n", tail="\n\n")
 WRITTEN = "<think>\nI count: <b>1</b>, 2.\n</think>\n\nThe answer"
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+@pytest.mark.parametrize("n", [1, 3])
+def test_the_end_of_a_thought_is_reported_with_the_tokens_of_the_result(
+    ctx: Context, thinks: bool, n: int
+) -> None:
+    prompt, thinking = plan_thinking(
+        ctx.model, ctx.model.chat_tokens(ASKED), 12 if thinks else None
+    )
+    engine = Engine(ctx)
+    engine.add_request(
+        Request(
+            prompt,
+            n=n,
+            thinking=thinking,
+            max_tokens=30,
+            grammar='root ::= "a" "b"*',
+            sampling=lb.SamplingParams(seed=5),
+        )
+    )
+    reported: dict[int, list[int]] = {sample: [] for sample in range(n)}
+    ended = dict[int, list[int]]()
+    n_results = 0
+    while engine.has_unfinished():
+        for event in engine.step():
+            if event.emitted is not None and not event.emitted.is_stop:
+                reported[event.sample].append(event.emitted.token)
+            if event.ended_thought:
+                reported[event.sample] = [token.token for token in event.ended_thought]
+                ended[event.sample] = reported[event.sample][:]
+            if event.result is not None:
+                n_results += 1
+                tokens, n_thought = event.result.tokens, event.result.n_thought_tokens
+                assert ended.get(event.sample, []) == tokens[:n_thought]
+                assert bool(n_thought) == thinks
+                if thinks:
+                    assert reported[event.sample] == tokens
+    assert n_results == n
 
 
 def test_however_a_text_is_cut_the_thought_is_the_same(target: Model) -> None:

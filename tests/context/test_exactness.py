@@ -67,7 +67,7 @@ def tokens_of(seq: int) -> list[int]:
 
 
 def exact_context(model: lb.Model, **options: Any) -> Context:
-    """Return an exact context; skip the test if this processor computes batches otherwise."""
+    """Return an exact context; skip the test where this processor rounds batches differently."""
     try:
         return Context(model, n_threads=1, exact=True, **options)
     except UnsupportedError as error:

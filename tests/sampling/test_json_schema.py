@@ -170,6 +170,7 @@ KEPT: list[Any] = [  # beside those of real_schemas
     ]},
     {"oneOf": [obj(properties={k: _INT}, required=[k]) for k in "ab"]},
     {"allOf": [obj(properties={"a": _INT}, required=["a"]), obj(properties={"b": _INT})]},
+    {"allOf": [obj(properties={"a": _INT}), obj(properties={}, additionalProperties=_INT)]},
     {"allOf": [{"enum": ["x", "y"]}]},
     {"allOf": [{"$ref": "#/$defs/color"}], "$defs": {"color": {"enum": ["red", "blue"]}}},
     {"allOf": [{"anyOf": [obj(properties={k: _INT}, required=[k]) for k in "ab"]}]},

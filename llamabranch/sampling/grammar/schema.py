@@ -307,14 +307,14 @@ def _close(schema: Schema) -> None:
             part["properties"] = dict.fromkeys(names, True) | _dict(part.get("properties"))
             part["additionalProperties"] = False
     for part in parts:
-        declares = "properties" in part or (part.get("type") == "object" and part.get("required"))
-        is_closed = part.get("additionalProperties") is False
-        if is_closed or not (declares or part.get("patternProperties")):
-            continue
+        names = _named(part)
+        declares = "properties" in part or (part.get("type") == "object" and names)
         is_open = id(part) in shared or any(name in part for name in _OPEN)
         rest = part.get("additionalProperties", is_open)
+        is_due = part.get("patternProperties") or (declares and (names or rest is False))
+        if not is_due or part.get("additionalProperties") is False:
+            continue
         if "patternProperties" not in part and isinstance(part.get("properties", {}), dict):
-            names = _named(part)
             part["properties"] = dict.fromkeys(names, rest or True) | _dict(part.get("properties"))
             if rest is not False:
                 others = f"[^{CONTROLS}]*" if rest in (True, {}) else _other_texts({*names})

@@ -69,7 +69,7 @@ def _served(target: str, folder: Path, threads: int, draft: str) -> Iterator[str
     command += ["-t", str(threads)] if threads else []
     process = subprocess.Popen(
         [*command, "--port", "0", "--file", str(folder / "page.loom.jsonl")],
-        env={**os.environ, "PYTHONUNBUFFERED": "1", "XDG_CONFIG_HOME": str(folder)},
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:

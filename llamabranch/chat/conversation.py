@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ..model.tools import ToolCall, openai_call
-from ..pictures import Token, TreeLine
+from ..pictures import TreeLine
 
 __all__ = ["Exchange", "Line", "exchanges_of", "messages_of", "tree_of"]
 
@@ -113,6 +113,6 @@ def tree_of(lines: Iterable[Line], current: int) -> TreeLine:
         ]
         text = "the beginning" if exchange is None else f"{exchange.user} > {exchange.answer}"
         below = tuple(node(child) for child in children.get(exchange, ()))
-        return TreeLine([Token(text)], ", ".join(heads), below)
+        return TreeLine(text, ", ".join(heads), below)
 
     return node(None)

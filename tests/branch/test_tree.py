@@ -8,7 +8,7 @@ import re
 import pytest
 
 from llamabranch.branch.tree import BranchTree
-from llamabranch.pictures import Token, TreeLine
+from llamabranch.pictures import TreeLine
 
 
 def test_a_tree_has_the_text_of_each_edge_and_is_coloured_on_a_terminal_only(
@@ -18,11 +18,9 @@ def test_a_tree_has_the_text_of_each_edge_and_is_coloured_on_a_terminal_only(
         def isatty(self) -> bool:
             return True
 
-    def line(text: str, figures: str = "", *children: TreeLine) -> TreeLine:
-        return TreeLine([Token(text)], figures, children)
-
     long = "The wolf ran and " * 9
-    tree = BranchTree([line(long, "", line(" a", "1", line(" b", "2")), line(" c", "3"))])
+    below = [TreeLine(" a", "1", [TreeLine(" b", "2")]), TreeLine(" c", "3")]
+    tree = BranchTree([TreeLine(long, "", below)])
     first, *others = str(tree).split("\n")
     start, end = first.split("...")  # long texts are cut in their middle
     assert len(start) > 20 and long.startswith(start[1:]) and long.endswith(end[:-1])

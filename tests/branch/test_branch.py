@@ -348,19 +348,6 @@ def test_impossible_text_has_infinite_perplexity(ctx: Context) -> None:
         Branch.restore(ctx, replace(saved, surprisals=np.array([-math.inf, 1.0])))
 
 
-def test_bias_is_inherited_and_can_end(ctx: Context) -> None:
-    root = Branch.start(ctx, STORY, temperature=0.0)
-    before = root.produce()
-    root.steer({77: 1e6})
-    child = root.fork()
-    assert root.produce().token == child.produce().token == 77
-    # The model's own distribution, not the steered one.
-    assert root.produce().logprob == -root.surprisal(77)
-    root.steer({})
-    assert root.produce() == before
-    assert child.produce().token == 77
-
-
 # -- trees ---------------------------------------------------------------------------------------
 
 

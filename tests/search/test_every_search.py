@@ -26,10 +26,6 @@ WARM = lb.SamplingParams(**WHOLE)
 Run = Callable[..., Any]
 
 
-def likes_e(text: str) -> float:
-    return text.count("e") / (1 + len(text))
-
-
 def first_letter(text: str) -> str | None:
     """Return one of three answers, or none for some texts."""
     letters = [c for c in text.lower() if c.isalpha()]

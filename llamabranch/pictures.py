@@ -1,9 +1,6 @@
-"""The parts of a drawn text or tree, for the terminal, plain text and the page."""
+"""Text as it is shown: sources of tokens, invisible characters, last words."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 # The sources of tokens other than plain decoding, with their labels.
 SOURCES = {
@@ -12,21 +9,6 @@ SOURCES = {
     "bonus": "bonus",
     "corrected": "corrected",
 }
-
-
-@dataclass(frozen=True)
-class TreeLine:
-    """A line of a drawn tree of texts.
-
-    Attributes:
-        text: its text.
-        figures: short text next to it, such as a score.
-        children: the lines that continue it, in the order in which they are drawn.
-    """
-
-    text: str
-    figures: str = ""
-    children: Sequence[TreeLine] = ()
 
 
 def visible(text: str) -> str:

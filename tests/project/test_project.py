@@ -42,7 +42,7 @@ def test_top_of_the_package_has_what_most_programs_need() -> None:
     assert dir(llamabranch) == llamabranch.__all__
 
 
-def test_characters_that_cannot_be_seen_are_shown_as_codes() -> None:
+def test_characters_that_cannot_be_seen_are_codes() -> None:
     assert visible("caf\u00e9 \u202eabc\x00") == "caf\u00e9 \\u202eabc\\u0000"
 
 

@@ -94,19 +94,6 @@ def test_sampling_has_the_seed_in_effect(ctx: Context, other_ctx: Context) -> No
     assert free.sampling.seed is None  # the settings have no seed
 
 
-def test_children_of_fork_many_differ_and_are_the_same_next_time(
-    ctx: Context, other_ctx: Context
-) -> None:
-    texts = []
-    for context in (ctx, other_ctx):
-        children = Branch.start(context, STORY, sampling=WARM).fork_many(6)
-        texts.append([tuple(generate(child)) for child in children])
-        assert len(set(texts[-1])) == 6
-    assert texts[0] == texts[1]
-    root = Branch.start(ctx, STORY, sampling=WARM.replace(seed=12))
-    assert tuple(generate(root.fork_many(1)[0])) not in texts[0]
-
-
 def test_without_a_seed_every_branch_picks_one(ctx: Context) -> None:
     branches = [Branch.start(ctx, STORY, temperature=1.0) for _ in range(4)]
     assert len({branch.seed for branch in branches}) == 4

@@ -75,3 +75,5 @@ def test_a_step_that_is_broken_off_loses_no_parked_text(
         results = results_of(run(engine))
     for request in requests:
         check_alone(other_ctx, request, results[str(request.id)])
+    with pytest.raises(RuntimeError, match="cannot become RUNNING"):
+        running.become(State.RUNNING)  # it has ended

@@ -9,11 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from llamabranch import Branch, Context, SamplingParams
+from llamabranch import Branch, Context
 from llamabranch.context import TokenScore
 from llamabranch.errors import CacheFullError
-
-WARM = SamplingParams(temperature=0.8, seed=42)
 
 
 def random_tokens(rng: np.random.Generator, n: int, n_vocab: int = 4000) -> list[int]:
@@ -59,21 +57,6 @@ def test_scores_are_those_of_the_raw_logits(n: int, ctx: Context, other_ctx: Con
     total = sum(score.logprob for score in scores)
     branch.extend(tokens)
     assert total == pytest.approx(branch.log_likelihood(), abs=1e-3)
-
-
-def test_scoring_changes_nothing(ctx: Context) -> None:
-    rng = np.random.default_rng(0)
-    branch = Branch.start(ctx, random_tokens(rng, 30), sampling=WARM)
-    twin = branch.fork()
-    twin.step()
-    before = branch.tokens, branch.logits, branch.produce(), ctx.usage().sequences
-    branch.score(random_tokens(rng, 50))
-    assert branch.tokens == before[0]
-    assert np.array_equal(branch.logits, before[1])
-    assert branch.produce() == before[2]
-    assert ctx.usage().sequences == before[3]
-    assert branch.step().token == before[2].token
-    ctx.audit()
 
 
 def test_a_grammar_does_not_matter(ctx: Context) -> None:

@@ -9,7 +9,7 @@ import atexit
 import ctypes
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -260,20 +260,6 @@ class ContextHandle(Handle):
         """Undo ``stop``."""
         self.stops.resume()
 
-    def decode_tree(self, n: int, members: Sequence[Sequence[int]]) -> int:
-        """Decode ``n`` entries where entry i belongs to every sequence of ``members[i]``."""
-        flat = np.fromiter((s for group in members for s in group), dtype=np.int32)
-        counts = np.fromiter((len(group) for group in members), dtype=np.int32, count=n)
-        offsets = np.concatenate(([0], np.cumsum(counts[:-1]))).astype(np.uint64)
-        pointers = self._seq_pointers[:n].copy()
-        self._seq_pointers[:n] = np.uint64(flat.ctypes.data) + np.uint64(4) * offsets
-        self.n_seqs[:n] = counts
-        try:
-            return self.decode(n)
-        finally:
-            self._seq_pointers[:n] = pointers
-            self.n_seqs[:n] = 1
-
     def rows(self, n: int) -> Rows:
         """Return the last decode's output rows, float32 (n, V), in batch order.
 
@@ -294,10 +280,6 @@ class ContextHandle(Handle):
         self._rows = np.empty((0, self.n_vocab), dtype=np.float32)
         # llama.cpp starts with n_seq_max rows and moves the buffer when it needs more.
         self.row_capacity = self.n_seq_max
-
-    def set_threads(self, n_threads: int, n_threads_batch: int) -> None:
-        """Set the numbers of threads for single tokens and for batches, at most those at creation."""
-        C.llama_set_n_threads(self.ptr, n_threads, n_threads_batch)
 
     def synchronize(self) -> None:
         C.llama_synchronize(self.ptr)

@@ -277,14 +277,13 @@ def test_a_failed_decode_leaves_no_state_that_was_not_computed(
 
 def test_what_fits_into_a_decode_of_several(ctx: Context) -> None:
     memory = ctx.kv_cache
-    assert memory.fit_together([3], 0) == [3]
-    assert memory.fit_together([3], 1) == [0]
-    assert memory.fit_together([4, 4, 1], 0) == [4, 4, 0]
-    assert memory.fit_together([4, 2, 2], 0) == [2, 2, 2]
-    assert memory.fit_together([1, 0, 0], 0) == [1, 0, 0]
-    assert memory.fit_together([0, 0], 0) == [0, 0]
+    assert memory.fit_together([3]) == [3]
+    assert memory.fit_together([4, 4, 1]) == [4, 4, 0]
+    assert memory.fit_together([4, 2, 2]) == [2, 2, 2]
+    assert memory.fit_together([1, 0, 0]) == [1, 0, 0]
+    assert memory.fit_together([0, 0]) == [0, 0]
     n = memory.handle.n_chunk // 5 + 1
-    assert max(memory.fit_together([4] * n, 0)) < 4
+    assert max(memory.fit_together([4] * n)) < 4
 
 
 # -- whether and how far -----------------------------------------------------------------------------

@@ -196,8 +196,8 @@ def test_a_prompt_that_is_scored_beside_such_a_text(both: tuple[Context, Context
 
 def test_a_row_whose_buffer_was_overwritten_cannot_be_read(ctx: Context) -> None:
     """A row that nobody has counted is empty after the next decode; it is not another text's."""
-    first = ctx.decoder.decode([(5, -1, 0, True, ())])
-    ctx.decoder.decode([(6, -1, 1, True, ())])
+    first = ctx.decoder.decode([(5, -1, 0, True)])
+    ctx.decoder.decode([(6, -1, 1, True)])
     assert not first[0].is_valid
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -48,7 +48,6 @@ __all__ = [
     "RequestSource",
     "Requests",
     "Result",
-    "Skip",
     "as_request",
     "identity",
 ]
@@ -532,7 +531,6 @@ class EngineStats:
 AnyRequest = Request | str | Sequence[Message]
 # One conversation is an iterable of messages; one text is an iterable of str.
 Requests = Iterable[AnyRequest | Message] | Request
-Skip = Collection[tuple[str, int]]
 
 
 class RequestSource:
@@ -541,7 +539,6 @@ class RequestSource:
     Args:
         requests: requests or prompts, or a single one. The requests in a list are checked at once,
             and begin in the order of their priorities.
-        skip: texts not to generate.
         order: a dictionary that gets the number of each request that is read, by its id.
 
     Raises:
@@ -552,12 +549,7 @@ class RequestSource:
         expected: the ids of the requests in a list that are not read yet.
     """
 
-    def __init__(
-        self,
-        requests: Requests,
-        skip: Skip,
-        order: dict[str, int] | None = None,
-    ) -> None:
+    def __init__(self, requests: Requests, order: dict[str, int] | None = None) -> None:
         if isinstance(requests, (str, Request)) or is_chat(requests):
             requests = [requests]
         refused = (bytes, bytearray, memoryview, Mapping)
@@ -567,7 +559,6 @@ class RequestSource:
                 hint="pass text, a conversation, a Request, or a list of these; decode bytes first",
             )
         given = cast(Iterable[AnyRequest], requests)
-        self._skip = _skipped(skip)
         self._order = order
         self.failure: Exception | None = None
         self.expected: set[str] = set()
@@ -604,7 +595,7 @@ class RequestSource:
             return Asked(name, Request(""), samples, error)
         if self._order is not None:
             self._order[name] = number
-        return Asked(name, request, [i for i in range(n) if (name, i) not in self._skip], None)
+        return Asked(name, request, list(range(n)), None)
 
 
 class Asked(NamedTuple):
@@ -631,17 +622,3 @@ def identity(request: AnyRequest, number: int) -> tuple[str, int]:
 def as_request(request: AnyRequest) -> Request:
     """Return a prompt as a request."""
     return request if isinstance(request, Request) else Request(request)
-
-
-def _skipped(skip: Skip) -> frozenset[tuple[str, int]]:
-    """Return ``skip`` as a set, after checking that it consists of pairs (id, sample)."""
-    pairs = [*skip] if isinstance(skip, Iterable) else [skip]
-    for pair in pairs:
-        match pair:
-            case (str(), int()):
-                continue
-        raise ConfigError(
-            f"skip is a collection of pairs (id, sample), not of {pair!r:.40}",
-            hint='for example [("0", 0), ("0", 1)]',
-        )
-    return frozenset(pairs)

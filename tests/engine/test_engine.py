@@ -120,11 +120,6 @@ def test_shared_prefixes_are_forked_not_computed(
     stats = engine.stats
     assert stats.draft_forward_passes <= 6 * stats.target_forward_passes
     assert stats.speculative.num_draft_tokens > 3 * stats.draft_forward_passes
-    done = {("0", 1), ("2", 0), ("2", 1)}  # texts that are there are left out
-    twice = [replace(request, n=2) for request in requests[:3]]
-    whole, rest = by_name(engine.generate(twice)), by_name(engine.generate(twice, skip=done))
-    assert set(rest) == set(whole) - done
-    assert all(rest[name].text == whole[name].text for name in rest)
     assert_clean(ctx, draft_ctx)
 
 

@@ -7,18 +7,15 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.text import Text
-from rich.tree import Tree
 
 import llamabranch as lb
 from llamabranch import Chat, ConfigError
 from llamabranch.chat import Answer, saved_model
-from llamabranch.pictures import TreeLine
 
 from .console import Console, shortened
 from .files import piped_or_read, read_text, text_lines
@@ -84,7 +81,7 @@ class ChatSession:
         self._has_quit = False
         self._n_printed = 0
         self.has_failed = False
-        chat.on_prompt_progress = console.reading
+        chat.set(on_prompt_progress=console.reading)
 
     # -- turns -------------------------------------------------------------------------------------
 
@@ -198,7 +195,7 @@ class ChatSession:
             case "fork":
                 chat.fork()
             case "branches":
-                self._console.render(_drawn(chat.outline()))
+                self._console.line(chat.tree())
             case "switch":
                 chat.switch(int(rest))
             case "system":
@@ -214,7 +211,7 @@ class ChatSession:
             case "load":
                 file, drafting = os.path.expanduser(rest), chat.engine
                 self.chat = lb.Chat.load(chat.ctx, file, drafting.drafter, drafting.config)
-                self.chat.on_prompt_progress = self._console.reading
+                self.chat.set(on_prompt_progress=self._console.reading)
                 self.show_last()
             case "help":
                 heading = "what it does"
@@ -249,17 +246,6 @@ class ChatSession:
         exchanges = self.chat.exchanges
         after = f", after: {shortened(exchanges[-1].user)}" if exchanges else ", at the beginning"
         self._console.note(f"branch {self.chat.current}{after}")
-
-
-def _drawn(root: TreeLine) -> Tree:
-    """Return the tree of all branches for the terminal."""
-    drawn = Tree(Text(shortened(root.text)))
-    waiting = [(root, drawn)]
-    for line, at in waiting:
-        for child in line.children:
-            label = Text(shortened(child.text, 120)).append(f"  {child.figures}", style="dim")
-            waiting.append((child, at.add(label)))
-    return drawn
 
 
 @with_options("max_tokens", "system", *SAMPLING_OPTIONS, *DRAFT_OPTIONS, *OUTPUT_OPTIONS)
@@ -337,10 +323,7 @@ def chat(
             "messages": talk.messages,
             "finish_reasons": [exchange.finish_reason for exchange in talk.exchanges],
             "branches": len(talk.branches),
-            "stats": {
-                **asdict(talk.stats),
-                "speculative": talk.engine.stats.speculative.as_dict(),
-            },
+            "stats": talk.stats.as_dict(),
         }
     )
     if session.has_failed and not is_typed:

@@ -317,7 +317,7 @@ class Branch:
         """
         with self._lock:
             tokens = scorer.continuation(self.ctx.model, text)
-            return scorer.score(self.sequence, tokens, top=whole("top", top, 0))
+            return scorer.score(self.ctx, self.sequence, tokens, whole("top", top, 0))
 
     # -- moving ------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
-"""Scores of texts: ``score``, and ``read`` for callers that need the rows of logits themselves.
+"""Scores of texts: ``score`` for the continuation of a text, ``read_alone`` for texts that stand alone.
 
-The last token of a text is not decoded. Each row is read as soon as it is computed. Existing texts do
-not change, and nothing is left in the cache. In an exact context the numbers do not depend, to the bit,
-on what is read together.
+The last token of a text is not decoded. Each row of logits is read as soon as it is computed. Existing
+texts do not change, and nothing is left in the cache. In an exact context the numbers do not depend, to
+the bit, on which texts are read together.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ..errors import BranchStateError, ConfigError
 from ..generation.text import Text
 from ..model import Model, TokenIds, token_list
 
-__all__ = ["continuation", "log_likelihood", "perplexity", "read", "score"]
+__all__ = ["Show", "continuation", "log_likelihood", "perplexity", "read_alone", "score"]
 
 # Called with the number of a text, the index of one of its tokens, and the logits before that token,
 # which are valid until it returns.
-Visit = Callable[[int, int, LogitsRow], None]
+Show = Callable[[int, int, LogitsRow], None]
 
 
 def continuation(model: Model, text: str | TokenIds) -> list[int]:
@@ -74,80 +74,70 @@ def _surprisals(text: Text, since: str) -> list[float]:
     return surprisals
 
 
-def score(text: Text, tokens: Sequence[int], *, top: int = 0) -> list[TokenScore]:
-    """Return the scores of tokens that could follow a text, with the ``top`` most probable ones.
+def score(ctx: Context, text: Text, tokens: Sequence[int], top: int) -> list[TokenScore]:
+    """Return the scores of tokens as the continuation of a text, with the ``top`` most probable ones.
 
-    Hold the lock.
+    Hold the lock. The tokens are decoded in the sequence of the text if its memory can drop them again.
 
     Raises:
-        CacheFullError: too few cells. SequencesExhaustedError: this memory needs a free sequence.
-        BranchStateError: the text is empty or pruned. DecodeError: nothing has changed.
+        CacheFullError: the tokens are more than the free cells. SequencesExhaustedError: this memory
+            needs a free sequence. BranchStateError, DecodeError: nothing has changed.
     """
-    ctx, memory, model = text.ctx, text.ctx.kv_cache, text.ctx.model
     text.check_usable()
     text.settle()
-    scores = [text.logits_row().score(tokens[0], model, top)]
-    if len(tokens) == 1:
-        return scores
+    scores = [text.logits_row().score(tokens[0], ctx.model, top)]
 
-    def visit(_number: int, i: int, row: LogitsRow) -> None:
-        scores.append(row.score(tokens[i], model, top))
+    def show(_number: int, i: int, row: LogitsRow) -> None:
+        scores.append(row.score(tokens[i], ctx.model, top))
 
-    batch, seq_id, start = Batch(), text.seq_id, len(text.tokens)
-    _make_room(ctx, len(tokens) - 1)
-    if memory.can_draft:
-        memory.prepare(seq_id, len(tokens) - 1)
-    else:
-        seq_id = ctx.sequences.allocate(batch)
-    try:
-        if seq_id != text.seq_id:
-            memory.fork(text.seq_id, seq_id)
-        batch.add(seq_id, tokens[:-1], "all")
-        _decode(ctx, batch, [(0, i) for i in range(1, len(tokens))], visit)
-    finally:
-        if seq_id == text.seq_id:
-            memory.cut(seq_id, start)
-        else:
+    n_before, n, cache = len(text.tokens), len(tokens) - 1, ctx.kv_cache
+    if n and cache.can_draft:
+        ctx.decoder.make_room(min(n, cache.n_free))
+        cache.prepare(text.seq_id, n)
+        try:
+            _decode(ctx, [text.seq_id], [tokens], 1, show)
+        finally:
+            cache.cut(text.seq_id, n_before)
+    elif n:
+        seq_id = ctx.sequences.allocate(text)
+        try:
+            cache.fork(text.seq_id, seq_id)
+            _decode(ctx, [seq_id], [tokens], 1, show)
+        finally:
             ctx.sequences.free(seq_id)
     return scores
 
 
-def read(ctx: Context, texts: Sequence[Sequence[int]], first: int, visit: Visit) -> None:
-    """Read texts together, and call ``visit`` for the tokens of each from the index ``first`` on.
-
-    Args:
-        ctx: a context with room for them, and a free sequence for each.
-        texts: valid ids.
-        first: at least 1, because nothing predicts the first token.
-        visit: called in the order of each text.
+def read_alone(ctx: Context, texts: Sequence[Sequence[int]], first: int, show: Show) -> None:
+    """Decode texts that stand alone, each in a free sequence; show the logits from token ``first`` on.
 
     Raises:
-        CacheFullError, SequencesExhaustedError, DecodeError, and errors of ``visit``: all sequences are
-            returned.
+        CacheFullError, SequencesExhaustedError: the texts do not fit together. DecodeError, and errors of
+            ``show``: all sequences are returned.
     """
-    batch, seq_ids = Batch(), list[int]()
     with ctx.lock:
-        _make_room(ctx, sum(map(len, texts)))
+        ctx.decoder.make_room(min(sum(map(len, texts)) - len(texts), ctx.kv_cache.n_free))
+        seq_ids: list[int] = []
         try:
-            for text in texts:
-                seq_ids.append(ctx.sequences.allocate(batch))
-                batch.add(seq_ids[-1], text[:-1], first - 1)
-            shown = [(n, i) for n, text in enumerate(texts) for i in range(first, len(text))]
-            _decode(ctx, batch, shown, visit)
+            for _ in texts:
+                seq_ids.append(ctx.sequences.allocate(show))
+            _decode(ctx, seq_ids, texts, first, show)
         finally:
             for seq_id in seq_ids:
                 ctx.sequences.free(seq_id)
 
 
-def _make_room(ctx: Context, n: int) -> None:
-    ctx.decoder.make_room(min(n, ctx.kv_cache.n_free))
+def _decode(
+    ctx: Context, seq_ids: Sequence[int], texts: Sequence[Sequence[int]], first: int, show: Show
+) -> None:
+    """Decode texts without their last tokens; show the logits of all tokens from ``first`` on."""
+    batch, shown = Batch(), list[tuple[int, int]]()
+    for number, (seq_id, tokens) in enumerate(zip(seq_ids, texts, strict=True)):
+        batch.add(seq_id, tokens[:-1], first - 1)
+        shown += [(number, i) for i in range(first, len(tokens))]
 
+    def read(n_before: int, rows: list[LogitsRow]) -> None:
+        for (number, i), row in zip(shown[n_before:], rows, strict=False):
+            show(number, i, row)
 
-def _decode(ctx: Context, batch: Batch, shown: Sequence[tuple[int, int]], visit: Visit) -> None:
-    """Decode a batch, and call ``visit`` for each row with the number and the index of ``shown``."""
-
-    def show(n_before: int, rows: list[LogitsRow]) -> None:
-        for (number, i), row in zip(shown[n_before : n_before + len(rows)], rows, strict=True):
-            visit(number, i, row)
-
-    batch.decode(ctx.decoder, read=show)
+    batch.decode(ctx.decoder, read=read)

@@ -1,6 +1,6 @@
 """Decoding: the only place that passes tokens to llama.cpp and reads logits, in transactions.
 
-``Runner.transact`` submits every decode (a token, a batch, a head with its target), records it,
+``Runner.transact`` submits every decode (a token, a batch, a tree, a head with its target), records it,
 and undoes it if it fails. A `Batch` packs tokens of any number of sequences into as few decodes as
 possible. The caller must hold the context's lock and pass valid arguments:
 :class:`~llamabranch.context.Context` checks the arguments of users, and branches pass checked ones.
@@ -286,7 +286,8 @@ class Runner:
         is_recorded = entries[0][1] < 0
         starts: dict[int, int] = {}
         if is_recorded:
-            starts = {seq_id: self.memory.next_position(seq_id) for _, _, seq_id, _ in entries}
+            written = dict.fromkeys(seq_id for _, _, seq_id, _ in entries)
+            starts = {seq_id: self.memory.next_position(seq_id) for seq_id in written}
             ends, placed = dict(starts), []
             for token, _, seq_id, wants in entries:
                 placed.append((token, ends[seq_id], seq_id, wants))

@@ -185,7 +185,7 @@ class Engine:
         """
         with self._adding:
             self._check_open()
-            name, n = identity(request, self.core.n_added)
+            name = identity(request, self.core.n_added)
             if name in self.core:
                 raise ConfigError(f"a request with the id {name!r} is unfinished")
             most = self._max_waiting
@@ -195,11 +195,7 @@ class Engine:
                     hint="add it again after some steps, or raise max_waiting",
                 )
             self.core.add(
-                as_request(request),
-                name,
-                range(n),
-                self._draw_seed(),
-                reports_tokens=reports_tokens,
+                as_request(request), name, self._draw_seed(), reports_tokens=reports_tokens
             )
             return name
 
@@ -265,10 +261,7 @@ class Engine:
     # -- jobs ------------------------------------------------------------------------------------------
 
     def generate(
-        self,
-        requests: Requests,
-        *,
-        on_event: Callable[[Event], None] | None = None,
+        self, requests: Requests, *, on_event: Callable[[Event], None] | None = None
     ) -> list[Result]:
         """Generate for all prompts; return one result for each text, in the order of the requests.
 

@@ -566,7 +566,7 @@ class RequestSource:
         if isinstance(given, Sequence):
             numbered = list(numbered)
             for number, request in numbered:
-                name, _ = identity(request, number)
+                name = identity(request, number)
                 if name in self.expected:
                     raise ConfigError(f"two requests have the id {name!r}")
                 self.expected.add(name)
@@ -587,36 +587,35 @@ class RequestSource:
         except Exception as error:
             self.failure = error
             raise StopIteration from None
-        name, samples = str(number), [0]
+        name = str(number)
         try:
-            name, n = identity(given, number)
+            name = identity(given, number)
             request = as_request(given)
         except LlamaBranchError as error:
-            return Asked(name, Request(""), samples, error)
+            return Asked(name, Request(""), error)
         if self._order is not None:
             self._order[name] = number
-        return Asked(name, request, list(range(n)), None)
+        return Asked(name, request, None)
 
 
 class Asked(NamedTuple):
-    """A request with its id and the numbers of its texts, or with an error instead."""
+    """A request with its id, or with an error instead."""
 
     name: str
     request: Request
-    samples: list[int]
     error: LlamaBranchError | None
 
 
-def identity(request: AnyRequest, number: int) -> tuple[str, int]:
-    """Return the id of a request and how many texts it asks for."""
+def identity(request: AnyRequest, number: int) -> str:
+    """Return the id of a request."""
     if isinstance(request, str) or is_chat(request):
-        return str(number), 1
+        return str(number)
     if not isinstance(request, Request):
         raise ConfigError(
             f"a request is a Request or text, or messages, not {request!r:.40}",
             hint="pass token ids as Request([1, 2, 3]), bytes as text: prompt.decode()",
         )
-    return (str(number) if request.id is None else request.id), request.n
+    return str(number) if request.id is None else request.id
 
 
 def as_request(request: AnyRequest) -> Request:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from engine_runs import results_of, run
 
 import llamabranch as lb
 from llamabranch import Branch, Context, Engine, FunctionDrafter, Request, SamplingParams
@@ -279,9 +280,7 @@ def test_a_step_of_an_engine_cannot_be_entered_again(
     _, options = with_use("constraint", use)
     engine.add_request(Request(PROMPTS[0], max_tokens=8, **options))
     engine.add_request(Request(PROMPTS[1], max_tokens=8))
-    results: dict[str, lb.Result] = {}
-    while engine.has_unfinished():
-        results |= {event.id: event.result for event in engine.step() if event.result}
+    results = results_of(run(engine))
     assert "cannot step or close this engine" in caught[0]
     assert [results[name].finish_reason for name in "01"] == ["error", "length"]
     engine.close()
@@ -300,9 +299,7 @@ def test_a_function_may_add_and_abort_requests(ctx: Context) -> None:
     _, options = with_use("constraint", use)
     for prompt, more in ((PROMPTS[0], options), (PROMPTS[1], {})):
         engine.add_request(Request(prompt, max_tokens=8, **more))
-    results: dict[str, lb.Result] = {}
-    while engine.has_unfinished():
-        results |= {event.id: event.result for event in engine.step() if event.result}
+    results = results_of(run(engine))
     assert {name: r.finish_reason for name, r in results.items()} == {
         "0": "length", "1": "cancelled", "2": "length",
     }  # fmt: skip

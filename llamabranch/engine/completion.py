@@ -432,7 +432,7 @@ def run(
             drafter = drafters[structured]
     loop = Loop(ctx, drafter, batched=True)
     core = EngineCore(loop, EngineStats(), wait_s=0.5, max_tokens=_MAX_TOKENS)
-    source = RequestSource(plan.requests, ())
+    source = RequestSource(plan.requests)
     events = plan.events(RequestStream(core, source, random_seed(), reports_tokens=stream).events())
     if stream:
         return events

@@ -42,9 +42,7 @@ class _Step(NamedTuple):
 
 
 def rewrite_in_order(
-    runner: Runner,
-    holders: Iterable[object],
-    prefixes: PrefixCache | None = None,
+    runner: Runner, holders: Iterable[object], prefixes: PrefixCache | None
 ) -> bool:
     """Write all sequences again, common prefixes once; return False if that is impossible.
 

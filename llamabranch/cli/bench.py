@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import product
 from pydoc_data.topics import topics
 from typing import TYPE_CHECKING, Annotated
 
@@ -99,26 +100,25 @@ def _lengths(text: str) -> list[int]:
 def _settings(given: Given) -> Iterator[tuple[str, LoadOptions]]:
     """Yield the flags and options of each setting; what the user has set is in all of them."""
     machine, is_set = Machine.now(), given.load_options()
-    attention = [True, False] if given.flash_attn == "auto" else [None]
-    kv_types = [None] if "kv_type" in is_set else ["f16"]
-    if kv_types[0] and "AVX512_BF16" in machine.features:
-        kv_types.append("bf16")
-    threads = [None] if given.threads else sorted({machine.cores, machine.cores // 2 or 1})[::-1]
-    for n in threads:
-        for kv_type in kv_types:
-            for flash in attention:
-                flags: list[str] = []
-                options: LoadOptions = {}
-                if flash is not None:
-                    flags.append(f"-fa {int(flash)}")
-                    options["flash_attention"] = flash
-                if kv_type is not None:
-                    flags.append(f"-ctk {kv_type}")
-                    options["kv_type"] = kv_type
-                if n is not None:
-                    flags.append(f"-t {n}")
-                    options["n_threads"] = options["n_threads_batch"] = n
-                yield " ".join(flags), options
+    kv_types = ["f16"] + ["bf16"] * ("AVX512_BF16" in machine.features)
+    threads = sorted({machine.cores, machine.cores // 2 or 1}, reverse=True)
+    for n, kv_type, flash in product(
+        [None] if given.threads else threads,
+        [None] if "kv_type" in is_set else kv_types,
+        [True, False] if given.flash_attn == "auto" else [None],
+    ):
+        flags: list[str] = []
+        options: LoadOptions = {}
+        if flash is not None:
+            flags.append(f"-fa {int(flash)}")
+            options["flash_attention"] = flash
+        if kv_type is not None:
+            flags.append(f"-ctk {kv_type}")
+            options["kv_type"] = kv_type
+        if n is not None:
+            flags.append(f"-t {n}")
+            options["n_threads"] = options["n_threads_batch"] = n
+        yield " ".join(flags) or "as set", options
     if "exact" not in is_set:
         yield EXACT, {"exact": True}
 
@@ -143,11 +143,10 @@ def _measure_all(
             console.progress(f"run {run + 1} of {runs}: {flags}")
             if not given.n_ctx:
                 options["n_ctx"] = max(lengths) + n_tokens + _ROOM
-            name = flags or "as set"
-            each = speeds.get(name) or Speeds()
+            each = speeds.get(flags) or Speeds()
             try:
                 _measure(given, console, names, options, lengths, n_tokens, each)
-                speeds[name] = each
+                speeds[flags] = each
             except UnsupportedError as error:
                 console.note(f"without {flags}: {error}")
             except (Stopped, DecodeInterruptedError):

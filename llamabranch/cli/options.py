@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import wraps
 from inspect import Parameter, Signature, signature
@@ -24,11 +24,13 @@ from llamabranch import ConfigError, SamplingParams, hub
 
 from ..arguments import choice, nearest, token_key
 from .console import Console
-from .files import read_text, schema_text
+from .files import read_text
 from .interrupts import reporting_errors
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from llamabranch.model import Message
 
     from ..loading import LoadOptions
 
@@ -141,7 +143,7 @@ class Given:
     settings: list[str] | None = None
     model: str | None = None
     draft: str | None = None
-    draft_max: str | None = None
+    draft_max: str = "auto"
     n_ctx: int | None = None
     threads: int | None = None
     gpu_layers: int | None = None
@@ -149,22 +151,13 @@ class Given:
     flash_attn: str = "auto"
     as_json: bool = False
     verbose: bool = False
-    command: str = ""  # its name
 
     # -- settings by name --------------------------------------------------------------------------
 
     def set(self, kind: Literal["sampling", "drafting", "load", "request"]) -> dict[str, Any]:
         """Return the settings of ``-S`` of one kind, by name; ConfigError for an unknown name."""
         kinds, values = _setting_names(), dict[str, Any]()
-        for text in self.settings or ():
-            name, equals, value = text.partition("=")
-            if not (name and equals):
-                raise ConfigError(f"-S takes NAME=VALUE, such as typical_p=0.9, not {text!r}")
-            name = name.strip().replace("-", "_")
-            names = set().union(*kinds.values())
-            if name not in names:
-                hint = nearest(name, sorted(names), "settings")
-                raise ConfigError(f"-S has no setting {name!r}", hint=hint)
+        for name, value in named_values("-S", self.settings, set().union(*kinds.values())):
             if name in kinds[kind]:
                 values[name] = value if name == "stop" else setting_value(value)
         if isinstance(values.get("logit_bias"), dict):
@@ -194,13 +187,8 @@ class Given:
 
     def config(self) -> lb.SpeculativeConfig:
         """Return the settings of drafting; ConfigError for a value out of range."""
-        length = setting_value("auto" if self.draft_max is None else self.draft_max)
-        try:
-            lb.SpeculativeConfig(draft_k=length)
-        except ConfigError as error:
-            message = error.message.removeprefix("draft_k ")
-            raise ConfigError(f"--draft-max: {message}", hint=error.hint) from None
-        return lb.SpeculativeConfig(**{"draft_k": length, **self.set("drafting")})
+        options = {"draft_k": setting_value(self.draft_max), **self.set("drafting")}
+        return lb.SpeculativeConfig(**options)
 
     def parse_grammar(self) -> lb.Grammar | None:
         """Return the grammar or the schema, if any; GrammarError if it is invalid."""
@@ -208,7 +196,10 @@ class Given:
         if grammar is not None and self.schema is not None:
             raise typer.BadParameter("--grammar and --json-schema exclude each other")
         if self.schema is not None:
-            return lb.Grammar.from_json_schema(schema_text(self.schema))
+            is_text = self.schema.lstrip().startswith("{")
+            return lb.Grammar.from_json_schema(
+                self.schema if is_text else read_text(Path(self.schema))
+            )
         if grammar is None:
             return None
         if len(grammar) > 1 and grammar.startswith("/") and grammar.endswith("/"):
@@ -221,13 +212,12 @@ class Given:
         """Whether prompts are messages: by ``--chat``, or by an option that implies it."""
         return self.chat or self.system is not None or "chat_template" in self.set("load")
 
-    def prompt(self, model: lb.Model, prompt: PromptT) -> PromptT | list[int]:
-        """Return a prompt for the engine; if `is_chat`, a text becomes the tokens of a message."""
+    def prompt(self, prompt: PromptT) -> PromptT | list[Message]:
+        """Return a prompt for the engine; if `is_chat`, a text becomes the messages of a chat."""
         if not self.is_chat or not isinstance(prompt, str):
             return prompt
-        before = [] if self.system is None else [{"role": "system", "content": self.system}]
-        messages = [*before, {"role": "user", "content": str(prompt)}]
-        return model.prompt_tokens(messages)
+        before = [] if self.system is None else [("system", self.system)]
+        return [*before, ("user", str(prompt))]
 
     # -- models ------------------------------------------------------------------------------------
 
@@ -271,15 +261,11 @@ class Given:
         Without -c its cache has room for ``n_texts`` texts of the length that the model was trained
         for, but at most `MOST_CELLS`. ``more`` overrides the user's options, except ``-S``.
         """
-        options = {"kv_unified": True, **self.load_options(), **more, **self.set("load")}
+        options: dict[str, Any] = {**self.load_options(), **more, **self.set("load")}
         if not options.get("n_ctx"):
-            trained = trained_length(name)
-            if options.get("n_ctx") == 0 and trained is None:
-                message = f"{name} does not say what length it was trained for"
-                raise ConfigError(message, hint="-c N sets one")
-            whole = options.get("n_ctx") == 0
-            size = trained if whole else min(MOST_CELLS, (trained or MOST_CELLS) * n_texts)
-            options["n_ctx"] = size
+            trained = trained_length(name) or MOST_CELLS
+            is_whole = options.get("n_ctx") == 0
+            options["n_ctx"] = trained if is_whole else min(MOST_CELLS, trained * n_texts)
         return _load(name, console, **options)
 
     def open_pair(
@@ -326,9 +312,8 @@ def with_options(*names: str, **defaults: object) -> Callable[[Callable[..., Non
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         @wraps(function)
-        def run(call: typer.Context, **values: Any) -> None:
-            shared = {name: values.pop(name) for name in names}
-            given = Given(**shared, command=call.info_name or "")
+        def run(**values: Any) -> None:
+            given = Given(**{name: values.pop(name) for name in names})
             console = Console(silent=given.as_json, verbose=given.verbose)
             with reporting_errors(console), console.resources:
                 function(given, console, **values)
@@ -341,8 +326,7 @@ def with_options(*names: str, **defaults: object) -> Callable[[Callable[..., Non
             )
             for name in names
         ]  # fmt: skip
-        call = Parameter("call", Parameter.KEYWORD_ONLY, annotation=typer.Context)
-        parameters = [call, *(p.replace(kind=Parameter.KEYWORD_ONLY) for p in own), *shared]
+        parameters = [*(p.replace(kind=Parameter.KEYWORD_ONLY) for p in own), *shared]
         run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
         return run
@@ -366,6 +350,21 @@ def _setting_names() -> dict[str, set[str]]:
         "load": {*LoadOptions.__annotations__},
         "request": _REQUEST,
     }
+
+
+def named_values(
+    option: str, texts: Sequence[str] | None, names: Collection[str]
+) -> Iterator[tuple[str, str]]:
+    """Yield name and value of each ``NAME=VALUE``; ConfigError for another form or an unknown name."""
+    for text in texts or ():
+        name, equals, value = text.partition("=")
+        if not (name and equals):
+            raise ConfigError(f"{option} takes NAME=VALUE, not {text!r}")
+        name = name.strip().replace("-", "_")
+        if name not in names:
+            hint = nearest(name, sorted(names), "settings")
+            raise ConfigError(f"{option} has no setting {name!r}", hint=hint)
+        yield name, value
 
 
 def setting_value(text: str) -> Any:

@@ -182,7 +182,7 @@ def test_a_value_that_looks_like_an_option_is_a_value() -> None:
         "results"
     ]
     assert [result["prompt"] for result in results] == ["A", "B"]
-    assert run("generate", "-p", "-p", "A", "-n", "1").exit_code == 2
+    assert run("generate", "-p", "-p", "-n", "1", "-m", "tale-target").exit_code == 0
 
 
 @pytest.mark.smollm2

@@ -160,14 +160,11 @@ class Given:
         for name, value in named_values("-S", self.settings, set().union(*kinds.values())):
             if name in kinds[kind]:
                 values[name] = value if name == "stop" else setting_value(value)
-        if isinstance(values.get("logit_bias"), dict):
-            values["logit_bias"] = {
-                token_key("logit_bias", k): float(v) for k, v in values["logit_bias"].items()
-            }
-        if isinstance(values.get("dry_sequence_breakers"), list):
-            values["dry_sequence_breakers"] = tuple(values["dry_sequence_breakers"])
-        if isinstance(values.get("chat_template"), str):
-            values["chat_template"] = _template(values["chat_template"])
+        if isinstance(bias := values.get("logit_bias"), dict):
+            values["logit_bias"] = {token_key("logit_bias", key): bias[key] for key in bias}
+        template = values.get("chat_template")
+        if isinstance(template, str) and "{" not in template and os.path.isfile(template):
+            values["chat_template"] = read_text(Path(template))
         return values
 
     def params(self, seed: int | None = None) -> SamplingParams:
@@ -195,11 +192,9 @@ class Given:
         grammar = self.grammar
         if grammar is not None and self.schema is not None:
             raise typer.BadParameter("--grammar and --json-schema exclude each other")
-        if self.schema is not None:
-            is_text = self.schema.lstrip().startswith("{")
-            return lb.Grammar.from_json_schema(
-                self.schema if is_text else read_text(Path(self.schema))
-            )
+        if (schema := self.schema) is not None:
+            is_text = schema.lstrip().startswith("{")
+            return lb.Grammar.from_json_schema(schema if is_text else read_text(Path(schema)))
         if grammar is None:
             return None
         if len(grammar) > 1 and grammar.startswith("/") and grammar.endswith("/"):
@@ -377,14 +372,9 @@ def setting_value(text: str) -> Any:
         return text
 
 
-def _template(given: str) -> str:
-    """Return a chat template as `llamabranch.load` takes it; ConfigError if its file cannot be read."""
-    return given if "{" in given or not os.path.isfile(given) else read_text(Path(given))
-
-
-def vocabulary(name: str, **more: Any) -> lb.Model:
+def vocabulary(name: str) -> lb.Model:
     """Open a model's vocabulary and metadata, without its weights."""
-    return lb.Model(hub.resolve(name, download=None), vocab_only=True, **more)
+    return lb.Model(hub.resolve(name, download=None), vocab_only=True)
 
 
 def trained_length(name: str) -> int | None:

@@ -7,18 +7,15 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.text import Text
-from rich.tree import Tree
 
 import llamabranch as lb
 from llamabranch import Chat
 from llamabranch.chat import Answer, saved_model
-from llamabranch.pictures import TreeLine
 
 from .console import Console, shortened
 from .interrupts import EXIT_FAILURE, EXIT_INTERRUPTED, InterruptHandler
@@ -76,7 +73,7 @@ class ChatSession:
         self.chat, self._console = chat, console
         self._has_quit = self.has_failed = False
         self.is_typed = sys.stdin.isatty()
-        chat.on_prompt_progress = console.reading
+        chat.set(on_prompt_progress=console.reading)
 
     # -- turns -------------------------------------------------------------------------------------
 
@@ -188,7 +185,7 @@ class ChatSession:
             case "/fork":
                 chat.fork()
             case "/branches":
-                self._console.render(_drawn(chat.outline()))
+                self._console.line(chat.tree())
             case "/switch":
                 chat.switch(int(rest))
             case "/system":
@@ -204,7 +201,7 @@ class ChatSession:
             case "/load":
                 file, engine = os.path.expanduser(rest), chat.engine
                 self.chat = lb.Chat.load(chat.ctx, file, engine.drafter, engine.config)
-                self.chat.on_prompt_progress = self._console.reading
+                self.chat.set(on_prompt_progress=self._console.reading)
                 self.show_last()
             case "/help":
                 heading = "what it does"
@@ -235,17 +232,6 @@ class ChatSession:
         exchanges = self.chat.exchanges
         after = f", after: {shortened(exchanges[-1].user)}" if exchanges else ", at the beginning"
         self._console.note(f"branch {self.chat.current}{after}")
-
-
-def _drawn(root: TreeLine) -> Tree:
-    """Return the tree of all branches for the terminal."""
-    drawn = Tree(Text(shortened(root.text)))
-    waiting = [(root, drawn)]
-    for line, at in waiting:
-        for child in line.children:
-            label = Text(shortened(child.text, 120)).append(f"  {child.figures}", style="dim")
-            waiting.append((child, at.add(label)))
-    return drawn
 
 
 @with_options("max_tokens", "system", *SAMPLING_OPTIONS, *DRAFT_OPTIONS, *OUTPUT_OPTIONS)
@@ -289,7 +275,6 @@ def chat(
         session.take(prompt)
     session.run()
     talk = session.chat
-    stats = {**asdict(talk.stats), "speculative": talk.engine.stats.speculative.as_dict()}
     console.answer(
         {
             "model": talk.ctx.model.name,
@@ -297,7 +282,7 @@ def chat(
             "messages": talk.messages,
             "finish_reasons": [exchange.finish_reason for exchange in talk.exchanges],
             "branches": len(talk.branches),
-            "stats": stats,
+            "stats": talk.stats.as_dict(),
         }
     )
     if session.has_failed and not session.is_typed:

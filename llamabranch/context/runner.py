@@ -25,7 +25,6 @@ from .hidden_states import HiddenStates
 from .logits import LogitsRow, lent
 from .memory import END, Memory
 from .params import warn_of_length
-from .threads import ThreadWatch
 
 __all__ = ["Batch", "DecodeHook", "Runner", "decode_run"]
 
@@ -56,8 +55,6 @@ class Runner:
             None = never warn.
         encoded: for a head with an encoder, how many numbers of hidden states it reads for a token; else
             0.
-        watch: changes the number of threads while other programs use the cores; None = the number never
-            changes.
 
     Attributes:
         n_trained: the position beyond which a sequence gets a warning.
@@ -67,13 +64,7 @@ class Runner:
         most_hidden: the most numbers that the hidden states of a token can have, of all layers together.
     """
 
-    def __init__(
-        self,
-        memory: Memory,
-        n_trained: int | None = None,
-        encoded: int = 0,
-        watch: ThreadWatch | None = None,
-    ) -> None:
+    def __init__(self, memory: Memory, n_trained: int | None = None, encoded: int = 0) -> None:
         self.handle = handle = memory.handle
         self.memory = memory
         self.n_decodes = 0
@@ -86,7 +77,6 @@ class Runner:
         self._live: list[LogitsRow] = []
         self._places: list[int] | None = None  # the last rows among llama.cpp's, if not in order
         self._encoded = encoded
-        self.watch = watch
 
     def hook(self, around: DecodeHook | None) -> DecodeHook | None:
         """Let ``around`` call each decode (see ``ContextHandle``); return the earlier hook."""
@@ -127,7 +117,7 @@ class Runner:
         later decode could fail after an earlier one. ``reclaims``: cells may be freed if all are taken.
         ``on_read`` is called after each decode; an exception in it undoes all of them.
         """
-        handle, memory, watch = self.handle, self.memory, self.watch
+        handle, memory = self.handle, self.memory
         handle.ptr  # noqa: B018  (raises ClosedError)
         all_rows: list[LogitsRow] = []
         code = n = n_rows_before = n_decoded = 0
@@ -137,7 +127,7 @@ class Runner:
                 for row in all_rows:
                     row.detach()
                 self._protect_rows(n_rows, expiring)
-                code = submit() if watch is None else watch.decode(n, submit)
+                code = submit()
                 while code == _FULL and reclaims and self._reclaimed(n, expiring):
                     self._protect_rows(n_rows, expiring)
                     code = submit()

@@ -117,6 +117,10 @@ def talking(
         context.audit()
 
 
+def n_evaluated(chat: Chat) -> int:
+    return chat.stats.prompt_tokens + chat.stats.generated_tokens
+
+
 def ten_turns(chat: Chat) -> list[lb.chat.Answer]:
     """Hold a conversation of ten turns, one of them retried and one edited; return its answers."""
     answers = [chat.send(f"Tell me of the {who}.").finish() for who in ("king", "queen", "fox")]
@@ -124,7 +128,8 @@ def ten_turns(chat: Chat) -> list[lb.chat.Answer]:
     answers += [chat.send(f"Then came {who}.").finish() for who in ("a cat", "a dog", "a wolf")]
     answers.append(chat.edit(5, "Then came a bear.").finish())
     answers += [chat.send(f"And on day {day}?").finish() for day in range(1, 5)]
-    n_read = chat.stats.num_evaluated_tokens + chat.stats.num_cached_tokens
+    stats = chat.stats
+    n_read = stats.prompt_tokens + stats.cached_prompt_tokens + stats.generated_tokens
     assert n_read == sum(len(answer.prompt) + len(answer.tokens) for answer in answers)
     return answers
 
@@ -138,7 +143,7 @@ def test_ten_turns_with_a_retry_and_an_edit_evaluate_distinct_tokens_only(ctx: C
         n_alike = n_common(answers[2].tokens, answers[3].tokens)
         # The last token of an answer is read with the next prompt, if there is one.
         assert 0 <= n_distinct(texts) + n_alike - sum(counts) <= len(answers)
-        assert abs(chat.stats.num_evaluated_tokens - sum(counts)) <= len(answers)
+        assert abs(n_evaluated(chat) - sum(counts)) <= len(answers)
         assert len(chat.exchanges) == 9
         assert chat.branches == [1, 2, 3]
 
@@ -255,7 +260,7 @@ def test_a_broken_off_answer_stays_and_an_empty_one_is_taken_back(ctx: Context) 
         next(answer), next(answer)
         assert chat.exchanges[-1].n_tokens == 2
         assert chat.messages[-1] == {"role": "assistant", "content": answer.text}
-        assert answer.text.split()[0] in str(chat.tree())
+        assert answer.text.split()[0] in chat.tree()
         answer.close()
         assert (len(answer.tokens), answer.finish_reason) == (2, None)
         assert chat.messages[-1] == {"role": "assistant", "content": answer.text}
@@ -272,7 +277,7 @@ def test_a_message_whose_answer_nobody_reads_stays_without_one(ctx: Context) -> 
         assert [message["role"] for message in chat.messages] == ["user", "user", "assistant"]
         assert "Oslo" in ctx.model.detokenize(last.prompt)
         assert (unread.text, [*unread]) == ("", [])
-        assert chat.stats.num_evaluated_tokens == len(last.prompt) + len(last.tokens)
+        assert n_evaluated(chat) == len(last.prompt) + len(last.tokens)
         chat.send("What is taken back?")
         assert chat.undo() == "What is taken back?"
         chat.send("What is answered?")
@@ -526,7 +531,7 @@ def test_every_memory_and_template_gives_what_a_branch_by_hand_gives(
             answers.append(chat.edit(1, "ax").finish())
             chat.switch(1)
             answers.append(chat.send("ef").finish())
-            cached = chat.stats.num_cached_tokens
+            cached = chat.stats.cached_prompt_tokens
             for answer in answers:
                 assert by_hand(other, answer, chat) == answer.tokens
         assert cached > sum(len(answer.prompt) for answer in answers) / 4
@@ -555,13 +560,13 @@ def test_ten_turns_with_a_retry_and_an_edit_evaluate_little_more_than_their_dist
                 answers.append(chat.retry().finish())
                 answers.append(chat.edit(4, "Tell me something else instead.").finish())
                 answers += [chat.send(f"And after the storm {i}?").finish() for i in range(4)]
-            stats = chat.stats
+            n_read = n_evaluated(chat)
             tokens = answers[-1].prompt + answers[-1].tokens
             with Branch.start(context, tokens) as branch, Branch.start(other, tokens) as again:
                 np.testing.assert_allclose(branch.logits, again.logits, atol=rounding(other))
         texts = [answer.prompt + answer.tokens for answer in answers]
         assert sum(counts) <= 1.2 * n_distinct(texts)
-        assert abs(stats.num_evaluated_tokens - sum(counts)) <= len(answers)
+        assert abs(n_read - sum(counts)) <= len(answers)
         context.audit()
 
 

@@ -85,7 +85,7 @@ def test_chat_tells_how_much_of_a_message_is_read(target: lb.Model) -> None:
         Chat(ctx, None, max_tokens=2, temperature=0.0) as chat,
     ):
         seen: list[PromptProgress] = []
-        chat.on_prompt_progress = seen.append
+        chat.set(on_prompt_progress=seen.append)
         for token in chat.send("a king and a queen " * 10):
             assert token
         assert seen[0].n_cached == 0 and len(seen) > 2

@@ -50,12 +50,7 @@ class Console:
         on_opening: called with the progress of opening a model, as text.
     """
 
-    def __init__(
-        self,
-        *,
-        silent: bool = False,
-        verbose: bool = False,
-    ) -> None:
+    def __init__(self, *, silent: bool = False, verbose: bool = False) -> None:
         self.verbose, self.silent = verbose, silent
         system = None if os.environ.get("NO_COLOR") else "auto"
         self.out = RichConsole(highlight=False, color_system=system)  # type: ignore[arg-type]
@@ -120,7 +115,7 @@ class Console:
 
     def render(self, what: RenderableType) -> None:
         """Print anything that rich can draw, without spaces at the ends of lines."""
-        with _failures_of_standard_output(), self.out.capture() as capture:
+        with self.out.capture() as capture:
             self.out.print(what)
         # Everything on standard output goes through ``write``.
         self.write("\n".join(line.rstrip() for line in capture.get().split("\n")))
@@ -205,15 +200,9 @@ def cell(value: object) -> str:
 def _write(file: IO[str], text: str) -> None:
     if sys.stdout is None:  # None means that it was closed when the process started
         raise OutputError("standard output is closed", hint="send it to a file or a pipe")
-    with _failures_of_standard_output():
+    try:
         file.write(text)
         file.flush()
-
-
-@contextmanager
-def _failures_of_standard_output() -> Iterator[None]:
-    try:
-        yield
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -251,6 +240,6 @@ def shortened(text: str, longest: int = 60) -> str:
     return text if len(text) <= longest else text[: longest - 3] + "..."
 
 
-def number(value: float, digits: int, unit: str = "") -> str:
+def number(value: float, digits: int) -> str:
     """Format a number; nan becomes a dash."""
-    return "-" if math.isnan(value) else f"{value:.{digits}f}{unit}"
+    return "-" if math.isnan(value) else f"{value:.{digits}f}"

@@ -35,12 +35,6 @@ from .options import (
 )
 
 N_TEXTS = 8  # texts at a time; -S n_seq_max=N changes it
-# What can end a text before its grammar is complete.
-_CUT = {
-    "length": "-n",
-    "capacity": "the context (-c)",
-    "constraint": "the lack of an allowed token",
-}
 _SHARED = (
     *("max_tokens", "grammar", "schema", "chat", "system"),
     *SAMPLING_OPTIONS,
@@ -274,9 +268,6 @@ class _Printer:
             console.write(f"\n{result.text}\n")
         if result.error is not None and not console.silent:
             console.error(f"{label}: {result.error.message}", result.error.hint)
-        if result.grammar is not None and result.finish_reason in _CUT:
-            why = _CUT[result.finish_reason]
-            console.note(f"warning: {label}: {why} ended the text before its grammar did")
 
     def summary(self) -> list[str]:
         """Return how much was generated, and what ended it."""

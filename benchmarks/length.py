@@ -74,7 +74,6 @@ def main() -> None:
     add = described.add_argument
     add("--models", nargs="+", help=f"names or files; default: {' '.join(MODELS)}")
     add("--lengths", type=int, nargs="+", help="default: 500 2000 6000")
-    add("--without", nargs="+", choices=_OPTIONS, default=(), help="contexts to leave out")
     args = described.parse_args()
     settings = Settings.of(args)
     lengths = args.lengths or ([64] if settings.quick else [500, 2000, 6000])
@@ -85,7 +84,7 @@ def main() -> None:
         for model in models.values():
             for length in lengths:
                 with ExitStack() as opened:
-                    contestants = _contestants(model, length, settings, args.without, opened)
+                    contestants = _contestants(model, length, settings, opened)
                     runs = _interleaved(contestants, model, length, settings)
                 label = f"{title(model)}, {length} tokens"
                 reports[label] = _report(label, runs)
@@ -93,16 +92,12 @@ def main() -> None:
 
 
 def _contestants(
-    model: lb.Model, length: int, settings: Settings, without: Sequence[str], stack: ExitStack
+    model: lb.Model, length: int, settings: Settings, stack: ExitStack
 ) -> dict[str, Contestant]:
     contestants: dict[str, Contestant] = {}
     n_ctx = length + _ROOM
-    for name in [name for name in _OPTIONS if name not in without]:
-        options = _OPTIONS[name].copy()
-        options |= {
-            "n_ctx": n_ctx, "n_seq_max": _N + 1, "n_threads": settings.threads,
-            "n_threads_batch": settings.threads,
-        }  # fmt: skip
+    for name, options in _OPTIONS.items():
+        options = {**options, "n_ctx": n_ctx, "n_seq_max": _N + 1, "n_threads": settings.threads}
         try:
             ctx = stack.enter_context(lb.Context(model, **options))
         except lb.errors.UnsupportedError as error:

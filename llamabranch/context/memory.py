@@ -385,15 +385,10 @@ class Memory:
         return True
 
     @property
-    def can_copy(self) -> bool:
-        """True if cells can be copied out and back, bit for bit."""
-        has_id = self.forks_copy or self.cells.n_seq_max <= _MOVED
-        return has_id and self.state_layout is not None and self.state_layout.is_cells_only
-
-    @property
     def can_move(self) -> bool:
-        """True if all cells can be copied out and back so that their order is kept."""
-        return self.can_copy and self.order.is_kept and self.order.in_order
+        """True if all cells can be copied out and back, bit for bit, so that their order is kept."""
+        is_known = self.state_layout is not None and self.state_layout.is_cells_only
+        return is_known and self.cells.n_seq_max <= _MOVED and self.order.in_order
 
     @uninterrupted
     def piece(self, seq_id: int, start: int) -> State:
@@ -549,7 +544,6 @@ class NonUnified(Memory):
         super().__init__(handle, state_layout)
         self.spare_seq_ids = range(0)  # only the sequences of the context have cells
         self._n_cells_seq = handle.n_ctx_seq
-        self._with_holes: set[int] = set()  # sequences that were cut in their middle
 
     def arranged(self, seqs: Sequence[int]) -> list[int] | None:
         """Return the order of the sequence ids: llama.cpp computes several only in that order."""
@@ -564,8 +558,8 @@ class NonUnified(Memory):
             self.cells.append(target, n)
             if self.hidden is not None:
                 self.hidden.set_all(target, self.hidden.of(source, 0, n))
-            if source in self._with_holes:
-                self._with_holes.add(target)
+            if source in self.cells.with_holes:
+                self.cells.with_holes.add(target)
         except BaseException:
             self.handle.remove(target, 0, -1)
             self.cells.remove(target, 0, END)
@@ -574,16 +568,8 @@ class NonUnified(Memory):
     @uninterrupted
     def drop(self, seq_id: int, start: int, end: int = END) -> bool:
         """Drop positions. The next tokens fill a hole below the last position, out of order."""
-        if start <= max(0, self.first_position(seq_id)) and end >= self.next_position(seq_id):
-            self._with_holes.discard(seq_id)
-        elif end < self.next_position(seq_id):
-            self._with_holes.add(seq_id)
-            self.disorders += 1
+        self.disorders += end < self.next_position(seq_id)
         return super().drop(seq_id, start, end)
-
-    def _clear(self) -> None:
-        super()._clear()
-        self._with_holes.clear()
 
     def room(self, seq_id: int, n: int) -> int:
         """Return how many of ``n`` tokens fit into the sequence's cells."""
@@ -604,19 +590,10 @@ class NonUnified(Memory):
             hint="create the context with a larger n_ctx, which is divided among the sequences",
         )
 
-    def piece(self, seq_id: int, start: int) -> State:
-        """Return the K/V of a whole sequence: nothing is shared, so no part is ever requested."""
-        return self.handle.state(seq_id)
-
-    def place(self, seq_id: int, state: State, start: int, n_tokens: int) -> None:
-        """Write a ``piece`` into the empty sequence."""
-        if not self.set_state(seq_id, state, n_tokens):
-            raise SnapshotError("the sequence has too few cells for this K/V")
-
     @property
     def in_order(self) -> bool:
         """Whether no sequence was cut in its middle."""
-        return not self._with_holes
+        return not self.cells.with_holes
 
     def usage(self) -> Usage:
         """Return how full the cache is, and how many cells a sequence has."""

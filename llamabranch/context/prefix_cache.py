@@ -123,8 +123,6 @@ class PrefixCache:
         n_hits: how often the beginning of a text was found.
         n_hit_tokens: the total number of tokens found.
         n_evicted: how many cells were freed because other texts needed them.
-        most_idle: the most cells that only cached texts use, or the cells of the last text if these are
-            more.
 
     If the memory cannot be cut (recurrent, hybrid, sliding window), a text helps only texts that
     begin with all of it, or with its tokens up to one of its checkpoints.
@@ -140,7 +138,6 @@ class PrefixCache:
         self.n_hits = 0
         self.n_hit_tokens = 0
         self.n_evicted = 0
-        self.most_idle = END
         memory.evict = self.evict
         sequences.evict, sequences.transfer_text = self.evict_text, self.transfer_text
 
@@ -274,9 +271,6 @@ class PrefixCache:
         else:
             self._memory.fork(seq_id, allocated)
         self._kept.add(text)
-        most = max(self.most_idle, len(tokens))
-        if most < self._memory.cells.n_cells:
-            self.evict(self._memory.usage().cells_cached - most)
         return transfers
 
     def _allocate(self, text: CachedPrefix) -> int | None:

@@ -130,7 +130,7 @@ def test_what_could_follow_is_what_the_model_finds(page: Paged, root: Any) -> No
     told = page.tokens(first["id"], top=1)
     for i in range(4):
         found = page.get("/loom/next", node=first["id"], at=told["at"] + i).json()
-        assert found["top"] == told["top"][i] and found["h"] == told["h"][i]
+        assert found["top"] == told["top"][i]
     end = page.get("/loom/next", node=first["id"]).json()
     answer = page.done("fork", node=first["id"], token=end["top"][1][0], max_tokens=1)
     page.done("score", node=answer["nodes"][0]["id"])

@@ -84,7 +84,6 @@ def open(
         _document(file, target), server.port, lambda: server.service,
         read_only=read_only,
         draft="+".join(drafters) or "none",
-        settings_file=_folder("XDG_CONFIG_HOME", ".config") / "page.json",
     )  # fmt: skip
     server.front = front_of(loom)
     console.on_opening = loom.opening
@@ -102,17 +101,13 @@ def _document(file: Path | None, target: str) -> Path:
         if not file.parent.is_dir():
             raise ConfigError(f"there is no folder {file.parent}")
         return file
-    folder = _folder("XDG_DATA_HOME", ".local/share")
+    data = Path(os.environ.get("XDG_DATA_HOME") or "")
+    if not data.is_absolute():  # the XDG specification says to ignore relative paths
+        data = Path.home() / ".local/share"
+    folder = data / "llamabranch"
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
     return folder / f"{Path(target).stem.replace(':', '-')}{_SUFFIX}"
-
-
-def _folder(variable: str, usual: str) -> Path:
-    folder = Path(os.environ.get(variable) or "")
-    if not folder.is_absolute():  # the XDG specification says to ignore relative paths
-        folder = Path.home() / usual
-    return folder / "llamabranch"
 
 
 def _show_link(loom: Loom, url: str, console: Console, *, browser: bool) -> None:

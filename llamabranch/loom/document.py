@@ -338,8 +338,6 @@ class Document:
         """Put tokens into a node: append them, or replace known ones."""
         # The ids last: another thread that reads finds numbers for all ids.
         columns, n = ("lp", "h", "rk", "src", "top", "ids"), len(new.ids)
-        if node.made.kind == "taken" and not new.at and new.src[:1] == "t":  # as 0.3 wrote it
-            new.src = "k" + new.src[1:]
         is_whole = all(len(getattr(new, name)) == n for name in columns)
         if not 0 <= new.at <= len(node.ids) or not is_whole:
             raise ValueError(f"tokens of {node.id} do not fit")

@@ -331,7 +331,6 @@ class Live:
     def _fail(self, job: PageJob, error: BaseException) -> None:
         sent_error = http_error(error)
         job.error = {"code": sent_error.status, "message": str(sent_error)}
-        self.emit("error", {**job.error, "job": job.id})
 
     async def close(self) -> None:
         """End all jobs and close the file."""
@@ -426,7 +425,7 @@ class Live:
             "accepted": trace.n_accepted, "rejected": trace.n_rejected,
             "unreached": len(draft) - trace.n_accepted - trace.n_rejected,
             "next": (following.token, pieces[following.token], short(following.logprob)),
-            "src": _SOURCES.get(following.source, "s"), "drafter": trace.drafter,
+            "src": _SOURCES.get(following.source, "s"),
             "ms": (round(1e3 * trace.draft_s, 3), round(1e3 * trace.verify_s, 3)),
         }  # fmt: skip
         self.journal.add(Kept(id=node.id, name="rounds", data=Raw(_encode(fields))))
@@ -470,7 +469,7 @@ class Live:
         rate = round((len(node.ids) - n_before) / seconds, 1) if seconds else None
         self.emit("end", {
             "node": node.id, "reason": reason, "seed": node.made.seed, "read": read,
-            "cached": ended.cached, "ms": round(1e3 * seconds, 1), "rate": rate,
+            "cached": ended.cached, "rate": rate,
         })  # fmt: skip
 
     async def score(self, job: PageJob, node: Node) -> None:

@@ -61,12 +61,12 @@ def drafted() -> lb.Drafter:
 
 
 class Opened(Command):
-    """``llamabranch open`` in a process of its own; its file and its settings are in ``folder``."""
+    """``llamabranch open`` in a process of its own; its file is in ``folder``."""
 
     def __init__(self, folder: Path, *arguments: object) -> None:
         file = folder / "tale.loom.jsonl"
         more = ("--no-browser", "--file", file, *arguments)
-        super().__init__("open", *more, XDG_CONFIG_HOME=str(folder))
+        super().__init__("open", *more)
         self.link = str(self.said["link"])
         self.cookies: list[Any] = []  # of the first browser that came by the link
         self.requests: list[str] = []
@@ -92,7 +92,7 @@ class Paged(Serving):
     """A page over a file in ``folder``; leaving the block ends it and checks what is left.
 
     Args:
-        folder: where the file and the settings are.
+        folder: where the file is.
         drafter: makes what drafts.
         waits: begin once the model is there; else it is loaded when ``may_load`` is set.
         model: what writes.
@@ -124,7 +124,7 @@ class Paged(Serving):
         super().__init__(open_engine)
         self.loom = Loom(
             folder / "tale.loom.jsonl", self.server.port, lambda: self.server.service,
-            read_only=read_only, settings_file=folder / "config" / "page.json",
+            read_only=read_only,
         )  # fmt: skip
         self.server.front = front_of(self.loom)
         self.api = self.client(headers={"Authorization": f"Bearer {self.loom.guard.key}"})
@@ -221,8 +221,11 @@ class Paged(Serving):
         """Return the names of the nodes of the document."""
         return list(self.doc()["nodes"]["id"])
 
-    def tokens(self, node: str, **more: object) -> Any:
-        """Return the tokens of a node, those of all its owners in one."""
+    def tokens(self, node: str, *, whole: bool = False, **more: object) -> Any:
+        """Return the tokens of a node, or of its whole text."""
+        if not whole:
+            nodes = self.doc()["nodes"]
+            more["from"] = nodes["at"][nodes["id"].index(node)]
         found = self.get("/loom/tokens", node=node, **more).json()
         parts = found.pop("parts")
         for name in ("ids", "lp", "h", "rk", "text", *(("top",) if "top" in more else ())):

@@ -136,9 +136,8 @@ def test_a_bad_line_is_named_and_the_file_is_left_alone(tmp_path: Path) -> None:
 
 
 def refusal(page: Paged) -> str:
-    """Return why the document is read only; typing is refused, settings are not."""
+    """Return why the document is read only; typing is refused."""
     assert page.do("type", 409, text="more")["error"]["type"] == "read_only"
-    page.do("settings", set={"theme": "dark"})
     return str(page.doc()["file"]["read_only"])
 
 

@@ -19,7 +19,7 @@ function selectText() {
 async function wholeText() {
   const c = shownPath();
   if (c.missing < 0) return c.text.join("");
-  const { parts } = await backend.ask(`/loom/tokens?${new URLSearchParams({ node: store.current ?? "", path: "1", n: String(c.n) })}`);
+  const { parts } = await backend.ask(`/loom/tokens?${new URLSearchParams({ node: store.current ?? "", n: String(c.n) })}`);
   return texts(parts.flatMap((/** @type {any} */ { text }) => text)).join("");
 }
 

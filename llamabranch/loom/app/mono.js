@@ -25,7 +25,7 @@ let lookedAt = "", seemsCode = false;
 
 /** Whether the font is monospace now: as the switch says, or because the text is code. */
 export function isMono() {
-  const kept = store.doc.settings?.mono;
+  const kept = store.settings.mono;
   if (kept != null) return kept === true;
   const c = shownPath(), key = `${store.current} ${Math.min(c.text.length, LOOKED)}`;
   if (key !== lookedAt) [lookedAt, seemsCode] = [key, isCode(c.text.slice(0, LOOKED).join(""))];

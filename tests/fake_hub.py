@@ -55,7 +55,6 @@ class Fault:
     where: str
     status: int = 0
     code: str = ""
-    message: str = ""
     cut: int | None = None
     short: bool = False
     wrong: bool = False
@@ -132,7 +131,7 @@ class _Handler(BaseHTTPRequestHandler):
         where = "api" if path.startswith("/api/") else method
         fault = self.hub.fault(where)
         if fault is not None and fault.status:
-            self._error(fault.status, fault.code, fault.message)
+            self._error(fault.status, fault.code)
         elif where == "api":
             self._api(path)
         else:

@@ -531,7 +531,6 @@ write_llama, write_gemma3, write_mamba, write_lfm2, write_rwkv7, write_bert, wri
     partial(write_toy, architecture=name)
     for name in ("llama", "gemma3", "mamba", "lfm2", "rwkv7", "bert", "eagle3")
 )
-write_glm4moe = partial(write_toy, architecture="glm4moe")
 
 
 def _of(architecture: str, key: str, value: Value) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from ..errors import BranchStateError, DecodeError, SnapshotError, UnsupportedEr
 from ..model import Model
 from ..native import ContextHandle, NativeContextParams, StateLayout, max_sequences
 from .cell_table import Usage
-from .exactness import exactness_of, why_not_exact
+from .exactness import most_exact_rows, why_not_exact
 from .memory import MOST_WITH_WINDOW, Memory, NonUnified, RollingBack, States, Windowed
 from .params import EXACT_KV_TYPES, ContextParams, warn_of_length
 from .room import BYTES_OF_NUMBER, check_room, memory_bytes
@@ -308,15 +308,12 @@ def _probe(
         can_return, reason = _can_return(runner, model.n_vocab, params.checkpoint_ram)
     is_exact, exact_reason, n_exact = False, "not asked for (exact=True asks for it)", 0
     if params.exact:
-        n_exact, variation = exactness_of(runner, model, params)
+        n_exact = most_exact_rows(runner, model, params)
         n_ubatch = params.n_ubatch or handle.n_batch
         is_exact = n_exact >= n_ubatch
         exact_reason = f"measured: logits of batches of {n_ubatch} tokens are equal to the bit"
         if not is_exact:
-            exact_reason = (
-                f"measured: logits of batches of more than {n_exact} tokens differ, probabilities by a "
-                f"total variation of up to {variation:.2g}"
-            )
+            exact_reason = f"measured: logits of batches of more than {n_exact} tokens differ"
     if not handle.kv_unified:
         _check_copies(layout)
         memory = NonUnified(handle, layout)

@@ -36,9 +36,8 @@ OnRead = Callable[[int], None]  # called after each decode with how many tokens 
 # and the index of each wanted row among llama.cpp's rows, None if these have the wanted order.
 Piece = tuple[int, int, Callable[[], int], Callable[[], object], "list[int] | None"]
 
-# A token; its position, -1 = at the end of its sequence; the sequence; whether its row is wanted; the
-# members of a tree.
-Entry = tuple[int, int, int, bool, Sequence[int]]
+# A token; its position, -1 = at the end of its sequence; the sequence; whether its row is wanted.
+Entry = tuple[int, int, int, bool]
 
 _FULL = 1  # llama_decode's return codes
 _REFUSED = -1
@@ -61,7 +60,6 @@ class Runner:
         n_decodes: the number of decodes so far.
         stops: the requests to stop a decode.
         n_chunk: the most tokens of a decode that can be interrupted.
-        most_hidden: the most numbers that the hidden states of a token can have, of all layers together.
     """
 
     def __init__(self, memory: Memory, n_trained: int | None = None, encoded: int = 0) -> None:
@@ -70,7 +68,6 @@ class Runner:
         self.n_decodes = 0
         self.stops = handle.stops
         self.n_chunk = handle.n_chunk
-        self.most_hidden = handle.n_layer * handle.n_embd + handle.n_embd_out
         # If there are fewer cells than that, no sequence can exceed it.
         self.n_trained = END if n_trained is None or handle.n_ctx_seq <= n_trained else n_trained
         self._row_bytes = 4 * handle.n_vocab
@@ -256,7 +253,7 @@ class Runner:
         if compiled is not None and stepper is not None:
             submit = partial(stepper.step, token, position, seq_id, compiled, seed, DRAW, measured)
         else:
-            submit = partial(self._submit, [(token, position, seq_id, True, ())], None)
+            submit = partial(self._submit, [(token, position, seq_id, True)], None)
         piece = (1, 1, submit, partial(memory.append, seq_id, 1), None)
         expires = () if expiring is None else (expiring,)
         row = self.transact((piece,), {seq_id: position}, expires)[0]
@@ -287,15 +284,13 @@ class Runner:
                 raises an exception.
         """
         is_recorded = entries[0][1] < 0
+        starts: dict[int, int] = {}
         if is_recorded:
-            written = [seq_id for _, _, seq_id, _, _ in entries]
-        else:
-            written = [seq_id for _, _, _, _, group in entries for seq_id in group]
-        starts = {seq_id: self.memory.next_position(seq_id) for seq_id in dict.fromkeys(written)}
-        if is_recorded:
+            written = dict.fromkeys(seq_id for _, _, seq_id, _ in entries)
+            starts = {seq_id: self.memory.next_position(seq_id) for seq_id in written}
             ends, placed = dict(starts), []
-            for token, _, seq_id, wants, group in entries:
-                placed.append((token, ends[seq_id], seq_id, wants, group))
+            for token, _, seq_id, wants in entries:
+                placed.append((token, ends[seq_id], seq_id, wants))
                 ends[seq_id] += 1
             entries = placed
         if max(entry[1] for entry in entries) >= self.n_trained:
@@ -314,7 +309,7 @@ class Runner:
         """Yield the tokens of each decode: as many tokens and rows as one decode can have."""
         most, most_rows = self.handle.n_chunk, self.handle.n_outputs_max
         low = n_rows = 0
-        for i, (_, _, _, wants, _) in enumerate(entries):
+        for i, (_, _, _, wants) in enumerate(entries):
             if i - low == most or n_rows + wants > most_rows:
                 yield slice(low, i)
                 low, n_rows = i, 0
@@ -324,8 +319,8 @@ class Runner:
     def _piece(self, entries: Sequence[Entry], states: States | None, is_recorded: bool) -> Piece:
         """Return one decode of at most n_batch tokens, in an order that llama.cpp can decode."""
         places: list[int] | None = None
-        seqs = [seq_id for _, _, seq_id, _, _ in entries]
-        wants_logits = [wants for _, _, _, wants, _ in entries]
+        seqs = [seq_id for _, _, seq_id, _ in entries]
+        wants_logits = [wants for _, _, _, wants in entries]
         order = self.memory.arranged(seqs)
         if order is not None:
             indices = [i for i in order if wants_logits[i]]
@@ -338,17 +333,15 @@ class Runner:
         return len(entries), sum(wants_logits), submit, record, places
 
     def _submit(self, entries: Sequence[Entry], states: States | None) -> int:
-        """Decode tokens, each in its sequence or its members' sequences; return llama.cpp's code."""
+        """Decode tokens, each in its sequence; return llama.cpp's code."""
         handle, n = self.handle, len(entries)
-        tokens, positions, seqs, wants_logits, members = zip(*entries, strict=True)
+        tokens, positions, seqs, wants_logits = zip(*entries, strict=True)
         handle.tokens[:n] = tokens
         handle.positions[:n] = positions
         handle.wants_logits[:n] = wants_logits
         handle.seqs[:n] = seqs
         if states is not None:
             handle.states[:n] = states
-        if members[0]:
-            return handle.decode_tree(n, members)
         return handle.decode(n)
 
     def _warn_beyond_trained(self) -> None:
@@ -460,7 +453,6 @@ class Batch:
         logits: str | int = "last",
         *,
         position: int = -1,
-        members: Sequence[int] = (),
     ) -> None:
         """Add tokens that follow what ``seq_id`` holds, earlier runs of this batch included.
 
@@ -473,14 +465,13 @@ class Batch:
                 memory does not record the tokens, and no cells are freed for them, because compaction
                 would find texts with an unknown end. It is for a head that reads its target's memory and
                 writes no cells.
-            members: the sequences to which the tokens belong, ``seq_id`` first, if there are several.
         """
         n = len(tokens)
         if isinstance(logits, str):
             logits = 0 if logits == "all" else n - (logits == "last")
         for i, token in enumerate(tokens):
             at = -1 if position < 0 else position + i
-            self.entries.append((token, at, seq_id, i >= logits, members))
+            self.entries.append((token, at, seq_id, i >= logits))
         self.n_rows.append(max(0, n - logits))
 
     def decode(

@@ -39,7 +39,7 @@ def front_of(loom: Loom) -> Front:
     async def do(call: Request) -> Response:
         body = await operations.do(await json_of(call, Do))
         status = 200 if body.get("job") is None else 202
-        return reply({"rev": loom.document.rev, **body}, status)
+        return reply(body, status)
 
     routes: dict[str, Callable[[Request], Awaitable[Response]]] = {
         path: partial(handler, loom) for path, handler in _ROUTES.items()
@@ -89,7 +89,7 @@ async def _tokens(loom: Loom, call: Request) -> Response:
     rounds = [raw for owner in owners for raw in owner.rounds]
     columns = [loom.columns(*part, top=top) for part in parts]
     nodes = [document.node_fields(owner) for owner in owners]
-    answer = {"node": nodes[-1], "nodes": nodes, "at": start, "parts": columns}
+    answer = {"nodes": nodes, "parts": columns}
     return reply(answer if top else {**answer, "rounds": rounds})
 
 
@@ -101,7 +101,7 @@ async def _next(loom: Loom, call: Request) -> Response:
     alternatives = () if score is None else score.alternatives
     loom.learn(a.token for a in alternatives)
     top = [(a.token, short(a.logprob), document.pieces[a.token]) for a in alternatives]
-    return reply({"h": None if score is None else short(score.entropy), "top": top})
+    return reply({"top": top})
 
 
 async def _find(loom: Loom, call: Request) -> Response:
@@ -172,7 +172,7 @@ async def _import(loom: Loom, call: Request) -> Response:
     nodes = loom.make(await asyncio.to_thread(loom.copied, content))
     await loom.confirm()
     roots = [loom.document.node_fields(node) for node in nodes if node.parent is None]
-    return reply({"rev": loom.document.rev, "nodes": roots, "count": len(nodes)})
+    return reply({"nodes": roots, "count": len(nodes)})
 
 
 _ROUTES: dict[str, Handler] = {

@@ -426,7 +426,7 @@ class Document:
             "stop": record.stop, "max_tokens": record.max_tokens, "grammar": record.grammar,
             "json_schema": record.json_schema,
             "read": ended.read if ended else None, "cached": ended.cached if ended else None,
-            "note": node.note, "job": node.job, "hidden": node.hidden,
+            "note": node.note, "hidden": node.hidden,
             "turns": turn_columns(record.turns),
             **node.summary(),
         }  # fmt: skip

@@ -150,8 +150,7 @@ class Live:
     def send_nodes(self, *nodes: Node, cid: str = "") -> None:
         """Send the current state of nodes; ``cid`` is the id of the request that made them."""
         for node in nodes:
-            fields = self.document.node_fields(node)
-            self.emit("node", {"rev": self.document.rev, "node": fields, "cid": cid})
+            self.emit("node", {"node": self.document.node_fields(node), "cid": cid})
 
     async def stream(self, since: str) -> AsyncGenerator[bytes, None]:
         """Yield all events after ``since``, then new ones as they come."""
@@ -189,7 +188,7 @@ class Live:
 
     def send_undo(self) -> None:
         """Send how many actions can be undone and redone."""
-        self.emit("set", {"rev": self.document.rev, **self.document.counts()})
+        self.emit("set", self.document.counts())
 
     # -- records ---------------------------------------------------------------------------------------
 
@@ -210,16 +209,6 @@ class Live:
             raise HttpError(507, message, kind="disk_error")
         if before is not None:
             self.emit("set", {"file": self.file})
-
-    def open(self, path: Path) -> None:
-        """Replace the document by the one in another file."""
-        self.add()
-        self.journal.close()
-        rev = self.document.rev
-        self.document = Document()
-        self.journal = Journal(path, self.document)
-        self.document.rev = max(rev, self.document.rev)
-        self.emit("reset", {})
 
     @property
     def file(self) -> dict[str, object]:

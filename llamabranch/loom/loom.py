@@ -132,8 +132,10 @@ class Loom(Live):
             fingerprint, kv_type = model.fingerprint, ctx.kv_type
             self.add(Head(model=model.name, fingerprint=fingerprint, kv_type=kv_type))
         elif head is not None and not model.is_of(head.fingerprint):
-            message = f"it was written with the model {head.model}, and this is {model.name}"
-            journal.read_only = journal.read_only or message
+            journal.read_only = journal.read_only or (
+                f"it was written with the model {head.model}, and this is {model.name}. To read it "
+                "with this model, import it into another document"
+            )
         self.emit("model", self.model())
         self.emit("set", {"file": self.file})
 
@@ -144,9 +146,8 @@ class Loom(Live):
             return {"state": "loading", "model": None, "loading": self._loading}
         ctx, model, sampling = service.ctx, service.model, service.settings.sampling
         fields = {
-            "name": Path(model.path).stem, "n_vocab": model.n_vocab, "n_ctx": ctx.n_ctx_seq,
-            "type": model.file_type, "size": model.size_bytes, "fingerprint": model.fingerprint,
-            "kv_type": ctx.kv_type, "exact": ctx.capabilities.exact,
+            "name": Path(model.path).stem, "n_ctx": ctx.n_ctx_seq,
+            "fingerprint": model.fingerprint, "exact": ctx.capabilities.exact,
             "leaves_cores": leaves_cores(ctx), "draft": self._draft,
             "sampling": {name: getattr(sampling, name) for name in _TOLD},
             "chat": chat_fields(model),

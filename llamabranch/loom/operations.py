@@ -11,7 +11,6 @@ import msgspec
 
 from ..serve.errors import HttpError
 from .document import Bar, Change, Document, Made, Mode, Node, Record, Tokens, Turn, Undo, decoded
-from .formats import items_of
 from .live import PageJob
 from .loom import BarFields, Do, Loom, text_grammar
 from .turns import Talk, Written, beginning, dates_for, messages_of, write
@@ -216,7 +215,7 @@ async def _bar(loom: Loom, do: Do, node: Node, at: int) -> Answer:
         await text_grammar(bar)
     for mode, bar in bars.items():
         loom.add(Bar(mode=mode, fields=msgspec.to_builtins(bar)))
-    loom.emit("set", {"rev": loom.document.rev, "bars": loom.document.bars})
+    loom.emit("set", {"bars": loom.document.bars})
     return {"bars": loom.document.bars}
 
 
@@ -281,7 +280,7 @@ async def _set(loom: Loom, do: Do, node: Node, at: int) -> Answer:
         loom.add(Change(id=node.id, name="current"))
     if do.current:
         loom.document.current = node.id
-        loom.emit("set", {"rev": loom.document.rev, "current": node.id})
+        loom.emit("set", {"current": node.id})
     records: list[Record] = []
     if do.bookmark is not None:
         records.append(Change(id=node.id, name="bookmark", value=do.bookmark))
@@ -314,22 +313,6 @@ async def _undo(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     return {"redone" if again else "undone": done, **document.counts()}
 
 
-async def _reread(loom: Loom, do: Do, node: Node, at: int) -> Answer:
-    """Copy the document, tokenized by this model, and open the copy."""
-    if loom.running:
-        raise HttpError(409, "a job is running: stop it first")
-    items, path = items_of(loom.document), loom.journal.path
-    stem = path.name.removesuffix(".loom.jsonl")
-    names = (f"{stem}.{i}.loom.jsonl" for i in range(2, 1000))
-    path = next(p for p in map(path.with_name, names) if not p.exists())
-    loom.open(path)
-    loom.ready()
-    loom.make(await asyncio.to_thread(loom.copied, items))
-    await loom.confirm()
-    loom.emit("reset", {})
-    return {"file": path.name}
-
-
 _OPERATIONS = {
     "type": _Operation(_type), "chat": _Operation(_chat), "bar": _Operation(_bar),
     "continue": _Operation(_continue, needs_node=True),
@@ -338,5 +321,5 @@ _OPERATIONS = {
     "stop": _Operation(_stop, needs_file=False),
     "set": _Operation(_set, needs_node=True),
     "delete": _Operation(_set, needs_node=True), "undo": _Operation(_undo),
-    "redo": _Operation(_undo), "reread": _Operation(_reread, needs_file=False),
+    "redo": _Operation(_undo),
 }  # fmt: skip

@@ -9,7 +9,7 @@ import atexit
 import ctypes
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -259,20 +259,6 @@ class ContextHandle(Handle):
     def resume(self) -> None:
         """Undo ``stop``."""
         self.stops.resume()
-
-    def decode_tree(self, n: int, members: Sequence[Sequence[int]]) -> int:
-        """Decode ``n`` entries where entry i belongs to every sequence of ``members[i]``."""
-        flat = np.fromiter((s for group in members for s in group), dtype=np.int32)
-        counts = np.fromiter((len(group) for group in members), dtype=np.int32, count=n)
-        offsets = np.concatenate(([0], np.cumsum(counts[:-1]))).astype(np.uint64)
-        pointers = self._seq_pointers[:n].copy()
-        self._seq_pointers[:n] = np.uint64(flat.ctypes.data) + np.uint64(4) * offsets
-        self.n_seqs[:n] = counts
-        try:
-            return self.decode(n)
-        finally:
-            self._seq_pointers[:n] = pointers
-            self.n_seqs[:n] = 1
 
     def rows(self, n: int) -> Rows:
         """Return the last decode's output rows, float32 (n, V), in batch order.

@@ -223,13 +223,13 @@ class Paged(Serving):
 
     def tokens(self, node: str, *, whole: bool = False, **more: object) -> Any:
         """Return the tokens of a node, or of its whole text."""
-        if not whole:
-            nodes = self.doc()["nodes"]
-            more["from"] = nodes["at"][nodes["id"].index(node)]
-        found = self.get("/loom/tokens", node=node, **more).json()
+        nodes = self.doc()["nodes"]
+        at = 0 if whole else nodes["at"][nodes["id"].index(node)]
+        found = self.get("/loom/tokens", node=node, **{"from": at}, **more).json()
         parts = found.pop("parts")
         for name in ("ids", "lp", "h", "rk", "text", *(("top",) if "top" in more else ())):
             found[name] = [value for part in parts for value in part[name]]
+        found |= {"at": at, "node": found["nodes"][-1]}
         return found | {"src": "".join(part["src"] for part in parts)}
 
     def text(self, node: str) -> str:

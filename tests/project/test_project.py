@@ -40,6 +40,9 @@ def test_top_of_the_package_has_what_most_programs_need() -> None:
     """All other names are in their modules: ``lb.errors``, ``lb.speculative``, ``lb.hub`` and so on."""
     assert len(llamabranch.__all__) <= 45
     assert dir(llamabranch) == llamabranch.__all__
+    name = "nothing"
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        getattr(llamabranch, name)
 
 
 def test_characters_that_cannot_be_seen_are_codes() -> None:

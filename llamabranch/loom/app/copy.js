@@ -2,7 +2,7 @@
 // Copying: the text of a path without what is drawn around it, and with the parts that are not drawn.
 import { $, plural, tell, warn } from "./dom.js";
 import { backend } from "./net.js";
-import { store, texts, view } from "./store.js";
+import { store, texts } from "./store.js";
 import { shownPath } from "./text.js";
 
 /** @typedef {import("./store.js").Path} Path */

@@ -8,7 +8,7 @@ import { following, segmentOf } from "./tree.js";
 import { named, moveTo, shownPath, topsAt } from "./text.js";
 
 /** The token that is inspected: under the mouse, at the cursor, or the last. */
-export const inspected = () => {
+const inspected = () => {
   const { n } = shownPath();
   const found = [view.hover < n ? view.hover : -1, view.cursor, view.reading].find((i) => i >= 0 && i <= n);
   return found ?? n - 1;

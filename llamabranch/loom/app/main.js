@@ -439,8 +439,7 @@ function drawState() {
   }[state];
   $("bar").hidden = !message;
   if ($("bar").textContent !== (message ?? "")) {
-    fill($("bar"), visible(message ?? ""), state === "read-only" && /model/.test(message ?? "")
-      && h("button", { type: "button", onclick: () => act("reread") }, "Read with this model"));
+    fill($("bar"), visible(message ?? ""));
   }
   const canWrite = !["no-session", "connection-lost", "model-loading", "read-only"].includes(state);
   for (const button of document.querySelectorAll("[data-model]")) /** @type {any} */ (button).disabled = !canWrite;

@@ -15,7 +15,7 @@ const CODE = [
 ];
 
 /** Whether a text is code: half of its lines look like it. @param {string} text */
-export function isCode(text) {
+function isCode(text) {
   const lines = text.split("\n").filter((line) => line.trim());
   const likely = lines.filter((line) => CODE.some((pattern) => pattern.test(line)));
   return likely.length > 0 && likely.length * 2 >= lines.length;

@@ -115,7 +115,7 @@ class Console:
 
     def render(self, what: RenderableType) -> None:
         """Print anything that rich can draw, without spaces at the ends of lines."""
-        with self.out.capture() as capture:
+        with _failures_of_standard_output(), self.out.capture() as capture:
             self.out.print(what)
         # Everything on standard output goes through ``write``.
         self.write("\n".join(line.rstrip() for line in capture.get().split("\n")))
@@ -200,9 +200,15 @@ def cell(value: object) -> str:
 def _write(file: IO[str], text: str) -> None:
     if sys.stdout is None:  # None means that it was closed when the process started
         raise OutputError("standard output is closed", hint="send it to a file or a pipe")
-    try:
+    with _failures_of_standard_output():
         file.write(text)
         file.flush()
+
+
+@contextmanager
+def _failures_of_standard_output() -> Iterator[None]:
+    try:
+        yield
     except BrokenPipeError:
         raise
     except OSError as error:

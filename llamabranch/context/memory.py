@@ -274,12 +274,11 @@ class Memory:
         """Return whether the last ``n`` tokens of a decode of one sequence can be dropped after it."""
         return self.can_draft
 
-    def fit_together(self, lengths: Sequence[int], n_others: int) -> list[int]:
+    def fit_together(self, lengths: Sequence[int]) -> list[int]:
         """Return how much of each draft can be verified in a decode of several texts.
 
         Args:
             lengths: tokens of each draft; 0 for a text without a draft.
-            n_others: how many more texts the decode reads.
         """
         return list(lengths)
 
@@ -734,9 +733,9 @@ class States(Memory):
         """Return how many tokens can be verified on a fork, which needs a free sequence."""
         return n if n and count_free() else 0
 
-    def fit_together(self, lengths: Sequence[int], n_others: int) -> list[int]:
-        """Return the lengths if there is one text, otherwise zeros: nothing can be dropped in place."""
-        return list(lengths) if len(lengths) + n_others == 1 else [0] * len(lengths)
+    def fit_together(self, lengths: Sequence[int]) -> list[int]:
+        """Return zeros: nothing can be dropped in place."""
+        return [0] * len(lengths)
 
     def _compared(self, seq_id: int, ours: Span, theirs: Span) -> tuple[Span, Span]:
         return (ours[1], ours[1]), (theirs[1], theirs[1])  # a state is at the end of its sequence
@@ -785,12 +784,8 @@ class RollingBack(States):
         """Return how many tokens can be verified in place: as many as can be undone."""
         return min(n, self.n_rollback)
 
-    def fit_together(self, lengths: Sequence[int], n_others: int) -> list[int]:
+    def fit_together(self, lengths: Sequence[int]) -> list[int]:
         """Return 0 or a common length for each draft: the one that verifies the most drafted tokens."""
-        if len(lengths) + n_others == 1:
-            return list(lengths)
-        if n_others:  # texts that are read have another length
-            return [0] * len(lengths)
 
         def drafted(n: int) -> int:
             n_drafted = sum(length >= n for length in lengths)

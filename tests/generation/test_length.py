@@ -430,10 +430,10 @@ def test_no_copied_draft_is_far_longer_than_those_that_have_a_time() -> None:
     length = auto_length(32, drafter=lb.SuffixDrafter())
     length.learn([PLAIN], 1, 1.0, 3)
     lengths = []
-    while 32 not in lengths:
-        lengths.append(copies(length, 32, 0.01))
+    while 32 not in lengths and len(lengths) < 10:
+        lengths.append(copies(length, 32))
         take(length, lengths[-1], lengths[-1], slope=0.01)
-    assert lengths[0] <= 3 and len(lengths) < 10
+    assert lengths[0] <= 3 and lengths[-1] == 32
     assert all(b <= 2 * a + 1 for a, b in pairwise(lengths))
 
 

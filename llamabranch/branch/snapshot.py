@@ -24,13 +24,7 @@ import numpy.typing as npt
 
 from ..context import Context
 from ..context.logits import LogitsRow
-from ..errors import (
-    CacheFullError,
-    LlamaBranchError,
-    SnapshotError,
-    UnsupportedError,
-    UsageError,
-)
+from ..errors import LlamaBranchError, SnapshotError, UnsupportedError, UsageError
 from ..files import atomic_write, path_of
 from ..generation.text import Text
 from ..native import engine_versions
@@ -309,22 +303,13 @@ class Snapshot:
             raise SnapshotError(f"the snapshot cannot be restored: {error}") from error
 
 
-def _no_room(n_tokens: int, ctx: Context) -> CacheFullError:
-    usage = ctx.usage()
-    return CacheFullError(
-        f"the cache is full: the snapshot's {n_tokens} tokens need cells, {usage.cells_free} of "
-        f"{usage.cells_total} are free",
-        hint="prune branches, or create the context with a larger n_ctx",
-    )
-
-
 def _check_room(ctx: Context, n_tokens: int, n_state: int) -> None:
     """Raise an error unless ``n_tokens`` fit and ``n_state`` bytes are possible for so many tokens."""
     layout = ctx.kv_cache.state_layout
     if layout is None:
         return
     if layout.needs_cells and n_tokens > ctx.usage().cells_free:
-        raise _no_room(n_tokens, ctx)
+        raise ctx.kv_cache.full_error(n_tokens)
     if n_state > layout.max_bytes(n_tokens):
         raise SnapshotError(f"{n_state} bytes of K/V are too many for {n_tokens} tokens")
 
@@ -491,7 +476,7 @@ def fill(sequence: Text, snapshot: Snapshot, *, trusted: bool = False) -> None:
     if tokens:
         ctx.decoder.make_room(len(tokens))
         if not ctx.kv_cache.set_state(sequence.seq_id, snapshot.state, len(tokens)):
-            raise _no_room(len(tokens), ctx)
+            raise ctx.kv_cache.full_error(len(tokens))
     sequence.restore(
         tokens, snapshot.n_prompt, snapshot.appended, snapshot.surprisals.tolist(),
         snapshot.pending, sampler, snapshot.seed,

@@ -300,11 +300,10 @@ def _probe(
         can_truncate &= params.swa_full and handle.n_seq_max <= MOST_WITH_WINDOW
         can_truncate &= layout is not None and layout.has_window
     memory.clear()
-    n_rollback, rollback_reason = 0, "the end of a sequence can be dropped"
+    n_rollback, can_return = 0, False
+    rollback_reason = reason = "the end of a sequence can be dropped"
     if not can_truncate:
         n_rollback, rollback_reason = _can_undo(runner, model, params)
-    can_return, reason = False, "the end of a sequence can be dropped"
-    if not can_truncate:
         can_return, reason = _can_return(runner, model.n_vocab, params.checkpoint_ram)
     is_exact, exact_reason, n_exact = False, "not asked for (exact=True asks for it)", 0
     if params.exact:

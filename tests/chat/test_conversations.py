@@ -20,6 +20,7 @@ from rounding import rounding
 
 import llamabranch as lb
 from llamabranch import Branch, Chat, Context
+from llamabranch.chat.conversation import Exchange, Line, drawn
 from llamabranch.context.prefix_cache import n_common
 
 # A template that shortens earlier answers when a new turn comes: only the last answer is complete.
@@ -334,6 +335,13 @@ def test_model_without_a_template_is_refused_with_what_helps(target: lb.Model) -
         with pytest.raises(lb.errors.UnsupportedError, match="no chat template") as caught:
             Chat(context)
         assert "chat_template=" in (caught.value.hint or "")
+
+
+def test_a_conversation_of_any_length_is_drawn() -> None:
+    last: Exchange | None = None
+    for _ in range(1200):  # more than Python recurses
+        last = Exchange(last, "Hello")
+    assert len(drawn([Line(1, last)], 1).split("\n")) == 1201
 
 
 # -- a full context --------------------------------------------------------------------------------

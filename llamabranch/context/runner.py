@@ -60,7 +60,6 @@ class Runner:
         n_decodes: the number of decodes so far.
         stops: the requests to stop a decode.
         n_chunk: the most tokens of a decode that can be interrupted.
-        most_hidden: the most numbers that the hidden states of a token can have, of all layers together.
     """
 
     def __init__(self, memory: Memory, n_trained: int | None = None, encoded: int = 0) -> None:
@@ -69,7 +68,6 @@ class Runner:
         self.n_decodes = 0
         self.stops = handle.stops
         self.n_chunk = handle.n_chunk
-        self.most_hidden = handle.n_layer * handle.n_embd + handle.n_embd_out
         # If there are fewer cells than that, no sequence can exceed it.
         self.n_trained = END if n_trained is None or handle.n_ctx_seq <= n_trained else n_trained
         self._row_bytes = 4 * handle.n_vocab

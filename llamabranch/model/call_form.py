@@ -567,22 +567,13 @@ class ArgumentTags:
         """Whether values end by themselves, as in Python, and not at a tag."""
         return not any("".join(map(str, around.after)).strip() for around in self.others.values())
 
-    def read(
-        self,
-        cursor: Cursor,
-        known: Known,
-        name: str,
-        rest: Rest,
-        found: dict[str, object] | None = None,
-    ) -> dict[str, object]:
+    def read(self, cursor: Cursor, known: Known, name: str, rest: Rest) -> dict[str, object]:
         """Return the arguments at a cursor, up to ``rest``, which is not read.
-
-        Those that were read before an error are in ``found``.
 
         Raises:
             Mismatch, Incomplete: the text has no arguments here, or more of it is needed.
         """
-        found = {} if found is None else found
+        found: dict[str, object] = {}
         if not self._ends(cursor, rest):
             if self.start:
                 cursor.literal(self.start)
@@ -746,17 +737,11 @@ class ArgumentTags:
 
 
 def _kind(value: object) -> str:
-    if isinstance(value, bool):
-        return "bool"
-    if isinstance(value, str):
-        return "string"
-    if value is None:
-        return "null"
-    return (
-        "object"
-        if isinstance(value, Mapping)
-        else ("list" if isinstance(value, (list, tuple)) else "number")
-    )
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "bool"
+    if isinstance(value, Mapping):
+        return "object"
+    return "list" if isinstance(value, (list, tuple)) else "number"
 
 
 # -- calls -----------------------------------------------------------------------------------------
@@ -906,19 +891,6 @@ class CallForm:
         if self.tags is None:
             cursor.space()
         return name, call_id, cursor.at
-
-    def read_arguments(
-        self, cursor: Cursor, known: Known, name: str, found: dict[str, object]
-    ) -> None:
-        """Read arguments in tags into ``found``.
-
-        Raises:
-            Mismatch, Incomplete: see ``read_call``.
-        """
-        if self.tags is None:
-            raise Mismatch
-        at = self.unit.index(Slot.ARGUMENTS)
-        self.tags.read(cursor, known, name, self._rest(at), found)
 
     def _rest(self, i: int) -> Rest:
         """Return the text after the arguments, which are a part of a unit."""

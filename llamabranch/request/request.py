@@ -201,8 +201,6 @@ class Request:
         data: Mapping[str, object],
         name: str,
         sampling: SamplingParams | None = None,
-        *,
-        needs: Sequence[str] = ("prompt", "messages"),
     ) -> Self:
         """Return the request that a JSON object describes, such as a line of a file of requests.
 
@@ -216,13 +214,12 @@ class Request:
             data: the object.
             name: the id if the object has none.
             sampling: the settings for everything that the object leaves out.
-            needs: the keys that the prompt may have, the preferred one first.
 
         Raises:
             ConfigError: a field is unknown, missing, of the wrong type or out of range.
             GrammarError: the grammar is invalid.
         """
-        return cls(**request_fields(data, name, sampling, needs))
+        return cls(**request_fields(data, name, sampling))
 
 
 @dataclass(repr=False)

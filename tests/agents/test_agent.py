@@ -73,6 +73,13 @@ def read_by(ctx: Context, report: Report) -> str:
 CALLED = "prompt text call result prompt text end"
 
 
+@pytest.fixture
+def small(scripted: lb.Model) -> Iterator[Context]:
+    """A context of that model with little room."""
+    with lb.Context(scripted, n_ctx=1024, n_threads=1, exact=True) as ctx:
+        yield ctx
+
+
 # -- a run -----------------------------------------------------------------------------------------
 
 
@@ -471,14 +478,12 @@ def test_a_function_may_use_its_context_and_other_agents(stage: Context) -> None
     assert results(report) == ["3 tokens. It is three."]
 
 
-def test_a_context_that_a_function_closes_ends_the_agent(scripted: lb.Model) -> None:
-    with lb.Context(scripted, n_ctx=1024, n_threads=1, exact=True) as ctx:
+def test_a_context_that_a_function_closes_ends_the_agent(small: Context) -> None:
+    def called() -> None:
+        small.close()
 
-        def called() -> None:
-            ctx.close()
-
-        report = Agent(ctx, tools=[called]).run("calls: go")
-        assert report.finish_reason in ("cancelled", "error") and report.error is not None
+    report = Agent(small, tools=[called]).run("calls: go")
+    assert report.finish_reason in ("cancelled", "error") and report.error is not None
 
 
 def test_functions_that_hang_take_no_thread_from_others(stage: Context) -> None:
@@ -523,10 +528,9 @@ def test_result_of_fifty_kilobytes_is_shortened_and_told(stage: Context) -> None
     assert report.text == "That was long."
 
 
-def test_result_is_never_longer_than_the_room(scripted: lb.Model) -> None:
-    with lb.Context(scripted, n_ctx=1024, n_threads=1, exact=True) as ctx:
-        report = Agent(ctx, tools=[long], result_tokens=5000).run("long: go")
-        assert report.text == "That was long." and len(report.tokens) < 1024
+def test_result_is_never_longer_than_the_room(small: Context) -> None:
+    report = Agent(small, tools=[long], result_tokens=5000).run("long: go")
+    assert report.text == "That was long." and len(report.tokens) < 1024
 
 
 def test_text_of_control_tokens_in_a_result_stays_text(stage: Context) -> None:
@@ -593,12 +597,11 @@ def test_tokens_that_run_out_make_the_last_turn(stage: Context) -> None:
     assert report.finish_reason == "length" and len(report.steps[1].tokens) == 2048
 
 
-def test_cells_that_run_out_make_the_last_turn(scripted: lb.Model) -> None:
-    with lb.Context(scripted, n_ctx=1024, n_threads=1, exact=True) as ctx:
-        report = Agent(ctx, tools=[name, long], max_tokens=8000, max_turns=90).run("again: go")
-        assert report.finish_reason == "stop" and report.text == "Enough."
-        report = Agent(ctx, "x" * 600, tools=[name], max_tokens=2048).run("again: go")
-        assert report.limit == "capacity" and len(report.calls) == 2
+def test_cells_that_run_out_make_the_last_turn(small: Context) -> None:
+    report = Agent(small, tools=[name, long], max_tokens=8000, max_turns=90).run("again: go")
+    assert report.finish_reason == "stop" and report.text == "Enough."
+    report = Agent(small, "x" * 600, tools=[name], max_tokens=2048).run("again: go")
+    assert report.limit == "capacity" and len(report.calls) == 2
 
 
 def test_trunk_that_does_not_fit_is_refused_before_anything_runs(stage: Context) -> None:
@@ -815,7 +818,9 @@ def test_bad_tasks_are_refused(stage: Context, arguments: tuple[Any, ...]) -> No
             cast(Callable[..., object], way)(*arguments)
 
 
-def test_no_template_another_context_and_a_closed_one(scripted: lb.Model, target: lb.Model) -> None:
+def test_no_template_another_context_and_a_closed_one(
+    small: Context, stage: Context, target: lb.Model
+) -> None:
     with (
         lb.Context(target, n_ctx=256, n_threads=1, exact=True) as ctx,
         pytest.raises(UnsupportedError, match="template"),
@@ -823,17 +828,14 @@ def test_no_template_another_context_and_a_closed_one(scripted: lb.Model, target
         Agent(ctx)
     with pytest.raises(ConfigError, match="target"):
         Agent(cast(Any, "a.gguf"))
-    with (
-        lb.Context(scripted, n_ctx=1024, n_threads=1, exact=True) as untemplated,
-        lb.Context(scripted, n_ctx=1024, n_threads=1, exact=True) as other,
-    ):
-        with pytest.raises(ConfigError, match="another context"):
-            Agent(untemplated, tools=[Agent(other, name="helper")])
-        agent = Agent(untemplated)
+    with pytest.raises(ConfigError, match="another context"):
+        Agent(small, tools=[Agent(stage, name="helper")])
+    agent = Agent(small)
+    small.close()
     with pytest.raises(ClosedError):
         agent.run("plain: go")
     with pytest.raises(ClosedError):
-        Agent(untemplated)
+        Agent(small)
 
 
 def test_closed_engine_and_a_context_closed_while_it_runs(stage: Context) -> None:

@@ -186,7 +186,7 @@ def test_nothing_is_tried_or_promised_unless_asked(
     target: lb.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The default is llama.cpp's: f16, and flash attention wherever it can. The context opens once."""
-    monkeypatch.setattr("llamabranch.context.opening.exactness_of", None)
+    monkeypatch.setattr("llamabranch.context.opening.most_exact_rows", None)
     with Context(target, n_ctx=256, n_threads=1) as ctx:
         assert (ctx.kv_type, ctx.params.flash_attention) == ("f16", "auto")
         assert not ctx.capabilities.exact and "exact=True" in ctx.capabilities.exact_reason

@@ -237,17 +237,6 @@ def test_nothing_is_undone_of_a_decode_before_the_last(ctx: Context) -> None:
     check(ctx, {0: TEXT[:n_left], 1: TEXT[:40]} if n_left else {1: TEXT[:40]})
 
 
-def test_an_undone_sequence_that_was_dropped_can_be_forked(ctx: Context) -> None:
-    memory = ctx.kv_cache
-    decode_run(ctx.decoder, TEXT[:20], 0, "none")
-    assert memory.cut(0, 18) == 18
-    memory.drop(0, 0)
-    assert memory.fork(0, 1) == 0
-    decode_run(ctx.decoder, TEXT[:9], 0, "none")
-    assert memory.fork(0, 1) == 9
-    check(ctx, {0: TEXT[:9], 1: TEXT[:9]})
-
-
 @pytest.mark.parametrize("n_new", [1, 2, 4, 5, 12])
 @pytest.mark.parametrize("code", [-2, -3])
 def test_a_failed_decode_leaves_no_state_that_was_not_computed(
@@ -273,18 +262,6 @@ def test_a_failed_decode_leaves_no_state_that_was_not_computed(
     end = ctx.kv_cache.next_position(0)
     assert end < start
     check(ctx, {0: TEXT[:end]} if end else {})
-
-
-def test_what_fits_into_a_decode_of_several(ctx: Context) -> None:
-    memory = ctx.kv_cache
-    assert memory.fit_together([3], 0) == [3]
-    assert memory.fit_together([3], 1) == [0]
-    assert memory.fit_together([4, 4, 1], 0) == [4, 4, 0]
-    assert memory.fit_together([4, 2, 2], 0) == [2, 2, 2]
-    assert memory.fit_together([1, 0, 0], 0) == [1, 0, 0]
-    assert memory.fit_together([0, 0], 0) == [0, 0]
-    n = memory.handle.n_chunk // 5 + 1
-    assert max(memory.fit_together([4] * n, 0)) < 4
 
 
 # -- whether and how far -----------------------------------------------------------------------------

@@ -219,20 +219,6 @@ def test_a_file_of_another_model_is_read_and_can_be_imported(tmp_path: Path) -> 
         page.type(" and more", page.nodes()[-1])
 
 
-def test_reading_again_keeps_what_is_shown(tmp_path: Path) -> None:
-    with Paged(tmp_path) as page:
-        nodes = page.grow(page.type(START)["id"], 2, max_tokens=9)
-        page.type("gone")
-        page.do("undo")
-        told = [page.tokens(node["id"], top=1) for node in nodes]
-    with Paged(tmp_path) as page:
-        assert len(page.nodes()) == 3
-        assert [page.tokens(node["id"], top=1) for node in nodes] == told
-        for _ in range(page.doc()["undo"]):
-            page.do("undo")
-        assert page.nodes() == []
-
-
 def test_a_folder_that_is_relative_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_DATA_HOME", "relative")

@@ -212,7 +212,7 @@ def test_undo_goes_back_to_nothing_and_forward_again(tmp_path: Path) -> None:
         nodes = page.grow(root["id"], 3, max_tokens=4)
         page.do("set", node=nodes[0]["id"], bookmark=True)
         page.do("delete", node=nodes[1]["id"])
-        before = page.doc()["nodes"]
+        before, told = page.doc()["nodes"], page.tokens(nodes[2]["id"], top=1)
         assert [page.do("undo")["undo"] for _ in range(4)] == [3, 2, 1, 0]
         assert page.nodes() == []
         page.do("undo", 409)
@@ -220,7 +220,7 @@ def test_undo_goes_back_to_nothing_and_forward_again(tmp_path: Path) -> None:
         assert page.nodes() == [] and page.doc()["redo"] == 4
         for _ in range(4):
             page.do("redo")
-        assert page.doc()["nodes"] == before
+        assert page.doc()["nodes"] == before and page.tokens(nodes[2]["id"], top=1) == told
         page.do("redo", 409)
 
 

@@ -226,14 +226,6 @@ def test_a_text_goes_on_as_it_was_cut_and_files_keep_the_turns(page: Paged, tmp_
     assert [turn["role"] for turn in line["turns"]] == ["assistant", "user", "assistant"]
 
 
-def test_chats_are_undone(page: Paged) -> None:
-    node = chat(page, text=ASKED)
-    page.do("undo")
-    assert node["id"] not in page.nodes()
-    page.do("redo")
-    assert turns(page, node["id"])[0] == ("user", ASKED)
-
-
 def test_what_is_no_chat_is_refused(page: Paged, tmp_path: Path) -> None:
     text = page.type("Once upon a time")
     page.do("chat", 409, node=text["id"], text="Hello")

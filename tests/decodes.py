@@ -7,8 +7,6 @@ from collections.abc import Callable
 import pytest
 from llama_cpp import llama_cpp as C
 
-__all__ = ["Decodes"]
-
 Act = Callable[[int], object]
 
 

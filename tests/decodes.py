@@ -11,8 +11,6 @@ from llama_cpp import llama_cpp as C
 
 from llamabranch import Context
 
-__all__ = ["Decodes", "hooked"]
-
 Act = Callable[[int], object]
 
 

@@ -58,11 +58,7 @@ def open(
 
     def open_engine() -> AsyncEngine:
         context, drafter = given.open_pair(
-            (target, drafters),
-            console,
-            n_texts=_PARALLEL,
-            n_seq_max=_SEQUENCES,
-            prefix_cache=True,
+            (target, drafters), console, n_texts=_PARALLEL, n_seq_max=_SEQUENCES, prefix_cache=True
         )
         config = given.config()
         return AsyncEngine(context, drafter, config, max_tokens=None, parallel=_PARALLEL)
@@ -113,15 +109,14 @@ def _document(file: Path | None, target: str) -> Path:
 def _show_link(loom: Loom, url: str, console: Console, *, browser: bool) -> None:
     """Print the link, and another one whenever Enter is pressed."""
 
-    def link() -> str:
-        return f"{url}/#{loom.guard.link()}"
+    def show(**more: str) -> str:
+        link = f"{url}/#{loom.guard.link()}"
+        console.line(f"the page: {link}")
+        console.answer({"link": link, **more})
+        return link
 
-    def show(found: dict[str, object]) -> None:
-        console.line(f"the page: {found['link']}")
-        console.answer(found)
-
-    first, path, key = link(), loom.journal.path, loom.guard.key
-    show({"link": first, "url": url, "key": key, "file": str(path)})
+    path, key = loom.journal.path, loom.guard.key
+    first = show(url=url, key=key, file=str(path))
     if not console.silent:
         console.note(f"document: {path}; scripts send Authorization: Bearer {key}")
     if loom.journal.read_only is not None:
@@ -130,7 +125,7 @@ def _show_link(loom: Loom, url: str, console: Console, *, browser: bool) -> None
     def listen() -> None:
         with suppress(OSError, ValueError):
             for _ in sys.stdin:
-                show({"link": link()})
+                show()
 
     if _reads_terminal():
         threading.Thread(target=listen, daemon=True).start()

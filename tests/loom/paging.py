@@ -20,8 +20,6 @@ from llamabranch.loom import Loom, front_of
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["CHAT", "DRAFT", "TARGET", "Opened", "Paged", "chat_model", "drafted", "events_of"]
-
 DRAFT = Path(lb.__file__).parent / "data" / "tale-draft-q8_0.gguf"
 # A template of today's kind: thoughts, calls, control tokens; earlier thoughts are left out.
 CHAT = (

@@ -33,10 +33,11 @@ def alone(root: Branch, index: int, n: int, stop: Sequence[str] = ()) -> list[in
 )
 def test_texts_are_those_of_their_seeds_alone(ctx: Context, settings: dict[str, Any]) -> None:
     """Penalties and grammars have a state."""
+    stops: list[list[str]] = [[], ["."]]
     with Branch.start(ctx, STORY, seed=5, **settings) as root:
         for seed in (5, 6, 7):
             root.reseed(seed)
-            for stop in ((), ["."]):
+            for stop in stops:
                 result = search.best_of_n(root, 6, 20, stop=stop)
                 expected = [alone(root, i, 20, stop) for i in range(6)]
                 assert sorted(h.tokens for h in result.hypotheses) == sorted(expected)

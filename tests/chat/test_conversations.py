@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import toys
 from conftest import DATA
+from decodes import hooked
 from drafts import Eager
 from rounding import rounding
 
@@ -55,11 +56,8 @@ def counting(ctx: Context) -> Iterator[list[int]]:
             counts.append(n)
         return code
 
-    before = ctx.decoder.hook(around)
-    try:
+    with hooked(ctx, around):
         yield counts
-    finally:
-        ctx.decoder.hook(before)
 
 
 def by_hand(ctx: Context, answer: lb.chat.Answer, chat: Chat) -> list[int]:
@@ -222,11 +220,8 @@ def test_nothing_changes_a_chat_while_another_thread_answers(ctx: Context, tmp_p
         return decode(n)
 
     chat = Chat(ctx, None, seed=1, max_tokens=6)
-    before = ctx.decoder.hook(around)
-    try:
+    with hooked(ctx, around):
         answer = chat.send("Who is the king?").finish()
-    finally:
-        ctx.decoder.hook(before)
     assert len(refused) == 2 * len(calls)
     for name, error in refused:
         assert isinstance(error, lb.errors.BranchStateError), name

@@ -7,7 +7,7 @@
 #   make test-lowest  the tests that are not slow on Python 3.10 and 3.11, with the lowest versions; needs uv
 #   make core    build the compiled core into this tree, for a package that runs from the tree
 #   make docs    build the site of the documents into $(VENV)/site; strict
-#   make bench   install, build llama.cpp's own programs, then all benchmarks: about an hour
+#   make bench   install, then four benchmarks, about an hour; BENCH_ARGS="--peers FOLDER" adds llama.cpp's own server
 # Override with e.g. `make test VENV=/tmp/venv PYTHON=python3.12 PYTEST_ARGS="-k cli"`.
 
 PYTHON ?= python3

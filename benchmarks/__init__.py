@@ -1,17 +1,17 @@
 """Benchmarks: one program a claim of the documents. ``docs/benchmarks.md`` says how to run them.
 
 length.py        prompts of 64 to 6,000 tokens: reading, generating after them, forks, separate texts
-drafts.py        drafts without a draft model, in texts and JSON, against llama-lookup and llama-server
+drafts.py        drafts without a draft model, in texts and JSON
 serve.py         the server against llama-server
 agents.py, agent_tasks.py    agents on one document; twenty tasks of two steps
-answers.py, answer_tasks.py, paired.py    votes, power sampling and single samples at equal compute
+answers.py, answer_tasks.py    votes, power sampling and single samples at equal compute
 conversation.py  tokens that a chat with branches evaluates
-page.py          budgets of the page in a browser
+page.py          what a page that watches costs
 pictures.py      the pictures of the documents
 rule_error.py    proof by enumeration that an acceptance rule is lossless
 report.py        the harness: settings, turns, tables, the JSON line
 prompts.py       prompts and a schema
-servers.py, llama_tools.py    servers in processes of their own; llama.cpp's programs, built
+servers.py       servers in processes of their own
 
 The code that times (interleaved runs, medians, ratios within a run) is ``llamabranch.bench``, which the
 commands use too.

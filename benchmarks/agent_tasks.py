@@ -2,12 +2,11 @@
 
 A task is done if the answer contains what the question asks for and both functions were called.
 
-    python -m benchmarks.agent_tasks --model a.gguf
+    python -m benchmarks.agent_tasks --target a.gguf --threads 2
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import re
 import time
@@ -15,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import llamabranch as lb
+
+from .report import Settings, emit, number, parser, table, title
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -212,19 +213,24 @@ def _values(arguments: object) -> str:
 
 def main() -> None:
     """Run all tasks and print a line for each."""
-    parser = argparse.ArgumentParser(description="twenty tasks of two steps for agents")
-    parser.add_argument("--model", default="smollm2-135m:Q8_0")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--parallel", type=int, default=4, help="tasks at a time")
-    args = parser.parse_args()
-    with lb.load(args.model, n_ctx=8192, n_threads=args.threads) as ctx:
-        print(f"{ctx.model.name}, temperature 0, {args.parallel} at a time")
+    described = parser("twenty tasks of two steps for agents", target="smollm2-135m:Q8_0")
+    described.add_argument("--parallel", type=int, default=4, help="tasks at a time")
+    args = described.parse_args()
+    settings = Settings.of(args)
+    tasks = TASKS[: 2 if settings.quick else None]
+    with settings.context(settings.target, n_ctx=8192) as ctx:
         begun = time.perf_counter()
-        reports = asyncio.run(run_all(ctx, TASKS, args.parallel))
+        reports = asyncio.run(run_all(ctx, tasks, args.parallel))
         seconds = time.perf_counter() - begun
-        done = [is_done(task, report) for task, report in zip(TASKS, reports, strict=True)]
+        n_done = sum(is_done(task, report) for task, report in zip(tasks, reports, strict=True))
         n_tokens = sum(report.stats.generated for report in reports)
-        print(f"{sum(done)} of {len(TASKS)} done, {n_tokens} tokens, {seconds:.0f} s")
+        table(
+            f"{title(ctx.model)}, temperature 0, {args.parallel} at a time",
+            ("done", "of", "tokens", "seconds"),
+            [(str(n_done), str(len(tasks)), str(n_tokens), number(seconds, 0))],
+        )
+        results = {"done": n_done, "of": len(tasks), "n_tokens": n_tokens, "seconds": seconds}
+        emit("agent_tasks", settings, {"target": ctx.model}, results)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,11 @@
 """Three agents on one document, two calls of 0.3 s each: tokens read and seconds.
 
-    python -m benchmarks.agents --target MODEL.gguf --threads 2 [--peers-bin FOLDER] [--document 6000]
+    python -m benchmarks.agents --target MODEL.gguf --threads 2 [--peers FOLDER] [--document 6000]
 
 The same loop on every side: a question, a forced call, its result, an answer of at most --tokens
 tokens; then a second question, call and answer. Sides: `lb.Agent` in this process; the same messages to
-`llamabranch serve` and to ``llama-server -np 3`` over HTTP, three clients at a time; and re-prompting:
-each turn as a whole prompt to a context that keeps no prefixes, one agent after the other.
-Tokens read are the prompt tokens that a side has evaluated, by its own account. Distinct tokens are the
-nodes of the trie of all of the agents' texts.
+`llamabranch serve` and to ``llama-server -np 3`` over HTTP, three clients at a time.
+Tokens read are the prompt tokens that a side has evaluated, by its own account.
 """
 
 from __future__ import annotations
@@ -16,21 +14,20 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import closing
+from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple
 
 import llamabranch as lb
-from llamabranch.context.prefix_cache import n_common
 from llamabranch.model.functions import function_tool
 
-from .llama_tools import ToolError
 from .prompts import document
 from .report import Settings, emit, number, parser, table, title
-from .servers import Served, request, start_ours, start_theirs
+from .servers import Served, ToolError, request, start_ours, start_theirs
 
-SIDES = ("agent", "serve", "llama-server", "re-prompting")
+SIDES = ("agent", "serve", "llama-server")
 QUESTIONS = ("Who pays?", "When does it end?", "What is the risk?")
 SECOND = "And what follows from it?"
 SYSTEM = "Answer from the document, in one sentence."
@@ -40,18 +37,13 @@ SECONDS = 0.3  # of each call
 def find(word: Literal["pays", "ends", "risk", "notice"]) -> str:
     """Return the line of the document that holds a word."""
     time.sleep(SECONDS)
-    return look(word)
+    return f"Line 7: of what {word}, section 4 says more."
 
 
 WORD = {"type": "object", "properties": {"word": {"enum": ["pays", "ends", "risk", "notice"]}},
         "required": ["word"], "additionalProperties": False}  # fmt: skip
 CALL = {"type": "object", "properties": {"name": {"const": "find"}, "arguments": WORD},
         "required": ["name", "arguments"], "additionalProperties": False}  # fmt: skip
-
-
-def look(word: Literal["pays", "ends", "risk", "notice"]) -> str:
-    """Return the line of the document that holds a word."""
-    return f"Line 7: of what {word}, section 4 says more."
 
 
 class Figures(NamedTuple):
@@ -63,8 +55,8 @@ class Figures(NamedTuple):
     n_generated: int
 
 
-def agent(ctx: lb.Context, text: str, n_tokens: int) -> tuple[Figures, int]:
-    """Run three agents; return the figures, and the number of distinct tokens."""
+def agent(ctx: lb.Context, text: str, n_tokens: int) -> Figures:
+    """Run three agents."""
 
     async def main() -> list[lb.agents.Report]:
         async with lb.AsyncEngine(ctx) as engine:
@@ -82,17 +74,7 @@ def agent(ctx: lb.Context, text: str, n_tokens: int) -> tuple[Figures, int]:
     stats = [report.stats for report in reports]
     n_read, n_generated = sum(s.evaluated for s in stats), sum(s.generated for s in stats)
     n_prompt = n_read + sum(s.cached for s in stats)
-    distinct = nodes([report.tokens for report in reports])
-    return Figures(seconds, n_read, n_prompt, n_generated), distinct
-
-
-def nodes(texts: Sequence[Sequence[int]]) -> int:
-    """Return how many nodes the trie of texts has."""
-    seen, n = list[Sequence[int]](), 0
-    for text in texts:
-        n += len(text) - max((n_common(text, other) for other in seen), default=0)
-        seen.append(text)
-    return n
+    return Figures(seconds, n_read, n_prompt, n_generated)
 
 
 Ask = Callable[[Mapping[str, object]], Awaitable[Mapping[str, object]]]
@@ -134,15 +116,15 @@ async def over_http(side: Served, text: str, n_tokens: int) -> Figures:
     async def ask(body: Mapping[str, object]) -> Mapping[str, object]:
         nonlocal read, prompts, generated
         status, data = await request(side.port, "POST", "/v1/chat/completions", body)
-        found = json.loads(data)
+        answer = json.loads(data)
         if status != 200:
             raise ToolError(f"the server refuses: {data[:300]!r}")
-        used = found["usage"]
+        used = answer["usage"]
         cached = (used.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
         read += used["prompt_tokens"] - cached
         prompts += used["prompt_tokens"]
         generated += used["completion_tokens"]
-        message: dict[str, object] = found["choices"][0]["message"]
+        message: dict[str, object] = answer["choices"][0]["message"]
         return message
 
     begun = time.perf_counter()
@@ -150,87 +132,51 @@ async def over_http(side: Served, text: str, n_tokens: int) -> Figures:
     return Figures(time.perf_counter() - begun, read, prompts, generated)
 
 
-async def reprompting(ctx: lb.Context, text: str, n_tokens: int) -> Figures:
-    """Hold the conversations one after the other, each turn as a whole prompt."""
-    n_prompt = n_generated = 0
-
-    async def ask(body: Mapping[str, object]) -> Mapping[str, object]:
-        nonlocal n_prompt, n_generated
-        given = {**body}
-        if given.pop("response_format", None):
-            given["grammar"] = lb.Grammar.from_json_schema(json.dumps(CALL))
-        result = ctx.chat(**given)  # type: ignore[call-overload]
-        n_prompt += result.num_prompt_tokens
-        n_generated += len(result.tokens)
-        return cast("dict[str, object]", result.message)
-
-    begun = time.perf_counter()
-    for question in QUESTIONS:
-        await talk(question, text, n_tokens, ask)
-    return Figures(time.perf_counter() - begun, n_prompt, n_prompt, n_generated)
-
-
 def main() -> None:
     """Measure all sides, one after the other."""
-    described = parser("agents", runs=1, tokens=32)
+    described = parser("agents", runs=1, tokens=32, target="smollm2-135m:Q8_0")
     described.add_argument("--document", type=int, default=6000, help="tokens of the document")
     described.add_argument("--only", nargs="+", choices=SIDES, default=[*SIDES])
     args = described.parse_args()
     settings = Settings.of(args)
     n_document = 300 if settings.quick else args.document
     cells = n_document + 1500
-    found: dict[str, list[Figures]] = {}
-    distinct = 0
+    figures: dict[str, list[Figures]] = {}
     with lb.Model(lb.hub.resolve(settings.target)) as model:
         text, path = document(model, n_document), Path(model.path)
 
-        def note(name: str, figures: Figures) -> None:
-            found.setdefault(name, []).append(figures)
-            print(f"{name}: {figures.seconds:.1f} s", file=sys.stderr)
+        def in_process() -> Figures:
+            n_ctx, n_threads = cells + 1500, settings.threads
+            with lb.Context(model, n_ctx=n_ctx, n_seq_max=8, n_threads=n_threads) as ctx:
+                return agent(ctx, text, settings.tokens)
 
+        def served(start: Callable[..., Served], *options: object) -> Figures:
+            with closing(start(settings, path, *options)) as side:
+                return asyncio.run(over_http(side, text, settings.tokens))
+
+        sides: dict[str, Callable[[], Figures]] = {
+            "agent": in_process,
+            "serve": partial(served, start_ours, "-c", cells + 1500),  # all share one cache
+            "llama-server": partial(served, start_theirs, "-np", 3, "-c", 3 * cells),
+        }
         for _ in range(settings.runs):
-            if "agent" in args.only:
-                with lb.Context(
-                    model, n_ctx=cells + 1500, n_seq_max=8, n_threads=settings.threads
-                ) as ctx:
-                    figures, distinct = agent(ctx, text, settings.tokens)
-                    note("agent", figures)
-            for name, start, options in (
-                ("serve", start_ours, ("-c", cells + 1500)),  # without -np they share one cache
-                ("llama-server", start_theirs, ("-np", 3, "-c", 3 * cells)),
-            ):
-                if name not in args.only:
-                    continue
+            for name in args.only:
                 try:
-                    with closing(start(settings, path, *options)) as side:
-                        figures = asyncio.run(over_http(side, text, settings.tokens))
-                        note(name, figures)
+                    figures.setdefault(name, []).append(sides[name]())
+                    print(f"{name}: {figures[name][-1].seconds:.1f} s", file=sys.stderr)
                 except ToolError as error:
                     print(f"without {name}: {error}", file=sys.stderr)
-            if "re-prompting" in args.only:
-                with lb.Context(
-                    model, n_ctx=cells, n_seq_max=2, prefix_cache=False, n_threads=settings.threads
-                ) as ctx:
-                    figures = asyncio.run(reprompting(ctx, text, settings.tokens))
-                    note("re-prompting", figures)
         rows = [
             [name, number(one.seconds, 1), str(one.n_read), str(one.n_prompt), str(one.n_generated)]
-            for name, all_of in found.items()
-            for one in all_of
+            for name, runs in figures.items()
+            for one in runs
         ]
         table(
             f"{title(model)}, {settings.threads} threads, document of {n_document} tokens",
             ("side", "seconds", "prompt tokens read", "of", "generated"), rows,
         )  # fmt: skip
-        if "agent" in found:
-            one = found["agent"][-1]
-            print(
-                f"read + generated, over distinct: {(one.n_read + one.n_generated) / distinct:.4f}"
-            )
-        results = {
-            name: [figures._asdict() for figures in all_of] for name, all_of in found.items()
-        }
-        emit("agents", settings, {"target": model}, {**results, "distinct": distinct})
+        results = {name: [one._asdict() for one in runs] for name, runs in figures.items()}
+        emit("agents", settings, {"target": model}, results)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def main() -> None:
         take(chat.send("Name its source."))
         chat.switch(1)
         take(chat.send("Thank you. One more walk, please."))
-        evaluated = chat.stats.num_evaluated_tokens
+        evaluated = chat.stats.prompt_tokens + chat.stats.generated_tokens
         rows = [
             ("Chat", f"{evaluated:,}"),
             ("each prompt and answer anew", f"{anew:,}"),

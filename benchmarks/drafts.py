@@ -4,14 +4,13 @@
 
 ``edit``, ``extract``, ``quote``, ``translate`` and ``free`` draft by copying. ``json`` (five fields from
 one text) and ``people`` (eight fields from each of ten texts) draft what the grammar forces, too. In
-each task these take turns: plain decoding, drafts of the length "auto" and of fixed lengths, for texts
-llama-lookup, and for JSON free text and llama-server. A text ends where the model ends it, or after
---tokens. The targets smollm2-135m, smollm2-135m:Q8_0, :BF16 and :Q4_0 are one model in several types.
+each task these take turns: plain decoding, drafts of the length "auto" and of fixed lengths, and for JSON
+free text. A text ends where the model ends it, or after --tokens. The targets smollm2-135m,
+smollm2-135m:Q8_0, :BF16 and :Q4_0 are one model in several types.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import NamedTuple
@@ -20,7 +19,6 @@ import llamabranch as lb
 from llamabranch.bench.timing import Maker, Series, Timing, Work
 from llamabranch.cli.demo import PERSON, SCHEMA
 
-from .llama_tools import ToolError, lookup
 from .prompts import PEOPLE, PEOPLE_SCHEMA, TASKS
 from .report import (
     Settings,
@@ -34,10 +32,8 @@ from .report import (
     table,
     title,
 )
-from .servers import Served, start_theirs
 
 PLAIN, AUTO, FREE = "plain", "auto", "free text"
-LOOKUP, SERVER = "llama-lookup", "llama-server"
 
 
 class Task(NamedTuple):
@@ -93,27 +89,10 @@ def _measure(
     for length in lengths:
         label = length if isinstance(length, str) else f"fixed {length}"
         makers[label] = _ours(ctx, task, settings.tokens, temperature, length)
-    server: Served | None = None
-    if settings.peers and task.schema is None:
-        makers[LOOKUP] = _lookup(ctx, task, settings, temperature)
-    elif settings.peers:
-        try:
-            server = start_theirs(settings, ctx.model.path, "-np", 1, "-c", ctx.n_ctx)
-            makers[SERVER] = _server(server, ctx, task, settings.tokens, temperature)
-        except ToolError as error:
-            print(f"without llama-server: {error}", file=sys.stderr)
-    try:
-        compared = interleave(makers, n_runs=settings.runs, n_items=len(task.prompts))
-    finally:
-        if server is not None:
-            server.close()
+    compared = interleave(makers, n_runs=settings.runs, n_items=len(task.prompts))
     fixed = [label for label in compared if label.startswith("fixed")]
     best = max(fixed, key=lambda label: compared[label].rate.median)
-    over = {
-        other: compared[AUTO].ratio(compared[other])
-        for other in (PLAIN, best, LOOKUP, SERVER)
-        if other in compared
-    }
+    over = {other: compared[AUTO].ratio(compared[other]) for other in (PLAIN, best)}
     _show(f"{name}, T = {temperature:g}. {title(ctx.model)}", settings, compared)
     table(f"{name}: auto over", tuple(over), [tuple(pm(ratio) for ratio in over.values())])
     return {
@@ -153,34 +132,6 @@ def _ours(
                 text.finish()
             tokens = tuple(text.tokens)
             return Timing(len(tokens), text.elapsed_s, tokens, text.stats)
-
-        return work
-
-    return make
-
-
-def _lookup(ctx: lb.Context, task: Task, settings: Settings, temperature: float) -> Maker:
-    def make(run: int) -> Work:
-        def work(item: int) -> Timing:
-            return lookup(
-                settings, ctx.model.path, task.prompts[item], temperature=temperature, seed=run + 2
-            )
-
-        return work
-
-    return make
-
-
-def _server(
-    server: Served, ctx: lb.Context, task: Task, n_tokens: int, temperature: float
-) -> Maker:
-    def make(run: int) -> Work:
-        def work(item: int) -> Timing:
-            timings = server.complete(
-                ctx.tokenize(task.prompts[item]), n_tokens, json_schema=task.schema,
-                temperature=temperature, seed=item,
-            )  # fmt: skip
-            return Timing(int(timings["predicted_n"]), timings["predicted_ms"] / 1000)
 
         return work
 

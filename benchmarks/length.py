@@ -11,19 +11,17 @@ is turned around each time; ratios are taken within a turn.
 - *bare ...*: a loop of ``llama_decode`` that keeps nothing, for each K/V type, with flash attention and
   without, in pieces of 512 and of 128 tokens. The best of them, for each figure, is what others are
   compared with.
-- *llama-server*: on its defaults but for threads and context size; one text
 
 A model and a length take one to five minutes.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from llama_cpp import llama_cpp as C
@@ -32,11 +30,9 @@ import llamabranch as lb
 from llamabranch.bench.timing import Spread
 from llamabranch.context.params import ContextOptions
 
-from .llama_tools import has_amx
 from .report import Settings, emit, parser, pm, table, title
-from .servers import Served, start_theirs
+from .servers import has_amx
 
-SERVER = "llama-server"
 READ, ONE, FORKS, SEPARATE = "read", "one text", "eight forks", "eight texts"
 FIGURES = (READ, ONE, FORKS, SEPARATE)
 MODELS = ("smollm2-135m:Q8_0", "smollm2-135m:BF16")
@@ -69,25 +65,7 @@ _OPTIONS: dict[str, ContextOptions] = {
 }  # fmt: skip
 
 Rates = dict[str, list[float]]  # tokens a second of each figure, for each turn
-
-
-class Contestant(Protocol):
-    """A program with one prompt or eight texts in its cache. Each method returns tokens a second."""
-
-    def read(self, tokens: Sequence[int]) -> float:
-        """Read a prompt, in place of what the cache held."""
-
-    def one(self, n: int) -> float:
-        """Generate a text after the prompt."""
-
-    def forks(self, n: int) -> float:
-        """Generate eight texts after the prompt together; nan if the program cannot."""
-
-    def begin(self, texts: Sequence[Sequence[int]]) -> None:
-        """Read eight texts, in place of what the cache held."""
-
-    def separate(self, n: int) -> float:
-        """Continue them together; nan if the program cannot."""
+Contestant: TypeAlias = "_Ours | _BareLoop"
 
 
 def main() -> None:
@@ -96,7 +74,6 @@ def main() -> None:
     add = described.add_argument
     add("--models", nargs="+", help=f"names or files; default: {' '.join(MODELS)}")
     add("--lengths", type=int, nargs="+", help="default: 500 2000 6000")
-    add("--without", nargs="+", choices=_OPTIONS, default=(), help="contexts to leave out")
     args = described.parse_args()
     settings = Settings.of(args)
     lengths = args.lengths or ([64] if settings.quick else [500, 2000, 6000])
@@ -107,7 +84,7 @@ def main() -> None:
         for model in models.values():
             for length in lengths:
                 with ExitStack() as opened:
-                    contestants = _contestants(model, length, settings, args.without, opened)
+                    contestants = _contestants(model, length, settings, opened)
                     runs = _interleaved(contestants, model, length, settings)
                 label = f"{title(model)}, {length} tokens"
                 reports[label] = _report(label, runs)
@@ -115,16 +92,12 @@ def main() -> None:
 
 
 def _contestants(
-    model: lb.Model, length: int, settings: Settings, without: Sequence[str], stack: ExitStack
+    model: lb.Model, length: int, settings: Settings, stack: ExitStack
 ) -> dict[str, Contestant]:
     contestants: dict[str, Contestant] = {}
     n_ctx = length + _ROOM
-    for name in [name for name in _OPTIONS if name not in without]:
-        options = _OPTIONS[name].copy()
-        options |= {
-            "n_ctx": n_ctx, "n_seq_max": _N + 1, "n_threads": settings.threads,
-            "n_threads_batch": settings.threads,
-        }  # fmt: skip
+    for name, options in _OPTIONS.items():
+        options = {**options, "n_ctx": n_ctx, "n_seq_max": _N + 1, "n_threads": settings.threads}
         try:
             ctx = stack.enter_context(lb.Context(model, **options))
         except lb.errors.UnsupportedError as error:
@@ -139,10 +112,6 @@ def _contestants(
         loop = _BareLoop(weights, setting, n_ctx, settings.threads)
         stack.callback(loop.close)
         contestants[setting.name] = loop
-    if settings.peers:
-        server = start_theirs(settings, model.path, "-np", 1, "-c", n_ctx)
-        stack.callback(server.close)
-        contestants[SERVER] = _Server(server)
     return contestants
 
 
@@ -160,13 +129,16 @@ def _interleaved(
             runs[name][figure].append(measure(contestants[name]))
         order.reverse()
 
+    def read(contestant: Contestant, tokens: Sequence[int]) -> float:
+        return contestant.read(tokens)
+
     n = settings.tokens
     for each in contestants.values():  # warm
         each.read(_tokens(model, 40, 0))
     for run in range(settings.runs):
         # The beginning differs, so that no program has a part of it in its cache.
         tokens = _tokens(model, length, run + 1)
-        turn(READ, partial(_read, tokens=tokens))
+        turn(READ, partial(read, tokens=tokens))
         for _ in range(_TURNS):
             turn(ONE, lambda each: each.one(n))
         for _ in range(_TURNS):
@@ -180,10 +152,6 @@ def _interleaved(
     return runs
 
 
-def _read(contestant: Contestant, tokens: Sequence[int]) -> float:
-    return contestant.read(tokens)
-
-
 def _tokens(model: lb.Model, n: int, seed: int) -> list[int]:
     drawn = np.random.default_rng(seed).integers(model.n_vocab // 20, model.n_vocab * 9 // 10, n)
     return [int(token) for token in drawn]
@@ -193,6 +161,12 @@ def _tokens(model: lb.Model, n: int, seed: int) -> list[int]:
 
 
 class _Ours:
+    """A context with one prompt or eight texts. Each method but ``begin`` returns tokens a second.
+
+    ``read`` and ``begin`` replace what the cache held; ``one`` and ``forks`` continue the prompt, and
+    ``separate`` continues the eight texts together.
+    """
+
     def __init__(self, ctx: lb.Context) -> None:
         banned = dict.fromkeys(ctx.model.eog_tokens, -1e9)
         self._ctx = ctx
@@ -248,7 +222,7 @@ class _Ours:
 
 
 class _BareLoop:
-    """``llama_decode`` and the greatest logit, and nothing else."""
+    """``llama_decode`` and the greatest logit, and nothing else; the same methods."""
 
     def __init__(self, weights: Any, setting: Bare, n_ctx: int, threads: int) -> None:
         params = C.llama_context_default_params()
@@ -339,86 +313,46 @@ class _BareLoop:
         return rate
 
 
-class _Server:
-    """llama-server with one slot, by its own clock."""
-
-    def __init__(self, server: Served) -> None:
-        self._server = server
-        self._tokens: list[int] = []
-
-    def read(self, tokens: Sequence[int]) -> float:
-        self._tokens = list(tokens)
-        timings = self._server.complete(tokens, 1)
-        return 1000 * timings["prompt_n"] / timings["prompt_ms"]
-
-    def one(self, n: int) -> float:
-        timings = self._server.complete(self._tokens, n + 1, temperature=0.0, ignore_eos=True)
-        # The server counts the first token, which comes from the prompt's logits and takes no time.
-        return 1000 * (timings["predicted_n"] - 1) / timings["predicted_ms"]
-
-    def forks(self, n: int) -> float:
-        return math.nan
-
-    def begin(self, texts: Sequence[Sequence[int]]) -> None:
-        return
-
-    def separate(self, n: int) -> float:
-        return math.nan
-
-
 # -- the report ------------------------------------------------------------------------------------
 
 
 def _report(label: str, runs: Mapping[str, Rates]) -> dict[str, Any]:
+    """Show the rates, and those of the contexts over the best bare loop of each figure."""
+    rates = {
+        name: {figure: Spread.of(figures[figure]) for figure in FIGURES}
+        for name, figures in runs.items()
+    }
     bare = [name for name in runs if name.startswith("bare")]
-    best = {figure: max(bare, key=partial(_median, runs, figure)) for figure in FIGURES}
-    others = {f"{figure}, best bare": (figure, best[figure]) for figure in FIGURES}
-    if SERVER in runs:
-        others |= {f"{figure}, {SERVER}": (figure, SERVER) for figure in (READ, ONE)}
+    best = {figure: max(bare, key=lambda name: rates[name][figure].median) for figure in FIGURES}
     ratios = {
         name: {
-            column: _ratio(runs[name], runs[other], figure)
-            for column, (figure, other) in others.items()
+            figure: Spread.of([
+                ours / theirs
+                for ours, theirs in zip(runs[name][figure], runs[best[figure]][figure], strict=True)
+            ])
+            for figure in FIGURES
         }
-        for name in _OPTIONS
-        if name in runs
-    }
-    rates = {
-        name: {figure: Spread.of(each[figure]) for figure in FIGURES} for name, each in runs.items()
-    }
-    for caption, rows in (("Tokens a second", rates), ("Ratios within a turn", ratios)):
-        digits = 1 if rows is rates else 2
-        columns = FIGURES if rows is rates else tuple(others)
+        for name in runs
+        if name in _OPTIONS
+    }  # fmt: skip
+    results: dict[str, Any] = {"best_bare": best, "runs": runs}
+    for key, caption, spreads, digits in (
+        ("tokens_per_s", "Tokens a second", rates, 1),
+        ("ratios", "Over the best bare loop, within a turn", ratios, 2),
+    ):
         table(
             f"{caption}, {label}",
-            ("", *columns),
+            ("", *FIGURES),
             [
-                (name, *(pm(each[column], digits) for column in columns))
-                for name, each in rows.items()
+                (name, *(pm(figures[figure], digits) for figure in FIGURES))
+                for name, figures in spreads.items()
             ],
         )
-    return {
-        "tokens_per_s": _as_dicts(rates), "best_bare": best, "ratios": _as_dicts(ratios),
-        "runs": runs,
-    }  # fmt: skip
-
-
-def _as_dicts(spreads: Mapping[str, Mapping[str, Spread]]) -> dict[str, dict[str, object]]:
-    return {
-        name: {column: spread.as_dict() for column, spread in each.items()}
-        for name, each in spreads.items()
-    }
-
-
-def _median(runs: Mapping[str, Rates], figure: str, name: str) -> float:
-    """Return a number to sort by: nan, which no program has measured, is the least."""
-    median = Spread.of(runs[name][figure]).median
-    return -1.0 if math.isnan(median) else median
-
-
-def _ratio(ours: Rates, theirs: Rates, figure: str) -> Spread:
-    pairs = zip(ours[figure], theirs[figure], strict=True)
-    return Spread.of([mine / other for mine, other in pairs])
+        results[key] = {
+            name: {figure: spread.as_dict() for figure, spread in figures.items()}
+            for name, figures in spreads.items()
+        }
+    return results
 
 
 if __name__ == "__main__":

@@ -5,16 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 import llamabranch as lb
 from llamabranch.bench import timing
@@ -46,9 +41,7 @@ class Settings:
     runs: int
     tokens: int
     quick: bool
-    cache: Path
-    peers_bin: Path | None
-    peers: bool
+    peers: Path | None
 
     @classmethod
     def of(cls, args: argparse.Namespace, tokens: int = 8) -> Settings:
@@ -69,9 +62,7 @@ class Settings:
             runs=pick("runs"),
             tokens=pick("tokens"),
             quick=args.quick,
-            cache=args.cache,
-            peers_bin=args.peers_bin,
-            peers=not args.no_peers,
+            peers=args.peers,
         )
 
     def context(self, name: str, n_ctx: int = 1024, n_seq_max: int = 8) -> lb.Context:
@@ -89,7 +80,6 @@ def parser(
 ) -> argparse.ArgumentParser:
     """Return a parser with the options all benchmarks share."""
     described = argparse.ArgumentParser(description=description)
-    home = Path(os.environ.get("LLAMABRANCH_CACHE") or "~/.cache/llamabranch").expanduser()
     defaults = {"threads": Machine.now().cores, "runs": runs, "tokens": tokens}
     add = described.add_argument
     add("--target", default=target, help="GGUF file, or a name from `llamabranch models`")
@@ -97,9 +87,7 @@ def parser(
     add("--runs", type=int, help=f"default: {runs}")
     add("--tokens", type=int, help=f"generated for each text; default: {tokens}")
     add("--quick", action="store_true", help="only check that it runs: the times mean nothing")
-    add("--cache", type=Path, default=home / "benchmarks", help="where programs are built")
-    add("--peers-bin", type=Path, help="folder with llama.cpp's programs; default: build them")
-    add("--no-peers", action="store_true", help="skip llama.cpp's own programs")
+    add("--peers", type=Path, help="folder with llama.cpp's programs; default: without them")
     described.set_defaults(defaults=defaults)
     return described
 
@@ -134,22 +122,10 @@ def title(*models: lb.Model) -> str:
 
 
 def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table; in Markdown if standard output is not a terminal."""
-    shown = Table(*columns, title=caption, box=box.SIMPLE_HEAD, title_justify="left")
-    for i, column in enumerate(shown.columns):
-        if i and all(row[i][:1].isdigit() or row[i] == "-" for row in rows):
-            column.justify = "right"
-    for row in rows:
-        shown.add_row(*row)
-    if sys.stdout.isatty():
-        Console().print(shown)
-        return
+    """Print a table in Markdown."""
     print(f"\n**{caption}**\n")
-    shown.box, shown.title = box.MARKDOWN, None
-    console = Console(file=sys.stdout, width=400, markup=False, highlight=False)
-    with console.capture() as captured:
-        console.print(shown)
-    print("\n".join(line.rstrip() for line in captured.get().splitlines() if line.strip()))
+    for row in (columns, ["---"] * len(columns), *rows):
+        print(f"| {' | '.join(row)} |")
 
 
 def number(value: float, digits: int = 2) -> str:

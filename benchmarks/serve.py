@@ -3,8 +3,8 @@
     python -m benchmarks.serve --target MODEL.gguf --threads 2 [--only load chat] [--clients 1 8]
     python -m benchmarks.serve --target MODEL.gguf --threads 2 --only fanout --runs 1
 
-load: 1, 4, 8 and 16 clients stream completions of fixed lengths: tokens per second and time to the first
-  token. All clients run in one event loop and use plain sockets, the same ones for all sides.
+load: 1, 4, 8 and 16 clients stream completions of fixed lengths. All clients run in one event loop and
+  use plain sockets, the same ones for all sides.
 chat: a chat of ten turns.
 shared: 64 requests with the same system prompt.
 json: JSON under a schema.
@@ -22,17 +22,15 @@ import sys
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
-from statistics import median
 from time import perf_counter
 from typing import NamedTuple, TypeVar
 
 import llamabranch as lb
 from llamabranch.bench.timing import Spread
 
-from .llama_tools import ToolError
 from .prompts import PEOPLE, PEOPLE_SCHEMA, PROMPTS, document
 from .report import Settings, emit, parser, pm, table, title
-from .servers import Answer, Served, start_ours, start_theirs
+from .servers import Answer, Served, ToolError, start_ours, start_theirs
 
 PARTS = ("load", "chat", "shared", "json", "fanout")
 CLIENTS = (1, 4, 8, 16)
@@ -45,17 +43,20 @@ _SLOTS = 8
 T = TypeVar("T")
 Ask = Callable[[Mapping[str, object]], Awaitable[Answer]]
 Start = Callable[..., "Served"]
+Part = Callable[[Settings, Ask, int], Coroutine[object, object, float]]
 
 
 def main() -> None:
     """Measure all parts."""
-    described = parser("the server", runs=5, tokens=256)
+    described = parser("the server", runs=5, tokens=256, target="smollm2-135m:Q8_0")
     described.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     described.add_argument("--clients", nargs="+", type=int, help="default: 1 4 8 16")
     args = described.parse_args()
     settings = Settings.of(args)
     results: dict[str, object] = {}
     with ExitStack() as stack, settings.context(settings.target) as probe:
+        if probe.model.chat_template is None and {"chat", "shared", "json"} & set(args.only):
+            raise SystemExit(f"{settings.target} has no chat template: use --only load fanout")
         starts: dict[str, Start] = {OURS: partial(start_ours, settings, probe.model.path)}
         if settings.peers:
             starts[THEIRS] = partial(start_theirs, settings, probe.model.path)
@@ -68,13 +69,15 @@ def main() -> None:
                 print(f"without {name}: {error}", file=sys.stderr)
         caption = f"{title(probe.model)}, {settings.threads} threads, {_SLOTS} slots"
         clients = args.clients or CLIENTS[: 2 if settings.quick else None]
-        if "load" in args.only:
-            results["load"] = _load(settings, sides, clients, caption)
-        for part, name, work in (
-            ("chat", "chat of ten turns", _chat),
-            ("shared", "64 requests, one system prompt", _shared),
-            ("json", "JSON under a schema", _json),
-        ):
+        parts: list[tuple[str, str, Part]] = [
+            ("load", f"{n} clients, tokens", partial(_load, n=n)) for n in clients
+        ]
+        parts += [
+            ("chat", "chat of ten turns, turns", _chat),
+            ("shared", "64 requests with one system prompt, answers", _shared),
+            ("json", "JSON under a schema, tokens", _json),
+        ]
+        for part, name, work in parts:
             if part in args.only:
                 results[name] = _compare(settings, sides, name, work, caption)
         if "fanout" in args.only:
@@ -91,58 +94,19 @@ def _body(i: int, tokens: int, **more: object) -> dict[str, object]:
     }  # fmt: skip
 
 
-async def _clients(ask: Ask, n: int, longest: int, offset: int) -> list[Answer]:
-    """Let ``n`` clients send two requests each."""
+async def _load(settings: Settings, ask: Ask, run: int, n: int) -> float:
+    """Let ``n`` clients stream two texts each; return tokens a second."""
 
-    async def client(i: int) -> list[Answer]:
-        answers = []
+    async def client(i: int) -> int:
+        n_tokens = 0
         for k in range(2):
-            tokens = LENGTHS[(i + k) % len(LENGTHS)] * longest // max(LENGTHS)
-            answers.append(await ask(_body(offset + 2 * i + k, max(2, tokens))))
-        return answers
+            tokens = LENGTHS[(i + k) % len(LENGTHS)] * settings.tokens // max(LENGTHS)
+            answer = await ask(_body(100 * run + 2 * i + k, max(2, tokens)))
+            n_tokens += answer.n_tokens
+        return n_tokens
 
-    return [
-        answer for answers in await asyncio.gather(*map(client, range(n))) for answer in answers
-    ]
-
-
-async def _streamed(settings: Settings, ask: Ask, n: int, offset: int) -> tuple[float, float]:
-    """Let ``n`` clients stream; return tokens a second, and the median seconds to the first token."""
     start = perf_counter()
-    answers = await _clients(ask, n, settings.tokens, offset)
-    seconds = perf_counter() - start
-    n_tokens = sum(answer.n_tokens for answer in answers)
-    return n_tokens / seconds, median(answer.first_s for answer in answers)
-
-
-def _load(
-    settings: Settings, sides: Mapping[str, Served], clients: Sequence[int], caption: str
-) -> dict[str, object]:
-    rows: list[tuple[str, ...]] = []
-    results: dict[str, object] = {}
-    over = ""
-    for n in clients:
-        rates: dict[str, list[float]] = {name: [] for name in sides}
-        firsts: dict[str, list[float]] = {name: [] for name in sides}
-        for run in range(settings.runs):
-            for name, side in sides.items():
-                work = _streamed(settings, side.ask, n, 100 * run)
-                rate, first_s = _alone(name, sides, work)
-                rates[name].append(rate)
-                firsts[name].append(1e3 * first_s)
-                print(f"{n} clients, {name}: {rate:.1f} tokens/s", file=sys.stderr, flush=True)
-        over, ratios = _over(rates)
-        for name in sides:
-            rate_spread, first = Spread.of(rates[name]), Spread.of(firsts[name])
-            row = (f"{n} clients, {name}", pm(rate_spread, 1), pm(first, 1), pm(ratios[name]))
-            rows.append(row)
-            results[f"{n}, {name}"] = {
-                "tokens_per_s": rate_spread.as_dict(), "first_ms": first.as_dict(),
-                over: ratios[name].as_dict(),
-            }  # fmt: skip
-    columns, longest = ("", "tokens/s", "first token, ms", over), settings.tokens
-    table(f"Streams of {longest // 4} to {longest} tokens; {caption}", columns, rows)
-    return results
+    return sum(await asyncio.gather(*map(client, range(n)))) / (perf_counter() - start)
 
 
 def _over(rates: Mapping[str, Sequence[float]]) -> tuple[str, dict[str, Spread]]:
@@ -158,7 +122,7 @@ def _compare(
     settings: Settings,
     sides: Mapping[str, Served],
     name: str,
-    work: Callable[[Settings, Ask, int], Coroutine[object, object, float]],
+    work: Part,
     caption: str,
 ) -> dict[str, object]:
     """Time the same work on each side. The figures are rates: higher is better."""
@@ -172,7 +136,7 @@ def _compare(
         rate = Spread.of(rates[side])
         rows.append((side, pm(rate, 2), pm(ratio)))
         results[side] = {"rate": rate.as_dict(), over: ratio.as_dict()}
-    table(f"{name}; {caption}", ("", "a second", over), rows)
+    table(f"{name} a second; {caption}", ("", "a second", over), rows)
     return dict(results)
 
 
@@ -227,15 +191,14 @@ async def _shared(settings: Settings, ask: Ask, run: int) -> float:
 async def _json(settings: Settings, ask: Ask, run: int) -> float:
     """Extract JSON from ten texts, one after another; return tokens a second."""
     schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": PEOPLE_SCHEMA}}
-    n_tokens, seconds = 0, 0.0
+    n_tokens, start = 0, perf_counter()
     for text in PEOPLE[: 1 if settings.quick else None]:
         answer = await ask({
             "messages": [{"role": "user", "content": f"{run}. {text}\nGive it as JSON."}],
             "response_format": schema, "max_tokens": 160, "temperature": 0.0, "seed": 1,
         })  # fmt: skip
         n_tokens += answer.n_tokens
-        seconds += answer.total_s
-    return n_tokens / seconds
+    return n_tokens / (perf_counter() - start)
 
 
 # -- requests that join a running one ------------------------------------------------------------------

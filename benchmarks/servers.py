@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -13,25 +14,28 @@ from pathlib import Path
 from time import perf_counter, sleep
 from typing import NamedTuple
 
-from .llama_tools import SERVER, ToolError, program
+import llamabranch as lb
+
 from .prompts import PROMPTS
 from .report import Settings
 
-__all__ = ["Answer", "Served", "request", "start_ours", "start_theirs"]
+__all__ = ["Answer", "Served", "ToolError", "has_amx", "request", "start_ours", "start_theirs"]
 
 _START_S = 120.0
 
 
+class ToolError(RuntimeError):
+    """A program is missing, failed, or answered something that cannot be parsed."""
+
+
 class Answer(NamedTuple):
-    """An answer: the text, its number of tokens, and the seconds to the first part and to the end.
+    """An answer: the text, and its number of tokens.
 
     ``n_read``: the prompt tokens that were not cached; 0 if the request did not ask for the usage.
     """
 
     text: str
     n_tokens: int
-    first_s: float
-    total_s: float
     n_read: int = 0
 
 
@@ -58,52 +62,29 @@ class Served:
     async def ask(self, body: Mapping[str, object], begun: asyncio.Event | None = None) -> Answer:
         """Return the answer to a request. The first part of a stream sets ``begun``."""
         path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-        start = perf_counter()
         if not body.get("stream"):
             _, reply = await request(self.port, "POST", path, body)
             (choice,) = json.loads(reply)["choices"]
             text = choice["text"] if "text" in choice else choice["message"]["content"]
-            n = int(json.loads(reply)["usage"]["completion_tokens"])
-            return Answer(text, n, perf_counter() - start, perf_counter() - start)
+            return Answer(text, int(json.loads(reply)["usage"]["completion_tokens"]))
         reader, writer = await send(self.port, "POST", path, body)
-        first_s, parts = 0.0, []
+        parts = []
         with closing(writer):
             while line := await reader.readline():
                 if line.startswith(b"data: {"):
-                    first_s = first_s or perf_counter() - start
                     parts.append(line)
                     if begun is not None:
                         begun.set()
                 elif line.startswith(b"data: [DONE]"):
                     break
-        total_s = perf_counter() - start
         events = [json.loads(line[6:]) for line in parts]
         text = "".join(
             choice.get("text") or "" for event in events for choice in event.get("choices", ())
         )
-        limit = body["max_tokens"]
-        n = limit if isinstance(limit, int) else 0
-        used = events[-1].get("usage") if events else None
-        n_read = (
-            used["prompt_tokens"] - used["prompt_tokens_details"]["cached_tokens"] if used else 0
-        )
-        return Answer(text, n, first_s, total_s, n_read)
-
-    def complete(self, prompt: Sequence[int], n_tokens: int, **more: object) -> dict[str, float]:
-        """Let llama-server continue token ids; return its own timings.
-
-        These are ``prompt_n`` and ``prompt_ms`` for the evaluated part of the prompt, and
-        ``predicted_n`` and ``predicted_ms`` for the text.
-
-        Raises:
-            ToolError: the server refuses.
-        """
-        body = {"prompt": list(prompt), "n_predict": n_tokens, "cache_prompt": True, **more}
-        status, reply = asyncio.run(request(self.port, "POST", "/completion", body))
-        if status != 200:
-            raise ToolError(f"llama-server refuses: {reply[:300]!r}")
-        timings: dict[str, float] = json.loads(reply)["timings"]
-        return timings
+        limit, n_read = body["max_tokens"], 0
+        if events and (used := events[-1].get("usage")):
+            n_read = used["prompt_tokens"] - used["prompt_tokens_details"]["cached_tokens"]
+        return Answer(text, limit if isinstance(limit, int) else 0, n_read)
 
     def send_signal(self, number: int) -> None:
         """Send a signal to the process."""
@@ -165,9 +146,20 @@ def start_ours(settings: Settings, path: Path, *more: object) -> Served:
     return Served(command, port)
 
 
+def has_amx() -> bool:
+    """Return True if llama.cpp would use AMX. The library turns it off, so its peers must, too."""
+    return "AMX_INT8 = 1" in lb.system_info()
+
+
 def start_theirs(settings: Settings, model: Path, *more: object) -> Served:
-    """Start llama-server; without repacked weights if these make it crash, as on processors with AMX."""
-    path = program(SERVER, settings.cache, settings.peers_bin)
+    """Start llama-server; without repacked weights if these make it crash, as on processors with AMX.
+
+    Raises:
+        ToolError: the folder that ``--peers`` names has no llama-server, or it does not start.
+    """
+    path = settings.peers and shutil.which("llama-server", path=settings.peers)
+    if not path:
+        raise ToolError(f"{settings.peers or '--peers'} has no llama-server")
     for repacks in ((), ("--no-repack",)):
         port = _free_port()
         command = [

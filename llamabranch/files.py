@@ -1,4 +1,4 @@
-"""Regular files: replaced in one step, and read when they are small; digests of files and of values.
+"""Regular files, replaced in one step; digests of files and of values.
 
 Other kinds of files are refused: a rename would replace a device, and a pipe may never end.
 """
@@ -11,15 +11,12 @@ import hashlib
 import json
 import os
 import stat
-import tempfile
 from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
 from typing import IO
 
 from .errors import ConfigError
-
-_MOST_BYTES = 16 << 20
 
 
 @contextlib.contextmanager
@@ -47,25 +44,6 @@ def atomic_write(path: str | PathLike[str], mode: int = 0o666) -> Iterator[IO[by
             draft.unlink()
         raise
     _sync_folder(target.parent)
-
-
-def check_writable(path: Path) -> None:
-    """Raise the OSError that `atomic_write` would raise, as far as one can tell in advance."""
-    _status(path)
-    with tempfile.TemporaryFile(dir=Path(os.path.realpath(path)).parent):  # without a name on Linux
-        pass
-
-
-def read_small(path: Path) -> bytes:
-    """Return the content of a file.
-
-    Raises:
-        OSError: it cannot be read, is no regular file, or larger than 16 MiB.
-    """
-    status = _status(path)
-    if status is not None and status.st_size > _MOST_BYTES:
-        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
-    return path.read_bytes()
 
 
 def path_of(path: str | PathLike[str]) -> Path:

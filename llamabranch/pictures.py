@@ -1,10 +1,6 @@
-"""The parts of a drawn text or tree, for the terminal, plain text and the page."""
+"""Text as it is shown: sources of tokens, invisible characters, last words."""
 
 from __future__ import annotations
-
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 # The sources of tokens other than plain decoding, with their labels.
 SOURCES = {
@@ -13,44 +9,6 @@ SOURCES = {
     "bonus": "bonus",
     "corrected": "corrected",
 }
-
-
-@dataclass(frozen=True)
-class Token:
-    """A token with its text; ``logprob`` in nats, NaN if it is not known."""
-
-    text: str
-    logprob: float = math.nan
-
-
-@dataclass(frozen=True)
-class TreeLine:
-    """A line of a drawn tree of texts.
-
-    Attributes:
-        tokens: its text, with the probabilities of the tokens.
-        figures: short text next to it, such as a score.
-        children: the lines that continue it, in the order in which they are drawn.
-        status: "finished" (a result ends here), "pruned" or "".
-        n_hidden: how many pruned branches of this line are not in ``children``.
-    """
-
-    tokens: Sequence[Token]
-    figures: str = ""
-    children: Sequence[TreeLine] = ()
-    status: str = ""
-    n_hidden: int = 0
-
-    @property
-    def text(self) -> str:
-        """The text of its tokens."""
-        return "".join(token.text for token in self.tokens)
-
-    @property
-    def probability(self) -> float:
-        """The probability of its first token; NaN if it is not known, as for a prompt."""
-        logprob = self.tokens[0].logprob if self.tokens else math.nan
-        return logprob if math.isnan(logprob) else math.exp(min(0.0, logprob))
 
 
 def visible(text: str) -> str:

@@ -18,8 +18,6 @@ from typer.testing import CliRunner, Result
 import llamabranch as lb
 from llamabranch.cli import app
 
-__all__ = ["COMMAND", "answer", "on_terminal", "run", "said_by", "texts"]
-
 COMMAND = [sys.executable, "-m", "llamabranch.cli"]
 _THREADS = {"generate", "speculate", "chat", "search", "score", "bench", "demo", "doctor"}
 

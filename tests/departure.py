@@ -8,8 +8,6 @@ from collections.abc import Mapping
 
 import numpy as np
 
-__all__ = ["departure"]
-
 Text = tuple[int, ...]
 
 

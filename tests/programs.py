@@ -9,8 +9,6 @@ import textwrap
 from pathlib import Path
 from subprocess import CompletedProcess
 
-__all__ = ["run_code", "run_python"]
-
 # Crashes are reported in one line, and modules next to the tests can be imported.
 TESTS = Path(__file__).parent
 IMPORTED = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])

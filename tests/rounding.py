@@ -11,8 +11,6 @@ import numpy as np
 from llamabranch import Context
 from llamabranch.sampling.noise import DRAW, Floats, Ids, log_uniforms
 
-__all__ = ["gumbel_noise", "rounding"]
-
 N_TOKENS = 120
 FACTOR = 4  # a test compares more rows than are measured here
 LEAST = (

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-__all__ = ["signalled_at_decode", "signalled_at_line"]
-
 PROGRAM = """
 import os, signal, sys
 from pathlib import Path

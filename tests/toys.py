@@ -42,7 +42,6 @@ _MATRICES = {
 }  # fmt: skip
 _FILE_TYPES = {
     "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
-    "f16": gguf.LlamaFileType.MOSTLY_F16,
     "f32": gguf.LlamaFileType.ALL_F32,
 }
 _VALUE_TYPES: dict[type, gguf.GGUFValueType] = {
@@ -115,7 +114,7 @@ def _add_tensor(
     writer: gguf.GGUFWriter, name: str, values: Array, weights: str, half: Sequence[str]
 ) -> None:
     is_matrix = _role(name) in _MATRICES
-    if name in half or (is_matrix and weights == "f16"):
+    if name in half:
         writer.add_tensor(name, values.astype(np.float16))
     elif is_matrix and weights == "q8_0":
         q8_0 = gguf.GGMLQuantizationType.Q8_0
@@ -479,7 +478,7 @@ def write_toy(
     """Write a toy of `architecture` and return its path.
 
     `vocab` is `"small"`, `"bytes"`, `"none"` (16 rows, no tokenizer), a number of tokens or a
-    `Vocabulary`; `weights` is `"q8_0"`, `"f16"` or `"f32"`; `sizes` are fields of `Sizes`.
+    `Vocabulary`; `weights` is `"q8_0"` or `"f32"`; `sizes` are fields of `Sizes`.
     `drift` in [0, 1] mixes in other noise: a file of the same seed and a small drift predicts
     much like the original (a draft model). `metadata` overrides keys (the architecture's prefix
     is added; None removes the key). `drop` names tensors to leave out, `"*"` all of them; `half`
@@ -531,7 +530,6 @@ write_llama, write_gemma3, write_mamba, write_lfm2, write_rwkv7, write_bert, wri
     partial(write_toy, architecture=name)
     for name in ("llama", "gemma3", "mamba", "lfm2", "rwkv7", "bert", "eagle3")
 )
-write_glm4moe = partial(write_toy, architecture="glm4moe")
 
 
 def _of(architecture: str, key: str, value: Value) -> dict[str, Any]:

@@ -129,10 +129,15 @@ def main() -> None:
     draft = make_network(args.size, target.config.vocab)
     inherit_embedding(draft, target)
     mixture = load_mixture(target, args, temperatures=(0.6, 1.0))
-    fairy = heldout_windows(args.work, "fairy", args.length)
+    sets = {name: heldout_windows(args.work, name, args.long_length) for name in TRAINED_SHARES}
 
     def evaluate() -> Metrics:
-        return {"heldout_fairy": mean_loss(draft, fairy), **agreement(target, draft, fairy)}
+        metrics: Metrics = {}
+        for name, windows in sets.items():
+            metrics[f"heldout_{name}"] = mean_loss(draft, windows)
+            for key, value in agreement(target, draft, windows).items():
+                metrics[f"{key}_{name}"] = value
+        return metrics
 
     def loss(windows: Tensor) -> Tensor:
         return divergence(target, draft, windows[:, :-1])

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from training.model import SIZES, Config, Network
-from training.muon import Muon
 
 Metrics = dict[str, float]
 MUON_RATE, ADAM_RATE, WEIGHT_DECAY = 0.02, 3e-3, 0.1
@@ -63,7 +62,7 @@ def optimizers(network: nn.Module) -> list[torch.optim.Optimizer]:
     matrices = [p for name, p in named if p.ndim == 2 and not name.startswith("token_embd")]
     others = [p for name, p in named if p.ndim != 2 or name.startswith("token_embd")]
     return [
-        Muon(matrices, lr=MUON_RATE, momentum=0.95, weight_decay=WEIGHT_DECAY),
+        torch.optim.Muon(matrices, lr=MUON_RATE, momentum=0.95, weight_decay=WEIGHT_DECAY),
         torch.optim.AdamW(others, lr=ADAM_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     ]
 

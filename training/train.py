@@ -40,15 +40,7 @@ def main() -> None:
 
     network = make_network(args.size)
     mixture = Mixture.load(args.work, TRAINED_SHARES, args.seed)
-    sets = {
-        f"{name}_{length}": heldout_windows(args.work, name, length)
-        for name, length in (
-            ("fairy", args.length),
-            ("fairy", args.long_length),
-            ("children", args.length),
-            ("novels", args.length),
-        )
-    }
+    sets = {name: heldout_windows(args.work, name, args.long_length) for name in TRAINED_SHARES}
 
     def evaluate() -> Metrics:
         return {f"heldout_{name}": mean_loss(network, windows) for name, windows in sets.items()}

@@ -75,14 +75,14 @@ def paths(
         messages = asked(before, task)
         if after is not None and after.finish_reason == "stop":
             new = messages[len(before) :]  # otherwise the tokens may lack messages
-            prompt, n_lost = agent.turns.following(own, before, new, is_turn=False)
+            prompt = agent.turns.following(own, before, new, is_turn=False)
         else:
-            prompt, n_lost = agent.turns.whole(own, messages)
+            prompt = agent.turns.prompt(messages)
         if len(prompt) >= most:
             raise CacheFullError.of_prompt(len(prompt), most)
         for name in (f"{i}.{j}" for j in range(n)):
             agent_paths.append(
-                AgentPath(agent, name, seed_of(seed, name), task, messages, prompt, own, n_lost)
+                AgentPath(agent, name, seed_of(seed, name), task, messages, prompt, own)
             )
     return agent_paths
 
@@ -147,7 +147,6 @@ class AgentPath:
         messages: the conversation, up to the message that is answered first.
         prompt: its tokens.
         own: the tokens that the agent had before.
-        n_lost: how many of them the prompt does not keep.
         caller: the path that this one is a fork of.
     """
 
@@ -160,11 +159,10 @@ class AgentPath:
         messages: Messages,
         prompt: list[int],
         own: Sequence[int] = (),
-        n_lost: int = 0,
         caller: AgentPath | None = None,
     ) -> None:
         self._agent, self._name, self._seed = agent, name, seed
-        self._begin = partial(self._add, prompt, n_lost, task)
+        self._begin = partial(self._add, prompt, task)
         is_long = len(task) > _LONG_TASK
         self._last_words = _LAST if is_long else f"{_LAST} {task}"
         self._turns, self._context = agent.turns, agent.context
@@ -278,8 +276,7 @@ class AgentPath:
         """
         for has_tools in (True, False) if self._turn else (False,):
             if not has_tools:
-                prompt, n_lost = self._turns.whole(self._tokens, self._messages, has_tools=False)
-                self._add(prompt, n_lost if self._turn else 0)
+                self._add(self._turns.prompt(self._messages, has_tools=False))
             turn = await self._write(None, self._turns.others, self._agent.think)
             if not turn.calls and not self._turns.looks_like_call(turn.content):
                 self._messages.append(_answer(turn))
@@ -301,7 +298,7 @@ class AgentPath:
         model, salt = self._context.model, f"{self._name}/{self._turn}"
         prompt, thinking = plan_thinking(model, self._tokens, think, has_calls=tools is not None)
         if len(prompt) > len(self._tokens):  # a thought is opened or closed
-            self._add(prompt, 0)
+            self._add(prompt)
         reader = None if tools is None else tools.reader(salt=salt)
         result, seconds = await self._generate(grammar, reader, thinking)
         if tools is not None:
@@ -410,12 +407,12 @@ class AgentPath:
         self._stats.preemptions += result.num_preemptions
         self._n_evaluated = len(self._tokens) - (result.finish_reason != "stop")
 
-    def _add(self, prompt: Sequence[int], n_lost: int, text: str = "") -> None:
+    def _add(self, prompt: Sequence[int], text: str = "") -> None:
         """Make ``prompt`` the tokens of the path."""
         kept = n_common(self._tokens, prompt)
-        if n_lost > 0:
-            self._tell("reread", n=n_lost)
-        self._n_evaluated = min(self._n_evaluated, kept)
+        if self._n_evaluated > kept:
+            self._tell("reread", n=self._n_evaluated - kept)
+            self._n_evaluated = kept
         self._tokens = list(prompt)
         self._tell("prompt", text, tokens=self._tokens[kept:], n=kept, seed=self._seed)
 
@@ -545,13 +542,11 @@ class AgentPath:
         forks = []
         for k, task in enumerate(tasks):
             new = [_result(call, f"You are fork {k + 1} of {len(tasks)}. Do only this: {task}")]
-            prompt, n_lost = self._turns.following(self._tokens, self._messages, new, is_turn=True)
+            prompt = self._turns.following(self._tokens, self._messages, new, is_turn=True)
             name, messages = f"{path}.{k}", [*self._messages, *new]
             seed = seed_of(self._session.seed, name)
             forks.append(
-                AgentPath(
-                    self._agent, name, seed, task, messages, prompt, self._tokens, n_lost, self
-                )
+                AgentPath(self._agent, name, seed, task, messages, prompt, self._tokens, self)
             )
         reports = await self._session.run(forks)
         texts = [
@@ -578,9 +573,9 @@ class AgentPath:
         most = min(self._agent.result_tokens, max(16, cells // len(calls) - _AROUND))
         texts = [shortened(self._context.model, step.text, most) for step in results]
 
-        def following() -> tuple[list[dict[str, object]], list[int], int]:
+        def following() -> tuple[list[dict[str, object]], list[int]]:
             new = [_result(call, text) for call, text in zip(calls, texts, strict=True)]
-            return new, *self._turns.following(self._tokens, self._messages, new, is_turn=True)
+            return new, self._turns.following(self._tokens, self._messages, new, is_turn=True)
 
         if self._turn + 2 >= self._agent.max_turns:
             self._limit = "turns"
@@ -588,17 +583,17 @@ class AgentPath:
             self._limit = "length"
         last = f"{texts[-1]}\n{self._last_words}"
         texts[-1] = last if self._limit is not None else texts[-1]
-        new, prompt, n_lost = following()
+        new, prompt = following()
         if self._limit is None and n_cells - len(prompt) < self._room:
             self._limit, texts[-1] = "capacity", last
-            new, prompt, n_lost = following()
+            new, prompt = following()
         self._messages += new
         self._turn += 1
         if self._n_left < 1:
             raise _Ended("length")
         if self._turn >= self._agent.max_turns:
             raise _Ended("turns")
-        self._add(prompt, n_lost)
+        self._add(prompt)
 
     async def _answer_typed(self, grammar: Grammar) -> None:
         """Ask for the answer as JSON, and once more if the type refuses it."""
@@ -606,12 +601,12 @@ class AgentPath:
         question = asking(json.loads(grammar.source)) if shows else _AS_JSON
         for _ in range(2):
             new: list[dict[str, object]] = [{"role": "user", "content": question}]
-            prompt, n_lost = self._turns.following(self._tokens, self._messages, new, is_turn=False)
+            prompt = self._turns.following(self._tokens, self._messages, new, is_turn=False)
             self._messages += new
             self._turn += 1
             if self._n_left < 1:
                 raise _Ended("length")
-            self._add(prompt, n_lost, question)
+            self._add(prompt, question)
             turn = await self._write(grammar, None, False)
             self._messages.append(_answer(turn))
             refused = _refused(grammar, turn.content)

@@ -103,8 +103,8 @@ class Turns:
 
     def following(
         self, own: Sequence[int], before: Messages, new: Messages, *, is_turn: bool
-    ) -> tuple[list[int], int]:
-        """Return the prompt after an answer, and how many tokens of ``own`` it does not keep.
+    ) -> list[int]:
+        """Return the prompt after an answer.
 
         The agent's own tokens stay as the model wrote them. What the template writes after an answer
         follows: what it writes for the whole conversation, from the end of the answer on. Where it writes
@@ -131,25 +131,12 @@ class Turns:
             head = whole if is_turn else self.prompt(known, answers=False)
             start = len(asked) - self._n_begun  # of what the template writes before an answer
         except LlamaBranchError:  # some templates take no conversation that ends with an answer
-            return self.whole(own, [*before, *new])
+            return self.prompt([*before, *new])
         eog, n = self.model.eog_tokens, n_common(whole, other)
         end = next((i for i in range(n - 1, -1, -1) if whole[i] in eog), -1)  # of the answer
         if n_common(whole, asked) >= start and start <= end < n_common(whole, head):
-            return [*own, *whole[end:]], 0
-        return self.whole(own, [*before, *new])
-
-    def whole(
-        self, own: Sequence[int], messages: Messages, *, has_tools: bool = True
-    ) -> tuple[list[int], int]:
-        """Return the prompt of a conversation, and how many tokens of ``own`` it does not keep.
-
-        ``has_tools``: as for ``prompt``.
-
-        Raises:
-            LlamaBranchError: the template refuses the conversation.
-        """
-        prompt = self.prompt(messages, has_tools=has_tools)
-        return prompt, len(own) - n_common(own, prompt)
+            return [*own, *whole[end:]]
+        return self.prompt([*before, *new])
 
 
 def _short(message: Mapping[str, object]) -> Mapping[str, object]:

@@ -79,25 +79,18 @@ def _count(n: int, noun: str) -> str:
 
 def processor_name() -> str:
     """Return the system's name for the processor, or "unknown"."""
-    name = _values("/proc/cpuinfo", "model name")
-    return name or platform.processor() or platform.machine() or "unknown"
+    return _cpuinfo("model name") or platform.processor() or platform.machine() or "unknown"
 
 
 def processor_flags() -> frozenset[str]:
     """Return the processor's features as Linux names them; empty if they are unknown."""
-    return frozenset(_values("/proc/cpuinfo", "flags", "Features").split())
+    return frozenset(_cpuinfo("flags", "Features").split())
 
 
-def free_memory_bytes() -> int | None:
-    """Return how much memory is available; None if it is unknown."""
-    text = _values("/proc/meminfo", "MemAvailable")
-    return int(text.split()[0]) * 1024 if text else None
-
-
-def _values(path: str, *names: str) -> str:
-    """Return the first value of one of ``names`` in one of Linux's files, or ""."""
+def _cpuinfo(*names: str) -> str:
+    """Return the first value of one of ``names`` in Linux's /proc/cpuinfo, or ""."""
     with contextlib.suppress(OSError, ValueError):
-        for line in Path(path).read_text("utf-8").splitlines():
+        for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
             name, _, value = line.partition(":")
             if name.strip() in names:
                 return value.strip()

@@ -316,8 +316,8 @@ class Branch:
                 changed.
         """
         with self._lock:
-            wanted = scorer.Wanted(self.sequence, scorer.continuation(self.ctx.model, text))
-            return scorer.score(self.ctx, [wanted], top=whole("top", top, 0))[0]
+            tokens = scorer.continuation(self.ctx.model, text)
+            return scorer.score(self.ctx, self.sequence, tokens, whole("top", top, 0))
 
     # -- moving ------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import os
 import stat
 import struct
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from os import PathLike
 from typing import BinaryIO, NamedTuple, TypeVar
@@ -23,15 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..context import Context
-from ..context.hidden_states import PackedStates
 from ..context.logits import LogitsRow
-from ..errors import (
-    CacheFullError,
-    LlamaBranchError,
-    SnapshotError,
-    UnsupportedError,
-    UsageError,
-)
+from ..errors import LlamaBranchError, SnapshotError, UnsupportedError, UsageError
 from ..files import atomic_write, path_of
 from ..generation.text import Text
 from ..native import engine_versions
@@ -43,20 +36,15 @@ __all__ = ["Snapshot", "capture", "fill"]
 T = TypeVar("T")
 
 _MAGIC = b"\x89LBRANCH"
-# Version 1 cannot hold hidden states; a file without any still has this version.
-_VERSION, _WITH_HIDDEN = 1, 2
-# Magic, version, the numbers of metadata bytes, tokens, surprisals, logits, values per row of
-# hidden states and K/V bytes, and the SHA-256 of the arrays. After the header follows the SHA-256
-# of the header and the metadata.
+_VERSION, _WITH_HIDDEN = 1, 2  # before 0.5 a file could end with hidden states, which are skipped
+# Magic, version, the numbers of metadata bytes, tokens, surprisals, logits, hidden states of a token
+# and K/V bytes, and the SHA-256 of the arrays. After the header follows the SHA-256 of the header
+# and the metadata.
 HEADER = struct.Struct("<8sIIIIIIQ32s")
 _DIGEST_BYTES = 32
 _MAX_METADATA_BYTES = 16 << 20
 _MAX_TOKENS = 1 << 30
-_ARRAYS = {"tokens": "<i4", "surprisals": "<f8", "logits": "<f4", "state": "u1", "hidden": "<f4"}
-
-
-def _no_states() -> npt.NDArray[np.float32]:
-    return np.empty((0, 0), dtype=np.float32)
+_ARRAYS = {"tokens": "<i4", "surprisals": "<f8", "logits": "<f4", "state": "u1"}
 
 
 @dataclass(frozen=True)
@@ -134,9 +122,8 @@ class Snapshot:
 
     The arrays are read-only copies: ``tokens`` int32 (n,), ``surprisals`` float64 (n - n_prompt,),
     ``logits`` float32 (V,) or (0,) for an empty branch, and ``state`` uint8, llama.cpp's K/V of the
-    sequence. ``hidden`` float32 (n, width) has the hidden states of ``hidden_layers`` if a head drafts
-    for the context; otherwise it is (0, 0). ``appended`` has a pair (start, end) for each text that
-    ``Branch.append`` added after generated tokens.
+    sequence. ``appended`` has a pair (start, end) for each text that ``Branch.append`` added after
+    generated tokens.
     """
 
     origin: KVCompatibility
@@ -150,8 +137,6 @@ class Snapshot:
     surprisals: npt.NDArray[np.float64]
     logits: npt.NDArray[np.float32]
     state: npt.NDArray[np.uint8]
-    hidden: npt.NDArray[np.float32] = field(default_factory=_no_states)
-    hidden_layers: tuple[int, ...] = ()
     appended: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -191,9 +176,8 @@ class Snapshot:
         for array in arrays:
             digest.update(array)
         header = HEADER.pack(
-            _MAGIC, _WITH_HIDDEN if self.hidden.size else _VERSION, len(metadata), len(self.tokens),
-            len(self.surprisals), len(self.logits), self.hidden.shape[1], len(self.state),
-            digest.digest(),
+            _MAGIC, _VERSION, len(metadata), len(self.tokens), len(self.surprisals),
+            len(self.logits), 0, len(self.state), digest.digest(),
         )  # fmt: skip
         path = path_of(path)
         try:
@@ -224,8 +208,6 @@ class Snapshot:
             "finish_reason": self.finish_reason,
             "pending": self.pending.hex(),
         }
-        if self.hidden.size:
-            about["hidden_layers"] = list(self.hidden_layers)
         if self.appended:
             about["appended"] = [list(span) for span in self.appended]
         return about
@@ -251,24 +233,18 @@ class Snapshot:
                     about.origin.check(ctx)
                     if head.n_logits > ctx.n_vocab:
                         raise SnapshotError("the snapshot's logits do not fit the vocabulary")
-                    if head.width > ctx.decoder.most_hidden:
-                        raise SnapshotError("the snapshot's hidden states do not fit the model")
                     _check_room(ctx, head.n_tokens, head.n_state)
                 body = memoryview(file.read(sum(head.n_bytes)))
         except (OSError, ValueError) as error:
             raise SnapshotError(f"the snapshot cannot be read: {error}") from error
         if len(body) != sum(head.n_bytes) or hashlib.sha256(body).digest() != head.digest:
             raise SnapshotError("the snapshot is damaged: its checksum differs")
-        tokens, surprisals, logits, state, hidden = (
+        ends = accumulate(head.n_bytes)
+        tokens, surprisals, logits, state = (
             np.frombuffer(body[end - n : end], form)
-            for form, n, end in zip(
-                _ARRAYS.values(), head.n_bytes, accumulate(head.n_bytes), strict=True
-            )
+            for form, n, end in zip(_ARRAYS.values(), head.n_bytes, ends, strict=False)
         )
-        return replace(
-            about, tokens=tokens, surprisals=surprisals, logits=logits, state=state,
-            hidden=hidden.reshape(head.n_tokens if head.width else 0, head.width),
-        )  # fmt: skip
+        return replace(about, tokens=tokens, surprisals=surprisals, logits=logits, state=state)
 
     # -- trust -------------------------------------------------------------------------------------
 
@@ -301,8 +277,6 @@ class Snapshot:
             raise SnapshotError(
                 "the snapshot's logits do not fit the vocabulary, or contain NaN or +inf"
             )
-        if self.hidden.size and (len(self.hidden) != n or not np.isfinite(self.hidden).all()):
-            raise SnapshotError("the snapshot's hidden states are not one row of numbers per token")
         layout = ctx.kv_cache.state_layout
         if n and layout is None and not trusted:
             raise UnsupportedError(
@@ -329,22 +303,13 @@ class Snapshot:
             raise SnapshotError(f"the snapshot cannot be restored: {error}") from error
 
 
-def _no_room(n_tokens: int, ctx: Context) -> CacheFullError:
-    usage = ctx.usage()
-    return CacheFullError(
-        f"the cache is full: the snapshot's {n_tokens} tokens need cells, {usage.cells_free} of "
-        f"{usage.cells_total} are free",
-        hint="prune branches, or create the context with a larger n_ctx",
-    )
-
-
 def _check_room(ctx: Context, n_tokens: int, n_state: int) -> None:
     """Raise an error unless ``n_tokens`` fit and ``n_state`` bytes are possible for so many tokens."""
     layout = ctx.kv_cache.state_layout
     if layout is None:
         return
     if layout.needs_cells and n_tokens > ctx.usage().cells_free:
-        raise _no_room(n_tokens, ctx)
+        raise ctx.kv_cache.full_error(n_tokens)
     if n_state > layout.max_bytes(n_tokens):
         raise SnapshotError(f"{n_state} bytes of K/V are too many for {n_tokens} tokens")
 
@@ -425,9 +390,6 @@ def _parse(metadata: bytes) -> Snapshot:
         if len(pending) > 3 or finish_reason not in (None, "stop", "length", "constraint"):
             raise ValueError("pending bytes or finish_reason are invalid")
         sampling = SamplingParams.from_dict(_field(about, "sampling", dict))
-        layers = _maybe(about, "hidden_layers", list) or []
-        if any(type(layer) is not int for layer in layers):
-            raise ValueError("hidden_layers must be whole numbers")
         appended = _maybe(about, "appended", list) or []
         for span in appended:
             if type(span) is not list or [type(bound) for bound in span] != [int, int]:
@@ -454,7 +416,6 @@ def _parse(metadata: bytes) -> Snapshot:
             surprisals=np.empty(0, np.float64),
             logits=np.empty(0, np.float32),
             state=np.empty(0, np.uint8),
-            hidden_layers=tuple(layers),
             appended=tuple((start, end) for start, end in appended),
         )
     except (ValueError, TypeError, RecursionError, LlamaBranchError) as error:
@@ -484,10 +445,8 @@ def capture(sequence: Text, sampling: SamplingParams) -> Snapshot:
                 cache.state_layout.check(state, len(tokens))
         except SnapshotError as error:
             raise UnsupportedError(f"this branch cannot be saved: {error}") from error
-    packed = None if cache.hidden is None else cache.hidden.packed(sequence.seq_id)
-    layers, hidden = ((), _no_states()) if packed is None else packed
     arrays = tokens, np.array(sequence.surprisals, dtype=np.float64), logits, state
-    for array in (*arrays, hidden):
+    for array in arrays:
         array.flags.writeable = False
     return Snapshot(
         origin,
@@ -498,8 +457,6 @@ def capture(sequence: Text, sampling: SamplingParams) -> Snapshot:
         sequence.finish_reason,
         sequence.incomplete,
         *arrays,
-        hidden=hidden,
-        hidden_layers=layers,
         appended=tuple(sequence.appended),
     )
 
@@ -519,10 +476,7 @@ def fill(sequence: Text, snapshot: Snapshot, *, trusted: bool = False) -> None:
     if tokens:
         ctx.decoder.make_room(len(tokens))
         if not ctx.kv_cache.set_state(sequence.seq_id, snapshot.state, len(tokens)):
-            raise _no_room(len(tokens), ctx)
-        if ctx.kv_cache.hidden is not None and snapshot.hidden.size:
-            states = PackedStates(snapshot.hidden_layers, snapshot.hidden)
-            ctx.kv_cache.hidden.restore(sequence.seq_id, states)
+            raise ctx.kv_cache.full_error(len(tokens))
     sequence.restore(
         tokens, snapshot.n_prompt, snapshot.appended, snapshot.surprisals.tolist(),
         snapshot.pending, sampler, snapshot.seed,

@@ -10,15 +10,13 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import wraps
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar, cast
 from uuid import uuid4
 
 from ..arguments import whole
 from ..branch import Branch, Produced
-from ..branch.tree import BranchTree
 from ..context.context import text_context
 from ..context.prefix_cache import n_common
 from ..engine import Engine
@@ -32,25 +30,26 @@ from ..errors import (
     UnsupportedError,
     UsageError,
 )
+from ..model import stop_strings
 from ..model.tools import ToolCall
 from ..native import forkable_lock
-from ..pictures import TreeLine
-from ..request.request import Event, Result
-from ..sampling import SamplingSettings
+from ..request.request import EngineStats, Event
+from ..sampling import SamplingParams, SamplingSettings
 from ..sampling.noise import derive_seed, random_seed
 from ..sampling.params import settings_of
-from ..speculative import SpeculativeConfig, SpeculativeStats
+from ..speculative import SpeculativeConfig
 from ..speculative.combined import DrafterChoice
-from .conversation import Exchange, Line, exchanges_of, messages_of, tree_of
-from .saved import SavedChat, read_chat, write_chat
+from .conversation import Exchange, Line, drawn, exchanges_of, messages_of
+from .saved import read_chat, write_chat
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-__all__ = ["Answer", "Chat", "ChatStats"]
+__all__ = ["Answer", "Chat"]
 
 # Fractions of the context that must be free: for an answer, and after turns were cut.
 _LEAST_ROOM, _MORE_ROOM = 8, 4
+Conversation = tuple[dict[int, Line], int]  # the branches, and the current one
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -64,21 +63,6 @@ def _exclusive(method: Callable[Concatenate[Chat, P], R]) -> Callable[Concatenat
             return method(chat, *args, **kwargs)
 
     return call
-
-
-@dataclass
-class ChatStats:
-    """The cost of a chat so far.
-
-    Attributes:
-        num_evaluated_tokens: tokens of prompts and answers that the model has read.
-        num_cached_tokens: tokens of prompts that were already in the cache.
-        speculative: statistics of drafts. Rejected tokens do not count in ``num_evaluated_tokens``.
-    """
-
-    num_evaluated_tokens: int = 0
-    num_cached_tokens: int = 0
-    speculative: SpeculativeStats | None = None
 
 
 class Chat:
@@ -107,7 +91,6 @@ class Chat:
     Attributes:
         ctx, engine: the context, and what runs the answers.
         sampling, options: the settings of the next answer; `set` changes them.
-        on_prompt_progress: called with a `PromptProgress` while a message is processed; or None.
         current: the number of the current branch.
     """
 
@@ -129,14 +112,11 @@ class Chat:
         ctx.keep_prefixes(always=True)
         self.ctx, self.engine = ctx, Engine(ctx, drafter, config, max_tokens=None)
         self.sampling, self.options = settings_of(None), ChatOptions(max_tokens=None)
-        self.on_prompt_progress = options.pop("on_prompt_progress", None)
         self.current = 1
         self._lock = forkable_lock()
         self._lines = {1: Line(1, system=system)}
-        self._before = self._lines, 1  # what an answer without a token goes back to
         self._id = uuid4().hex  # a chat that is loaded keeps it
         self._answer: Answer | None = None
-        self._stats = ChatStats()
         self.set(**{"seed": settings_of(options.get("sampling")).seed, **options})
 
     # -- properties --------------------------------------------------------------------------------
@@ -205,9 +185,9 @@ class Chat:
         before = self.sampling, self.options
         if changes.get("seed", 0) in (None, -1):
             changes["seed"] = random_seed()
+        base = changes.pop("sampling", None) or self.sampling
         settings = {k: v for k, v in changes.items() if k in SamplingSettings.__annotations__}
-        base = changes.get("sampling") or self.sampling
-        others = {k: v for k, v in changes.items() if k not in (*settings, "sampling")}
+        others = {k: v for k, v in changes.items() if k not in settings}
         self.sampling = settings_of(base, **settings)
         self.options = cast(ChatOptions, {**self.options, **others})
         try:
@@ -228,17 +208,13 @@ class Chat:
         return list(self._lines)
 
     @property
-    def stats(self) -> ChatStats:
-        """The cost so far."""
-        return replace(self._stats, speculative=deepcopy(self.engine.stats.speculative))
+    def stats(self) -> EngineStats:
+        """The cost so far: that of the engine."""
+        return self.engine.stats
 
-    def tree(self) -> BranchTree:
-        """Return the tree of all branches, for printing: a line for each message and its answer."""
-        return BranchTree([self.outline()])
-
-    def outline(self) -> TreeLine:
-        """Return the same tree as lines, for other drawings."""
-        return tree_of(self._lines.values(), self.current)
+    def tree(self) -> str:
+        """Return a drawing of all branches: a line for each message and its answer."""
+        return drawn(self._lines.values(), self.current)
 
     # -- answers -----------------------------------------------------------------------------------
 
@@ -332,18 +308,21 @@ class Chat:
         if not self.ctx.kv_cache.can_draft:
             self._read(line.system, question, n_cut, plan)
         exchange = replace(question, seed=seed, n_cut=n_cut)
-        self._before = self._lines, self.current
+        self._answer = Answer(self, exchange, plan, (self._lines, self.current))
         self._lines = {**self._lines, line.number: replace(line, head=exchange)}
         self.current = line.number
-        self._answer = Answer(self, exchange, plan)
         return self._answer
+
+    def take_back(self, answer: Answer, before: Conversation) -> None:
+        """Go back to what was before an answer that has no token. `Answer` calls it."""
+        if self._answer is answer:
+            self._lines, self.current = before
 
     def _plan(
         self, system: str | None, before: list[Exchange], question: Exchange, seed: int = 0
     ) -> Completion:
-        options = {**self.options, "on_prompt_progress": self.on_prompt_progress}
         messages = messages_of(system, [*before, question])
-        return plan_chat(self.ctx, messages, self.sampling.replace(seed=seed), **options)
+        return plan_chat(self.ctx, messages, self.sampling.replace(seed=seed), **self.options)
 
     def _fitting(self, system: str | None, question: Exchange, seed: int) -> tuple[Completion, int]:
         """Return the call of a turn, and how many exchanges are left out because it is too long.
@@ -382,33 +361,23 @@ class Chat:
         with suppress(LlamaBranchError):  # the template may refuse another turn
             later = self._plan(system, [*before, answered], Exchange(answered, "x"))
             n_next = min(last, n_common(tokens, _tokens(later)))
+        progress, stats = self.options.get("on_prompt_progress"), self.engine.stats
         branch = Branch.create(self.ctx, beginning=tokens[:last])
         try:
             n = branch.sequence.take_prompt(tokens[:last])
             for part in (tokens[n:n_next], tokens[max(n, n_next) : last]):
                 if part:
-                    branch.prefill(part, on_prompt_progress=self.on_prompt_progress)
+                    branch.prefill(part, on_prompt_progress=progress)
         finally:
             branch.leave_to_cache()
-        self._stats.num_evaluated_tokens += last - n
-        self._stats.num_cached_tokens -= last - n
+        stats.prompt_tokens += last - n
+        stats.cached_prompt_tokens -= last - n
 
     def _end_answer(self) -> None:
         """End a running answer. Its message stays, and so does the text so far."""
         answer, self._answer = self._answer, None
         if answer is not None:
             answer.close()
-
-    def conclude(self, answer: Answer, result: Result | None) -> None:
-        """Count an answer that has ended; take back one that has no token. `Answer` calls it."""
-        if result is not None:
-            self._stats.num_cached_tokens += result.num_cached_tokens
-            n_read = result.num_prompt_tokens - result.num_cached_tokens
-            self._stats.num_evaluated_tokens += n_read + len(result.tokens)
-        if self._answer is answer:
-            if not answer.exchange.is_answered:
-                self._lines, self.current = self._before
-            self._answer = None
 
     # -- branches ----------------------------------------------------------------------------------
 
@@ -457,10 +426,9 @@ class Chat:
             SnapshotError: it cannot be written, or the file is something else than this chat.
         """
         self._end_answer()
-        limit, stop = self.options.get("max_tokens"), self.options.get("stop", ())
-        texts = (stop,) if isinstance(stop, str) else tuple(stop)
-        saved = SavedChat(self._id, self._lines, self.current, self.sampling, limit, texts)
-        write_chat(file, self.ctx.model, saved)
+        limit, stop = self.options.get("max_tokens"), stop_strings(self.options.get("stop", ()))
+        model = self.ctx.model
+        write_chat(file, model, self._id, self._lines, self.current, self.sampling, limit, stop)
 
     @classmethod
     def load(
@@ -485,9 +453,10 @@ class Chat:
         """
         text_context("ctx", ctx)
         saved = read_chat(file, ctx.model)
-        chat = cls(ctx, drafter, config, sampling=saved.sampling, max_tokens=saved.max_tokens,
-                   stop=saved.stop)  # fmt: skip
-        chat._id, chat._lines, chat.current = saved.id, saved.lines, saved.current
+        sampling = SamplingParams.from_dict(saved.sampling)
+        limit, stop = saved.max_tokens, saved.stop
+        chat = cls(ctx, drafter, config, sampling=sampling, max_tokens=limit, stop=stop)
+        chat._id, chat._lines, chat.current = saved.id, saved.tree(), saved.current
         return chat
 
 
@@ -501,13 +470,14 @@ class Answer:
         tokens: the token ids so far, the thought's first.
     """
 
-    def __init__(self, chat: Chat, exchange: Exchange, plan: Completion) -> None:
-        self.exchange = exchange
-        self.prompt = _tokens(plan)
+    def __init__(
+        self, chat: Chat, exchange: Exchange, plan: Completion, before: Conversation
+    ) -> None:
+        self.exchange, self.prompt = exchange, _tokens(plan)
         self.tokens: list[int] = []
-        self._chat, self._result = chat, cast("Result | None", None)
+        self._chat, self._before = chat, before
         self._events = plan.events(chat.engine.stream(plan.requests))
-        self._has_ended = False
+        self._is_begun = self._has_ended = False
 
     def __repr__(self) -> str:
         text, n = self.exchange.answer, len(self.tokens)
@@ -516,18 +486,17 @@ class Answer:
     @property
     def text(self) -> str:
         """The text without the stop string. If nobody iterates, reading it generates all of it."""
-        self._begin_unread()
-        return self.exchange.answer
+        return self._read().answer
 
     @property
     def thought(self) -> str:
         """The thought before the answer. If nobody iterates, reading it generates all of it."""
-        self._begin_unread()
-        return self.exchange.thought
+        return self._read().thought
 
-    def _begin_unread(self) -> None:
-        if inspect.getgeneratorstate(self._events) == inspect.GEN_CREATED and not self._has_ended:
+    def _read(self) -> Exchange:
+        if not self._is_begun:
             self.finish()
+        return self.exchange
 
     @property
     def tool_calls(self) -> list[ToolCall]:
@@ -544,6 +513,7 @@ class Answer:
 
     def __next__(self) -> Produced:
         with self._chat.held():
+            self._is_begun = True
             try:
                 while (token := self._note(next(self._events))) is None:
                     pass
@@ -562,8 +532,7 @@ class Answer:
             exchange.answer += event.text
             if not token.is_stop:
                 self.tokens.append(token.token)
-        if event.result is not None:
-            self._result = result = event.result
+        if (result := event.result) is not None:
             turn, self.tokens = result.turn, result.tokens
             exchange.thought, exchange.answer = turn.thought, turn.content
             exchange.calls = [*turn.calls]
@@ -593,13 +562,14 @@ class Answer:
                     "the answer is being generated",
                     hint="it can be ended between two of its tokens",
                 )
-            self._has_ended = True
+            self._is_begun = self._has_ended = True
             if state == inspect.GEN_SUSPENDED and not self._chat.ctx.closed:
                 self._chat.engine.abort("0")
                 for event in self._events:
                     self._note(event)
             self._events.close()
-            self._chat.conclude(self, self._result)
+            if not self.exchange.is_answered:
+                self._chat.take_back(self, self._before)
 
 
 def _text(text: object) -> str:

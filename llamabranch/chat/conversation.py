@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ..model.tools import ToolCall, openai_call
-from ..pictures import Token, TreeLine
 
-__all__ = ["Exchange", "Line", "exchanges_of", "messages_of", "tree_of"]
+__all__ = ["Exchange", "Line", "drawn", "exchanges_of", "messages_of"]
+
+_LONGEST = 60  # characters of a message and its answer in a drawing
 
 
 @dataclass(eq=False)
@@ -97,22 +98,26 @@ def exchanges_of(lines: Iterable[Line]) -> list[Exchange]:
     return list(dict.fromkeys(exchange for line in lines for exchange in line.path))
 
 
-def tree_of(lines: Iterable[Line], current: int) -> TreeLine:
-    """Return the tree of all lines, to draw."""
+def drawn(lines: Iterable[Line], current: int) -> str:
+    """Return a drawing of the tree of all lines."""
     lines = list(lines)
     children: dict[Exchange | None, list[Exchange]] = {}
     for exchange in exchanges_of(lines):
         children.setdefault(exchange.parent, []).append(exchange)
-
-    def node(exchange: Exchange | None) -> TreeLine:
-        heads = [] if exchange is None else [f"{exchange.n_tokens} tokens"]
-        heads += [
-            f"branch {line.number}" + (" (current)" if line.number == current else "")
-            for line in lines
-            if line.head is exchange
-        ]
-        text = "the beginning" if exchange is None else f"{exchange.user} > {exchange.answer}"
-        below = tuple(node(child) for child in children.get(exchange, ()))
-        return TreeLine([Token(text)], ", ".join(heads), below)
-
-    return node(None)
+    rows: list[str] = []
+    waiting: list[tuple[Exchange | None, str, str]] = [(None, "", "")]
+    while waiting:
+        at, branch, indent = waiting.pop()
+        heads = [] if at is None else [f"{at.n_tokens} tokens"]
+        for line in lines:
+            if line.head is at:
+                heads.append(f"branch {line.number}" + " (current)" * (line.number == current))
+        text, half = "the beginning" if at is None else f"{at.user} > {at.answer}", _LONGEST // 2
+        text = text if len(text) <= _LONGEST else f"{text[:half]}...{text[-half:]}"
+        rows.append(f"{branch}{text!r}  {', '.join(heads)}".rstrip())
+        for i, child in enumerate(reversed(children.get(at, ()))):  # the first is drawn first
+            ends = i == 0
+            waiting.append(
+                (child, indent + ("└─ " if ends else "├─ "), indent + ("   " if ends else "│  "))
+            )
+    return "\n".join(rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +24,7 @@ _VERSION = 2
 
 class _Line(Struct):
     number: int
-    head: int | None
+    head: int | None  # its last exchange
     system: str | None
 
 
@@ -33,50 +34,69 @@ class _Model(Struct):
     fingerprint: str
 
 
-class _File(Struct):
-    version: int
-    id: str
+class SavedChat(Struct):
+    """A chat as its file has it."""
+
+    id: str  # stays the same at each save
     model: _Model
     sampling: dict[str, object]
     max_tokens: int | None
     stop: list[str]
-    exchanges: list[Exchange]  # parents first
+    exchanges: list[Exchange]  # parents first; they do not know theirs
     parents: list[int | None]
     lines: list[_Line]
     current: int
+    version: int = 0
+
+    def tree(self) -> dict[int, Line]:
+        """Return its branches.
+
+        Raises:
+            ValueError, IndexError: an index is not one of an exchange before it, or none is current.
+        """
+        linked: list[Exchange] = []
+
+        def at(place: int | None) -> Exchange | None:
+            if place is not None and place < 0:
+                raise ValueError(f"{place} is not an index of the list")
+            return None if place is None else linked[place]
+
+        for exchange, parent in zip(self.exchanges, self.parents, strict=True):
+            linked.append(replace(exchange, parent=at(parent)))
+        lines = {each.number: Line(each.number, at(each.head), each.system) for each in self.lines}
+        if self.current not in lines:
+            raise ValueError("there is no current branch")
+        return lines
 
 
-class SavedChat(Struct):
-    """A chat as it is saved; ``model`` is the file that it was saved with, None = the chat's own."""
-
-    id: str  # stays the same at each save
-    lines: dict[int, Line]
-    current: int
-    sampling: SamplingParams
-    max_tokens: int | None
-    stop: tuple[str, ...]
-    model: _Model | None = None
-
-
-def write_chat(file: str | os.PathLike[str], model: Model, chat: SavedChat) -> None:
-    """Save the chat, replacing an earlier save of it.
+def write_chat(
+    file: str | os.PathLike[str],
+    model: Model,
+    name: str,
+    lines: dict[int, Line],
+    current: int,
+    sampling: SamplingParams,
+    max_tokens: int | None,
+    stop: Sequence[str],
+) -> None:
+    """Save a chat, replacing an earlier save of it; ``name`` tells it from others.
 
     Raises:
         SnapshotError: it cannot be written, or the file is something else than this chat.
     """
-    path, exchanges = path_of(file), exchanges_of(chat.lines.values())
+    path, exchanges = path_of(file), exchanges_of(lines.values())
     place: dict[Exchange | None, int] = {exchange: i for i, exchange in enumerate(exchanges)}
-    about = _File(
-        _VERSION, chat.id,
+    about = SavedChat(
+        name,
         _Model(path_text(model.path.name), path_text(os.path.abspath(model.path)), model.fingerprint),
-        chat.sampling.as_dict(), chat.max_tokens, list(chat.stop),
+        sampling.as_dict(), max_tokens, list(stop),
         [replace(exchange, parent=None) for exchange in exchanges],
         [place.get(exchange.parent) for exchange in exchanges],
-        [_Line(line.number, place.get(line.head), line.system) for line in chat.lines.values()],
-        chat.current,
+        [_Line(line.number, place.get(line.head), line.system) for line in lines.values()],
+        current, _VERSION,
     )  # fmt: skip
     try:
-        if path.exists() and read_chat(path).id != chat.id:
+        if path.exists() and read_chat(path).id != name:
             hint = "name another file, or load that chat to continue it"
             raise SnapshotError(f"{path} has another chat", hint=hint)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -92,8 +112,7 @@ def saved_model(file: str | os.PathLike[str]) -> Path:
     Raises:
         SnapshotError: it is no saved chat, or damaged, or the model's file has moved.
     """
-    model = read_chat(file).model
-    path = Path(model.path if model is not None else "")
+    path = Path(read_chat(file).model.path)
     if not (path.is_absolute() and path.is_file()):
         raise SnapshotError(
             f"the chat's model is missing: {path}", hint="name the file where it is now"
@@ -109,16 +128,11 @@ def read_chat(file: str | os.PathLike[str], ours: Model | None = None) -> SavedC
     """
     path = path_of(file)
     try:
-        about = msgspec.json.decode(path.read_bytes(), type=_File)
+        about = msgspec.json.decode(path.read_bytes(), type=SavedChat)
         if about.version != _VERSION:
             raise ValueError(f"it has format {about.version}, not {_VERSION}")
-        exchanges: list[Exchange] = []
-        for exchange, parent in zip(about.exchanges, about.parents, strict=True):
-            exchanges.append(replace(exchange, parent=_at(exchanges, parent)))
-        lines = {n.number: Line(n.number, _at(exchanges, n.head), n.system) for n in about.lines}
-        if about.current not in lines:
-            raise ValueError("there is no current branch")
-        sampling = SamplingParams.from_dict(about.sampling)
+        about.tree()
+        SamplingParams.from_dict(about.sampling)
     except (OSError, ValueError, msgspec.MsgspecError, IndexError, RecursionError) as error:
         raise SnapshotError(f"{path} has no chat that can be read: {error}") from error
     if ours is not None and not ours.is_of(about.model.fingerprint):
@@ -126,13 +140,4 @@ def read_chat(file: str | os.PathLike[str], ours: Model | None = None) -> SavedC
             f"the chat is from another model: {about.model.name}, not {ours.path.name}",
             hint=f"it was saved with {about.model.path}",
         )
-    return SavedChat(
-        about.id, lines, about.current, sampling, about.max_tokens, tuple(about.stop), about.model
-    )
-
-
-def _at(exchanges: list[Exchange], place: int | None) -> Exchange | None:
-    """Return one of the exchanges that were read before, so that there are no cycles."""
-    if place is not None and place < 0:
-        raise ValueError(f"{place} is not an index of the list")
-    return None if place is None else exchanges[place]
+    return about

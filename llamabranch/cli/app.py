@@ -6,10 +6,9 @@ and most of the package.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from inspect import cleandoc
@@ -22,7 +21,7 @@ from llamabranch import __version__
 from llamabranch.startup import quit_interrupted, quit_on_ctrl_c
 
 from .console import Console, leave_standard_output
-from .interrupts import EXIT_FAILURE, EXIT_INTERRUPTED
+from .interrupts import EXIT_FAILURE
 
 # Each command in the order of --help, with the first sentence of its help. The function of a command has
 # the name of the command, and so has its module, except for ``speculate``.
@@ -39,7 +38,13 @@ COMMANDS = {
     "models": "List the known models, download one, or show what a file is.",
     "doctor": "Report what is installed on which machine, test it, and advise.",
 }
-_PROMPTS = {"--prompts", "--prompt", "-p"}
+# Short forms: what stands for them if a command has the first option of it. What follows --prompts are
+# prompts anyway, and --auto-regressive is the name used in papers.
+_SHORT = {
+    "--exact": ("-S", "exact=true"),
+    "--auto-regressive": ("--draft", "none"),
+    "--prompts": (),
+}
 
 
 class Command(TyperCommand):
@@ -52,25 +57,28 @@ class Command(TyperCommand):
         formatter.write("".join(f"{line}\n" for line in help_lines(cast(Any, self).params)))
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        """Parse the arguments."""
-        params: list[Any] = list(self.get_params(ctx))
-        flags = {
-            n: getattr(p, "is_flag", False) for p in params for n in (*p.opts, *p.secondary_opts)
-        }
-        return super().parse_args(ctx, spread_out(args, flags))
+        """Parse the arguments; short forms are written out, and ``_`` in names means ``-``."""
+        names = {name for param in cast(Any, self).params for name in param.opts}
+        words: list[str] = []
+        for i, word in enumerate(args):
+            if word == "--":
+                return super().parse_args(ctx, words + args[i:])
+            dashed = word.replace("_", "-")
+            long = _SHORT.get(dashed, (word,))
+            words += long if {*long[:1]} <= names and dashed in _SHORT else [word]
+        return super().parse_args(ctx, words)
 
 
 def help_lines(params: Sequence[Any]) -> list[str]:
-    """Return the lines of --help for options, under their headings."""
+    """Return the lines of --help for options, under their headings; Output is the last."""
     panels: dict[str, list[tuple[str, str]]] = {}
     for param in params:
         if param.param_type_name == "option" and param.rich_help_panel:
             panels.setdefault(param.rich_help_panel, []).append(_row(param))
-    width = max((len(names) for rows in panels.values() for names, _ in rows), default=0)
+    panels["Output"] = panels.pop("Output")
+    width = max(len(names) for rows in panels.values() for names, _ in rows)
     lines: list[str] = []
-    for panel, rows in sorted(
-        panels.items(), key=lambda item: item[0] == "Output"
-    ):  # it is the last
+    for panel, rows in panels.items():
         lines += [f"{panel}:", *(f"  {names:<{width}}  {text}" for names, text in rows)]
     return lines
 
@@ -80,57 +88,14 @@ def _row(param: Any) -> tuple[str, str]:
     short = [name for name in param.opts if not name.startswith("--")][:1]
     long = [name for name in param.opts if name.startswith("--")][:1]
     names = ", ".join(short + long) if short else "    " + long[0]
-    value = "" if param.is_flag else f" {param.metavar or param.type.name.upper()}"
+    value = "" if param.is_flag else f" {param.metavar}"
     default = param.default
     shown = default is not None and not isinstance(default, (bool, list, tuple))
-    return names + value, (param.help or "") + (f" [default: {default}]" if shown else "")
-
-
-def spread_out(arguments: Sequence[str], options: Mapping[str, bool]) -> list[str]:
-    """Return the arguments with -p before every prompt, and dashes in the names of ``options``.
-
-    ``options`` says for each name whether it is a flag, without a value.
-
-    ``--prompts A B`` are two prompts; one that begins with a dash is written ``--prompts=-...``.
-    ``--auto-regressive``, the name used in papers, means ``--draft none``, and ``--exact``
-    ``-S exact=true``.
-    """
-    spread: list[str] = []
-    in_prompts, several = False, "--prompts" in options
-    for i, argument in enumerate(arguments):
-        if argument == "--":
-            return [*spread, *arguments[i:]]
-        is_value = bool(spread) and not options.get(spread[-1], True) and not in_prompts
-        if argument.startswith("-") and argument != "-" and not is_value:
-            name, equals, value = argument.partition("=")
-            dashed = name.replace("_", "-")
-            name = dashed if dashed in options else name
-            in_prompts = name in _PROMPTS and not equals and several
-            if dashed == "--auto-regressive" and "--draft" in options:
-                spread += ["--draft", "none"]
-            elif dashed == "--exact" and "-S" in options:
-                spread += ["-S", "exact=true"]
-            elif not in_prompts:
-                spread.append(name + equals + value)
-            elif arguments[i + 1 : i + 2] == [] or arguments[i + 1] in options:
-                raise typer.BadParameter("needs at least one prompt", param_hint="--prompts")
-        else:
-            spread += ["-p", argument] if in_prompts else [argument]
-    return spread
+    return names + value, param.help + (f" [default: {default}]" if shown else "")
 
 
 class _Commands(TyperGroup):
     """Lists the subcommands without importing them."""
-
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        """Parse the arguments before the name of the command."""
-        with _reporting():
-            return super().parse_args(ctx, args)
-
-    def invoke(self, ctx: typer.Context) -> object:  # type: ignore[override]
-        """Parse the rest and run the command."""
-        with _reporting():
-            return super().invoke(ctx)
 
     def resolve_command(  # type: ignore[override]
         self, ctx: typer.Context, args: list[str]
@@ -150,36 +115,12 @@ class _Commands(TyperGroup):
 
 @cache
 def load_command(name: str) -> TyperCommand:
-    """Import a subcommand and return it. ``speculate`` is ``generate`` with other options and help."""
-    holder, is_speculate = (
-        typer.Typer(add_completion=False, rich_markup_mode=None),
-        name == "speculate",
-    )
-    module = import_module("." + ("generate" if is_speculate else name), __package__)
-    function = module.generate if is_speculate else getattr(module, name)
-    holder.command(name, cls=Command, help=module.SPECULATE if is_speculate else None)(function)
-    command: Any = typer.main.get_command(holder)
-    others = {"generate": ("compares",), "speculate": ("input_file", "output_file")}.get(name, ())
-    command.params = [param for param in command.params if param.name not in others]
-    for param in command.params:
-        if is_speculate and param.name == "draft_max":
-            param.default = "4"
-    return cast(Command, command)
-
-
-@contextlib.contextmanager
-def _reporting() -> Iterator[None]:
-    try:
-        yield
-    except BrokenPipeError:
-        raise
-    except OSError as error:  # Click could not print the help or the version
-        leave_standard_output()
-        Console().error(f"cannot write to standard output: {error.strerror or error}")
-        raise typer.Exit(EXIT_FAILURE) from None
-    except KeyboardInterrupt:  # Ctrl-C came while no command was running
-        Console().note("interrupted")
-        raise typer.Exit(EXIT_INTERRUPTED) from None
+    """Import a subcommand and return it."""
+    holder = typer.Typer(add_completion=False, rich_markup_mode=None)
+    module = import_module("." + ("generate" if name == "speculate" else name), __package__)
+    settings = {"token_normalize_func": lambda name: name.replace("_", "-")}
+    holder.command(name, cls=Command, context_settings=settings)(getattr(module, name))
+    return cast(Command, typer.main.get_command(holder))
 
 
 app = typer.Typer(
@@ -228,6 +169,10 @@ def main() -> None:
         app()
     except KeyboardInterrupt:
         quit_interrupted()
+    except OSError as error:  # the help or the version could not be printed
+        leave_standard_output()
+        Console().error(f"cannot write to standard output: {error.strerror or error}")
+        sys.exit(EXIT_FAILURE)
 
 
 def _reopen_closed_streams() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from itertools import product
 from pydoc_data.topics import topics
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -26,12 +27,10 @@ from .options import (
     with_options,
 )
 
-if TYPE_CHECKING:
-    from llamabranch.loading import LoadOptions
-
 LENGTHS = "64,2000,6000"
 COLUMNS = ("tokens a second", "after", "read", "generate", "with drafts")
 EXACT = "-S exact=true"
+FLAGS = {"flash_attn": "-fa", "kv_type": "-ctk", "threads": "-t"}
 _ROOM = 256  # cells for what is generated besides -n
 
 
@@ -96,31 +95,22 @@ def _lengths(text: str) -> list[int]:
     return lengths
 
 
-def _settings(given: Given) -> Iterator[tuple[str, LoadOptions]]:
-    """Yield the flags and options of each setting; what the user has set is in all of them."""
+def _settings(given: Given) -> Iterator[tuple[str, Given]]:
+    """Yield each setting: its flags, and the options with them; what the user has set is in all."""
     machine, is_set = Machine.now(), given.load_options()
-    attention = [True, False] if given.flash_attn == "auto" else [None]
-    kv_types = [None] if "kv_type" in is_set else ["f16"]
-    if kv_types[0] and "AVX512_BF16" in machine.features:
-        kv_types.append("bf16")
-    threads = [None] if given.threads else sorted({machine.cores, machine.cores // 2 or 1})[::-1]
-    for n in threads:
-        for kv_type in kv_types:
-            for flash in attention:
-                flags: list[str] = []
-                options: LoadOptions = {}
-                if flash is not None:
-                    flags.append(f"-fa {int(flash)}")
-                    options["flash_attention"] = flash
-                if kv_type is not None:
-                    flags.append(f"-ctk {kv_type}")
-                    options["kv_type"] = kv_type
-                if n is not None:
-                    flags.append(f"-t {n}")
-                    options["n_threads"] = options["n_threads_batch"] = n
-                yield " ".join(flags), options
+    varied: dict[str, list[Any]] = {}
+    if given.flash_attn == "auto":
+        varied["flash_attn"] = ["1", "0"]
+    if "kv_type" not in is_set:
+        varied["kv_type"] = ["f16"] + ["bf16"] * ("AVX512_BF16" in machine.features)
+    if not given.threads:
+        varied["threads"] = sorted({machine.cores, machine.cores // 2 or 1}, reverse=True)
+    for values in product(*varied.values()):
+        changes: dict[str, Any] = dict(zip(varied, values, strict=True))
+        flags = " ".join(f"{FLAGS[name]} {value}" for name, value in changes.items())
+        yield flags or "as set", replace(given, **changes)
     if "exact" not in is_set:
-        yield EXACT, {"exact": True}
+        yield EXACT, replace(given, settings=[*(given.settings or ()), "exact=true"])
 
 
 def _measure_all(
@@ -137,17 +127,15 @@ def _measure_all(
     lengths = [n for n in lengths if given.n_ctx or not trained or n + n_tokens <= trained]
     if not lengths:
         raise ConfigError(f"{names[0]} was trained for {trained} tokens: use shorter --lengths")
-    settings = list(_settings(given))
+    sized = replace(given, n_ctx=given.n_ctx or max(lengths) + n_tokens + _ROOM)
+    settings = list(_settings(sized))
     for run in range(runs):
         for flags, options in settings[:: 1 if run % 2 == 0 else -1]:
             console.progress(f"run {run + 1} of {runs}: {flags}")
-            if not given.n_ctx:
-                options["n_ctx"] = max(lengths) + n_tokens + _ROOM
-            name = flags or "as set"
-            each = speeds.get(name) or Speeds()
+            each = speeds.get(flags) or Speeds()
             try:
-                _measure(given, console, names, options, lengths, n_tokens, each)
-                speeds[name] = each
+                _measure(options, console, names, lengths, n_tokens, each)
+                speeds[flags] = each
             except UnsupportedError as error:
                 console.note(f"without {flags}: {error}")
             except (Stopped, DecodeInterruptedError):
@@ -159,13 +147,12 @@ def _measure(
     given: Given,
     console: Console,
     names: tuple[str, tuple[str, ...]],
-    options: LoadOptions,
     lengths: Sequence[int],
     n_tokens: int,
     speeds: Speeds,
 ) -> None:
-    """Open the models with these options, add a run to ``speeds``, and close them."""
-    context, drafter = given.open_pair(names, console, **options)
+    """Open the models, add a run to ``speeds``, and close them."""
+    context, drafter = given.open_pair(names, console)
     try:
         tokens = context.tokenize("\n".join(topics.values()))[: max(lengths)]
         sampling = given.without_eog(given.params(), context.model)

@@ -86,20 +86,17 @@ def print_statistics(
     console: Console, title: str, figures: Mapping[str, Any], compared: DraftComparison | None
 ) -> None:
     """Print the figures of `statistics` in aligned lines to standard error."""
-    shown = dict(figures)
+    shown = {name: cell(value) for name, value in figures.items()}
     if figures["drafted"]:
         rate = f"{figures['accept_rate'] * 100:.0f} %"
         shown["accept_rate"] = f"{rate} ({figures['accepted']} of {figures['drafted']})"
-    for name in ("tokens_a_pass", "speed_up"):
-        if name in figures:
-            shown[name] = number(figures[name], 2)
-    for name in ("tokens_a_second", "plain_tokens_a_second"):
-        if name in figures:
-            shown[name] = number(figures[name], 1)
+    shown["tokens_a_pass"] = number(figures["tokens_a_pass"], 2)
+    shown["tokens_a_second"] = number(figures["tokens_a_second"], 1)
     if compared is not None:
-        low, high = (number(end, 2) for end in shown.pop("speed_up_range"))
-        plain = shown.pop("plain_tokens_a_second")
-        shown["speed_up"] += f" ({low} to {high}); plain decoding: {plain} a second"
+        low, high = (number(end, 2) for end in figures["speed_up_range"])
+        plain = number(figures["plain_tokens_a_second"], 1)
+        ratio = number(figures["speed_up"], 2)
+        shown["speed_up"] = f"{ratio} ({low} to {high}); plain decoding: {plain} a second"
         parting = compared.parting
         shown["texts_equal"] = "yes" if parting is None else f"no, from token {parting} on"
     if console.silent:
@@ -107,7 +104,8 @@ def print_statistics(
     console.note(title, "bold")
     for name, value in shown.items():
         label = "speed-up" if name == "speed_up" else name.replace("_", " ")
-        console.note(f"  {label:<17}  {cell(value)}", "")
+        if name not in ("speed_up_range", "plain_tokens_a_second"):
+            console.note(f"  {label:<17}  {value}", "")
 
 
 def compare(

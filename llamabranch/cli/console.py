@@ -14,14 +14,12 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from time import monotonic
 from typing import IO
 
-from rich import filesize
+import msgspec
 from rich.color import ColorSystem
 from rich.console import Console as RichConsole
 from rich.console import JustifyMethod, RenderableType
-from rich.measure import Measurement
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
@@ -33,9 +31,7 @@ from llamabranch.pictures import SOURCES, visible
 SOURCE_STYLES = {
     "drafted": "green", "forced": "magenta", "bonus": "bold cyan", "corrected": "yellow", "plain": "",
 }  # fmt: skip
-_GAP = 3  # spaces between the columns of a table
 LONG_PROMPT = 64  # tokens; longer prompts report their progress
-PROGRESS_S = 15.0  # seconds between two progress lines on a pipe
 
 
 class OutputError(lb.LlamaBranchError):
@@ -54,12 +50,7 @@ class Console:
         on_opening: called with the progress of opening a model, as text.
     """
 
-    def __init__(
-        self,
-        *,
-        silent: bool = False,
-        verbose: bool = False,
-    ) -> None:
+    def __init__(self, *, silent: bool = False, verbose: bool = False) -> None:
         self.verbose, self.silent = verbose, silent
         system = None if os.environ.get("NO_COLOR") else "auto"
         self.out = RichConsole(highlight=False, color_system=system)  # type: ignore[arg-type]
@@ -67,7 +58,6 @@ class Console:
         if not self.out.is_terminal:
             self.out.width = 10_000  # a pipe has no width, and names must stay whole
         self.colored = self.out.color_system not in (None, "windows")
-        self._progress_at = monotonic() + PROGRESS_S
         self._progress = ""  # the text of the progress line, on a terminal
         self.resources = ExitStack()
         self.on_opening: Callable[[str], None] | None = None
@@ -94,7 +84,7 @@ class Console:
             OutputError: standard output is closed, or its disk is full.
         """
         if self.silent:
-            _write(sys.stdout, json.dumps(finite(value)) + "\n")
+            _write(sys.stdout, json_text(value) + "\n")
 
     def emit(self, token: lb.Produced) -> None:
         """Write one generated token in the colour of its source."""
@@ -109,36 +99,19 @@ class Console:
             self.render(line)
 
     def table(
-        self,
-        columns: Sequence[str],
-        rows: Iterable[Sequence[object]],
-        *,
-        left: Sequence[str] = (),
-        wide: Sequence[str] = (),
+        self, columns: Sequence[str], rows: Iterable[Sequence[object]], *, left: Sequence[str] = ()
     ) -> None:
         """Print rows, under headings if there are any.
 
-        If the table is too wide, the columns of ``wide`` are left out, and cells wrap. The first column
-        and the columns in ``left`` are left-aligned.
+        The first column and the columns in ``left`` are left-aligned.
         """
-        texts = [[cell(value) for value in row] for row in rows]
-
-        def table(without: Sequence[str]) -> Table:
-            made = Table(
-                box=None, pad_edge=False, padding=(0, _GAP, 0, 0), show_header=any(columns),
-                header_style="bold",
-            )  # fmt: skip
-            kept = [i for i, name in enumerate(columns) if name not in without]
-            for i in kept:
-                side: JustifyMethod = "left" if i == 0 or columns[i] in left else "right"
-                made.add_column(Text(columns[i]), justify=side, overflow="fold")
-            for row in texts:
-                made.add_row(*(Text(row[i]) for i in kept))
-            return made
-
-        whole = table(())
-        fits = Measurement.get(self.out, self.out.options, whole).maximum < self.out.width
-        self.render(whole if fits else table(wide))
+        table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=any(columns))
+        for i, name in enumerate(columns):
+            side: JustifyMethod = "left" if i == 0 or name in left else "right"
+            table.add_column(Text(name), justify=side, overflow="fold")
+        for row in rows:
+            table.add_row(*(Text(cell(value)) for value in row))
+        self.render(table)
 
     def render(self, what: RenderableType) -> None:
         """Print anything that rich can draw, without spaces at the ends of lines."""
@@ -177,7 +150,7 @@ class Console:
             self.err.print(text, soft_wrap=not self.err.is_terminal)
 
     def progress(self, text: str) -> None:
-        """Replace the progress line of the terminal; "" clears it. A pipe gets a line now and then.
+        """Replace the progress line of the terminal; "" clears it.
 
         This needs no thread, so it does not disturb measurements.
         """
@@ -186,9 +159,6 @@ class Console:
                 self.err.file.write(f"\r\x1b[2K{text}")
                 self.err.file.flush()
             self._progress = text
-        elif text and monotonic() >= self._progress_at:
-            self._progress_at = monotonic() + PROGRESS_S
-            self.note(text)
 
     def reading(self, read: lb.context.PromptProgress) -> None:
         """Show in the progress line how much of a long prompt has been read."""
@@ -255,15 +225,9 @@ def leave_standard_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def finite(value: object) -> object:
-    """Return ``value`` with None for numbers that JSON does not have: nan and infinity."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): finite(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(inner) for inner in value]
-    return value
+def json_text(value: object) -> str:
+    """Return a value as JSON in ASCII; nan and infinity, which JSON does not have, become null."""
+    return json.dumps(msgspec.json.decode(msgspec.json.encode(value)))
 
 
 # -- numbers as text, the same in all tables -----------------------------------------------------------
@@ -282,11 +246,6 @@ def shortened(text: str, longest: int = 60) -> str:
     return text if len(text) <= longest else text[: longest - 3] + "..."
 
 
-def number(value: float, digits: int, unit: str = "") -> str:
+def number(value: float, digits: int) -> str:
     """Format a number; nan becomes a dash."""
-    return "-" if math.isnan(value) else f"{value:.{digits}f}{unit}"
-
-
-def decimal_size(n_bytes: float) -> str:
-    """Format a number of bytes in decimal units."""
-    return filesize.decimal(round(n_bytes), precision=2)
+    return "-" if math.isnan(value) else f"{value:.{digits}f}"

@@ -37,7 +37,12 @@ def choose_drafters(
         return target, parse_draft(draft)
     if has_grammar and draft is None and not always:
         return target, (GRAMMAR, SUFFIX)
-    found = MTP if has_mtp else _listed(target)
+    found = MTP if has_mtp else hub.draft_for(target)
+    if found not in (None, MTP):
+        try:
+            hub.resolve(found, download=None)
+        except ConfigError:  # the download is not allowed
+            found = None
     if not always:
         if draft == "auto":
             console.note(f"draft: {found or SUFFIX}")
@@ -93,14 +98,3 @@ def make_drafter(parts: Sequence[str], open_model: Callable[[str], lb.context.Co
     if not drafters:
         return lb.speculative.NullDrafter()
     return drafters[0] if len(drafters) == 1 else lb.ChainDrafter(drafters)
-
-
-def _listed(target: str) -> str | None:
-    """Return the draft that models.txt lists for a target; it is downloaded if needed and allowed."""
-    listed = hub.draft_for(target)
-    if listed is not None:
-        try:
-            hub.resolve(listed, download=None)
-        except ConfigError:  # the download is not allowed
-            return None
-    return listed

@@ -31,7 +31,8 @@ def open_new(path: Path) -> IO[str]:
 def read_text(path: Path, newline: str | None = None) -> str:
     """Return the text of a file, without a byte order mark; ConfigError if it cannot be read as UTF-8.
 
-    All line ends become ``\\n``; with ``newline=""`` the text is unchanged.
+    All line ends become ``\\n``; with ``newline=""`` the text is unchanged. Split lines at ``\\n``:
+    `str.splitlines` would also end them at form feeds, U+2028 and five other characters.
     """
     try:
         with path.open(encoding="utf-8-sig", newline=newline) as file:
@@ -41,54 +42,29 @@ def read_text(path: Path, newline: str | None = None) -> str:
         raise ConfigError(f"cannot read {path!s:.80}: {why}") from None
 
 
-def text_lines(text: str) -> list[str]:
-    """Return the lines of a text that was read in text mode, which turns \\r\\n and \\r into \\n.
-
-    `str.splitlines` would also end lines at form feeds, U+2028 and five other characters, which
-    texts contain.
-    """
-    return text.split("\n")
-
-
 def load_functions(path: Path) -> list[Callable[..., object]]:
     """Return the functions that a Python file defines, except those whose names begin with "_".
 
     Raises:
         ConfigError: the file cannot be run, or defines no functions.
     """
-    functions = [
-        value
-        for name, value in _run_file(path).items()
-        if isinstance(value, FunctionType) and value.__module__ == path.stem and name[0] != "_"
-    ]
-    if not functions:
-        raise ConfigError(
-            f"{path} defines no function",
-            hint="def weather(city: str) -> str: ..., with a docstring",
-        )
-    return list(dict.fromkeys(functions))
-
-
-def _run_file(path: Path) -> dict[str, Any]:
-    """Run a Python file and return its global variables.
-
-    Raises:
-        ConfigError: the file cannot be read or run.
-    """
-    names: dict[str, Any] = {"__name__": path.stem, "__file__": str(path)}
     source = read_text(path)
+    names: dict[str, Any] = {"__name__": path.stem, "__file__": str(path)}
     try:
         # What the file prints is not part of the answer.
         with contextlib.redirect_stdout(sys.stderr):
             exec(compile(source, str(path), "exec"), names)
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{path} cannot be run: {error!r}") from error
-    return names
-
-
-def schema_text(given: str) -> str:
-    """Return the text of a JSON schema, given as text or as the name of a file."""
-    return given if given.lstrip().startswith("{") else read_text(Path(given))
+    functions = [
+        value
+        for name, value in names.items()
+        if isinstance(value, FunctionType) and value.__module__ == path.stem and name[0] != "_"
+    ]
+    if not functions:
+        hint = "def weather(city: str) -> str: ..., with a docstring"
+        raise ConfigError(f"{path} defines no function", hint=hint)
+    return list(dict.fromkeys(functions))
 
 
 def read_standard_input() -> str:
@@ -99,20 +75,15 @@ def read_standard_input() -> str:
     try:
         return sys.stdin.buffer.read().decode("utf-8-sig").removesuffix("\n")
     except (OSError, UnicodeDecodeError) as error:
-        hint = "it must be text in UTF-8"
-        raise ConfigError(f"cannot read standard input: {error}", hint=hint) from None
+        raise ConfigError(f"cannot read standard input: {error}") from None
 
 
 def piped_or_read(words: Sequence[str]) -> list[str]:
     """Return prompts, with standard input for -; without any, the text that is piped in, if any."""
-    prompts = [read_standard_input() if word == "-" else word for word in words]
-    for prompt in prompts:
-        try:
-            prompt.encode()
-        except UnicodeEncodeError:
-            raise ConfigError(f"the prompt {prompt!r:.60} is not UTF-8") from None
-    is_piped = not prompts and sys.stdin is not None and not sys.stdin.isatty()
-    return [text for text in [read_standard_input()] if text] if is_piped else prompts
+    if words:
+        return [read_standard_input() if word == "-" else word for word in words]
+    is_piped = sys.stdin is not None and not sys.stdin.isatty()
+    return [text for text in [read_standard_input()] if text] if is_piped else []
 
 
 def read_requests(path: Path, sampling: lb.SamplingParams, *, first: int = 0) -> list[lb.Request]:
@@ -125,7 +96,7 @@ def read_requests(path: Path, sampling: lb.SamplingParams, *, first: int = 0) ->
         ConfigError: the file cannot be read, or a line is invalid; the message has its number.
     """
     requests = list[lb.Request]()
-    for number, line in enumerate(text_lines(read_text(path)), 1):
+    for number, line in enumerate(read_text(path).split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -134,7 +105,6 @@ def read_requests(path: Path, sampling: lb.SamplingParams, *, first: int = 0) ->
                 raise ConfigError(f"a request must be an object, not {data!r:.60}")
             requests.append(lb.Request.from_json(data, str(first + len(requests)), sampling))
         except (lb.LlamaBranchError, ValueError, TypeError, RecursionError) as error:
-            reason = str(error)[:300]
-            hint = getattr(error, "hint", None)
-            raise ConfigError(f"line {number}: invalid request: {reason}", hint=hint) from None
+            message = f"line {number}: invalid request: {str(error)[:300]}"
+            raise ConfigError(message, hint=getattr(error, "hint", None)) from None
     return requests

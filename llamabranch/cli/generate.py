@@ -1,12 +1,8 @@
-"""``llamabranch generate`` and ``speculate``: one prompt or many in one batch, with or without drafts.
-
-Both are one function. ``speculate`` always drafts, and prints statistics.
-"""
+"""``llamabranch generate`` and ``speculate``, which always drafts, and prints statistics."""
 
 from __future__ import annotations
 
 import copy
-import json
 import math
 import secrets
 from collections import Counter, deque
@@ -23,7 +19,7 @@ from llamabranch.speculative import NullDrafter
 
 from . import options as opt
 from .comparison import compare, print_statistics, statistics
-from .console import Console, base_name, finite, shortened
+from .console import Console, base_name, json_text, shortened
 from .files import open_new, piped_or_read, read_requests
 from .interrupts import EXIT_FAILURE, EXIT_INTERRUPTED, InterruptHandler
 from .options import (
@@ -39,26 +35,15 @@ from .options import (
 )
 
 N_TEXTS = 8  # texts at a time; -S n_seq_max=N changes it
-SPECULATE = """Generate text with drafts, and say how well they worked.
-
-llamabranch speculate "Once upon a time"
-llamabranch speculate -m qwen3-4b -md qwen3-0.6b "Once upon a time" --compare
-"""
-# What can end a text before its grammar is complete.
-_CUT = {
-    "length": "-n",
-    "capacity": "the context (-c)",
-    "constraint": "the lack of an allowed token",
-}
-
-
-@with_options(
+_SHARED = (
     *("max_tokens", "grammar", "schema", "chat", "system"),
     *SAMPLING_OPTIONS,
     *DRAFT_OPTIONS,
     *OUTPUT_OPTIONS,
-    max_tokens=128,
 )
+
+
+@with_options(*_SHARED, max_tokens=128)
 def generate(
     given: Given,
     console: Console,
@@ -70,28 +55,42 @@ def generate(
     output_file: Annotated[
         Path | None, option("-o --output", "A result a line.", OUTPUT, metavar="FILE.jsonl")
     ] = None,
-    compares: Annotated[
-        bool, option("--compare", "Also time plain decoding, in turn.", OUTPUT)
-    ] = False,
 ) -> None:
     """Generate text from one prompt or many.
 
     llamabranch generate "Once upon a time" -n 64 -s 1
     llamabranch generate -hf Qwen/Qwen3-4B-GGUF --chat "Write a haiku."
     """
-    speculates = given.command == "speculate"
     file = None if output_file is None else console.resources.enter_context(open_new(output_file))
-    # The seed of speculate is a setting of the text; for generate it is one of the job.
-    if speculates and given.seed is None:
-        given = replace(given, seed=secrets.randbits(31))
-    params = given.params(given.seed if speculates else None)
-    words = piped_or_read([*(texts or ()), *(prompts or ())])
-    requests = _requests(given, words or [DEFAULT_PROMPT] * speculates, params)
+    params = given.params()
+    requests = _requests(given, piped_or_read([*(texts or ()), *(prompts or ())]), params)
     if input_file is not None:
         requests += read_requests(input_file, params, first=len(requests))
     if not requests:
         raise ConfigError("there is no prompt", hint="pass one, pipe it in, or use --input")
-    _run(given, console, requests, file, speculates=speculates, compares=compares)
+    _run(given, console, requests, file)
+
+
+@with_options(*_SHARED, max_tokens=128, draft_max="4")
+def speculate(
+    given: Given,
+    console: Console,
+    texts: opt.Prompts = None,
+    prompts: opt.MorePrompts = None,
+    compares: Annotated[
+        bool, option("--compare", "Also time plain decoding, in turn.", OUTPUT)
+    ] = False,
+) -> None:
+    """Generate text with drafts, and say how well they worked.
+
+    llamabranch speculate "Once upon a time"
+    llamabranch speculate -m qwen3-4b -md qwen3-0.6b "Once upon a time" --compare
+    """
+    # The seed is a setting of the text; for generate it is one of the job.
+    given = replace(given, seed=secrets.randbits(31) if given.seed is None else given.seed)
+    words = piped_or_read([*(texts or ()), *(prompts or ())])
+    requests = _requests(given, words or [DEFAULT_PROMPT], given.params(given.seed))
+    _run(given, console, requests, None, speculates=True, compares=compares)
 
 
 def _requests(given: Given, prompts: list[str], params: lb.SamplingParams) -> list[Request]:
@@ -111,8 +110,8 @@ def _run(
     requests: list[Request],
     file: IO[str] | None,
     *,
-    speculates: bool,
-    compares: bool,
+    speculates: bool = False,
+    compares: bool = False,
 ) -> None:
     """Generate the texts of all requests, print them, and exit with the code of the job."""
     config = given.config()
@@ -131,7 +130,9 @@ def _run(
     prepared = [
         replace(
             request,
-            prompt=given.prompt(context.model, request.prompt),
+            prompt=given.prompt(request.prompt)
+            if isinstance(request.prompt, str)
+            else request.prompt,
             sampling=given.without_eog(request.sampling or params, context.model),
             prompt_progress=True,
         )
@@ -200,11 +201,11 @@ class _Printer:
     ) -> None:
         self._console, self._file, self._drafts, self._is_chat = console, file, drafts, is_chat
         self._requests = {str(request.id): request for request in requests}
-        texts = [(str(r.id), i) for r in requests for i in range(r.n)]
-        self._order, self._held = deque(texts), dict[tuple[str, int], Result]()
-        self._n_texts, self._streams = len(texts), len(texts) == 1 and file is None
-        self._on_terminal = console.out.is_terminal
-        self._has_begun = False
+        self._order = deque((str(r.id), i) for r in requests for i in range(r.n))
+        self._held = dict[tuple[str, int], Result]()
+        self._n_texts = len(self._order)
+        self._streams = self._n_texts == 1 and file is None
+        self._has_begun = not console.out.is_terminal
         self.results: list[Result] = []
         self.n_failed = 0
 
@@ -228,51 +229,45 @@ class _Printer:
         result, console = event.result, self._console
         if event.progress is not None:
             console.reading(event.progress)
-            return
-        if event.emitted is not None and self._streams:
+        elif event.emitted is not None and self._streams:
             self._begin()
             console.emit(event.emitted)
-        if result is None:
-            return
-        if result.finish_reason == "cancelled" and not result.tokens:
-            return
-        self._held[result.id, result.sample] = result
-        while self._order and self._order[0] in self._held:
-            self._give(self._held.pop(self._order.popleft()))
+        if result is not None and (result.tokens or result.finish_reason != "cancelled"):
+            self._held[result.id, result.sample] = result
+            while self._order and self._order[0] in self._held:
+                self._give(self._held.pop(self._order.popleft()))
 
     def _begin(self) -> None:
         """Show the prompt of the only text on a terminal; later calls do nothing."""
-        has_begun, self._has_begun = self._has_begun, True
-        if self._on_terminal and not has_begun:
-            if self._drafts:
-                self._console.legend()
-            (request,) = self._requests.values()
-            if isinstance(request.prompt, str):
-                self._console.write(request.prompt + "\n" * self._is_chat, "dim")
+        if self._has_begun:
+            return
+        self._has_begun = True
+        if self._drafts:
+            self._console.legend()
+        (request,) = self._requests.values()
+        if isinstance(request.prompt, str):
+            self._console.write(request.prompt + "\n" * self._is_chat, "dim")
 
     def _give(self, result: Result) -> None:
         """Print a text, or write its result to the file."""
         prompt, console = self._requests[result.id].prompt, self._console
         result.prompt = prompt  # as the user wrote it, without the chat template
         label = result.id + (f", sample {result.sample}" if result.sample else "")
-        self.n_failed += result.error is not None and not result.tokens
+        has_text = bool(result.tokens) or result.error is None
+        self.n_failed += not has_text
         self.results.append(result)
         if self._file is not None:
-            self._file.write(json.dumps(finite(result.as_dict(stats=False))) + "\n")
+            self._file.write(json_text(result.as_dict(stats=False)) + "\n")
             self._file.flush()
-        elif self._streams:
-            if result.tokens or result.error is None:
-                self._begin()
-                console.write("\n\n" if self._on_terminal else "\n")
-        elif result.error is None or result.tokens:  # a heading, as `head` prints for several files
-            about = shortened(prompt) if isinstance(prompt, str) else ""
-            console.write("\n" * (len(self.results) > 1) + f"==> {label}", "bold")
-            console.write(f"{': ' * bool(about)}{about} <==\n{result.text}\n")
+        elif self._streams and has_text:
+            self._begin()
+            console.write("\n\n" if console.out.is_terminal else "\n")
+        elif has_text:  # a heading, as `head` prints for several files
+            about = f": {shortened(prompt)}" if isinstance(prompt, str) and prompt else ""
+            console.write("\n" * (len(self.results) > 1) + f"==> {label}{about} <==", "bold")
+            console.write(f"\n{result.text}\n")
         if result.error is not None and not console.silent:
             console.error(f"{label}: {result.error.message}", result.error.hint)
-        if result.grammar is not None and result.finish_reason in _CUT:
-            why = _CUT[result.finish_reason]
-            console.note(f"warning: {label}: {why} ended the text before its grammar did")
 
     def summary(self) -> list[str]:
         """Return how much was generated, and what ended it."""

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
 
 import typer
 
@@ -40,19 +39,17 @@ def _raising_on_ctrl_c() -> Iterator[None]:
         _interrupted = True
         raise KeyboardInterrupt
 
-    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(
-        signal.SIGINT
-    ) in (signal.default_int_handler, startup.quit_interrupted)
-    if not ours:
-        yield
-        return
-
     def on_unraisable(caught: sys.UnraisableHookArgs) -> None:
         if not issubclass(caught.exc_type, KeyboardInterrupt):
             hook(caught)
 
-    hook, sys.unraisablehook = sys.unraisablehook, on_unraisable
-    previous = signal.signal(signal.SIGINT, on_signal)
+    previous, hook = signal.getsignal(signal.SIGINT), sys.unraisablehook
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or previous not in (signal.default_int_handler, startup.quit_interrupted):
+        yield
+        return
+    sys.unraisablehook = on_unraisable
+    signal.signal(signal.SIGINT, on_signal)
     try:
         yield
         if _interrupted:
@@ -105,12 +102,11 @@ def reporting_errors(console: Console) -> Iterator[None]:
     """Turn exceptions into one line on standard error and an exit code.
 
     A wrong name, file or setting exits with 2, any other failure with 1, Ctrl-C with 130. With -v
-    the traceback is printed too. Warnings of the library become one line each.
+    the traceback is printed too. A warning becomes one line.
     """
-    debug, where = console.verbose, None if console.verbose else "-v shows where"
     try:
         with _raising_on_ctrl_c(), warnings.catch_warnings():
-            _show_warnings(console)
+            warnings.showwarning = lambda message, *_, **__: console.note(f"warning: {message}")
             yield
     except (typer.Exit, typer.Abort, typer.BadParameter):
         raise
@@ -122,34 +118,14 @@ def reporting_errors(console: Console) -> Iterator[None]:
         leave_standard_output()
         raise typer.Exit(EXIT_FAILURE) from None
     except Exception as error:
-        is_usage = isinstance(error, (lb.ConfigError, lb.errors.GrammarError))
+        if console.verbose:
+            traceback.print_exc()  # it may have the hint as a note
         if isinstance(error, lb.LlamaBranchError):
-            message, hint = error.message, error.hint
+            console.error(error.message, None if console.verbose else error.hint)
         elif isinstance(error, OSError):
-            place = "" if error.filename is None else f"{error.filename}: "
-            message, hint = f"{place}{error.strerror or error}", where
+            console.error(str(error))
         else:
-            message = f"unexpected {type(error).__name__}: {error}"
-            hint = where and f"this is a bug in llamabranch; {where}"
-        if debug:
-            traceback.print_exc()
-        # The traceback may show the hint already.
-        is_noted = debug and f"hint: {hint}" in getattr(error, "__notes__", ())
-        console.error(message, None if is_noted else hint)
+            hint = "this is a bug in llamabranch; -v shows where"
+            console.error(f"unexpected {type(error).__name__}: {error}", hint)
+        is_usage = isinstance(error, (lb.ConfigError, lb.errors.GrammarError))
         raise typer.Exit(EXIT_USAGE if is_usage else EXIT_FAILURE) from None
-
-
-def _show_warnings(console: Console) -> None:
-    """Print this library's warnings as lines of ``console``, until the old filters are restored.
-
-    That rounding can change texts is only said with -v.
-    """
-    inner = warnings.showwarning
-
-    def show(message: Warning | str, category: type[Warning], *more: Any, **named: Any) -> None:
-        if issubclass(category, lb.errors.LlamaBranchWarning):
-            console.note(f"warning: {message}")
-        else:
-            inner(message, category, *more, **named)
-
-    warnings.showwarning = show

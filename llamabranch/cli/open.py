@@ -58,11 +58,7 @@ def open(
 
     def open_engine() -> AsyncEngine:
         context, drafter = given.open_pair(
-            (target, drafters),
-            console,
-            n_texts=_PARALLEL,
-            n_seq_max=_SEQUENCES,
-            prefix_cache=True,
+            (target, drafters), console, n_texts=_PARALLEL, n_seq_max=_SEQUENCES, prefix_cache=True
         )
         config = given.config()
         return AsyncEngine(context, drafter, config, max_tokens=None, parallel=_PARALLEL)
@@ -84,7 +80,6 @@ def open(
         _document(file, target), server.port, lambda: server.service,
         read_only=read_only,
         draft="+".join(drafters) or "none",
-        settings_file=_folder("XDG_CONFIG_HOME", ".config") / "page.json",
     )  # fmt: skip
     server.front = front_of(loom)
     console.on_opening = loom.opening
@@ -102,31 +97,26 @@ def _document(file: Path | None, target: str) -> Path:
         if not file.parent.is_dir():
             raise ConfigError(f"there is no folder {file.parent}")
         return file
-    folder = _folder("XDG_DATA_HOME", ".local/share")
+    data = Path(os.environ.get("XDG_DATA_HOME") or "")
+    if not data.is_absolute():  # the XDG specification says to ignore relative paths
+        data = Path.home() / ".local/share"
+    folder = data / "llamabranch"
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
     return folder / f"{Path(target).stem.replace(':', '-')}{_SUFFIX}"
 
 
-def _folder(variable: str, usual: str) -> Path:
-    folder = Path(os.environ.get(variable) or "")
-    if not folder.is_absolute():  # the XDG specification says to ignore relative paths
-        folder = Path.home() / usual
-    return folder / "llamabranch"
-
-
 def _show_link(loom: Loom, url: str, console: Console, *, browser: bool) -> None:
     """Print the link, and another one whenever Enter is pressed."""
 
-    def link() -> str:
-        return f"{url}/#{loom.guard.link()}"
+    def show(**more: str) -> str:
+        link = f"{url}/#{loom.guard.link()}"
+        console.line(f"the page: {link}")
+        console.answer({"link": link, **more})
+        return link
 
-    def show(found: dict[str, object]) -> None:
-        console.line(f"the page: {found['link']}")
-        console.answer(found)
-
-    first, path, key = link(), loom.journal.path, loom.guard.key
-    show({"link": first, "url": url, "key": key, "file": str(path)})
+    path, key = loom.journal.path, loom.guard.key
+    first = show(url=url, key=key, file=str(path))
     if not console.silent:
         console.note(f"document: {path}; scripts send Authorization: Bearer {key}")
     if loom.journal.read_only is not None:
@@ -135,7 +125,7 @@ def _show_link(loom: Loom, url: str, console: Console, *, browser: bool) -> None
     def listen() -> None:
         with suppress(OSError, ValueError):
             for _ in sys.stdin:
-                show({"link": link()})
+                show()
 
     if _reads_terminal():
         threading.Thread(target=listen, daemon=True).start()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import wraps
 from inspect import Parameter, Signature, signature
@@ -24,11 +24,13 @@ from llamabranch import ConfigError, SamplingParams, hub
 
 from ..arguments import choice, nearest, token_key
 from .console import Console
-from .files import read_text, schema_text
+from .files import read_text
 from .interrupts import reporting_errors
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from llamabranch.model import Message
 
     from ..loading import LoadOptions
 
@@ -141,7 +143,7 @@ class Given:
     settings: list[str] | None = None
     model: str | None = None
     draft: str | None = None
-    draft_max: str | None = None
+    draft_max: str = "auto"
     n_ctx: int | None = None
     threads: int | None = None
     gpu_layers: int | None = None
@@ -149,32 +151,20 @@ class Given:
     flash_attn: str = "auto"
     as_json: bool = False
     verbose: bool = False
-    command: str = ""  # its name
 
     # -- settings by name --------------------------------------------------------------------------
 
     def set(self, kind: Literal["sampling", "drafting", "load", "request"]) -> dict[str, Any]:
         """Return the settings of ``-S`` of one kind, by name; ConfigError for an unknown name."""
         kinds, values = _setting_names(), dict[str, Any]()
-        for text in self.settings or ():
-            name, equals, value = text.partition("=")
-            if not (name and equals):
-                raise ConfigError(f"-S takes NAME=VALUE, such as typical_p=0.9, not {text!r}")
-            name = name.strip().replace("-", "_")
-            names = set().union(*kinds.values())
-            if name not in names:
-                hint = nearest(name, sorted(names), "settings")
-                raise ConfigError(f"-S has no setting {name!r}", hint=hint)
+        for name, value in named_values("-S", self.settings, set().union(*kinds.values())):
             if name in kinds[kind]:
                 values[name] = value if name == "stop" else setting_value(value)
-        if isinstance(values.get("logit_bias"), dict):
-            values["logit_bias"] = {
-                token_key("logit_bias", k): float(v) for k, v in values["logit_bias"].items()
-            }
-        if isinstance(values.get("dry_sequence_breakers"), list):
-            values["dry_sequence_breakers"] = tuple(values["dry_sequence_breakers"])
-        if isinstance(values.get("chat_template"), str):
-            values["chat_template"] = _template(values["chat_template"])
+        if isinstance(bias := values.get("logit_bias"), dict):
+            values["logit_bias"] = {token_key("logit_bias", key): bias[key] for key in bias}
+        template = values.get("chat_template")
+        if isinstance(template, str) and "{" not in template and os.path.isfile(template):
+            values["chat_template"] = read_text(Path(template))
         return values
 
     def params(self, seed: int | None = None) -> SamplingParams:
@@ -194,21 +184,17 @@ class Given:
 
     def config(self) -> lb.SpeculativeConfig:
         """Return the settings of drafting; ConfigError for a value out of range."""
-        length = setting_value("auto" if self.draft_max is None else self.draft_max)
-        try:
-            lb.SpeculativeConfig(draft_k=length)
-        except ConfigError as error:
-            message = error.message.removeprefix("draft_k ")
-            raise ConfigError(f"--draft-max: {message}", hint=error.hint) from None
-        return lb.SpeculativeConfig(**{"draft_k": length, **self.set("drafting")})
+        options = {"draft_k": setting_value(self.draft_max), **self.set("drafting")}
+        return lb.SpeculativeConfig(**options)
 
     def parse_grammar(self) -> lb.Grammar | None:
         """Return the grammar or the schema, if any; GrammarError if it is invalid."""
         grammar = self.grammar
         if grammar is not None and self.schema is not None:
             raise typer.BadParameter("--grammar and --json-schema exclude each other")
-        if self.schema is not None:
-            return lb.Grammar.from_json_schema(schema_text(self.schema))
+        if (schema := self.schema) is not None:
+            is_text = schema.lstrip().startswith("{")
+            return lb.Grammar.from_json_schema(schema if is_text else read_text(Path(schema)))
         if grammar is None:
             return None
         if len(grammar) > 1 and grammar.startswith("/") and grammar.endswith("/"):
@@ -221,13 +207,12 @@ class Given:
         """Whether prompts are messages: by ``--chat``, or by an option that implies it."""
         return self.chat or self.system is not None or "chat_template" in self.set("load")
 
-    def prompt(self, model: lb.Model, prompt: PromptT) -> PromptT | list[int]:
-        """Return a prompt for the engine; if `is_chat`, a text becomes the tokens of a message."""
+    def prompt(self, prompt: PromptT) -> PromptT | list[Message]:
+        """Return a prompt for the engine; if `is_chat`, a text becomes the messages of a chat."""
         if not self.is_chat or not isinstance(prompt, str):
             return prompt
-        before = [] if self.system is None else [{"role": "system", "content": self.system}]
-        messages = [*before, {"role": "user", "content": str(prompt)}]
-        return model.prompt_tokens(messages)
+        before = [] if self.system is None else [("system", self.system)]
+        return [*before, ("user", str(prompt))]
 
     # -- models ------------------------------------------------------------------------------------
 
@@ -271,15 +256,11 @@ class Given:
         Without -c its cache has room for ``n_texts`` texts of the length that the model was trained
         for, but at most `MOST_CELLS`. ``more`` overrides the user's options, except ``-S``.
         """
-        options = {"kv_unified": True, **self.load_options(), **more, **self.set("load")}
+        options: dict[str, Any] = {**self.load_options(), **more, **self.set("load")}
         if not options.get("n_ctx"):
-            trained = trained_length(name)
-            if options.get("n_ctx") == 0 and trained is None:
-                message = f"{name} does not say what length it was trained for"
-                raise ConfigError(message, hint="-c N sets one")
-            whole = options.get("n_ctx") == 0
-            size = trained if whole else min(MOST_CELLS, (trained or MOST_CELLS) * n_texts)
-            options["n_ctx"] = size
+            trained = trained_length(name) or MOST_CELLS
+            is_whole = options.get("n_ctx") == 0
+            options["n_ctx"] = trained if is_whole else min(MOST_CELLS, trained * n_texts)
         return _load(name, console, **options)
 
     def open_pair(
@@ -326,9 +307,8 @@ def with_options(*names: str, **defaults: object) -> Callable[[Callable[..., Non
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         @wraps(function)
-        def run(call: typer.Context, **values: Any) -> None:
-            shared = {name: values.pop(name) for name in names}
-            given = Given(**shared, command=call.info_name or "")
+        def run(**values: Any) -> None:
+            given = Given(**{name: values.pop(name) for name in names})
             console = Console(silent=given.as_json, verbose=given.verbose)
             with reporting_errors(console), console.resources:
                 function(given, console, **values)
@@ -341,8 +321,7 @@ def with_options(*names: str, **defaults: object) -> Callable[[Callable[..., Non
             )
             for name in names
         ]  # fmt: skip
-        call = Parameter("call", Parameter.KEYWORD_ONLY, annotation=typer.Context)
-        parameters = [call, *(p.replace(kind=Parameter.KEYWORD_ONLY) for p in own), *shared]
+        parameters = [*(p.replace(kind=Parameter.KEYWORD_ONLY) for p in own), *shared]
         run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
         return run
@@ -368,6 +347,21 @@ def _setting_names() -> dict[str, set[str]]:
     }
 
 
+def named_values(
+    option: str, texts: Sequence[str] | None, names: Collection[str]
+) -> Iterator[tuple[str, str]]:
+    """Yield name and value of each ``NAME=VALUE``; ConfigError for another form or an unknown name."""
+    for text in texts or ():
+        name, equals, value = text.partition("=")
+        if not (name and equals):
+            raise ConfigError(f"{option} takes NAME=VALUE, not {text!r}")
+        name = name.strip().replace("-", "_")
+        if name not in names:
+            hint = nearest(name, sorted(names), "settings")
+            raise ConfigError(f"{option} has no setting {name!r}", hint=hint)
+        yield name, value
+
+
 def setting_value(text: str) -> Any:
     """Return a setting's value: a number, true, none, a JSON list or object, or the text itself."""
     if text.lower() in ("none", "null", ""):
@@ -378,14 +372,9 @@ def setting_value(text: str) -> Any:
         return text
 
 
-def _template(given: str) -> str:
-    """Return a chat template as `llamabranch.load` takes it; ConfigError if its file cannot be read."""
-    return given if "{" in given or not os.path.isfile(given) else read_text(Path(given))
-
-
-def vocabulary(name: str, **more: Any) -> lb.Model:
+def vocabulary(name: str) -> lb.Model:
     """Open a model's vocabulary and metadata, without its weights."""
-    return lb.Model(hub.resolve(name, download=None), vocab_only=True, **more)
+    return lb.Model(hub.resolve(name, download=None), vocab_only=True)
 
 
 def trained_length(name: str) -> int | None:

@@ -114,18 +114,15 @@ def _record(ctx: lb.Context, text: str, scores: list[lb.context.TokenScore]) -> 
     tokens = [
         {
             **named(score.token),
-            "logprob": score.logprob,
-            "rank": score.rank,
-            "entropy": score.entropy,
+            **{name: getattr(score, name) for name in ("logprob", "rank", "entropy")},
             "top": [{**named(token), "logprob": p} for token, p in score.alternatives],
         }
         for score in scores
     ]
     total, n = math.fsum(score.logprob for score in scores), len(scores)
     perplexity = math.exp(min(-total / n, 700.0)) if n else math.nan
-    return {
-        "text": text, "n_tokens": n, "logprob": total, "perplexity": perplexity, "tokens": tokens
-    }  # fmt: skip
+    figures = {"n_tokens": n, "logprob": total, "perplexity": perplexity}
+    return {"text": text, **figures, "tokens": tokens}
 
 
 def _print(console: Console, record: dict[str, Any], top: int, *, with_tokens: bool) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection
 from dataclasses import fields
 from typing import Annotated, Any
 
-from llamabranch import AsyncEngine, ConfigError
+from llamabranch import AsyncEngine
 from llamabranch import serve as server
 from llamabranch.serve import ServeSettings, require_server
 
@@ -19,6 +18,7 @@ from .options import (
     OUTPUT_OPTIONS,
     SAMPLING_OPTIONS,
     Given,
+    named_values,
     option,
     setting_value,
     vocabulary,
@@ -26,6 +26,7 @@ from .options import (
 )
 
 SERVER = "Server"
+_FIELDS = [field.name for field in fields(ServeSettings)]
 _KEY_VARIABLE = "LLAMA_API_KEY"  # llama-server reads it too
 
 
@@ -76,7 +77,11 @@ def serve(
         "api_keys": _parts(api_key or ([variable] if variable else None)),
         "allow_origins": _parts(allow_origin),
     }  # fmt: skip
-    serving = ServeSettings(**own, **_limits(limits, own))
+    more: dict[str, Any] = {
+        name: _parts([value]) if name == "allowed_hosts" else setting_value(value)
+        for name, value in named_values("--limit", limits, {*_FIELDS} - {*own})
+    }
+    serving = ServeSettings(**own, **more)
 
     def open_engine() -> AsyncEngine:
         context, drafter = given.open_pair(
@@ -92,18 +97,6 @@ def serve(
         console.answer({"url": url, "model": name})
 
     server.serve(open_engine, serving, ready=ready, log=console.note)
-
-
-def _limits(given: list[str] | None, own: Collection[str]) -> dict[str, Any]:
-    """Return the values of ``--limit``: fields of `ServeSettings` that are not ``own`` options."""
-    names = sorted({f.name for f in fields(ServeSettings)} - {*own})
-    limits: dict[str, Any] = {}
-    for text in given or ():
-        name, equals, value = text.partition("=")
-        if name not in names or not equals:
-            raise ConfigError(f"no limit {text!r}", hint=f"NAME=VALUE of: {', '.join(names)}")
-        limits[name] = _parts([value]) if name == "allowed_hosts" else setting_value(value)
-    return limits
 
 
 def _parts(given: list[str] | None) -> tuple[str, ...]:

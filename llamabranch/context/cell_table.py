@@ -84,6 +84,9 @@ class CellTable:
 
     A table may have more than a context's ``n_seq_max`` sequences. The others belong to the prefix
     cache and only keep cells.
+
+    Attributes:
+        with_holes: sequences that may lack positions below their last one.
     """
 
     def __init__(self, n_cells: int, n_seq_max: int) -> None:
@@ -93,7 +96,7 @@ class CellTable:
         self.clock = 0
         self._sequences = [_Sequence() for _ in range(n_seq_max)]
         self._newest = [-1] * n_seq_max  # the write index at the end of each sequence
-        self._with_holes: set[int] = set()  # sequences that may lack positions below their last one
+        self.with_holes: set[int] = set()
 
     @property
     def n_sequences(self) -> int:
@@ -163,7 +166,7 @@ class CellTable:
     def exclusive(self, seq_id: int, start: int, end: int) -> tuple[int | None, int]:
         """Return the first position in [start, end) that no other sequence shares, and their number."""
         end = min(end, self.next_position(seq_id))
-        if self._with_holes:
+        if self.with_holes:
             others = self.write_indices(but=seq_id)
             slices = self._sequences[seq_id].slices
             alone = [
@@ -223,8 +226,8 @@ class CellTable:
                 )
                 s.run.users.add(target)
         self._sequences[target] = _Sequence(slices[-1].end if slices else 0, slices)
-        if slices and (source in self._with_holes or slices[0].position > 0):
-            self._with_holes.add(target)
+        if slices and (source in self.with_holes or slices[0].position > 0):
+            self.with_holes.add(target)
         self._note_end(target)
 
     def remove(self, seq_id: int, start: int, end: int) -> None:
@@ -244,9 +247,9 @@ class CellTable:
             if s.run not in still:
                 s.run.users.discard(seq_id)
         if not slices:
-            self._with_holes.discard(seq_id)
+            self.with_holes.discard(seq_id)
         elif end < sequence.next_position:
-            self._with_holes.add(seq_id)
+            self.with_holes.add(seq_id)
         sequence.slices = slices
         sequence.next_position = slices[-1].end if slices else 0
         self._note_end(seq_id)
@@ -263,7 +266,7 @@ class CellTable:
         """Record that every sequence is empty."""
         self._sequences = [_Sequence() for _ in range(self.n_seq_max)]
         self._newest = [-1] * self.n_seq_max
-        self._with_holes.clear()
+        self.with_holes.clear()
 
     def usage(self, kept: Collection[int] = ()) -> Usage:
         """Count the used cells, each once, and the cells that two or more sequences use.

@@ -42,11 +42,7 @@ class _Step(NamedTuple):
 
 
 def rewrite_in_order(
-    runner: Runner,
-    holders: Iterable[object],
-    prefixes: PrefixCache | None = None,
-    *,
-    by_state: bool = True,
+    runner: Runner, holders: Iterable[object], prefixes: PrefixCache | None
 ) -> bool:
     """Write all sequences again, common prefixes once; return False if that is impossible.
 
@@ -57,7 +53,6 @@ def rewrite_in_order(
         runner: has the cells, and decodes the tokens if their K/V cannot be copied.
         holders: the owners of the sequences.
         prefixes: the prefix cache. It loses its texts if tokens are decoded again.
-        by_state: copy the K/V if that is exact; otherwise decode again.
 
     Raises:
         KeyboardInterrupt, DecodeInterruptedError: only after every sequence has its cells again.
@@ -72,7 +67,7 @@ def rewrite_in_order(
     if any(ends[owner.seq_id] > owner.position for owner in owners):
         return False
     texts = [CachedPrefix(owner.tokens[: ends[owner.seq_id]], owner.seq_id) for owner in owners]
-    if by_state and memory.can_move:
+    if memory.can_move:
         cached = [] if prefixes is None else prefixes.texts()
         if _copy(memory, _plan([*texts, *cached]), cached):
             return True

@@ -203,27 +203,18 @@ class Context:
                 self._head = Context(self.model, target=self)
         return self._head
 
-    def keep_prefixes(self, most_idle: int = END, *, always: bool = False) -> None:
+    def keep_prefixes(self, *, always: bool = False) -> None:
         """Open the prefix cache, unless ``prefix_cache`` was set or too few ids are left for it.
 
         Args:
-            most_idle: the most cells that cached texts may hold while they are unused. It only applies
-                if flash attention is off, because each token is then computed against these cells too.
-                After several calls the largest number applies.
             always: open it in any context, for texts that will come back. If there are no other ids,
                 cached texts take sequences of the context until another text needs them.
         """
         with self.lock:
             can = self.kv_cache.can_draft and not self.kv_cache.forks_copy
             can = can and self.params.prefix_cache is None and self.n_seq_max <= MOST_WITH_PREFIXES
-            if can or always:
-                if self.params.flash_attention is not False:
-                    most_idle = END  # flash attention skips such cells
-                prefixes = self.prefix_cache
-                if prefixes is None:
-                    prefixes = self.prefix_cache = PrefixCache(self.kv_cache, self.sequences)
-                    prefixes.most_idle = 0
-                prefixes.most_idle = max(most_idle, prefixes.most_idle)
+            if self.prefix_cache is None and (can or always):
+                self.prefix_cache = PrefixCache(self.kv_cache, self.sequences)
 
     def _check_seq(self, seq_id: int) -> int:
         seq_id = whole("a sequence id", seq_id)

@@ -8,10 +8,8 @@ Only contexts with ``exact=True`` are tried out, once for a model in a process.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,21 +18,15 @@ from ..model import Model
 from .params import EXACT_KV_TYPES, ContextParams
 from .runner import Batch, Runner, decode_run
 
-__all__ = ["Exactness", "exactness_of", "why_not_exact"]
+__all__ = ["most_exact_rows", "why_not_exact"]
 
 _SIZES = (2, 3, 4, 5, 8, 9, 17, 64)  # where kernels change: blocks of 4, 8, 16 rows, tiles of 64
 _ALONE = 9  # rows that are decoded one by one
 _MOST_LISTED = 17  # sizes are tried one by one up to here to find which are exact
 
 
-class Exactness(NamedTuple):
-    """The most rows with which a batch is exact, and how far larger ones are off (total variation)."""
-
-    rows: int
-    total_variation: float = 0.0
-
-
-_found: weakref.WeakKeyDictionary[Model, dict[str, Exactness]] = weakref.WeakKeyDictionary()
+# By model and setting; 0 = batches of all sizes are exact.
+_found: weakref.WeakKeyDictionary[Model, dict[str, int]] = weakref.WeakKeyDictionary()
 
 
 def why_not_exact(model: Model, params: ContextParams, *, is_head: bool) -> str:
@@ -54,11 +46,11 @@ def why_not_exact(model: Model, params: ContextParams, *, is_head: bool) -> str:
     return ""
 
 
-def exactness_of(runner: Runner, model: Model, params: ContextParams) -> Exactness:
-    """Try out an empty context, which is empty afterwards.
+def most_exact_rows(runner: Runner, model: Model, params: ContextParams) -> int:
+    """Try out an empty context, which is empty afterwards; return the most rows of an exact batch.
 
-    llama.cpp cuts batches at ``n_ubatch``, so larger ones need not be tried. ``rows`` is ``n_ubatch`` if
-    all tried sizes are exact, and 1 if not even two rows are.
+    llama.cpp cuts batches at ``n_ubatch``, so larger ones need not be tried. The result is ``n_ubatch``
+    if all tried sizes are exact, and 1 if not even two rows are.
     """
     n_ubatch = params.n_ubatch or runner.handle.n_batch
     most = min(n_ubatch, _SIZES[-1])
@@ -67,38 +59,30 @@ def exactness_of(runner: Runner, model: Model, params: ContextParams) -> Exactne
     known = _found.setdefault(model, {})
     if setting not in known:
         known[setting] = _measure(runner, model, [*(n for n in _SIZES if n < most), most])
-    result = known[setting]
-    return result._replace(rows=result.rows or n_ubatch)
+    return known[setting] or n_ubatch
 
 
-def _measure(runner: Runner, model: Model, sizes: Sequence[int]) -> Exactness:
-    """Return the exactness with ``rows`` = 0 if all sizes are exact."""
+def _measure(runner: Runner, model: Model, sizes: Sequence[int]) -> int:
+    """Return the most rows of an exact batch; 0 if all sizes are exact."""
     own = [(7 * i + 3) % model.n_vocab for i in range(min(_ALONE, sizes[-1]))]
     alone: list[npt.NDArray[np.float32]] = []
     try:
         for token in own:
             alone.append(decode_run(runner, [token], 0, "last")[0].array.copy())
-        variation = max(_variation(runner, own, alone, n) for n in sizes)
-        if not variation:
-            return Exactness(0)
+        if all(_is_exact(runner, own, alone, n) for n in sizes):
+            return 0
         n = 1
-        while n < min(_MOST_LISTED, sizes[-1]) and not _variation(runner, own, alone, n + 1):
+        while n < min(_MOST_LISTED, sizes[-1]) and _is_exact(runner, own, alone, n + 1):
             n += 1
-        return Exactness(n, variation)
+        return n
     finally:
         runner.memory.clear()
 
 
-def _variation(
-    runner: Runner,
-    own: Sequence[int],
-    alone: Sequence[npt.NDArray[np.float32]],
-    n: int,
-) -> float:
-    """Return the largest total variation between rows in a batch of ``n`` and those ``alone``.
-
-    It is above 0 if they differ in a single bit.
-    """
+def _is_exact(
+    runner: Runner, own: Sequence[int], alone: Sequence[npt.NDArray[np.float32]], n: int
+) -> bool:
+    """Return whether the rows of a batch of ``n`` equal those ``alone``, to the bit."""
     runner.memory.clear()
     n_own = min(n, len(own))
     others = [(token + 1) % runner.handle.n_vocab for token in own] * -(-n // len(own))
@@ -118,10 +102,4 @@ def _variation(
         batch.add(seq_id, [token], "last" if i in compared else "none")
     rows = [row for run in batch.decode(runner) for row in run]
     expected = alone[n_own - len(compared) : n_own]
-    largest = 0.0
-    for row, expected_row in zip(rows, expected, strict=True):
-        if not np.array_equal(row.array, expected_row):
-            p, q = (np.exp(x - x.max(), dtype=np.float64) for x in (row.array, expected_row))
-            apart = float(np.abs(p / p.sum() - q / q.sum()).sum()) / 2
-            largest = max(largest, apart if math.isfinite(apart) else 1.0, 1e-12)
-    return min(largest, 1.0)
+    return all(np.array_equal(row.array, one) for row, one in zip(rows, expected, strict=True))

@@ -8,7 +8,6 @@ pruned.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,21 +15,9 @@ import numpy.typing as npt
 from ..native import ContextHandle, heads
 from .cell_table import CellTable
 
-__all__ = ["HiddenStates", "PackedStates"]
+__all__ = ["HiddenStates"]
 
 Rows = npt.NDArray[np.float32]
-
-
-class PackedStates(NamedTuple):
-    """The hidden states of a whole sequence, outside the cache.
-
-    Attributes:
-        layers: the layers whose inputs make up a row, in this order.
-        rows: float32 (n, width).
-    """
-
-    layers: tuple[int, ...]
-    rows: Rows
 
 
 class HiddenStates:
@@ -82,7 +69,6 @@ class HiddenStates:
         for layer, columns in self._columns:
             states[:, columns] = heads.extracted_rows(self._handle, layer, n)
         if len(self._rows) > 2 * self._cells.n_cells:
-            # Before the update, because the table does not have the cells of a tree yet.
             self._forget_unused()
         self._rows.update(zip(range(first, first + n), states, strict=True))
 
@@ -100,18 +86,6 @@ class HiddenStates:
         for position, row in enumerate(rows):
             if row is not None:
                 self._rows[self._cells.write_index(seq_id, position)] = row
-
-    def packed(self, seq_id: int) -> PackedStates | None:
-        """Return a copy of the rows of all positions of a sequence; None if some are missing."""
-        rows = [row for row in self.all_of(seq_id) if row is not None]
-        if not rows or len(rows) < self._cells.next_position(seq_id):
-            return None
-        return PackedStates(self.layers, np.stack(rows))
-
-    def restore(self, seq_id: int, packed: PackedStates) -> None:
-        """Keep rows for the first positions of a sequence; do nothing if they are of other layers."""
-        if packed.layers == self.layers and packed.rows.shape[1] == self.width:
-            self.set_all(seq_id, packed.rows)
 
     def _forget_unused(self) -> None:
         used = self._cells.write_indices()

@@ -274,12 +274,11 @@ class Memory:
         """Return whether the last ``n`` tokens of a decode of one sequence can be dropped after it."""
         return self.can_draft
 
-    def fit_together(self, lengths: Sequence[int], n_others: int) -> list[int]:
+    def fit_together(self, lengths: Sequence[int]) -> list[int]:
         """Return how much of each draft can be verified in a decode of several texts.
 
         Args:
             lengths: tokens of each draft; 0 for a text without a draft.
-            n_others: how many more texts the decode reads.
         """
         return list(lengths)
 
@@ -385,15 +384,10 @@ class Memory:
         return True
 
     @property
-    def can_copy(self) -> bool:
-        """True if cells can be copied out and back, bit for bit."""
-        has_id = self.forks_copy or self.cells.n_seq_max <= _MOVED
-        return has_id and self.state_layout is not None and self.state_layout.is_cells_only
-
-    @property
     def can_move(self) -> bool:
-        """True if all cells can be copied out and back so that their order is kept."""
-        return self.can_copy and self.order.is_kept and self.order.in_order
+        """True if all cells can be copied out and back, bit for bit, so that their order is kept."""
+        is_known = self.state_layout is not None and self.state_layout.is_cells_only
+        return is_known and self.cells.n_seq_max <= _MOVED and self.order.in_order
 
     @uninterrupted
     def piece(self, seq_id: int, start: int) -> State:
@@ -549,7 +543,6 @@ class NonUnified(Memory):
         super().__init__(handle, state_layout)
         self.spare_seq_ids = range(0)  # only the sequences of the context have cells
         self._n_cells_seq = handle.n_ctx_seq
-        self._with_holes: set[int] = set()  # sequences that were cut in their middle
 
     def arranged(self, seqs: Sequence[int]) -> list[int] | None:
         """Return the order of the sequence ids: llama.cpp computes several only in that order."""
@@ -564,8 +557,8 @@ class NonUnified(Memory):
             self.cells.append(target, n)
             if self.hidden is not None:
                 self.hidden.set_all(target, self.hidden.of(source, 0, n))
-            if source in self._with_holes:
-                self._with_holes.add(target)
+            if source in self.cells.with_holes:
+                self.cells.with_holes.add(target)
         except BaseException:
             self.handle.remove(target, 0, -1)
             self.cells.remove(target, 0, END)
@@ -574,16 +567,8 @@ class NonUnified(Memory):
     @uninterrupted
     def drop(self, seq_id: int, start: int, end: int = END) -> bool:
         """Drop positions. The next tokens fill a hole below the last position, out of order."""
-        if start <= max(0, self.first_position(seq_id)) and end >= self.next_position(seq_id):
-            self._with_holes.discard(seq_id)
-        elif end < self.next_position(seq_id):
-            self._with_holes.add(seq_id)
-            self.disorders += 1
+        self.disorders += end < self.next_position(seq_id)
         return super().drop(seq_id, start, end)
-
-    def _clear(self) -> None:
-        super()._clear()
-        self._with_holes.clear()
 
     def room(self, seq_id: int, n: int) -> int:
         """Return how many of ``n`` tokens fit into the sequence's cells."""
@@ -604,19 +589,10 @@ class NonUnified(Memory):
             hint="create the context with a larger n_ctx, which is divided among the sequences",
         )
 
-    def piece(self, seq_id: int, start: int) -> State:
-        """Return the K/V of a whole sequence: nothing is shared, so no part is ever requested."""
-        return self.handle.state(seq_id)
-
-    def place(self, seq_id: int, state: State, start: int, n_tokens: int) -> None:
-        """Write a ``piece`` into the empty sequence."""
-        if not self.set_state(seq_id, state, n_tokens):
-            raise SnapshotError("the sequence has too few cells for this K/V")
-
     @property
     def in_order(self) -> bool:
         """Whether no sequence was cut in its middle."""
-        return not self._with_holes
+        return not self.cells.with_holes
 
     def usage(self) -> Usage:
         """Return how full the cache is, and how many cells a sequence has."""
@@ -757,9 +733,9 @@ class States(Memory):
         """Return how many tokens can be verified on a fork, which needs a free sequence."""
         return n if n and count_free() else 0
 
-    def fit_together(self, lengths: Sequence[int], n_others: int) -> list[int]:
-        """Return the lengths if there is one text, otherwise zeros: nothing can be dropped in place."""
-        return list(lengths) if len(lengths) + n_others == 1 else [0] * len(lengths)
+    def fit_together(self, lengths: Sequence[int]) -> list[int]:
+        """Return zeros: nothing can be dropped in place."""
+        return [0] * len(lengths)
 
     def _compared(self, seq_id: int, ours: Span, theirs: Span) -> tuple[Span, Span]:
         return (ours[1], ours[1]), (theirs[1], theirs[1])  # a state is at the end of its sequence
@@ -808,12 +784,8 @@ class RollingBack(States):
         """Return how many tokens can be verified in place: as many as can be undone."""
         return min(n, self.n_rollback)
 
-    def fit_together(self, lengths: Sequence[int], n_others: int) -> list[int]:
+    def fit_together(self, lengths: Sequence[int]) -> list[int]:
         """Return 0 or a common length for each draft: the one that verifies the most drafted tokens."""
-        if len(lengths) + n_others == 1:
-            return list(lengths)
-        if n_others:  # texts that are read have another length
-            return [0] * len(lengths)
 
         def drafted(n: int) -> int:
             n_drafted = sum(length >= n for length in lengths)

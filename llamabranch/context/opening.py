@@ -17,12 +17,11 @@ from ..errors import BranchStateError, DecodeError, SnapshotError, UnsupportedEr
 from ..model import Model
 from ..native import ContextHandle, NativeContextParams, StateLayout, max_sequences
 from .cell_table import Usage
-from .exactness import exactness_of, why_not_exact
+from .exactness import most_exact_rows, why_not_exact
 from .memory import MOST_WITH_WINDOW, Memory, NonUnified, RollingBack, States, Windowed
 from .params import EXACT_KV_TYPES, ContextParams, warn_of_length
 from .room import BYTES_OF_NUMBER, check_room, memory_bytes
 from .runner import Runner, decode_run
-from .threads import ThreadWatch
 
 __all__ = ["Capabilities", "open_native"]
 
@@ -108,21 +107,7 @@ def open_native(
     except BaseException:
         memory.handle.close()
         raise
-    return (
-        params,
-        capabilities,
-        Runner(memory, n_trained, encoded, _watch(model, requested, params, memory)),
-    )
-
-
-def _watch(
-    model: Model, requested: ContextParams, params: ContextParams, memory: Memory
-) -> ThreadWatch | None:
-    """Return what uses fewer threads on busy cores; None if the user or a target set their number."""
-    handle, most = memory.handle, params.n_threads or 1
-    if requested.n_threads or requested.n_threads_batch or most == 1 or model.on_gpu:
-        return None
-    return ThreadWatch(handle.set_threads, sorted({1, most // 2, most}, reverse=True))
+    return params, capabilities, Runner(memory, n_trained, encoded)
 
 
 def _check_generates(model: Model) -> None:
@@ -315,23 +300,19 @@ def _probe(
         can_truncate &= params.swa_full and handle.n_seq_max <= MOST_WITH_WINDOW
         can_truncate &= layout is not None and layout.has_window
     memory.clear()
-    n_rollback, rollback_reason = 0, "the end of a sequence can be dropped"
+    n_rollback, can_return = 0, False
+    rollback_reason = reason = "the end of a sequence can be dropped"
     if not can_truncate:
         n_rollback, rollback_reason = _can_undo(runner, model, params)
-    can_return, reason = False, "the end of a sequence can be dropped"
-    if not can_truncate:
         can_return, reason = _can_return(runner, model.n_vocab, params.checkpoint_ram)
     is_exact, exact_reason, n_exact = False, "not asked for (exact=True asks for it)", 0
     if params.exact:
-        n_exact, variation = exactness_of(runner, model, params)
+        n_exact = most_exact_rows(runner, model, params)
         n_ubatch = params.n_ubatch or handle.n_batch
         is_exact = n_exact >= n_ubatch
         exact_reason = f"measured: logits of batches of {n_ubatch} tokens are equal to the bit"
         if not is_exact:
-            exact_reason = (
-                f"measured: logits of batches of more than {n_exact} tokens differ, probabilities by a "
-                f"total variation of up to {variation:.2g}"
-            )
+            exact_reason = f"measured: logits of batches of more than {n_exact} tokens differ"
     if not handle.kv_unified:
         _check_copies(layout)
         memory = NonUnified(handle, layout)

@@ -89,7 +89,7 @@ class ContextParams:
         n_outputs_max: the most rows of logits per decode, from n_seq_max to n_batch. None =
             max(n_seq_max, min(n_batch, 256)).
         n_threads, n_threads_batch: threads for one token and for many. None = the physical cores that
-            this process may use, and fewer while other programs use these.
+            this process may use.
         flash_attention: "auto" (wherever llama.cpp can), True or False. kv_type: "auto" (f16, or bf16 in
             an exact context), "f16", "bf16", "q8_0", ..., or "q8_0/f16" (K in q8_0, V in f16).
         exact: True = a token's logits do not depend, to the bit, on what else is in the batch or the
@@ -105,10 +105,8 @@ class ContextParams:
             memory can be divided, else True.
         prefix_cache: keep the K/V of prompts and finished texts until its cells are needed, so that a
             prompt that begins like one of them is not processed again. None = on after the first call of
-            ``complete`` or ``chat``, or with an ``AsyncEngine``, if the memory can share cells. If flash
-            attention is off then, ``complete`` and ``chat`` keep at most 2,048 cells of cached texts that
-            nobody uses, or as many as the last text has. A `Chat` opens it in any context, even if it
-            is False.
+            ``complete`` or ``chat``, or with an ``AsyncEngine``, if the memory can share cells. A `Chat`
+            opens it in any context, even if it is False.
         checkpoint_ram: bytes of host memory for checkpoints, in contexts whose memory cannot drop the
             end of a text (recurrent, hybrid, ``swa_full=False``). A checkpoint is the state at an earlier
             position. Rewinds and the prefix cache return to the last checkpoint before the position they
@@ -254,19 +252,12 @@ class ContextParams:
         return (self.n_ubatch or self.n_batch) - 2
 
     def _kv_type(self) -> str:
-        """Return the K/V type: f16, or bf16 in an exact context. This is the rule for attention, too.
-
-        Flash attention stays "auto": llama.cpp uses it wherever it can, and so does everything else
-        that runs GGUF files. Plain attention computes each token against the cells of all texts, flash
-        attention skips those of the others, so it is right for an engine or a server. For one text
-        nothing is lost: a model of 1.5B parameters after 465 tokens on a Xeon with AVX-512 (f16, two
-        threads, two runs, tokens/s with flash attention / plain) wrote one text at 10.6, 13.1 / 11.4,
-        13.2, eight forks at 29.6, 29.5 / 27.5, 24.0, and read a prompt at 64, 78 / 68, 64. The
-        exception is many forks of a tiny model (135M, after 2,048 tokens: 61 / 95). There
-        ``flash_attention=False`` is faster.
+        """Return the K/V type: f16, or bf16 in an exact context.
 
         With flash attention f16 reads prompts 2.1 to 2.6 times as fast as bf16, also on processors with
-        bf16 instructions. But its logits depend on the batch, so an exact context has bf16.
+        bf16 instructions. But its logits depend on the batch. Flash attention itself stays "auto":
+        plain attention computes each token against the cells of all texts, and is faster only for
+        many forks of a tiny model.
         """
         if self.kv_type != "auto":
             return self.kv_type

@@ -23,7 +23,6 @@ __all__ = ["MIN_SHARED", "CachedPrefix", "CachedPrefixes", "PrefixCache", "n_com
 
 MIN_SHARED = 8  # tokens; a shorter prefix is decoded faster than it is shared
 _FEWEST_IDS = 14  # with fewer ids of their own, cached texts take sequences of the context
-_MOST_ROWS = 32  # logits that are kept; each row takes 4 bytes for each token of the vocabulary
 
 _tokens = attrgetter("tokens")
 
@@ -34,13 +33,11 @@ class CachedPrefix:
     Attributes:
         tokens: its token ids; do not change them while the text is in a collection.
         seq_id: the sequence; -1 if it has none.
-        row: the logits after its last token, float32 (V,), if they will be asked for again.
     """
 
     def __init__(self, tokens: list[int], seq_id: int = -1) -> None:
         self.tokens = tokens
         self.seq_id = seq_id
-        self.row: Row | None = None
 
 
 class CachedPrefixes:
@@ -95,7 +92,7 @@ class CachedPrefixes:
         del self._sorted[bisect_left(self._sorted, text.tokens, key=_tokens)]
         is_new = self.find(text.tokens[:n])[0] < n
         if is_new:
-            text.tokens, text.row = text.tokens[:n], None
+            text.tokens = text.tokens[:n]
         insort(self._sorted, text, key=_tokens)
         return is_new
 
@@ -123,8 +120,6 @@ class PrefixCache:
         n_hits: how often the beginning of a text was found.
         n_hit_tokens: the total number of tokens found.
         n_evicted: how many cells were freed because other texts needed them.
-        most_idle: the most cells that only cached texts use, or the cells of the last text if these are
-            more.
 
     If the memory cannot be cut (recurrent, hybrid, sliding window), a text helps only texts that
     begin with all of it, or with its tokens up to one of its checkpoints.
@@ -140,7 +135,6 @@ class PrefixCache:
         self.n_hits = 0
         self.n_hit_tokens = 0
         self.n_evicted = 0
-        self.most_idle = END
         memory.evict = self.evict
         sequences.evict, sequences.transfer_text = self.evict_text, self.transfer_text
 
@@ -169,19 +163,16 @@ class PrefixCache:
 
     @uninterrupted
     def take_whole(self, seq_id: int, tokens: Sequence[int]) -> Row | None:
-        """Share a text of ``tokens`` with an empty sequence if the logits after it are kept.
+        """Share a text of ``tokens`` with an empty sequence if a checkpoint has the logits after it.
 
         Returns:
             These logits, (V,); None if nothing is shared.
         """
         memory, (n, text) = self._memory, self._find(tokens)
-        if text is None or n < len(tokens):
-            return None
-        row = text.row if n == len(text.tokens) else None
-        if row is None and memory.can_draft:  # other memory may have a checkpoint with logits
+        if memory.can_draft or text is None or n < len(tokens):
             return None
         is_whole = memory.fork(text.seq_id, seq_id, n) == n
-        row = memory.row(seq_id) if row is None else row
+        row = memory.row(seq_id)
         if not is_whole or row is None:
             memory.drop(seq_id, 0)
             return None
@@ -205,8 +196,7 @@ class PrefixCache:
             return None
         self._kept.use(text)  # so that another text is evicted
         n_lost = len(text.tokens) - n
-        is_cheap = self._memory.forks_copy and text.row is None
-        is_cheap = is_cheap and (not n_lost or (is_full and n_lost < n))
+        is_cheap = self._memory.forks_copy and (not n_lost or (is_full and n_lost < n))
         if not is_cheap and (self._memory.spare_seq_ids or not is_full or len(self._kept) > 1):
             return None
         self._memory.prefix_seq_ids.discard(text.seq_id)
@@ -231,15 +221,12 @@ class PrefixCache:
     # -- keeping and evicting ----------------------------------------------------------------------
 
     @uninterrupted
-    def put(
-        self, seq_id: int, tokens: Sequence[int], *, row: Row | None = None, is_last: bool = False
-    ) -> bool:
+    def put(self, seq_id: int, tokens: Sequence[int], *, is_last: bool = False) -> bool:
         """Keep the K/V of a sequence, which holds exactly ``tokens``, beyond the end of that sequence.
 
         Args:
             seq_id: a sequence that is held.
             tokens: the tokens that it holds.
-            row: the logits after them, (V,), which `take_whole` will return; None = not kept.
             is_last: nobody else uses the sequence from now on, so the cached text may take it over.
 
         Returns:
@@ -249,18 +236,12 @@ class PrefixCache:
             return False
         n, known = self._find(tokens)
         if known is not None:
-            is_whole = n == len(known.tokens)
-            if n == len(tokens) and (is_whole or row is None):
+            if n == len(tokens):
                 self._kept.use(known)
-                known.row = known.row if row is None else row
                 return False
-            if is_whole and known.row is None and self._memory.usable(seq_id, n) == n:
+            if n == len(known.tokens) and self._memory.usable(seq_id, n) == n:
                 self._drop(known)  # the new text continues the known one
         text = CachedPrefix(list(tokens))
-        if row is not None:
-            text.row = row
-            for kept in [kept for kept in self._kept if kept.row is not None][: 1 - _MOST_ROWS]:
-                kept.row = None
         transfers = is_last and not self._memory.spare_seq_ids  # a transfer takes no other sequence
         allocated = seq_id if transfers else self._allocate(text)
         while allocated is None:
@@ -274,9 +255,6 @@ class PrefixCache:
         else:
             self._memory.fork(seq_id, allocated)
         self._kept.add(text)
-        most = max(self.most_idle, len(tokens))
-        if most < self._memory.cells.n_cells:
-            self.evict(self._memory.usage().cells_cached - most)
         return transfers
 
     def _allocate(self, text: CachedPrefix) -> int | None:

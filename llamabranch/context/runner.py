@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from ..errors import CacheFullError, ConfigError, DecodeError, DecodeInterruptedError
 from ..native import heads, staging
-from ..native.context import DecodeHook
 from ..native.interrupts import uninterrupted
 from ..sampling import Sampler
 from ..sampling.noise import DRAW
@@ -25,9 +24,8 @@ from .hidden_states import HiddenStates
 from .logits import LogitsRow, lent
 from .memory import END, Memory
 from .params import warn_of_length
-from .threads import ThreadWatch
 
-__all__ = ["Batch", "DecodeHook", "Runner", "decode_run"]
+__all__ = ["Batch", "Runner", "decode_run"]
 
 States = npt.NDArray[np.float32]
 Read = Callable[[int, list[LogitsRow]], None]
@@ -37,9 +35,8 @@ OnRead = Callable[[int], None]  # called after each decode with how many tokens 
 # and the index of each wanted row among llama.cpp's rows, None if these have the wanted order.
 Piece = tuple[int, int, Callable[[], int], Callable[[], object], "list[int] | None"]
 
-# A token; its position, -1 = at the end of its sequence; the sequence; whether its row is wanted; the
-# members of a tree.
-Entry = tuple[int, int, int, bool, Sequence[int]]
+# A token; its position, -1 = at the end of its sequence; the sequence; whether its row is wanted.
+Entry = tuple[int, int, int, bool]
 
 _FULL = 1  # llama_decode's return codes
 _REFUSED = -1
@@ -56,42 +53,26 @@ class Runner:
             None = never warn.
         encoded: for a head with an encoder, how many numbers of hidden states it reads for a token; else
             0.
-        watch: changes the number of threads while other programs use the cores; None = the number never
-            changes.
 
     Attributes:
         n_trained: the position beyond which a sequence gets a warning.
         n_decodes: the number of decodes so far.
         stops: the requests to stop a decode.
         n_chunk: the most tokens of a decode that can be interrupted.
-        most_hidden: the most numbers that the hidden states of a token can have, of all layers together.
     """
 
-    def __init__(
-        self,
-        memory: Memory,
-        n_trained: int | None = None,
-        encoded: int = 0,
-        watch: ThreadWatch | None = None,
-    ) -> None:
+    def __init__(self, memory: Memory, n_trained: int | None = None, encoded: int = 0) -> None:
         self.handle = handle = memory.handle
         self.memory = memory
         self.n_decodes = 0
         self.stops = handle.stops
         self.n_chunk = handle.n_chunk
-        self.most_hidden = handle.n_layer * handle.n_embd + handle.n_embd_out
         # If there are fewer cells than that, no sequence can exceed it.
         self.n_trained = END if n_trained is None or handle.n_ctx_seq <= n_trained else n_trained
         self._row_bytes = 4 * handle.n_vocab
         self._live: list[LogitsRow] = []
         self._places: list[int] | None = None  # the last rows among llama.cpp's, if not in order
         self._encoded = encoded
-        self.watch = watch
-
-    def hook(self, around: DecodeHook | None) -> DecodeHook | None:
-        """Let ``around`` call each decode (see ``ContextHandle``); return the earlier hook."""
-        before, self.handle.around = self.handle.around, around
-        return before
 
     def check_open(self) -> None:
         """Raise ClosedError if the context is closed."""
@@ -127,7 +108,7 @@ class Runner:
         later decode could fail after an earlier one. ``reclaims``: cells may be freed if all are taken.
         ``on_read`` is called after each decode; an exception in it undoes all of them.
         """
-        handle, memory, watch = self.handle, self.memory, self.watch
+        handle, memory = self.handle, self.memory
         handle.ptr  # noqa: B018  (raises ClosedError)
         all_rows: list[LogitsRow] = []
         code = n = n_rows_before = n_decoded = 0
@@ -137,7 +118,7 @@ class Runner:
                 for row in all_rows:
                     row.detach()
                 self._protect_rows(n_rows, expiring)
-                code = submit() if watch is None else watch.decode(n, submit)
+                code = submit()
                 while code == _FULL and reclaims and self._reclaimed(n, expiring):
                     self._protect_rows(n_rows, expiring)
                     code = submit()
@@ -266,7 +247,7 @@ class Runner:
         if compiled is not None and stepper is not None:
             submit = partial(stepper.step, token, position, seq_id, compiled, seed, DRAW, measured)
         else:
-            submit = partial(self._submit, [(token, position, seq_id, True, ())], None)
+            submit = partial(self._submit, [(token, position, seq_id, True)], None)
         piece = (1, 1, submit, partial(memory.append, seq_id, 1), None)
         expires = () if expiring is None else (expiring,)
         row = self.transact((piece,), {seq_id: position}, expires)[0]
@@ -297,15 +278,13 @@ class Runner:
                 raises an exception.
         """
         is_recorded = entries[0][1] < 0
+        starts: dict[int, int] = {}
         if is_recorded:
-            written = [seq_id for _, _, seq_id, _, _ in entries]
-        else:
-            written = [seq_id for _, _, _, _, group in entries for seq_id in group]
-        starts = {seq_id: self.memory.next_position(seq_id) for seq_id in dict.fromkeys(written)}
-        if is_recorded:
+            written = dict.fromkeys(seq_id for _, _, seq_id, _ in entries)
+            starts = {seq_id: self.memory.next_position(seq_id) for seq_id in written}
             ends, placed = dict(starts), []
-            for token, _, seq_id, wants, group in entries:
-                placed.append((token, ends[seq_id], seq_id, wants, group))
+            for token, _, seq_id, wants in entries:
+                placed.append((token, ends[seq_id], seq_id, wants))
                 ends[seq_id] += 1
             entries = placed
         if max(entry[1] for entry in entries) >= self.n_trained:
@@ -324,7 +303,7 @@ class Runner:
         """Yield the tokens of each decode: as many tokens and rows as one decode can have."""
         most, most_rows = self.handle.n_chunk, self.handle.n_outputs_max
         low = n_rows = 0
-        for i, (_, _, _, wants, _) in enumerate(entries):
+        for i, (_, _, _, wants) in enumerate(entries):
             if i - low == most or n_rows + wants > most_rows:
                 yield slice(low, i)
                 low, n_rows = i, 0
@@ -334,8 +313,8 @@ class Runner:
     def _piece(self, entries: Sequence[Entry], states: States | None, is_recorded: bool) -> Piece:
         """Return one decode of at most n_batch tokens, in an order that llama.cpp can decode."""
         places: list[int] | None = None
-        seqs = [seq_id for _, _, seq_id, _, _ in entries]
-        wants_logits = [wants for _, _, _, wants, _ in entries]
+        seqs = [seq_id for _, _, seq_id, _ in entries]
+        wants_logits = [wants for _, _, _, wants in entries]
         order = self.memory.arranged(seqs)
         if order is not None:
             indices = [i for i in order if wants_logits[i]]
@@ -348,17 +327,15 @@ class Runner:
         return len(entries), sum(wants_logits), submit, record, places
 
     def _submit(self, entries: Sequence[Entry], states: States | None) -> int:
-        """Decode tokens, each in its sequence or its members' sequences; return llama.cpp's code."""
+        """Decode tokens, each in its sequence; return llama.cpp's code."""
         handle, n = self.handle, len(entries)
-        tokens, positions, seqs, wants_logits, members = zip(*entries, strict=True)
+        tokens, positions, seqs, wants_logits = zip(*entries, strict=True)
         handle.tokens[:n] = tokens
         handle.positions[:n] = positions
         handle.wants_logits[:n] = wants_logits
         handle.seqs[:n] = seqs
         if states is not None:
             handle.states[:n] = states
-        if members[0]:
-            return handle.decode_tree(n, members)
         return handle.decode(n)
 
     def _warn_beyond_trained(self) -> None:
@@ -470,7 +447,6 @@ class Batch:
         logits: str | int = "last",
         *,
         position: int = -1,
-        members: Sequence[int] = (),
     ) -> None:
         """Add tokens that follow what ``seq_id`` holds, earlier runs of this batch included.
 
@@ -483,14 +459,13 @@ class Batch:
                 memory does not record the tokens, and no cells are freed for them, because compaction
                 would find texts with an unknown end. It is for a head that reads its target's memory and
                 writes no cells.
-            members: the sequences to which the tokens belong, ``seq_id`` first, if there are several.
         """
         n = len(tokens)
         if isinstance(logits, str):
             logits = 0 if logits == "all" else n - (logits == "last")
         for i, token in enumerate(tokens):
             at = -1 if position < 0 else position + i
-            self.entries.append((token, at, seq_id, i >= logits, members))
+            self.entries.append((token, at, seq_id, i >= logits))
         self.n_rows.append(max(0, n - logits))
 
     def decode(

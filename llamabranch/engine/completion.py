@@ -15,7 +15,6 @@ from typing_extensions import TypeVar, Unpack
 from ..arguments import flag, placed, plain_int, shown
 from ..context import Context
 from ..context.context import text_context
-from ..context.params import DEFAULT_N_CTX
 from ..context.progress import OnPromptProgress
 from ..errors import CacheFullError, ConfigError, DecodeInterruptedError, UnsupportedError
 from ..model import Message, Model, chat_messages, is_chat
@@ -424,7 +423,7 @@ def run(
     drafter = plan.drafter
     with ctx.lock:
         ctx.decoder.check_open()
-        ctx.keep_prefixes(DEFAULT_N_CTX)
+        ctx.keep_prefixes()
         if drafter == "auto":
             structured = any(request.grammar is not None for request in plan.requests)
             if structured not in drafters:
@@ -432,7 +431,7 @@ def run(
             drafter = drafters[structured]
     loop = Loop(ctx, drafter, batched=True)
     core = EngineCore(loop, EngineStats(), wait_s=0.5, max_tokens=_MAX_TOKENS)
-    source = RequestSource(plan.requests, ())
+    source = RequestSource(plan.requests)
     events = plan.events(RequestStream(core, source, random_seed(), reports_tokens=stream).events())
     if stream:
         return events

@@ -29,7 +29,6 @@ from ..request.request import (
     Requests,
     RequestSource,
     Result,
-    Skip,
     as_request,
     identity,
 )
@@ -186,7 +185,7 @@ class Engine:
         """
         with self._adding:
             self._check_open()
-            name, n = identity(request, self.core.n_added)
+            name = identity(request, self.core.n_added)
             if name in self.core:
                 raise ConfigError(f"a request with the id {name!r} is unfinished")
             most = self._max_waiting
@@ -196,11 +195,7 @@ class Engine:
                     hint="add it again after some steps, or raise max_waiting",
                 )
             self.core.add(
-                as_request(request),
-                name,
-                range(n),
-                self._draw_seed(),
-                reports_tokens=reports_tokens,
+                as_request(request), name, self._draw_seed(), reports_tokens=reports_tokens
             )
             return name
 
@@ -266,11 +261,7 @@ class Engine:
     # -- jobs ------------------------------------------------------------------------------------------
 
     def generate(
-        self,
-        requests: Requests,
-        *,
-        on_event: Callable[[Event], None] | None = None,
-        skip: Skip = (),
+        self, requests: Requests, *, on_event: Callable[[Event], None] | None = None
     ) -> list[Result]:
         """Generate for all prompts; return one result for each text, in the order of the requests.
 
@@ -278,7 +269,6 @@ class Engine:
             requests: requests or prompts (text, or messages for the model's chat template), read as they
                 are needed; a single one is a list of one.
             on_event: called with every event (a token, or the end of a text).
-            skip: texts that exist already, as (id, sample). They are not generated.
 
         If a request fails, its result has the error; the others finish.
 
@@ -288,7 +278,7 @@ class Engine:
         """
         order: dict[str, int] = {}
         results: list[Result] = []
-        source = RequestSource(requests, skip, order)
+        source = RequestSource(requests, order)
 
         def in_order(found: list[Result]) -> list[Result]:
             return sorted(found, key=lambda r: (order.get(r.id, len(order)), r.sample))
@@ -308,8 +298,8 @@ class Engine:
             raise
         return in_order(results)
 
-    def stream(self, requests: Requests, *, skip: Skip = ()) -> Generator[Event, None, None]:
-        """Yield every event (a token, or the end of a text) as it happens; ``skip`` as in ``generate``.
+    def stream(self, requests: Requests) -> Generator[Event, None, None]:
+        """Yield every event (a token, or the end of a text) as it happens.
 
         Requests are read as they are needed, a few more than can run at a time. If reading them raises,
         the exception is raised after the requests read before have ended.
@@ -321,7 +311,7 @@ class Engine:
             DecodeInterruptedError: a decode was interrupted. Before that come the results of the
                 unfinished requests that were read, with their texts so far and "cancelled".
         """
-        return self._run(RequestSource(requests, skip))
+        return self._run(RequestSource(requests))
 
     def _run(
         self, source: RequestSource, *, reports_tokens: bool = True

@@ -79,17 +79,17 @@ class RequestStream:
         core, source = self._core, self._source
         if (asked := next(source, None)) is None:
             return False
-        name, request, samples, error = asked
+        name, request, error = asked
         if name in core and error is None:
             error = ConfigError(f"two unfinished requests have the id {name!r}")
         try:
             if error is None:
-                core.add(request, name, samples, self._seed, reports_tokens=self._reports_tokens)
+                core.add(request, name, self._seed, reports_tokens=self._reports_tokens)
         except LlamaBranchError as refused:
             error = refused
         if error is not None:
             seed = 0 if request.sampling is None else max(0, request.sampling.seed or 0)
-            for i in samples:
+            for i in range(request.n):
                 stats = SpeculativeStats()
                 result = Result(name, i, request.prompt, "", [], "error", seed, stats, error=error)
                 core.refuse(Event(name, i, result=result))

@@ -33,24 +33,16 @@ class KLStatistics(NamedTuple):
     Attributes:
         mean: the mean KL divergence of the base's distribution from the model's, nats.
         perplexity, base_perplexity: the perplexities of the model and of the base.
-        log_ratio, ratio, difference: the logarithm of the ratio, the ratio and the difference of the two
-            perplexities.
-        p_change, p_change_rms: the mean change of the probability of the token in the text, and the root
-            of its mean square.
+        p_change_rms: the root of the mean square of the change of the probability of the token in the
+            text.
         same_top: the share of tokens at which both have the same most probable token.
-        correlation: the correlation of the losses, -1 to 1.
     """
 
     mean: Uncertain
     perplexity: Uncertain
     base_perplexity: Uncertain
-    log_ratio: Uncertain
-    ratio: Uncertain
-    difference: Uncertain
-    p_change: Uncertain
     p_change_rms: Uncertain
     same_top: Uncertain
-    correlation: float
 
 
 @dataclass(frozen=True)
@@ -71,24 +63,15 @@ class KLDivergence(Chunked):
     def statistics(self) -> KLStatistics:
         """The statistics so far, computed at each call; NaN without a token."""
         loss, base, kl, change, same_top = self._columns()
-        n, a, b, covariance = len(loss), _mean(loss), _mean(base), 0.0
-        if n >= 10:
-            covariance = float(np.mean(loss * base) - loss.mean() * base.mean()) / (n - 1)
-        p, p_base, log_ratio = _exp(a), _exp(b), _difference(a, b, covariance)
-        square, share, product = _mean(change**2), _mean(same_top).value, a.stderr * b.stderr
+        n, square, share = len(loss), _mean(change**2), _mean(same_top).value
         root = math.sqrt(square.value)
         share_stderr = math.sqrt(share * (1 - share) / (n - 1)) if n > 1 else math.nan
         return KLStatistics(
             mean=_mean(kl),
-            perplexity=p,
-            base_perplexity=p_base,
-            log_ratio=log_ratio,
-            ratio=_exp(log_ratio),
-            difference=_difference(p, p_base, p.value * p_base.value * covariance),
-            p_change=_mean(change),
+            perplexity=_exp(_mean(loss)),
+            base_perplexity=_exp(_mean(base)),
             p_change_rms=Uncertain(root, 0.5 / root * square.stderr if root else 0.0),
             same_top=Uncertain(share, share_stderr),
-            correlation=covariance / product if product else math.nan,
         )
 
 
@@ -192,11 +175,6 @@ def _mean(values: Floats) -> Uncertain:
     mean = float(values.mean())
     variance = float(np.mean(values**2)) - mean * mean
     return Uncertain(mean, math.sqrt(variance / (n - 1)) if variance > 0 and n > 10 else 0.0)
-
-
-def _difference(a: Uncertain, b: Uncertain, covariance: float) -> Uncertain:
-    variance = a.stderr**2 + b.stderr**2 - 2 * covariance
-    return Uncertain(a.value - b.value, math.sqrt(max(0.0, variance)))
 
 
 def _exp(log: Uncertain) -> Uncertain:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from typing_extensions import Self
 
 from ..arguments import whole
-from ..branch.scorer import Wanted, read
+from ..branch.scorer import read_alone
 from ..context import Context
 from ..context.context import text_context
 from ..context.logits import LogitsRow
@@ -79,7 +79,7 @@ class Chunked:
             ) -> None:
                 rows[text, i - 1 - first] = value(low + text, i - 1, chunks[low + text][i], row)
 
-            read(ctx, [Wanted(None, chunk, first + 1) for chunk in group], show)
+            read_alone(ctx, group, first + 1, show)
             self.rows.extend(rows)
             if progress is not None:
                 progress(self)

@@ -675,12 +675,10 @@ class Text:
             self.append_prompt(tokens, LogitsRow(row))
             return len(tokens)
 
-    def keep_cached(self, *, with_row: bool = False, is_last: bool = False) -> None:
+    def keep_cached(self, *, is_last: bool = False) -> None:
         """Keep its K/V in the prefix cache, if there is one, for use after this text has ended.
 
-        Args:
-            with_row: also keep the logits at its end, for `take_prompt`.
-            is_last: whether ``release`` follows.
+        ``is_last``: whether ``release`` follows.
         """
         prefixes = self.ctx.prefix_cache
         if prefixes is None or self.is_pruned or self.ctx.closed:
@@ -690,9 +688,8 @@ class Text:
             if n > len(self.tokens):  # a round was broken off: the tail is a draft
                 return
             if n >= len(self.tokens) - 1 or self._cache.can_draft:
-                row = np.array(self.logits_row().array) if with_row else None
                 self._owned_by_prefix_cache = prefixes.put(
-                    self.seq_id, self.tokens[:n], row=row, is_last=is_last
+                    self.seq_id, self.tokens[:n], is_last=is_last
                 )
 
     def restore(

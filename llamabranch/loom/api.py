@@ -39,7 +39,7 @@ def front_of(loom: Loom) -> Front:
     async def do(call: Request) -> Response:
         body = await operations.do(await json_of(call, Do))
         status = 200 if body.get("job") is None else 202
-        return reply({"rev": loom.document.rev, **body}, status)
+        return reply(body, status)
 
     routes: dict[str, Callable[[Request], Awaitable[Response]]] = {
         path: partial(handler, loom) for path, handler in _ROUTES.items()
@@ -69,7 +69,7 @@ async def _doc(loom: Loom, call: Request) -> Response:
     return reply({
         "boot": loom.boot, "rev": document.rev, **loom.model(), **state,
         "file": loom.file, "current": current if current in {n.id for n in shown} else None,
-        "settings": loom.settings, **document.counts(), "nodes": document.listed(),
+        **document.counts(), "nodes": document.listed(),
         "jobs": [job.as_dict() for job in loom.running],
         "notes": {n.id: n.note for n in shown if n.note}, "bars": document.bars,
         "turns": {n.id: turn_columns(n.made.turns) for n in shown if n.made.turns},
@@ -79,9 +79,8 @@ async def _doc(loom: Loom, call: Request) -> Response:
 async def _tokens(loom: Loom, call: Request) -> Response:
     query, document = call.query_params, loom.document
     node = loom.node(query.get("node"))
-    low = 0 if query.get("path") == "1" else node.made.at
     try:
-        start = max(low, int(query.get("from", low)))
+        start = max(0, int(query.get("from", 0)))
         end = start + int(query["n"]) if "n" in query else node.end
     except ValueError:
         raise HttpError(400, "from and n must be integers", param="from") from None
@@ -90,7 +89,7 @@ async def _tokens(loom: Loom, call: Request) -> Response:
     rounds = [raw for owner in owners for raw in owner.rounds]
     columns = [loom.columns(*part, top=top) for part in parts]
     nodes = [document.node_fields(owner) for owner in owners]
-    answer = {"node": nodes[-1], "nodes": nodes, "at": start, "parts": columns}
+    answer = {"nodes": nodes, "parts": columns}
     return reply(answer if top else {**answer, "rounds": rounds})
 
 
@@ -102,7 +101,7 @@ async def _next(loom: Loom, call: Request) -> Response:
     alternatives = () if score is None else score.alternatives
     loom.learn(a.token for a in alternatives)
     top = [(a.token, short(a.logprob), document.pieces[a.token]) for a in alternatives]
-    return reply({"h": None if score is None else short(score.entropy), "top": top})
+    return reply({"top": top})
 
 
 async def _find(loom: Loom, call: Request) -> Response:
@@ -157,10 +156,9 @@ async def _export(loom: Loom, call: Request) -> Response:
     node = loom.node(query["node"]) if query.get("node") else None
     kind = query.get("format", "json")
     title = path_text(loom.journal.path.name).removesuffix(".loom.jsonl")
-    top = 3 if kind == "html" and query.get("top") != "10" else 10
     data, name, mime = await asyncio.to_thread(
-        formats.export, loom.document, kind, node, title=title, top=top,
-        model=loom.model()["model"], answers=loom.answers() if kind == "html" else None,
+        formats.export, loom.document, kind, node, title=title, model=loom.model()["model"],
+        answers=loom.answers() if kind == "html" else None,
     )  # fmt: skip
     where = f'attachment; filename="{name}"'.encode("ascii", "replace").decode()
     return reply(data, headers={"content-disposition": where}, kind=mime)
@@ -170,13 +168,11 @@ async def _import(loom: Loom, call: Request) -> Response:
     loom.check_writable()
     model = loom.service.model
     data = await body_of(call, _MOST_UPLOAD)
-    kind, content = await asyncio.to_thread(formats.read, data, _MOST_NODES, model.is_of)
+    content = await asyncio.to_thread(formats.read, data, _MOST_NODES, model.is_of)
     nodes = loom.make(await asyncio.to_thread(loom.copied, content))
     await loom.confirm()
     roots = [loom.document.node_fields(node) for node in nodes if node.parent is None]
-    return reply({
-        "rev": loom.document.rev, "nodes": roots, "count": len(nodes), "format": kind,
-    })  # fmt: skip
+    return reply({"nodes": roots, "count": len(nodes)})
 
 
 _ROUTES: dict[str, Handler] = {

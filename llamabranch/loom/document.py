@@ -338,8 +338,6 @@ class Document:
         """Put tokens into a node: append them, or replace known ones."""
         # The ids last: another thread that reads finds numbers for all ids.
         columns, n = ("lp", "h", "rk", "src", "top", "ids"), len(new.ids)
-        if node.made.kind == "taken" and not new.at and new.src[:1] == "t":  # as 0.3 wrote it
-            new.src = "k" + new.src[1:]
         is_whole = all(len(getattr(new, name)) == n for name in columns)
         if not 0 <= new.at <= len(node.ids) or not is_whole:
             raise ValueError(f"tokens of {node.id} do not fit")
@@ -428,7 +426,7 @@ class Document:
             "stop": record.stop, "max_tokens": record.max_tokens, "grammar": record.grammar,
             "json_schema": record.json_schema,
             "read": ended.read if ended else None, "cached": ended.cached if ended else None,
-            "note": node.note, "job": node.job, "hidden": node.hidden,
+            "note": node.note, "hidden": node.hidden,
             "turns": turn_columns(record.turns),
             **node.summary(),
         }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Import and export: JSON that keeps everything, Markdown, one HTML file; mikupad's sessions are read.
+"""Import and export: JSON that keeps everything, texts, one HTML file; mikupad's sessions are read.
 
 Nothing here recurses, because a tree may be as deep as its text has tokens.
 """
@@ -11,7 +11,7 @@ import re
 from base64 import b64decode
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from io import BytesIO
 
 import msgspec
@@ -32,7 +32,8 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _BEGINS_JSON = re.compile(r'\s*[\[{][\[{\s]*(?:"\w*(?:"\s*(?::|$)|$)|[\]}]|$)')
 _BESIDE = {"memoryTokens": "memory", "authorNoteTokens": "author's note"}
 _HEAD = b'{"op":"head",'  # how a document's file begins
-_NAMES = ("json", "html", "markdown")
+_TEXT_FILES = {"markdown": ("md", "text/markdown"), "text": ("txt", "text/plain")}
+_HTML_TOP = 3  # alternatives of a token in an HTML file
 _OTHER = "this is not a document of this page nor of mikupad"
 _TEXTS = (
     "it reads exported pages (html, json), NAME.loom.jsonl, mikupad's sessions and text in UTF-8"
@@ -54,7 +55,6 @@ class Item:
     by: str = "import"
     bookmark: bool = False
     note: str = ""
-    children: list[int] = field(default_factory=list)
 
 
 def items_of(document: Document) -> list[Item]:
@@ -81,8 +81,6 @@ def items_of(document: Document) -> list[Item]:
         a, parent = 0, -1 if owner is None else ending[owner, record.at - owner.made.at]
         for b in sorted(cuts[node] - {0}) or [0]:
             text = document.bytes_of(node.ids[a:b]).decode("utf-8", "replace")
-            if parent >= 0:
-                items[parent].children.append(len(items))
             item = Item(text, parent, record.by)
             if b == len(node.ids):
                 item.bookmark, item.note = node.bookmark, node.note
@@ -101,7 +99,6 @@ def export(
     node: Node | None,
     *,
     title: str = "loom",
-    top: int = 10,
     model: object = None,
     answers: object = None,
 ) -> tuple[bytes, str, str]:
@@ -112,22 +109,24 @@ def export(
     """
     safe = re.sub(r"[^A-Za-z0-9._-]+", "_", title) or "loom"
     if kind in ("json", "html"):
-        whole = _whole(document, title, top, model)
+        whole = _whole(document, title, _HTML_TOP if kind == "html" else None, model)
         data = _encode(whole if answers is None else {**whole, "answers": answers})
         if kind == "html":
             return page.html_file(data, title), f"{safe}.html", "text/html"
         return data, f"{safe}.json", "application/json"
-    if kind == "markdown":
-        if node is None:
-            raise ConfigError("node is needed: Markdown contains the text of one path")
-        return document.text(node, own=False).encode(), f"{safe}.md", "text/markdown"
-    raise ConfigError(f"format must be one of {', '.join(_NAMES)}, not {kind!r:.40}")
+    if kind not in _TEXT_FILES:
+        names = ", ".join(("json", "html", *_TEXT_FILES))
+        raise ConfigError(f"format must be one of {names}, not {kind!r:.40}")
+    if node is None:
+        raise ConfigError("node is needed: this format contains the text of one path")
+    suffix, mime = _TEXT_FILES[kind]
+    return document.text(node, own=False).encode(), f"{safe}.{suffix}", mime
 
 
-def _whole(document: Document, title: str, top: int, model: object) -> Values:
+def _whole(document: Document, title: str, top: int | None, model: object) -> Values:
     records = [*document.records()]
     for record in records:
-        if isinstance(record, Tokens):
+        if top is not None and isinstance(record, Tokens):
             record.top = [Raw(_encode(decoded(raw)[:top])) for raw in record.top]
     return {
         "format": _MARKER, "version": 1, "title": title, "model": model, "records": records,
@@ -141,10 +140,8 @@ class _File(msgspec.Struct):
     records: list[AnyRecord]
 
 
-def read(
-    data: bytes, most: int, is_ours: Callable[[str], bool]
-) -> tuple[str, Document | list[Item]]:
-    """Return a file's format and its content.
+def read(data: bytes, most: int, is_ours: Callable[[str], bool]) -> Document | list[Item]:
+    """Return the content of a file.
 
     A file of the page for which ``is_ours(fingerprint)`` is true is read as a document, all others as
     items, parents first. Text is one item.
@@ -160,7 +157,7 @@ def read(
         _, wrong = replay(document, data)
         if wrong is not None:
             raise ConfigError(f"this file of the page is damaged: {wrong}")
-        return "journal", _ours(document, most, is_ours)
+        return _ours(document, most, is_ours)
     try:
         text = data.decode("utf-8-sig", "surrogatepass").replace("\r\n", "\n")
     except UnicodeDecodeError:
@@ -170,19 +167,18 @@ def read(
     if "\0" in text:
         raise ConfigError(_OTHER, hint=_TEXTS)
     if text.lstrip()[0] not in "{[":
-        return "markdown", [Item(_whole_characters(text))]
+        return [Item(_whole_characters(text))]
     try:
         value = json.loads(text)  # it accepts half characters, which mikupad writes
     except (ValueError, RecursionError) as error:
         if isinstance(error, ValueError) and not _BEGINS_JSON.match(text):  # a story
-            return "markdown", [Item(_whole_characters(text))]
+            return [Item(_whole_characters(text))]
         raise ConfigError(f"{_OTHER}: {error}", hint=_TEXTS) from None
     match value:
         case {"format": str(marker)} if marker == _MARKER:
-            document = _own(text.encode("utf-8", "replace"))
-            return "json", _ours(document, most, is_ours)
+            return _ours(_own(text.encode("utf-8", "replace")), most, is_ours)
         case dict() as saved if sessions := _sessions(saved):
-            return "mikupad", _items_of_sessions(sessions, most)
+            return _items_of_sessions(sessions, most)
     raise ConfigError(_OTHER, hint=_TEXTS)
 
 

@@ -150,8 +150,7 @@ class Live:
     def send_nodes(self, *nodes: Node, cid: str = "") -> None:
         """Send the current state of nodes; ``cid`` is the id of the request that made them."""
         for node in nodes:
-            fields = self.document.node_fields(node)
-            self.emit("node", {"rev": self.document.rev, "node": fields, "cid": cid})
+            self.emit("node", {"node": self.document.node_fields(node), "cid": cid})
 
     async def stream(self, since: str) -> AsyncGenerator[bytes, None]:
         """Yield all events after ``since``, then new ones as they come."""
@@ -189,7 +188,7 @@ class Live:
 
     def send_undo(self) -> None:
         """Send how many actions can be undone and redone."""
-        self.emit("set", {"rev": self.document.rev, **self.document.counts()})
+        self.emit("set", self.document.counts())
 
     # -- records ---------------------------------------------------------------------------------------
 
@@ -210,16 +209,6 @@ class Live:
             raise HttpError(507, message, kind="disk_error")
         if before is not None:
             self.emit("set", {"file": self.file})
-
-    def open(self, path: Path) -> None:
-        """Replace the document by the one in another file."""
-        self.add()
-        self.journal.close()
-        rev = self.document.rev
-        self.document = Document()
-        self.journal = Journal(path, self.document)
-        self.document.rev = max(rev, self.document.rev)
-        self.emit("reset", {})
 
     @property
     def file(self) -> dict[str, object]:
@@ -331,7 +320,6 @@ class Live:
     def _fail(self, job: PageJob, error: BaseException) -> None:
         sent_error = http_error(error)
         job.error = {"code": sent_error.status, "message": str(sent_error)}
-        self.emit("error", {**job.error, "job": job.id})
 
     async def close(self) -> None:
         """End all jobs and close the file."""
@@ -426,7 +414,7 @@ class Live:
             "accepted": trace.n_accepted, "rejected": trace.n_rejected,
             "unreached": len(draft) - trace.n_accepted - trace.n_rejected,
             "next": (following.token, pieces[following.token], short(following.logprob)),
-            "src": _SOURCES.get(following.source, "s"), "drafter": trace.drafter,
+            "src": _SOURCES.get(following.source, "s"),
             "ms": (round(1e3 * trace.draft_s, 3), round(1e3 * trace.verify_s, 3)),
         }  # fmt: skip
         self.journal.add(Kept(id=node.id, name="rounds", data=Raw(_encode(fields))))
@@ -470,7 +458,7 @@ class Live:
         rate = round((len(node.ids) - n_before) / seconds, 1) if seconds else None
         self.emit("end", {
             "node": node.id, "reason": reason, "seed": node.made.seed, "read": read,
-            "cached": ended.cached, "ms": round(1e3 * seconds, 1), "rate": rate,
+            "cached": ended.cached, "rate": rate,
         })  # fmt: skip
 
     async def score(self, job: PageJob, node: Node) -> None:

@@ -11,7 +11,6 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from ..engine import Request
-from ..files import atomic_write, read_small
 from ..sampling import SamplingParams
 from ..sampling.grammar import Grammar
 from ..sampling.noise import derive_seed
@@ -63,7 +62,6 @@ class Do(TextSettings, kw_only=True):
     at: int | None = None
     text: str | None = None
     edit: bool = False
-    parse_special: bool = True
     role: Literal["user", "tool", "assistant", "system"] = "user"
     turn: int | None = None
     system: str | None = None
@@ -76,7 +74,6 @@ class Do(TextSettings, kw_only=True):
     bookmark: bool | None = None
     note: str | None = None
     current: bool = False
-    restore: bool = False
     draft: Annotated[int, Meta(ge=1, le=256)] | None = None
     set: dict[str, object] = {}
 
@@ -108,7 +105,6 @@ class Loom(Live):
         path, service_of, read_only: as for `Live`.
         port: where the server listens.
         draft: the name of the drafter.
-        settings_file: where the settings of all documents are kept.
 
     Raises:
         ConfigError: the file was not written by the page.
@@ -122,13 +118,11 @@ class Loom(Live):
         *,
         read_only: bool = False,
         draft: str = "none",
-        settings_file: Path,
     ) -> None:
         super().__init__(path, service_of, read_only=read_only)
         self.guard = Guard(port)
         self._draft = draft
         self._loading = {"message": "loading the model"}
-        self._settings_file = settings_file
 
     def ready(self) -> None:
         """Tell the tabs that the model is loaded. A file of another model becomes read-only."""
@@ -138,8 +132,10 @@ class Loom(Live):
             fingerprint, kv_type = model.fingerprint, ctx.kv_type
             self.add(Head(model=model.name, fingerprint=fingerprint, kv_type=kv_type))
         elif head is not None and not model.is_of(head.fingerprint):
-            message = f"it was written with the model {head.model}, and this is {model.name}"
-            journal.read_only = journal.read_only or message
+            journal.read_only = journal.read_only or (
+                f"it was written with the model {head.model}, and this is {model.name}. To read it "
+                "with this model, import it into another document"
+            )
         self.emit("model", self.model())
         self.emit("set", {"file": self.file})
 
@@ -150,9 +146,8 @@ class Loom(Live):
             return {"state": "loading", "model": None, "loading": self._loading}
         ctx, model, sampling = service.ctx, service.model, service.settings.sampling
         fields = {
-            "name": Path(model.path).stem, "n_vocab": model.n_vocab, "n_ctx": ctx.n_ctx_seq,
-            "type": model.file_type, "size": model.size_bytes, "fingerprint": model.fingerprint,
-            "kv_type": ctx.kv_type, "exact": ctx.capabilities.exact,
+            "name": Path(model.path).stem, "n_ctx": ctx.n_ctx_seq,
+            "fingerprint": model.fingerprint, "exact": ctx.capabilities.exact,
             "leaves_cores": leaves_cores(ctx), "draft": self._draft,
             "sampling": {name: getattr(sampling, name) for name in _TOLD},
             "chat": chat_fields(model),
@@ -187,25 +182,6 @@ class Loom(Live):
         if self.journal.read_only is not None:
             message = f"the document is read-only: {self.journal.read_only}"
             raise HttpError(409, message, kind="read_only")
-
-    @property
-    def settings(self) -> dict[str, object]:
-        """The settings of all documents: keys, theme and so on."""
-        try:
-            return msgspec.json.decode(read_small(self._settings_file), type=dict[str, object])
-        except (OSError, msgspec.MsgspecError):
-            return {}
-
-    @settings.setter
-    def settings(self, kept: dict[str, object]) -> None:
-        try:
-            self._settings_file.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_write(self._settings_file) as file:
-                file.write(msgspec.json.encode(kept))
-        except OSError as error:
-            message = f"the settings cannot be saved: {error.strerror or error}"
-            raise HttpError(507, message, kind="disk_error") from None
-        self.emit("set", {"rev": self.document.rev, "settings": kept})
 
     # -- nodes -----------------------------------------------------------------------------------------
 

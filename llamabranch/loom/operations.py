@@ -11,7 +11,6 @@ import msgspec
 
 from ..serve.errors import HttpError
 from .document import Bar, Change, Document, Made, Mode, Node, Record, Tokens, Turn, Undo, decoded
-from .formats import items_of
 from .live import PageJob
 from .loom import BarFields, Do, Loom, text_grammar
 from .turns import Talk, Written, beginning, dates_for, messages_of, write
@@ -82,12 +81,13 @@ class Operations:
 
 async def _type(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     document, text = loom.document, do.text or ""
+    is_chat = bool(document.turns(node, at))
     if do.edit:
-        n, text = _same_tokens(document, node.tokens()[at:], text, special=do.parse_special)
+        n, text = _same_tokens(document, node.tokens()[at:], text, special=not is_chat)
         at += n
         if not text and at == node.end:
             return {"node": document.node_fields(node), "same": True}
-    ids, seam = await _tokenized(loom, do, node, at, text)
+    ids, seam = await _tokenized(loom, node, at, text, special=not is_chat)
     if do.node is None and not ids:
         raise HttpError(400, "the text is empty", param="text")
     loom.service.check_room([*node.tokens(at), *ids], 0)
@@ -118,10 +118,11 @@ def _same_tokens(
     return len(rest) - 1, rest[-1].decode("utf-8", "replace")
 
 
-async def _tokenized(loom: Loom, do: Do, node: Node, at: int, text: str) -> tuple[list[int], bool]:
+async def _tokenized(
+    loom: Loom, node: Node, at: int, text: str, *, special: bool
+) -> tuple[list[int], bool]:
     """Return the tokens of an added text, and whether both texts together would be other tokens."""
-    special = do.parse_special
-    if do.node is None:
+    if not at:
         return await loom.service.tokenize(text, parse_special=special), False
     document, tokens = loom.document, node.tokens(at)
     if special:
@@ -138,25 +139,8 @@ async def _tokenized(loom: Loom, do: Do, node: Node, at: int, text: str) -> tupl
 
 
 async def _score(loom: Loom, do: Do, node: Node, at: int) -> Answer:
-    """Score a node's text, or a text after it that is not added."""
-    if do.text is None and do.node is None:
-        raise HttpError(400, "score needs a node or a text", param="node")
-    if do.text is None:
-        return loom.started(loom.start_scoring(node))
-    document = loom.document
-    ids, seam = await _tokenized(loom, do, node, at, do.text)
-    tokens = [*node.tokens(at), *ids]
-    loom.service.check_room(tokens, 0)
-    seen = Node(Made(id="", parent=do.node, at=at), node)
-    for record in loom.plain("", ids, "t"):
-        if isinstance(record, Tokens):
-            document.put(seen, record)
-        else:
-            loom.journal.add(record)
-    if len(tokens) > 1 and ids:
-        for score, position in await loom.scored_path(tokens, max(1, at)):
-            document.put(seen, loom.scored("", [score], "t", position - at))
-    return {"tokens": document.columns(seen, 0, len(ids), top=True), "seam": seam}
+    """Score what has no numbers in a node's text."""
+    return loom.started(loom.start_scoring(node))
 
 
 async def _chat(loom: Loom, do: Do, node: Node, at: int) -> Answer:
@@ -231,7 +215,7 @@ async def _bar(loom: Loom, do: Do, node: Node, at: int) -> Answer:
         await text_grammar(bar)
     for mode, bar in bars.items():
         loom.add(Bar(mode=mode, fields=msgspec.to_builtins(bar)))
-    loom.emit("set", {"rev": loom.document.rev, "bars": loom.document.bars})
+    loom.emit("set", {"bars": loom.document.bars})
     return {"bars": loom.document.bars}
 
 
@@ -265,8 +249,6 @@ async def _fork(loom: Loom, do: Do, node: Node, at: int) -> Answer:
         raise HttpError(400, "fork needs a token", param="token")
     loom.service.model.check_tokens([do.token])
     record = loom.made(do, 0, "taken", at)
-    if do.max_tokens == 0:
-        record.seed = None
     await loom.request(Node(record, node), do.max_tokens)
     records = loom.plain(record.id, [do.token], "k")
     for owner, i, _ in node.stretches(at, at + 1):  # known numbers of this position
@@ -279,8 +261,6 @@ async def _fork(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     (new,) = loom.make([record, *records], do.cid)
     if new.lp[0] is None:
         loom.start_scoring(new)
-    if do.max_tokens == 0:
-        return {"nodes": [loom.document.node_fields(new)]}
     return _begin(loom, do, [new], do.max_tokens)
 
 
@@ -300,14 +280,14 @@ async def _set(loom: Loom, do: Do, node: Node, at: int) -> Answer:
         loom.add(Change(id=node.id, name="current"))
     if do.current:
         loom.document.current = node.id
-        loom.emit("set", {"rev": loom.document.rev, "current": node.id})
+        loom.emit("set", {"current": node.id})
     records: list[Record] = []
     if do.bookmark is not None:
         records.append(Change(id=node.id, name="bookmark", value=do.bookmark))
     if do.note is not None:
         records.append(Change(id=node.id, name="note", value=do.note))
     if do.op == "delete":
-        records.append(Change(id=node.id, name="deleted", value=not do.restore))
+        records.append(Change(id=node.id, name="deleted"))
     if records:
         loom.make(records, do.cid)
         loom.send_nodes(node)
@@ -333,35 +313,13 @@ async def _undo(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     return {"redone" if again else "undone": done, **document.counts()}
 
 
-async def _settings(loom: Loom, do: Do, node: Node, at: int) -> Answer:
-    loom.settings = {k: v for k, v in (loom.settings | do.set).items() if v is not None}
-    return {"settings": loom.settings}
-
-
-async def _reread(loom: Loom, do: Do, node: Node, at: int) -> Answer:
-    """Copy the document, tokenized by this model, and open the copy."""
-    if loom.running:
-        raise HttpError(409, "a job is running: stop it first")
-    items, path = items_of(loom.document), loom.journal.path
-    stem = path.name.removesuffix(".loom.jsonl")
-    names = (f"{stem}.{i}.loom.jsonl" for i in range(2, 1000))
-    path = next(p for p in map(path.with_name, names) if not p.exists())
-    loom.open(path)
-    loom.ready()
-    loom.make(await asyncio.to_thread(loom.copied, items))
-    await loom.confirm()
-    loom.emit("reset", {})
-    return {"file": path.name}
-
-
 _OPERATIONS = {
     "type": _Operation(_type), "chat": _Operation(_chat), "bar": _Operation(_bar),
     "continue": _Operation(_continue, needs_node=True),
     "fork": _Operation(_fork, needs_node=True),
-    "score": _Operation(_score, needs_file=False),
+    "score": _Operation(_score, needs_node=True, needs_file=False),
     "stop": _Operation(_stop, needs_file=False),
     "set": _Operation(_set, needs_node=True),
     "delete": _Operation(_set, needs_node=True), "undo": _Operation(_undo),
-    "redo": _Operation(_undo), "settings": _Operation(_settings, needs_file=False),
-    "reread": _Operation(_reread, needs_file=False),
+    "redo": _Operation(_undo),
 }  # fmt: skip

@@ -18,7 +18,8 @@ from ..context.prefix_cache import n_common
 from ..errors import LlamaBranchError
 from ..model import Model, TurnReader
 from ..model.thoughts import Thinking, plan_thinking
-from ..model.tools import Tools, conversation, openai_call
+from ..model.tools import Tools, conversation
+from ..request.openai import answer_message
 from .document import Document, Made, Node, Turn
 
 __all__ = [
@@ -168,21 +169,16 @@ def messages_of(
     messages: list[dict[str, object]] = []
     last_call = ""
     for turn in turns:
+        if turn.role == "assistant":
+            answer = _read(document, model, node, turn)[0].turn
+            messages.append(answer_message(answer))
+            last_call = answer.calls[0].id if answer.calls else last_call
+            continue
         text = turn.text
         if text is None:
             text = document.written(node.tokens(turn.end)[turn.begin :])
         message: dict[str, object] = {"role": turn.role, "content": text}
-        if turn.role == "assistant":
-            read = _read(document, model, node, turn)[0].turn
-            message["content"] = read.content or None
-            if read.thought:
-                message["reasoning_content"] = read.thought
-            if read.calls:
-                message["tool_calls"] = [openai_call(call) for call in read.calls]
-                last_call = read.calls[0].id
-            else:
-                message["content"] = read.content
-        elif turn.role == "tool":
+        if turn.role == "tool":
             message["tool_call_id"] = last_call
         messages.append(message)
     return messages

@@ -159,20 +159,16 @@ class Cursor:
             if character.isspace():
                 is_space = True
                 continue
-            if is_space or character in "[]{}":
-                self.space_before(character)
-                is_space = False
+            may_be_apart = is_space or character in "[]{}"
+            if may_be_apart and self.text[self.at : self.at + 1] != character:
+                self.space()
+            is_space = False
             if self.at >= len(self.text):
                 raise self.need()
             if self.text[self.at] != character:
                 raise Mismatch
             self.at += 1
         if is_space:
-            self.space()
-
-    def space_before(self, character: str) -> None:
-        """Skip white space before a character of a literal."""
-        if self.text[self.at : self.at + 1] != character:
             self.space()
 
     def tries(self, literal: str, *, skip: bool = False) -> bool:
@@ -567,22 +563,13 @@ class ArgumentTags:
         """Whether values end by themselves, as in Python, and not at a tag."""
         return not any("".join(map(str, around.after)).strip() for around in self.others.values())
 
-    def read(
-        self,
-        cursor: Cursor,
-        known: Known,
-        name: str,
-        rest: Rest,
-        found: dict[str, object] | None = None,
-    ) -> dict[str, object]:
+    def read(self, cursor: Cursor, known: Known, name: str, rest: Rest) -> dict[str, object]:
         """Return the arguments at a cursor, up to ``rest``, which is not read.
-
-        Those that were read before an error are in ``found``.
 
         Raises:
             Mismatch, Incomplete: the text has no arguments here, or more of it is needed.
         """
-        found = {} if found is None else found
+        found: dict[str, object] = {}
         if not self._ends(cursor, rest):
             if self.start:
                 cursor.literal(self.start)
@@ -746,17 +733,11 @@ class ArgumentTags:
 
 
 def _kind(value: object) -> str:
-    if isinstance(value, bool):
-        return "bool"
-    if isinstance(value, str):
-        return "string"
-    if value is None:
-        return "null"
-    return (
-        "object"
-        if isinstance(value, Mapping)
-        else ("list" if isinstance(value, (list, tuple)) else "number")
-    )
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "bool"
+    if isinstance(value, Mapping):
+        return "object"
+    return "list" if isinstance(value, (list, tuple)) else "number"
 
 
 # -- calls -----------------------------------------------------------------------------------------
@@ -871,10 +852,6 @@ class CallForm:
 
     # -- reading -----------------------------------------------------------------------------------
 
-    def read_opening(self, cursor: Cursor) -> None:
-        """Read the text before the first call."""
-        cursor.literal(self.section_start)
-
     def read_call(self, cursor: Cursor, known: Known) -> list[ToolCall]:
         """Return the calls at a cursor: one call, or the calls of a JSON list.
 
@@ -906,19 +883,6 @@ class CallForm:
         if self.tags is None:
             cursor.space()
         return name, call_id, cursor.at
-
-    def read_arguments(
-        self, cursor: Cursor, known: Known, name: str, found: dict[str, object]
-    ) -> None:
-        """Read arguments in tags into ``found``.
-
-        Raises:
-            Mismatch, Incomplete: see ``read_call``.
-        """
-        if self.tags is None:
-            raise Mismatch
-        at = self.unit.index(Slot.ARGUMENTS)
-        self.tags.read(cursor, known, name, self._rest(at), found)
 
     def _rest(self, i: int) -> Rest:
         """Return the text after the arguments, which are a part of a unit."""

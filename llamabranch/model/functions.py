@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import inspect
 import re
-import types
 import typing
 import warnings
 from collections.abc import Callable, Mapping
-from enum import Enum
 from functools import cache
-from typing import Annotated, Literal, Union, cast, get_args, get_origin
+from typing import cast
 
 from ..errors import ConfigError, told
 
@@ -18,22 +16,15 @@ __all__ = ["function_tool", "type_schemas"]
 
 _Field = tuple[object, object]  # annotation, default
 _Schema = dict[str, object]
-_PLAIN: dict[object, str] = {
-    str: "string",
-    bool: "boolean",
-    int: "integer",
-    float: "number",
-    type(None): "null",
-}
 _SECTION = re.compile(r"^\s*(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?):\s*$", re.M)
 
 
 def function_tool(function: Callable[..., object]) -> dict[str, object]:
     """Return OpenAI's tool object of a function.
 
-    The parameters' annotations become the JSON schema. pydantic does that if it is installed; without it,
-    plain types, lists, dictionaries, ``Literal``, enums and unions of them are supported. The docstring
-    up to ``Args:`` is the description; the lines of ``Args:`` describe the parameters.
+    The parameters' annotations become the JSON schema. pydantic does that if it is installed, otherwise
+    msgspec. The docstring up to ``Args:`` is the description; the lines of ``Args:`` describe the
+    parameters.
 
     Raises:
         ConfigError: a parameter has no annotation, or one that has no JSON schema; or it is ``*args``,
@@ -60,7 +51,7 @@ def function_tool(function: Callable[..., object]) -> dict[str, object]:
         fields[key] = (hints[key], parameter.default)
     schema = _by_pydantic(name, fields)
     if schema is None:
-        schema = _by_hand(name, fields)
+        schema = _by_msgspec(name, fields)
     properties = schema.get("properties")
     for key, text in described.items():
         if isinstance(properties, dict) and isinstance(properties.get(key), dict):
@@ -150,47 +141,25 @@ def type_schemas():  # type: ignore[no-untyped-def]
     return Generator
 
 
-def _by_hand(name: str, fields: Mapping[str, _Field]) -> _Schema:
+def _by_msgspec(name: str, fields: Mapping[str, _Field]) -> _Schema:
+    from msgspec.json import schema_components
+
     properties: dict[str, _Schema] = {}
-    required = []
+    required, shared = [], dict[str, object]()
     for key, (hint, default) in fields.items():
         try:
-            properties[key] = _schema(hint)
-        except TypeError:
+            (schema,), parts = schema_components([hint], ref_template="#/$defs/{name}")
+        except (TypeError, RecursionError):
             raise ConfigError(
                 f"{name}: the annotation of {key} has no JSON schema", hint="pip install pydantic"
             ) from None
+        properties[key] = schema
+        shared |= parts
         if default is inspect.Parameter.empty:
             required.append(key)
-        elif default is None or type(default) in _PLAIN:
-            properties[key]["default"] = default
-    return {
-        "type": "object",
-        "properties": properties,
-        **({"required": required} if required else {}),
-    }
-
-
-def _schema(hint: object) -> _Schema:
-    hint = getattr(hint, "__supertype__", hint)  # of a NewType
-    origin, inner = get_origin(hint), get_args(hint)
-    if isinstance(hint, type) and hint in _PLAIN:
-        return {"type": _PLAIN[hint]}
-    if hint is typing.Any or hint is object:
-        return {}
-    if origin is Annotated:
-        texts = [extra for extra in inner[1:] if isinstance(extra, str)]
-        return {**_schema(inner[0]), **({"description": texts[0]} if texts else {})}
-    if origin is Literal:
-        return {"enum": list(inner)}
-    if origin in (Union, types.UnionType):
-        return {"anyOf": [_schema(option) for option in inner]}
-    if origin in (list, tuple, set, frozenset) or hint in (list, tuple, set):
-        item = inner[0] if inner else typing.Any
-        return {"type": "array", "items": _schema(item)}
-    if origin in (dict, Mapping) or hint in (dict, Mapping):
-        values = _schema(inner[1]) if len(inner) == 2 else {}
-        return {"type": "object", "additionalProperties": values or True}
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        return {"enum": [member.value for member in hint]}
-    raise TypeError
+        elif default is None or type(default) in (str, bool, int, float):
+            schema["default"] = default
+    more: _Schema = {"required": required} if required else {}
+    if shared:
+        more["$defs"] = shared
+    return {"type": "object", "properties": properties, **more}

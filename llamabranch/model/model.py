@@ -183,11 +183,6 @@ class Model:
         return self.handle.metadata()
 
     @cached_property
-    def description(self) -> str:
-        """llama.cpp's one-line description."""
-        return self.handle.description()
-
-    @cached_property
     def file_type(self) -> str:
         """The quantization of most weights: "Q8_0", "F16", "Q4_K_M", ..."""
         return self.handle.file_type(self.metadata.get("general.file_type", ""))
@@ -549,12 +544,7 @@ class Model:
         source = self.chat_template
         if source is None or source in ModelHandle.chat_template_names():
             return TurnFormat.built_in()
-        special = {"bos_token": self.bos, "eos_token": self.eos}
-        texts = {
-            name: "" if token is None else self._handle.token_text(token).decode("utf-8", "replace")
-            for name, token in special.items()
-        }
-        return TurnFormat.of(source, **texts)
+        return TurnFormat.of(self._template)
 
     def _rendered(
         self,

@@ -25,6 +25,8 @@ __all__ = [
 
 Tool = Mapping[str, object] | Callable[..., object]
 
+_NO_TOOLS = "tools must be a list of functions with names"
+_FUNCTION = '{"type": "function", "function": {"name": ..., "parameters": SCHEMA}}'
 _RESERVED = {"messages", "tools", "add_generation_prompt"}
 _SAYS_MORE = ("$ref", "allOf", "anyOf", "oneOf", "const", "enum")
 _PROMPT = (
@@ -66,10 +68,7 @@ class Tools:
     ) -> None:
         is_list = isinstance(given, Sequence) and not isinstance(given, (str, bytes))
         if not is_list:
-            raise ConfigError(
-                "tools must be a list of functions with names",
-                hint='{"type": "function", "function": {"name": ..., "parameters": SCHEMA}}',
-            )
+            raise ConfigError(_NO_TOOLS, hint=_FUNCTION)
         self.turns, self.parallel = turns or TurnFormat(), parallel is not False
         self.given: list[Mapping[str, object]] = []
         self.schemas: dict[str, object] = {}
@@ -81,28 +80,19 @@ class Tools:
                 function = described.get("function") if isinstance(described, Mapping) else None
                 name = function.get("name") if isinstance(function, Mapping) else None
                 if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
-                    raise ConfigError(
-                        "tools must be a list of functions with names",
-                        hint='{"type": "function", "function": {"name": ..., "parameters": SCHEMA}}',
-                    )
+                    raise ConfigError(_NO_TOOLS, hint=_FUNCTION)
             self.given.append(described)
             self.schemas[name] = _parameters(function.get("parameters"))
             if function.get("strict") is True:
                 self.strict.add(name)
         self.names = frozenset(self.schemas)
         self.is_used = bool(given) and choice != "none"
-        self.forced: list[str] = []
-        self.is_named = False
-        if choice == "required":
-            self.forced = list(self.schemas)
-        elif isinstance(choice, Mapping):
-            function = choice.get("function")
-            name = function.get("name") if isinstance(function, Mapping) else None
-            self.forced, self.is_named = [name] if isinstance(name, str) else [], True
-        elif choice not in (None, "auto", "none"):
-            if not isinstance(choice, str):
-                raise ConfigError("tool_choice is auto, none, required or a function")
-            self.forced, self.is_named = [choice], True
+        function = choice.get("function") if isinstance(choice, Mapping) else {"name": choice}
+        named = function.get("name") if isinstance(function, Mapping) else None
+        self.is_named = choice not in (None, "auto", "none", "required")
+        self.forced = list(self.schemas) if choice == "required" else []
+        if self.is_named and isinstance(named, str):
+            self.forced = [named]
         if (self.is_named or choice == "required") and not self.names & set(self.forced):
             raise ConfigError(
                 f"tool_choice names a function that is not in tools: {shown(choice)}",
@@ -129,10 +119,6 @@ class Tools:
         reader.feed(text)
         reader.finish(is_cut=is_cut)
         return reader.turn
-
-    def calls(self, text: str) -> list[ToolCall]:
-        """Return the calls in a complete text. A call that is cut off does not count."""
-        return self.read(text).calls
 
 
 def _parameters(parameters: object) -> object:

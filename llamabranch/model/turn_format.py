@@ -353,9 +353,9 @@ class TurnReader:
         form: the form of the turns.
         tools: see ``TurnFormat.read``.
         in_thought: see there.
-        eager: True = report pieces of a call's arguments while they are written, for texts that follow a
-            grammar; a call that is cut off is taken back ("cut"). False = report a call when it is
-            complete.
+        eager: True = report the name of a call, and pieces of its JSON arguments, while they are written,
+            for texts that follow a grammar; a call that is cut off is taken back ("cut"). False = report
+            a call when it is complete.
         salt: ids of calls are derived from it and from their position and name.
         calls: False = calls are content.
 
@@ -624,7 +624,11 @@ class TurnReader:
         cursor = self._cursor(start, last=last)
         if kind in ("call", "other call"):
             form = self._form.other if kind == "other call" else self._form
-            return form is not None and self._own_call(cursor, form)
+            if form is not None:
+                cursor.literal(form.section_start)
+                self._read_calls(cursor, form)
+                self._in_section = True
+            return form is not None
         if kind in ("bare", "fence", "tagged", "python"):
             return self._loose(kind, cursor)
         is_possible = {
@@ -751,12 +755,6 @@ class TurnReader:
 
     # -- calls -------------------------------------------------------------------------------------
 
-    def _own_call(self, cursor: Cursor, form: CallForm) -> bool:
-        form.read_opening(cursor)
-        self._read_calls(cursor, form)
-        self._in_section = True
-        return True
-
     def _read_calls(self, cursor: Cursor, form: CallForm) -> None:
         inner = cursor.at
         try:
@@ -775,38 +773,25 @@ class TurnReader:
         if self._n_sent is None or len(calls) != 1 or form.tags is not None:
             return None
         try:
-            where = self._arguments_at(at, form)
-            return self._buffer[where[2] : json_end(self._buffer, where[2], last=True)[1]]
+            _, _, begin = form.head(self._cursor(at), self._known)
+            return self._buffer[begin : json_end(self._buffer, begin, last=True)[1]]
         except (Mismatch, Incomplete):
             return None
 
-    def _arguments_at(self, at: int, form: CallForm) -> tuple[str, str, int]:
-        """Return the name, the id and the start of the arguments of a call that begins at ``at``."""
-        return form.head(self._cursor(at), self._known)
-
     def _tell_early(self, at: int, form: CallForm) -> None:
-        """Report the name and arguments of an unfinished call, as far as they are certain."""
+        """Report the name of an unfinished call, and its JSON arguments as far as they are certain."""
         try:
-            name, own_id, begin = self._arguments_at(at, form)
+            name, own_id, begin = form.head(self._cursor(at), self._known)
         except (Mismatch, Incomplete):
             return
         if not self._known.takes(name):
             return
-        if form.tags is None:
-            sure = self._buffer[begin:]
-            if not sure.lstrip().startswith("{"):
-                return
-            try:
-                _, end = json_end(self._buffer, begin, last=True)
-                sure = self._buffer[begin:end]
-            except Mismatch:
-                pass
-        else:
-            arguments: dict[str, object] = {}
-            cursor = self._cursor(begin)
-            with contextlib.suppress(Mismatch, Incomplete):
-                form.read_arguments(cursor, self._known, name, arguments)
-            sure = json.dumps(arguments, ensure_ascii=False)[:-1]
+        sure = "" if form.tags is not None else self._buffer[begin:]
+        if form.tags is None and not sure.lstrip().startswith("{"):
+            return
+        with contextlib.suppress(Mismatch):
+            _, end = json_end(sure, 0, last=True)
+            sure = sure[:end]
         index = len(self._calls)
         if self._n_sent is None:
             own = own_id or call_id(self._salt, index, name)

@@ -122,11 +122,11 @@ def chosen_grammar(options: Mapping[str, object]) -> Grammar | None:
 
 
 def request_fields(
-    data: Mapping[str, object], name: str, sampling: SamplingParams | None, needs: Sequence[str]
+    data: Mapping[str, object], name: str, sampling: SamplingParams | None
 ) -> RequestFields:
     """Return the arguments of the request that an object describes; see `Request.from_json`."""
     try:
-        return _fields(data, name, sampling, needs)
+        return _fields(data, name, sampling)
     except ConfigError:
         raise
     except (msgspec.MsgspecError, ValueError, TypeError) as error:
@@ -134,7 +134,7 @@ def request_fields(
 
 
 def _fields(
-    data: Mapping[str, object], name: str, sampling: SamplingParams | None, needs: Sequence[str]
+    data: Mapping[str, object], name: str, sampling: SamplingParams | None
 ) -> RequestFields:
     given: dict[str, object] = {}
     for key, value in data.items():
@@ -159,12 +159,12 @@ def _fields(
         both = [each for each in names if getattr(line, each) is not None]
         if len(both) > 1:
             raise ConfigError(f"{' and '.join(both)} exclude each other")
-    prompt = next((given[key] for key in needs if given.get(key) not in (None, [])), None)
-    if prompt is None:
-        raise ConfigError(f"a request needs {' or '.join(needs)}")
+    prompts = [given[key] for key in ("prompt", "messages") if given.get(key) not in (None, [])]
+    if not prompts:
+        raise ConfigError("a request needs prompt or messages")
     schema = line.response_format.schema if line.response_format else line.json_schema
     return RequestFields(
-        prompt=cast("str | list[int]", prompt),
+        prompt=cast("str | list[int]", prompts[0]),
         id=str(next((each for each in (line.id, line.custom_id) if each is not None), name)),
         max_tokens=line.max_tokens,
         stop=line.stop or (),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -48,7 +48,6 @@ __all__ = [
     "RequestSource",
     "Requests",
     "Result",
-    "Skip",
     "as_request",
     "identity",
 ]
@@ -202,8 +201,6 @@ class Request:
         data: Mapping[str, object],
         name: str,
         sampling: SamplingParams | None = None,
-        *,
-        needs: Sequence[str] = ("prompt", "messages"),
     ) -> Self:
         """Return the request that a JSON object describes, such as a line of a file of requests.
 
@@ -217,13 +214,12 @@ class Request:
             data: the object.
             name: the id if the object has none.
             sampling: the settings for everything that the object leaves out.
-            needs: the keys that the prompt may have, the preferred one first.
 
         Raises:
             ConfigError: a field is unknown, missing, of the wrong type or out of range.
             GrammarError: the grammar is invalid.
         """
-        return cls(**request_fields(data, name, sampling, needs))
+        return cls(**request_fields(data, name, sampling))
 
 
 @dataclass(repr=False)
@@ -532,7 +528,6 @@ class EngineStats:
 AnyRequest = Request | str | Sequence[Message]
 # One conversation is an iterable of messages; one text is an iterable of str.
 Requests = Iterable[AnyRequest | Message] | Request
-Skip = Collection[tuple[str, int]]
 
 
 class RequestSource:
@@ -541,7 +536,6 @@ class RequestSource:
     Args:
         requests: requests or prompts, or a single one. The requests in a list are checked at once,
             and begin in the order of their priorities.
-        skip: texts not to generate.
         order: a dictionary that gets the number of each request that is read, by its id.
 
     Raises:
@@ -552,12 +546,7 @@ class RequestSource:
         expected: the ids of the requests in a list that are not read yet.
     """
 
-    def __init__(
-        self,
-        requests: Requests,
-        skip: Skip,
-        order: dict[str, int] | None = None,
-    ) -> None:
+    def __init__(self, requests: Requests, order: dict[str, int] | None = None) -> None:
         if isinstance(requests, (str, Request)) or is_chat(requests):
             requests = [requests]
         refused = (bytes, bytearray, memoryview, Mapping)
@@ -567,7 +556,6 @@ class RequestSource:
                 hint="pass text, a conversation, a Request, or a list of these; decode bytes first",
             )
         given = cast(Iterable[AnyRequest], requests)
-        self._skip = _skipped(skip)
         self._order = order
         self.failure: Exception | None = None
         self.expected: set[str] = set()
@@ -575,7 +563,7 @@ class RequestSource:
         if isinstance(given, Sequence):
             numbered = list(numbered)
             for number, request in numbered:
-                name, _ = identity(request, number)
+                name = identity(request, number)
                 if name in self.expected:
                     raise ConfigError(f"two requests have the id {name!r}")
                 self.expected.add(name)
@@ -596,52 +584,37 @@ class RequestSource:
         except Exception as error:
             self.failure = error
             raise StopIteration from None
-        name, samples = str(number), [0]
+        name = str(number)
         try:
-            name, n = identity(given, number)
+            name = identity(given, number)
             request = as_request(given)
         except LlamaBranchError as error:
-            return Asked(name, Request(""), samples, error)
+            return Asked(name, Request(""), error)
         if self._order is not None:
             self._order[name] = number
-        return Asked(name, request, [i for i in range(n) if (name, i) not in self._skip], None)
+        return Asked(name, request, None)
 
 
 class Asked(NamedTuple):
-    """A request with its id and the numbers of its texts, or with an error instead."""
+    """A request with its id, or with an error instead."""
 
     name: str
     request: Request
-    samples: list[int]
     error: LlamaBranchError | None
 
 
-def identity(request: AnyRequest, number: int) -> tuple[str, int]:
-    """Return the id of a request and how many texts it asks for."""
+def identity(request: AnyRequest, number: int) -> str:
+    """Return the id of a request."""
     if isinstance(request, str) or is_chat(request):
-        return str(number), 1
+        return str(number)
     if not isinstance(request, Request):
         raise ConfigError(
             f"a request is a Request or text, or messages, not {request!r:.40}",
             hint="pass token ids as Request([1, 2, 3]), bytes as text: prompt.decode()",
         )
-    return (str(number) if request.id is None else request.id), request.n
+    return str(number) if request.id is None else request.id
 
 
 def as_request(request: AnyRequest) -> Request:
     """Return a prompt as a request."""
     return request if isinstance(request, Request) else Request(request)
-
-
-def _skipped(skip: Skip) -> frozenset[tuple[str, int]]:
-    """Return ``skip`` as a set, after checking that it consists of pairs (id, sample)."""
-    pairs = [*skip] if isinstance(skip, Iterable) else [skip]
-    for pair in pairs:
-        match pair:
-            case (str(), int()):
-                continue
-        raise ConfigError(
-            f"skip is a collection of pairs (id, sample), not of {pair!r:.40}",
-            hint='for example [("0", 0), ("0", 1)]',
-        )
-    return frozenset(pairs)

@@ -111,20 +111,11 @@ class EngineCore:
 
     # -- requests ------------------------------------------------------------------------------------
 
-    def add(
-        self,
-        request: Request,
-        name: str,
-        samples: Sequence[int],
-        seed: int,
-        *,
-        reports_tokens: bool = True,
-    ) -> None:
-        """Queue texts of a request.
+    def add(self, request: Request, name: str, seed: int, *, reports_tokens: bool = True) -> None:
+        """Queue the texts of a request.
 
         Args:
             request, name: the request and its id.
-            samples: the numbers of the texts to generate.
             seed: the seeds of the texts are derived from it, unless the request has one.
             reports_tokens: whether there are events for tokens.
 
@@ -133,11 +124,10 @@ class EngineCore:
         """
         submission = Submission(
             request, name, self.n_added, self._loop, self._sampling, self._max_tokens, seed,
-            samples, reports_tokens=reports_tokens,
+            range(request.n), reports_tokens=reports_tokens,
         )  # fmt: skip
         self.n_added += 1
-        if submission.samples:
-            self._added.append(submission)
+        self._added.append(submission)
 
     def refuse(self, event: Event) -> None:
         """Report, with the events of the next step, that a request could not be queued."""

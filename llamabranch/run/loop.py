@@ -301,7 +301,7 @@ class Loop:
         for member in running:
             if member.draft.sources and member.rule != "seeded":
                 member.draft.cut(0)
-        fitting = memory.fit_together([len(draft.tokens) for draft in drafts], 0)
+        fitting = memory.fit_together([len(draft.tokens) for draft in drafts])
         for draft, n in zip(drafts, fitting, strict=True):
             draft.cut(n)
 

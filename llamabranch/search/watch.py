@@ -40,9 +40,9 @@ def first_seed(branch: Branch, seed: int | None) -> int:
     return SamplingParams(seed=seed).drawn_seed(branch.seed)
 
 
-def token_limit(max_tokens: int | None, low: int = 0) -> int | None:
+def token_limit(max_tokens: int | None) -> int | None:
     """Return ``max_tokens`` as int, None = without a limit."""
-    return None if max_tokens is None else whole("max_tokens", max_tokens, low, _MOST_TOKENS)
+    return None if max_tokens is None else whole("max_tokens", max_tokens, 0, _MOST_TOKENS)
 
 
 class Watch:

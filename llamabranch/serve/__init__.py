@@ -37,7 +37,7 @@ def require_server(extra: str = "serve", feature: str = "the server") -> None:
     Raises:
         UnsupportedError: a package is missing; the hint names ``extra``.
     """
-    require(extra, feature, "httptools", "starlette", "uvicorn")
+    require(extra, feature, "starlette", "uvicorn")
 
 
 def serve(

@@ -99,7 +99,5 @@ async def _nothing() -> None:
 
 
 async def _not_found(_request: Request, error: Exception) -> Response:
-    is_path = getattr(error, "status_code", 404) == 404
-    text = "there is nothing at this path" if is_path else "this path supports other methods"
-    found = HttpError(404 if is_path else 405, text)
+    found = HttpError(error.status_code, error.detail)  # type: ignore[attr-defined]
     return reply(found.body, found.status)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from . import require_server
-from .errors import HttpError, http_error
+from .errors import HttpError
 
 require_server()
 from starlette.responses import Response, StreamingResponse  # noqa: E402
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 __all__ = ["EventStream", "body_of", "event_stream", "json_of", "reply"]
 
 T = TypeVar("T")
-_log = logging.getLogger("llamabranch.serve")
 
 
 async def body_of(request: Request, most: int | None = None) -> bytes:
@@ -82,7 +80,7 @@ class EventStream(StreamingResponse):
 
 
 async def event_stream(frames: AsyncGenerator[Iterable[object], None]) -> EventStream:
-    """Return a stream of events, encoded as JSON, that ends with ``[DONE]`` or with an error.
+    """Return a stream of events, encoded as JSON, that ends with ``[DONE]``; `Limits` sends errors.
 
     Raises:
         Exception: what ``frames`` raises before its first events; it gets a status of its own.
@@ -100,11 +98,6 @@ async def event_stream(frames: AsyncGenerator[Iterable[object], None]) -> EventS
                 if data := encoded(events):
                     yield data
             yield b"data: [DONE]\n\n"
-        except Exception as error:
-            failure = http_error(error)
-            if failure.status == 500:
-                _log.error("a stream failed", exc_info=error)
-            yield encoded([failure.body])
         finally:
             await frames.aclose()
 

@@ -20,11 +20,10 @@ from .settings import ServeSettings
 
 require_server()
 import uvicorn  # noqa: E402
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol  # noqa: E402
 
 __all__ = ["Server"]
 
-_MOST_BYTES = 128 << 10  # of headers
+_MOST_BYTES = 128 << 10  # of headers, chunk extensions and trailers
 _SEND_BYTES = 128 << 10
 _IDLE_S = 75  # how long a connection may be idle between two requests
 
@@ -108,7 +107,8 @@ class Server:
     async def _serve(self) -> None:
         app = application(lambda: self.service, self.settings, self.front)
         config = uvicorn.Config(
-            app, http=_Protocol, loop="none", ws="none", lifespan="off", log_config=None,
+            app, http="h11", h11_max_incomplete_event_size=_MOST_BYTES, loop="none", ws="none",
+            lifespan="off", log_config=None,
             access_log=self.settings.log_requests, log_level="critical", server_header=False,
             proxy_headers=False, timeout_keep_alive=_IDLE_S,
             timeout_graceful_shutdown=self.settings.shutdown_timeout_s,  # type: ignore[arg-type]
@@ -132,23 +132,3 @@ class Server:
                 await self.front.close()
             if engine is not None:
                 await engine.close()
-
-
-class _Protocol(HttpToolsProtocol):
-    """A connection with a size limit for headers, chunk extensions and trailers."""
-
-    _n_bytes = 0  # since the headers were complete or the last piece of the body came
-
-    def data_received(self, data: bytes) -> None:
-        self._n_bytes += len(data)
-        super().data_received(data)
-        if self._n_bytes > _MOST_BYTES:
-            self.transport.close()
-
-    def on_body(self, body: bytes) -> None:
-        super().on_body(body)
-        self._n_bytes = 0
-
-    def on_headers_complete(self) -> None:
-        super().on_headers_complete()
-        self._n_bytes = 0

@@ -15,8 +15,6 @@ from pathlib import Path
 import numpy as np
 from toys import BOS, EOS, Array, Metadata, Vocabulary, write_toy
 
-__all__ = ["TEMPLATE", "call", "write_script"]
-
 _MOST_TURNS = 12
 # Calls as Hermes and Qwen write them; results as turns of a tool.
 TEMPLATE = (

@@ -19,12 +19,10 @@ SCRIPTS = {
     "plain": ["No call is needed.", "And again."],
     "unknown": ['{"name": "nope", "arguments": {}}', "There is no such function."],
     "unknowns": ['{"name": "nope", "arguments": {}}'] * 4,
-    "bad": [call("add", a="x"), "I cannot add that."],
     "fails": [call("fails", how="told")] * 3 + ["never"],
     "told": [call("fails", how="told"), "It says no."],
     "lookup": [call("fails", how="lookup"), "It says no."],
     "raises": [call("add", a=1, b=2) + call("fails", how="raises"), "never"],
-    "exits": [call("fails", how="exits"), "never"],
     "ends": [call("ends"), "never"],
     "calls": [call("called"), "I have read it."],
     "counts": [call("counts", n=3), "I have read it."],
@@ -86,8 +84,6 @@ def fails(how: str) -> str:
             raise ToolError("it is not there")
         case "lookup":
             raise LookupError("no such key")
-        case "exits":
-            raise SystemExit(3)
         case _:
             raise ZeroDivisionError("by zero")
 

@@ -163,17 +163,17 @@ def test_law_3_the_next_prompt_is_the_whole_conversation(shaped: Path, shape: st
                 result = {"role": "user", "content": "And now?"}
             before = text(turns.prompt(messages, answers=False)).removesuffix("<|endoftext|>")
             messages.append(answer)
-            prompt, n_lost = turns.following(own, messages, [result], is_turn=is_turn)
+            prompt = turns.following(own, messages, [result], is_turn=is_turn)
             messages.append(result)
             whole = turns.prompt(messages)
             kept.append(prompt[: len(own)] == own)
             if kept[-1]:
-                assert n_lost == 0 and prompt[len(own)] == 2
+                assert prompt[len(own)] == 2
                 assert text(whole).endswith(text(prompt[len(own) :]))
                 assert text(whole).startswith(before)
                 assert str(result["content"]) in text(prompt[len(own) + 1 :])
             else:
-                assert n_lost > 0 and prompt == whole
+                assert prompt == whole
         assert kept == KEPT.get(shape, [True] * 4)
 
 
@@ -205,8 +205,8 @@ def test_law_3_a_template_that_changes_earlier_turns_is_read_again(shaped: Path)
             *model.tokenize("<mull>\nhm\n</mull>\n\nDone.", add_special=False),
         ]
         new = [{"role": "user", "content": "And now?"}]
-        prompt, n_lost = turns.following(own, before, new, is_turn=False)
-        assert n_lost > 0 and prompt == turns.prompt([*before, *new])
+        prompt = turns.following(own, before, new, is_turn=False)
+        assert prompt == turns.prompt([*before, *new]) and prompt[: len(own)] != own
 
 
 def nodes_of_trie(texts: Sequence[Sequence[int]]) -> int:

@@ -26,21 +26,6 @@ def answer(branch: Branch, n: int = 8) -> str:
     return "".join(token.text for token in branch.generate(n))
 
 
-@pytest.mark.parametrize("settings", [{}, {"repeat_penalty": 1.3}], ids=["plain", "penalties"])
-def test_turns_equal_reading_the_same_tokens_from_the_start(
-    settings: dict[str, float], ctx: Context, other_ctx: Context
-) -> None:
-    branch = Branch.start(ctx, STORY, seed=4, repeat_penalty=settings.get("repeat_penalty", 1.0))
-    for _ in range(3):
-        assert answer(branch)
-        branch.append(NEXT)
-        again = Branch.start(other_ctx, branch.tokens, sampling=branch.sampling)
-        assert np.array_equal(branch.logits, again.logits)
-        with branch.fork() as fork:
-            assert answer(fork, 12) == answer(again, 12)
-        again.prune()
-
-
 def test_appended_tokens_are_not_generated_and_have_no_score(ctx: Context) -> None:
     branch = Branch.start(ctx, STORY, temperature=0.8, seed=1)
     first, second = list(branch.generate(5)), []

@@ -94,19 +94,6 @@ def test_sampling_has_the_seed_in_effect(ctx: Context, other_ctx: Context) -> No
     assert free.sampling.seed is None  # the settings have no seed
 
 
-def test_children_of_fork_many_differ_and_are_the_same_next_time(
-    ctx: Context, other_ctx: Context
-) -> None:
-    texts = []
-    for context in (ctx, other_ctx):
-        children = Branch.start(context, STORY, sampling=WARM).fork_many(6)
-        texts.append([tuple(generate(child)) for child in children])
-        assert len(set(texts[-1])) == 6
-    assert texts[0] == texts[1]
-    root = Branch.start(ctx, STORY, sampling=WARM.replace(seed=12))
-    assert tuple(generate(root.fork_many(1)[0])) not in texts[0]
-
-
 def test_without_a_seed_every_branch_picks_one(ctx: Context) -> None:
     branches = [Branch.start(ctx, STORY, temperature=1.0) for _ in range(4)]
     assert len({branch.seed for branch in branches}) == 4
@@ -346,19 +333,6 @@ def test_impossible_text_has_infinite_perplexity(ctx: Context) -> None:
             assert (never.perplexity(), never.log_likelihood()) == (math.inf, -math.inf)
     with pytest.raises(SnapshotError, match="surprisal of -inf"):
         Branch.restore(ctx, replace(saved, surprisals=np.array([-math.inf, 1.0])))
-
-
-def test_bias_is_inherited_and_can_end(ctx: Context) -> None:
-    root = Branch.start(ctx, STORY, temperature=0.0)
-    before = root.produce()
-    root.steer({77: 1e6})
-    child = root.fork()
-    assert root.produce().token == child.produce().token == 77
-    # The model's own distribution, not the steered one.
-    assert root.produce().logprob == -root.surprisal(77)
-    root.steer({})
-    assert root.produce() == before
-    assert child.produce().token == 77
 
 
 # -- trees ---------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ import llamabranch as lb
 from llamabranch.bench.machine import Machine
 from llamabranch.bench.speed import Speeds, fastest, measure
 from llamabranch.bench.timing import Stopped
-from llamabranch.cli.console import Console
 
 TIMEOUT_S = 600  # for a machine that is busy with other things
 SMALL = ("--lengths", "40,8,6000", "-n", "6", "-r", "1", "-t", "1")
@@ -118,16 +117,3 @@ def test_the_fastest_reads_and_generates_best_over_all_lengths_with_drafts_only_
     assert fastest({"none": Speeds()}) == ""
     uneven = Speeds({8: [10.0, 30.0]}, {8: [10.0, 10.0]})  # of an interrupted run: one more
     assert uneven.over(base).median == pytest.approx(1.0)
-
-
-def test_progress_reaches_a_pipe_now_and_then(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    now = [100.0]
-    monkeypatch.setattr("llamabranch.cli.console.monotonic", lambda: now[0])
-    console = Console()
-    for n in range(40):
-        console.progress(f"run {n}")
-        console.progress("")
-        now[0] += 1.0
-    assert capsys.readouterr() == ("", "run 15\nrun 30\n")

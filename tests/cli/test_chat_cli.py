@@ -43,12 +43,6 @@ def run(*arguments: object, stdin: str = "") -> Result:
     return CliRunner().invoke(app, ["chat", *map(str, arguments)], input=stdin)
 
 
-def turns(path: Path, *lines: str) -> tuple[str, str]:
-    """Write a file of turns; return the option that reads it."""
-    path.write_text("\n".join(lines))
-    return "-f", str(path)
-
-
 def saved_in(file: Path) -> dict[str, Any]:
     """Return what a chat that was saved consists of."""
     chat: dict[str, Any] = json.loads(file.read_text())
@@ -171,8 +165,7 @@ def test_lines_that_are_pasted_are_one_message(tmp_path: Path) -> None:
 
 def test_a_chat_that_goes_on_shows_its_end(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
-    arguments = turns(tmp_path / "turns", "Tell of a king.", f"/save {kept}")
-    run(*OPTIONS, "-n", "90", "-S", "ignore_eos=true", *arguments)
+    run(*OPTIONS, "-n", "90", "-S", "ignore_eos=true", stdin=f"Tell of a king.\n/save {kept}")
     (before,) = saved_in(kept)["exchanges"]
     with terminal(*OPTIONS, "--load", str(kept)) as chat:
         end = chat.seen.split("> Tell of a king.")[1].split("branch 1, after: Tell of a king.")[0]
@@ -184,19 +177,19 @@ def test_a_chat_that_goes_on_shows_its_end(tmp_path: Path) -> None:
     assert saved_in(kept)["sampling"]["temperature"] == 0.5
 
 
-def test_what_is_piped_is_one_message_and_its_answer_alone_is_printed() -> None:
-    message = "/no command\nTell of a king."
-    result = run(*OPTIONS, "-n", "12", stdin=message + "\n")
+def test_a_pipe_gets_the_answers_alone() -> None:
+    result = run(*OPTIONS, "-n", "12", "-p", "Tell of a king.", stdin="\nAnd then?")
     assert result.exit_code == 0, result.stderr
     options = lb.loading.LoadOptions(n_ctx=1024, n_threads=1, chat_template=toys.CHAT_TEMPLATE)
     with lb.load(TARGET, **options) as ctx, lb.Chat(ctx, seed=4, max_tokens=12) as chat:
-        assert result.stdout == chat.send(message).finish().text + "\n"
+        answers = [chat.send(text).finish().text for text in ("Tell of a king.", "And then?")]
+    assert result.stdout == "".join(f"{text}\n" for text in answers)
 
 
-def test_file_of_turns_with_commands_and_a_chat_that_goes_on(tmp_path: Path) -> None:
+def test_turns_and_commands_of_a_pipe_and_a_chat_that_goes_on(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
-    arguments = turns(tmp_path / "turns", "One day", "", "And then?", "/retry", f"/save {kept}")
-    result = run(*OPTIONS, "-n", "6", "-sys", "Be kind.", *arguments, "--json")
+    lines = f"One day\n\nAnd then?\n/retry\n/save {kept}"
+    result = run(*OPTIONS, "-n", "6", "-sys", "Be kind.", "--json", stdin=lines)
     assert result.exit_code == 0, result.stderr
     answer = json.loads(result.stdout)
     roles = [message["role"] for message in answer["messages"]]
@@ -204,16 +197,14 @@ def test_file_of_turns_with_commands_and_a_chat_that_goes_on(tmp_path: Path) -> 
     assert answer["branches"] == 2
     again = run(*OPTIONS, "--load", kept, "-p", "What else?", "--json")
     assert json.loads(again.stdout)["messages"][:5] == answer["messages"]
-    wrong = run(*OPTIONS, *turns(tmp_path / "turns", "/undo"))
+    wrong = run(*OPTIONS, stdin="/undo")
     assert (wrong.exit_code, wrong.stdout) == (1, "")
     assert "there is no message yet" in wrong.stderr
 
 
-def test_only_a_newline_ends_a_line_of_a_file(tmp_path: Path) -> None:
+def test_only_a_newline_ends_a_turn() -> None:
     odd = [f"a{mark}b" for mark in "\u2028\u2029\x85\f\v\x1c\x1d\x1e"]
-    path = tmp_path / "turns"
-    path.write_bytes("\n".join([*odd, "One\r", "", "day"]).encode())
-    result = run(*OPTIONS, "-n", "1", "-f", path, "--json")
+    result = run(*OPTIONS, "-n", "1", "--json", stdin="\n".join([*odd, "One", "", "day"]))
     assert result.exit_code == 0, result.stderr
     messages = json.loads(result.stdout)["messages"]
     assert [m["content"] for m in messages if m["role"] == "user"] == [*odd, "One", "day"]
@@ -222,11 +213,10 @@ def test_only_a_newline_ends_a_line_of_a_file(tmp_path: Path) -> None:
 def test_a_chat_that_goes_on_opens_its_model(tmp_path: Path) -> None:
     toy, kept = tmp_path / "toy.gguf", tmp_path / "kept"
     toys.write_llama(toy, vocab="bytes", metadata={"tokenizer.chat_template": toys.CHAT_TEMPLATE})
-    options = ["-t", "1", "-n", "2", "--draft", "none", "-c", "512"]
-    saved = run("-m", toy, *options, *turns(tmp_path / "turns", "ab", f"/save {kept}"))
+    options = ("-t", "1", "-n", "2", "--draft", "none", "-c", "512")
+    saved = run("-m", toy, *options, stdin=f"ab\n/save {kept}")
     assert saved.exit_code == 0, saved.stderr
-    options += turns(tmp_path / "turns", "cd")
-    again = run("--load", kept, *options, "--json")
+    again = run("--load", kept, *options, "--json", stdin="cd")
     assert again.exit_code == 0, again.stderr
     assert [m["content"] for m in json.loads(again.stdout)["messages"][::2]] == ["ab", "cd"]
     other = run("-m", TARGET, "--load", kept, "-S", "chat_template=chatml", *options)
@@ -236,12 +226,12 @@ def test_a_chat_that_goes_on_opens_its_model(tmp_path: Path) -> None:
     moved = toy.rename(tmp_path / "moved.gguf")
     gone = run("--load", kept, *options)
     assert gone.exit_code == 1 and "toy.gguf" in gone.stderr
-    assert run("-m", moved, "--load", kept, *options).exit_code == 0
+    assert run("-m", moved, "--load", kept, *options, stdin="cd").exit_code == 0
 
 
-def test_a_wrong_command_of_a_file_does_not_end_the_run(tmp_path: Path) -> None:
+def test_a_wrong_command_of_a_pipe_does_not_end_the_run() -> None:
     lines = ("One day", "/what", "/switch x", "/save", "/retry", "/edit 1", "/quit", "never sent")
-    result = run(*OPTIONS, "-n", "4", *turns(tmp_path / "turns", *lines))
+    result = run(*OPTIONS, "-n", "4", stdin="\n".join(lines))
     assert result.exit_code == 1 and "never sent" not in result.stdout
     for message in ("there is no command /what", "an argument is missing", "branch 2"):
         assert message in result.stderr
@@ -249,21 +239,11 @@ def test_a_wrong_command_of_a_file_does_not_end_the_run(tmp_path: Path) -> None:
         assert f"hint: {usage}\n" in result.stderr
 
 
-def test_model_without_a_template_continues_what_it_reads_and_says_so() -> None:
-    result = run("-m", TARGET, "-t", "1", "-n", "4", "--draft", "none", stdin="Once upon a time")
-    assert result.exit_code == 0
-    assert "has no chat template, so it just continues the messages" in result.stderr
-    nothing = run("-m", TARGET, stdin="")
-    assert nothing.exit_code == 2
-    assert "there is no message" in nothing.stderr
-
-
 def test_a_loaded_chat_keeps_its_settings(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
 
     def saved(*more: str, line: str = "Again") -> dict[str, Any]:
-        arguments = turns(tmp_path / "turns", line, f"/save {kept}")
-        result = run(*OPTIONS[:-2], *more, *arguments)  # no seed
+        result = run(*OPTIONS[:-2], *more, stdin=f"{line}\n/save {kept}")  # no seed
         assert result.exit_code == 0, result.stderr
         return saved_in(kept)
 
@@ -277,17 +257,17 @@ def test_tilde_of_save_and_load_is_the_home_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    arguments = turns(tmp_path / "turns", "One day", "/save ~/kept", "/undo", "/load ~/kept")
-    result = run(*OPTIONS, "-n", "2", *arguments)
+    lines = "One day\n/save ~/kept\n/undo\n/load ~/kept"
+    result = run(*OPTIONS, "-n", "2", stdin=lines)
     assert result.exit_code == 0, result.stderr
     assert saved_in(tmp_path / "kept")
     assert f"saved in {tmp_path}/kept" in " ".join(result.stderr.split())
 
 
-def test_each_branch_that_lacks_turns_says_so(tmp_path: Path) -> None:
+def test_each_branch_that_lacks_turns_says_so() -> None:
     lines = [*(f"Of day {n}?" for n in range(6)), "/retry", "/retry", "/edit 1 Hello"]
-    arguments = turns(tmp_path / "turns", *lines)
-    result = run(*OPTIONS, "-c", "256", "-n", "24", "-S", "ignore_eos=true", *arguments)
+    more = ("-c", "256", "-n", "24", "-S", "ignore_eos=true")
+    result = run(*OPTIONS, *more, stdin="\n".join(lines))
     assert result.exit_code == 0, result.stderr
     notes = re.findall(r"no longer sees|branch \d", result.stderr + result.stdout)
     assert notes[-5:] == ["no longer sees", "branch 2", "no longer sees", "branch 3", "branch 4"]

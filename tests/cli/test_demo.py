@@ -17,8 +17,7 @@ HEADINGS = (
     "4. Three endings, ranked by the model",
 )
 # A smaller demo of the bundled model, run in another process.
-SETTINGS = {"N_STEPS": 8, "MOST_TOKENS": 24}
-SECONDS = dict.fromkeys(("ALONE_S", "TEXT_S"), 1e3)  # however slow this machine is
+SETTINGS = {"N_STEPS": 8, "MOST_TOKENS": 24, "TEXT_S": 1e3}  # however slow this machine is
 SMALL = f"""
 import sys
 import llamabranch.hub
@@ -26,7 +25,7 @@ from llamabranch.cli import comparison, demo
 from llamabranch.cli.app import main
 sys.modules["llamabranch.hub.catalogue"].DEFAULT_MODEL = "tale-target"
 comparison.MOST_PAIRS = 1
-vars(demo).update({SETTINGS | SECONDS!r})
+vars(demo).update({SETTINGS!r})
 sys.argv[0] = "llamabranch"
 main()
 """
@@ -35,7 +34,7 @@ main()
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A smaller demo: fewer tokens, and one pair of timed runs."""
-    for name, value in (SETTINGS | SECONDS).items():
+    for name, value in SETTINGS.items():
         monkeypatch.setattr(demo, name, value)
     monkeypatch.setattr("llamabranch.cli.comparison.MOST_PAIRS", 1)
 

@@ -133,7 +133,6 @@ def advised(machine: Machine, n_threads: int = 4, flags: frozenset[str] = FLAGS)
 
 
 def test_what_could_be_better_is_advised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llamabranch.cli.doctor._version", lambda _name: "1")
     assert advised(MACHINE) == advised(replace(MACHINE, load=None)) == []
     assert advised(replace(MACHINE, features=()), flags=frozenset()) == []  # unknown: no advice
     (line,) = advised(MACHINE, flags=FLAGS | {"avx512f"})
@@ -142,5 +141,3 @@ def test_what_could_be_better_is_advised(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "8 threads share 4 cores" in advised(MACHINE, 8)[0]
     monkeypatch.setattr("shutil.which", lambda name: name == "nvidia-smi")
     assert "-DGGML_CUDA=on" in doctor.advise(MACHINE, FLAGS, 4, on_gpu=False)[0]
-    monkeypatch.setattr("llamabranch.cli.doctor._version", lambda _name: "not installed")
-    assert "[hub]'" in advised(MACHINE)[0]

@@ -115,7 +115,7 @@ def test_models_lists_every_entry_in_order_with_its_draft_and_whether_it_is_here
     assert present - {"smollm2-135m"} == {"tale-target", "tale-draft", "tale-eagle", "qwen3-0.6b"}
 
 
-def test_show_describes_a_model() -> None:
+def test_show_describes_a_model(tmp_path: Path) -> None:
     shown = run("models", "show", "tale-target").stdout
     labels = ("architecture", "n params", "size bytes", "n vocab", "memory type", "can truncate")
     for label in (*labels, "llama", "Q8_0", "5,770,496"):
@@ -126,50 +126,37 @@ def test_show_describes_a_model() -> None:
     assert facts["capabilities"]["can_truncate"] is facts["capabilities"]["can_share"] is True
     with lb.Model(names.resolve("tale-target")) as model:
         assert (facts["n_params"], facts["n_vocab"]) == (model.n_params, model.n_vocab)
-
-
-def test_show_shows_the_names_of_files_not_their_paths(tmp_path: Path) -> None:
-    paths = [toys.write_toy(tmp_path / f"{name}.gguf") for name in ("large", "small")]
-    result = run("models", "show", *paths)
-    assert result.exit_code == 0, result.stderr
-    assert str(tmp_path) not in result.stdout
-    assert result.stdout.splitlines()[0].split() == ["large.gguf", "small.gguf"]
-
-
-@pytest.mark.parametrize(
-    ("vocab", "sentence"),
-    [
-        (None, "can draft for the first: the same 4096 tokens"),
-        ("bytes", "cannot draft for the first: "),
-        ("none", "cannot draft for the first: "),
-    ],
-)
-def test_show_says_whether_two_models_can_speculate_and_why(
-    vocab: str | None, sentence: str, tmp_path: Path
-) -> None:
-    other: object = "tale-draft"
-    if vocab is not None:
-        other = toys.write_toy(tmp_path / "other.gguf", vocab=vocab)
-    shown = " ".join(run("models", "show", "tale-target", other).stdout.split())
-    report = answer("models", "show", "tale-target", other)
-    assert sentence in shown and f"{report['reason']}." in shown
-    assert report["compatible"] == (vocab is None) and len(report["models"]) == 2
-
-
-def test_show_says_whether_a_head_fits() -> None:
-    report = answer("models", "show", "tale-target", "tale-eagle")
-    assert report["compatible"] and report["models"][1]["head_kind"] == "eagle3"
-    assert report["models"][1]["target_layers"]
-    shown = run("models", "show", "tale-target", "tale-eagle").stdout
-    assert "The second can draft for the first: the head fits" in shown
-
-
-def test_show_tells_of_checkpoints(tmp_path: Path) -> None:
     other = toys.write_toy(tmp_path / "other.gguf", "mamba")
     (facts,) = answer("models", "show", other)["models"]
     assert facts["capabilities"]["state_bytes"] > 0
     assert facts["capabilities"]["checkpoints"] is True
     assert "a state was put back" in facts["capabilities"]["checkpoints_reason"]
+
+
+@pytest.mark.parametrize(
+    ("second", "sentence"),
+    [
+        ("tale-draft", "can draft for the first: the same 4096 tokens"),
+        ("tale-eagle", "can draft for the first: the head fits"),
+        ("bytes", "cannot draft for the first: "),
+        ("none", "cannot draft for the first: "),
+    ],
+)
+def test_show_says_whether_the_second_model_can_draft_and_why(
+    second: str, sentence: str, tmp_path: Path
+) -> None:
+    is_toy = not second.startswith("tale-")
+    other = toys.write_toy(tmp_path / "other.gguf", vocab=second) if is_toy else second
+    shown = run("models", "show", "tale-target", other).stdout
+    report = answer("models", "show", "tale-target", other)
+    sentences = " ".join(shown.split())
+    assert sentence in sentences and f"{report['reason']}." in sentences
+    assert report["compatible"] != is_toy
+    assert shown.splitlines()[0].split() == ["tale-target", "other.gguf" if is_toy else second]
+    assert str(tmp_path) not in shown  # the names of files, not their paths
+    kinds = [facts["head_kind"] for facts in report["models"]]
+    assert kinds == ["", "eagle3" if second == "tale-eagle" else ""]
+    assert bool(report["models"][1]["target_layers"]) == (second == "tale-eagle")
 
 
 # -- which model drafts --------------------------------------------------------------------------------

@@ -118,6 +118,13 @@ def test_settings_of_loading_drafting_and_requests_are_taken() -> None:
     assert len(three[0]["logprobs"][0]["alternatives"]) == 1
 
 
+def test_exact_is_a_short_form_of_a_setting() -> None:
+    fixed = ("generate", "Once upon a time", "-n", "4", "-c", "256", "-s", "1")
+    plain, exact = (answer(*fixed, *more)["exact"] for more in ((), ("--exact",)))
+    assert (plain, exact) == (False, True)
+    assert "no such option: --exact" in said_by("models", "list", "--exact").lower()
+
+
 def test_minus_one_is_a_random_seed_and_no_limit() -> None:
     arguments = ("speculate", "Once", *SHORT, "--temp", "1.5")
     seeds = {answer(*arguments, "-n", "4", "-s", "-1")["seed"] for _ in range(2)}
@@ -182,7 +189,7 @@ def test_a_value_that_looks_like_an_option_is_a_value() -> None:
         "results"
     ]
     assert [result["prompt"] for result in results] == ["A", "B"]
-    assert run("generate", "-p", "-p", "A", "-n", "1").exit_code == 2
+    assert run("generate", "-p", "-p", "-n", "1", "-m", "tale-target").exit_code == 0
 
 
 @pytest.mark.smollm2

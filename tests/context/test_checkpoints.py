@@ -23,7 +23,7 @@ import llamabranch as lb
 from llamabranch import Branch, Context, Engine, Request, SamplingParams
 from llamabranch.context.checkpoints import Checkpoint, Checkpoints
 from llamabranch.context.memory import States
-from llamabranch.errors import CapacityError, ConfigError, DecodeInterruptedError, SnapshotError
+from llamabranch.errors import CapacityError, DecodeInterruptedError, SnapshotError
 
 ENDLESS = {1: -np.inf}
 OPTIONS: dict[str, Any] = {
@@ -211,12 +211,6 @@ def test_why_there_are_no_checkpoints_is_told(
             assert sum(counts) == 299
 
 
-@pytest.mark.parametrize("wrong", [-1, 1 << 63, "many", None, 1.5])
-def test_a_wrong_checkpoint_ram_is_refused(wrong: Any) -> None:
-    with pytest.raises(ConfigError, match="checkpoint_ram"):
-        lb.ContextParams(checkpoint_ram=wrong)
-
-
 @pytest.mark.parametrize("how", ["ignored", "refused"])
 def test_a_model_that_does_not_return_to_a_state_is_found_out_when_it_opens(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -260,32 +254,6 @@ def test_a_state_that_cannot_be_kept_or_put_back_is_read_again(
         with Branch.start(ctx, TEXT[:100]) as again:
             np.testing.assert_allclose(row, again.logits, atol=0 if is_kept else rounding(ctx, 0.1))
     memory.checkpoints.max_bytes = max_bytes
-
-
-def test_a_snapshot_has_all_that_a_text_needs(ctx: Context, tmp_path: Path) -> None:
-    """A context without checkpoints generates the same, and continues a snapshot like the branch."""
-    settings: dict[str, Any] = {"seed": 4, "temperature": 0.7, "logit_bias": ENDLESS}
-    with (
-        Context(ctx.model, checkpoint_ram=0, **OPTIONS) as plain,
-        Branch.start(ctx, TEXT[:100], **settings) as branch,
-        Branch.start(plain, TEXT[:100], **settings) as same,
-    ):
-        assert not plain.capabilities.checkpoints
-        for b in (branch, same):
-            list(b.generate(300))
-        assert branch.tokens == same.tokens
-        branch.rewind(100)
-        branch.save(tmp_path / "x.branch")
-        same.prune()
-        loaded = [Branch.load(c, tmp_path / "x.branch") for c in (ctx, plain)]
-        texts = [[t.token for t in b.generate(30)] for b in (branch, *loaded)]
-        assert texts[0] == texts[1] == texts[2]
-        for b in loaded:
-            b.rewind(90)
-            with Branch.start(ctx, TEXT[:90]) as again:
-                np.testing.assert_allclose(b.logits, again.logits, atol=rounding(ctx, 0.1))
-            b.prune()
-        assert plain.kv_cache.next_position(0) == 0
 
 
 # -- any order ---------------------------------------------------------------------------------------

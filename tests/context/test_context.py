@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import together
 import toys
 
 import llamabranch as lb
@@ -107,15 +108,7 @@ def test_removing_from_the_middle_leaves_a_gap_that_nothing_sees(
     assert np.array_equal(ctx.logits(), other_ctx.logits())
 
 
-# -- batch invariance ------------------------------------------------------------------------------
-
-
-def test_bundled_models_are_exact_if_asked(target: lb.Model, draft: lb.Model) -> None:
-    for model in (target, draft):
-        with Context(model, n_ctx=256, n_threads=1, exact=True) as ctx:
-            assert ctx.capabilities.exact
-            assert ctx.kv_type == "bf16"
-            assert ctx.capabilities.can_truncate
+# -- exactness -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -145,6 +138,32 @@ def test_batches_of_any_size_give_the_same_logits_to_the_bit(
                 ctx.decode(chunk, n_prompt + low, logits="all")
                 for i in range(len(chunk)):
                     assert np.array_equal(ctx.logits(i), alone[low + i]), (size, low + i)
+
+
+@pytest.mark.filterwarnings("ignore::llamabranch.errors.ContextLengthWarning")
+@pytest.mark.parametrize("n", [600, 1500])
+@pytest.mark.parametrize("which", ["target", "draft"])
+def test_long_contexts(which: str, n: int, request: pytest.FixtureRequest) -> None:
+    """Branches next to others have the logits of their tokens one by one, alone, in a clean cache."""
+    model, rng = request.getfixturevalue(which), np.random.default_rng(n)
+    options: dict[str, Any] = {"n_ctx": 2048, "n_threads": 1, "exact": True}
+    with (
+        Context(model, n_seq_max=16, **options) as shared,
+        Context(model, n_seq_max=2, **options) as clean,
+    ):
+        root = Branch.start(shared, rng.integers(2, 4000, n).tolist())
+        children = root.fork_many(5)
+        for _ in range(4):
+            together.commit(shared, {c: int(rng.integers(2, 4000)) for c in children})
+        children[0].extend(rng.integers(2, 4000, 12).tolist())
+        start = 0
+        for branch in (root, children[0], children[3]):
+            clean.kv_cache_remove(0, n)
+            for i, token in enumerate(branch.tokens[start:]):
+                clean.decode([token], start + i)
+            start = n
+            assert np.array_equal(branch.logits, clean.logits())
+        shared.audit()
 
 
 # -- capacity ------------------------------------------------------------------------------------

@@ -169,32 +169,6 @@ def test_a_kept_text_longer_than_the_window_serves_its_beginnings(n: int, tmp_pa
             ctx.audit()
 
 
-@pytest.mark.parametrize("flash", [True, False])
-def test_texts_that_nobody_reads_take_few_cells_without_flash_attention(
-    flash: bool, draft: lb.Model
-) -> None:
-    """Without flash attention every token is computed against their cells, too. The last text stays."""
-    rng = np.random.default_rng(5)
-    n_ctx, options = 4096, {"n_seq_max": 4, "n_threads": 1, "exact": False}
-    with Context(draft, n_ctx=n_ctx, flash_attention=flash, **options) as ctx:  # type: ignore[arg-type]
-        for _ in range(9):
-            prompt = random_tokens(rng, 400)
-            ctx.complete(prompt, max_tokens=2, seed=1)
-        cached = ctx.usage().cells_cached
-        assert cached > 9 * 400 if flash else 2048 <= cached < 2048 + 800
-        ctx.complete(prompt, max_tokens=2, seed=1)
-        assert prefixes_of(ctx).n_hit_tokens >= 399
-        long = random_tokens(rng, 900)
-        for _ in range(2):
-            ctx.complete(long, max_tokens=2, seed=1)
-        assert prefixes_of(ctx).n_hit_tokens >= 399 + 899
-        ctx.keep_prefixes()  # an engine or agents on the same context need them all
-        for _ in range(6):
-            ctx.complete(random_tokens(rng, 400), max_tokens=2, seed=1)
-        assert ctx.usage().cells_cached > 3000
-        ctx.audit()
-
-
 # -- how prefixes are found --------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from decodes import hooked
 from toys import CHAT_TEMPLATE
 
 import llamabranch as lb
@@ -85,7 +86,7 @@ def test_chat_tells_how_much_of_a_message_is_read(target: lb.Model) -> None:
         Chat(ctx, None, max_tokens=2, temperature=0.0) as chat,
     ):
         seen: list[PromptProgress] = []
-        chat.on_prompt_progress = seen.append
+        chat.set(on_prompt_progress=seen.append)
         for token in chat.send("a king and a queen " * 10):
             assert token
         assert seen[0].n_cached == 0 and len(seen) > 2
@@ -181,28 +182,8 @@ def test_abort_stops_the_decode_that_reads_and_no_other_text_notices(
     ctx.kv_cache_clear()
     seen: list[PromptProgress] = []
     long = Request(PROMPT[::-1], id="x", on_prompt_progress=seen.append)
-    before = ctx.decoder.hook(around)
-    try:
+    with hooked(ctx, around):
         x, y = engine.generate([long, other])
-    finally:
-        ctx.decoder.hook(before)
     assert (x.finish_reason, x.tokens, x.error) == ("cancelled", [], None)
     assert [progress.n_read for progress in seen] == STEPS[:chunk]  # that chunk itself is not read
     assert (y.finish_reason, y.tokens) == ("length", alone.tokens)
-
-
-def test_interruption_by_others_is_still_raised_while_a_prompt_is_read(ctx: Context) -> None:
-    engine = Engine(ctx, None, max_tokens=6)
-
-    def around(decode: Callable[[int], int], n: int) -> int:
-        ctx.interrupt()
-        return decode(n)
-
-    before = ctx.decoder.hook(around)
-    try:
-        with pytest.raises(lb.DecodeInterruptedError):
-            engine.generate(Request(PROMPT))
-    finally:
-        ctx.decoder.hook(before)
-    (result,) = engine.generate(Request(PROMPT))
-    assert result.finish_reason in ("length", "stop")

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import toys
+from decodes import hooked
 from drafts import Knowing, counting
 
 import llamabranch as lb
@@ -237,17 +238,6 @@ def test_nothing_is_undone_of_a_decode_before_the_last(ctx: Context) -> None:
     check(ctx, {0: TEXT[:n_left], 1: TEXT[:40]} if n_left else {1: TEXT[:40]})
 
 
-def test_an_undone_sequence_that_was_dropped_can_be_forked(ctx: Context) -> None:
-    memory = ctx.kv_cache
-    decode_run(ctx.decoder, TEXT[:20], 0, "none")
-    assert memory.cut(0, 18) == 18
-    memory.drop(0, 0)
-    assert memory.fork(0, 1) == 0
-    decode_run(ctx.decoder, TEXT[:9], 0, "none")
-    assert memory.fork(0, 1) == 9
-    check(ctx, {0: TEXT[:9], 1: TEXT[:9]})
-
-
 @pytest.mark.parametrize("n_new", [1, 2, 4, 5, 12])
 @pytest.mark.parametrize("code", [-2, -3])
 def test_a_failed_decode_leaves_no_state_that_was_not_computed(
@@ -264,27 +254,11 @@ def test_a_failed_decode_leaves_no_state_that_was_not_computed(
     decode_run(ctx.decoder, TEXT[:12], 0, "none")
     ctx.kv_cache.mark(0)
     decode_run(ctx.decoder, TEXT[12:start], 0, "none")
-    before = ctx.decoder.hook(fail)
-    try:
-        with pytest.raises(DecodeError):
-            decode_run(ctx.decoder, [40 + i for i in range(n_new)], 0, "none")
-    finally:
-        ctx.decoder.hook(before)
+    with hooked(ctx, fail), pytest.raises(DecodeError):
+        decode_run(ctx.decoder, [40 + i for i in range(n_new)], 0, "none")
     end = ctx.kv_cache.next_position(0)
     assert end < start
     check(ctx, {0: TEXT[:end]} if end else {})
-
-
-def test_what_fits_into_a_decode_of_several(ctx: Context) -> None:
-    memory = ctx.kv_cache
-    assert memory.fit_together([3], 0) == [3]
-    assert memory.fit_together([3], 1) == [0]
-    assert memory.fit_together([4, 4, 1], 0) == [4, 4, 0]
-    assert memory.fit_together([4, 2, 2], 0) == [2, 2, 2]
-    assert memory.fit_together([1, 0, 0], 0) == [1, 0, 0]
-    assert memory.fit_together([0, 0], 0) == [0, 0]
-    n = memory.handle.n_chunk // 5 + 1
-    assert max(memory.fit_together([4] * n, 0)) < 4
 
 
 # -- whether and how far -----------------------------------------------------------------------------

@@ -40,10 +40,6 @@ def _empty(w: World) -> Branch:
     return Branch.create(w.ctx)
 
 
-def _foreign(w: World) -> Branch:
-    return Branch.start(w.context(), [60])
-
-
 def _pruned(w: World) -> Branch:
     branch = Branch.start(w.ctx, "ab")
     branch.prune()

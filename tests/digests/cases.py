@@ -20,8 +20,6 @@ import llamabranch as lb
 
 from .library import FREE, Prompt, Said, Settings, World, continue_branch, continue_together
 
-__all__ = ["CASES", "SAMPLING", "Outcome", "changed_texts"]
-
 
 @dataclass
 class Outcome:

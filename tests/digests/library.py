@@ -25,17 +25,6 @@ import llamabranch as lb
 from llamabranch.generation.drafter import DraftLength, NullState
 from llamabranch.speculative import Draft, DraftState
 
-__all__ = [
-    "DATA",
-    "FREE",
-    "Prompt",
-    "Said",
-    "Settings",
-    "World",
-    "continue_branch",
-    "continue_together",
-]
-
 DATA = Path(lb.__file__).parent / "data"
 N_THREADS = 1
 Settings = Mapping[str, object]

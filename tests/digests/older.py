@@ -23,8 +23,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .record import CaseRecord, Words
 
-__all__ = ["ARCHIVE", "COMMIT", "Older", "archived"]
-
 ROOT = Path(__file__).parents[2]
 ARCHIVE = Path(__file__).with_name("v0_1.zip")
 VERSION = "0.1.0"

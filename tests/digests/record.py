@@ -19,8 +19,6 @@ from .cases import CASES, Case, Outcome, changed_texts
 from .library import World
 from .older import Older
 
-__all__ = ["CaseRecord", "Record", "TextRecord", "Words", "compare", "differences", "load", "run"]
-
 RECORD = Path(__file__).with_name("v0_1.json")
 N_FIRST = 4  # how many numbers of each text are kept beside their sum
 # How far log-probabilities and entropies may be off: the compiled core's are right to 1e-6, and a record

@@ -514,26 +514,6 @@ def test_tools_are_described_where_the_template_ignores_them(ctx: Context) -> No
 # -- the rest --------------------------------------------------------------------------------------
 
 
-def test_a_call_is_checked_once_and_a_prompt_tokenized_once(
-    ctx: Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counts = {"check": 0, "tokenize": 0}
-    check, tokenize = Request.__post_init__, lb.Model.tokenize
-
-    def counted_check(request: Request) -> None:
-        counts["check"] += 1
-        check(request)
-
-    def counted_tokenize(model: lb.Model, *args: Any, **options: Any) -> list[int]:
-        counts["tokenize"] += 1
-        return tokenize(model, *args, **options)
-
-    monkeypatch.setattr(Request, "__post_init__", counted_check)
-    monkeypatch.setattr(lb.Model, "tokenize", counted_tokenize)
-    assert len(ctx.complete(["The king", "A fox", "One day"], max_tokens=2)) == 3
-    assert counts == {"check": 1, "tokenize": 3}
-
-
 def test_pairs_are_messages_wherever_a_prompt_is_taken(chatting: Context) -> None:
     ctx, pairs, n = chatting, [("user", "Tell me of a king.")], 8
     expected = plain(ctx, HELLO, n)

@@ -14,15 +14,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 import pytest
 import toys
-from drafts import FIXED, GREEDY, WARM, make
+from decodes import hooked
+from drafts import FIXED, GREEDY, WARM, Knowing, make
 from engine_runs import assert_clean, check_alone
 from typing_extensions import TypedDict
 
@@ -38,7 +39,6 @@ from llamabranch import (
     SamplingParams,
     SpeculativeConfig,
 )
-from llamabranch.context.logits import LogitsRow
 from llamabranch.errors import (
     CacheFullError,
     ConfigError,
@@ -47,11 +47,9 @@ from llamabranch.errors import (
     SequencesExhaustedError,
     TokenizeError,
 )
-from llamabranch.generation.drafter import NullState
 from llamabranch.generation.verify import RoundTrace
 
 UNSEEDED = SamplingParams(temperature=0.8)
-PENALISED = SamplingParams(temperature=0.7, seed=5, repeat_penalty=1.3)
 TALE = "Once upon a time there was a king who had three daughters, and the youngest was so fair "
 PROMPTS = [
     TALE,
@@ -120,41 +118,7 @@ def test_shared_prefixes_are_forked_not_computed(
     stats = engine.stats
     assert stats.draft_forward_passes <= 6 * stats.target_forward_passes
     assert stats.speculative.num_draft_tokens > 3 * stats.draft_forward_passes
-    done = {("0", 1), ("2", 0), ("2", 1)}  # texts that are there are left out
-    twice = [replace(request, n=2) for request in requests[:3]]
-    whole, rest = by_name(engine.generate(twice)), by_name(engine.generate(twice, skip=done))
-    assert set(rest) == set(whole) - done
-    assert all(rest[name].text == whole[name].text for name in rest)
     assert_clean(ctx, draft_ctx)
-
-
-@pytest.mark.parametrize(
-    ("which", "n_seq_max", "sampling"),
-    [
-        ("none", 12, WARM.replace(temperature=0.3)),
-        ("none", 12, PENALISED),
-        ("suffix", 5, GREEDY),
-        ("model", 2, WARM),
-    ],
-    ids=str,
-)
-def test_samples_of_a_request_are_those_of_their_seeds_alone(
-    target: lb.Model, draft_ctx: Context, clean: Context, which: str, n_seq_max: int,
-    sampling: SamplingParams,
-) -> None:  # fmt: skip
-    requests = [
-        Request("The wolf ran and the wolf", n=6, max_tokens=14, sampling=sampling, stop=["."]),
-        Request(PROMPTS[3], n=2, max_tokens=9, sampling=sampling, top_logprobs=2),
-    ]
-    with Context(target, n_ctx=1024, n_seq_max=n_seq_max, n_threads=1, exact=True) as ctx:
-        events = list(Engine(ctx, make(which, draft_ctx), FIXED, seed=3).stream(requests))
-        results = [event.result for event in events if event.result is not None]
-        assert len(results) == 8
-        for result in results:
-            check_alone(clean, requests[int(result.id)], result)
-            shown = [e for e in events if (e.id, e.sample) == (result.id, result.sample)]
-            assert "".join(e.text for e in shown) == result.text
-        assert_clean(ctx, draft_ctx)
 
 
 # -- how texts end ---------------------------------------------------------------------------------
@@ -233,22 +197,15 @@ def test_empty_prompt_without_a_beginning_token_is_that_requests_error(tmp_path:
         assert_clean(ctx)
 
 
-class Interrupted(lb.Drafter):
-    """Proposes one token; telling the state of one prompt what was accepted is interrupted."""
+class Interrupted(Knowing):
+    """Proposes one token; telling its state what was accepted of one prompt is interrupted."""
 
-    name = "interrupted"
-    check = lambda self, target: None  # noqa: E731
+    is_chosen = False
 
-    def start(self, target: lb.speculative.Text, rule: str) -> InterruptedState:
-        return InterruptedState(target.tokens[:3] == [8, 9, 10])
-
-
-@dataclass
-class InterruptedState(NullState):
-    is_chosen: bool
-
-    def propose(self, *_: object) -> lb.speculative.Draft:
-        return lb.speculative.Draft(tokens=[5], drafter="interrupted")
+    def start(self, target: lb.speculative.Text, rule: str) -> Any:
+        state = Interrupted(self._drafted)
+        state.is_chosen = target.tokens[:3] == [8, 9, 10]
+        return state
 
     def observe(self, n_tokens: int) -> None:
         if self.is_chosen:
@@ -259,7 +216,9 @@ def test_error_of_one_requests_draft_state_does_not_end_the_others(ctx: Context)
     requests = [Request(p, sampling=GREEDY) for p in ([5, 6, 7], [8, 9, 10], [11, 12, 13])]
     alone = Engine(ctx, max_tokens=12).generate(requests)
     config = SpeculativeConfig(draft_k=1)
-    results = Engine(ctx, Interrupted(), config, max_tokens=12).generate(requests)
+    results = Engine(ctx, Interrupted(lambda tokens, n: [5]), config, max_tokens=12).generate(
+        requests
+    )
     assert [r.finish_reason for r in results] == ["length", "error", "length"]
     assert isinstance(results[1].error, DecodeInterruptedError)
     assert [results[i].tokens for i in (0, 2)] == [alone[i].tokens for i in (0, 2)]
@@ -419,8 +378,7 @@ def test_an_abort_stops_no_decode_of_another_thread(ctx: Context) -> None:
 
     engine._loop._lock = Noted()  # type: ignore[assignment]
     branch = Branch.create(ctx)
-    ctx.decoder.hook(held)
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2) as pool, hooked(ctx, held):
         innocent = pool.submit(branch.prefill, [5, 6, 7])
         assert is_inside.wait(60)
         step = pool.submit(engine.step)
@@ -429,7 +387,6 @@ def test_an_abort_stops_no_decode_of_another_thread(ctx: Context) -> None:
         may_decode.set()
         innocent.result(60)
         events = step.result(60)
-    ctx.decoder.hook(None)
     assert branch.tokens == [5, 6, 7]
     while engine.has_unfinished():
         events += engine.step()
@@ -563,28 +520,6 @@ def test_rounds_are_told_with_what_became_of_the_draft(
             for token, logprob in zip(judged, trace.logprobs, strict=True):
                 assert logprob == -branch.surprisal(token)
                 branch.commit(token)
-
-
-def test_nothing_is_measured_that_nobody_reads(
-    ctx: Context, draft_ctx: Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    requests = [
-        Request(prompt, sampling=params)
-        for prompt, params in zip(PROMPTS, (WARM, GREEDY), strict=False)
-    ]
-    engine = Engine(ctx, lb.ModelDrafter(draft_ctx), FIXED, max_tokens=12)
-    heard: list[Event] = []
-    expected = [result.tokens for result in engine.generate(requests, on_event=heard.append)]
-    emitted = [event.emitted for event in heard if event.emitted is not None]
-    assert [one.token for one in emitted if not one.is_stop]
-    assert not any(math.isnan(one.logprob) or math.isnan(one.entropy) for one in emitted)
-
-    def measured(*_: object) -> float:
-        raise AssertionError("a row was measured")
-
-    for name in ("logprob", "entropy", "_measure"):
-        monkeypatch.setattr(LogitsRow, name, measured)
-    assert [result.tokens for result in engine.generate(requests)] == expected
 
 
 def test_result_is_parsed_by_the_type_it_was_made_for(ctx: Context) -> None:

@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import toys
@@ -24,9 +25,11 @@ SAMPLINGS = (
     SamplingParams(temperature=0.9, seed=3),
     SamplingParams(temperature=0.9, seed=4, repeat_penalty=1.3),
 )
-# The key is whether there is a window; flash attention uses f16.
-KV_TYPE: tuple[str, str] = ("auto", "f32")
-FLASH_ATTENTION: tuple[str | bool, str | bool] = ("auto", False)
+# By whether there is a window; flash attention uses f16.
+OPTIONS: tuple[dict[str, Any], dict[str, Any]] = (
+    {"exact": True},
+    {"exact": False, "kv_type": "f32", "flash_attention": False},
+)
 GRAMMAR = "root ::= [^\\x00] root?"
 STEMS = [[2 + (7 * i + 3 * k) % 200 for i in range(90)] for k in range(3)]
 
@@ -62,17 +65,9 @@ class Run:
         self.tally = world.tally
         self.draw = Random(seed).randint
         self.ctx = Context(
-            world.model,
-            n_ctx=N_CELLS if world.unified else 4 * N_CELLS,
-            n_seq_max=4,
-            n_batch=48,
-            n_threads=1,
-            exact=not world.window,
-            kv_type=KV_TYPE[world.window],
-            flash_attention=FLASH_ATTENTION[world.window],
-            prefix_cache=world.cached,
-            kv_unified=world.unified,
-        )
+            world.model, n_ctx=N_CELLS if world.unified else 4 * N_CELLS, n_seq_max=4, n_batch=48,
+            n_threads=1, **OPTIONS[world.window], prefix_cache=world.cached, kv_unified=world.unified,
+        )  # fmt: skip
         drafter = None if world.drafting is None else lb.ModelDrafter(world.drafting)
         self.engine = Engine(self.ctx, drafter, lb.SpeculativeConfig(draft_k=2), seed=5, wait_s=0)
         self.requests: dict[str, Request] = {}
@@ -211,15 +206,7 @@ def test_every_text_is_that_of_its_request_alone(which: str, tmp_path: Path) -> 
     tally: Counter[str] = Counter()
     with (
         lb.Model(path) as model,
-        Context(
-            model,
-            n_ctx=N_CELLS,
-            n_seq_max=1,
-            n_threads=1,
-            exact=not window,
-            kv_type=KV_TYPE[window],
-            flash_attention=FLASH_ATTENTION[window],
-        ) as clean,
+        Context(model, n_ctx=N_CELLS, n_seq_max=1, n_threads=1, **OPTIONS[window]) as clean,
         Context(model, n_ctx=N_CELLS, n_seq_max=4, n_threads=1) as draft_ctx,
     ):
         world = World(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from conftest import DATA, opened
 from drafts import counting
+from engine_runs import heard
 from turn_shapes import SHAPES
 
 import llamabranch as lb
@@ -122,7 +123,7 @@ def test_texts_of_one_thought_answer_as_if_they_were_alone(
 @pytest.mark.parametrize(
     "options",
     [
-        {"json_schema": NUMBER},
+        {"grammar": lb.Grammar.from_json_schema(NUMBER)},
         {"constraint": lambda text: True},
         {"min_tokens": 3},
         {"top_logprobs": 1},
@@ -132,25 +133,15 @@ def test_texts_of_one_thought_answer_as_if_they_were_alone(
 def test_a_shared_thought_with_answers_that_need_a_sequence_each(
     ctx: Context, options: dict[str, Any]
 ) -> None:
-    min_tokens = options.pop("min_tokens", 0)
-    arguments: dict[str, Any] = {"thinking": 10, "max_tokens": 40, "seed": 2, **options}
-    if min_tokens:
-        prompt, thinking = plan_thinking(ctx.model, ctx.model.chat_tokens(ASKED), 10, shares=True)
-        request = Request(
-            prompt, n=4, thinking=thinking, max_tokens=40, min_tokens=min_tokens,
-            sampling=lb.SamplingParams(seed=2),
-        )  # fmt: skip
-        results = Engine(ctx).generate([request])
-    else:
-        results = ctx.chat(ASKED, **arguments, n=4, share="thought").choices
+    prompt, thinking = plan_thinking(ctx.model, ctx.model.chat_tokens(ASKED), 10, shares=True)
+    request = Request(prompt, n=4, thinking=thinking, max_tokens=40, **options)
+    results = Engine(ctx, seed=2).generate([request])
     assert len(results) == 4
     assert len({result.thought for result in results}) == 1
     for result in results:
         assert result.error is None
-        if "json_schema" in options:
-            assert is_number(result)
-        if min_tokens:
-            assert len(result.tokens) - result.n_thought_tokens >= min_tokens
+        assert "grammar" not in options or is_number(result)
+        assert len(result.tokens) - result.n_thought_tokens >= options.get("min_tokens", 0)
 
 
 def test_a_shared_thought_is_decoded_once(ctx: Context) -> None:
@@ -240,13 +231,8 @@ def test_a_text_that_ends_in_its_thought_has_no_answer(ctx: Context) -> None:
 
 
 def test_events_say_which_of_the_two_they_are(ctx: Context) -> None:
-    thoughts, texts, last = "", "", None
-    for event in ctx.chat(ASKED, thinking=12, max_tokens=30, seed=5, stream=True):
-        assert not (event.thought and event.text)
-        assert not (event.thought and texts)
-        thoughts, texts, last = thoughts + event.thought, texts + event.text, event.result
-    assert last is not None
-    assert (thoughts.strip(), texts) == (last.thought, last.text)
+    (said,) = heard(ctx.chat(ASKED, thinking=12, max_tokens=30, seed=5, stream=True)).values()
+    assert said.thought and said.text
 
 
 CLOSED = "\n</think>\n\n"
@@ -285,27 +271,14 @@ def test_a_thought_that_is_opened_again_is_no_answer(
             sampling=lb.SamplingParams(logits_processor=draw),
         )  # fmt: skip
         with Context(model, n_ctx=1024, n_threads=1) as ctx:
-            engine = Engine(ctx)
-            engine.add_request(request)
-            tokens: dict[int, list[int]] = {i: [] for i in range(n)}
-            texts, thoughts = dict.fromkeys(range(n), ""), dict.fromkeys(range(n), "")
-            while engine.has_unfinished():
-                for event in engine.step():
-                    texts[event.sample] += event.text
-                    thoughts[event.sample] += event.thought
-                    if event.ended_thought:
-                        tokens[event.sample] = [token.token for token in event.ended_thought]
-                    elif event.emitted is not None and not event.emitted.is_stop:
-                        tokens[event.sample].append(event.emitted.token)
-                    if event.result is not None:
-                        result = event.result
-                        assert (result.thought, result.text) == (thought, text)
-                        assert result.message == {
-                            "role": "assistant", "content": text, "reasoning_content": thought
-                        }  # fmt: skip
-                        assert tokens[event.sample] == result.tokens
-                        assert texts[event.sample] == text
-                        assert thoughts[event.sample].strip() == thought
+            texts = heard(Engine(ctx).stream([request]))
+            assert len(texts) == n
+            for said in texts.values():
+                assert said.result is not None
+                assert said.result.message == {
+                    "role": "assistant", "content": text, "reasoning_content": thought
+                }  # fmt: skip
+                assert (said.thought.strip(), said.text) == (thought, text)
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, "think", "think, open"])
@@ -314,20 +287,8 @@ def test_a_stream_has_each_token_once(shape: str) -> None:
     template = {"think": TEMPLATE, "think, open": OPEN, **SHAPES}[shape]
     with thinking_model(template) as model, Context(model, n_ctx=512, n_threads=1) as ctx:
         for n, seed, limit in ((1, 1, 12), (3, 2, 12), (1, 3, 1)):
-            tokens: dict[int, list[int]] = {i: [] for i in range(n)}
-            texts = dict.fromkeys(range(n), "")
-            results = []
-            for event in ctx.chat(ASKED, n=n, max_tokens=limit, seed=seed, stream=True):
-                emitted = event.emitted
-                if event.ended_thought:
-                    tokens[event.sample] = [token.token for token in event.ended_thought]
-                elif emitted is not None and not emitted.is_stop:
-                    tokens[event.sample].append(emitted.token)
-                texts[event.sample] += event.text
-                results += [event.result] if event.result else []
-            for result in results:
-                assert tokens[result.sample] == result.tokens
-                assert texts[result.sample] == result.text
+            stream = ctx.chat(ASKED, n=n, max_tokens=limit, seed=seed, stream=True)
+            assert len(heard(stream)) == n
             with lb.Chat(ctx, max_tokens=limit, seed=seed) as chat:
                 answer = chat.send(ASKED[0]["content"])
                 said = [token for token in answer if not token.is_stop]
@@ -393,43 +354,23 @@ TAGGED = Thinking("<think>", "</think>", is_open=False, close="\n</think>\n\n", 
 WRITTEN = "<think>\nI count: <b>1</b>, 2.\n</think>\n\nThe answer"
 
 
-@pytest.mark.parametrize("thinks", [True, False])
+@pytest.mark.parametrize("budget", [12, None])
 @pytest.mark.parametrize("n", [1, 3])
 def test_the_end_of_a_thought_is_reported_with_the_tokens_of_the_result(
-    ctx: Context, thinks: bool, n: int
+    ctx: Context, n: int, budget: int | None
 ) -> None:
-    prompt, thinking = plan_thinking(
-        ctx.model, ctx.model.chat_tokens(ASKED), 12 if thinks else None
-    )
-    engine = Engine(ctx)
-    engine.add_request(
-        Request(
-            prompt,
-            n=n,
-            thinking=thinking,
-            max_tokens=30,
-            grammar='root ::= "a" "b"*',
-            sampling=lb.SamplingParams(seed=5),
-        )
-    )
-    reported: dict[int, list[int]] = {sample: [] for sample in range(n)}
-    ended = dict[int, list[int]]()
-    n_results = 0
-    while engine.has_unfinished():
-        for event in engine.step():
-            if event.emitted is not None and not event.emitted.is_stop:
-                reported[event.sample].append(event.emitted.token)
-            if event.ended_thought:
-                reported[event.sample] = [token.token for token in event.ended_thought]
-                ended[event.sample] = reported[event.sample][:]
-            if event.result is not None:
-                n_results += 1
-                tokens, n_thought = event.result.tokens, event.result.n_thought_tokens
-                assert ended.get(event.sample, []) == tokens[:n_thought]
-                assert bool(n_thought) == thinks
-                if thinks:
-                    assert reported[event.sample] == tokens
-    assert n_results == n
+    prompt, thinking = plan_thinking(ctx.model, ctx.model.chat_tokens(ASKED), budget)
+    request = Request(
+        prompt, n=n, thinking=thinking, max_tokens=30, grammar='root ::= "a" "b"*',
+        sampling=lb.SamplingParams(seed=5),
+    )  # fmt: skip
+    events = list(Engine(ctx).stream([request]))
+    ended = {event.sample: event.ended_thought for event in events if event.ended_thought}
+    assert len(heard(events)) == n
+    for result in (event.result for event in events if event.result is not None):
+        thought = result.tokens[: result.n_thought_tokens]
+        assert [token.token for token in ended.get(result.sample) or ()] == thought
+        assert bool(thought) == bool(budget)
 
 
 def test_however_a_text_is_cut_the_thought_is_the_same(target: Model) -> None:

@@ -1,8 +1,7 @@
 """The same perplexity as llama-perplexity, built from the sources of the installed llama-cpp-python.
 
-``LLAMA_PERPLEXITY`` names the program; without it one is used that a benchmark has built. On the machine
-where this was written all digits that the program prints are equal. Other processors may use other
-kernels; there perplexities may differ by 1e-4.
+``LLAMA_PERPLEXITY`` names the program. On the machine where this was written all digits that the program
+prints are equal. Other processors may use other kernels; there perplexities may differ by 1e-4.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from pathlib import Path
 import pytest
 
 import llamabranch as lb
-from benchmarks.llama_tools import PERPLEXITY, ToolError, has_amx
-from benchmarks.llama_tools import program as find_program
+from benchmarks.servers import has_amx
 from llamabranch import eval as evaluation
 from llamabranch import hub
 
@@ -27,17 +25,11 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def program() -> Path:
+def program() -> str:
     path = os.environ.get("LLAMA_PERPLEXITY")
-    home = Path(os.environ.get("LLAMABRANCH_CACHE") or "~/.cache/llamabranch").expanduser()
-    folders = [] if path is None else [Path(path).parent]
-    folders += sorted((home / "benchmarks").glob("llama-cpp-python-*/build/bin"))
-    for folder in folders:
-        try:
-            return find_program(PERPLEXITY, home, folder)
-        except ToolError:
-            continue
-    pytest.skip(f"{PERPLEXITY} is not built: LLAMA_PERPLEXITY names one")
+    if path is None:
+        pytest.skip("LLAMA_PERPLEXITY names no llama-perplexity")
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +50,9 @@ def ctx() -> Iterator[lb.Context]:
         yield context
 
 
-def run(program: Path, *arguments: object, last: str) -> str:
+def run(program: str, *arguments: object, last: str) -> str:
     """Return the program's log. It is run again if its last lines are missing, as on a busy machine."""
-    command = [str(program), "-t", "2", "-c", str(WINDOW), "-b", str(WINDOW), *map(str, arguments)]
+    command = [program, "-t", "2", "-c", str(WINDOW), "-b", str(WINDOW), *map(str, arguments)]
     for _ in range(8):
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", check=False
@@ -71,7 +63,7 @@ def run(program: Path, *arguments: object, last: str) -> str:
     pytest.fail(f"no {last!r} in {log[-2000:]}")
 
 
-def test_perplexity_is_the_programs(program: Path, text: Path, ctx: lb.Context) -> None:
+def test_perplexity_is_the_programs(program: str, text: Path, ctx: lb.Context) -> None:
     if has_amx():
         pytest.skip("the program may use AMX, which the library turns off")
     log = run(program, "-m", MODEL, "-f", text, last="PPL =")

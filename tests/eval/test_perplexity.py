@@ -113,7 +113,6 @@ def test_a_model_does_not_diverge_from_itself(ctx: Context) -> None:
     assert result.statistics.perplexity.value == pytest.approx(alone.value, rel=1e-5)
     assert result.statistics.base_perplexity == result.statistics.perplexity
     assert abs(result.statistics.mean.value) < 1e-9 and result.statistics.same_top.value == 1.0
-    assert result.statistics.log_ratio.value == 0 and result.statistics.correlation > 0.9999
     assert ctx.usage().cells_used == 0
 
 
@@ -136,7 +135,6 @@ def test_divergence_is_that_of_the_distributions(ctx: Context, draft_ctx: Contex
             changes.append(math.exp(q[chunk[i + 1]]) - math.exp(p[chunk[i + 1]]))
     assert result.statistics.mean.value == pytest.approx(np.mean(kls), abs=1e-4)
     assert result.statistics.same_top.value == pytest.approx(np.mean(same))
-    assert result.statistics.p_change.value == pytest.approx(np.mean(changes), abs=1e-4)
     assert result.statistics.p_change_rms.value == pytest.approx(
         math.sqrt(np.mean(np.square(changes))), abs=1e-4
     )

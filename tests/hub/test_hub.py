@@ -113,16 +113,6 @@ def test_quantizations_are_made_once_and_whole(
         hub.resolve("smollm2-135m:Q8_0")
 
 
-@pytest.mark.smollm2
-def test_smollm2_opens_by_its_name() -> None:
-    with (
-        lb.load("smollm2-135m", n_ctx=256, n_threads=1) as ctx,
-        lb.Branch.start(ctx, "One, two, three, four, five,", temperature=0) as branch,
-    ):
-        best = branch.distribution().argmax()
-        assert branch.step().token == best
-
-
 # -- resolve ---------------------------------------------------------------------------------------
 
 
@@ -266,13 +256,6 @@ def test_command_that_only_looks_up_needs_neither_numpy_nor_llama_cpp(arguments:
     )
     out = printed(code)
     assert out.endswith("[]\n") and len(out) > 4
-
-
-def test_dir_shows_the_public_names_and_no_others() -> None:
-    assert dir(lb) == sorted(lb.__all__)
-    assert all(getattr(lb, name) is not None for name in lb.__all__)
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        lb.nothing  # type: ignore[attr-defined] # noqa: B018
 
 
 # -- load ------------------------------------------------------------------------------------------

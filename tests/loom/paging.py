@@ -20,8 +20,6 @@ from llamabranch.loom import Loom, front_of
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["CHAT", "DRAFT", "TARGET", "Opened", "Paged", "chat_model", "drafted", "events_of"]
-
 DRAFT = Path(lb.__file__).parent / "data" / "tale-draft-q8_0.gguf"
 # A template of today's kind: thoughts, calls, control tokens; earlier thoughts are left out.
 CHAT = (
@@ -61,12 +59,12 @@ def drafted() -> lb.Drafter:
 
 
 class Opened(Command):
-    """``llamabranch open`` in a process of its own; its file and its settings are in ``folder``."""
+    """``llamabranch open`` in a process of its own; its file is in ``folder``."""
 
     def __init__(self, folder: Path, *arguments: object) -> None:
         file = folder / "tale.loom.jsonl"
         more = ("--no-browser", "--file", file, *arguments)
-        super().__init__("open", *more, XDG_CONFIG_HOME=str(folder))
+        super().__init__("open", *more)
         self.link = str(self.said["link"])
         self.cookies: list[Any] = []  # of the first browser that came by the link
         self.requests: list[str] = []
@@ -92,7 +90,7 @@ class Paged(Serving):
     """A page over a file in ``folder``; leaving the block ends it and checks what is left.
 
     Args:
-        folder: where the file and the settings are.
+        folder: where the file is.
         drafter: makes what drafts.
         waits: begin once the model is there; else it is loaded when ``may_load`` is set.
         model: what writes.
@@ -124,7 +122,7 @@ class Paged(Serving):
         super().__init__(open_engine)
         self.loom = Loom(
             folder / "tale.loom.jsonl", self.server.port, lambda: self.server.service,
-            read_only=read_only, settings_file=folder / "config" / "page.json",
+            read_only=read_only,
         )  # fmt: skip
         self.server.front = front_of(self.loom)
         self.api = self.client(headers={"Authorization": f"Bearer {self.loom.guard.key}"})
@@ -221,12 +219,15 @@ class Paged(Serving):
         """Return the names of the nodes of the document."""
         return list(self.doc()["nodes"]["id"])
 
-    def tokens(self, node: str, **more: object) -> Any:
-        """Return the tokens of a node, those of all its owners in one."""
-        found = self.get("/loom/tokens", node=node, **more).json()
+    def tokens(self, node: str, *, whole: bool = False, **more: object) -> Any:
+        """Return the tokens of a node, or of its whole text."""
+        nodes = self.doc()["nodes"]
+        at = 0 if whole else nodes["at"][nodes["id"].index(node)]
+        found = self.get("/loom/tokens", node=node, **{"from": at}, **more).json()
         parts = found.pop("parts")
         for name in ("ids", "lp", "h", "rk", "text", *(("top",) if "top" in more else ())):
             found[name] = [value for part in parts for value in part[name]]
+        found |= {"at": at, "node": found["nodes"][-1]}
         return found | {"src": "".join(part["src"] for part in parts)}
 
     def text(self, node: str) -> str:

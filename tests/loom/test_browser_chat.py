@@ -204,7 +204,7 @@ def test_the_bar_is_kept_in_the_document_and_used(chromium: Browser, tmp_path: P
         said = page.locator("#bar-said").inner_text()
         assert "2 texts, 5 tokens, temperature 0.5, top-p 0.95, stop at “xyz”" in said
         assert page.locator(".shoot").count() == 2
-        made = asked(page, f"/loom/tokens?node={newest(page)[0][0]}")["node"]
+        made = asked(page, f"/loom/tokens?node={newest(page)[0][0]}")["nodes"][-1]
         assert (made["n"], made["sampling"]["temperature"], made["stop"]) == (5, 0.5, ["xyz"])
         # What is wrong is told in the dialog.
         page.locator("#text").press("G")
@@ -229,7 +229,7 @@ def test_the_bar_is_kept_in_the_document_and_used(chromium: Browser, tmp_path: P
         idle(page)
         assert "a JSON schema" in page.locator("#bar-said").inner_text()
         node = newest(page)[0][0]
-        text = asked(page, f"/loom/tokens?node={node}")["parts"][0]["text"]
+        text = asked(page, f"/loom/tokens?node={node}")["parts"][-1]["text"]
         assert '"north"'.startswith("".join(text)) or '"south"'.startswith("".join(text))
     with Opened(tmp_path) as running, visiting(chromium, running) as page:
         idle(page)

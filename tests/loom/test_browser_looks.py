@@ -124,3 +124,13 @@ def test_reduced_motion_moves_nothing_and_forced_colours_keep_the_cues(
         assert page.locator("#text .t.b6").first.evaluate(line) == "wavy"
         choose(page, "source")
         assert page.locator("#text [data-cue]").count() > 0
+
+
+def test_the_browser_keeps_the_theme(page: Page) -> None:
+    scheme = "document.documentElement.style.colorScheme"
+    before = page.evaluate(scheme)
+    page.locator("#theme").click()
+    chosen = page.evaluate(f"new Promise(requestAnimationFrame).then(() => {scheme})")
+    page.reload()
+    idle(page)
+    assert page.evaluate(scheme) == chosen != before

@@ -79,31 +79,32 @@ def of_items(items: Document | list[formats.Item]) -> list[tuple[str, list[Any]]
     return shape([(item.text, item.parent) for item in items])
 
 
-def read(data: object, most: int = 99_999) -> tuple[str, list[formats.Item]]:
+def read(data: object, most: int = 99_999) -> list[formats.Item]:
     """Read a file that is not of this model; what is not bytes is written as JSON."""
     file = data if isinstance(data, bytes) else json.dumps(data).encode()
-    kind, items = formats.read(file, most, "".__eq__)
+    items = formats.read(file, most, "".__eq__)
     assert isinstance(items, list)
-    return kind, items
+    return items
 
 
 @given(documents())
-def test_markdown_has_the_text_of_a_path(document: Document) -> None:
+def test_markdown_and_text_have_the_text_of_a_path(document: Document) -> None:
     for node in document.shown():
-        data, _, _ = formats.export(document, "markdown", node)
-        assert data.decode() == document.text(node, own=False)
+        for kind, suffix in (("markdown", ".md"), ("text", ".txt")):
+            data, name, _ = formats.export(document, kind, node)
+            assert data.decode() == document.text(node, own=False) and name.endswith(suffix)
 
 
 @given(documents())
 def test_our_json_loses_nothing(document: Document) -> None:
     data, _, _ = formats.export(document, "json", None)
-    kind, found = formats.read(data, 1000, "print".__eq__)
-    assert kind == "json" and isinstance(found, Document)
+    found = formats.read(data, 1000, "print".__eq__)
+    assert isinstance(found, Document)
     for node, same in zip(document.shown(), found.shown(), strict=True):
         for name in ("ids", "lp", "h", "rk", "src", "top", "bookmark", "note", "rounds"):
             assert getattr(node, name) == getattr(same, name), name
         assert structs.replace(node.made, r=0, a=0) == structs.replace(same.made, r=0, a=0)
-    _, other = formats.read(data, 1000, "another model".__eq__)
+    other = formats.read(data, 1000, "another model".__eq__)
     assert of_items(other) == of_document(document)
     assert isinstance(other, list)
     assert sum(item.bookmark for item in other) == sum(node.bookmark for node in document.shown())
@@ -116,7 +117,7 @@ def test_deep_trees_are_written_and_read() -> None:
         document.apply(Made(id=f"n{i}", parent=f"n{i - 1}" if i else None, at=i, r=i + 1))
         document.apply(tokens(f"n{i}", [0, 1], [None, None]))
     data, _, _ = formats.export(document, "json", None)
-    assert sum(len(item.text) for item in read(data)[1]) == 6000
+    assert sum(len(item.text) for item in read(data)) == 6000
 
 
 # What an error says, and the files that it is raised for.
@@ -166,7 +167,7 @@ def test_bad_files_are_told(message: str, data: object) -> None:
 ))  # fmt: skip
 def test_no_json_breaks_the_reader(value: object) -> None:
     try:
-        _, items = read(value)
+        items = read(value)
     except ConfigError:
         return
     for i, item in enumerate(items):
@@ -184,13 +185,13 @@ def test_imports_over_http_make_one_action(tmp_path: Path) -> None:
             answer = page.api.post("/loom/import", content=data)
             assert answer.status_code == 200, answer.text
             new = page.nodes()[n:]
-            assert answer.json()["format"] == "json" and answer.json()["count"] == len(new)
+            assert answer.json()["count"] == len(new)
             assert {page.text(each) for each in new} == texts, kind
             page.do("undo")
             assert len(page.nodes()) == n
         page.do("redo")
         fresh = page.get("/loom/export", format="json").content
-        _, found = formats.read(fresh, 99, page.loom.service.model.is_of)
+        found = formats.read(fresh, 99, page.loom.service.model.is_of)
         assert isinstance(found, Document)
         nodes = [*found.shown()]
         for a, b in zip(nodes[:n], nodes[n:], strict=True):
@@ -208,8 +209,7 @@ STORY = "Es war „schön“: ein König, naïve cœur.\nEnde"
 
 def text_of(data: bytes) -> str:
     """Return the text of a file that is read as one text."""
-    kind, (item,) = read(data)
-    assert kind == "markdown"
+    (item,) = read(data)
     return item.text
 
 
@@ -234,7 +234,7 @@ def test_half_surrogates_are_joined_or_replaced() -> None:
         found = []
         for escaped in (True, False):
             data = json.dumps({"prompt": chunks}, ensure_ascii=escaped)
-            found.append([item.text for item in read(data.encode("utf-8", "surrogatepass"))[1]])
+            found.append([item.text for item in read(data.encode("utf-8", "surrogatepass"))])
         assert found[0] == found[1]
         return found[0]
 
@@ -278,8 +278,7 @@ def test_sessions_of_mikupad_are_read() -> None:
           "Templates": [{"key": "a", "value": {"name": "x"}}]}, [TOLD, ["Two"]]),  # all of them
     ]  # fmt: skip
     for file, texts in files:
-        kind, items = read(file)
-        assert kind == "mikupad"
+        items = read(file)
         assert [item.text for item in items] == [text for told in texts for text in told]
         assert [item.parent for item in items][:3] == [-1, 0, 1]
         assert [item.by for item in items][:3] == ["user", "import", "user"]
@@ -305,7 +304,7 @@ def test_the_file_of_a_document_is_imported(tmp_path: Path) -> None:
         for cut in (data, data + b'{"op":"node","id"'):  # its process may have died in a line
             answer = page.api.post("/loom/import", content=cut)
             assert answer.status_code == 200, answer.text
-            assert (answer.json()["format"], answer.json()["count"]) == ("journal", 2)
+            assert answer.json()["count"] == 2
             new = page.nodes()[-1]
             assert page.text(new) == text and page.doc()["notes"][new] == "mine"
             assert page.tokens(new)["lp"] == numbers
@@ -315,5 +314,4 @@ def test_the_file_of_a_document_is_imported(tmp_path: Path) -> None:
         assert told.status_code == 400 and "line 3 is damaged" in told.text
     with pytest.raises(ConfigError, match="at most 1 nodes"):
         read(data, 1)
-    kind, items = read(data)  # of another model: its texts
-    assert (kind, "".join(item.text for item in items)) == ("journal", text)
+    assert "".join(item.text for item in read(data)) == text  # of another model: its texts

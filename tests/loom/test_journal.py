@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from paging import TARGET, Opened, Paged, events_of
+from paging import Opened, Paged, events_of
+from serving import TARGET
 
 from llamabranch import ConfigError
 from llamabranch.cli import open as opening
@@ -136,9 +137,8 @@ def test_a_bad_line_is_named_and_the_file_is_left_alone(tmp_path: Path) -> None:
 
 
 def refusal(page: Paged) -> str:
-    """Return why the document is read only; typing is refused, settings are not."""
+    """Return why the document is read only; typing is refused."""
     assert page.do("type", 409, text="more")["error"]["type"] == "read_only"
-    page.do("settings", set={"theme": "dark"})
     return str(page.doc()["file"]["read_only"])
 
 
@@ -201,7 +201,7 @@ def test_a_full_disk_is_told_and_nothing_is_lost(tmp_path: Path) -> None:
     assert len(read(tmp_path / FILE).nodes) == 3
 
 
-def test_a_file_of_another_model_is_read_and_can_be_copied(tmp_path: Path) -> None:
+def test_a_file_of_another_model_is_read_and_can_be_imported(tmp_path: Path) -> None:
     with Paged(tmp_path) as page:
         root = page.type(START)
         node = page.grow(root["id"], max_tokens=6)["id"]
@@ -210,27 +210,14 @@ def test_a_file_of_another_model_is_read_and_can_be_copied(tmp_path: Path) -> No
     data = re.sub(rb'"fingerprint":"[^"]*"', b'"fingerprint":"other"', file.read_bytes(), count=1)
     file.write_bytes(data)
     with Paged(tmp_path) as page:
-        assert "written with the model" in refusal(page)
+        assert "import it into another document" in refusal(page)
         assert page.tokens(node, top=1) == numbers
-        name = page.do("reread")["file"]
-        assert name == "tale.2.loom.jsonl" and page.doc()["file"]["read_only"] is None
+    assert file.read_bytes() == data
+    (tmp_path / "other").mkdir()
+    with Paged(tmp_path / "other") as page:
+        assert page.api.post("/loom/import", content=data).status_code == 200
         assert {page.text(each) for each in page.nodes()} == {START, text}
         page.type(" and more", page.nodes()[-1])
-    assert file.read_bytes() == data
-
-
-def test_reading_again_keeps_what_is_shown(tmp_path: Path) -> None:
-    with Paged(tmp_path) as page:
-        nodes = page.grow(page.type(START)["id"], 2, max_tokens=9)
-        page.type("gone")
-        page.do("undo")
-        told = [page.tokens(node["id"], top=1) for node in nodes]
-    with Paged(tmp_path) as page:
-        assert len(page.nodes()) == 3
-        assert [page.tokens(node["id"], top=1) for node in nodes] == told
-        for _ in range(page.doc()["undo"]):
-            page.do("undo")
-        assert page.nodes() == []
 
 
 def test_a_folder_that_is_relative_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

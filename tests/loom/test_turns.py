@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import toys
-from paging import TARGET, Paged, chat_model
+from paging import Paged, chat_model
+from serving import TARGET
 from turn_shapes import SHAPES
 
 import llamabranch as lb
@@ -59,7 +60,7 @@ def turns(page: Paged, node: str) -> list[tuple[str, str]]:
 def test_a_beginning_is_what_the_template_writes(page: Paged, model: lb.Model) -> None:
     node = chat(page, system=SYSTEM, text=ASKED)
     messages = [("system", SYSTEM), ("user", ASKED)]
-    assert page.tokens(node["id"], path=1)["ids"] == model.chat_tokens(messages)
+    assert page.tokens(node["id"], whole=True)["ids"] == model.chat_tokens(messages)
     assert turns(page, node["id"]) == [("system", SYSTEM), ("user", ASKED), ("assistant", "")]
     assert {*page.doc()["model"]["chat"]["roles"]} >= {"user", "system"}
 
@@ -69,20 +70,20 @@ def test_what_is_said_in_a_chat_never_becomes_a_control_token(page: Paged, model
     node = chat(page, text=text)
     assert turns(page, node["id"])[0] == ("user", text)
     end = model.tokenize("<|im_end|>", add_special=False, parse_special=True)
-    assert len(end) == 1 and page.tokens(node["id"], path=1)["ids"].count(end[0]) == 1
+    assert len(end) == 1 and page.tokens(node["id"], whole=True)["ids"].count(end[0]) == 1
 
 
 def test_an_answer_ends_at_its_token_and_a_reply_continues_it(page: Paged, model: lb.Model) -> None:
     node = chat(page, text=ASKED)
     free = page.grow(node["id"], max_tokens=8, seed="3")
-    ids = page.tokens(free["id"], path=1)["ids"]
+    ids = page.tokens(free["id"], whole=True)["ids"]
     # The end of a turn is drawn where it is likely enough, and is no part of the text.
     (end,) = model.tokenize("<|im_end|>", add_special=False, parse_special=True)
     ended = page.grow(free["id"], max_tokens=4, sampling={"logit_bias": {str(end): 100}})
-    told = page.tokens(ended["id"], path=1)
+    told = page.tokens(ended["id"], whole=True)
     assert (told["node"]["reason"], told["node"]["n"]) == ("stop", 0)
     reply = chat(page, node=free["id"], text="And then?")
-    whole = page.tokens(reply["id"], path=1)["ids"]
+    whole = page.tokens(reply["id"], whole=True)["ids"]
     assert whole[: len(ids)] == ids and reply["at"] == len(ids)
     said = turns(page, reply["id"])
     assert [role for role, _ in said] == ["user", "assistant", "user", "assistant"]
@@ -101,8 +102,8 @@ def test_turns_are_edited_as_branches(page: Paged) -> None:
     assert turns(page, asked["id"]) == [
         ("system", SYSTEM), ("user", "Who lived in the new house?"), ("assistant", ""),
     ]  # fmt: skip
-    n_same = page.tokens(last["id"], path=1)["ids"][: asked["at"]]
-    assert n_same == page.tokens(asked["id"], path=1)["ids"][: asked["at"]] and asked["at"] > 8
+    n_same = page.tokens(last["id"], whole=True)["ids"][: asked["at"]]
+    assert n_same == page.tokens(asked["id"], whole=True)["ids"][: asked["at"]] and asked["at"] > 8
     told = chat(page, node=last["id"], turn=0, text="You are a king.")  # and the same is asked
     assert turns(page, told["id"])[:2] == [("system", "You are a king."), ("user", ASKED)]
     answer = chat(page, node=last["id"], turn=2, text="A queen")
@@ -123,7 +124,7 @@ def test_thoughts_and_calls_are_apart_and_the_template_leaves_earlier_thoughts_o
     wrote = answered(page, begun, text)
     assert turns(page, wrote["id"])[-1] == ("assistant", text)
     (think,) = model.tokenize("<think>", add_special=False, parse_special=True)
-    assert think in page.tokens(wrote["id"], path=1)["ids"]
+    assert think in page.tokens(wrote["id"], whole=True)["ids"]
     result = chat(page, node=wrote["id"], role="tool", text="a fox")
     said = turns(page, result["id"])
     assert said[-2:] == [("tool", "a fox"), ("assistant", "")]
@@ -132,13 +133,13 @@ def test_thoughts_and_calls_are_apart_and_the_template_leaves_earlier_thoughts_o
     said = turns(page, asked["id"])
     roles = [role for role, _ in said]
     assert roles == ["user", "assistant", "tool", "assistant", "user", "assistant"]
-    whole = model.detokenize(page.tokens(asked["id"], path=1)["ids"], special=True)
+    whole = model.detokenize(page.tokens(asked["id"], whole=True)["ids"], special=True)
     assert "old houses" not in whole and '"where": "house"' in whole
 
 
 def parts(page: Paged, node: str) -> list[tuple[str, str, list[Any]]]:
     """Return the parts of a node's last answer as the page gets them: kind, text, calls."""
-    stretches = page.get("/loom/tokens", node=node, path=1).json()["parts"]
+    stretches = page.get("/loom/tokens", node=node).json()["parts"]
     ids = [token for each in stretches for token in each["ids"]]
     (found,) = [each["answers"] for each in stretches if each["node"] == node]
     return [
@@ -171,7 +172,7 @@ def test_parts_of_an_answer_are_those_of_its_own_branch(page: Paged) -> None:
     thought, called = parts(page, wrote["id"])
     assert thought == ("thought", THOUGHT, [])
     assert called == ("call", CALL, [["find", {"where": "house"}]])
-    at = page.get("/loom/tokens", node=wrote["id"]).json()["parts"][0]["answers"][0][1][1][1] + 5
+    at = page.get("/loom/tokens", node=wrote["id"]).json()["parts"][-1]["answers"][0][1][1][1] + 5
     cut = page.type(" and no call", wrote["id"], at=at)
     assert [kind for kind, *_ in parts(page, cut["id"])] == ["thought"]
     open_again = page.type(" still", wrote["id"], at=wrote["at"] + 4)
@@ -226,14 +227,6 @@ def test_a_text_goes_on_as_it_was_cut_and_files_keep_the_turns(page: Paged, tmp_
     assert [turn["role"] for turn in line["turns"]] == ["assistant", "user", "assistant"]
 
 
-def test_chats_are_undone(page: Paged) -> None:
-    node = chat(page, text=ASKED)
-    page.do("undo")
-    assert node["id"] not in page.nodes()
-    page.do("redo")
-    assert turns(page, node["id"])[0] == ("user", ASKED)
-
-
 def test_what_is_no_chat_is_refused(page: Paged, tmp_path: Path) -> None:
     text = page.type("Once upon a time")
     page.do("chat", 409, node=text["id"], text="Hello")
@@ -252,9 +245,7 @@ def test_typed_text_parses_control_tokens_as_the_command_line_does(
 ) -> None:
     text = "<|im_start|>user\nHello<|im_end|>\n"
     node = page.type(text)
-    assert page.tokens(node["id"], path=1)["ids"] == model.prompt_tokens(text)
-    plain = page.type(text, parse_special=False)
-    assert page.tokens(plain["id"], path=1)["ids"] == model.prompt_tokens(text, parse_special=False)
+    assert page.tokens(node["id"], whole=True)["ids"] == model.prompt_tokens(text)
     edited = page.type(text[len("<|im_start|>") :] + "!", node["id"], at=1, edit=True)
     assert (edited["at"], edited["n"]) == (node["n"], 1)  # nothing before it is new
     more = page.type("<|im_start|>", node["id"])

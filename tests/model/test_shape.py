@@ -142,6 +142,15 @@ def test_result_keeps_the_users_messages(chatting: lb.Context) -> None:
     assert result.prompt == HISTORY and HISTORY[-1]["content"] == "Second."
 
 
+def takes(model: lb.Model, grammar: lb.Grammar, text: str) -> bool:
+    state = grammar.start(model)
+    for token in model.tokenize(text, add_special=False):
+        if not state.allows(token):
+            return False
+        state.accept(token)
+    return True
+
+
 ZONES = ["", "Z", "+02:00"]
 
 
@@ -168,14 +177,10 @@ def test_an_offset_is_as_the_python_type_takes_it(
         described: Any = lb.model.functions.function_tool(tool)["function"]
         grammar = lb.Grammar.from_json_schema(described["parameters"]["properties"]["x"])
     for zone in ZONES:
-        state, allowed = grammar.start(toy), True
-        for token in toy.tokenize(f'["{text}{zone}"]', add_special=False):
-            allowed = allowed and state.allows(token)
-            if allowed:
-                state.accept(token)
-        assert allowed == (zone in zones), zone
-        if allowed and place == "schema":
-            assert grammar.parse(f'["{text}{zone}"]')
+        value = f'["{text}{zone}"]'
+        assert takes(toy, grammar, value) == (zone in zones), zone
+        if zone in zones and place == "schema":
+            assert grammar.parse(value)
 
 
 class Visit(BaseModel):
@@ -191,11 +196,6 @@ def test_formats_of_pythons_types_are_taken_inside_a_model(
     grammar = lb.Grammar.from_json_schema(Visit)
     day = "2026-03-03T10:30:00"
     text = f'{{"at": "{day}", "times": ["10:30:00"], "left": "{day}{zone}"}}'
-    state, allowed = grammar.start(toy), True
-    for token in toy.tokenize(text, add_special=False):
-        allowed = allowed and state.allows(token)
-        if allowed:
-            state.accept(token)
-    assert allowed == is_taken
-    if allowed:
+    assert takes(toy, grammar, text) == is_taken
+    if is_taken:
         assert grammar.parse(text) == Visit.model_validate_json(text)

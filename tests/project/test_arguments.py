@@ -329,8 +329,6 @@ def test_what_is_no_prompt_or_request_is_refused(ctx: lb.Context) -> None:
         (partial(call, ctx), (*text, 5, None)) for call in TAKES_PROMPT.values()
     ]
     calls += [(call, (*text[:2], {"a": "b"}, 5, None)) for call in (engine.generate, engine.stream)]
-    no_pairs = ("ab", ("0", 0), [0], 5, [("0", "0")], {"0": 0})
-    calls.append((lambda skip: lb.Engine(ctx).generate(["a"], skip=skip), no_pairs))
     for call, values in calls:
         for value in values:
             with pytest.raises(ConfigError) as caught:

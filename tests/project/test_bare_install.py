@@ -14,7 +14,7 @@ import pytest
 from llamabranch.extras import install_command, require
 
 ROOT = Path(__file__).parents[2]
-EXTRAS = {"starlette", "uvicorn", "httptools", "uvloop", "huggingface_hub"}
+EXTRAS = {"starlette", "uvicorn", "uvloop", "huggingface_hub"}
 EXTRAS |= {"ray"}
 COMMANDS = (
     "generate", "speculate", "chat", "agent", "score", "models", "doctor", "demo",

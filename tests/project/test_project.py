@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import math
 import pkgutil
 import re
 import subprocess
@@ -18,7 +17,7 @@ import pytest
 from conftest import has_smollm2, listed
 
 import llamabranch
-from llamabranch.pictures import Token, TreeLine, visible
+from llamabranch.pictures import visible
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "llamabranch"
@@ -41,15 +40,12 @@ def test_top_of_the_package_has_what_most_programs_need() -> None:
     """All other names are in their modules: ``lb.errors``, ``lb.speculative``, ``lb.hub`` and so on."""
     assert len(llamabranch.__all__) <= 45
     assert dir(llamabranch) == llamabranch.__all__
+    name = "nothing"
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        getattr(llamabranch, name)
 
 
-def test_lines_of_a_tree_and_characters_that_cannot_be_seen() -> None:
-    """A line has its tokens' text and the first one's log-probability, which may round to above 0."""
-    line = TreeLine([Token("a", math.log(0.25)), Token("b", -9.0)])
-    assert (line.text, round(line.probability, 9)) == ("ab", 0.25)
-    assert TreeLine([Token("a", 1e-9)]).probability == 1.0
-    assert math.isnan(TreeLine([Token("a prompt")]).probability)
-    assert math.isnan(TreeLine([]).probability)
+def test_characters_that_cannot_be_seen_are_codes() -> None:
     assert visible("caf\u00e9 \u202eabc\x00") == "caf\u00e9 \\u202eabc\\u0000"
 
 

@@ -27,7 +27,6 @@ from training.distill import sample  # noqa: E402
 from training.eagle import load_head, unroll  # noqa: E402
 from training.export import write, write_head  # noqa: E402
 from training.loop import load_network, make_network  # noqa: E402
-from training.muon import orthogonalise  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 VOCAB = 320
@@ -118,9 +117,9 @@ def test_prepared_text_is_ascii_and_joined_and_heldout_tales_are_apart(work: Pat
 
 
 def test_training_lowers_the_heldout_loss(work: Path) -> None:
-    for role, key in (("target", "heldout_fairy_64"), ("draft", "heldout_fairy")):
+    for role in ("target", "draft"):
         reports = [json.loads(x) for x in (work / f"{role}.log").read_text().splitlines()]
-        measured = [r[key] for r in reports if key in r]
+        measured = [r["heldout_fairy"] for r in reports if "heldout_fairy" in r]
         assert measured[-1] < 5.2 < np.log(VOCAB)
 
 
@@ -206,11 +205,3 @@ def test_sampler_with_cache_draws_from_the_softmax() -> None:
     chosen = logits[:, 4:-1].gather(-1, text[:, 5:, None])[..., 0].float()
     # bfloat16 rounds logits of about 8 to steps of 1/32; the two paths may differ by a few steps.
     assert bool((logits[:, 4:-1].max(-1).values.float() - chosen < 0.25).all())
-
-
-def test_muon_update_is_nearly_orthogonal() -> None:
-    torch.manual_seed(5)
-    for shape in ((3, 64, 64), (2, 96, 32), (2, 32, 96)):
-        values = torch.linalg.svdvals(orthogonalise(torch.randn(shape)).float())
-        assert float(values.max()) < 1.3
-        assert float(values.median()) > 0.6

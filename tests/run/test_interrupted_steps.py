@@ -16,7 +16,7 @@ from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
-from engine_runs import write_tiny
+from engine_runs import heard, write_tiny
 
 import llamabranch as lb
 from llamabranch import Context, Engine, Event, Request, SamplingParams, SpeculativeConfig
@@ -55,15 +55,9 @@ def open_context(model: lb.Model, cells: str) -> Context:
     """Open a context in which not all texts have room, so that some are preempted."""
     unified = cells == "unified"
     return Context(
-        model,
-        n_ctx=256 if unified else 4 * 256,
-        n_seq_max=4,
-        n_batch=32,
-        n_threads=1,
-        exact=True,
-        kv_unified=unified,
-        prefix_cache=unified,
-    )
+        model, n_ctx=256 if unified else 4 * 256, n_seq_max=4, n_batch=32, n_threads=1, exact=True,
+        kv_unified=unified, prefix_cache=unified,
+    )  # fmt: skip
 
 
 @pytest.fixture(params=["unified", "own cells"])
@@ -124,18 +118,13 @@ def outcome(
     else:
         pytest.fail("the engine does not come to an end")
     seen: Seen = {}
-    for event in events:
-        if event.result is not None:
-            result = event.result
-            assert (result.id, result.sample) not in seen, "a text ended twice"
-            emitted = [e.emitted for e in events if (e.id, e.sample) == (result.id, result.sample)]
-            shown = [token for token in emitted if token is not None]
-            assert [token.token for token in shown if not token.is_stop] == result.tokens
-            assert "".join(token.text for token in shown) == result.text
-            n_rated = len(result.prompt_logprobs or ()) + len(result.logprobs or ())
-            tokens = [] if result.id == "d" else result.tokens  # aborted after some steps
-            text = "" if result.id == "d" else result.text
-            seen[result.id, result.sample] = tokens, text, result.finish_reason, n_rated
+    for name, said in heard(events).items():
+        result = said.result
+        assert result is not None
+        n_rated = len(result.prompt_logprobs or ()) + len(result.logprobs or ())
+        tokens = [] if result.id == "d" else result.tokens  # aborted after some steps
+        text = "" if result.id == "d" else result.text
+        seen[name] = tokens, text, result.finish_reason, n_rated
     undisturbed = interrupter is not None and not interrupter.done
     assert engine.stats.preemptions or not (undisturbed and ctx.capabilities.can_share)
     engine.close()

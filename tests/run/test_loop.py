@@ -13,30 +13,6 @@ WARM = SamplingParams(temperature=0.8, seed=4)
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-def test_last_token_is_not_decoded_until_it_is_needed(
-    ctx: Context, draft_ctx: Context, drafts: bool
-) -> None:
-    drafter = lb.ModelDrafter(draft_ctx) if drafts else None
-    config = SpeculativeConfig(draft_k=4, rule="seeded")
-    with Branch.start(ctx, PROMPTS[0], sampling=WARM) as branch:
-        start, emitted = branch.position, []
-        for token in branch.generate(12, drafter=drafter, config=config):
-            emitted.append(token.token)
-            assert branch.tokens[start:] == emitted and branch.position == start + len(emitted)
-            assert branch.text.endswith(token.text)
-        assert branch.sequence.n_cached == branch.position  # at the end it is decoded
-        for token in branch.generate(5, drafter=drafter, config=config):
-            emitted.append(token.token)
-            break
-        n_lacking = branch.position - branch.sequence.n_cached
-        assert n_lacking == 1 and branch.tokens[start:] == emitted
-        with branch.fork() as child:  # decoded once, for both
-            for b in (branch, child):
-                assert b.sequence.n_cached == b.position == start + len(emitted)
-        ctx.audit()
-
-
-@pytest.mark.parametrize("drafts", [False, True])
 @pytest.mark.parametrize("act", ["read", "fork", "commit", "rewind", "append", "engine"])
 def test_branch_may_be_used_between_two_tokens(
     ctx: Context, draft_ctx: Context, act: str, drafts: bool

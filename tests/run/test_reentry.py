@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from engine_runs import results_of, run
 
 import llamabranch as lb
 from llamabranch import Branch, Context, Engine, FunctionDrafter, Request, SamplingParams
@@ -196,8 +197,8 @@ def test_a_prompt_that_is_scored_beside_such_a_text(both: tuple[Context, Context
 
 def test_a_row_whose_buffer_was_overwritten_cannot_be_read(ctx: Context) -> None:
     """A row that nobody has counted is empty after the next decode; it is not another text's."""
-    first = ctx.decoder.decode([(5, -1, 0, True, ())])
-    ctx.decoder.decode([(6, -1, 1, True, ())])
+    first = ctx.decoder.decode([(5, -1, 0, True)])
+    ctx.decoder.decode([(6, -1, 1, True)])
     assert not first[0].is_valid
 
 
@@ -279,9 +280,7 @@ def test_a_step_of_an_engine_cannot_be_entered_again(
     _, options = with_use("constraint", use)
     engine.add_request(Request(PROMPTS[0], max_tokens=8, **options))
     engine.add_request(Request(PROMPTS[1], max_tokens=8))
-    results: dict[str, lb.Result] = {}
-    while engine.has_unfinished():
-        results |= {event.id: event.result for event in engine.step() if event.result}
+    results = results_of(run(engine))
     assert "cannot step or close this engine" in caught[0]
     assert [results[name].finish_reason for name in "01"] == ["error", "length"]
     engine.close()
@@ -300,9 +299,7 @@ def test_a_function_may_add_and_abort_requests(ctx: Context) -> None:
     _, options = with_use("constraint", use)
     for prompt, more in ((PROMPTS[0], options), (PROMPTS[1], {})):
         engine.add_request(Request(prompt, max_tokens=8, **more))
-    results: dict[str, lb.Result] = {}
-    while engine.has_unfinished():
-        results |= {event.id: event.result for event in engine.step() if event.result}
+    results = results_of(run(engine))
     assert {name: r.finish_reason for name, r in results.items()} == {
         "0": "length", "1": "cancelled", "2": "length",
     }  # fmt: skip

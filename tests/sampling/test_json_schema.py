@@ -170,6 +170,7 @@ KEPT: list[Any] = [  # beside those of real_schemas
     ]},
     {"oneOf": [obj(properties={k: _INT}, required=[k]) for k in "ab"]},
     {"allOf": [obj(properties={"a": _INT}, required=["a"]), obj(properties={"b": _INT})]},
+    {"allOf": [obj(properties={"a": _INT}), obj(properties={}, additionalProperties=_INT)]},
     {"allOf": [{"enum": ["x", "y"]}]},
     {"allOf": [{"$ref": "#/$defs/color"}], "$defs": {"color": {"enum": ["red", "blue"]}}},
     {"allOf": [{"anyOf": [obj(properties={k: _INT}, required=[k]) for k in "ab"]}]},
@@ -232,14 +233,14 @@ def accepts(model: lb.Model, grammar: Grammar, text: str) -> bool:
 def test_schemas_stay_small_where_many_objects_are_put_together() -> None:
     base = obj(properties={f"p{i}": _INT for i in range(3_000)})
     parts = {f"q{i}": {"allOf": [{"$ref": "#/$defs/B"}, {}]} for i in range(3_000)}
-    closed = schemas.closed(obj(properties=parts, **{"$defs": {"B": base}}))
+    closed = schemas.parse(json.dumps(obj(properties=parts, **{"$defs": {"B": base}})))
     assert len(json.dumps(closed)) < 3_000_000
     assert closed["additionalProperties"] is False
 
 
 @pytest.mark.parametrize(
     "schema",
-    [{"anyOf": [{"$ref": "#"}, {"$ref": "#"}]},
+    [{"$ref": "#"}, {"anyOf": [{"$ref": "#"}, {"$ref": "#"}]},
      {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/b"}]},
                                      "b": {"allOf": [{"$ref": "#/$defs/a"}]}}}],
     ids=str,
@@ -247,6 +248,12 @@ def test_schemas_stay_small_where_many_objects_are_put_together() -> None:
 def test_a_schema_that_is_nothing_but_itself_has_no_text(schema: Any, toy: lb.Model) -> None:
     with pytest.raises(GrammarError, match="no text satisfies it"):
         Grammar.from_json_schema(schema).start(toy)
+
+
+def test_text_that_requires_itself_never_ends(toy: lb.Model) -> None:
+    grammar = Grammar.from_json_schema(obj(properties={"a": {"$ref": "#"}}, required=["a"]))
+    with pytest.raises(GrammarError, match="Too many items"):
+        walk(toy, grammar, 0)
 
 
 def test_integers_between_bounds_are_exactly_those(toy: lb.Model) -> None:
@@ -299,10 +306,6 @@ REFUSED: list[tuple[Any, str]] = [
     ({"$ref": "#/$defs/a"}, "does not exist"),
     ({"$ref": "https://localhost:1/x"}, "https://localhost:1/x"),
     ({"oneOf": [{"const": 1}, {"type": "string"}, _INT]}, "'oneOf' at #"),
-    ({"$ref": "#"}, "contains itself"),
-    (obj(properties={"a": {"$ref": "#"}}, required=["a"]), "contains itself"),
-    (obj(properties={"a": {"type": "array", "items": {"$ref": "#"}, "minItems": 1}},
-             required=["a"]), "contains itself"),
     ({"oneOf": [_INT, {"type": "number"}]}, "'oneOf' at #"),
     ({"oneOf": [{"const": "a"}, {"type": "string"}]}, "'oneOf' at #"),
     ({"oneOf": [{"const": 1}, {"enum": [2, 1]}]}, "'oneOf' at #"),
@@ -318,11 +321,11 @@ REFUSED: list[tuple[Any, str]] = [
     ({"type": "number", "minimum": 1e300}, "minimum: numbers beyond 2^53"),
     ({"type": "integer", "multipleOf": 2147483647}, "multipleOf 2147483647 has too many digits"),
     ({"multipleOf": 1e-300}, "multipleOf 1e-300 has too many digits"),
-    ({"multipleOf": 0}, "multipleOf must be above 0, not 0"),
+    ({"multipleOf": 0}, "#: invalid multiple of"),
     ({"allOf": [{"multipleOf": 99_991}, {"multipleOf": 65_537}]}, "multipleOf have too many digits"),
-    ({"minLength": 2**33}, "minLength must be a whole number below 2^31"),
-    ({"maxLength": -1}, "maxLength must be a whole number below 2^31, not -1"),
-    ({"items": {"maxItems": 2.5}}, "#/items: maxItems must be a whole number below 2^31, not 2.5"),
+    ({"minLength": 2**33}, "#: minLength (8589934592) exceeds the supported range"),
+    ({"maxLength": -1}, "#: Expected positive integer for 'maxLength', got -1"),
+    ({"items": {"maxItems": 2.5}}, "#/items: Expected positive integer for 'maxItems', got 2.5"),
     ({"pattern": "^a{99999999999}$"}, "#: pattern: decimal literal invalid"),
     ('{"const": 1e400}', "the number 1e400 is larger than"),
     ({"items": {"type": "array", "uniqueItems": True}}, "'uniqueItems' at #/items"),

@@ -23,21 +23,35 @@ def alone(root: Branch, index: int, n: int, stop: Sequence[str] = ()) -> list[in
         return branch.generate(n, stop).finish().tokens
 
 
-def test_texts_are_those_of_their_seeds_alone(ctx: Context) -> None:
-    with Branch.start(ctx, STORY, sampling=WARM) as root:
-        result = search.best_of_n(root, 6, 20)
-        assert sorted(h.tokens for h in result.hypotheses) == sorted(
-            alone(root, i, 20) for i in range(6)
-        )
-        assert (
-            repr(result).startswith("<SearchResult 6 hypotheses, best -")
-            and len(repr(result)) < 100
-        )
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"temperature": t} for t in (0.0, 0.4, 0.8)),
+        {"temperature": 0.3, "repeat_penalty": 1.1, "grammar": 'root ::= " " [a-z ]+ "."'},
+    ],
+    ids=str,
+)
+def test_texts_are_those_of_their_seeds_alone(ctx: Context, settings: dict[str, Any]) -> None:
+    """Penalties and grammars have a state."""
+    stops: list[list[str]] = [[], ["."]]
+    with Branch.start(ctx, STORY, seed=5, **settings) as root:
+        for seed in (5, 6, 7):
+            root.reseed(seed)
+            for stop in stops:
+                result = search.best_of_n(root, 6, 20, stop=stop)
+                expected = [alone(root, i, 20, stop) for i in range(6)]
+                assert sorted(h.tokens for h in result.hypotheses) == sorted(expected)
+            for h in result.hypotheses:
+                with root.fork() as branch:
+                    branch.extend(h.tokens)
+                    if h.finish_reason == "length":
+                        assert h.logprob == pytest.approx(branch.log_likelihood(), abs=1e-3)
+        given = search.best_of_n(root, 1, 20, seed=9).best
+        root.reseed(9)
+        assert given.tokens == alone(root, 0, 20)
+        shown = repr(result)
+        assert shown.startswith("<SearchResult 6 hypotheses, best -") and len(shown) < 100
         assert [h.tokens for h in search.best_of_n(root, 3, 0).hypotheses] == [[]] * 3
-        again = search.best_of_n(root, 1, 20, seed=9).best
-        with root.fork() as branch:
-            branch.reseed(9)
-            assert again.tokens == [t.token for t in branch.generate(20)]
 
 
 def test_score_and_reward_decide_the_order(ctx: Context) -> None:
@@ -53,26 +67,3 @@ def test_score_and_reward_decide_the_order(ctx: Context) -> None:
         assert [h.score for h in own.hypotheses] == sorted(
             (h.tokens[0] for h in own.hypotheses), reverse=True
         )
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        *({"temperature": t} for t in (0.0, 0.4, 0.8)),
-        {"temperature": 0.3, "repeat_penalty": 1.1, "grammar": 'root ::= " " [a-z ]+ "."'},
-    ],
-    ids=str,
-)
-def test_texts_have_states_of_their_own(ctx: Context, settings: dict[str, Any]) -> None:
-    """Penalties and grammars have a state."""
-    with Branch.start(ctx, STORY, seed=5, **settings) as root:
-        for seed in (5, 6, 7):
-            root.reseed(seed)
-            result = search.best_of_n(root, 6, 20, stop=["."])
-            expected = [alone(root, i, 20, stop=["."]) for i in range(6)]
-            assert sorted(h.tokens for h in result.hypotheses) == sorted(expected)
-            for h in result.hypotheses:
-                with root.fork() as branch:
-                    branch.extend(h.tokens)
-                    if h.finish_reason == "length":
-                        assert h.logprob == pytest.approx(branch.log_likelihood(), abs=1e-3)

@@ -26,10 +26,6 @@ WARM = lb.SamplingParams(**WHOLE)
 Run = Callable[..., Any]
 
 
-def likes_e(text: str) -> float:
-    return text.count("e") / (1 + len(text))
-
-
 def first_letter(text: str) -> str | None:
     """Return one of three answers, or none for some texts."""
     letters = [c for c in text.lower() if c.isalpha()]
@@ -73,30 +69,16 @@ def nothing_is_left(root: Branch) -> Iterator[None]:
 # -- the texts -----------------------------------------------------------------------------------------
 
 
-def mean(h: search.Hypothesis) -> float:
-    return h.logprob / len(h.tokens)
-
-
-COLD = {"temperature": 0.0}
-# A search for one text; the settings.
-ALONE: dict[str, tuple[Run, dict[str, Any]]] = {
-    "beam_search": (partial(search.beam_search, beams=1, max_tokens=40), COLD),
-    "beam_search of a token": (partial(search.beam_search, beams=1, max_tokens=1), COLD),
-    "best_of_n": (partial(search.best_of_n, n=1, max_tokens=20), {}),
-}
-
-
-@pytest.mark.parametrize("name", ALONE)
-def test_one_text_is_the_plain_text(ctx: Context, name: str) -> None:
-    run, settings = ALONE[name]
-    with Branch.start(ctx, STORY, **{**WHOLE, **settings}) as root, root.fork() as branch:
-        best = run(root).best
-        plain = branch.generate(run.keywords["max_tokens"]).finish()  # type: ignore[attr-defined]
+@pytest.mark.parametrize("max_tokens", [40, 1])
+def test_one_beam_is_the_greedy_text(ctx: Context, max_tokens: int) -> None:
+    with Branch.start(ctx, STORY, temperature=0.0) as root, root.fork() as branch:
+        best = search.beam_search(root, beams=1, max_tokens=max_tokens).best
+        plain = branch.generate(max_tokens).finish()
         assert (best.tokens, best.text) == (plain.tokens, plain.text)
         assert best.finish_reason == branch.finish_reason
         if best.finish_reason == "length":  # otherwise the end counts, too
             assert best.logprob == pytest.approx(branch.log_likelihood(), abs=1e-3)
-            assert best.score == pytest.approx(mean(best))
+            assert best.score == pytest.approx(best.logprob / len(best.tokens))
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -18,8 +18,6 @@ STORY = "Once upon a time"
 Values = tuple[object, ...]
 
 NOT_INTEGER: Values = (2.5, math.nan, math.inf, True, "3", [3], np.array([1, 2]))
-NOT_POSITIVE: Values = (0, -1, -(2**63), 1 << 9000, None, *NOT_INTEGER)
-COUNT: Values = (*NOT_POSITIVE, 10**9, 2**63)
 NO_NUMBER: Values = ("1", True, [1], 1j, np.array([1.0, 2.0]), math.nan)
 BIG: Values = (10**400, math.inf)
 FUNCTION: Values = (-1, 1, True, "len", [], object())

@@ -360,6 +360,25 @@ def test_second_signal_ends_streams_with_an_error() -> None:
 
 
 @pytest.mark.parametrize(
+    ("error", "code"), [(lb.errors.CapacityError("full"), 503), (ValueError(), 500)]
+)
+def test_stream_that_fails_ends_with_the_error(
+    server: Serving, api: Any, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int
+) -> None:
+    steps = server.engine.steps
+
+    async def failing(*requests: lb.Request, **more: Any) -> Any:
+        async for events in steps(*requests, **more):
+            yield events
+            raise error
+
+    monkeypatch.setattr(server.engine, "steps", failing)
+    with api.stream("POST", "/v1/completions", json={**ENDLESS, "stream": True}) as answer:
+        *_, end = (line for line in answer.iter_lines() if line)
+    assert json.loads(end[6:])["error"]["code"] == code
+
+
+@pytest.mark.parametrize(
     ("more", "message"),
     [(("--host", "0.0.0.0"), "--api-key"), (("--limit", "max_body=much"), "max_body"),
      (("--port", "70000"), "65535"), (("-m", "none.gguf"), "none.gguf")],

@@ -2,7 +2,7 @@
 // Copying: the text of a path without what is drawn around it, and with the parts that are not drawn.
 import { $, plural, tell, warn } from "./dom.js";
 import { backend } from "./net.js";
-import { store, texts, view } from "./store.js";
+import { store, texts } from "./store.js";
 import { shownPath } from "./text.js";
 
 /** @typedef {import("./store.js").Path} Path */
@@ -19,7 +19,7 @@ function selectText() {
 async function wholeText() {
   const c = shownPath();
   if (c.missing < 0) return c.text.join("");
-  const { parts } = await backend.ask(`/loom/tokens?${new URLSearchParams({ node: store.current ?? "", path: "1", n: String(c.n) })}`);
+  const { parts } = await backend.ask(`/loom/tokens?${new URLSearchParams({ node: store.current ?? "", n: String(c.n) })}`);
   return texts(parts.flatMap((/** @type {any} */ { text }) => text)).join("");
 }
 

@@ -7,10 +7,10 @@ import { FLAGS, look, ownerOf, select, store, view } from "./store.js";
 import { following, segmentOf } from "./tree.js";
 import { named, moveTo, shownPath, topsAt } from "./text.js";
 
-/** The token that is inspected: pinned, under the mouse, at the cursor, or the last. */
-export const inspected = () => {
+/** The token that is inspected: under the mouse, at the cursor, or the last. */
+const inspected = () => {
   const { n } = shownPath();
-  const found = [view.pinned, view.hover < n ? view.hover : -1, view.cursor, view.reading].find((i) => i >= 0 && i <= n);
+  const found = [view.hover < n ? view.hover : -1, view.cursor, view.reading].find((i) => i >= 0 && i <= n);
   return found ?? n - 1;
 };
 
@@ -33,10 +33,10 @@ export async function take(i, token) {
   const there = others.find(({ first, from }) => first.tokens.n > from - first.at && first.tokens.ids[from - first.at] === token);
   const show = (/** @type {{id: string}} */ { id }) => {
     select(id);
-    look({ pinned: -1, cursor: -1, reading: i }); // arrow keys start here; actions act at the end
+    look({ cursor: -1, reading: i }); // arrow keys start here; actions act at the end
   };
   if (there) show(there.node);
-  else await act("fork", { node, at: i, token, max_tokens: 24 }, show);
+  else await act("fork", { node, at: i, token }, show);
 }
 
 /** @param {string} name @param {...any} value */
@@ -74,7 +74,7 @@ function origin(c, i) {
   return [h("h3", {}, "Origin"), h("dl", {},
     fact("source", /** @type {any} */ (SOURCES)[c.src[i]] ?? "unknown"),
     round ? fact("round", `${round.accepted} of ${round.draft.length} drafted accepted`) : [],
-    ["A", "B"].includes(node.by) ? fact("written by", node.by === "A" ? store.doc.model?.name ?? "A" : "B, a second model") : [],
+    node.by === "A" ? fact("written by", store.doc.model?.name ?? "A") : [],
     node.seed != null ? fact("seed", node.seed) : [],
     sampling ? fact("sampling", sampling) : [],
     node.max_tokens ? fact("most tokens", node.max_tokens) : [],
@@ -102,14 +102,13 @@ export function drawInspector() {
   const owner = store.nodes.get(ownerOf(c, i) ?? "");
   const top = topsAt(i);
   const key = [ownerOf(c, i), i, c.ids[i], c.lp[i], top?.length, owner?.flags, owner?.note, owner?.seed,
-    owner?.read, owner?.rounds.length, owner?.sampling, Math.max(view.cursor, view.reading) >= 0, view.pinned, document.documentElement.dataset.lens].join();
+    owner?.read, owner?.rounds.length, owner?.sampling, Math.max(view.cursor, view.reading) >= 0, document.documentElement.dataset.lens].join();
   if (drawnFor === key) return; // an element under the mouse or with the focus stays
   drawnFor = key;
   const isNext = i === c.n;
   const focused = /** @type {any} */ (document.activeElement)?.dataset?.alternative;
   fill(box,
-    h("h2", {}, isNext ? "What could follow" : h("span", { class: looks(c, i).class }, named(c.pieces[i])),
-      view.pinned >= 0 && h("small", {}, "pinned")),
+    h("h2", {}, isNext ? "What could follow" : h("span", { class: looks(c, i).class }, named(c.pieces[i]))),
     !isNext && numbers(c, i), alternatives(c, i), !isNext && origin(c, i));
   if (focused) box.querySelector(`[data-alternative="${CSS.escape(focused)}"]`)?.focus();
   attribute($("token-pane"), "data-position", i);

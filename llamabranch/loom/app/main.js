@@ -1,17 +1,16 @@
 // @ts-check
 // The page as a whole: its state, what actions do, typing, dialogs. Everything else is in the modules it joins.
 import {
-  $, attribute, check, fill, h, label, later, pace, paints, plural, radios, redraw, set, tell, visible,
-  visibleTexts, warn,
+  $, attribute, check, fill, h, label, later, pace, paints, plural, radios, redraw, set, tell, visible, warn,
 } from "./dom.js";
 import { LENSES, binOf, choose, drawLegend, turn } from "./lenses.js";
 import { act, backend, connect, get, listeners, net } from "./net.js";
-import { FLAGS, Tokens, look, putNode, select, stateOf, store, texts, view } from "./store.js";
+import { FLAGS, keepSetting, look, putNode, select, stateOf, store, view } from "./store.js";
 import { goTo, segmentOf, startTree, treeMoves } from "./tree.js";
-import { foldThoughts, moveTo, place, seek, shownPath, startText, textMoves, tokenSpan } from "./text.js";
+import { foldThoughts, moveTo, place, seek, shownPath, startText, textMoves } from "./text.js";
 import { isChat, turnAt } from "./turns.js";
 import { barOf, openBar, sentenceOf } from "./bar.js";
-import { drawInspector, inspected, takeAt } from "./inspect.js";
+import { drawInspector, takeAt } from "./inspect.js";
 import { fold, freeze, startLive } from "./live.js";
 import { copyText, startCopy } from "./copy.js";
 import { drawMono, isMono } from "./mono.js";
@@ -117,19 +116,16 @@ function onSubmit(box, submit, leave = () => {}) {
   };
 }
 
-/** Open a box to write in. @param {{at: number, label: string, value?: string, scored?: boolean, edit?: boolean, roles?: string[],
+/** Open a box to write in. @param {{at: number, label: string, value?: string, edit?: boolean, roles?: string[],
  *   keep: (text: string, role: string) => Promise<any>, verb?: string, note?: string}} what `at`: the text is shown up to there */
-function openBox({ at, label: title, value = "", scored = false, edit = false, roles = [], keep: kept, verb = "Continue", note = "" }) {
+function openBox({ at, label: title, value = "", edit = false, roles = [], keep: kept, verb = "Continue", note = "" }) {
   if (view.typingAt >= 0 || exported() || document.documentElement.dataset.state === "read-only") return;
   showPane("text");
   const box = h("textarea", { rows: 3, spellcheck: false, value, "aria-label": title });
   const role = h("select", { "aria-label": "Who says it" }, roles.map((each) => h("option", { value: each }, each)));
-  const preview = h("p", { class: "preview", "aria-hidden": "true" });
-  const waiting = later(200), node = store.current, isTalk = isChat(shownPath());
   const close = () => {
     look({ typingAt: -1 });
     form.remove();
-    waiting(null);
     $("text").focus();
   };
   const keep = async (/** @type {boolean} */ more) => {
@@ -141,23 +137,11 @@ function openBox({ at, label: title, value = "", scored = false, edit = false, r
     if (more) return go();
     look({ reading: Math.min(answer.node.at, shownPath().n - 1) }); // arrow keys start at the first new token
   };
-  const score = async () => {
-    const text = box.value;
-    const answer = text ? await act("score", { node, at, text, parse_special: !isTalk }) : { tokens: null };
-    if (text !== box.value || !answer) return;
-    if (!answer.tokens) return fill(preview);
-    const columns = new Tokens();
-    columns.write(0, answer.tokens);
-    const words = visibleTexts(texts(columns.pieces));
-    fill(preview, words.map((word, i) => tokenSpan(columns, i, word)).slice(-100));
-    attribute(preview, "data-seam", answer.seam ? "A seam: tokenized as one text, these would be other tokens." : null);
-  };
-  const form = h("div", { class: "typing" }, h("p", { class: "row dim" }, title, roles.length > 1 && role), box, preview,
+  const form = h("div", { class: "typing" }, h("p", { class: "row dim" }, title, roles.length > 1 && role), box,
     note && h("p", { class: "dim note" }, note), h("p", { class: "row" },
       h("button", { type: "button", class: "main", onclick: () => keep(true) }, `${verb} `, h("kbd", {}, "Ctrl Enter")),
       h("button", { type: "button", onclick: () => keep(false) }, "Keep ", h("kbd", {}, "Esc")),
       h("button", { type: "button", onclick: close }, "Discard")));
-  if (scored) box.oninput = () => waiting(score);
   onSubmit(box, () => keep(true), () => keep(false));
   $("turn-tools").hidden = true;
   look({ typingAt: at });
@@ -175,9 +159,9 @@ const controlNote = (parsed) => {
 
 /** Type after a position, or edit all that follows. @param {number} at @param {boolean} edit */
 function type(at, edit) {
-  const node = store.current, c = shownPath(), where = whereTo(), parsed = !isChat(c);
-  openBox({ at, label: edit ? "Edit what follows" : `Type ${where}`, value: edit ? c.text.slice(at).join("") : "", scored: true, edit,
-    note: controlNote(parsed), keep: (text) => act("type", { node, at, text, edit, parse_special: parsed }) });
+  const node = store.current, c = shownPath(), where = whereTo();
+  openBox({ at, label: edit ? "Edit what follows" : `Type ${where}`, value: edit ? c.text.slice(at).join("") : "", edit,
+    note: controlNote(!isChat(c)), keep: (text) => act("type", { node, at, text, edit }) });
 }
 
 /** Add a turn to the conversation. */
@@ -230,10 +214,7 @@ async function begin(proceed = go) {
 // --- find ---
 
 /** @type {any[]} */ let hits = [], hit = -1;
-let sought = "", soughtIn = ""; // the text that was searched for, and the state of the tree
-
-/** The tree as it is shown: another one has other hits. */
-const shownTree = () => `${store.revision} ${store.showDeleted}`;
+let sought = "", soughtIn = -1; // the text that was searched for, and the revision of the tree
 
 /** Find text in all branches that are shown, and count them. The next hit is the one after that which was shown. */
 async function find() {
@@ -243,13 +224,13 @@ async function find() {
   if (q !== $("find").value) return;
   const { node, at } = hits[hit] ?? {};
   hit = q === sought ? found.findIndex((/** @type {any} */ each) => each.node === node && each.at === at) : -1;
-  [hits, sought, soughtIn] = [found, q, shownTree()];
+  [hits, sought, soughtIn] = [found, q, store.revision];
   $("found").textContent = q && `${found.length}${more ? "+" : ""}`;
   attribute($("found"), "aria-label", plural(found.length, "place"));
 }
 
 async function nextHit(/** @type {number} */ by) {
-  if ($("find").value !== sought || soughtIn !== shownTree()) await find(); // the input or the branches changed
+  if ($("find").value !== sought || soughtIn !== store.revision) await find(); // the input or the branches changed
   if (!hits.length) return;
   hit = (hit + by + hits.length) % hits.length;
   const { node, at, last = at, text } = hits[hit];
@@ -287,7 +268,7 @@ function ask(title, fields, verb, done, more = []) {
 }
 
 const FORMATS = {
-  html: "one HTML file to read", json: "JSON, everything", markdown: "Markdown, this path",
+  html: "one HTML file to read", json: "JSON, everything", markdown: "Markdown, this path", text: "text, this path",
 };
 
 /** @type {Map<string, any>} what was shown before a branch was deleted, or a text imported */ const shownBefore = new Map();
@@ -315,9 +296,9 @@ const leave = ({ parent, at }) => (parent ? select(parent, at) : run.new());
 
 /** @type {Record<string, string[]>} */
 const MENU = {
-  "This branch": ["bookmark", "note", "copy", "delete", "hoist", "children", "retry"],
+  "This branch": ["bookmark", "note", "copy", "delete", "retry"],
   "From here": ["options"],
-  View: ["bookmarks", "text.surprise", "pin", "ghosts", "thoughts", "deleted", "mono", "theme"],
+  View: ["bookmarks", "text.surprise", "ghosts", "thoughts", "mono", "theme"],
   Document: ["new", "export", "help"],
 };
 
@@ -329,7 +310,6 @@ const inTurn = (act) => (lastTurn = lastTurn.then(act, act));
 const run = {
   ...treeMoves,
   ...Object.fromEntries(Object.entries(textMoves).map(([name, move]) => [`text.${name}`, move])),
-  pin: () => look({ pinned: view.pinned >= 0 ? -1 : inspected() }),
   continue: () => go(),
   options: () => openBar(mode(), $("empty").hidden && store.current && !isAnswered() ? () => void go() : null),
   reply,
@@ -370,9 +350,8 @@ const run = {
     if (!segment) return;
     const { first, from } = segment;
     if (from > first.at) return tell("Other branches fork from this one. Delete it where it begins, or delete them first.");
-    const restore = Boolean(first.flags & FLAGS.deleted);
     const shown = [store.current, store.end];
-    if (!(await act("delete", { node: first.id, restore })) || restore || store.showDeleted) return;
+    if (!(await act("delete", { node: first.id }))) return;
     shownBefore.set(first.id, shown);
     leave(first);
     tell("Deleted; u brings it back.");
@@ -387,14 +366,14 @@ const run = {
   redo: () => inTurn(async () => {
     const { op, node, nodes = [] } = (await act("redo"))?.redone ?? {};
     if (op) putNode(node);
-    if (op === "delete" && node.flags & FLAGS.deleted && !store.showDeleted) leave(node);
+    if (op === "delete" && node.flags & FLAGS.deleted) leave(node);
     else if (nodes.length > 1 && node.parent) select(node.parent, node.at); // show where the continuations begin
     else if (op && op !== "set") select(node.id); // a bookmark or a note moves nothing
     tell(op ? "Redone." : "There is nothing to redo.");
   }),
   find: () => $("find").focus(),
   copy: copyText,
-  mono: () => setting("mono", !isMono()),
+  mono: () => keepSetting("mono", !isMono()),
   export: () => (keepPlace(), ask("Export and import", [], "", () => {}, [
     h("ul", { class: "formats" }, Object.entries(FORMATS).map(([format, words]) => h("li", {},
       h("a", { href: `/loom/export?format=${format}&node=${store.current ?? ""}`, download: "" }, words)))),
@@ -405,7 +384,7 @@ const run = {
   menu: () => ask("Menu", [], "", () => {}, [h("div", { class: "menus" }, Object.entries(MENU).map(([title, names]) =>
     h("div", {}, h("h3", {}, title), h("ul", { class: "menu" }, names.map((name) => h("li", {},
       h("button", { type: "button", onclick: () => ($("dialog").close(), run[name]()) },
-        { deleted: "show or hide deleted branches", mono: "monospace font", theme: "light or dark", new: "begin another text or chat" }[name]
+        { mono: "monospace font", theme: "light or dark", new: "begin another text or chat" }[name]
           ?? ACTIONS.find(([each]) => each === name)?.[2] ?? name, " ", h("kbd", {}, keysOf(name)[0] ?? ""))))))))]),
   bookmarks: () => {
     const visit = (/** @type {string} */ id) => {
@@ -421,26 +400,15 @@ const run = {
     ask("Bookmarks", [], "", () => {}, [marked.length ? h("ul", { class: "menu" }, marked.map(line))
       : h("p", { class: "dim" }, `None yet. ${keysOf("bookmark")[0] ?? "The menu"} bookmarks the branch you see.`)]);
   },
-  deleted: () => {
-    store.showDeleted = !store.showDeleted;
-    redraw(["tree"]);
-  },
   new: () => {
     showPane("text");
     Object.assign(store, { current: null, end: null });
     redraw(["state", "tree", "text", "inspect", "where"]);
   },
-  theme: () => setting("theme", isDark() ? "light" : "dark"),
+  theme: () => keepSetting("theme", isDark() ? "light" : "dark"),
   fold: () => fold(),
   pause: freeze,
 };
-
-/** Keep a setting on the server. @param {string} name @param {any} value */
-async function setting(name, value) {
-  store.doc.settings = { ...store.doc.settings, [name]: value };
-  redraw(["state", "minimap", "legend"]);
-  if (!exported()) await act("settings", { set: { [name]: value } });
-}
 
 // --- what is around: state, header, panes ---
 
@@ -450,7 +418,7 @@ function drawState() {
   const state = stateOf(net);
   if (state === "ready" && root.dataset.state !== state) staying(stay);
   root.dataset.state = state;
-  const { theme, widths } = doc.settings ?? {};
+  const { theme, widths } = store.settings;
   root.style.colorScheme = theme ?? "";
   for (const [side, width] of Object.entries(widths ?? {})) widen(side, width);
   const { model } = doc;
@@ -471,8 +439,7 @@ function drawState() {
   }[state];
   $("bar").hidden = !message;
   if ($("bar").textContent !== (message ?? "")) {
-    fill($("bar"), visible(message ?? ""), state === "read-only" && /model/.test(message ?? "")
-      && h("button", { type: "button", onclick: () => act("reread") }, "Read with this model"));
+    fill($("bar"), visible(message ?? ""));
   }
   const canWrite = !["no-session", "connection-lost", "model-loading", "read-only"].includes(state);
   for (const button of document.querySelectorAll("[data-model]")) /** @type {any} */ (button).disabled = !canWrite;
@@ -553,7 +520,7 @@ function startPanes() {
   for (const side of ["left", "right"]) {
     const splitter = $(`split-${side}`);
     const move = (/** @type {number} */ x) => widen(side, side === "left" ? x : innerWidth - x);
-    const keep = (/** @type {number} */ x) => setting("widths", { ...store.doc.settings.widths, [side]: move(x) });
+    const keep = (/** @type {number} */ x) => keepSetting("widths", { ...store.settings.widths, [side]: move(x) });
     widen(side, side === "left" ? 300 : 280);
     splitter.onkeydown = (/** @type {KeyboardEvent} */ { key }) => {
       const by = { ArrowLeft: -20, ArrowRight: 20 }[key], width = Number(splitter.ariaValueNow);
@@ -596,7 +563,7 @@ export function start() {
   radios("lenses", LENSES.map(({ name, title }) => [name, title]), choose);
   choose(LENSES[0].name);
   startPanes();
-  const buttons = ["Type", "Edit", "Retry", "Replay", "Stop"];
+  const buttons = ["Type", "Edit", "Retry", "Stop"];
   fill($("actions"), buttons.map((title) => h("button", { type: "button", "data-action": title.toLowerCase(),
     "data-model": title === "Stop" ? null : "" }, title, " ",
   h("kbd", {}, keysOf(title.toLowerCase())[0]?.replace("Escape", "Esc")))));

@@ -15,7 +15,7 @@ const CODE = [
 ];
 
 /** Whether a text is code: half of its lines look like it. @param {string} text */
-export function isCode(text) {
+function isCode(text) {
   const lines = text.split("\n").filter((line) => line.trim());
   const likely = lines.filter((line) => CODE.some((pattern) => pattern.test(line)));
   return likely.length > 0 && likely.length * 2 >= lines.length;
@@ -25,7 +25,7 @@ let lookedAt = "", seemsCode = false;
 
 /** Whether the font is monospace now: as the switch says, or because the text is code. */
 export function isMono() {
-  const kept = store.doc.settings?.mono;
+  const kept = store.settings.mono;
   if (kept != null) return kept === true;
   const c = shownPath(), key = `${store.current} ${Math.min(c.text.length, LOOKED)}`;
   if (key !== lookedAt) [lookedAt, seemsCode] = [key, isCode(c.text.slice(0, LOOKED).join(""))];

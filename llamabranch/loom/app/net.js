@@ -48,7 +48,7 @@ function begun(cid, node) {
   beginnings.delete(cid);
 }
 
-const QUIET = ["set", "settings", "score"]; // operations without a user's action keep the footer
+const QUIET = ["set", "score"]; // operations without a user's action keep the footer
 
 /** Do an action. While the connection is lost it is tried again under the same id, so that it is done once. What the
  * server refuses is shown in the footer, and the answer is null.
@@ -116,7 +116,7 @@ async function once(key, fetched) {
 /** Fetch tokens of a path, with the ten most probable at each place if it is asked for.
  * @param {string} node @param {number} from @param {number | null} [n] all, if it is not given @param {1} [top] */
 export const fetchPath = (node, from, n, top) => once(`${node}:${from}:${top}`, async () => {
-  const { parts, nodes, rounds } = await get("/loom/tokens", { node, path: 1, from, n, top });
+  const { parts, nodes, rounds } = await get("/loom/tokens", { node, from, n, top });
   parts.forEach(putTokens);
   nodes?.forEach(putFacts);
   rounds?.forEach(putRound);
@@ -157,7 +157,6 @@ const EVENTS = {
     return ["state", "text"];
   },
   set: (data) => (Object.assign(store.doc, data), ["state"]),
-  error: ({ message }) => (tell(message), []),
   reset: () => (void fetchDoc(), []),
 };
 

@@ -35,7 +35,7 @@ const answering = ({ title, model }) => async (/** @type {string} */ path) => {
   if (name === "/loom/find") return findIn(new URLSearchParams(query).get("q") ?? "");
   if (name === "/loom/doc") {
     return { state: "ready", file: { name: title, read_only: "This is an exported file.", saved: true, error: null }, model,
-      settings: {}, nodes: { id: [] }, undo: 0, redo: 0 };
+      nodes: { id: [] }, undo: 0, redo: 0 };
   }
   throw Object.assign(new Error("This is an exported file. It has no model."), { status: 409 });
 };

@@ -66,21 +66,41 @@ const NONE = new Tokens(0); // of nodes whose tokens are not here
 
 export const FLAGS = { deleted: 1, seam: 2, rounds: 4, bookmark: 8, note: 16 };
 
+const SETTINGS = "llamabranch"; // the name of the settings in the browser's storage
+
+/** The settings that this browser keeps: theme, widths of the panes, font. @returns {Loose} */
+function keptSettings() {
+  try {
+    return JSON.parse(localStorage.getItem(SETTINGS) ?? "{}") ?? {};
+  } catch { // it is blocked
+    return {};
+  }
+}
+
 /** All that is known. `revision` counts changes of the tree's shape; `end` is where the shown path ends. */
 export const store = {
   /** @type {Map<string, Node>} */ nodes: new Map(),
-  /** @type {Loose} */ doc: { model: null, file: {}, settings: {}, state: "loading", undo: 0, redo: 0 },
+  /** @type {Loose} */ doc: { model: null, file: {}, state: "loading", undo: 0, redo: 0 },
   /** @type {Map<string, Loose>} */ jobs: new Map(),
   /** @type {string | null} */ current: null,
   /** @type {number | null} null: to the end of the node, also when it grows */ end: null,
   revision: 0,
   /** @type {Set<string>} nodes that grew since the tree was drawn */ grown: new Set(),
-  showDeleted: false,
+  settings: keptSettings(),
   /** @type {Map<string, Top>} by "node:position" */ tops: new Map(),
 };
 
+/** Keep a setting in this browser. @param {string} name @param {any} value */
+export function keepSetting(name, value) {
+  store.settings[name] = value;
+  try {
+    localStorage.setItem(SETTINGS, JSON.stringify(store.settings));
+  } catch {} // it is blocked: the setting holds until the page is left
+  redraw(["state", "minimap", "legend"]);
+}
+
 /** What the reader looks at: the cursor and the token under the mouse as positions; -1 = no token. */
-export const view = { cursor: -1, hover: -1, pinned: -1, ghosts: false, typingAt: -1, limit: 320,
+export const view = { cursor: -1, hover: -1, ghosts: false, typingAt: -1, limit: 320,
   /** where one reads on after a branch was made: the inspector and the arrows begin there */ reading: -1,
   /** @type {Set<string>} thoughts that are unfolded */ unfolded: new Set() };
 
@@ -105,7 +125,7 @@ export function select(id, to = null) {
   if (store.current == null) redraw(["state"]); // leave the first screen
   Object.assign(store, { current: node, end });
   hush();
-  look({ cursor: -1, hover: -1, pinned: -1, reading: -1 });
+  look({ cursor: -1, hover: -1, reading: -1 });
   redraw(["place", "tree", "live", "minimap", "legend"]);
 }
 

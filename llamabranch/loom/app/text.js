@@ -49,9 +49,6 @@ function spoken(c, i) {
 /** Class, cue and log-probability of a token. @param {import("./store.js").Tokens} c @param {number} i */
 const figures = (c, i) => ({ ...looks(c, i), "data-lp": Number.isNaN(c.lp[i]) ? null : Number(c.lp[i].toPrecision(8)) });
 
-/** A token that is not in the list. @param {import("./store.js").Tokens} c @param {number} i @param {string} text */
-export const tokenSpan = (c, i, text) => h("span", figures(c, i), text);
-
 /** Rejected and never judged drafts by the position before which they stand. @param {Path} c */
 function ghostsOf(c) {
   /** @type {Map<number, any>} */ const ghosts = new Map();
@@ -80,9 +77,9 @@ function marksOf(c) {
   return marks;
 }
 
-/** A view of a path in a listbox. Blocks near the view have text, and the tokens in view are elements.
- * @param {any} box @param {() => Path} source @param {string} prefix of the ids of its tokens */
-export function textView(box, source, prefix) {
+/** A view of the shown path in a listbox. Blocks near the view have text, and the tokens in view are elements.
+ * @param {any} box */
+function textView(box) {
   const scroller = box.parentElement;
   /** @type {any[]} elements with the tokens that they stand for */ const blocks = [];
   /** @type {Map<number, any>} */ let elements = new Map();
@@ -137,9 +134,9 @@ export function textView(box, source, prefix) {
     const content = [];
     for (let i = run.from; i < run.to; i++) {
       const element = elements.get(i) ?? h("span", { role: "option", "aria-setsize": -1, "aria-posinset": i + 1,
-        "data-token": i, id: `${prefix}${i}` });
+        "data-token": i, id: `t${i}` });
       const text = c.shown[i], attributes = figures(c, i);
-      attributes.class += (marks.get(i) ?? "") + (i === view.cursor && prefix === "t" ? " cursor" : "");
+      attributes.class += (marks.get(i) ?? "") + (i === view.cursor ? " cursor" : "");
       attributes.class += `${c.control[i] ? " control" : ""}${text === "" ? " part" : ""}${/^\n+$/.test(text) ? " line" : ""}`;
       set(element, { ...attributes, textContent: text, "aria-label": spoken(c, i), "aria-selected": String(i === view.cursor) });
       kept.set(i, element);
@@ -152,7 +149,7 @@ export function textView(box, source, prefix) {
 
   /** Draw what has changed; also after scrolling and resizing, if it is asked for. */
   function draw(moved = true) {
-    const c = source();
+    const c = shownPath();
     const folded = partsOf(c).map((part) => Number(isFolded(part))).join("");
     const rounds = c.owners.map(({ id }) => store.nodes.get(id)?.rounds.length);
     const looks = [view.cursor, view.limit, view.ghosts, lens.name, folded, rounds].join();
@@ -188,12 +185,12 @@ export function textView(box, source, prefix) {
     elements = kept;
     if (anew && atEnd && view.cursor < 0) scroller.scrollTop = scroller.scrollHeight;
     if (anew && !isShort) draw(); // draw again with the measured heights
-    attribute(box, "aria-activedescendant", elements.has(view.cursor) ? `${prefix}${view.cursor}` : null);
+    attribute(box, "aria-activedescendant", elements.has(view.cursor) ? `t${view.cursor}` : null);
   }
 
   /** Scroll so that a token can be seen. @param {number} i @param {ScrollLogicalPosition} [where] */
   function reveal(i, where = "nearest") {
-    if (source() !== drawn) draw();
+    if (shownPath() !== drawn) draw();
     const block = blocks.find(({ to }) => i < to);
     if (block && !elements.has(i)) {
       block.scrollIntoView({ block: "nearest" });
@@ -280,7 +277,7 @@ function drawShoots() {
 }
 
 export function startText() {
-  main = textView($("text"), shownPath, "t");
+  main = textView($("text"));
   const box = $("text");
   const resting = later(80);
   const over = (/** @type {any} */ event) => Number(event.target.closest?.("[data-token]")?.dataset.token ?? -1);

@@ -20,12 +20,11 @@ const TOLD = 20; // the list of nodes has at least so many first characters of e
 /** @type {Segment[]} */ let roots = [];
 /** @type {Segment[]} */ let rows = [];
 /** @type {Map<string, Segment[]>} */ let byNode = new Map();
-let built = "";
-/** @type {string | null} key of the segment that is shown as if it were the root */ let hoisted = null;
+let built = -1; // the revision that the rows are of
 
 /** Cut the nodes into segments. */
 function build() {
-  const shown = [...store.nodes.values()].filter(({ flags }) => store.showDeleted || !(flags & FLAGS.deleted));
+  const shown = [...store.nodes.values()].filter(({ flags }) => !(flags & FLAGS.deleted));
   const forks = Map.groupBy(shown, (node) => holder(node)?.id ?? "");
   for (const list of forks.values()) list.sort((a, b) => a.at - b.at);
   byNode = new Map();
@@ -71,9 +70,7 @@ const firstOf = (node, from, parent) => ({
 /** The rows that are open, from top to bottom. */
 function unfold() {
   rows = [];
-  const top = hoisted ? [...byNode.values()].flat().filter(({ key }) => key === hoisted) : roots;
-  if (top.length === 0) hoisted = null;
-  const waiting = [...(top.length ? top : roots)].reverse();
+  const waiting = [...roots].reverse();
   while (waiting.length) {
     const segment = /** @type {Segment} */ (waiting.pop());
     rows.push(segment);
@@ -83,9 +80,8 @@ function unfold() {
 
 /** Build again what has changed. */
 function update() {
-  const now = `${store.revision} ${store.showDeleted}`;
-  if (built !== now) {
-    built = now;
+  if (built !== store.revision) {
+    built = store.revision;
     build();
     unfold();
     redraw(["minimap"]);
@@ -140,15 +136,6 @@ export const treeMoves = {
   first: () => rows.length && goTo(rows[0]),
   last: () => rows.length && goTo(rows[rows.length - 1]),
   toggle: chosen((segment) => setOpen(segment, closed.has(segment.key))),
-  children: chosen((segment) => {
-    for (const child of segment.children) closed.add(child.key);
-    setOpen(segment, true);
-  }),
-  hoist: () => {
-    hoisted = hoisted ? null : segmentOf(store.current)?.key ?? null;
-    unfold();
-    redraw(["tree"]);
-  },
 };
 
 function step(/** @type {number} */ by) {
@@ -202,8 +189,7 @@ function strip({ first, parts, from, to }) {
       sum += bin;
       known++;
       counts[bin]++;
-      const strength = lens.name === "change" ? Math.abs(bin - 3) : bin;
-      if (strength > most) [most, worst] = [strength, (at + i - from) / Math.max(1, to - from)];
+      if (bin > most) [most, worst] = [bin, (at + i - from) / Math.max(1, to - from)];
     }
   }
   if (known && lens.name === "source") return { bin: counts.indexOf(Math.max(...counts)), worst: -1 };
@@ -233,14 +219,13 @@ function drawRow(row, segment, place, chosen) {
   const { bin, worst } = strip(segment);
   const marks = (node.flags & FLAGS.bookmark ? " ★" : "") + (node.flags & FLAGS.note ? " ✎" : "")
     + (isClosed ? `  ${children.length}` : "");
-  const top = rows[0]?.level ?? 1;
   const steps = (/** @type {number} */ percent) => `${4 * Math.round(percent / 4)}%`; // rounded, so that most new tokens change no style
   set(row, {
-    hidden: false, "--top": `${place * ROW}px`, "--level": String(Math.min(level - top, 14)),
+    hidden: false, "--top": `${place * ROW}px`, "--level": String(Math.min(level - 1, 14)),
     id: `row-${place}`, "data-row": place, "data-node": node.id, "aria-level": level,
     "aria-posinset": family.indexOf(segment) + 1, "aria-setsize": family.length, "aria-selected": segment === chosen ? "true" : "false",
     "aria-expanded": children.length ? String(!isClosed) : null,
-    class: `row${node.flags & FLAGS.deleted ? " gone" : ""}${node.reason === "running" ? " running" : ""}`,
+    class: `row${node.reason === "running" ? " running" : ""}`,
   });
   set(words, { textContent: label(clip(wording(segment).trimStart(), 80)) || "…", "data-marks": marks.trim() || null });
   set(line, { class: `strip b${bin < 0 ? "x" : bin}`, "--worst": worst < 0 ? "-9px" : steps(100 * worst),
@@ -282,7 +267,6 @@ function drawTree() {
       if (node.tokens.n < node.n && (node.reason !== "running" || node.lacks)) void fetchPath(node.id, node.at, node.n);
     }
   });
-  set($("hoisted"), { hidden: !hoisted });
 }
 
 /** The whole tree from left to right, by tokens; a click goes there. */

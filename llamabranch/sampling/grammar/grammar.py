@@ -94,11 +94,9 @@ class Grammar:
 
     def _compile_schema(self) -> str:
         schema = json_schemas.parse(self.source)
-        forms = (json_schemas.closed(schema), json_schemas.closed(schema, strictly=False))
-        for form in forms:  # a closed schema may be contradictory
-            guidance, reason = _of_schema(form, self.whitespace)
-            if guidance:
-                return guidance
+        guidance, reason = _of_schema(schema, self.whitespace)
+        if guidance:
+            return guidance
         raise _refusal(schema, reason, self.whitespace)
 
     def _compile_gbnf(self) -> str:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
-from decimal import Context, Decimal
+from decimal import Decimal
 from math import isfinite, prod
 from time import perf_counter
 from typing import NoReturn
@@ -21,7 +21,7 @@ from ...model.functions import type_schemas
 from .patterns import CONTROLS, rust_pattern
 
 __all__ = [
-    "REFUSED", "TAKEN", "closed", "of_type", "parse", "place", "pointed", "value", "without_unique",
+    "REFUSED", "TAKEN", "of_type", "parse", "place", "pointed", "value", "without_unique",
 ]  # fmt: skip
 
 Schema = dict[str, object]
@@ -35,21 +35,13 @@ _DEFS = ("$defs", "definitions")
 _MAPS = ("properties", "patternProperties", "dependentSchemas", *_DEFS)  # from names to schemas
 _VALUES = ("const", "enum", "default", "examples")
 _NUMBERS = ("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-_DECLARED = ("properties", "patternProperties", "required")
-_OPEN = (
-    "additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames",
-    "minProperties", "dependentSchemas",
-)  # fmt: skip
+_OPEN = ("additionalProperties", "patternProperties", "minProperties", "const", "enum")
 # Values of keywords that refuse nothing, and formats that refuse no text: generators write them.
 _IDLE: dict[str, list[object]] = {
     "uniqueItems": [False], "not": [False], "propertyNames": [True, {}, {"type": "string"}],
     "unevaluatedProperties": [True, {}], "unevaluatedItems": [True, {}], "dependentRequired": [{}],
     "format": ["path", "file-path", "directory-path", "binary", "password"],
 }  # fmt: skip
-_DIALECTS = re.compile(
-    r"(http://json-schema\.org/draft-0[467]|https://json-schema\.org/draft/20(19-09|20-12))/schema#*"
-)
 # llguidance allows second 60 at any time; validators and Python's datetime do not.
 _NO_LEAP_SECOND = {"time": "^.{6}[0-5]", "date-time": "^.{17}[0-5]"}
 _DATE = (
@@ -66,9 +58,7 @@ _PATTERNS = {
 }
 _MOST_S = 2.0  # for finding the part of a schema that is refused
 _MOST_NAMES = 100_000  # names that are added to close objects
-_MOST_COUNT = 1 << 31
 _MOST_MULTIPLE = 100_000  # remainders, each a state of the grammar; this many take 1.5 s and 50 MB
-_EXACT = Context(prec=400, Emax=999_999, Emin=-999_999)
 
 
 class _Inexact(float):
@@ -173,40 +163,17 @@ def parse(source: str) -> Schema:
             raise GrammarError(f"{REFUSED} {path}: {error.message}") from None
     if prod(units) >= 1 << 32 and any(f'"{name}"' in source for name in _COMBINE):
         raise GrammarError(f"{REFUSED} #: the numbers of multipleOf have too many digits")
-    _check_end(schema, schema, {})
+    _close(schema)
     return schema
 
 
-def _check_end(part: object, document: Schema, is_outside: dict[int, bool]) -> None:
-    """Refuse a part that requires itself."""
-    if not isinstance(part, dict) or is_outside.get(id(part)) is False:
-        return
-    if id(part) in is_outside:
-        reason = "something that is required contains itself"
-        raise GrammarError(f"no finite text satisfies the JSON schema: {reason}")
-    every, required = part.get("allOf"), part.get("required")
-    needed = [pointed(part.get("$ref"), document), *(every if isinstance(every, list) else [])]
-    if part.get("type") == "object" and isinstance(properties := part.get("properties"), dict):
-        names = required if isinstance(required, list) else []
-        needed += [properties.get(name) for name in names if isinstance(name, str)]
-    if part.get("type") == "array" and part.get("minItems") and "prefixItems" not in part:
-        needed.append(part.get("items"))
-    is_outside[id(part)] = True
-    for need in needed:
-        _check_end(need, document, is_outside)
-    is_outside[id(part)] = False
-
-
 def _number(text: str) -> float:
-    value, number = float(text), _EXACT.create_decimal(text).normalize(_EXACT)
+    value = float(text)
     if not isfinite(value):
         raise GrammarError(f"the number {text:.40} is larger than JSON readers can hold")
-    n_digits, size = len(number.as_tuple().digits), number.adjusted() + 1
-    return (
-        value
-        if not number or (max(n_digits, size) <= 15 and size - n_digits >= -20)
-        else _Inexact(value)
-    )
+    digits = re.sub("[eE].*|[-.]", "", text).strip("0")
+    is_exact = not digits or (len(digits) <= 15 and 1e-20 <= abs(value) < 1e15)
+    return value if is_exact else _Inexact(value)
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -215,8 +182,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 def _check(part: Schema) -> int:
     """Check and rewrite a part for llguidance; return the units of its ``multipleOf``, or 1."""
-    if not _DIALECTS.fullmatch(str(part.get("$schema"))):
-        part.pop("$schema", None)  # read as 2020-12
+    part.pop("$schema", None)  # read as 2020-12
     for name, values in _IDLE.items():
         if part.get(name) in values:
             del part[name]
@@ -225,10 +191,6 @@ def _check(part: Schema) -> int:
             raise GrammarError(
                 f"{name}: numbers beyond 2^53 or of more than 15 digits are not supported"
             )
-    for name in _COUNTS:
-        count = part.get(name, 0)
-        if not isinstance(count, int) or not 0 <= count < _MOST_COUNT:
-            raise GrammarError(f"{name} must be a whole number below 2^31, not {count!r:.40}")
     _check_bounds(part)
     if isinstance(part.get("pattern"), str):
         part["pattern"] = rust_pattern(str(part["pattern"]))
@@ -244,14 +206,11 @@ def _check(part: Schema) -> int:
 
 
 def _is_exact(value: object) -> bool:
-    todo = [value]
-    while todo:
-        item = todo.pop()
-        if isinstance(item, _Inexact) or (isinstance(item, int) and abs(item) >= 1 << 53):
-            return False
-        if isinstance(item, (list, dict)):
-            todo.extend(item.values() if isinstance(item, dict) else item)
-    return True
+    if isinstance(value, (list, dict)):
+        return all(map(_is_exact, value.values() if isinstance(value, dict) else value))
+    return not isinstance(value, _Inexact) and not (
+        isinstance(value, int) and abs(value) >= 1 << 53
+    )
 
 
 def _check_bounds(part: Schema) -> None:
@@ -269,14 +228,14 @@ def _check_bounds(part: Schema) -> None:
 
 
 def _units(multiple: object) -> int:
-    """Return c of a ``multipleOf`` c / 10^e."""
-    if not isinstance(multiple, (int, float)) or multiple <= 0:
-        raise GrammarError(f"multipleOf must be above 0, not {multiple!r:.40}")
-    digits = Decimal(str(multiple)).normalize(_EXACT).as_tuple()
-    units, places = int("".join(map(str, digits.digits))), int(digits.exponent)
-    if units > _MOST_MULTIPLE or not -10 < places < 9:
+    """Return c * 10^|e| of a ``multipleOf`` c * 10^e; 1 of what llguidance refuses itself."""
+    if not isinstance(multiple, (int, float)) or not multiple:
+        return 1
+    digits = Decimal(str(multiple)).normalize().as_tuple()
+    units, places = int("".join(map(str, digits.digits))), abs(int(digits.exponent))
+    if units > _MOST_MULTIPLE or places > 9:
         raise GrammarError(f"multipleOf {multiple!r:.40} has too many digits")
-    return units * int("1" + "0" * abs(places))
+    return units * int(10**places)
 
 
 def pointed(reference: object, document: object) -> object:
@@ -301,96 +260,94 @@ def _walk(document: Schema) -> Iterator[tuple[str, Schema]]:
     while todo:
         path, part = todo.pop()
         yield path, part
-        todo.extend((f"{path}/{at}", inner) for at, inner in _within(part))
-
-
-def _within(part: Schema) -> Iterator[tuple[str, Schema]]:
-    """Yield the schemas directly inside a schema, each with its place."""
-    for name, value in part.items():
-        if isinstance(value, dict) and name not in (*_MAPS, *_VALUES):
-            yield name, value
-        elif isinstance(value, (dict, list)) and name not in _VALUES:
-            keys = value if isinstance(value, dict) else range(len(value))
-            for key in keys:
-                if isinstance(value[key], dict):
-                    yield f"{name}/{_step(key)}", value[key]
-
-
-def _step(key: object) -> str:
-    """Return a key or an index as a step of a JSON pointer."""
-    return str(key).replace("~", "~0").replace("/", "~1")
+        for name, value in part.items():
+            inner: Iterable[tuple[object, object]] = [(name, value)]
+            at = path
+            if isinstance(value, list) or (isinstance(value, dict) and name in _MAPS):
+                inner = value.items() if isinstance(value, dict) else enumerate(value)
+                at = f"{path}/{name}"
+            for key, schema in inner:
+                if isinstance(schema, dict) and name not in _VALUES:
+                    step = str(key).replace("~", "~0").replace("/", "~1")
+                    todo.append((f"{at}/{step}", schema))
 
 
 def place(schema: Schema, reason: str, refusal: Callable[[Schema], str]) -> tuple[str, str]:
     """Return the innermost part that is refused on its own, as a JSON pointer, and the reason."""
-    path, part, seen, is_empty = "#", schema, {"#"}, "Unsatisfiable" in reason
+    is_empty = "Unsatisfiable" in reason
     defs = {name: schema[name] for name in _DEFS if name in schema}
     end = perf_counter() + _MOST_S
-    while True:
-        places = [
-            (f"{path}/{at}", inner) for at, inner in _within(part) if not at.startswith(_DEFS)
-        ]
-        target = pointed(part.get("$ref"), schema)
-        if isinstance(target, dict):
-            places.append((str(part["$ref"]), target))
-        for at, inner in places:
-            is_due = at not in seen and perf_counter() < end
-            inner_reason = refusal({**defs, **inner}) if is_due else ""
-            if inner_reason == reason or (is_empty and "Unsatisfiable" in inner_reason):
-                path, part, reason = at, inner, inner_reason
-                seen.add(at)
-                break
-        else:
-            return path, reason
+    for path, part in sorted(_walk(schema), key=lambda at: -at[0].count("/")):
+        inner_reason = refusal({**defs, **part}) if perf_counter() < end else ""
+        if inner_reason == reason or (is_empty and "Unsatisfiable" in inner_reason):
+            return path, inner_reason
+    return "#", reason
 
 
 # -- closed objects --------------------------------------------------------------------------------
 
 
-def closed(schema: Schema, *, strictly: bool = True) -> Schema:
-    """Return the schema with ``additionalProperties: false`` where it does not mention other properties.
+def _close(schema: Schema) -> None:
+    """Allow an object no other properties than those declared or required, unless it mentions others.
 
-    Objects then have exactly the properties that are declared or required, as in llama.cpp. If several
-    schemas apply to one object, the outermost one gets the names of all of them. Other properties get a
-    pattern of all other names: beside a declared "a", llguidance would take the key "\\u0061".
-    Properties beside ``patternProperties`` are not allowed.
-
-    Args:
-        strictly: False = an object that does not mention other properties may have them.
+    If several schemas apply to one object, the outermost one gets the names of all of them. Names of
+    others have no escapes: beside a declared "a", llguidance would take the key "\\u0061". Others beside
+    ``patternProperties`` are not allowed.
     """
-    schema = deepcopy(schema)
-    outer, inner = set[int](), set[int]()
     parts = [part for _, part in _walk(schema)]
+    groups = [(part, _applied(part, schema, {})) for part in parts if _is_combined(part)]
+    inner = {key for part, group in groups for key in group if key != id(part)}
+    shared = inner.union(id(part) for part, _ in groups)
+    n_names = 0
+    for part, group in groups:
+        names = [name for other in group.values() for name in _named(other)]
+        n_names += len(names)
+        is_open = any(name in other for other in group.values() for name in _OPEN)
+        if id(part) not in inner and names and not is_open and n_names < _MOST_NAMES:
+            part["properties"] = dict.fromkeys(names, True) | _dict(part.get("properties"))
+            part["additionalProperties"] = False
     for part in parts:
-        every = part.get("allOf")
-        n_schemas = sum(name in part for name in (*_COMBINE, "properties"))
-        if n_schemas > 1 or (isinstance(every, list) and len(every) > 1):
-            outer.add(id(part))
-            _add_inner(_applied(part, schema), schema, inner)
-    n_names, is_closed = 0, True
-    for part in parts if strictly else ():
-        declares = "properties" in part or (part.get("type") == "object" and "required" in part)
-        if id(part) not in inner and (declares or id(part) in outer):
-            names = _names(part, schema, set())
-            n_names += len(names or ())
-            is_closed = is_closed and names is not None and n_names < _MOST_NAMES
-            if n_names < _MOST_NAMES and (names or (names == {} and "properties" in part)):
-                part.update(properties=names, additionalProperties=False)
-    for part in parts:
-        is_open = id(part) not in inner or not (strictly and is_closed)
+        names = _named(part)
+        declares = "properties" in part or (part.get("type") == "object" and names)
+        is_open = id(part) in shared or any(name in part for name in _OPEN)
         rest = part.get("additionalProperties", is_open)
-        is_object = any(name in part for name in _DECLARED[:2]) or part.get("type") == "object"
-        if rest is False or not is_object or not any(part.get(name) for name in _DECLARED):
+        is_due = part.get("patternProperties") or (declares and (names or rest is False))
+        if not is_due or part.get("additionalProperties") is False:
             continue
-        if "patternProperties" not in part:
-            properties, required = part.get("properties", {}), part.get("required", [])
-            if not isinstance(properties, dict) or not isinstance(required, list):
-                continue  # llguidance refuses it
-            known = {n: rest for n in required if isinstance(n, str)} | properties
-            part["properties"] = dict.fromkeys([*properties, *known]) | known
-            part["patternProperties"] = {f"^{_other_texts({*known})}$": rest}
+        if "patternProperties" not in part and isinstance(part.get("properties", {}), dict):
+            part["properties"] = dict.fromkeys(names, rest or True) | _dict(part.get("properties"))
+            if rest is not False:
+                others = f"[^{CONTROLS}]*" if rest in (True, {}) else _other_texts({*names})
+                part["patternProperties"] = {f"^{others}$": rest}
         part["additionalProperties"] = False
-    return schema
+
+
+def _is_combined(part: Schema) -> bool:
+    """Return whether several schemas apply to the same value."""
+    every = part.get("allOf")
+    names = [name for name in (*_COMBINE, "properties", "required") if name in part]
+    return (len(names) > 1 and names[0] in _COMBINE) or (isinstance(every, list) and len(every) > 1)
+
+
+def _applied(part: object, document: Schema, known: dict[int, Schema]) -> dict[int, Schema]:
+    """Add a schema, and all others that can apply to the same value, by their ids; return ``known``."""
+    if isinstance(part, dict) and id(part) not in known:
+        known[id(part)] = part
+        for ways in ([pointed(part.get("$ref"), document)], *map(part.get, _COMBINE[:3])):
+            for way in ways if isinstance(ways, list) else ():
+                _applied(way, document, known)
+    return known
+
+
+def _named(part: Schema) -> list[str]:
+    """Return the properties that a schema declares, then those that it requires."""
+    required = part.get("required")
+    names = [*_dict(part.get("properties")), *(required if isinstance(required, list) else ())]
+    return [name for name in names if isinstance(name, str)]
+
+
+def _dict(value: object) -> Schema:
+    return value if isinstance(value, dict) else {}
 
 
 def _other_texts(texts: set[str]) -> str:
@@ -402,38 +359,3 @@ def _other_texts(texts: set[str]) -> str:
     ways = [f"[^{''.join(firsts.values())}{CONTROLS}][^{CONTROLS}]*"]
     ways += [firsts[first] + _other_texts(rest) for first, rest in by_first.items()]
     return f"(?:{'|'.join(ways)})" + ("" if "" in texts else "?")
-
-
-def _applied(part: Schema, document: Schema) -> list[object]:
-    """Return the other schemas that can apply to the same value."""
-    schemas = [pointed(part["$ref"], document)] if "$ref" in part else []
-    for name in _COMBINE[:3]:
-        ways = part.get(name)
-        schemas += ways if isinstance(ways, list) else []
-    return schemas
-
-
-def _add_inner(ways: list[object], document: Schema, ids: set[int]) -> None:
-    """Add the ids of ``ways``, and of all schemas that apply to the same value."""
-    for way in ways:
-        if isinstance(way, dict) and id(way) not in ids:
-            ids.add(id(way))
-            _add_inner(_applied(way, document), document, ids)
-
-
-def _names(part: object, document: Schema, seen: set[int]) -> Schema | None:
-    """Return the properties that are declared or required; None if others are allowed."""
-    if not isinstance(part, dict) or id(part) in seen:
-        return {}
-    seen.add(id(part))
-    properties, required = part.get("properties", {}), part.get("required", [])
-    is_valid = isinstance(properties, dict) and isinstance(required, list)
-    if not is_valid or any(name in part for name in _OPEN):
-        return None
-    names: Schema = {name: True for name in required if isinstance(name, str)}
-    for way in _applied(part, document):
-        more = _names(way, document, seen)
-        if more is None:
-            return None
-        names |= dict.fromkeys(more, True)
-    return {**properties, **names, **properties}  # its own properties come first

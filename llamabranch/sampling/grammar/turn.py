@@ -373,8 +373,7 @@ class _Writer:
         """Return a JSON value that follows a schema, spaced as the template writes it."""
         values = values or self._form.values
         try:
-            schema = json_schemas.parse(_source(schema))
-            closed = json_schemas.closed(schema)
+            parsed = json_schemas.parse(_source(schema))
         except RecursionError:
             raise GrammarError("the JSON schema is nested too deep") from None
         options: dict[str, object] = {
@@ -382,7 +381,7 @@ class _Writer:
         }  # fmt: skip
         if not is_flexible:
             options |= {"item_separator": values.item, "key_separator": values.pair}
-        return f"%json {json.dumps({'x-guidance': options, **closed}, ensure_ascii=False)}"
+        return f"%json {json.dumps({'x-guidance': options, **parsed}, ensure_ascii=False)}"
 
     def _value(
         self, rule: str, schema: object, values: Values, root: object, depth: int = 0

@@ -22,6 +22,7 @@ from .memory import MOST_WITH_WINDOW, Memory, NonUnified, RollingBack, States, W
 from .params import EXACT_KV_TYPES, ContextParams, warn_of_length
 from .room import BYTES_OF_NUMBER, check_room, memory_bytes
 from .runner import Runner, decode_run
+from .threads import ThreadWatch
 
 __all__ = ["Capabilities", "open_native"]
 
@@ -107,7 +108,21 @@ def open_native(
     except BaseException:
         memory.handle.close()
         raise
-    return params, capabilities, Runner(memory, n_trained, encoded)
+    return (
+        params,
+        capabilities,
+        Runner(memory, n_trained, encoded, _watch(model, requested, params, memory)),
+    )
+
+
+def _watch(
+    model: Model, requested: ContextParams, params: ContextParams, memory: Memory
+) -> ThreadWatch | None:
+    """Return what uses fewer threads on busy cores; None if the user or a target set their number."""
+    handle, most = memory.handle, params.n_threads or 1
+    if requested.n_threads or requested.n_threads_batch or most == 1 or model.on_gpu:
+        return None
+    return ThreadWatch(handle.set_threads, sorted({1, most // 2, most}, reverse=True))
 
 
 def _check_generates(model: Model) -> None:

@@ -89,7 +89,7 @@ class ContextParams:
         n_outputs_max: the most rows of logits per decode, from n_seq_max to n_batch. None =
             max(n_seq_max, min(n_batch, 256)).
         n_threads, n_threads_batch: threads for one token and for many. None = the physical cores that
-            this process may use.
+            this process may use, and fewer while other programs use these.
         flash_attention: "auto" (wherever llama.cpp can), True or False. kv_type: "auto" (f16, or bf16 in
             an exact context), "f16", "bf16", "q8_0", ..., or "q8_0/f16" (K in q8_0, V in f16).
         exact: True = a token's logits do not depend, to the bit, on what else is in the batch or the

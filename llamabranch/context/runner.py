@@ -24,6 +24,7 @@ from .hidden_states import HiddenStates
 from .logits import LogitsRow, lent
 from .memory import END, Memory
 from .params import warn_of_length
+from .threads import ThreadWatch
 
 __all__ = ["Batch", "Runner", "decode_run"]
 
@@ -53,6 +54,8 @@ class Runner:
             None = never warn.
         encoded: for a head with an encoder, how many numbers of hidden states it reads for a token; else
             0.
+        watch: changes the number of threads while other programs use the cores; None = the number never
+            changes.
 
     Attributes:
         n_trained: the position beyond which a sequence gets a warning.
@@ -61,7 +64,13 @@ class Runner:
         n_chunk: the most tokens of a decode that can be interrupted.
     """
 
-    def __init__(self, memory: Memory, n_trained: int | None = None, encoded: int = 0) -> None:
+    def __init__(
+        self,
+        memory: Memory,
+        n_trained: int | None = None,
+        encoded: int = 0,
+        watch: ThreadWatch | None = None,
+    ) -> None:
         self.handle = handle = memory.handle
         self.memory = memory
         self.n_decodes = 0
@@ -73,6 +82,7 @@ class Runner:
         self._live: list[LogitsRow] = []
         self._places: list[int] | None = None  # the last rows among llama.cpp's, if not in order
         self._encoded = encoded
+        self.watch = watch
 
     def check_open(self) -> None:
         """Raise ClosedError if the context is closed."""
@@ -108,7 +118,7 @@ class Runner:
         later decode could fail after an earlier one. ``reclaims``: cells may be freed if all are taken.
         ``on_read`` is called after each decode; an exception in it undoes all of them.
         """
-        handle, memory = self.handle, self.memory
+        handle, memory, watch = self.handle, self.memory, self.watch
         handle.ptr  # noqa: B018  (raises ClosedError)
         all_rows: list[LogitsRow] = []
         code = n = n_rows_before = n_decoded = 0
@@ -118,7 +128,7 @@ class Runner:
                 for row in all_rows:
                     row.detach()
                 self._protect_rows(n_rows, expiring)
-                code = submit()
+                code = submit() if watch is None else watch.decode(n, submit)
                 while code == _FULL and reclaims and self._reclaimed(n, expiring):
                     self._protect_rows(n_rows, expiring)
                     code = submit()

@@ -267,6 +267,10 @@ class ContextHandle(Handle):
         # llama.cpp starts with n_seq_max rows and moves the buffer when it needs more.
         self.row_capacity = self.n_seq_max
 
+    def set_threads(self, n_threads: int, n_threads_batch: int) -> None:
+        """Set the numbers of threads for single tokens and for batches, at most those at creation."""
+        C.llama_set_n_threads(self.ptr, n_threads, n_threads_batch)
+
     # -- memory ------------------------------------------------------------------------------------
 
     def remove(self, seq_id: int, start: int, end: int) -> bool:

@@ -55,6 +55,7 @@ class Fault:
     where: str
     status: int = 0
     code: str = ""
+    message: str = ""
     cut: int | None = None
     short: bool = False
     wrong: bool = False
@@ -131,7 +132,7 @@ class _Handler(BaseHTTPRequestHandler):
         where = "api" if path.startswith("/api/") else method
         fault = self.hub.fault(where)
         if fault is not None and fault.status:
-            self._error(fault.status, fault.code)
+            self._error(fault.status, fault.code, fault.message)
         elif where == "api":
             self._api(path)
         else:

@@ -18,8 +18,8 @@ _N_CTX = 256  # enough to probe what the memory can do
 _LISTED = ("name", "role", "repository", "file", "licence", "size")
 # The facts of a model, by their names in Python.
 _FACTS = (
-    "name", "architecture", "description", "file_type", "n_params", "size_bytes", "n_layer", "n_embd",
-    "n_ctx_train", "n_vocab", "vocab_type", "bos", "eos", "memory_type", "fingerprint", "shares_memory",
+    "name", "architecture", "file_type", "n_params", "size_bytes", "n_layer", "n_embd", "n_ctx_train",
+    "n_vocab", "vocab_type", "bos", "eos", "memory_type", "fingerprint", "shares_memory",
 )  # fmt: skip
 
 

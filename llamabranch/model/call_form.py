@@ -159,20 +159,16 @@ class Cursor:
             if character.isspace():
                 is_space = True
                 continue
-            if is_space or character in "[]{}":
-                self.space_before(character)
-                is_space = False
+            may_be_apart = is_space or character in "[]{}"
+            if may_be_apart and self.text[self.at : self.at + 1] != character:
+                self.space()
+            is_space = False
             if self.at >= len(self.text):
                 raise self.need()
             if self.text[self.at] != character:
                 raise Mismatch
             self.at += 1
         if is_space:
-            self.space()
-
-    def space_before(self, character: str) -> None:
-        """Skip white space before a character of a literal."""
-        if self.text[self.at : self.at + 1] != character:
             self.space()
 
     def tries(self, literal: str, *, skip: bool = False) -> bool:
@@ -855,10 +851,6 @@ class CallForm:
         return json.dumps(text, ensure_ascii=False)[1:-1] if is_json else text
 
     # -- reading -----------------------------------------------------------------------------------
-
-    def read_opening(self, cursor: Cursor) -> None:
-        """Read the text before the first call."""
-        cursor.literal(self.section_start)
 
     def read_call(self, cursor: Cursor, known: Known) -> list[ToolCall]:
         """Return the calls at a cursor: one call, or the calls of a JSON list.

@@ -624,7 +624,11 @@ class TurnReader:
         cursor = self._cursor(start, last=last)
         if kind in ("call", "other call"):
             form = self._form.other if kind == "other call" else self._form
-            return form is not None and self._own_call(cursor, form)
+            if form is not None:
+                cursor.literal(form.section_start)
+                self._read_calls(cursor, form)
+                self._in_section = True
+            return form is not None
         if kind in ("bare", "fence", "tagged", "python"):
             return self._loose(kind, cursor)
         is_possible = {
@@ -750,12 +754,6 @@ class TurnReader:
             self._is_first = False
 
     # -- calls -------------------------------------------------------------------------------------
-
-    def _own_call(self, cursor: Cursor, form: CallForm) -> bool:
-        form.read_opening(cursor)
-        self._read_calls(cursor, form)
-        self._in_section = True
-        return True
 
     def _read_calls(self, cursor: Cursor, form: CallForm) -> None:
         inner = cursor.at

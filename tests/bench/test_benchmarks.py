@@ -89,7 +89,7 @@ def test_benchmark_ends_with_one_json_line(
     check(report["results"])
 
 
-def test_answers_go_on_with_the_plan_of_the_file(tmp_path: Path) -> None:
+def test_answers_continue_with_the_plan_of_the_file(tmp_path: Path) -> None:
     out = tmp_path / "answers.jsonl"
     first = program("answers", "--out", str(out))["results"]
     lines = [json.loads(line) for line in out.read_text("utf-8").splitlines()]

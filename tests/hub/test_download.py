@@ -221,9 +221,7 @@ def test_refusal_is_an_error_with_the_message_of_the_hub_and_a_next_step(
     assert lb.fetch(f"{REPOSITORY}:Q8_0").read_bytes() == DATA
 
 
-def test_connection_that_breaks_is_gone_on_with_or_leaves_nothing(
-    hub: FakeHub, no_wait: None
-) -> None:
+def test_connection_that_breaks_is_resumed_or_leaves_nothing(hub: FakeHub, no_wait: None) -> None:
     hub.faults += [Fault("get", cut=300_000, times=2)]
     assert lb.fetch(f"{REPOSITORY}:Q8_0").read_bytes() == DATA
     ranges = [headers.get("Range") for headers in hub.sendings()]

@@ -1,11 +1,15 @@
-"""A wrapper of ``llama_decode`` that records what it does, and acts before or after the real call."""
+"""Wrappers of decodes that record what they do, and act before or after the real call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 
 import pytest
 from llama_cpp import llama_cpp as C
+
+from llamabranch import Context
 
 Act = Callable[[int], object]
 
@@ -36,3 +40,13 @@ class Decodes:
         """Act before the decode of this number, counted from now on, and before no other."""
         wanted = len(self.sizes) + number
         self.before = lambda call: act() if call == wanted else None
+
+
+@contextmanager
+def hooked(ctx: Context, call: Callable[[Callable[[int], int], int], int]) -> Iterator[None]:
+    """Let ``call(decode, n)`` make each decode of a context, of ``n`` tokens, and return its code."""
+    handle = ctx.decoder.handle
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handle, "decode", partial(call, handle.decode))
+        patch.setattr(handle, "_stepper", None)  # the compiled core would decode by itself
+        yield

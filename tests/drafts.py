@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import toys
+from decodes import hooked
 
 from llamabranch import (
     Branch,
@@ -104,11 +105,8 @@ def counting(ctx: Context) -> Iterator[list[int]]:
         counts.append(n)
         return decode(n)
 
-    before = ctx.decoder.hook(around)
-    try:
+    with hooked(ctx, around):
         yield counts
-    finally:
-        ctx.decoder.hook(before)
 
 
 def plain(ctx: Context, prompt: str | list[int], params: SamplingParams, n: int) -> list[Produced]:

@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from ..errors import CacheFullError, ConfigError, DecodeError, DecodeInterruptedError
 from ..native import heads, staging
-from ..native.context import DecodeHook
 from ..native.interrupts import uninterrupted
 from ..sampling import Sampler
 from ..sampling.noise import DRAW
@@ -26,7 +25,7 @@ from .logits import LogitsRow, lent
 from .memory import END, Memory
 from .params import warn_of_length
 
-__all__ = ["Batch", "DecodeHook", "Runner", "decode_run"]
+__all__ = ["Batch", "Runner", "decode_run"]
 
 States = npt.NDArray[np.float32]
 Read = Callable[[int, list[LogitsRow]], None]
@@ -74,11 +73,6 @@ class Runner:
         self._live: list[LogitsRow] = []
         self._places: list[int] | None = None  # the last rows among llama.cpp's, if not in order
         self._encoded = encoded
-
-    def hook(self, around: DecodeHook | None) -> DecodeHook | None:
-        """Let ``around`` call each decode (see ``ContextHandle``); return the earlier hook."""
-        before, self.handle.around = self.handle.around, around
-        return before
 
     def check_open(self) -> None:
         """Raise ClosedError if the context is closed."""

@@ -7,7 +7,6 @@ accepted, and it forgets the rest.
 
 from __future__ import annotations
 
-import bisect
 import copy
 import dataclasses
 import math
@@ -37,14 +36,9 @@ __all__ = [
     "NullState",
     "Round",
     "SpeculativeStats",
-    "StopRule",
-    "bucket",
     "checked_drafter",
     "propose",
 ]
-
-_LEAST_GAIN = 0.2  # tokens a draft must be expected to gain, because acceptance is only an estimate
-_EDGES = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)  # edges of the entropy buckets, nats
 
 
 @dataclass(slots=True)
@@ -68,8 +62,6 @@ class Draft:
         drafter: the name of the drafter that made it.
         forced: for each token, whether a grammar allowed no other text; empty if no token was
             forced.
-        following: the token that would have come next but was not worth drafting. Comparing it with
-            the token that is emitted there shows whether it would have been accepted.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -81,12 +73,9 @@ class Draft:
     stopped: str = "length"
     drafter: str = ""
     forced: list[bool] = field(default_factory=list)
-    following: int | None = None
 
     def cut(self, n: int) -> None:
         """Keep the first ``n`` tokens."""
-        if n < len(self.tokens):
-            self.following = None
         del self.tokens[n:], self.sources[n:], self.forced[n:]
 
 
@@ -100,98 +89,11 @@ class Round(NamedTuple):
         draft: the draft that was tested; `NO_DRAFT` for a plain step.
         n_accepted: how many of its tokens were accepted.
         overhead_s: seconds spent on sampling, the acceptance rule, text and clean-up.
-        followed: if the whole draft was accepted, whether ``draft.following`` came next; None if
-            that is not known.
     """
 
     draft: Draft
     n_accepted: int = 0
     overhead_s: float = 0.0
-    followed: bool | None = None
-
-
-def bucket(entropy: float) -> int:
-    """Return the bucket of an entropy: 0 to 7, or -1 for NaN, which indexes the ninth bucket."""
-    return -1 if math.isnan(entropy) else bisect.bisect(_EDGES, entropy)
-
-
-@dataclass(slots=True)
-class StopRule:
-    """The numbers that decide when a draft ends.
-
-    Attributes:
-        most_entropy: no token is drawn from a distribution with more entropy than this, in nats;
-            inf = no limit.
-        most_tokens: the longest draft, whatever the entropy.
-        acceptance: the probability that a token is accepted, for each bucket.
-        costs: ``costs[k]`` is the seconds of a round with a draft of k tokens. Empty if only the
-            limits count.
-        mean: the acceptance that is assumed for later tokens, whose entropy is not known yet.
-        rate: a longer draft must yield more tokens per second than this.
-        is_probe: whether the first token is drawn even if that does not pay.
-        weighs: whether ``longest`` decides, after all tokens that could follow are known. This is
-            the case if drafting costs next to nothing.
-        n_drafted: how many tokens the draft already has.
-        reach: the probability that all tokens drafted so far are accepted: the product of their
-            acceptances.
-    """
-
-    most_entropy: float
-    most_tokens: float = math.inf
-    acceptance: Sequence[float] = ()
-    costs: Sequence[float] = ()
-    mean: float = 0.0
-    rate: float = 0.0
-    is_probe: bool = False
-    weighs: bool = False
-    n_drafted: int = 0
-    reach: float = 1.0
-
-    def reason(self, n_drafted: int, entropy: float) -> str:
-        """Return why the draft ends after ``n_drafted`` tokens; "" if it continues.
-
-        ``entropy`` belongs to the next token's distribution; NaN if it is not known.
-        """
-        if entropy > self.most_entropy:
-            return "entropy"
-        if n_drafted >= self.most_tokens:
-            return "goodput"
-        if self.costs:
-            acceptance = self.acceptance[bucket(entropy)]
-            if not (self.is_probe and n_drafted == 0) and not self._pays(n_drafted, acceptance):
-                return "goodput"
-            self.reach *= acceptance
-        return ""
-
-    def longest(self, entropies: Sequence[float]) -> int:
-        """Return how many tokens to draft when all tokens that could be drafted are known.
-
-        With this number the draft gains the most beyond the tokens that other rounds would bring in
-        the same time.
-        """
-        k, costs, reach, gained = self.n_drafted, self.costs, self.reach, 0.0
-        best, n = _LEAST_GAIN, 0
-        for i, entropy in enumerate(entropies, 1):
-            if k + i >= len(costs) or k + i > self.most_tokens or entropy > self.most_entropy:
-                break
-            reach *= self.acceptance[bucket(entropy)]
-            gained += reach
-            gain = gained - self.rate * (costs[k + i] - costs[k])
-            if gain > best:
-                best, n, self.reach = gain, i, reach
-        self.n_drafted = k + n
-        return n
-
-    def _pays(self, k: int, acceptance: float) -> bool:
-        """Return whether some draft longer than ``k`` gains more tokens than its time is worth."""
-        costs, reach, gained = self.costs, self.reach, 0.0
-        for longer in range(k + 1, len(costs)):
-            reach *= acceptance
-            gained += reach
-            if gained > self.rate * (costs[longer] - costs[k]):
-                return True
-            acceptance = self.mean
-        return False
 
 
 class DraftLength(ABC):
@@ -202,16 +104,20 @@ class DraftLength(ABC):
 
     Attributes:
         limit: the most tokens a draft may have.
+        entropy_stop: no token is drawn from a distribution with more entropy than this, in nats.
         reads_entropy: whether it uses entropies to decide or to learn; if not, they may be NaN.
         reason: why ``goes_on`` last returned False: "length", "entropy" or "goodput".
         n_before: how many tokens of the draft came from another drafter; this one's tokens follow
             them.
     """
 
-    limit: int
     reads_entropy: bool
     reason = "length"
     n_before = 0
+
+    def __init__(self, limit: int, entropy_stop: float | None) -> None:
+        self.limit = limit
+        self.entropy_stop = math.inf if entropy_stop is None else entropy_stop
 
     def stream(self) -> DraftLength:
         """Return a length for another sequence; both share what they learn."""
@@ -239,17 +145,19 @@ class DraftLength(ABC):
         known.
         """
         n = self.n_before + n_drafted
-        rule = self.stop_rule(n) if n < self.limit else None
-        reason = "" if rule is None else rule.reason(n, entropy)
-        self.reason = reason or "length"
-        return n < self.limit and not reason
+        if n >= self.limit:
+            self.reason = "length"
+        elif entropy > self.entropy_stop:
+            self.reason = "entropy"
+        elif self.pays(n, entropy):
+            return True
+        else:
+            self.reason = "goodput"
+        return False
 
-    @abstractmethod
-    def stop_rule(self, n_drafted: int) -> StopRule | None:
-        """Return the numbers by which ``goes_on`` decides after ``n_drafted`` tokens.
-
-        None if only ``limit`` counts.
-        """
+    def pays(self, n_drafted: int, entropy: float) -> bool:
+        """Return whether another token is worth its time, if no limit forbids it."""
+        return True
 
     def learn(  # noqa: B027  (a fixed length learns nothing)
         self, rounds: Sequence[Round], n_tokens: int, verify_s: float, n_rounds: int = 1
@@ -274,17 +182,12 @@ class FixedLength(DraftLength):
     """Drafts ``k`` tokens, or fewer if an entropy is above ``entropy_stop`` (nats)."""
 
     def __init__(self, k: int, entropy_stop: float | None = None) -> None:
-        self.limit = k
+        super().__init__(k, entropy_stop)
         self.reads_entropy = entropy_stop is not None
-        self._rule = None if entropy_stop is None else StopRule(entropy_stop)
-
-    def stop_rule(self, n_drafted: int) -> StopRule | None:
-        """Return the rule with the entropy limit, or None if there is no limit."""
-        return self._rule
 
     def explain(self) -> str:
         """Return the fixed number and the entropy limit."""
-        stop = "" if self._rule is None else f", fewer above {self._rule.most_entropy:g} nats"
+        stop = f", fewer above {self.entropy_stop:g} nats" if self.reads_entropy else ""
         length = f"always {self.limit} tokens a draft{stop}" if self.limit else "no drafts"
         return f"{length}: the length is fixed"
 
@@ -373,11 +276,6 @@ class Drafter(ABC):
     @abstractmethod
     def name(self) -> str:
         """Its name in statistics."""
-
-    @property
-    def estimates(self) -> frozenset[str]:
-        """Names (``Draft.drafter``) for which ``entropies`` are surprisals that were estimated."""
-        return frozenset()
 
     @property
     def contexts(self) -> list[Context]:

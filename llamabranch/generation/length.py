@@ -1,137 +1,144 @@
-"""How many tokens to draft: the number with the highest throughput, learned while it runs."""
+"""The draft length "auto": it follows running averages of acceptance and of the time of rounds."""
 
 from __future__ import annotations
 
 import bisect
 import math
 import weakref
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
-from itertools import accumulate
-
-import numpy as np
 
 from ..context import Context
 from ..native import forkable_lock
-from .drafter import Drafter, DraftLength, NullDrafter, Round, StopRule, bucket
+from .drafter import Drafter, DraftLength, NullDrafter, Round
 
-__all__ = ["AutoLength"]
+__all__ = ["LONGEST_PAUSE", "PAUSE", "WARM_UP_PLAIN", "AutoLength"]
 
-# Acceptance is learned for each bucket of entropy. These are the middles of the buckets in nats.
-# The last bucket is for unknown entropy.
-_MIDDLES = (0.02, 0.07, 0.15, 0.3, 0.6, 1.2, 2.4, 4.8, 0.7)
+WARM_UP_PLAIN = 3  # plain steps before the first draft
+PAUSE, LONGEST_PAUSE = 16, 1024  # rounds between trials of a drafter that is off
+_WARM_UP, _WARM_UP_K = 4, 2  # first drafts of a drafter, and the tokens of each
+_MARGIN = 1.03  # the least speedup of drafts
+_REFRESH = 64  # rounds after which a plain step is measured again
+_CHEAP = 0.01  # share of a plain step: a draft step that takes less costs next to nothing
+_EDGES = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)  # edges of the entropy buckets, nats
+# The acceptance that is assumed for each bucket at first. The last one is for unknown entropy.
+_PRIOR = (0.88, 0.84, 0.78, 0.67, 0.49, 0.27, 0.08, 0.01, 0.45)
+
+
+def _bucket(entropy: float) -> int:
+    return -1 if math.isnan(entropy) else bisect.bisect(_EDGES, entropy)
+
+
+class _Speed:
+    """Tokens of a sequence in the time of a plain step, over the last thirty rounds or so."""
+
+    def __init__(self) -> None:
+        self.n_tokens = self.n_steps = 1.0
+
+    def add(self, n_tokens: float, n_steps: float, n_rounds: int = 1) -> None:
+        """Add rounds with so many tokens, which took as long as so many plain steps each."""
+        keep = 0.97**n_rounds
+        self.n_tokens = keep * self.n_tokens + n_rounds * n_tokens
+        self.n_steps = keep * self.n_steps + n_rounds * n_steps
+
+    def halve(self) -> None:
+        """Let later rounds count twice as much."""
+        self.n_tokens, self.n_steps = self.n_tokens / 2, self.n_steps / 2
+
+    @property
+    def value(self) -> float:
+        """1 = the speed of plain steps."""
+        return self.n_tokens / self.n_steps
 
 
 class _Record:
-    """The record of a drafter: how often its tokens are accepted, what they cost, whether they pay."""
+    """The record of a drafter. Older rounds count less. Times are multiples of a plain step's."""
 
-    def __init__(self, *, estimates: bool) -> None:
-        self.estimates = estimates  # its entropies are its own estimates of its tokens' surprisals
-        # A copy ends where the text differs. Its estimate cannot see that coming, so it is too sure.
-        self._prior = [0.9 * math.exp(-1.25 * nats) if estimates else 0.5 for nats in _MIDDLES]
-        weight, self._keep = (3.0, 0.95) if estimates else (1.0, 0.99)
-        self._tested = [weight] * len(_MIDDLES)  # tested tokens per bucket; older ones count less
-        self._accepted = [weight * chance for chance in self._prior]
-        self._drawn = deque([-1], maxlen=64)  # the buckets of the tokens considered last
-        self.step_s = 0.0  # seconds of a draft step
-        self.n_drafts = self.n_tested = self.n_accepted = 0
-        self.reach = 0  # the most tokens of its next draft after one accepted whole; else 0
-        self.pause = 0  # rounds before it is tried again; 0 = it is called in every round
-        self.waited = self.waited_s = 0.0  # rounds of the pause so far, and their seconds
+    def __init__(self) -> None:
+        self.tested, self.accepted = [1.0] * len(_PRIOR), [*_PRIOR]  # tokens in each bucket
+        self.n_tested = self.n_accepted = 0
+        self.step = self.verify = 0.0  # time of drafting a token, and of one more in a decode
+        self.speed = _Speed()  # of its rounds
+        self.n_drafts = self.longest = 0  # rounds, and the most tokens of one draft
+        self.pause = self.waited = 0  # rounds between trials, 0 = it is on; rounds since then
 
-    def acceptance(self) -> tuple[list[float], float]:
-        """Return the acceptance in each bucket, and its mean over recently considered tokens."""
-        rates = [a / t for a, t in zip(self._accepted, self._tested, strict=True)]
-        return rates, sum(rates[drawn] for drawn in self._drawn) / len(self._drawn)
+    def test(self, done: Round) -> None:
+        """Learn which tokens of a draft were accepted."""
+        n_tested = min(done.n_accepted + 1, len(done.draft.tokens))
+        self.n_tested += n_tested
+        self.n_accepted += done.n_accepted
+        for i, at in enumerate(map(_bucket, done.draft.entropies)):
+            weight, share, outcome = 1.0, 0.01, float(i < done.n_accepted)
+            if i >= n_tested:  # back a little towards the prior, or it would never be tried again
+                weight, share, outcome = 0.005, 0.005, _PRIOR[at]
+            self.tested[at] += weight - share * self.tested[at]
+            self.accepted[at] += weight * outcome - share * self.accepted[at]
 
-    def learn(self, done: Round) -> None:
-        """Learn from the outcome of a draft."""
-        draft, n_accepted = done.draft, done.n_accepted + bool(done.followed)
-        n_tested = min(n_accepted + 1, len(draft.tokens) + (done.followed is not None))
+    def time(self, rounds: Sequence[Round], n: int, plain_s: float, verify: float) -> None:
+        """Learn from this drafter's rounds in a decode of ``n`` sequences: does it pay?
+
+        A plain step takes ``plain_s`` seconds, and a drafted token added ``verify`` of that.
+        """
+        drafts = [done.draft for done in rounds]
+        n_drafted = sum(len(draft.tokens) for draft in drafts)
+        entropies = [entropy for draft in drafts for entropy in draft.entropies]
+        n_steps = max(1, n_drafted, sum(not math.isnan(entropy) for entropy in entropies))
         self.n_drafts += 1
-        if draft.tokens:
-            self.reach = (2 * len(draft.tokens) + 1) * (done.n_accepted == len(draft.tokens))
-        self.n_tested, self.n_accepted = self.n_tested + n_tested, self.n_accepted + n_accepted
-        for i, entropy in enumerate(draft.entropies):
-            at = bucket(entropy)
-            keep, weight, outcome = self._keep, 1.0, float(i < n_accepted)
-            if i >= n_tested:  # untested: back a little towards the prior, or it is never retried
-                keep, weight, outcome = 0.98, 0.02, self._prior[at]
-            self._tested[at] = keep * self._tested[at] + weight
-            self._accepted[at] = keep * self._accepted[at] + weight * outcome
-            self._drawn.append(at)
-        n_looks = max(
-            1, len(draft.tokens), sum(not math.isnan(entropy) for entropy in draft.entropies)
-        )
-        if draft.n_read <= (2 if self.step_s else 8):  # else most of the time is reading
-            seconds = min(draft.seconds / n_looks, 4.0 * (self.step_s or math.inf))
-            share = 0.5 if seconds < self.step_s else 0.1 if self.step_s else 1.0
-            self.step_s += share * (seconds - self.step_s)
+        self.longest = max(self.longest, *(len(draft.tokens) for draft in drafts), 0)
+        share = max(0.1, 1.0 / self.n_drafts)
+        # With more tokens to read, most of the time is reading.
+        if all(draft.n_read <= (2 if self.step else 8) for draft in drafts):
+            step = sum(draft.seconds for draft in drafts) / n_steps / plain_s
+            old = self.step or step
+            self.step = old + share * (min(step, 4.0 * old) - old)  # one slow round says little
+        if n_drafted:
+            old = self.verify or verify
+            self.verify = old + share * (verify - old)
+        cost = n * (n_steps * self.step + n_drafted * self.verify) / len(rounds)
+        self.speed.add(1 + sum(done.n_accepted for done in rounds) / len(rounds), 1 + cost)
+        least = 0.9 if self.n_drafts < 16 else _MARGIN  # a few drafts may have had bad luck
+        if self.speed.value >= least or (not self.pause and self.n_drafts < _WARM_UP):
+            self.pause = 0
+        else:
+            self.pause = min(2 * self.pause, LONGEST_PAUSE) or PAUSE
+            self.waited = 0
+            self.speed.halve()
 
 
 class _Learned:
-    """Shared by all generations of a context: seconds of rounds, and the records of drafters by name."""
+    """What is learned on a context, by all generations."""
 
     def __init__(self) -> None:
         self.lock = forkable_lock()
-        self.records: dict[tuple[str, str], _Record] = {}
-        self.seconds: dict[int, float] = {}  # t(n), by the number of target tokens
+        self.records: dict[tuple[str, str], _Record] = {}  # of drafters
+        self.plain_s: dict[int, float] = {}  # seconds of a plain step, by the number of sequences
         self.n_sequences = 1  # in the last round
         self.since_plain = 0  # rounds since the last plain one
-        self.gained, self.spent_s = 0.0, 1.0  # per sequence; older rounds count less
+        self.speed = _Speed()  # of all rounds
 
-    def times(self, sizes: Sequence[int]) -> list[float]:
-        """Return t(n) for these token counts, interpolated or extrapolated if they were not decoded."""
-        known, seconds = zip(*(sorted(self.seconds.items()) or [(1, 1.0)]), strict=True)
-        slope = seconds[-1] / 8  # with a single size: assume that more tokens cost something
-        if known[1:]:  # mean of the upper half, because a single step says nothing about the slope
-            low = min(bisect.bisect(known, known[-1] / 2), len(known) - 2)
-            slope = max(0.0, (seconds[-1] - seconds[low]) / (known[-1] - known[low]))
-        # Larger sizes are estimated with a quarter of the slope. So a size that may be cheap is
-        # tried, and its time is then known.
-        xs, ys = (*known, known[-1] + 4096), (*seconds, seconds[-1] + 1024 * slope)
-        return [float(time_s) for time_s in np.interp(sizes, xs, ys)]
-
-    def learn(self, n: int, seconds: float, n_rounds: int) -> None:
-        """Learn from rounds with ``n`` tokens; the times of other sizes change in proportion."""
-        if self.seconds:
-            (expected,) = self.times([n])
-            if n in self.seconds:  # the machine may be slower or faster now, and a context grows
-                pace = 0.8 + 0.2 * min(2.0, max(0.5, seconds / expected))
-                self.seconds = {size: pace * time_s for size, time_s in self.seconds.items()}
-            most = 2.0 if len(self.seconds) > 1 else 4.0  # one slow round says little
-            seconds = min(seconds, most * expected)
-        old = self.seconds.get(n, seconds)
-        self.seconds[n] = old + (1.0 - 0.9**n_rounds) * (seconds - old)
+    def time(self, n: int, seconds: float, n_rounds: int, *, is_plain: bool) -> float:
+        """Return the seconds of a plain step of ``n`` sequences; learn them from plain ones."""
+        nearest = min(self.plain_s, key=lambda known: abs(known - n), default=n)
+        plain_s = self.plain_s.get(nearest, seconds)
+        if is_plain:
+            plain_s = plain_s if n == nearest else seconds
+            plain_s += (1.0 - 0.9**n_rounds) * (min(seconds, 2.0 * plain_s) - plain_s)
+            self.plain_s[n] = plain_s
+        self.n_sequences, self.since_plain = n, 0 if is_plain else self.since_plain + 1
+        return plain_s
 
 
 _of_contexts: weakref.WeakKeyDictionary[Context, _Learned] = weakref.WeakKeyDictionary()
 
 
 class AutoLength(DraftLength):
-    """The length with the highest throughput in tokens a second.
+    """The length with the highest throughput, by what was measured.
 
-    A draft of k tokens is expected to bring E_k = 1 + sum_{j<=k} prod_{i<=j} b_i tokens in
-    t(n) / n + k c + t(n + k) - t(n) seconds. Here b_i is the learned probability that a token drawn
-    at this entropy is accepted, c is the time of a draft step, t(m) is the time of a round in which
-    the target decodes m tokens, and n is the number of sequences that share the decode. A draft
-    grows while some longer draft adds more tokens than other rounds would bring in the added time.
-
-    If no length makes a drafter 3 % faster than plain steps, it is turned off, and tried again
-    after longer and longer pauses. A drafter that copies at next to no cost is always called, to
-    see which tokens could follow. All generations of a context share what is learned, in any number
-    of threads.
+    A draft goes on while the probability that all of it is accepted is larger than the tokens that
+    other rounds bring in the time of one more drafted token. A drafter that brings less than 3 %
+    over plain steps is turned off, and tried with one token after longer and longer pauses. A
+    drafter that costs next to nothing is always asked, and drafts where acceptance is likely enough.
+    All generations of a context share what is learned, in any number of threads.
     """
-
-    WARM_UP_PLAIN = 3  # plain steps before the first draft
-    WARM_UP_DRAFTS, WARM_UP_K = 4, 3  # drafts that measure a new drafter, and the tokens of each
-    FIRST_K = 3  # tokens of a copied draft until longer ones have been timed
-    MARGIN = 1.03  # the least expected speedup of drafts, since times are noisy
-    REFRESH = 64  # rounds after which a plain step measures t(n) again
-    PAUSE, LONGEST_PAUSE = 16, 1024  # rounds between trials
-    CHEAP = 0.02  # share of a plain step: a draft step that takes less costs next to nothing
-    TRIAL_SHARE = 0.02  # the most a trial may cost, as a share of the time since the last one
 
     reads_entropy = True
 
@@ -142,14 +149,12 @@ class AutoLength(DraftLength):
         drafter: Drafter | None = None,
         ctx: Context | None = None,
     ) -> None:
-        self.limit = limit
-        self._stop = StopRule(math.inf if entropy_stop is None else entropy_stop, self.WARM_UP_K)
+        super().__init__(limit, entropy_stop)
         self._drafter = drafter or NullDrafter()
         self._learned = _Learned() if ctx is None else _of_contexts.setdefault(ctx, _Learned())
-        self._splits = ctx is not None and ctx.kv_cache.forks_copy
         self._used: dict[str, _Record] = {}  # the drafters it was asked about, the latest one last
-        self._record = _Record(estimates=False)  # of the drafter in use
-        self._rule, self._rule_of = self._stop, self._record  # of the draft in progress
+        self._record, self._is_trial = _Record(), False  # of the drafter in use
+        self._reach = 1.0  # the probability that the whole draft is accepted
         self._n_behind = 0
 
     def plain_steps(self, n_behind: int) -> int:
@@ -157,139 +162,79 @@ class AutoLength(DraftLength):
         learned, used = self._learned, self._used.values()
         with learned.lock:
             self._n_behind = n_behind
-            if not learned.seconds:
-                return self.WARM_UP_PLAIN
-            if not used or any(not record.pause for record in used):
-                return int(learned.since_plain >= self.REFRESH)
-            return 0 if any(map(self._is_due, used)) else self.PAUSE
+            if not learned.plain_s:
+                return WARM_UP_PLAIN
+            if not used or any(not record.pause or self._is_free(record) for record in used):
+                return int(learned.since_plain >= _REFRESH)
+            return 0 if any(map(self._is_due, used)) else PAUSE
 
     def consider(self, drafter: str) -> bool:
         """Return whether this drafter should draft; later ``goes_on`` calls are about it."""
         with self._learned.lock:
-            fresh, key = _Record(estimates=drafter in self._drafter.estimates), self._drafter.name
-            self._record = record = self._learned.records.setdefault((key, drafter), fresh)
+            record = self._learned.records.setdefault((self._drafter.name, drafter), _Record())
             if self._used.pop(drafter, None) is None:  # another text may suit the drafter better
-                record.pause = min(record.pause, self.PAUSE)
-            self._used[drafter] = record
-            return not record.pause or self._is_due(record)
-
-    def stop_rule(self, n_drafted: int) -> StopRule:
-        """Return the rule for the draft that has ``n_drafted`` tokens."""
-        if n_drafted == 0 or self._record is not self._rule_of:
-            reach = self._rule.reach if n_drafted else 1.0
-            with self._learned.lock:
-                self._rule, self._rule_of = self._new_rule(self._record), self._record
-            self._rule.reach = reach
-        self._rule.n_drafted = n_drafted
-        return self._rule
-
-    def _new_rule(self, record: _Record) -> StopRule:
-        is_free, learned = self._is_free(record), self._learned
-        is_new = record.n_drafts < self.WARM_UP_DRAFTS
-        if is_new and not (is_free or record.pause):
-            return replace(self._stop)
-        costs, (rates, mean) = self._costs(record), record.acceptance()
-        rate = max(1.0, self._best(record)[1]) / costs[0]
-        if is_free and not is_new:  # some rounds have nothing to copy: use the measured rate
-            rate = max(1.0 / costs[0], learned.gained / learned.spent_s)
-        # Estimates of times beyond the measured sizes are poor. Such sizes are tried only after a
-        # draft was accepted whole.
-        most = max(self.FIRST_K, record.reach, max(learned.seconds, default=1) - 1)
-        return replace(
-            self._stop,
-            most_tokens=most if is_free else 1 if record.pause else self.limit,
-            acceptance=rates,
-            costs=costs,
-            mean=mean,
-            rate=rate,
-            is_probe=record.pause > 0,
-            weighs=is_free,
-        )
+                record.pause = min(record.pause, PAUSE)
+            self._used[drafter] = self._record = record
+            self._is_trial = record.pause > 0 and self._is_due(record)
+            return not record.pause or self._is_trial or self._is_free(record)
 
     def _is_free(self, record: _Record) -> bool:
-        """Return whether all tokens that could follow can be seen at next to no cost."""
-        n = self._learned.n_sequences
-        return record.estimates and n * record.step_s < self.CHEAP * self._learned.times([n])[0]
+        return record.n_drafts > 0 and self._learned.n_sequences * record.step < _CHEAP
 
     def _is_due(self, record: _Record) -> bool:
         """Return whether a drafter that is off should be tried again."""
-        # The drafter first reads the tokens that it missed, also during a pause. Each costs about a
-        # fifth of a step.
-        n_behind, costs = max(self._n_behind, record.waited), self._costs(record)
-        cost_s = record.step_s * (1 + n_behind / 5) + costs[1] - costs[0]
-        return record.waited >= record.pause and cost_s < self.TRIAL_SHARE * record.waited_s
+        # It first reads the tokens that it missed, each in a fifth of a step: at most 2 % of the time.
+        return record.waited >= max(record.pause, 10 * self._n_behind * record.step)
 
-    def _costs(self, record: _Record) -> list[float]:
-        """Return a sequence's seconds per round, by draft length, including all added time."""
-        n, sizes = self._learned.n_sequences, range(1, self.limit + 1)
-        # With non-unified K/V llama.cpp decodes the surplus tokens of one text by themselves.
-        shared = n if n == 1 or not self._splits else 0
-        plain_s, *times = self._learned.times([n, *(shared + k for k in sizes)])
-        added_s = (max(0.0, added - plain_s * bool(shared)) for added in times)  # below 0 is noise
-        return [plain_s / n + k * record.step_s + added for k, added in enumerate((0.0, *added_s))]
-
-    def _best(self, record: _Record) -> tuple[int, float]:
-        """Return the length with the highest expected throughput, and its speedup over plain steps."""
-        costs, (_, mean) = self._costs(record), record.acceptance()
-        tokens = accumulate(mean**k for k in range(self.limit + 1))
-        # A draft that ends before the limit has also cost the draft step after which it ended.
-        looks_s = [record.step_s] * self.limit + [0.0]
-        gains = [n * costs[0] / sum(s) for n, *s in zip(tokens, costs, looks_s, strict=True)]
-        k = max(range(1, self.limit + 1), key=gains.__getitem__)
-        return k, gains[k]
+    def pays(self, n_drafted: int, entropy: float) -> bool:
+        """Return whether another token is worth its time."""
+        record, learned, at = self._record, self._learned, _bucket(entropy)
+        reach = record.accepted[at] / record.tested[at] * (self._reach if n_drafted else 1.0)
+        self._reach = reach
+        if self._is_trial:
+            return n_drafted == 0
+        if record.n_drafts < _WARM_UP:
+            return n_drafted < _WARM_UP_K
+        cost = learned.n_sequences * (record.step + record.verify)
+        is_known = n_drafted < 2 * record.longest + 1  # longer ones may cost more
+        return is_known and reach > max(1.0, learned.speed.value) * cost
 
     def learn(
         self, rounds: Sequence[Round], n_tokens: int, verify_s: float, n_rounds: int = 1
     ) -> None:
         """Learn from the rounds of all sequences that shared a decode."""
         learned, n = self._learned, len(rounds)
+        n_drafted = sum(len(done.draft.tokens) for done in rounds)
         with learned.lock:
-            for each in rounds:
-                if each.draft.entropies and each.draft.drafter in self._used:
-                    self._used[each.draft.drafter].learn(each)
+            for done in rounds:
+                if done.draft.entropies and done.draft.drafter in self._used:
+                    self._used[done.draft.drafter].test(done)
             if math.isnan(verify_s):
                 return
-            seconds = verify_s + sum(each.overhead_s for each in rounds)
-            has_draft = any(each.draft.tokens for each in rounds)
-            if n == 1 or not (has_draft and self._splits):
-                learned.learn(n_tokens, seconds, n_rounds)
-            learned.n_sequences = n
-            learned.since_plain = has_draft * (learned.since_plain + 1)
-            seconds += sum(each.draft.seconds for each in rounds)
-            n_gained, keep = 1 + sum(each.n_accepted for each in rounds) / n, 0.97**n_rounds
-            learned.gained = keep * learned.gained + n_rounds * n_gained
-            learned.spent_s = keep * learned.spent_s + n_rounds * seconds
-            tested = {each.draft.drafter for each in rounds if each.draft.entropies}
+            seconds = verify_s + sum(done.overhead_s for done in rounds)
+            plain_s = learned.time(n, seconds, n_rounds, is_plain=not n_drafted)
+            n_steps = (seconds + sum(done.draft.seconds for done in rounds)) / plain_s
+            learned.speed.add(1 + sum(done.n_accepted for done in rounds) / n, n_steps, n_rounds)
+            verify = min(1.0, max(0.0, seconds / plain_s - 1.0) / max(1, n_drafted))
             for name, record in self._used.items():
-                if name in tested:
-                    is_new = not record.pause and record.n_drafts < self.WARM_UP_DRAFTS
-                    least = 0.9 if is_new else self.MARGIN  # a few drafts may have had bad luck
-                    pays = self._is_free(record) or self._best(record)[1] >= least
-                    longer = min(2 * record.pause, self.LONGEST_PAUSE) or self.PAUSE
-                    record.pause = 0 if pays else longer
-                    record.waited = record.waited_s = 0.0
-                elif record.pause:
+                own = [r for r in rounds if r.draft.entropies and r.draft.drafter == name]
+                if own and (any(r.draft.tokens for r in own) or not self._is_free(record)):
+                    record.time(own, n, plain_s, verify)
+                else:
                     record.waited += n_rounds
-                    record.waited_s += seconds * n_rounds / n
 
     def explain(self) -> str:
-        """Return the chosen length and the measurements behind it."""
+        """Return whether it drafts, and the measurements behind that."""
         learned, used = self._learned, [*self._used.values()]
         with learned.lock:
-            if not (learned.seconds and used and used[-1].n_drafts):
-                return f"still measuring: {'' if learned.seconds else 'no plain step and '}no draft yet"
-            record, n, one_s = used[-1], learned.n_sequences, learned.times([1])[0]
-            k, gain = self._best(record)
-            state, expected = "on", f": {gain:.2f} x expected, with about {k} tokens a draft"
-            if self._is_free(record):
-                state, expected = "on where a copy is likely", ""
-            elif all(record.pause for record in used):
-                state, expected = "off", f": at best {gain:.2f} x"
+            if not (learned.plain_s and used and used[-1].n_drafts):
+                return f"still measuring: {'' if learned.plain_s else 'no plain step and '}no draft yet"
+            record, n = used[-1], learned.n_sequences
             beside = "" if n == 1 else f" with {n} sequences in a decode"
             share = record.n_accepted / max(1, record.n_tested)
-            v = (f"{m} tokens v = {s / one_s:.2f}" for m, s in sorted(learned.seconds.items()))
             return (
-                f"drafting is {state}{beside}: a drafted token costs {record.step_s / one_s:.2f} of a "
-                f"target's step, about {share:.0%} are accepted ({record.n_accepted} of "
-                f"{record.n_tested} tested){expected}\na target decode of {', '.join(v)}"
+                f"drafting is {'off' if all(r.pause for r in used) else 'on'}{beside}: a drafted token "
+                f"costs {record.step:.2f} of a target's step, and {record.verify:.2f} to verify; "
+                f"{share:.0%} are accepted ({record.n_accepted} of {record.n_tested} tested): "
+                f"{record.speed.value:.2f} x"
             )

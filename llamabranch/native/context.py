@@ -9,7 +9,6 @@ import atexit
 import ctypes
 import threading
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,6 @@ from .state_layout import State, with_streams, without_streams
 from .stops import Stops
 
 Rows = npt.NDArray[np.float32]
-DecodeHook = Callable[[Callable[[int], int], int], int]
 
 KV_TYPES = {  # ggml_type of K, and of V
     "f32": (0, 0),
@@ -91,12 +89,9 @@ class ContextHandle(Handle):
     Attributes:
         n_rollback: how many tokens of a recurrent state can be undone.
         stops: the requests to stop a decode.
-        around: a hook to time or count decodes: around(decode, n) must return decode(n), llama.cpp's
-            code. decode waits for the logits.
     """
 
     closes_first = True
-    around: DecodeHook | None = None
     lock: threading.RLock
     states: Rows  # only for a head: the state of each token of the batch, (n_batch, n_embd_out)
     _rows: Rows
@@ -211,14 +206,6 @@ class ContextHandle(Handle):
 
     def decode(self, n: int) -> int:
         """Decode the first ``n`` entries of the batch arrays; return llama_decode's code."""
-        return self._decode(n) if self.around is None else self.around(self._decode_and_wait, n)
-
-    def _decode_and_wait(self, n: int) -> int:
-        code = self._decode(n)
-        self.synchronize()
-        return code
-
-    def _decode(self, n: int) -> int:
         if self._stop[0]:
             return _INTERRUPTED
         self._batch.n_tokens = n
@@ -231,10 +218,9 @@ class ContextHandle(Handle):
     def stepper(self) -> core.Stepper | None:
         """The object that decodes and draws in one call; None without the core, or if there is a hook.
 
-        The core calls llama.cpp by address, so it bypasses ``around`` and a replaced binding.
+        The core calls llama.cpp by address, so it bypasses a replaced binding.
         """
-        is_seen = self.around is not None or C.llama_decode is not _llama_decode
-        return None if is_seen else self._stepper
+        return self._stepper if C.llama_decode is _llama_decode else None
 
     def _decode_apart(self) -> int:
         """Decode in another thread, so that this one can receive Ctrl-C and stop the decode."""
@@ -280,9 +266,6 @@ class ContextHandle(Handle):
         self._rows = np.empty((0, self.n_vocab), dtype=np.float32)
         # llama.cpp starts with n_seq_max rows and moves the buffer when it needs more.
         self.row_capacity = self.n_seq_max
-
-    def synchronize(self) -> None:
-        C.llama_synchronize(self.ptr)
 
     # -- memory ------------------------------------------------------------------------------------
 

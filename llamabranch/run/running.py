@@ -196,10 +196,7 @@ class RunningText:
         if draft is NO_DRAFT:
             self._plain_s.append((verify_s, overhead_s))
         else:
-            followed = None
-            if draft.following is not None and n_accepted == len(draft.tokens):
-                followed = self.emitted[-1].token == draft.following
-            self.outcome = Round(draft, n_accepted, overhead_s, followed)
+            self.outcome = Round(draft, n_accepted, overhead_s)
             self._verify_s = verify_s
 
     def _accept(self, draft: Draft, plan: Plan) -> tuple[list[Produced], int]:
@@ -242,7 +239,7 @@ class RunningText:
         start = perf_counter()
         self.state.observe(self.text.n_decoded)
         rollback_s = perf_counter() - start
-        stats, draft, n_accepted, overhead_s, _ = self.stats, *self.outcome
+        stats, draft, n_accepted, overhead_s = self.stats, *self.outcome
         self.outcome = self.outcome._replace(overhead_s=overhead_s + rollback_s)
         stats.sample_time_s += overhead_s
         stats.rollback_time_s += rollback_s

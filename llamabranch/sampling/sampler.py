@@ -320,16 +320,14 @@ class Sampler:
         return sampler.clone()
 
     def processed(
-        self, scores: npt.NDArray[np.floating], *, masked: bool = True
+        self, scores: npt.NDArray[np.floating]
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]:
         """Return the tokens that may come next and their scores after bias, grammar and penalties.
 
-        Scores are not truncated, scaled by the temperature or normalised, so one can compute the
-        probability mass that a grammar removes. The state does not change.
+        Scores are not truncated, scaled by the temperature or normalised. The state does not change.
 
         Args:
             scores: logits, or log-probabilities as beam search processes them, (V,).
-            masked: False = as if there were no grammar.
 
         Returns:
             ids int32 (K,), each once, in no particular order, and scores float64 (K,); K is 0 if nothing
@@ -344,7 +342,7 @@ class Sampler:
             tokens, values = self._bias
             biased[tokens] += values
         ids = np.flatnonzero(biased > -np.inf).astype(np.int32)
-        if masked and self._grammar_state is not None:
+        if self._grammar_state is not None:
             mask = self._grammar_state.mask()
             ids = ids[(mask[ids >> 5] >> (ids & 31).astype(np.uint32) & 1).astype(bool)]
         if self._history is not None and len(ids):

@@ -88,16 +88,14 @@ class SamplingFields(_Named, kw_only=True):
                 more = f": use {instead}" if instead else ""
                 raise HttpError(400, f"{name} is not supported{more}", param=name)
 
-    def sampling(
-        self, model: Model, settings: ServeSettings, default: SamplingParams | None = None
-    ) -> SamplingParams:
-        """Return the settings; missing ones are taken from ``default``, or else from the server.
+    def sampling(self, model: Model, settings: ServeSettings) -> SamplingParams:
+        """Return the settings; missing ones are taken from the server.
 
         Raises:
             ConfigError, HttpError: a value is out of range, or a setting is not supported.
         """
         self.check()
-        base = default or settings.sampling
+        base = settings.sampling
         changes: dict[str, object] = {
             name: value for name in _SAME if (value := getattr(self, name)) is not None
         }

@@ -101,11 +101,6 @@ class _Combined(Drafter):
     drafters: Sequence[Drafter]
 
     @property
-    def estimates(self) -> frozenset[str]:
-        """The names of all its drafters whose entropies are estimates."""
-        return frozenset().union(*(each.estimates for each in self.drafters))
-
-    @property
     def contexts(self) -> list[Context]:
         """The contexts of all its drafters."""
         return [ctx for each in self.drafters for ctx in each.contexts]

@@ -25,7 +25,7 @@ from time import perf_counter
 from typing import NamedTuple
 
 from ..arguments import whole
-from ..generation.drafter import Draft, Drafter, DraftLength, DraftState, StopRule
+from ..generation.drafter import Draft, Drafter, DraftLength, DraftState
 from ..generation.text import Text
 from ..model import Model
 
@@ -224,8 +224,7 @@ class SuffixDrafter(Drafter):
         min_match: the shortest suffix that counts as evidence, from 1 to 16 tokens.
 
     After a match of m tokens a draft has at most m tokens, and it ends when the probability that
-    all of it is accepted falls below 0.2. If copying costs almost nothing compared to a step of the
-    target, the draft length "auto" ignores these limits and decides by the expected gain.
+    all of it is accepted falls below 0.2.
 
     Attributes:
         lengths: the lengths of the n-grams that are searched for.
@@ -244,11 +243,6 @@ class SuffixDrafter(Drafter):
         self.lengths: Sequence[int] = doubling(
             whole("min_match", min_match, 1, _MOST_MATCH), _MOST_MATCH
         )
-
-    @property
-    def estimates(self) -> frozenset[str]:
-        """The drafter's name, because the entropies of its drafts are estimated surprisals."""
-        return frozenset({self.name})
 
     def check(self, target: Model) -> None:
         """Accept any target, because it copies token ids of the target's own text."""
@@ -272,29 +266,9 @@ class _CopyState:
         self._index.extend(tokens[len(self._index) :])
         match, guess = self._guess(limit)
         if match is not None and length.consider(draft.drafter):
-            rule = length.stop_rule(length.n_before) if length.reads_entropy else None
-            if rule is not None and rule.weighs:
-                self._weigh(draft, match.follow(self._index.tokens, limit, 0.0), rule, limit)
-            else:
-                self._fill(draft, guess, length, limit)
+            self._fill(draft, guess, length, limit)
         draft.seconds = perf_counter() - start
         return draft
-
-    def _weigh(self, draft: Draft, guess: Guess, rule: StopRule, limit: int) -> None:
-        """Draft the beginning of the guess with the largest expected gain; no other limit holds."""
-        ends = [i for i, token in enumerate(guess.tokens, 1) if self._is_eog(token)]
-        tokens = guess.tokens[: min(ends, default=limit)]
-        surprisals = [-math.log(p) for p in guess.probabilities[: len(tokens)]]
-        n = rule.longest(surprisals)
-        draft.tokens = tokens[:n]
-        draft.entropies = surprisals[: n + 1]
-        draft.following = tokens[n] if n < len(tokens) else None
-        if n < len(tokens):
-            draft.stopped = "goodput"
-        elif ends:
-            draft.stopped = "end"
-        elif n == limit:
-            draft.stopped = "length"
 
     def _fill(self, draft: Draft, guess: Guess, length: DraftLength, limit: int) -> None:
         draft.stopped = "length"

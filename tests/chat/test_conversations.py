@@ -15,11 +15,13 @@ import numpy as np
 import pytest
 import toys
 from conftest import DATA
+from decodes import hooked
 from drafts import Eager
 from rounding import rounding
 
 import llamabranch as lb
 from llamabranch import Branch, Chat, Context
+from llamabranch.chat.conversation import Exchange, Line, drawn
 from llamabranch.context.prefix_cache import n_common
 
 # A template that shortens earlier answers when a new turn comes: only the last answer is complete.
@@ -54,11 +56,8 @@ def counting(ctx: Context) -> Iterator[list[int]]:
             counts.append(n)
         return code
 
-    before = ctx.decoder.hook(around)
-    try:
+    with hooked(ctx, around):
         yield counts
-    finally:
-        ctx.decoder.hook(before)
 
 
 def by_hand(ctx: Context, answer: lb.chat.Answer, chat: Chat) -> list[int]:
@@ -221,11 +220,8 @@ def test_nothing_changes_a_chat_while_another_thread_answers(ctx: Context, tmp_p
         return decode(n)
 
     chat = Chat(ctx, None, seed=1, max_tokens=6)
-    before = ctx.decoder.hook(around)
-    try:
+    with hooked(ctx, around):
         answer = chat.send("Who is the king?").finish()
-    finally:
-        ctx.decoder.hook(before)
     assert len(refused) == 2 * len(calls)
     for name, error in refused:
         assert isinstance(error, lb.errors.BranchStateError), name
@@ -334,6 +330,13 @@ def test_model_without_a_template_is_refused_with_what_helps(target: lb.Model) -
         with pytest.raises(lb.errors.UnsupportedError, match="no chat template") as caught:
             Chat(context)
         assert "chat_template=" in (caught.value.hint or "")
+
+
+def test_a_conversation_of_any_length_is_drawn() -> None:
+    last: Exchange | None = None
+    for _ in range(1200):  # more than Python recurses
+        last = Exchange(last, "Hello")
+    assert len(drawn([Line(1, last)], 1).split("\n")) == 1201
 
 
 # -- a full context --------------------------------------------------------------------------------

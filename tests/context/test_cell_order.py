@@ -9,6 +9,7 @@ from __future__ import annotations
 import _thread
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -210,7 +211,7 @@ def test_compaction_that_fails_is_finished_first(
 
     monkeypatch.setattr(handle, "set_state", set_or_fail)
     if way == "decoded":
-        monkeypatch.setattr(handle, "around", interrupted)
+        monkeypatch.setattr(handle, "decode", partial(interrupted, handle.decode))
     with pytest.raises(KeyboardInterrupt) if end == "interrupted" else nullcontext():
         branches[2].extend(random_tokens(rng, 100))
     monkeypatch.undo()

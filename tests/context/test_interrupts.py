@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from decodes import Decodes
+from decodes import Decodes, hooked
 from llama_cpp import llama_cpp as C
 from programs import run_code, run_python
 from self_signal import signalled_at_decode
@@ -408,8 +408,7 @@ def test_a_time_limit_stops_no_decode_of_another_thread(ctx: Context) -> None:
         return decode(n)
 
     branches = [Branch.create(ctx) for _ in range(2)]
-    with ThreadPoolExecutor(1) as pool, ctx.time_limit(0.01):
-        ctx.decoder.hook(held)
+    with ThreadPoolExecutor(1) as pool, hooked(ctx, held), ctx.time_limit(0.01):
         innocent = pool.submit(branches[0].prefill, [5, 6, 7])
         assert is_inside.wait(60)
         while not ctx.decoder.handle.stops._threads:
@@ -419,7 +418,6 @@ def test_a_time_limit_stops_no_decode_of_another_thread(ctx: Context) -> None:
         with pytest.raises(DecodeInterruptedError):
             branches[1].prefill([5, 6, 7])
         branches[1].prefill([5, 6, 7])
-    ctx.decoder.hook(None)
     assert np.array_equal(branches[0].logits, branches[1].logits)
 
 

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from decodes import hooked
 from toys import CHAT_TEMPLATE
 
 import llamabranch as lb
@@ -181,11 +182,8 @@ def test_abort_stops_the_decode_that_reads_and_no_other_text_notices(
     ctx.kv_cache_clear()
     seen: list[PromptProgress] = []
     long = Request(PROMPT[::-1], id="x", on_prompt_progress=seen.append)
-    before = ctx.decoder.hook(around)
-    try:
+    with hooked(ctx, around):
         x, y = engine.generate([long, other])
-    finally:
-        ctx.decoder.hook(before)
     assert (x.finish_reason, x.tokens, x.error) == ("cancelled", [], None)
     assert [progress.n_read for progress in seen] == STEPS[:chunk]  # that chunk itself is not read
     assert (y.finish_reason, y.tokens) == ("length", alone.tokens)

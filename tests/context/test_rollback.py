@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import toys
+from decodes import hooked
 from drafts import Knowing, counting
 
 import llamabranch as lb
@@ -253,12 +254,8 @@ def test_a_failed_decode_leaves_no_state_that_was_not_computed(
     decode_run(ctx.decoder, TEXT[:12], 0, "none")
     ctx.kv_cache.mark(0)
     decode_run(ctx.decoder, TEXT[12:start], 0, "none")
-    before = ctx.decoder.hook(fail)
-    try:
-        with pytest.raises(DecodeError):
-            decode_run(ctx.decoder, [40 + i for i in range(n_new)], 0, "none")
-    finally:
-        ctx.decoder.hook(before)
+    with hooked(ctx, fail), pytest.raises(DecodeError):
+        decode_run(ctx.decoder, [40 + i for i in range(n_new)], 0, "none")
     end = ctx.kv_cache.next_position(0)
     assert end < start
     check(ctx, {0: TEXT[:end]} if end else {})

@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 import pytest
 import toys
+from decodes import hooked
 from drafts import FIXED, GREEDY, WARM, Knowing, make
 from engine_runs import assert_clean, check_alone
 from typing_extensions import TypedDict
@@ -377,8 +378,7 @@ def test_an_abort_stops_no_decode_of_another_thread(ctx: Context) -> None:
 
     engine._loop._lock = Noted()  # type: ignore[assignment]
     branch = Branch.create(ctx)
-    ctx.decoder.hook(held)
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2) as pool, hooked(ctx, held):
         innocent = pool.submit(branch.prefill, [5, 6, 7])
         assert is_inside.wait(60)
         step = pool.submit(engine.step)
@@ -387,7 +387,6 @@ def test_an_abort_stops_no_decode_of_another_thread(ctx: Context) -> None:
         may_decode.set()
         innocent.result(60)
         events = step.result(60)
-    ctx.decoder.hook(None)
     assert branch.tokens == [5, 6, 7]
     while engine.has_unfinished():
         events += engine.step()

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from paging import TARGET, Opened, Paged, events_of
+from paging import Opened, Paged, events_of
+from serving import TARGET
 
 from llamabranch import ConfigError
 from llamabranch.cli import open as opening

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from decodes import hooked
 from paging import Paged, drafted
 
 START = "Once upon a time there was a little"
@@ -243,11 +244,8 @@ def decoding(ctx: Any, act: Callable[[], bool]) -> Iterator[None]:
         is_done = is_done or act()
         return int(decode(size))
 
-    before = ctx.decoder.hook(around)
-    try:
+    with hooked(ctx, around):
         yield
-    finally:
-        ctx.decoder.hook(before)
     assert is_done and not late
 
 

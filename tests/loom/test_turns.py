@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import toys
-from paging import TARGET, Paged, chat_model
+from paging import Paged, chat_model
+from serving import TARGET
 from turn_shapes import SHAPES
 
 import llamabranch as lb

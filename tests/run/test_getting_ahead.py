@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import toys
+from decodes import hooked
 
 import llamabranch as lb
 from llamabranch import Context, Engine, Model, Request, SamplingParams
@@ -190,13 +191,10 @@ def test_a_prompt_whose_decode_was_stopped_is_read_again(
 
     engine.add_request(Request(prompt, max_tokens=6, sampling=WARM, top_logprobs=1))
     start = decoder.n_decodes
-    before = decoder.hook(around)
-    try:
+    with hooked(ctx, around):
         engine.step()
         with pytest.raises(DecodeError):
             engine.step()
-    finally:
-        decoder.hook(before)
     (result,) = run(engine).values()
     check(opened, prompt, result)
 

@@ -41,7 +41,6 @@ class ConstraintCalls:
     Args:
         constraint: a function of the text, for both questions; or an object with ``prefix`` and
             ``complete``.
-        whole_texts: call it only for complete texts; an object then needs no ``prefix``.
 
     Attributes:
         calls: number of calls.

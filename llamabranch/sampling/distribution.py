@@ -76,11 +76,6 @@ class Distribution:
             self._logprobs = x - math.log(np.exp(x).sum())
         return self._logprobs
 
-    @property
-    def logweights(self) -> Floats:
-        """The log-probabilities up to a constant, float64 (K,), in the order of ``ids``."""
-        return self._logweights
-
     @classmethod
     def from_logits(cls, logits: npt.NDArray[np.floating], ids: Ids | None = None) -> Distribution:
         """Return softmax(logits), (V,) or with ``ids`` (K,). Entries of -inf are omitted."""
@@ -214,23 +209,6 @@ class Distribution:
         instance("other", other, Distribution)
         excess = np.maximum(np.exp(self.logprobs) - other.at(self.ids), 0.0)
         return min(1.0, float(excess.sum()))
-
-    def seeded_acceptance(self, other: Distribution) -> float:
-        """Return the probability that one seed draws the same token from ``self`` and from ``other``.
-
-        The rule "seeded" accepts a token drafted from ``other`` with this probability:
-        sum_x 1 / sum_y max(p_y / p_x, q_y / q_x), between (1 - TV) / (1 + TV) and 1 - TV.
-        """
-        ids = np.union1d(self.ids, other.ids)
-        p, q = self.at(ids), other.at(ids)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            order = np.argsort(-np.nan_to_num(p / q, posinf=np.inf))
-        p, q = p[order], q[order]
-        # With tokens sorted by falling p / q, the maximum is p_y / p_x up to x, and q_y / q_x after it.
-        above, below = np.cumsum(p), np.cumsum(q[::-1])[::-1] - q
-        both = (p > 0.0) & (q > 0.0)
-        chances = 1.0 / (above[both] / p[both] + below[both] / q[both])
-        return min(1.0, float(chances.sum()))
 
 
 def falling(values: Floats) -> Iterator[int]:

@@ -264,9 +264,13 @@ class _CopyState:
         draft = Draft(drafter=self._drafter.name, stopped="no evidence")
         start = perf_counter()
         self._index.extend(tokens[len(self._index) :])
-        match, guess = self._guess(limit)
-        if match is not None and length.consider(draft.drafter):
-            self._fill(draft, guess, length, limit)
+        drafter, tokens = self._drafter, self._index.tokens
+        match = self._index.longest(drafter.most)
+        if match is not None:
+            most = math.floor(min(limit, match.length * drafter.factor + drafter.offset))
+            guess = match.follow(tokens, most, drafter.floor)
+            if guess.tokens and length.consider(draft.drafter):
+                self._fill(draft, guess, length, limit)
         draft.seconds = perf_counter() - start
         return draft
 
@@ -284,15 +288,6 @@ class _CopyState:
                 return
         if len(draft.tokens) < limit:
             draft.stopped = "no evidence"  # no occurrence has further tokens
-
-    def _guess(self, limit: int) -> tuple[Match | None, Guess]:
-        index, drafter = self._index, self._drafter
-        match = index.longest(drafter.most)
-        if match is None:
-            return None, Guess([], [])
-        most = math.floor(min(limit, match.length * drafter.factor + drafter.offset))
-        guess = match.follow(index.tokens, most, drafter.floor)
-        return (match if guess.tokens else None), guess
 
     def observe(self, n_tokens: int) -> None:
         if n_tokens < len(self._index):

@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from llamabranch import Branch, Context, Distribution
 from llamabranch.sampling import noise
@@ -68,31 +67,3 @@ def test_tokens_of_a_branch_are_those_of_the_page(ctx: Context) -> None:
                     zip(distribution.ids.tolist(), distribution.probs.tolist(), strict=True)
                 )
                 assert draw(branch.seed, branch.position, probs) == branch.step().token
-
-
-def by_sums(p: Distribution, q: Distribution) -> float:
-    both = set(p.ids.tolist()) | set(q.ids.tolist())
-    total = 0.0
-    for x in both:
-        if p.prob(x) and q.prob(x):
-            parts = (max(p.prob(y) / p.prob(x), q.prob(y) / q.prob(x)) for y in both)
-            total += 1 / math.fsum(parts)
-    return total
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_seeded_acceptance_is_how_often_one_seed_draws_the_same(seed: int) -> None:
-    chance = np.random.default_rng(seed)
-    p = Distribution.from_probs(chance.dirichlet([0.4] * 12))
-    ids = np.arange(4, 14, dtype=np.int32)  # some tokens have only one of them
-    q = Distribution.from_probs(chance.dirichlet([0.4] * 10), ids)
-    expected = p.seeded_acceptance(q)
-    assert expected == pytest.approx(by_sums(p, q), abs=1e-12)
-    assert q.seeded_acceptance(p) == pytest.approx(expected, abs=1e-12)
-    tv = p.total_variation(q)
-    assert (1 - tv) / (1 + tv) - 1e-12 <= expected <= 1 - tv + 1e-12
-    n = 4000  # five standard deviations: the odds of a false failure are below 1e-6
-    same = sum(p.draw(seed, i) == q.draw(seed, i) for i in range(n)) / n
-    assert abs(same - expected) < 5 * math.sqrt(0.25 / n)
-    assert p.seeded_acceptance(p) == pytest.approx(1.0)
-    assert p.seeded_acceptance(Distribution.point(13)) == pytest.approx(p.prob(13))

@@ -117,8 +117,6 @@ _AB = {"a": _INT, "b": {"type": "string"}}
 KEPT: list[Any] = [  # beside those of real_schemas
     {"type": "object"}, {"type": "array"}, True, {"description": "anything"},
     {"type": ["string", "integer", "array"], "maxLength": 3, "minItems": 2},
-    {"minItems": 2},
-    {"maxLength": 3},
     # constants
     *({"const": c} for c in ("a\\b", 'a"b', "a\nb", "a\tb\x00\x7f", "é€😀", 1.5, None, [1, "\\"])),
     {"enum": ["a\\b", '"', "\u0007", 3, False, {"k\\": "\n"}]},
@@ -149,7 +147,6 @@ KEPT: list[Any] = [  # beside those of real_schemas
     # arrays
     {"items": _INT, "maxItems": 0},
     {"type": "array", "items": False},
-    {"items": {"type": "string", "maxLength": 1}, "minItems": 4},
     {"type": "array", "items": [_INT, {"type": "null"}]},
     # objects
     obj(properties=_AB, required=["a", "b"], additionalProperties=False),
@@ -163,11 +160,7 @@ KEPT: list[Any] = [  # beside those of real_schemas
     obj(properties={"a": False, "b": True}),
     {"required": ["a"], "properties": {"a": {"const": 1}}},
     # combinations
-    {"anyOf": [{"type": "string", "maxLength": 2}, {"type": "boolean"}]},
     {"type": "string", "anyOf": [{"maxLength": 2}, {"pattern": "^x+$"}]},
-    {"oneOf": [
-        obj(properties={"kind": {"const": k}, "x": _INT}, required=["kind"]) for k in "ab"
-    ]},
     {"oneOf": [obj(properties={k: _INT}, required=[k]) for k in "ab"]},
     {"allOf": [obj(properties={"a": _INT}, required=["a"]), obj(properties={"b": _INT})]},
     {"allOf": [obj(properties={"a": _INT}), obj(properties={}, additionalProperties=_INT)]},
@@ -184,10 +177,6 @@ KEPT: list[Any] = [  # beside those of real_schemas
     ),
     obj(properties={"s": {"type": "string"}, "t": {"$ref": "#/$defs/string"}}, required=["s", "t"],
             **{"$defs": {"string": {"type": "boolean"}}}),
-    {"$ref": "#/$defs/tree", "$defs": {"tree": obj(
-        properties={"v": _INT, "kids": {"items": {"$ref": "#/$defs/tree"}, "maxItems": 2}},
-        required=["v"],
-    )}},
     obj(properties={"next": {"$ref": "#"}, "n": _INT}, required=["n"]),
     obj(properties={"a": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, required=["a"]),
     # refused before llguidance
@@ -199,14 +188,11 @@ KEPT: list[Any] = [  # beside those of real_schemas
     {"pattern": "a+", "maxLength": 9},
     {"pattern": "^a*$", "minLength": 1},
     {"items": [_INT], "minItems": 3},
-    {"prefixItems": [_INT, _INT], "maxItems": 1},
-    {"type": "integer", "multipleOf": 3, "maximum": 100},
     {"type": "number", "minimum": 0.5, "maximum": 0.75},
     obj(properties=_AB, required=["c"]),
     obj(patternProperties={"^x": _INT}, maxProperties=3),
     {"anyOf": [_INT, {"type": "string"}], "maxLength": 3},
     {"$ref": "#/$defs/a", "maxLength": 3, "$defs": {"a": {"type": "string"}}},
-    {"allOf": [obj(properties={"a": _INT}), obj(properties={"a": {"minimum": 3}})]},
     {"anyOf": [{"$ref": "#/$defs/a"}, _INT], "$defs": {"a": {"items": {"$ref": "#"}, "type": "array"}}},
 ]  # fmt: skip
 
@@ -289,30 +275,21 @@ REFUSED: list[tuple[Any, str]] = [
     ({"pattern": "^$a$"}, "at #: pattern: lookarounds not supported"),
     ({"pattern": 3}, "pattern"),
     ({"format": "regex"}, "Unknown format: regex"),
-    ({"format": "idn-email"}, "idn-email"),
     ({"type": "array", "minItems": 2, "maxItems": 1}, "minItems"),
-    ({"type": "array", "minItems": -1}, "minItems"),
     ({"type": "array", "items": False, "minItems": 1}, "required item is unsatisfiable"),
-    ({"type": "integer", "minimum": "3"}, "minimum"),
     ({"type": "integer", "minimum": 3.2, "maximum": 3.8}, "no integer"),
     ({"type": "number", "minimum": 3, "exclusiveMaximum": 3}, "exclusiveMaximum"),
     ({"type": "integer", "minimum": 10**30, "maximum": 10**29}, "#: minimum: numbers beyond 2^53"),
-    ({"enum": [1], "minimum": 5}, "minimum"),
     ({"type": "string", "minLength": "a"}, "minLength"),
     ({"type": "string", "minLength": 5, "maxLength": 2}, "minLength"),
     (obj(properties=[]), "properties"),
     (obj(properties={"a": False}, required=["a"]), "'a' is unsatisfiable"),
-    (obj(properties={"a": {"anyOf": [{"not": {}}]}}), "'not' at #/properties/a/anyOf/0"),
     ({"$ref": "#/$defs/a"}, "does not exist"),
     ({"$ref": "https://localhost:1/x"}, "https://localhost:1/x"),
     ({"oneOf": [{"const": 1}, {"type": "string"}, _INT]}, "'oneOf' at #"),
-    ({"oneOf": [_INT, {"type": "number"}]}, "'oneOf' at #"),
-    ({"oneOf": [{"const": "a"}, {"type": "string"}]}, "'oneOf' at #"),
-    ({"oneOf": [{"const": 1}, {"enum": [2, 1]}]}, "'oneOf' at #"),
     ({"oneOf": [obj(properties={"a": _INT}), obj(properties={"b": _INT})]}, "'oneOf' at #"),
     ({"type": "string", "allOf": [obj(properties={"a": _INT})]}, "incompatible types"),
     ({"enum": []}, "empty"),
-    ({"enum": [1], "type": "string"}, "incompatible types"),
     ({"enum": ["a"], "pattern": "^b$"}, "exclude each other"),
     ({"const": {"a": 1}, "required": ["b"]}, "'b' is unsatisfiable"),
     ({"type": "nonsense"}, "nonsense"),
@@ -329,7 +306,6 @@ REFUSED: list[tuple[Any, str]] = [
     ({"pattern": "^a{99999999999}$"}, "#: pattern: decimal literal invalid"),
     ('{"const": 1e400}', "the number 1e400 is larger than"),
     ({"items": {"type": "array", "uniqueItems": True}}, "'uniqueItems' at #/items"),
-    ({"not": {}}, "'not' at #"),
     ({"if": {"type": "string"}, "then": {"maxLength": 3}}, "'if' at #"),
     (False, "false"),
     (7, "7"),

@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Any, Literal, NewType
 
 import pytest
+from test_json_schema import accepts
 from turn_shapes import SHAPES
 
 import llamabranch as lb
@@ -40,15 +41,6 @@ def tools(properties: Any, choice: Any, form: TurnFormat | None = None, **more: 
     return Tools([{"type": "function", "function": f} for f in (good, odd)], choice, form)
 
 
-def takes(model: lb.Model, grammar: lb.Grammar, text: str) -> bool:
-    state = grammar.start(model)
-    for token in model.tokenize(text, add_special=False):
-        if not state.allows(token):
-            return False
-        state.accept(token)
-    return state.allows(next(iter(model.eog_tokens)))
-
-
 @pytest.mark.parametrize("choice", ["auto", "required", {"function": {"name": "odd"}}])
 @pytest.mark.parametrize("name", ODD)
 def test_a_schema_that_is_refused_leaves_the_arguments_free(
@@ -61,11 +53,11 @@ def test_a_schema_that_is_refused_leaves_the_arguments_free(
         grammar = turn_grammar(toy, given)
     assert [*given.unchecked] == ["odd"]
     for arguments in ("{}", '{"b": [1]}', '{"a": null, "\\u00e9": "x"}'):
-        assert takes(toy, grammar, f'{{"name": "odd", "arguments": {arguments}}}')
-    assert not takes(toy, grammar, '{"name": "odd", "arguments": [1]}') or choice == "auto"
+        assert accepts(toy, grammar, f'{{"name": "odd", "arguments": {arguments}}}')
+    assert not accepts(toy, grammar, '{"name": "odd", "arguments": [1]}') or choice == "auto"
     if choice == "required":
-        assert takes(toy, grammar, '{"name": "good", "arguments": {"n": 1}}')
-        assert not takes(toy, grammar, '{"name": "good", "arguments": {"n": "x"}}')
+        assert accepts(toy, grammar, '{"name": "good", "arguments": {"n": 1}}')
+        assert not accepts(toy, grammar, '{"name": "good", "arguments": {"n": "x"}}')
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
@@ -83,7 +75,7 @@ def test_free_arguments_keep_their_names_in_every_form(shape: str, toy: lb.Model
     )
     with pytest.warns(GrammarWarning):
         grammar = turn_grammar(toy, given)
-    assert takes(toy, grammar, form.write([ToolCall("odd", {"a": "/x", "n": 1})]))
+    assert accepts(toy, grammar, form.write([ToolCall("odd", {"a": "/x", "n": 1})]))
 
 
 class Colour(Enum):
@@ -112,7 +104,7 @@ def test_sets_are_parameters_as_they_are_schemas(
         turns, alone = turn_grammar(toy, given), lb.Grammar.from_json_schema(kind)
     for items, is_right in ((values, True), (others, False)):
         text = json.dumps({"name": "f", "arguments": {"x": items}})
-        assert takes(toy, turns, text) == takes(toy, alone, json.dumps(items)) == is_right
+        assert accepts(toy, turns, text) == accepts(toy, alone, json.dumps(items)) == is_right
 
 
 def test_chat_tells_which_tool_is_free(stage: lb.Context) -> None:
@@ -138,7 +130,7 @@ def test_a_schema_of_any_dialect_is_read(dialect: object, toy: lb.Model) -> None
     }
     for schema, text in ((inner, '{"a": 1}'), ({"type": "array", "items": inner}, '[{"a": 1}]')):
         grammar = lb.Grammar.from_json_schema(schema)
-        assert takes(toy, grammar, text) and not takes(toy, grammar, text.replace("1", "2"))
+        assert accepts(toy, grammar, text) and not accepts(toy, grammar, text.replace("1", "2"))
 
 
 Name = NewType("Name", str)
@@ -158,7 +150,7 @@ class Person:
 )  # fmt: skip
 def test_new_types_are_schemas(kind: Any, text: str, value: object, toy: lb.Model) -> None:
     grammar = lb.Grammar.from_json_schema(kind)
-    assert takes(toy, grammar, text) and not takes(toy, grammar, "1")
+    assert accepts(toy, grammar, text) and not accepts(toy, grammar, "1")
     assert grammar.parse(text) == value
 
 

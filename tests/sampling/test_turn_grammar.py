@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import toys
-from llama_cpp import llama_cpp as C
 from turn_shapes import CHANGING, SHAPES
 
 import llamabranch as lb
@@ -235,22 +234,3 @@ def test_free_text_may_hold_what_an_opening_begins_with(tmp_path: Path) -> None:
         assert fits(model, grammar, "<|open|>mull<|sep|>Hm.<|shut|>Well, < or <|open|>d?<|sep|>.")
         assert fits(model, grammar, "Well.\n" + form.write(ONE))
         assert not fits(model, grammar, form.write([ToolCall("seek", {"text": "x"})]))
-
-
-def test_the_vocabulary_is_searched_for_control_tokens_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A vocabulary has 150,000 tokens or more, and each request with tools looked at all of them."""
-    read: list[int] = []
-    attr = C.llama_vocab_get_attr
-
-    def counted(vocab: object, token: int) -> int:
-        read.append(token)
-        return int(attr(vocab, token))
-
-    monkeypatch.setattr(C, "llama_vocab_get_attr", counted)
-    with lb.Model(toys.write_toy(tmp_path / "toy.gguf", vocab="bytes")) as model:
-        tools = Tools(TOOLS, "auto", TurnFormat.of(SHAPES["tags around JSON"]))
-        for _ in range(2):
-            turn_grammar(model, tools)
-            assert len(read) == model.n_vocab

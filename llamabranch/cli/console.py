@@ -16,7 +16,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
-import msgspec
 from rich.color import ColorSystem
 from rich.console import Console as RichConsole
 from rich.console import JustifyMethod, RenderableType
@@ -227,7 +226,15 @@ def leave_standard_output() -> None:
 
 def json_text(value: object) -> str:
     """Return a value as JSON in ASCII; nan and infinity, which JSON does not have, become null."""
-    return json.dumps(msgspec.json.decode(msgspec.json.encode(value)))
+
+    def finite(part: object) -> object:
+        if isinstance(part, float):
+            return part if math.isfinite(part) else None
+        if isinstance(part, Mapping):
+            return {str(key): finite(inner) for key, inner in part.items()}
+        return [finite(inner) for inner in part] if isinstance(part, (list, tuple)) else part
+
+    return json.dumps(finite(value))
 
 
 # -- numbers as text, the same in all tables -----------------------------------------------------------

@@ -429,7 +429,7 @@ def test_a_copying_drafter_is_always_asked_and_tried_again_where_its_copies_were
 def test_no_copied_draft_is_far_longer_than_those_that_have_a_time() -> None:
     length = auto_length(32, drafter=lb.SuffixDrafter())
     length.learn([PLAIN], 1, 1.0, 3)
-    lengths = []
+    lengths = list[int]()
     while 32 not in lengths and len(lengths) < 10:
         lengths.append(copies(length, 32))
         take(length, lengths[-1], lengths[-1], slope=0.01)

@@ -133,7 +133,7 @@ _of_contexts: weakref.WeakKeyDictionary[Context, _Learned] = weakref.WeakKeyDict
 class AutoLength(DraftLength):
     """The length with the highest throughput, by what was measured.
 
-    A draft goes on while the probability that all of it is accepted is larger than the tokens that
+    A draft continues while the probability that all of it is accepted is larger than the tokens that
     other rounds bring in the time of one more drafted token. A drafter that brings less than 3 %
     over plain steps is turned off, and tried with one token after longer and longer pauses. A
     drafter that costs next to nothing is always asked, and drafts where acceptance is likely enough.
@@ -193,8 +193,9 @@ class AutoLength(DraftLength):
         self._reach = reach
         if self._is_trial:
             return n_drafted == 0
-        if record.n_drafts < _WARM_UP:
-            return n_drafted < _WARM_UP_K
+        is_short = n_drafted < _WARM_UP_K
+        if record.n_drafts < _WARM_UP and (is_short or not self._is_free(record)):
+            return is_short
         cost = learned.n_sequences * (record.step + record.verify)
         is_known = n_drafted < 2 * record.longest + 1  # longer ones may cost more
         return is_known and reach > max(1.0, learned.speed.value) * cost

@@ -38,12 +38,12 @@ COMMANDS = {
     "models": "List the known models, download one, or show what a file is.",
     "doctor": "Report what is installed on which machine, test it, and advise.",
 }
-# Short forms: what stands for them if a command has the first option of it. What follows --prompts are
-# prompts anyway, and --auto-regressive is the name used in papers.
+# Short forms: the option that a command must have for them, and the arguments that they stand for.
+# What follows --prompts are prompts anyway, and --auto-regressive is the name used in papers.
 _SHORT = {
-    "--exact": ("-S", "exact=true"),
-    "--auto-regressive": ("--draft", "none"),
-    "--prompts": (),
+    "--exact": ("-S", ["-S", "exact=true"]),
+    "--auto-regressive": ("--draft", ["--draft", "none"]),
+    "--prompts": ("--prompts", []),
 }
 
 
@@ -63,9 +63,8 @@ class Command(TyperCommand):
         for i, word in enumerate(args):
             if word == "--":
                 return super().parse_args(ctx, words + args[i:])
-            dashed = word.replace("_", "-")
-            long = _SHORT.get(dashed, (word,))
-            words += long if {*long[:1]} <= names and dashed in _SHORT else [word]
+            needed, long = _SHORT.get(word.replace("_", "-"), ("", []))
+            words += long if needed in names else [word]
         return super().parse_args(ctx, words)
 
 

@@ -102,7 +102,7 @@ def _settings(given: Given) -> Iterator[tuple[str, Given]]:
     if given.flash_attn == "auto":
         varied["flash_attn"] = ["1", "0"]
     if "kv_type" not in is_set:
-        varied["kv_type"] = ["f16"] + ["bf16"] * ("AVX512_BF16" in machine.features)
+        varied["kv_type"] = ["f16", "bf16"] if "AVX512_BF16" in machine.features else ["f16"]
     if not given.threads:
         varied["threads"] = sorted({machine.cores, machine.cores // 2 or 1}, reverse=True)
     for values in product(*varied.values()):

@@ -72,7 +72,7 @@ class ChatSession:
     def __init__(self, chat: lb.Chat, console: Console) -> None:
         self.chat, self._console = chat, console
         self._has_quit = self.has_failed = False
-        self.is_typed = sys.stdin.isatty()
+        self.is_typed = sys.stdin is not None and sys.stdin.isatty()
         chat.set(on_prompt_progress=console.reading)
 
     # -- turns -------------------------------------------------------------------------------------
@@ -94,7 +94,8 @@ class ChatSession:
                 try:
                     self.take(input(_PROMPT if self.is_typed and sys.stdout.isatty() else ""))
                 except EOFError:
-                    self._console.write("\n" * self.is_typed)
+                    if self.is_typed:
+                        self._console.line()
                     return
                 except KeyboardInterrupt:
                     if not self.is_typed:
@@ -273,7 +274,8 @@ def chat(
         session.show_last()
     if prompt is not None:
         session.take(prompt)
-    session.run()
+    if sys.stdin is not None:  # None means that it was closed when the process started
+        session.run()
     talk = session.chat
     console.answer(
         {

@@ -135,6 +135,8 @@ def _show_link(loom: Loom, url: str, console: Console, *, browser: bool) -> None
 
 def _reads_terminal() -> bool:
     """Return whether standard input may be read; in the background this would stop the program."""
+    if sys.stdin is None:  # it was closed when the process started
+        return False
     with suppress(OSError, ValueError):
         if sys.platform != "win32" and sys.stdin.isatty():
             return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()

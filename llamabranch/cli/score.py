@@ -114,7 +114,9 @@ def _record(ctx: lb.Context, text: str, scores: list[lb.context.TokenScore]) -> 
     tokens = [
         {
             **named(score.token),
-            **{name: getattr(score, name) for name in ("logprob", "rank", "entropy")},
+            "logprob": score.logprob,
+            "rank": score.rank,
+            "entropy": score.entropy,
             "top": [{**named(token), "logprob": p} for token, p in score.alternatives],
         }
         for score in scores

@@ -59,6 +59,22 @@ def test_closed_stream_is_an_error_in_one_line(
     assert first == f"error: {message}" and hint.startswith("hint: ")
 
 
+@pytest.mark.skipif(os.name == "nt", reason="closes descriptors as POSIX has them")
+def test_chat_and_page_need_no_standard_input(tmp_path: Path) -> None:
+    options: Any = {"preexec_fn": lambda: os.close(0), "stdin": None}
+    said = run("chat", "-p", "Hi", "-S", "chat_template=chatml", "-n", "2", *MODEL, **options)
+    assert said.returncode == 0 and "error" not in said.stderr, said.stderr
+    file = str(tmp_path / "page.loom.jsonl")
+    page = [*COMMAND, "open", *MODEL, "--file", file, "--json", "--port", "0", "--no-browser"]
+    with subprocess.Popen(
+        page, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    ) as opened:
+        assert opened.stdout is not None and opened.stderr is not None
+        line = opened.stdout.readline()
+        opened.terminate()
+        assert "link" in line, opened.stderr.read()
+
+
 def test_standard_input_that_is_not_utf8_is_wrong_usage() -> None:
     done = run("speculate", "-", input=b"a\xffb", text=False)
     assert done.returncode == 2

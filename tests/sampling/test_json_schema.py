@@ -353,6 +353,31 @@ def test_schema_of_any_depth_is_a_grammar_or_an_error(key: str) -> None:
             Grammar.from_json_schema(_nested(key, depth))
 
 
+@pytest.mark.parametrize("base", ["", "https://example.org/chain"])
+@pytest.mark.parametrize(
+    "link",
+    [
+        "REF", '{"anyOf": [REF, {"type": "null"}]}', '{"type": "array", "items": REF}',
+        '{"type": "array", "prefixItems": [REF], "minItems": 1}', '{"properties": {"a": REF}}',
+        '{"additionalProperties": REF}', '{"patternProperties": {"^a": REF}}',
+        '{"properties": {"a": REF}, "required": ["a"]}', '{"allOf": [REF, {"type": "object"}]}',
+    ],
+)  # fmt: skip
+def test_schemas_that_refer_to_one_another_are_a_grammar_or_an_error(link: str, base: str) -> None:
+    """llguidance enters them one inside the other: a chain that is too long would end the process."""
+
+    def chain(n: int) -> str:
+        references = [f'{{"$ref": "{base}#/$defs/d{i}"}}' for i in range(n + 1)]
+        links = [f'"d{i}": {link.replace("REF", references[i + 1])}' for i in range(n)]
+        defs = ", ".join([*links, f'"d{n}": {{"type": "object"}}'])
+        return f'{{"$id": "{base}", "$ref": "{base}#/$defs/d0", "$defs": {{{defs}}}}}'
+
+    Grammar.from_json_schema(chain(100))
+    for n in (700, 3000):
+        with pytest.raises(GrammarError, match="too deep"):
+            Grammar.from_json_schema(chain(n))
+
+
 # -- in the manner of real ones --------------------------------------------------------------------
 
 

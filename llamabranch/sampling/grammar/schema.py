@@ -57,6 +57,7 @@ _PATTERNS = {
     "iso-time": f"^{_TIME}{_OFFSET}$",
 }
 _MOST_S = 2.0  # for finding the part of a schema that is refused
+_MOST_DEPTH = 600  # schemas inside one another; 1,500 fit into 8 MB of stack
 _MOST_NAMES = 100_000  # names that are added to close objects
 _MOST_MULTIPLE = 100_000  # remainders, each a state of the grammar; this many take 1.5 s and 50 MB
 
@@ -155,6 +156,7 @@ def parse(source: str) -> Schema:
     if not isinstance(schema, dict):
         raise GrammarError(f"a JSON schema is an object, not {schema!r:.40}", hint=TAKEN)
     schema.pop("x-guidance", None)
+    _depth(schema, schema, {})
     units: set[int] = set()
     for path, part in [*_walk(schema)]:
         try:
@@ -254,22 +256,46 @@ def pointed(reference: object, document: object) -> object:
     return value
 
 
+def _within(part: Schema) -> Iterator[tuple[str, Schema]]:
+    """Yield the schemas directly inside a schema, each with its place in it."""
+    for name, value in part.items():
+        inner: Iterable[tuple[object, object]] = [(name, value)]
+        at = ""
+        if isinstance(value, list) or (isinstance(value, dict) and name in _MAPS):
+            inner = value.items() if isinstance(value, dict) else enumerate(value)
+            at = f"{name}/"
+        for key, schema in inner:
+            if isinstance(schema, dict) and name not in _VALUES:
+                yield at + str(key).replace("~", "~0").replace("/", "~1"), schema
+
+
 def _walk(document: Schema) -> Iterator[tuple[str, Schema]]:
     """Yield a schema and all schemas in it, each with its JSON pointer."""
     todo = [("#", document)]
     while todo:
         path, part = todo.pop()
         yield path, part
-        for name, value in part.items():
-            inner: Iterable[tuple[object, object]] = [(name, value)]
-            at = path
-            if isinstance(value, list) or (isinstance(value, dict) and name in _MAPS):
-                inner = value.items() if isinstance(value, dict) else enumerate(value)
-                at = f"{path}/{name}"
-            for key, schema in inner:
-                if isinstance(schema, dict) and name not in _VALUES:
-                    step = str(key).replace("~", "~0").replace("/", "~1")
-                    todo.append((f"{at}/{step}", schema))
+        todo += [(f"{path}/{at}", inner) for at, inner in _within(part)]
+
+
+def _depth(part: Schema, document: Schema, known: dict[int, int], level: int = 1) -> int:
+    """Return the length of the longest chain of schemas, each inside the one before or referred to by it.
+
+    llguidance enters them one inside the other, and would end the process where its stack ends.
+    """
+    if id(part) not in known:
+        known[id(part)] = 0  # until it has been left: a schema may contain itself
+        below = [schema for _, schema in _within(part)]
+        place = str(part.get("$ref", "")).partition("#")
+        if isinstance(target := pointed("".join(place[1:]), document), dict):
+            below.append(target)
+        depth = 0
+        for schema in below if level <= _MOST_DEPTH else ():
+            depth = max(depth, _depth(schema, document, known, level + 1))
+        known[id(part)] = 1 + depth
+    if level + known[id(part)] > _MOST_DEPTH:
+        raise GrammarError("the JSON schema is nested too deep")
+    return known[id(part)]
 
 
 def place(schema: Schema, reason: str, refusal: Callable[[Schema], str]) -> tuple[str, str]:

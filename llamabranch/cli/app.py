@@ -38,8 +38,8 @@ COMMANDS = {
     "models": "List the known models, download one, or show what a file is.",
     "doctor": "Report what is installed on which machine, test it, and advise.",
 }
-# Short forms: what stands for them if a command has the first option of it. What follows --prompts are
-# prompts anyway, and --auto-regressive is the name used in papers.
+# Short forms, each with the arguments that replace it if the command has the first of these.
+# Arguments after --prompts are prompts anyway; --auto-regressive is the name used in papers.
 _SHORT = {
     "--exact": ("-S", "exact=true"),
     "--auto-regressive": ("--draft", "none"),

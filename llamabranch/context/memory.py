@@ -152,7 +152,7 @@ class Memory:
         self.disorders = 0
         self.handle = handle
 
-    # -- what is written ---------------------------------------------------------------------------
+    # -- writing -----------------------------------------------------------------------------------
 
     def arranged(self, seqs: Sequence[int]) -> list[int] | None:
         """Return the order in which llama.cpp can decode these sequences; None = as they are."""

@@ -244,7 +244,7 @@ class Node:
 
 @dataclass(slots=True)
 class Action:
-    """What can be undone: (node, attribute, old value, new value)."""
+    """A change that can be undone: (node, attribute, old value, new value)."""
 
     r: int
     op: str

@@ -428,7 +428,7 @@ class Model:
         """Return which kind of head a file contains, without loading it.
 
         "eagle3": it is an EAGLE-3 head. "mtp": it has a model and MTP layers that draft for it.
-        "mtp-only": it has only MTP layers, which draft for a model in another file. "": none of these, or
+        "mtp-only": it has only MTP layers, which draft for a model in another file. "": no head, or
         MTP layers that llama.cpp does not support.
 
         Raises:
@@ -440,8 +440,8 @@ class Model:
         """Return why ``head`` cannot draft for this model with its hidden states; "" if it can.
 
         ``head`` is an EAGLE-3 head or a model with MTP layers, which may be this model or a file of its
-        own. One cannot find out whether a head was trained for this very model. A head for another model
-        of the same shape works, but few of its drafts are accepted.
+        own. One cannot tell whether a head was trained for this very model. A head for another
+        model of the same shape works, but few of its drafts are accepted.
         """
         if head.architecture == "eagle3":
             return pairs.why_no_eagle(head, self)

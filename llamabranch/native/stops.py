@@ -12,7 +12,7 @@ __all__ = ["Stops"]
 class Stops:
     """Sets the flag that llama.cpp reads while it decodes.
 
-    ``stop`` stops whatever is decoded. ``stop_thread`` stops only what one thread decodes. A stop
+    ``stop`` stops any decode. ``stop_thread`` stops only the decodes of one thread. A stop
     lasts until it has stopped one decode, or until it is withdrawn.
 
     Attributes:

@@ -596,7 +596,7 @@ class AgentPath:
         self._add(prompt)
 
     async def _answer_typed(self, grammar: Grammar) -> None:
-        """Ask for the answer as JSON, and once more if the type refuses it."""
+        """Ask for the answer as JSON, and ask again if the type refuses it."""
         shows = self._agent.show_schema
         question = asking(json.loads(grammar.source)) if shows else _AS_JSON
         for _ in range(2):

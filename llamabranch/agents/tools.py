@@ -184,8 +184,8 @@ def _checker(function: Callable[..., object]) -> Callable[[object], dict[str, ob
 def text_of(value: object, *, is_heard: Callable[[], bool] = lambda: True) -> str:
     """Return a function's result as text: text as it is, everything else as JSON.
 
-    Half a surrogate pair, which is no text, becomes a question mark. A generator becomes a list; it is
-    closed as soon as ``is_heard`` returns False.
+    Half a surrogate pair, which is not text, becomes a question mark. A generator becomes a list;
+    it is closed as soon as ``is_heard`` returns False.
 
     Raises:
         TypeError: it has no JSON.

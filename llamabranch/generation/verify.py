@@ -187,7 +187,7 @@ def seeded_rule(drafted: Sequence[int], draw: Callable[[int], int]) -> Acceptanc
 
 
 def rule_name(rule: Rule) -> str:
-    """Return the name of a rule; "function" for one that is given as a function."""
+    """Return the name of a rule; "function" for a rule that is a function."""
     return rule if isinstance(rule, str) else "function"
 
 

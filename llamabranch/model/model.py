@@ -49,8 +49,8 @@ class Model:
         ModelLoadError: the file does not exist, is not a GGUF, or llama.cpp cannot run it.
         UnsupportedError: ``load_mtp`` is set, and this llama.cpp cannot compute the MTP layers. Or
             ``extra_buffers=True``, and llama.cpp's AMX kernels crash.
-        ConfigError: an invalid ``extra_buffers`` or ``chat_template``, or ``n_gpu_layers`` is no 32-bit
-            integer.
+        ConfigError: an invalid ``extra_buffers`` or ``chat_template``, or ``n_gpu_layers`` is not a
+            32-bit integer.
 
     Attributes:
         path, name: path of the file; its name without the suffix.
@@ -618,7 +618,7 @@ class Model:
 
 
 def token_piece(model: Model, token: int) -> str | list[int] | dict[str, str]:
-    """Return a token's text, its bytes if they are no text, or ``{"c": name}`` of a control token."""
+    """Return a token's text, its bytes if that fails, or ``{"c": name}`` of a control token."""
     piece = model.piece(token)
     if not piece:
         return {"c": model.detokenize([token], special=True) or f"[{token}]"}

@@ -92,7 +92,7 @@ class TurnEvent(NamedTuple):
 
 
 class TurnSpan(NamedTuple):
-    """A stretch of a turn's text that is no content.
+    """A stretch of a turn's text that is not content.
 
     Attributes:
         kind: "thought" or "call", tags included.
@@ -436,7 +436,7 @@ class TurnReader:
 
         Args:
             is_cut: whether the text ends before its model ended it. Then the beginning of a tag or of a
-                call at its end is no content.
+                call at its end is not content.
         """
         events: list[TurnEvent] = []
         if is_cut and self._is_begun_call(self._buffer):

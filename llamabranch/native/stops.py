@@ -71,7 +71,7 @@ class Stops:
                 self._update()
 
     def note_stopped(self) -> None:
-        """Note that a decode of this thread was stopped: one of the stops has done its work."""
+        """Note that a decode of this thread was stopped: one of the stops has taken effect."""
         thread = get_ident()
         with self._lock:
             key = next((k for k, other in self._threads.items() if other == thread), None)

@@ -44,7 +44,7 @@ class TurnPieces:
     Args:
         tools: the functions that the text may call.
         salt: see `TurnReader`.
-        begun: the beginning of the answer, which is no part of the text.
+        begun: the beginning of the answer, which is not part of the text.
         eager: see `TurnReader`.
     """
 

@@ -479,7 +479,7 @@ class Job:
 
     @property
     def wants_rows(self) -> bool:
-        """True while tokens of the prompt are to be scored: their logits are needed."""
+        """True while tokens of the prompt must be scored, because that needs their logits."""
         has_scores = self.request.prompt_logprobs is not None
         return has_scores and len(self.scores) < self.n_prompt
 

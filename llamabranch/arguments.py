@@ -63,17 +63,17 @@ def whole(name: str, value: object, low: int | None = None, high: int | None = N
 
 
 def path_text(path: str | Path) -> str:
-    """Return a path as text that can be encoded; bytes of its name that are no UTF-8 become U+FFFD."""
+    """Return a path as text that can be encoded; bytes that are not UTF-8 become U+FFFD."""
     return os.fsencode(path).decode("utf-8", "replace")
 
 
 def figure(value: float, digits: int = 3) -> str:
-    """Return a number with so many digits, and with all those before the point."""
+    """Return a number with that many digits, but never drop digits before the point."""
     return f"{value:.{digits}g}" if abs(value) < 10**digits else f"{value:,.0f}"
 
 
 def token_key(name: str, key: object) -> int:
-    """Return the token id that a key of a JSON object is, which is text as a rule."""
+    """Return a key of a JSON object, which is usually text, as a token id."""
     if not re.fullmatch(r"-?[0-9]{1,300}", text := str(key)):
         raise ConfigError(f"a key of {name} must be a token id, not {key!r:.60}")
     return int(text)

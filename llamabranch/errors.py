@@ -46,7 +46,7 @@ class LlamaBranchError(Exception):
 
 
 def said(error: BaseException) -> str:
-    """Return what an exception says; "" if it cannot say it."""
+    """Return the message of an exception; "" if it has none that can be read."""
     try:
         text = str(getattr(error, "message", error))
         return text.encode("utf-8", "replace").decode()
@@ -55,7 +55,7 @@ def said(error: BaseException) -> str:
 
 
 def told(error: BaseException) -> str:
-    """Return what an exception says, after the name of its type if the text alone says nothing.
+    """Return the message of an exception, after the name of its type if it is unclear alone.
 
     For example "KeyError: 12345". A `ToolError` is written for its reader.
     """
@@ -200,7 +200,7 @@ class ToolError(LlamaBranchError):
 
 
 class UnsupportedError(LlamaBranchError):
-    """This model, memory type or build cannot do what was asked."""
+    """This model, memory type or build does not support the call."""
 
 
 class VocabularyMismatchError(LlamaBranchError):
@@ -237,7 +237,7 @@ _thread = threading.local()  # ``caller``: the line that started a thread of thi
 
 
 def _caller() -> _Place:
-    """Return the line outside this package that made the call, or for whom this thread works."""
+    """Return the line outside this package that made the call, or that started this thread."""
     frame, ours = sys._getframe(), sys._getframe()
     while frame.f_code.co_filename.startswith(_PACKAGE) or _is_between(frame):
         ours = ours if _is_between(frame) else frame

@@ -12,7 +12,7 @@ SOURCES = {
 
 
 def visible(text: str) -> str:
-    """Return the text with invisible characters, and those that change the direction, as codes."""
+    """Return the text with invisible and direction-changing characters as codes."""
     return "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in text)
 
 

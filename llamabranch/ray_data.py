@@ -32,8 +32,8 @@ class Generate:
     The columns ``prompt``, ``messages``, ``max_tokens``, ``stop``, ``seed``, ``grammar``,
     ``json_schema``, ``regex`` and ``choice`` of a row are fields of `Request.from_json`; ``prompt`` or
     ``messages`` is needed. Each row gets the columns ``text``, ``tokens``, ``finish_reason``,
-    ``text_seed``, ``n_prompt_tokens`` and ``error``. A row that no request can be made of, or whose text
-    fails, has ``finish_reason`` "error" and its reason in ``error``.
+    ``text_seed``, ``n_prompt_tokens`` and ``error``. A row that is not a valid request, or whose
+    text fails, has ``finish_reason`` "error" and its reason in ``error``.
 
     A row without a seed gets one from ``seed`` and its id. So in an exact context
     (``load={"exact": True}``) the text of a row depends on neither its batch nor its actor.

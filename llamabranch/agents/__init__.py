@@ -3,7 +3,7 @@
 agent.py     an agent's settings, and the four ways to run it
 run.py       one run: its paths, their turns, calls, results and limits
 tools.py     a function, an agent or the fork as a tool: its schema, its arguments, its result
-turns.py     prompts: what follows an agent's own tokens; the grammars of its turns
+turns.py     the prompts and the grammars of an agent's turns
 report.py    steps and reports
 threads.py   runs functions and event loops in threads of their own
 """

@@ -72,15 +72,15 @@ class Agent(Settings, Generic[T]):
         max_turns: the most turns of a task. The last one has no calls.
         max_tokens: the most tokens of a task, of all turns together.
         max_seconds: the most seconds of a task; None = no limit. The text written so far is kept.
-        tool_seconds: the most seconds of a function. If it takes longer, the model is told so; its thread
-            cannot be stopped and continues.
+        tool_seconds: the most seconds of a function. If it takes longer, the model reads an
+            error. The function's thread cannot be stopped and continues.
         result_tokens: the most tokens of a result that the model reads. A longer result is cut in its
             middle: the model reads three quarters of this from its beginning, and the rest from its end.
         think: False = the model does not think before it answers; True = it does; a number = the most
             tokens of a thought; None = the default of its template.
         forks: offer the model a function ``fork(tasks)``: copies of the agent continue from everything
             that it has read and do one task each, and it gets their answers.
-        tell: exceptions, besides ToolError, whose text the model is told. Any other exception of a
+        tell: exceptions, besides ToolError, whose text the model reads. Any other exception of a
             function ends the agent.
         repeats: how often the same call may be repeated.
         sampling: settings. Without a seed each run has a random one.
@@ -292,7 +292,7 @@ async def conduct(
 
     Args:
         agent, task, n, after: as for `Agent.run`.
-        listen: gets all steps, texts in pieces; None = nobody.
+        listen: called with each step; texts come in pieces. None = report no steps.
 
     Raises:
         LlamaBranchError: see `Agent.run`.

@@ -74,8 +74,8 @@ class AgentStats:
     Attributes:
         evaluated: prompt tokens that were processed.
         cached: prompt tokens that were in the cache already.
-        reread: how many of ``evaluated`` had been processed or generated before, because others needed
-            their cells meanwhile, or because the template now writes them differently.
+        reread: how many of ``evaluated`` had been processed or generated before. Others have
+            needed their cells since, or the template now writes them differently.
         generated: tokens that were generated.
         preemptions: how often a turn lost its cells while it ran, and was processed again.
         seconds: from the beginning of the run to its end.
@@ -104,8 +104,8 @@ class Report(Generic[T]):
         text: the answer; with ``output`` its JSON.
         finish_reason: "stop"; "length": ``max_tokens``; "turns": ``max_turns``; "time": ``max_seconds``;
             "capacity": the context is full; "cancelled"; "error".
-        limit: the limit that made this turn the last one, so that the agent was told not to call again:
-            "turns", "length", "capacity", or "repeats" if it had only repeated calls for three turns.
+        limit: the limit that made this turn the last one, in which the agent must not call:
+            "turns", "length", "capacity", or "repeats" if it only repeated calls for three turns.
             None if the agent ended by itself.
         error: the error that ended it, if any. If a tool raised an exception, it is a `ToolError` whose
             ``__cause__`` is that exception.
@@ -141,7 +141,7 @@ class Report(Generic[T]):
         """The answer as an instance of the agent's ``output``; None without one.
 
         Raises:
-            ParseError: there is no such answer: ``finish_reason`` tells why, or the type refuses it.
+            ParseError: there is no answer (``finish_reason`` says why), or the type refuses it.
         """
         if self.grammar is None:
             return cast(T, None)

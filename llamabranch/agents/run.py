@@ -109,7 +109,7 @@ class Session:
 
     @property
     def streams(self) -> bool:
-        """Whether texts are told in pieces, as they are written."""
+        """Whether texts are reported in pieces, while they are written."""
         return self.listen is not None
 
     def tell(self, step: Step, *, is_piece: bool = False) -> None:
@@ -181,7 +181,7 @@ class AgentPath:
         self._exact = True
 
     async def run(self, session: Session) -> Report:
-        """Run it to its end; what a user's code raises ends only this path, with reason "error"."""
+        """Run to the end. If the user's code raises, only this path ends, with "error"."""
         self._session, self._begun = session, perf_counter()
         session.stats[self._name] = self._stats
         error: LlamaBranchError | None = None
@@ -265,14 +265,14 @@ class AgentPath:
         await self._answer_last()
 
     async def _answer_last(self) -> None:
-        """Let the model write the last turn, and see to it that no call counts as the answer.
+        """Let the model write the last turn, and make sure that no call counts as the answer.
 
-        No grammar prevents calls: it would bend one into an answer that looks like a call. If the model
-        calls although it was told not to, it is asked once more, in a prompt without the functions, as
+        No grammar forbids calls, because it would bend a call into an answer that looks like one.
+        If the model calls anyway, it writes the turn again, with a prompt without the functions, as
         for ``tool_choice="none"``. A first turn has that prompt at once.
 
         Raises:
-            _Ended: it calls in that prompt too.
+            _Ended: the model calls with that prompt too.
         """
         for has_tools in (True, False) if self._turn else (False,):
             if not has_tools:
@@ -288,7 +288,7 @@ class AgentPath:
     async def _write(
         self, grammar: Grammar | None, tools: Tools | None, think: ThinkingChoice
     ) -> Turn:
-        """Let the model write a turn, and tell what it wrote.
+        """Let the model write a turn, and report its parts.
 
         Args:
             grammar: the grammar of the turn.
@@ -340,7 +340,7 @@ class AgentPath:
     async def _generate(
         self, grammar: Grammar | None, reader: TurnReader | None, thinking: Thinking | None
     ) -> tuple[Result, float]:
-        """Continue the tokens, and return what was generated and the seconds it took."""
+        """Continue the tokens; return the result and the seconds that it took."""
         session, prompt, n_cells = self._session, self._tokens, self._context.n_ctx_seq
         if len(prompt) >= n_cells:
             raise _Ended("capacity", CacheFullError.of_prompt(len(prompt), n_cells))
@@ -379,7 +379,7 @@ class AgentPath:
         return result, perf_counter() - begun
 
     def _tell_event(self, event: Event, reader: TurnReader | None) -> None:
-        """Tell the piece of a text that an event has."""
+        """Report the piece of text in an event."""
         produced = event.emitted
         if event.is_thought:
             if event.thought:
@@ -449,7 +449,7 @@ class AgentPath:
         """Make one call, and return its result.
 
         Raises:
-            _Raised: the function raised an exception that the model is not told.
+            _Raised: the function raised an exception that the model does not see.
         """
         begun, error = perf_counter(), ""
         try:
@@ -564,7 +564,7 @@ class AgentPath:
             raise Refused(f"{name} has no answer: {why}")
         return f"no answer: {why}"
 
-    # -- what follows --------------------------------------------------------------------------------
+    # -- the next turn -----------------------------------------------------------------------------
 
     def _continue(self, calls: Sequence[ToolCall], results: Sequence[Step]) -> None:
         """Add the results of calls to the conversation, and begin the next turn."""
@@ -596,7 +596,7 @@ class AgentPath:
         self._add(prompt)
 
     async def _answer_typed(self, grammar: Grammar) -> None:
-        """Ask for the answer as JSON, and once more if the type refuses it."""
+        """Ask for the answer as JSON, and ask again if the type refuses it."""
         shows = self._agent.show_schema
         question = asking(json.loads(grammar.source)) if shows else _AS_JSON
         for _ in range(2):

@@ -39,7 +39,7 @@ _TOLD = 300  # characters of the reason for which arguments were refused
 
 
 class Refused(Exception):
-    """A call has failed, and the model is told why."""
+    """A call has failed; the model reads why."""
 
 
 @dataclass(frozen=True)
@@ -182,14 +182,14 @@ def _checker(function: Callable[..., object]) -> Callable[[object], dict[str, ob
 
 
 def text_of(value: object, *, is_heard: Callable[[], bool] = lambda: True) -> str:
-    """Return what a function has returned as text: a text as it is, everything else as JSON.
+    """Return a function's result as text: text as it is, everything else as JSON.
 
-    Half a surrogate pair, which is no text, becomes a question mark. A generator becomes a list; it is
-    closed as soon as ``is_heard`` returns False.
+    Half a surrogate pair, which is not text, becomes a question mark. A generator becomes a list;
+    it is closed as soon as ``is_heard`` returns False.
 
     Raises:
         TypeError: it has no JSON.
-        BaseException: what a generator raises.
+        BaseException: a generator raised it.
     """
     if inspect.isgenerator(value):
         with closing(value) as items:

@@ -1,4 +1,4 @@
-"""Prompts of an agent's turns: what follows its own tokens, and the grammars of what it writes."""
+"""The prompts and the grammars of an agent's turns."""
 
 from __future__ import annotations
 
@@ -106,17 +106,17 @@ class Turns:
     ) -> list[int]:
         """Return the prompt after an answer.
 
-        The agent's own tokens stay as the model wrote them. What the template writes after an answer
-        follows: what it writes for the whole conversation, from the end of the answer on. Where it writes
-        the text before the answer differently now, the conversation is rendered whole.
+        The agent's own tokens stay as the model wrote them. After them come the tokens that the
+        template writes after the answer when it renders the whole conversation. If the template now
+        writes the text before the answer differently, the whole rendering is used.
 
         Args:
             own: the tokens up to the end of the answer, without the EOG token.
             before: the conversation up to that answer, which it ends with.
             new: the messages after it.
-            is_turn: whether it is within a turn of the user. Templates then write earlier messages as
-                before, so that long ones are shortened here: to render a document takes long. After a
-                message of the user they may write the answer itself differently, without its thought.
+            is_turn: whether it is within a turn of the user. Templates then write earlier messages
+                as before, so long ones are shortened here, because rendering a document takes long.
+                After a message of the user they may write the answer without its thought.
 
         Raises:
             LlamaBranchError: the template refuses the conversation.

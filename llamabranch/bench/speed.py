@@ -83,13 +83,13 @@ def measure(
     """Read ``tokens`` up to each of ``lengths``, generate there, and add a run to ``speeds``.
 
     Args:
-        drafter: drafts in a second generation of the same length; None = there is none.
+        drafter: drafts in a second generation of the same length; None = only plain decoding.
         lengths: in increasing order, at most as many as there are ``tokens``.
         n_tokens: how many tokens are generated and timed each time.
         stop: called between tokens; if it returns True, nothing is added.
 
     Raises:
-        CapacityError: the longest prompt and what is generated do not fit into the context.
+        CapacityError: the longest prompt and its continuation do not fit into the context.
         Stopped: ``stop`` returned True.
     """
     read, plain, drafted = (dict[int, float]() for _ in range(3))

@@ -300,7 +300,7 @@ class Branch:
             return scorer.log_likelihood(self.sequence, since) / log_base(base)
 
     def score(self, text: str | TokenIds, top: int = 0) -> list[TokenScore]:
-        """Score a given text as the continuation of this branch, which does not change.
+        """Score a text as the continuation of this branch, which does not change.
 
         Args:
             text: token ids, or text. Text is tokenized by itself and without a BOS token, so begin
@@ -479,9 +479,9 @@ class Branch:
     def hidden_states(self, layer: int = -1, start: int = 0) -> npt.NDArray[np.float32]:
         """Return the hidden states of the tokens from ``start`` to the end, float32 (n, n_embd), a copy.
 
-        After the first call for an inner layer, the context keeps that layer's states of every token that
-        it decodes, 4 x n_embd bytes each. Tokens decoded before that are decoded once more, in a sequence
-        of their own. For the last layer this happens at each call.
+        After the first call for an inner layer, the context keeps that layer's states of each token
+        that it decodes, 4 x n_embd bytes each. Tokens decoded before that are decoded again, in a
+        sequence of their own. For the last layer this happens at each call.
 
         Args:
             layer: how many layers the states have passed through, as in Hugging Face's
@@ -492,7 +492,7 @@ class Branch:
         Raises:
             BranchStateError: the branch is empty or pruned. ConfigError: no such layer or position.
             UnsupportedError: llama.cpp does not provide the layer, or a head reads other layers.
-            CapacityError: no free sequence or cells to decode tokens once more.
+            CapacityError: no free sequence or cells to decode tokens again.
         """
         with self._lock:
             self.sequence.check_usable()

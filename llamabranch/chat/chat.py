@@ -1,6 +1,6 @@
 """A conversation with a model: sending messages, retrying, editing, forking and saving.
 
-A turn is one request, as `Context.chat` makes it. What it has read stays in the context's prefix cache.
+A turn is one request, as in `Context.chat`. Its K/V stays in the context's prefix cache.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Chat:
 
     @_exclusive
     def close(self) -> None:
-        """End a running answer. What was read stays in the prefix cache until its cells are needed."""
+        """End a running answer. Its K/V stays in the prefix cache until the cells are needed."""
         self._end_answer()
 
     @contextmanager
@@ -209,7 +209,7 @@ class Chat:
 
     @property
     def stats(self) -> EngineStats:
-        """The cost so far: that of the engine."""
+        """The cost so far, as the engine counts it."""
         return self.engine.stats
 
     def tree(self) -> str:
@@ -314,7 +314,7 @@ class Chat:
         return self._answer
 
     def take_back(self, answer: Answer, before: Conversation) -> None:
-        """Go back to what was before an answer that has no token. `Answer` calls it."""
+        """Undo an answer that has no token. `Answer` calls this."""
         if self._answer is answer:
             self._lines, self.current = before
 
@@ -350,7 +350,7 @@ class Chat:
                 n_cut += 1
 
     def _read(self, system: str | None, question: Exchange, n_cut: int, plan: Completion) -> None:
-        """Read a prompt but its last token, for memory that cannot be cut, which continues from a state.
+        """Read all but a prompt's last token, so that memory that cannot be cut has a state there.
 
         A state is also kept where the next prompt will probably differ: many templates leave the
         reasoning out of earlier answers, or write the last answer differently.
@@ -448,7 +448,7 @@ class Chat:
             drafter, config: as for a new chat.
 
         Raises:
-            SnapshotError: it is no saved chat, or damaged, or of another model.
+            SnapshotError: the file is not a saved chat, is damaged, or is from another model.
             UnsupportedError: there is no chat template.
         """
         text_context("ctx", ctx)

@@ -42,7 +42,7 @@ class SavedChat(Struct):
     sampling: dict[str, object]
     max_tokens: int | None
     stop: list[str]
-    exchanges: list[Exchange]  # parents first; they do not know theirs
+    exchanges: list[Exchange]  # parents first; ``parents`` links them
     parents: list[int | None]
     lines: list[_Line]
     current: int
@@ -52,7 +52,7 @@ class SavedChat(Struct):
         """Return its branches.
 
         Raises:
-            ValueError, IndexError: an index is not one of an exchange before it, or none is current.
+            ValueError, IndexError: an index is not that of an earlier exchange, or of a branch.
         """
         linked: list[Exchange] = []
 
@@ -79,7 +79,7 @@ def write_chat(
     max_tokens: int | None,
     stop: Sequence[str],
 ) -> None:
-    """Save a chat, replacing an earlier save of it; ``name`` tells it from others.
+    """Save a chat, replacing an earlier save of it; ``name`` distinguishes it from others.
 
     Raises:
         SnapshotError: it cannot be written, or the file is something else than this chat.
@@ -110,7 +110,7 @@ def saved_model(file: str | os.PathLike[str]) -> Path:
     """Return the model's file of a saved chat.
 
     Raises:
-        SnapshotError: it is no saved chat, or damaged, or the model's file has moved.
+        SnapshotError: it is not a saved chat, is damaged, or the model's file has moved.
     """
     path = Path(read_chat(file).model.path)
     if not (path.is_absolute() and path.is_file()):
@@ -124,7 +124,7 @@ def read_chat(file: str | os.PathLike[str], ours: Model | None = None) -> SavedC
     """Return a saved chat.
 
     Raises:
-        SnapshotError: it is no saved chat, or damaged, or of another model.
+        SnapshotError: it is not a saved chat, is damaged, or is from another model.
     """
     path = path_of(file)
     try:

@@ -38,8 +38,8 @@ COMMANDS = {
     "models": "List the known models, download one, or show what a file is.",
     "doctor": "Report what is installed on which machine, test it, and advise.",
 }
-# Short forms: the option that a command must have for them, and the arguments that they stand for.
-# What follows --prompts are prompts anyway, and --auto-regressive is the name used in papers.
+# Short forms: the option that a command must have for each, and the arguments that replace it.
+# Arguments after --prompts are prompts anyway; --auto-regressive is the name used in papers.
 _SHORT = {
     "--exact": ("-S", ["-S", "exact=true"]),
     "--auto-regressive": ("--draft", ["--draft", "none"]),

@@ -31,7 +31,7 @@ LENGTHS = "64,2000,6000"
 COLUMNS = ("tokens a second", "after", "read", "generate", "with drafts")
 EXACT = "-S exact=true"
 FLAGS = {"flash_attn": "-fa", "kv_type": "-ctk", "threads": "-t"}
-_ROOM = 256  # cells for what is generated besides -n
+_ROOM = 256  # cells for tokens generated in addition to -n
 
 
 @with_options(
@@ -96,7 +96,7 @@ def _lengths(text: str) -> list[int]:
 
 
 def _settings(given: Given) -> Iterator[tuple[str, Given]]:
-    """Yield each setting: its flags, and the options with them; what the user has set is in all."""
+    """Yield each setting: its flags, and all options. The user's own options never change."""
     machine, is_set = Machine.now(), given.load_options()
     varied: dict[str, list[Any]] = {}
     if given.flash_attn == "auto":

@@ -229,7 +229,7 @@ class ChatSession:
         self._where()
 
     def _where(self) -> None:
-        """Note which branch this is and what its last message was."""
+        """Print the number of the current branch and its last message."""
         exchanges = self.chat.exchanges
         after = f", after: {shortened(exchanges[-1].user)}" if exchanges else ", at the beginning"
         self._console.note(f"branch {self.chat.current}{after}")

@@ -38,7 +38,7 @@ class DraftComparison:
 
     @property
     def range(self) -> Spread:
-        """The 95 % interval of the speed-up; of fewer than 6 pairs of runs the lowest and highest."""
+        """The 95 % interval of the speed-up; with fewer than 6 pairs of runs, the range."""
         interval = self.drafted.interval(self.plain)
         return interval if interval.n >= 6 else self.drafted.ratio(self.plain)
 
@@ -53,7 +53,7 @@ class DraftComparison:
 
 
 def statistics(stats: Any, compared: DraftComparison | None) -> dict[str, object]:
-    """Return what `print_statistics` prints, by the same names: counts, ratios, tokens a second.
+    """Return the figures of `print_statistics` by name: counts, ratios, tokens a second.
 
     An iteration is a pass of the target for one text: it checks a draft, if there is one, and adds
     a token of its own. ``tokens_a_pass`` is the mean number of tokens that it adds.

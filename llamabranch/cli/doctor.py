@@ -40,7 +40,7 @@ REBUILD = (
 )
 GPUS = {"nvidia-smi": "-DGGML_CUDA=on", "rocminfo": "-DGGML_HIP=on"}
 
-Check = tuple[str, bool, str]  # the name of a test, whether it passed, and what was seen
+Check = tuple[str, bool, str]  # the name of a test, whether it passed, details
 
 
 @with_options("threads", *OUTPUT_OPTIONS)

@@ -1,6 +1,6 @@
 """The options that commands share: the fields of `Given`, which has their values.
 
-A command names those that it has in `with_options`. `Given` turns their values into options of
+`with_options` lists the ones that a command has. `Given` turns their values into options of
 `llamabranch.load`, settings and a grammar.
 NumPy and llama.cpp are imported when an option needs them, so that --help is fast.
 """
@@ -128,7 +128,7 @@ OUTPUT_OPTIONS = ("as_json", "verbose")
 
 @dataclass(frozen=True)
 class Given:
-    """The values of the shared options; those that a command does not have keep their defaults."""
+    """The values of the shared options; options that a command lacks have their defaults."""
 
     max_tokens: int | None = None
     grammar: str | None = None

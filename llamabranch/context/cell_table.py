@@ -25,7 +25,7 @@ class Usage:
     before that was safe. ``cells_cached`` are used by the prefix cache alone. They count as free,
     because the cache drops them when they are needed. ``cells_per_sequence`` is the number of cells
     of each sequence with non-unified KV (``kv_unified=False``): no other sequence can use them, and
-    none are shared or reserved.
+    no cell is shared or reserved.
     """
 
     cells_total: int
@@ -47,7 +47,8 @@ class _Run:
     """Cells written one after another by one sequence, each with its write index:
     how many cells of the cache were written before it.
 
-    ``users`` are the sequences that refer to any of them: of hundreds of cached prefixes only few do.
+    ``users`` are the sequences that refer to at least one of the cells. Of hundreds of cached
+    prefixes, only a few do.
     """
 
     __slots__ = ("owner", "users", "write_indices")
@@ -285,7 +286,7 @@ class CellTable:
         return self._count(seqs)[0]
 
     def _count(self, seqs: Iterable[int]) -> tuple[int, int]:
-        """Return how many cells these sequences use, and how many of them two or more use."""
+        """Return how many cells these sequences use, and how many cells two or more share."""
         edges: dict[_Run, list[tuple[int, int]]] = {}
         for seq_id in seqs:
             for s in self._sequences[seq_id].slices:

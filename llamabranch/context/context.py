@@ -90,7 +90,7 @@ class Context:
         self.params = resolved
         self.kv_cache.compact = self._compact
         self.sequences = SequenceIds(self.kv_cache, self._check_raw)
-        # Of each engine whose texts hold sequences: its number, and the thread of its last step.
+        # The engines whose texts hold sequences, by number, each with the thread of its last step.
         self.working: dict[int, int] = {}
         self._head: Context | None = None
         self.prefix_cache = None
@@ -156,7 +156,7 @@ class Context:
 
     @contextmanager
     def time_limit(self, seconds: float) -> Iterator[None]:
-        """Interrupt what the ``with`` block decodes on this context after ``seconds``.
+        """Interrupt the decodes of the ``with`` block on this context after ``seconds``.
 
         The call that decodes then raises DecodeInterruptedError, as after ``interrupt``. The
         ``results`` of that error are the texts of ``complete`` and ``chat`` so far. Decodes of other
@@ -413,7 +413,7 @@ class Context:
                 )
 
     def kv_seq_keep(self, seq_id: int) -> None:
-        """Drop all sequences but this one, except for those that branches hold."""
+        """Drop all other sequences, unless a branch holds them."""
         with self.lock:
             (seq_id,) = self._check_raw(seq_id)
             for other in range(self.n_seq_max):

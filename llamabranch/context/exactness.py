@@ -1,4 +1,4 @@
-"""Find out whether a context is exact: whether a row of a batch has, to the bit, the logits it has alone.
+"""Find out whether a context is exact: whether rows have the same logits, to the bit, in any batch.
 
 llama.cpp uses other kernels for the weights if a batch has more rows, and not all kernels add in the same
 order. Whether they do depends on the type and shape of the weights, on the processor, and on the build

@@ -82,7 +82,7 @@ class HiddenStates:
         return self.of(seq_id, 0, self._cells.next_position(seq_id))
 
     def set_all(self, seq_id: int, rows: Iterable[Rows | None]) -> None:
-        """Keep ``rows`` for the first positions of a sequence; those that are None are skipped."""
+        """Keep ``rows`` for the first positions of a sequence; rows that are None are skipped."""
         for position, row in enumerate(rows):
             if row is not None:
                 self._rows[self._cells.write_index(seq_id, position)] = row

@@ -31,7 +31,7 @@ class _Pair(NamedTuple):
 
 
 class Alternative(_Pair):
-    """One of the most probable tokens at a place: a pair (token, log-probability) that knows its text.
+    """One of the most probable tokens at a place: a pair (token, log-probability), with its text.
 
     Attributes:
         token: its id.
@@ -79,7 +79,7 @@ class LogitsRow:
 
     Args:
         array: the logits.
-        address: their address in memory; 0 = ``array`` knows it.
+        address: their address in memory; 0 = take it from ``array``.
     """
 
     __slots__ = ("_address", "_best", "_drawn", "_entropy", "_logsumexp", "array", "users")
@@ -183,7 +183,7 @@ class LogitsRow:
         return sampler.draw_allowed(self.array, position, seed)
 
     def _draw_freely(self, sampler: Sampler, seed: int, position: int, measured: bool) -> int:
-        """Return the token that is drawn if no constraint refuses it."""
+        """Return the token that is drawn without a constraint."""
         if sampler.is_argmax:
             if measured and self._logsumexp is _UNKNOWN:
                 self._measure()

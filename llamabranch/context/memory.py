@@ -152,7 +152,7 @@ class Memory:
         self.disorders = 0
         self.handle = handle
 
-    # -- what is written ---------------------------------------------------------------------------
+    # -- writing -----------------------------------------------------------------------------------
 
     def arranged(self, seqs: Sequence[int]) -> list[int] | None:
         """Return the order in which llama.cpp can decode these sequences; None = as they are."""
@@ -365,7 +365,7 @@ class Memory:
 
     @uninterrupted
     def set_state(self, seq_id: int, state: State, n_tokens: int) -> bool:
-        """Fill an empty sequence with a state of ``n_tokens``; False if cells are lacking.
+        """Fill an empty sequence with a state of ``n_tokens``; False if too few cells are free.
 
         Raises:
             SnapshotError: llama.cpp rejects the state. The sequence is then empty.

@@ -118,7 +118,7 @@ def open_native(
 def _watch(
     model: Model, requested: ContextParams, params: ContextParams, memory: Memory
 ) -> ThreadWatch | None:
-    """Return what uses fewer threads on busy cores; None if the user or a target set their number."""
+    """Return a watch that uses fewer threads on busy cores; None if their number was set."""
     handle, most = memory.handle, params.n_threads or 1
     if requested.n_threads or requested.n_threads_batch or most == 1 or model.on_gpu:
         return None
@@ -142,7 +142,7 @@ def _check_generates(model: Model) -> None:
 
 
 def _trained_length(model: Model, requested: ContextParams) -> int | None:
-    """Return the length beyond which a text gets a warning, or None; warn now of ``n_ctx`` itself."""
+    """Return the length beyond which a text gets a warning, if any; warn now of a long n_ctx."""
     if model.shares_memory:
         return None  # the target warns
     trained = requested.trained_length(model)
@@ -247,7 +247,7 @@ def _open_head(handle: ContextHandle, model: Model, target: Target) -> int:
 
 
 def _head_params(model: Model, target: Target, requested: ContextParams) -> ContextParams:
-    """Return the parameters of a head's context; those that are missing are the target's.
+    """Return the parameters of a head's context; missing ones are the target's.
 
     Raises:
         UnsupportedError: ``model`` cannot draft for the target; the message says why.
@@ -289,9 +289,9 @@ def _head_params(model: Model, target: Target, requested: ContextParams) -> Cont
 def _probe(
     handle: ContextHandle, model: Model, params: ContextParams, *, is_head: bool = False
 ) -> tuple[Capabilities, Memory, int]:
-    """Find out what an empty context can do, by short trials; return that and its empty memory.
+    """Find out by short trials what an empty context can do; return that and its empty memory.
 
-    The third value is the most rows that are exact at once, if the context shall be exact.
+    The third value is the most rows that are exact at once, if the context has to be exact.
 
     Args:
         params: the resolved parameters with which the context was created.
@@ -424,7 +424,7 @@ def _can_return(runner: Runner, n_vocab: int, max_bytes: int) -> tuple[bool, str
 
 
 def _probe_sharing_head(handle: ContextHandle, target: Capabilities) -> tuple[Capabilities, Memory]:
-    """Return what a head can do that reads its target's memory; it has no memory to try out."""
+    """Return the capabilities of a head that reads its target's memory; nothing is tried out."""
     if not handle.kv_unified:
         _check_copies(None)
     capabilities = replace(

@@ -81,7 +81,7 @@ class ContextParams:
     Args:
         n_ctx: cells of the cache, shared by all sequences; rounded up to a multiple of 256. None = 2048,
             or the trained length if that is less. With ``kv_unified=False`` the cells are divided evenly
-            and each part is rounded up; None is then that number for each sequence.
+            and each part is rounded up; None then means that number for each sequence.
         n_seq_max: sequences (branches) at a time, 1 to 256. None = 16, or 9 if each takes memory of its
             own (recurrent and hybrid memory, ``kv_unified=False``), but at most ``n_batch``.
         n_batch: the most tokens per decode. n_ubatch: tokens computed at once (None = n_batch). With a

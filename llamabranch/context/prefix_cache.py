@@ -41,7 +41,7 @@ class CachedPrefix:
 
 
 class CachedPrefixes:
-    """Different texts, the least recently used first. A search compares log2(n) of them."""
+    """Different texts, the least recently used first. A search compares log2(n) texts."""
 
     def __init__(self) -> None:
         self._sorted: list[CachedPrefix] = []  # by tokens: texts that begin alike are neighbours

@@ -33,10 +33,10 @@ Read = Callable[[int, list[LogitsRow]], None]
 OnRead = Callable[[int], None]  # called after each decode with how many tokens are decoded so far
 # One decode: the number of tokens; the number of rows of logits; a function that submits it and returns
 # llama.cpp's code; a function that records it in the memory, and returns False if nothing was decoded;
-# and the index of each wanted row among llama.cpp's rows, None if these have the wanted order.
+# and the index of each wanted row among llama.cpp's rows, None if these have the right order.
 Piece = tuple[int, int, Callable[[], int], Callable[[], object], "list[int] | None"]
 
-# A token; its position, -1 = at the end of its sequence; the sequence; whether its row is wanted.
+# A token; its position, -1 = at the end of its sequence; the sequence; whether its row is needed.
 Entry = tuple[int, int, int, bool]
 
 _FULL = 1  # llama_decode's return codes
@@ -111,12 +111,12 @@ class Runner:
         reclaims: bool = True,
         on_read: OnRead | None = None,
     ) -> list[LogitsRow]:
-        """Run several decodes, all or none of them; return the rows of logits that ``read`` did not get.
+        """Run several decodes, or none if one fails; return the rows that ``read`` did not get.
 
         ``pieces`` yields each decode after the previous one was recorded. If one fails, the sequences
         are cut to ``starts``. ``expiring`` rows are not needed any longer; the caller passes none if a
         later decode could fail after an earlier one. ``reclaims``: cells may be freed if all are taken.
-        ``on_read`` is called after each decode; an exception in it undoes all of them.
+        ``on_read`` is called after each decode; an exception in it undoes all decodes.
         """
         handle, memory, watch = self.handle, self.memory, self.watch
         handle.ptr  # noqa: B018  (raises ClosedError)
@@ -226,13 +226,13 @@ class Runner:
 
     @uninterrupted
     def undo(self, starts: dict[int, int], expiring: Sequence[LogitsRow]) -> list[int]:
-        """Truncate every sequence of a failed batch to its start; return those that are shorter now."""
+        """Cut every sequence of a failed batch back to its start; return the ones now shorter."""
         emptied = [s for s, start in starts.items() if self.memory.cut(s, start) < start]
         for row in expiring:
             row.invalidate()
         return emptied
 
-    # -- what is decoded ---------------------------------------------------------------------------
+    # -- decoding ----------------------------------------------------------------------------------
 
     def advance(
         self,
@@ -503,7 +503,7 @@ def decode_run(
     expiring: Iterable[LogitsRow] = (),
     on_read: OnRead | None = None,
 ) -> list[LogitsRow]:
-    """Decode any number of tokens of one sequence, all of them or none; return the rows asked for."""
+    """Decode any number of tokens of one sequence, all or none; return the requested rows."""
     batch = Batch()
     batch.add(seq_id, tokens, logits)
     return batch.decode(runner, expiring, on_read=on_read)[0]

@@ -88,9 +88,9 @@ class SequenceIds:
     def allocate(self, holder: object, beginning: Sequence[int] = ()) -> int:
         """Allocate a sequence to ``holder`` until ``free`` or its garbage collection.
 
-        The sequence is empty; or it holds the first tokens of ``beginning``, if a cached text has them
-        and hands its sequence over. If none is free, the prefix cache gives up its least recently used
-        one.
+        The sequence is empty, or holds the first tokens of ``beginning`` if a cached text has them
+        and hands its sequence over. If no sequence is free, the prefix cache frees its least
+        recently used one.
 
         Raises:
             SequencesExhaustedError: all are taken; the message lists the holders.

@@ -16,9 +16,9 @@ __all__ = ["ThreadWatch"]
 
 _EVERY, _SLOW_S = 8, 0.02  # one in 8 decodes is timed, and each one after a slow one
 _LAP, _LAP_S = 4, 1.0  # decodes are compared in laps of this many, or of this many seconds
-_IDLE = 0.8  # the least share of their cores that threads get on idle ones
-_WORTH = 0.9  # the most time, of that before, that is worth a change
-_HOPELESS, _MOST_OTHER = 3.0, 8  # what ends a trial: such a slow decode, decodes of other sizes
+_IDLE = 0.8  # threads on idle cores get at least this share of them
+_WORTH = 0.9  # a change must bring the time to this share or less
+_HOPELESS, _MOST_OTHER = 3.0, 8  # a trial ends at a decode this slow, or after these of other sizes
 _PAUSE, _MOST_PAUSE = 16, 1024  # laps until the next trial; doubled after each failed one
 
 

@@ -1,4 +1,4 @@
-"""The hidden states of a sequence's tokens; tokens without kept states are decoded once more."""
+"""The hidden states of a sequence's tokens; tokens without kept states are decoded again."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ States = npt.NDArray[np.float32]
 
 
 class _Reading:
-    """Holds a sequence in which tokens are decoded once more for their hidden states."""
+    """Holds a sequence in which tokens are decoded again for their hidden states."""
 
 
 def kept_states(ctx: Context, seq_id: int, tokens: list[int], start: int) -> States:
     """Return the hidden states of a sequence's tokens from ``start`` on, float32 (n, width), a copy.
 
     The context must keep hidden states. If states are missing, because their tokens were decoded
-    earlier, these tokens are decoded once more in another sequence. If no sequence or no cells are free
+    earlier, these tokens are decoded again in another sequence. If no sequence or no cells are free
     for that, only the rows after the last missing one are returned.
 
     Raises:
@@ -60,7 +60,7 @@ def layer_states(ctx: Context, seq_id: int, tokens: list[int], layer: int, start
     Raises:
         ConfigError: no such layer.
         UnsupportedError: llama.cpp does not provide this layer's states, or a head reads other layers.
-        CapacityError: no sequence or no cells are free to decode the tokens once more.
+        CapacityError: no sequence or no cells are free to decode the tokens again.
     """
     with ctx.lock:
         ctx.decoder.check_open()

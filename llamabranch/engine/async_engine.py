@@ -3,7 +3,7 @@
 At the end of a step the thread makes one call into each event loop, with all new events of that
 loop's requests. A thread switch for each token would take longer than the token itself. If the
 events of a request are not read, the request is paused when its buffer is full. Other requests may
-then take its cells, and none of them waits for it.
+then take its cells, and never wait for it.
 """
 
 from __future__ import annotations
@@ -407,7 +407,7 @@ class _Reader:
 
     Args:
         requests: the requests.
-        buffer: how many events of a request may be unread before all of them are paused.
+        buffer: how many events of a request may be unread before the requests are paused.
 
     Attributes:
         loop: the event loop of the task.

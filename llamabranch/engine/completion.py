@@ -115,7 +115,7 @@ class Completion:
         is_list: whether the answer is a list.
         tools: the tools of a chat.
         drafter: the drafter that the user passed.
-        scores: whether log-probabilities were asked for; then ``Result.to_openai`` includes them.
+        scores: whether log-probabilities were requested; then ``Result.to_openai`` includes them.
         model: the model that generates.
         asked: the user's grammar; ``Result.parsed`` parses the text with it.
         found: for each prompt its results so far, sorted by ``sample``.

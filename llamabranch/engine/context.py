@@ -100,7 +100,7 @@ class Context(CacheContext):
             prompt: text, token ids, or messages; or a list of prompts.
             stream: return an iterator of `Event`: ``event.text`` of each token, and at the end of each
                 text ``event.result``. ``event.id`` is the index of the prompt, as text.
-            options: all of them by name:
+            options: keyword arguments:
 
                 - ``drafter``: "auto" = drafts from MTP layers, from copies of the text so far and from
                   text that a grammar forces, if measurements show that this is faster; None = plain
@@ -173,7 +173,7 @@ class Context(CacheContext):
         stream: bool = False,
         **options: Unpack[ChatOptions],
     ) -> Result | Sequence[Result] | Events:
-        """Answer a conversation in the format of the model's chat template, or each of a list of them.
+        """Answer a conversation, or each of a list, in the format of the model's chat template.
 
         Args:
             messages: mappings with ``role`` and ``content``, or pairs (role, content). If the last
@@ -187,8 +187,8 @@ class Context(CacheContext):
                   OpenAI's object with the name of a function = the answer is a call, and follows
                   the schema of the function.
                 - ``parallel_tool_calls``: False = at most one call.
-                - ``show_schema``: whether the model is told the form of a JSON schema, at the end of the
-                  user's last message in the prompt (True). ``result.prompt`` stays as it is.
+                - ``show_schema``: whether the prompt describes a JSON schema, at the end of the
+                  user's last message (True). ``result.prompt`` stays as it is.
                 - ``chat_template_kwargs``: other variables of the template, such as
                   ``{"enable_thinking": False}``.
 

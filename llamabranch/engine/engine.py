@@ -76,10 +76,10 @@ class Engine:
             get the same texts each time. None = each call of ``generate`` or ``stream``, and each
             added request, gets different texts. To repeat a result, pass its ``seed`` in the
             ``sampling`` of a request.
-        wait_s: how long to wait for a sequence, in seconds, if others hold all of them and no
-            request of this engine is running; and for cells, if other engines of the context hold
-            those that a text needs. After that the waiting requests end with "capacity".
-            Time in which the context decodes for others does not count. 0 = do not wait.
+        wait_s: how many seconds to wait for a sequence if others hold every sequence and no
+            request of this engine is running, or for cells if other engines of the context
+            hold them. After that the waiting requests end with "capacity". Time in which the
+            context decodes for others does not count. 0 = do not wait.
         max_waiting: how many requests may wait at most; None = any number. If more would wait,
             ``add_request`` raises.
         parallel: the most texts at a time; None = as many as the target has sequences.

@@ -95,5 +95,5 @@ class RequestStream:
                 core.refuse(Event(name, i, result=result))
         elif name in self._aborted:
             core.abort(name)
-        source.expected.discard(name)  # from now on ``core.abort`` knows the id
+        source.expected.discard(name)  # from now on ``core.abort`` finds the id
         return True

@@ -1,4 +1,4 @@
-"""What a text is, and what is guessed about it: its state, drafts, and the rules that accept them.
+"""A text and its drafts: its state, its output, and the rules that accept drafted tokens.
 
 text.py          a text: its sequence, tokens, sampler and logits, in step with the K/V cache
 output.py        a token that is emitted, and the output of one generation so far

@@ -61,7 +61,7 @@ class SpeculativeConfig:
 def draft_length(
     config: SpeculativeConfig, drafter: Drafter | None = None, ctx: Context | None = None
 ) -> DraftLength:
-    """Return the draft length for ``config``. "auto" begins with what was learned on ``ctx`` before."""
+    """Return the draft length for ``config``. "auto" begins with earlier averages of ``ctx``."""
     if isinstance(config.draft_k, int):
         return FixedLength(config.draft_k, config.entropy_stop)
     return AutoLength(config.max_draft_tokens, config.entropy_stop, drafter, ctx)

@@ -181,7 +181,7 @@ class Beginning:
 
 @dataclass(eq=False)
 class _Kept:
-    """The draft state of a text, with what ``_made_for`` returned when it was made."""
+    """The draft state of a text, with the result of ``_made_for`` when it was made."""
 
     state: DraftState
     drafter: Drafter
@@ -209,6 +209,6 @@ def _free(text: Text) -> None:
 
 
 def _made_for(text: Text, rule: Rule) -> tuple[Rule, int, int, SamplingParams]:
-    """Return what a state depends on: rule, where drafting may begin, seed, settings."""
+    """Return the values that a state depends on: rule, first drafted position, seed, settings."""
     n_prompt = text.n_prompt if text.grammar is None else text.answer_start
     return rule, n_prompt, text.seed, text.sampling

@@ -100,7 +100,7 @@ class DraftLength(ABC):
     """How many tokens one sequence drafts. It decides before each token is drawn.
 
     Each sequence has a length of its own, made by ``stream()`` and used by one thread at a time.
-    These lengths may share what they learn; any number of threads may then each use one.
+    These lengths may share measurements; any number of threads may then each use one.
 
     Attributes:
         limit: the most tokens a draft may have.
@@ -120,7 +120,7 @@ class DraftLength(ABC):
         self.entropy_stop = math.inf if entropy_stop is None else entropy_stop
 
     def stream(self) -> DraftLength:
-        """Return a length for another sequence; both share what they learn."""
+        """Return a length for another sequence; both share their measurements."""
         return copy.copy(self)
 
     def plain_steps(self, n_behind: int) -> int:
@@ -193,7 +193,7 @@ class FixedLength(DraftLength):
 
 
 class DraftState(Protocol):
-    """What a drafter keeps for one request."""
+    """The state of a drafter for one request."""
 
     def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
         """Return at most ``limit`` tokens that may follow ``tokens``.

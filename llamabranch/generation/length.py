@@ -105,7 +105,7 @@ class _Record:
 
 
 class _Learned:
-    """What is learned on a context, by all generations."""
+    """The measurements that all generations of a context share."""
 
     def __init__(self) -> None:
         self.lock = forkable_lock()
@@ -131,13 +131,13 @@ _of_contexts: weakref.WeakKeyDictionary[Context, _Learned] = weakref.WeakKeyDict
 
 
 class AutoLength(DraftLength):
-    """The length with the highest throughput, by what was measured.
+    """The length with the highest throughput, according to the measurements so far.
 
-    A draft continues while the probability that all of it is accepted is larger than the tokens that
-    other rounds bring in the time of one more drafted token. A drafter that brings less than 3 %
-    over plain steps is turned off, and tried with one token after longer and longer pauses. A
-    drafter that costs next to nothing is always asked, and drafts where acceptance is likely enough.
-    All generations of a context share what is learned, in any number of threads.
+    A draft continues while the probability that all of it is accepted is larger than the number of
+    tokens that other rounds generate in the time of one more drafted token. A drafter that gains
+    less than 3 % over plain steps is turned off, and tried with one token after longer and longer
+    pauses. A drafter that costs next to nothing stays on, and drafts where acceptance is likely.
+    All generations of a context share the measurements, in any number of threads.
     """
 
     reads_entropy = True

@@ -146,7 +146,7 @@ class OutputBuffer:
         return emitted if text == emitted.text else emitted._replace(text=text)
 
     def emit(self, shown: Produced | None) -> list[Produced]:
-        """Return what a caller emits after ``add`` or ``break_off`` has returned ``shown``."""
+        """Return the tokens to emit after ``add`` or ``break_off`` has returned ``shown``."""
         if shown is not None:
             self.withheld.append(shown)
         if self.holds:

@@ -33,7 +33,7 @@ class ThoughtBuffer(OutputBuffer):
 
     The texts of its tokens form the thought, without tags. If the generated text does not begin
     with a thought, this output ends at once, and ``ended`` is an empty thought. Until that is clear
-    the tokens are withheld, because those of an answer are drawn again.
+    the tokens are withheld, because tokens of an answer are drawn again.
 
     Args:
         model: the model of the tokens.

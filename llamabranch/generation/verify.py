@@ -87,7 +87,7 @@ class Noise:
         return uniform(self.seed, self.position, index=index) <= probability
 
     def draw(self, distribution: Distribution, offset: int) -> int:
-        """Return what plain decoding draws at position + ``offset``."""
+        """Return the token that plain decoding draws at position + ``offset``."""
         return distribution.draw(self.seed, self.position + offset)
 
 
@@ -187,7 +187,7 @@ def seeded_rule(drafted: Sequence[int], draw: Callable[[int], int]) -> Acceptanc
 
 
 def rule_name(rule: Rule) -> str:
-    """Return the name of a rule; "function" for one that is given as a function."""
+    """Return the name of a rule; "function" for a rule that is a function."""
     return rule if isinstance(rule, str) else "function"
 
 
@@ -359,7 +359,7 @@ class Plan:
         if fork is not None:
             self._text.ctx.sequences.free(fork)
 
-    # -- what is accepted --------------------------------------------------------------------------
+    # -- accepting ---------------------------------------------------------------------------------
 
     def verify(self, rule: Rule) -> Verdict:
         """Apply ``rule`` to the draft.
@@ -448,7 +448,7 @@ class Plan:
         return samplers[n]
 
     def trace(self, verdict: Verdict) -> RoundTrace:
-        """Return what ``on_round`` gets, before ``keep``; times follow later."""
+        """Return the report for ``on_round``, before ``keep``; its times are set later."""
         draft, n = self._draft, verdict.n_accepted
         tokens = tuple(draft.tokens)
         # After a token that ends the text nothing was judged.
@@ -465,7 +465,7 @@ class Plan:
             draft.seconds,
         )
 
-    # -- what is kept ------------------------------------------------------------------------------
+    # -- keeping -----------------------------------------------------------------------------------
 
     def keep(self, n: int) -> list[str]:
         """Append the first ``n`` drafted tokens to the text, drop the others from memory.

@@ -33,9 +33,9 @@ def resolve(name_or_path: str | os.PathLike[str], *, download: bool | None = Fal
             hub: ``user/repo``, ``user/repo:Q8_0``, ``user/repo@revision``, ``user/repo/file.gguf``. For
             ``smollm2-135m`` there are also ``:Q8_0``, ``:BF16`` and ``:Q4_0``; they are made from its
             file when they are first used, and kept in ``LLAMABRANCH_CACHE``.
-        download: whether a model that is not here may be downloaded; None = what
-            ``LLAMABRANCH_DOWNLOAD`` (1 or 0) says or, if it is not set, whether standard error is a
-            terminal, which shows the size first.
+        download: whether a missing model may be downloaded. None = ``LLAMABRANCH_DOWNLOAD`` (1 or
+            0) decides; if it is not set, only if standard error is a terminal, where the size is
+            shown first.
 
     Returns:
         The file; for a model in shards the first shard.

@@ -28,7 +28,7 @@ __all__ = [
 Number = float | None
 Piece = (
     str | list[int] | dict[str, str]
-)  # text; bytes that are no text; the name of a control token
+)  # text; bytes that are not text; the name of a control token
 Seed = Annotated[str, Meta(pattern="^-?[0-9]{1,20}$")]
 Mode = Literal["text", "chat"]
 _GENERATED = frozenset("sfdbc")
@@ -244,7 +244,7 @@ class Node:
 
 @dataclass(slots=True)
 class Action:
-    """What can be undone: (node, attribute, old value, new value)."""
+    """A change that can be undone: (node, attribute, old value, new value)."""
 
     r: int
     op: str

@@ -147,7 +147,7 @@ def read(data: bytes, most: int, is_ours: Callable[[str], bool]) -> Document | l
     items, parents first. Text is one item.
 
     Raises:
-        ConfigError: it is no file of the page or of mikupad, or there are more than ``most`` nodes.
+        ConfigError: it is not a file of the page or of mikupad, or has more than ``most`` nodes.
     """
     match = _DATA.search(data)
     if match is not None:

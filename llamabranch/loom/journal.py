@@ -118,7 +118,7 @@ class Journal:
         return self.error is None and not self._lines
 
     def write(self) -> bool:
-        """Write the waiting lines; if the disk refuses, keep them and return False."""
+        """Write the waiting lines; if that fails, keep them and return False."""
         if self._file is None or self.read_only is not None:
             self._lines.clear()
             return True
@@ -137,7 +137,7 @@ class Journal:
         return True
 
     def sync(self) -> None:
-        """Wait until what was written is on the disk. Any thread may call this."""
+        """Wait until all written lines are on the disk. Any thread may call this."""
         try:
             if self._file is not None:
                 os.fsync(self._file.fileno())

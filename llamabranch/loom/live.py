@@ -66,7 +66,7 @@ class PageJob:
     names: list[str] = field(default_factory=list)  # ids of its requests to the engine
 
     def as_dict(self) -> dict[str, object]:
-        """Return what the page gets."""
+        """Return the job as the page gets it."""
         nodes = [node.id for node in self.nodes]
         names = ("id", "op", "node", "state", "message", "error")
         return {name: getattr(self, name) for name in names} | {"nodes": nodes}
@@ -199,7 +199,7 @@ class Live:
             self.journal.add(record)
 
     async def confirm(self) -> None:
-        """Write and sync all records. Raises HttpError if the disk refuses; the records are kept."""
+        """Write and sync all records. Raises HttpError if that fails; the records are kept."""
         before = self.journal.error
         if self.journal.write():
             await asyncio.to_thread(self.journal.sync)

@@ -140,7 +140,7 @@ class Loom(Live):
         self.emit("set", {"file": self.file})
 
     def model(self) -> dict[str, object]:
-        """Return what the page shows about the model."""
+        """Return the facts about the model that the page shows."""
         service = self.service_of()
         if service is None:
             return {"state": "loading", "model": None, "loading": self._loading}
@@ -262,7 +262,7 @@ class Loom(Live):
         return self.start("score", work, nodes[0])
 
     def copied(self, found: Document | Sequence[Item]) -> list[Record]:
-        """Return records that add what was read from another file, with new names."""
+        """Return records that add the content of another file, with new names."""
         if not isinstance(found, Document):
             return self._from_texts(found)
         names = {node.id: self.document.name(i) for i, node in enumerate(found.shown())}

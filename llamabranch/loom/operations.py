@@ -139,7 +139,7 @@ async def _tokenized(
 
 
 async def _score(loom: Loom, do: Do, node: Node, at: int) -> Answer:
-    """Score what has no numbers in a node's text."""
+    """Score the tokens without numbers in a node's text."""
     return loom.started(loom.start_scoring(node))
 
 

@@ -77,7 +77,7 @@ class Part(NamedTuple):
 
 
 def chat_fields(model: Model) -> dict[str, object] | None:
-    """Return the roles that the chat template knows; None if there is no template."""
+    """Return the roles that the chat template supports; None without a template."""
     if model.chat_template is None:
         return None
     known = model.turn_format.roles & {"system", "tool"}

@@ -91,7 +91,7 @@ class Known:
 
 
 def is_text_schema(schema: object, root: object, depth: int = 8) -> bool | None:
-    """Return True if all values that a schema allows are strings, False if none is, else None."""
+    """Return True if a schema allows only strings, False if it allows no strings, else None."""
     if not isinstance(schema, Mapping) or depth == 0:
         return None
     reference = schema.get("$ref")
@@ -126,8 +126,8 @@ class Cursor:
         text: the text.
         at: the position.
         last: whether the text is complete.
-        ruled_out: what earlier readers of the same text have found, when it was shorter: for each value
-            in tags a position before which it does not end. Pass the same dictionary to each reader.
+        ruled_out: results of readers that had a shorter part of the text: for each value in tags, a
+            position before which it does not end. Pass the same dictionary to each reader.
     """
 
     def __init__(

@@ -112,7 +112,7 @@ def _with_calls(
 
 
 def _call_of(call: object) -> ToolCall:
-    """Return a call of a message, its arguments as an object; broken ones stay what they are."""
+    """Return a call of a message with its arguments as an object; broken ones stay unchanged."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not name:

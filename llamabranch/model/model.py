@@ -49,8 +49,8 @@ class Model:
         ModelLoadError: the file does not exist, is not a GGUF, or llama.cpp cannot run it.
         UnsupportedError: ``load_mtp`` is set, and this llama.cpp cannot compute the MTP layers. Or
             ``extra_buffers=True``, and llama.cpp's AMX kernels crash.
-        ConfigError: an invalid ``extra_buffers`` or ``chat_template``, or ``n_gpu_layers`` is no 32-bit
-            integer.
+        ConfigError: an invalid ``extra_buffers`` or ``chat_template``, or ``n_gpu_layers`` is not a
+            32-bit integer.
 
     Attributes:
         path, name: path of the file; its name without the suffix.
@@ -428,7 +428,7 @@ class Model:
         """Return which kind of head a file contains, without loading it.
 
         "eagle3": it is an EAGLE-3 head. "mtp": it has a model and MTP layers that draft for it.
-        "mtp-only": it has only MTP layers, which draft for a model in another file. "": none of these, or
+        "mtp-only": it has only MTP layers, which draft for a model in another file. "": no head, or
         MTP layers that llama.cpp does not support.
 
         Raises:
@@ -440,8 +440,8 @@ class Model:
         """Return why ``head`` cannot draft for this model with its hidden states; "" if it can.
 
         ``head`` is an EAGLE-3 head or a model with MTP layers, which may be this model or a file of its
-        own. One cannot find out whether a head was trained for this very model. A head for another model
-        of the same shape works, but few of its drafts are accepted.
+        own. One cannot tell whether a head was trained for this very model. A head for another
+        model of the same shape works, but few of its drafts are accepted.
         """
         if head.architecture == "eagle3":
             return pairs.why_no_eagle(head, self)
@@ -618,7 +618,7 @@ class Model:
 
 
 def token_piece(model: Model, token: int) -> str | list[int] | dict[str, str]:
-    """Return a token's text, its bytes if they are no text, or ``{"c": name}`` of a control token."""
+    """Return a token's text, its bytes if that fails, or ``{"c": name}`` of a control token."""
     piece = model.piece(token)
     if not piece:
         return {"c": model.detokenize([token], special=True) or f"[{token}]"}

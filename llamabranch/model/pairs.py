@@ -49,7 +49,7 @@ class VocabularyReport:
     """Whether two models have the same vocabulary.
 
     ``n_vocab`` are the sizes (target, draft), ``n_different`` is the number of ids that mean
-    different tokens, ``first_difference`` is the smallest of them.
+    different tokens, ``first_difference`` is the smallest such id.
     """
 
     compatible: bool
@@ -141,8 +141,8 @@ def _why_no_layers(header: Header) -> str:
 def why_no_eagle(head: _Model, target: _Model) -> str:
     """Return why ``head``, an EAGLE-3 head, cannot draft for ``target``; "" if it can.
 
-    One cannot find out whether it was trained for this very target. A head for another model of the same
-    shape works, but few of its drafts are accepted.
+    One cannot tell whether it was trained for this very target. A head for another model of the
+    same shape works, but few of its drafts are accepted.
     """
     if not staging.available:
         return staging.reason

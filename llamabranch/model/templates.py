@@ -142,7 +142,7 @@ def _plain(value: object) -> object:
         return dict(value)
     if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray, memoryview)):
         return list(value)
-    raise TypeError(f"{type(value).__name__} is none")
+    raise TypeError(f"{type(value).__name__} is not one")
 
 
 # -- the worker ------------------------------------------------------------------------------------

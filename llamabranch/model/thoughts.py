@@ -70,7 +70,7 @@ def thinking_budget(thinking: ThinkingChoice) -> int | None:
 
 
 def thinking_variables(form: TurnFormat, thinking: ThinkingChoice) -> dict[str, object]:
-    """Return the template variables that switch thoughts on or off; {} = none are needed."""
+    """Return the template variables that switch thoughts on or off; {} = no variable is needed."""
     if thinking is None:
         return {}
     return form.thinking_variables(thinking_budget(thinking) != 0)

@@ -507,7 +507,7 @@ class _Finder:
         body = self._strip_end(tail, parts.turn_end or parts.content_end)
         ends = [body.rfind(word) for word in (_NAME, _OTHER, _VALUE, _VALUE2, *_IDS)]
         rest = body[max(ends) :]
-        if len(rest) > 200:  # what follows is about the next turn
+        if len(rest) > 200:  # the text there is about the next turn
             tags = re.findall(r"<[^<>\s]+>", self._header)
             cuts = [at for tag in tags if (at := rest.find(tag)) >= 0]
             body = body[: max(ends) + min(cuts)] if cuts else body
@@ -673,7 +673,7 @@ def _surrounded(
     *,
     in_list: bool | None = None,
 ) -> CallForm:
-    """Return the form of calls with the texts around all of them and around each.
+    """Return the form of calls, with the texts around the whole list and around each call.
 
     Args:
         inner: the text of the arguments.

@@ -92,7 +92,7 @@ class TurnEvent(NamedTuple):
 
 
 class TurnSpan(NamedTuple):
-    """A stretch of a turn's text that is no content.
+    """A stretch of a turn's text that is not content.
 
     Attributes:
         kind: "thought" or "call", tags included.
@@ -228,7 +228,7 @@ class TurnFormat(TurnParts):
         return close.lstrip() + rest + self.content_start
 
     def continued(self, prompt: str, begun: str) -> tuple[str, str]:
-        """Return what the template writes before the beginning of an answer, and this beginning.
+        """Return the text that the template writes before an answer, and the answer's beginning.
 
         If the prompt ends inside a thought, the thought is closed, unless ``begun`` belongs to it: then
         it begins with the tag of a thought, which is not written twice, or contains the end of one.
@@ -436,7 +436,7 @@ class TurnReader:
 
         Args:
             is_cut: whether the text ends before its model ended it. Then the beginning of a tag or of a
-                call at its end is no content.
+                call at its end is not content.
         """
         events: list[TurnEvent] = []
         if is_cut and self._is_begun_call(self._buffer):
@@ -591,7 +591,7 @@ class TurnReader:
         return Cursor(self._buffer, at, last=last, ruled_out=self._ruled_out)
 
     def _all_marks(self) -> dict[str, str]:
-        """Return the texts that may begin something in content, by what it may be."""
+        """Return the texts in content that may begin another part of a turn, by kind of part."""
         turns, form = self._turns, self._form
         marks = {
             "call": form.opening,

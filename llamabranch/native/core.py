@@ -83,7 +83,7 @@ _BATCH = ["n_tokens", "token", "embd", "pos", "n_seq_id", "seq_id", "logits"]  #
 
 
 def _load() -> tuple[ctypes.CDLL | None, str]:
-    """Return the library or None, and a description of what is used."""
+    """Return the library, or None, and a description of the code in use."""
     if os.environ.get("LLAMABRANCH_CORE") == "0":
         return None, "off (LLAMABRANCH_CORE=0): NumPy"
     if not LIBRARY.is_file():
@@ -301,7 +301,7 @@ class Stepper:
         purpose: int,
         measured: bool,
     ) -> int:
-        """Decode ``token`` at ``position``; draw what follows it into ``sampler.choice``.
+        """Decode ``token`` at ``position``; draw the next token into ``sampler.choice``.
 
         Returns:
             llama_decode's code; unless it is 0, ``choice`` is as before.

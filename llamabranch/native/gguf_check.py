@@ -28,7 +28,7 @@ _LFM2 = ("lfm2", "lfm2moe")
 
 
 def check_header(path: str | Path, *, vocab_only: bool = False) -> Header:
-    """Return the header of a file; raise ``ModelLoadError`` if it is no model or would abort llama.cpp.
+    """Return a file's header; raise ModelLoadError if it is not a model or would abort llama.cpp.
 
     ``vocab_only`` skips the checks of sizes and tensors, which llama.cpp does not read in that case.
     It raises no other error, whatever the file contains. A vocabulary of 150,000 tokens takes about 0.1

@@ -268,7 +268,7 @@ class ModelHandle(Handle):
     def apply_chat_template(
         self, template: str, messages: Sequence[tuple[str, str]], add_generation_prompt: bool
     ) -> str | None:
-        """Return the rendered conversation, or None if llama.cpp does not know the template."""
+        """Return the rendered conversation, or None if llama.cpp has no such template."""
         encoded = [(role.encode(), content.encode()) for role, content in messages]
         chat = (C.llama_chat_message * max(1, len(encoded)))(
             *(C.llama_chat_message(role=role, content=content) for role, content in encoded)

@@ -12,7 +12,7 @@ __all__ = ["Stops"]
 class Stops:
     """Sets the flag that llama.cpp reads while it decodes.
 
-    ``stop`` stops whatever is decoded. ``stop_thread`` stops only what one thread decodes. A stop
+    ``stop`` stops any decode. ``stop_thread`` stops only the decodes of one thread. A stop
     lasts until it has stopped one decode, or until it is withdrawn.
 
     Attributes:
@@ -71,7 +71,7 @@ class Stops:
                 self._update()
 
     def note_stopped(self) -> None:
-        """Note that a decode of this thread was stopped: one of the stops has done its work."""
+        """Note that a decode of this thread was stopped: one of the stops has taken effect."""
         thread = get_ident()
         with self._lock:
             key = next((k for k, other in self._threads.items() if other == thread), None)

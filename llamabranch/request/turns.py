@@ -44,7 +44,7 @@ class TurnPieces:
     Args:
         tools: the functions that the text may call.
         salt: see `TurnReader`.
-        begun: the beginning of the answer, which is no part of the text.
+        begun: the beginning of the answer, which is not part of the text.
         eager: see `TurnReader`.
     """
 
@@ -98,7 +98,7 @@ class TurnPieces:
         """Return events without the content of the beginning."""
         events = []
         for event in found:
-            if event.kind == "thought":  # in the answer; it counts if there was none before
+            if event.kind == "thought":  # in the answer; it counts if it is the first
                 events += [] if self._thought else self._tell_thought(event.text)
                 continue
             if event.kind == "content":

@@ -39,9 +39,9 @@ _numbers = count()  # of all cores: of two that wait for cells, the newer one fr
 
 
 def _is_in_a_step() -> bool:
-    """Return whether a step of an engine has called the caller, in this thread.
+    """Return whether the caller runs inside a step of an engine, in this thread.
 
-    An exception at any line may end a step before it is noted that it has ended.
+    An exception may end a step at any line, before its end can be recorded.
     """
     frame = sys._getframe(2).f_back  # above the call that checks
     while frame is not None:
@@ -52,7 +52,7 @@ def _is_in_a_step() -> bool:
 
 
 class EngineCore:
-    """Runs requests whose texts share decodes: those of one call, or those added to an engine.
+    """Runs requests whose texts share decodes: all of one call, or all added to an engine.
 
     Any thread may call ``add`` and ``abort`` at any time. All other methods may be used by one
     thread at a time.
@@ -290,7 +290,7 @@ class EngineCore:
                 self._note_working()
 
     def _step(self) -> None:
-        """Run one step, and make sure that the jobs get ahead.
+        """Run one step, and make sure that the jobs make progress.
 
         Raises:
             DecodeInterruptedError: the context was interrupted, and the step decoded nothing.
@@ -313,13 +313,13 @@ class EngineCore:
             self._end_stuck()
 
     def _end_stuck(self) -> None:
-        """End the jobs that do not get ahead: without a decode they are where they were before."""
+        """End the jobs that made no progress: nothing was decoded or changed for them."""
         stuck = self.scheduler.stuck()
         # A parked text that was preempted has made room.
         where: tuple[object, ...] = (len(self.scheduler.idle), *(job.place for job in stuck))
         if stuck and where in self._seen:
             error = DecodeError(
-                f"{len(stuck)} texts did not get ahead in two steps; this is a bug in llamabranch"
+                f"{len(stuck)} texts made no progress in two steps; this is a bug in llamabranch"
             )
             for job in stuck:
                 self._fail(job, error)
@@ -449,7 +449,7 @@ class EngineCore:
     def _waits_for_room(self, error: CacheFullError) -> bool:
         """Wait briefly for cells of other cores; return False if no other core works.
 
-        Of all cores that wait, only the oldest keeps its cells. So one of them can always continue.
+        Of all cores that wait, only the oldest keeps its cells, so one core can always continue.
         """
         others = self._others()
         if not (others or self._has_others) or not self._wait():
@@ -532,7 +532,7 @@ class EngineCore:
         self.end(job, "capacity" if isinstance(error, CapacityError) else "error", error)
 
     def end(self, job: Job, reason: str, error: LlamaBranchError | None = None) -> None:
-        """Report the results of a text and of those that share its thought; free their sequences."""
+        """Report the results of a text and all that share its thought; free their sequences."""
         if isinstance(error, ConstraintError):
             reason, error = "constraint", None
         for ending in (job, *job.equals):

@@ -38,7 +38,7 @@ Key = tuple[int, int, int]  # (priority, number of the request, sample), in the 
 
 
 class State(Enum):
-    """What a job does; `TRANSITIONS` lists the states that may follow."""
+    """The state of a job; `TRANSITIONS` lists which states may follow which."""
 
     WAITING = "waits in the queue"
     READING = "has a sequence, and reads the tokens that the cache lacks"
@@ -165,7 +165,7 @@ class Job:
             ended.
         running: the text as the loop runs it; None until the prompt is read.
         stats: counts its rounds.
-        state: what it does; ``become`` changes it.
+        state: its current state; ``become`` changes it.
         n_decoded: how many tokens of its prompt the last step has read.
         error: why these tokens could not be read, or why the job cannot be served at all.
         shared: the job with which it shares the cells of its first tokens, and the number of these
@@ -479,7 +479,7 @@ class Job:
 
     @property
     def wants_rows(self) -> bool:
-        """True while tokens of the prompt are to be scored: their logits are needed."""
+        """True while tokens of the prompt must be scored, because that needs their logits."""
         has_scores = self.request.prompt_logprobs is not None
         return has_scores and len(self.scores) < self.n_prompt
 
@@ -522,7 +522,7 @@ class Job:
 
     @property
     def place(self) -> object:
-        """A value that differs after everything a step can do for it."""
+        """A value that changes whenever a step makes progress with the job."""
         text = self.sequence
         cached = None if text is None else (text.n_cached, len(text.tokens))
         return self.key, self.state, cached, len(self.thought), len(self.output.tokens)

@@ -77,7 +77,7 @@ class Reader(Protocol):
 
 @dataclass(slots=True)
 class Step:
-    """What a step did. The new tokens are in ``RunningText.emitted``.
+    """The result of a step. The new tokens are in ``RunningText.emitted``.
 
     Attributes:
         n_tokens: tokens of the decode; 0 without a decode.

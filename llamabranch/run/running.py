@@ -1,4 +1,4 @@
-"""A text that the loop runs: its draft, its draws, and what it reports of each round."""
+"""A text that the loop runs: its draft, its draws, and its report of each round."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class RunningText:
         """Drop the first token that the text's grammar rejects, and all tokens after it.
 
         Tokens that were drawn at random for a rule that compares distributions are kept, and the
-        rule rejects them. Dropping them would depend on what was drawn, and so bias the text.
+        rule rejects them. Dropping them would depend on the drawn tokens and so bias the text.
         """
         sampler = self.text.sampler
         drawn = bool(draft.sources) and self.rule != "seeded"

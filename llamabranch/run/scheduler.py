@@ -132,7 +132,7 @@ class Scheduler:
         return list(submission.jobs.values())
 
     def finish(self, job: Job) -> None:
-        """Remove a job that has ended, and free what it holds."""
+        """Remove a job that has ended, and free its sequence and draft states."""
         submission = job.submission
         submission.jobs.pop(job.sample, None)
         if not (submission.jobs or submission.samples):
@@ -235,7 +235,7 @@ class Scheduler:
         return refused
 
     def begin_answers(self, job: Job) -> list[Event]:
-        """Let a text and those that share its thought begin their answers, each by itself.
+        """Let a text and all that share its thought begin their answers, each by itself.
 
         Return the events that report their thoughts.
         """
@@ -368,7 +368,7 @@ class Scheduler:
         return True
 
     def _free_sequence(self, source: Job | None = None) -> bool:
-        """Return whether a sequence is free. If none is, free one of an idle job, but not ``source``."""
+        """If no sequence is free, free one of an idle job except ``source``; return whether one is."""
         return self._ctx.n_seq_free > 0 or self._free_idle(source)
 
     def _free_idle(self, source: Job | None = None) -> bool:
@@ -401,7 +401,7 @@ class Scheduler:
 
 
 def _unscored(job: Job) -> list[int]:
-    """Return the first tokens of a job, those that may come from the prefix cache."""
+    """Return the first tokens of a job, as far as they may come from the prefix cache."""
     tokens = job.to_cache[:-1]
     if job.wants_rows:  # the token before the first scored one has to be decoded
         tokens = tokens[: max(0, min(job.request.logprobs_from, len(job.prompt)) - 1)]

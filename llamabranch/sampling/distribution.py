@@ -1,7 +1,7 @@
 """Sparse categorical distributions, and the draw from them.
 
-Every draw is Gumbel-max, argmax_x(log p(x) + g(x)), with the noise g of ``noise.py``. Pure NumPy: this
-module knows nothing of models or llama.cpp.
+Every draw is Gumbel-max, argmax_x(log p(x) + g(x)), with the noise g of ``noise.py``. Pure NumPy:
+this module uses neither models nor llama.cpp.
 """
 
 from __future__ import annotations

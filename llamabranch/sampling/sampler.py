@@ -93,7 +93,7 @@ class Sampler:
         self._row_sampler: core.RowSampler | None = None
 
     def _is_common(self) -> bool:
-        """Return True if the compiled core knows all settings in use."""
+        """Return True if the compiled core supports all settings in use."""
         p = self.params
         if (self._history, self._xtc, self._tokens) != (None, None, None):
             return False

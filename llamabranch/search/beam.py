@@ -155,7 +155,7 @@ class _Sequences:
 
     Args:
         branch, watch: of the search.
-        k: how many of the best tokens after each beam are wanted.
+        k: how many of the best tokens after each beam are returned.
     """
 
     def __init__(self, branch: Branch, watch: Watch, k: int) -> None:

@@ -45,7 +45,7 @@ def best_tokens(ids: Ids, scores: Floats, k: int) -> list[tuple[int, float]]:
 
 
 class Beams:
-    """The beams of a search: the scores of those that run, and the best that have finished.
+    """The beams of a search: the scores of running beams, and the best finished ones.
 
     Args:
         width: the number of beams.

@@ -1,4 +1,4 @@
-"""The result of every search: hypotheses, and what they cost."""
+"""The result of every search: hypotheses, and their cost."""
 
 from __future__ import annotations
 

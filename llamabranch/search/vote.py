@@ -60,8 +60,8 @@ def vote(
         the most frequent answer, and ``votes`` has the counts. ``score`` is the share of counted texts
         with the same answer. The seed decides between equally frequent answers. Equal numbers, such as 1
         and 1.00, are one answer, in its shortest form. With ``confidence`` only
-        texts that were begun are returned. Texts that did not vote because the vote was already decided
-        come last, as "decided".
+        texts that have begun are returned. Texts that did not vote because the vote was already
+        decided come last, as "decided".
 
     Raises:
         ConfigError: a value is out of range. BranchStateError, CapacityError, DecodeError: all sequences
@@ -107,7 +107,7 @@ def vote(
 
 
 class _Ballot:
-    """The answers of ``n`` texts; ``given`` has that of each text counted so far, None without one."""
+    """The answers of ``n`` texts. ``given``: the answer, or None, of each text counted so far."""
 
     def __init__(self, answer: Callable[[str], Answer | None], n: int) -> None:
         self._answer, self._n = answer, n

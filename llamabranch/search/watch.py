@@ -1,4 +1,4 @@
-"""What all searches begin with: checked arguments, the cost so far, and who may end the search."""
+"""Shared by all searches: checked arguments, the cost so far, and early ends by ``on_step``."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def serve(
         open_engine: loads the model and returns its engine; meanwhile the server answers 503.
         settings: where to listen, who may use the server, and the limits.
         ready: called with the URL and the name of the model after it is loaded.
-        log: called with lines for people, such as what the server waits for.
+        log: called with messages for people, for example while the server waits for running texts.
 
     Raises:
         UnsupportedError: a package of the extra ``serve`` is missing.

@@ -83,7 +83,7 @@ async def event_stream(frames: AsyncGenerator[Iterable[object], None]) -> EventS
     """Return a stream of events, encoded as JSON, that ends with ``[DONE]``; `Limits` sends errors.
 
     Raises:
-        Exception: what ``frames`` raises before its first events; it gets a status of its own.
+        Exception: ``frames`` raised it before its first events; it gets a status of its own.
     """
     try:
         first = await anext(frames)

@@ -214,9 +214,9 @@ class TokenIndex:
 class SuffixDrafter(Drafter):
     """Follows the most frequent continuation of the longest suffix seen before in the same text.
 
-    Known as SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975). The prompt and the output are
-    searched for the longest match of the last tokens, and what followed it is drafted. The longer
-    the match, the more tokens are drafted. Two things differ from the paper. The estimated
+    This is SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975). The prompt and the output are
+    searched for the longest match of the last tokens, and the tokens after it are drafted. The
+    longer the match, the more tokens are drafted. Two things differ from the paper. The estimated
     probability reserves a part for continuations never seen (``Match.follow``). Only the newest
     occurrences are counted.
 

@@ -83,7 +83,7 @@ class HeadState(RunState):
             raise BranchStateError("the text that was drafted for is gone")
         return target
 
-    # -- what it has read --------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------
 
     def n_pairs(self, layer: int = 0) -> int:
         """Return the number of the first pair that a layer has not read."""
@@ -264,7 +264,7 @@ class HeadDrafter(RunDrafter[HeadState]):
             state.read_target(min(self.n_layers, state.limit))
 
     def end(self, states: Sequence[HeadState]) -> None:
-        """Drop what must not be kept after a draft."""
+        """Drop everything that belongs to the draft alone."""
         for state in states:
             state.drop_draft()
 

@@ -179,14 +179,14 @@ class RunDrafter(Drafter, Generic[S]):
         """Get what the states need from the target, before this context's lock is taken."""
 
     def begin(self, states: Sequence[S]) -> None:
-        """Read what must be read one step earlier, before ``decode`` is called."""
+        """Read tokens that must be read one step earlier, before ``decode`` is called."""
 
     @abstractmethod
     def decode(self, states: Sequence[S]) -> None:
         """Decode the ``unread`` tokens of all states together."""
 
     def end(self, states: Sequence[S]) -> None:
-        """Drop what must not be kept after a draft. Also called after an exception."""
+        """Drop everything that belongs to the draft alone. Also called after an exception."""
 
     # -- drafting ----------------------------------------------------------------------------------
 
@@ -288,7 +288,7 @@ class ModelState(RunState):
         return ModelState(self._drafter, text, target, self.rule)
 
     def close(self) -> None:
-        """Free its sequences; a prefix cache of the draft model keeps what they have read."""
+        """Free its sequences; a prefix cache of the draft model keeps their K/V."""
         self.own.keep_cached()
         _release(self.tip)
         _release(self.own)

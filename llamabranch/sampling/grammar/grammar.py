@@ -123,7 +123,7 @@ class Grammar:
                 list of them (``list[Person]``), for which pydantic must be installed. ``parse`` then
                 returns an instance.
             whitespace: "single" = a space after each comma and colon, as ``json.dumps`` writes it;
-                "none"; "any" = whatever JSON allows between its tokens, so that a text may be long.
+                "none"; "any" = all white space that JSON allows, so a text may be long.
 
         Raises:
             GrammarError: it is not a schema, no text satisfies it, or it has something unsupported, which

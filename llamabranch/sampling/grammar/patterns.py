@@ -1,4 +1,4 @@
-r"""Patterns of JSON schemas for llguidance: in Rust's syntax, without what it does silently wrong.
+r"""Patterns of JSON schemas in Rust's syntax, without the parts that llguidance gets wrong.
 
 In such strings llguidance allows ``\u`` for control characters only, so the ``\u00e9`` of a model would
 become another letter; and it confuses the class of all control characters with that of all escapes. So
@@ -14,7 +14,7 @@ from ...errors import GrammarError
 __all__ = ["CONTROLS", "rust_pattern"]
 
 CONTROLS = r"\x00-\x1f\x7f"
-# Not in classes: most control characters, and what is white space in some engines only.
+# Not in classes: most control characters, and white space that not all engines count as such.
 _RARE = r"\x7f\x85\x{feff}\x00-\x08\x0b\x0c\x0e-\x1f"
 _PIECE = re.compile(r"(\[\^?)((?:\\.|[^\\\]])*)\]|\\[pP]\{[^}]*\}|\\.|.", re.DOTALL)
 _ITEM = re.compile(r"\\.|--|[\[&~]", re.DOTALL)

@@ -71,7 +71,7 @@ class SamplerMatcher:
         self._is_ended = self._model.is_eog(token)
 
     def forced(self) -> list[int]:
-        """Return [], because llama.cpp does not tell."""
+        """Return [], because llama.cpp does not report forced tokens."""
         return []
 
     def clone(self) -> SamplerMatcher:

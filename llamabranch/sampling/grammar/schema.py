@@ -1,7 +1,8 @@
 """JSON schemas before llguidance gets them: made from types, checked, and their objects closed.
 
-What llguidance does silently wrong is refused by name and place: numbers that its 64-bit floats cannot
-tell apart, and patterns that it reads in another way. Keywords that it does not know it refuses itself.
+Schemas that llguidance would silently get wrong are refused by name and place: numbers that its
+64-bit floats cannot tell apart, and patterns that it reads in another way. It refuses unknown
+keywords itself.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _DATE = (
 )
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?"
 _OFFSET = "(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])?"
-# Formats of Python's types, which llguidance does not know, as patterns.
+# Formats of Python's types, which llguidance does not support, as patterns.
 _PATTERNS = {
     "iso-date-time": f"^{_DATE}T{_TIME}{_OFFSET}$",
     "date-time-local": f"^{_DATE}T{_TIME}$",
@@ -230,7 +231,7 @@ def _check_bounds(part: Schema) -> None:
 
 
 def _units(multiple: object) -> int:
-    """Return c * 10^|e| of a ``multipleOf`` c * 10^e; 1 of what llguidance refuses itself."""
+    """Return c * 10^|e| of a ``multipleOf`` c * 10^e; 1 if llguidance refuses it."""
     if not isinstance(multiple, (int, float)) or not multiple:
         return 1
     digits = Decimal(str(multiple)).normalize().as_tuple()
@@ -316,8 +317,8 @@ def place(schema: Schema, reason: str, refusal: Callable[[Schema], str]) -> tupl
 def _close(schema: Schema) -> None:
     """Allow an object no other properties than those declared or required, unless it mentions others.
 
-    If several schemas apply to one object, the outermost one gets the names of all of them. Names of
-    others have no escapes: beside a declared "a", llguidance would take the key "\\u0061". Others beside
+    If several schemas apply to one object, the outermost one gets all their names. Names of others
+    have no escapes: beside a declared "a", llguidance would take the key "\\u0061". Others beside
     ``patternProperties`` are not allowed.
     """
     parts = [part for _, part in _walk(schema)]

@@ -36,8 +36,8 @@ def turn_grammar(model: Model, tools: Tools, content: Grammar | None = None) -> 
         tools: the tools of the request, with their ``turns``.
         content: the grammar of an answer without a call; None = free text.
 
-    If the schema of a tool is refused, its arguments may be any JSON object: a `GrammarWarning` tells
-    it, and ``tools.unchecked`` has the reason.
+    If the schema of a tool is refused, its arguments may be any JSON object. A `GrammarWarning`
+    says so, and ``tools.unchecked`` has the reason.
 
     Raises:
         UnsupportedError: ``content`` cannot be combined with calls; the message says why.
@@ -236,7 +236,7 @@ class _Writer:
         return f"{self._until('open', word)} {self._literal(trigger[len(word) :])}"
 
     def _free(self, trigger: str) -> str:
-        """Return what may precede calls: text, and control tokens that do not begin a call."""
+        """Return a rule for the part before calls: text, and control tokens that begin no call."""
         self._rule("SOME", "/(.|\\n)+/")
         match = self._pattern.match(trigger)
         first = match[0] if match else ""

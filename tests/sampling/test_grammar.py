@@ -380,6 +380,20 @@ HOSTILE: dict[str, Callable[[], Grammar]] = {
     "expression that nothing matches": lambda: Grammar.from_regex(r"[^\s\S]"),
     "expression that does not parse": lambda: Grammar.from_regex("(a"),
     "lark of 100,000 levels": lambda: Grammar.from_lark("start: " + "(" * 10**5 + "/a/" + ")" * 10**5),
+    **{
+        f"lark of a chain of {n:,} rules": partial(
+            Grammar.from_lark,
+            f"start: {name}0\n{name}{n}: /a/\n"
+            + "\n".join(f"{name}{i}: {name}{i + 1}" for i in range(n)),
+        )
+        for name, n in (("r", 3_000), ("A", 30_000))
+    },
+    "lark with a schema of 100,000 levels": lambda: Grammar.from_lark("start: %json " + "[" * 10**5),
+    "lark with a chain of schemas": lambda: Grammar.from_lark(
+        'start: %json {"$ref": "#/$defs/d0", "$defs": {'
+        + ", ".join(f'"d{i}": {{"$ref": "#/$defs/d{i + 1}"}}' for i in range(5_000))
+        + ', "d5000": {"type": "null"}}}'
+    ),
     "lark without end": lambda: Grammar.from_lark('start: start "a"'),
     "lark without rules": lambda: Grammar.from_lark("nothing"),
     "lark of an unknown name": lambda: Grammar.from_lark("start: foo"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,9 @@ GrammarState = Matcher | SamplerMatcher
 _KINDS = ("gbnf", "json_schema", "regex", "choice", "lark")
 _UNSUPPORTED = re.compile(r'Unimplemented keys: \["([^"]*)"')
 _MOST_BYTES = 1 << 20
+_RULE = re.compile(r"(?m)^[ \t]*(?:[?!]?\w.*?)?:")  # the beginning of a rule in Lark
+# In a chain of more than 2,000 rules llguidance's stack would end the process.
+_MOST_RULES = 1000
 _REASONS = (  # rewrites llguidance's reasons without its expressions
     ("^the grammar is refused: ", ""),
     ("^regex parse error:.*error: ", "pattern: "),
@@ -90,6 +94,8 @@ class Grammar:
                 raise GrammarError("the JSON schema is nested too deep") from None
         if self.kind == "choice":
             return compiled("regex", "|".join(map(_literal, _choices(self.source))))
+        if self.kind == "lark":
+            _check_lark(self.source)
         return compiled(self.kind, self.source)
 
     def _compile_schema(self) -> str:
@@ -231,6 +237,17 @@ class Grammar:
         if self.kind != "json_schema":
             return text
         return json_schemas.value(self.model, text)
+
+
+def _check_lark(source: str) -> None:
+    """Refuse rules and schemas that llguidance would enter too deep, one inside the other."""
+    n_rules = len(_RULE.findall(source))
+    if n_rules > _MOST_RULES:
+        raise GrammarError(f"the grammar has {n_rules} rules, above the limit of {_MOST_RULES}")
+    for place in re.finditer(r"%json\s*", source):
+        with contextlib.suppress(ValueError, RecursionError):  # llguidance refuses these itself
+            schema, _ = json.JSONDecoder().raw_decode(source, place.end())
+            json_schemas.check_depth(schema)
 
 
 def _of_schema(schema: dict[str, object], whitespace: str) -> tuple[str, str]:

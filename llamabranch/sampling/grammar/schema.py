@@ -22,7 +22,7 @@ from ...model.functions import type_schemas
 from .patterns import CONTROLS, rust_pattern
 
 __all__ = [
-    "REFUSED", "TAKEN", "of_type", "parse", "place", "pointed", "value", "without_unique",
+    "REFUSED", "TAKEN", "check_depth", "of_type", "parse", "place", "pointed", "value", "without_unique",
 ]  # fmt: skip
 
 Schema = dict[str, object]
@@ -157,7 +157,7 @@ def parse(source: str) -> Schema:
     if not isinstance(schema, dict):
         raise GrammarError(f"a JSON schema is an object, not {schema!r:.40}", hint=TAKEN)
     schema.pop("x-guidance", None)
-    _depth(schema, schema, {})
+    check_depth(schema)
     units: set[int] = set()
     for path, part in [*_walk(schema)]:
         try:
@@ -277,6 +277,12 @@ def _walk(document: Schema) -> Iterator[tuple[str, Schema]]:
         path, part = todo.pop()
         yield path, part
         todo += [(f"{path}/{at}", inner) for at, inner in _within(part)]
+
+
+def check_depth(schema: object) -> None:
+    """Raise GrammarError for schemas that contain or refer to one another in too long a chain."""
+    if isinstance(schema, dict):
+        _depth(schema, schema, {})
 
 
 def _depth(part: Schema, document: Schema, known: dict[int, int], level: int = 1) -> int:

@@ -69,7 +69,10 @@ def event_loop() -> Iterator[Callable[[Coroutine[None, None, T]], T]]:
     async def main() -> None:
         ended = asyncio.Event()
         started.set_result((asyncio.get_running_loop(), ended))
-        await ended.wait()
+        try:
+            await ended.wait()
+        finally:
+            ended.set()
 
     def call(coroutine: Coroutine[None, None, T]) -> T:
         try:
@@ -79,7 +82,8 @@ def event_loop() -> Iterator[Callable[[Coroutine[None, None, T]], T]]:
             raise ClosedError(_CANCELLED) from None
         while not future.done() and thread.is_alive():
             wait([future], timeout=_POLL_S)  # short, so that Ctrl-C is heard on all systems
-        if not future.done() or future.cancelled():
+        # An ending loop closes generators: one that looks exhausted was cancelled.
+        if not future.done() or future.cancelled() or ended.is_set():
             raise ClosedError(_CANCELLED)
         return future.result()
 

@@ -70,7 +70,9 @@ class TextOptions(SamplingSettings, Generic[T], total=False):
     max_tokens: int | None
     stop: str | Sequence[str]
     stop_tokens: Sequence[int]
+    min_tokens: int
     n: int
+    priority: int
     sampling: SamplingParams | None
     grammar: Grammar | str | None
     constraint: ConstraintLike | None
@@ -89,8 +91,8 @@ class TextOptions(SamplingSettings, Generic[T], total=False):
 
 
 _AS_GIVEN = (
-    "stop", "stop_tokens", "constraint", "n", "prompt_logprobs", "parse_special",
-    "on_prompt_progress", "prompt_progress",
+    "stop", "stop_tokens", "min_tokens", "constraint", "n", "priority", "prompt_logprobs",
+    "parse_special", "on_prompt_progress", "prompt_progress",
 )  # fmt: skip
 _NOT_SAMPLING = TextOptions.__annotations__.keys() - SamplingSettings.__annotations__.keys()
 
@@ -333,9 +335,13 @@ def plan_chat(
     parallel_tool_calls: bool | None = None,
     chat_template_kwargs: Mapping[str, object] | None = None,
     show_schema: bool = True,
+    continues: bool | None = None,
+    generates: bool | None = None,
     **options: Unpack[TextOptions],
 ) -> Completion:
     """Check the arguments of ``chat``, and return the call; see ``plan_texts``.
+
+    ``continues`` and ``generates``: as for ``conversation``.
 
     Raises:
         ConfigError, UnsupportedError, GrammarError, TokenizeError, CacheFullError: an argument is
@@ -356,11 +362,18 @@ def plan_chat(
     for index, each in enumerate(given):
         with placed(_place(index, given)):
             chats.append(chat_messages(each))
-            talk = conversation(model, chats[-1], known, variables, schema=schema)
-            tokens = talk.tokens(model)
-            planned.append(asked.plan(model, tokens, begun=talk.begun, has_calls=known.is_used))
+            talk = conversation(
+                model, chats[-1], known, variables,
+                continues=continues, generates=generates, schema=schema,
+            )  # fmt: skip
+            tokens, ends = talk.tokens(model), generates is False and not talk.begun
+            planned.append(
+                (tokens, None)
+                if ends
+                else asked.plan(model, tokens, begun=talk.begun, has_calls=known.is_used)
+            )
     if known.forced and any(options.get(name) is not None for name in GRAMMARS):
-        raise ConfigError("a forced tool call has its own grammar, so no other grammar is possible")
+        raise ConfigError("tool_choice forces a call, which has a grammar of its own; use no other")
     plan = _planned(ctx, planned, base, options, grammar, known)
     plan.prompts, plan.is_list = chats, is_list
     return plan

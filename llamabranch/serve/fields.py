@@ -1,4 +1,4 @@
-"""The fields of requests, converted to sampling settings, grammars, token ids and engine requests.
+"""The fields of requests, converted to options of a call: settings, grammars, token ids.
 
 msgspec checks types and ranges. The names are OpenAI's and the library's own. Unknown fields are ignored;
 so are OpenAI's fields that do not change a text (``user``, ``store``, ``metadata``, ...). Unsupported
@@ -11,17 +11,16 @@ import json
 import math
 import re
 from asyncio import to_thread
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, cast, get_type_hints
 
 from msgspec import Meta, Struct, defstruct
 
 from ..arguments import token_key
-from ..engine import Request
-from ..errors import LlamaBranchError
+from ..engine.completion import Completion, TextOptions
+from ..errors import CacheFullError, LlamaBranchError
 from ..model import Model
-from ..model.thoughts import Thinking
 from ..sampling import SamplingParams, SamplingSettings
 from ..sampling.grammar import Grammar
 from .errors import HttpError, http_error
@@ -29,8 +28,8 @@ from .service import Service
 from .settings import ServeSettings
 
 __all__ = [
-    "Limit", "Prompt", "SamplingFields", "TextFields", "Top", "engine_requests",
-    "limit_of", "prompt_tokens",
+    "Limit", "Prompt", "SamplingFields", "TextFields", "Top", "limit_of",
+    "planned", "prompt_tokens",
 ]  # fmt: skip
 
 _ID = re.compile(r"-?[0-9]+")
@@ -185,6 +184,26 @@ class TextFields(SamplingFields, kw_only=True):
         texts = [self.stop] if isinstance(self.stop, str) else self.stop or ()
         return tuple(text for text in texts if text)
 
+    def options(
+        self, service: Service, max_tokens: int | None, top_logprobs: int | None
+    ) -> TextOptions:
+        """Return the fields as options of ``Context.complete``, without a grammar.
+
+        Raises:
+            ConfigError, HttpError: a value is out of range, or a setting is not supported.
+        """
+        params = self.sampling(service.model, service.settings)
+        return {
+            "max_tokens": max_tokens,
+            "min_tokens": self.min_tokens or 0,
+            "sampling": params.replace(logprobs=top_logprobs is not None),
+            "stop": self.stops,
+            "stop_tokens": self.stop_tokens or (),
+            "n": self.n or 1,
+            "priority": self.priority or 0,
+            "top_logprobs": top_logprobs,
+        }
+
     async def text_grammar(self) -> Grammar | None:
         """Return the grammar of the text, or None.
 
@@ -221,58 +240,29 @@ def limit_of(*limits: int | None) -> int | None:
     return None if first < 0 else first
 
 
-# -- the engine's requests -------------------------------------------------------------------------
-
-
-async def engine_requests(
-    service: Service,
-    fields: TextFields,
-    prompts: Sequence[Sequence[int]],
-    max_tokens: int | None,
-    top_logprobs: int | None,
-    *,
-    prompt_logprobs: int | None = None,
-    grammar: Grammar | None = None,
-    thinking: Thinking | None = None,
-) -> list[Request]:
-    """Return the engine's requests, one for each prompt.
+async def planned(service: Service, plan: Callable[[], Completion], param: str) -> Completion:
+    """Return the checked call of a request; it has one of the engine's requests for each prompt.
 
     Args:
-        service, fields, prompts: the model, the request, its prompts.
-        max_tokens, top_logprobs, prompt_logprobs: as for ``Request``; None = no limit.
-        grammar: the grammar of an answer that may call functions; it replaces the fields' grammar.
-        thinking: how the answers begin with a thought.
+        service: the model, and its limits.
+        plan: checks the call: ``plan_texts`` or ``plan_chat``.
+        param: the field that has the prompts.
 
     Raises:
         HttpError, LlamaBranchError: something is invalid or too large.
     """
-    n, most = fields.n or 1, service.settings.max_choices
-    if len(prompts) * n > most:
-        message = f"{len(prompts)} prompts with {n} texts each; 1 to {most} are allowed"
-        raise HttpError(400, f"n must be 1 to {most}" if len(prompts) == 1 else message, param="n")
-    for prompt in prompts:
-        service.model.check_tokens(prompt)
-        param = "messages" if hasattr(fields, "messages") else "prompt"
-        service.check_room(prompt, max_tokens, param)
-    params = fields.sampling(service.model, service.settings)
-    grammar = grammar or await fields.text_grammar()
-    return [
-        Request(
-            prompt,
-            max_tokens=service.n_ctx if max_tokens is None else max_tokens,
-            min_tokens=fields.min_tokens or 0,
-            sampling=params.replace(logprobs=top_logprobs is not None),
-            stop=fields.stops,
-            stop_tokens=fields.stop_tokens or (),
-            grammar=grammar,
-            n=n,
-            priority=fields.priority or 0,
-            top_logprobs=top_logprobs,
-            prompt_logprobs=prompt_logprobs,
-            thinking=thinking,
-        )
-        for prompt in prompts
-    ]
+    try:
+        call = await to_thread(plan)
+    except CacheFullError as error:
+        raise HttpError(400, error.message, param=param) from None
+    n, most = call.requests[0].n, service.settings.max_choices
+    if len(call.requests) * n > most:
+        message = f"{len(call.requests)} prompts with {n} texts each; 1 to {most} are allowed"
+        one = f"n must be 1 to {most}"
+        raise HttpError(400, message if len(call.requests) > 1 else one, param="n")
+    for request in call.requests:
+        service.check_room(cast(Sequence[int], request.prompt), request.max_tokens, param)
+    return call
 
 
 async def prompt_tokens(

@@ -19,7 +19,7 @@ from ..model.tools import Tools, begun_answer, openai_deltas
 from ..request.openai import called, chat_choice, completion_choice
 from ..request.turns import TurnPieces
 from .errors import HttpError
-from .fields import Limit, Prompt, TextFields, Top, limit_of, planned, prompt_tokens
+from .fields import HttpFields, Prompt, Top, planned, prompt_tokens
 from .generation import Update, Writer, answer
 from .messages import json_of
 from .service import Service
@@ -42,7 +42,7 @@ _DATES = {
 # -- completions -----------------------------------------------------------------------------------
 
 
-class CompletionFields(TextFields, kw_only=True):
+class CompletionFields(HttpFields, kw_only=True):
     """The body of a request."""
 
     prompt: Prompt | None = None
@@ -76,9 +76,8 @@ async def completions(call: HttpRequest, service: Service) -> Response:
         if fields.stream:
             raise HttpError(400, "echo with logprobs cannot be streamed", param="stream")
         scored = max(top, scored or 0)
-    limit = limit_of(fields.max_tokens, _DEFAULT_TOKENS)
-    options = fields.options(service, limit, top)
-    options |= {"prompt_logprobs": scored, "grammar": await fields.text_grammar()}
+    options = await fields.options(service, fields.limit(_DEFAULT_TOKENS), top)
+    options["prompt_logprobs"] = scored
     texts = await planned(service, partial(plan_texts, service.ctx, prompts, **options), "prompt")
     return await answer(_CompletionWriter(service, fields, n_added), texts.requests)
 
@@ -153,7 +152,7 @@ class _CompletionWriter(Writer[CompletionFields]):
 # -- conversations ---------------------------------------------------------------------------------
 
 
-class ChatFields(TextFields, kw_only=True):
+class ChatFields(HttpFields, kw_only=True):
     """The body of a request."""
 
     messages: list[dict[str, object]]
@@ -166,7 +165,6 @@ class ChatFields(TextFields, kw_only=True):
     thinking: bool | Annotated[int, Meta(ge=0)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    max_completion_tokens: Limit | None = None
     logprobs: bool | None = None
     top_logprobs: Top | None = None
     modalities: list[str] | None = None
@@ -213,13 +211,9 @@ async def chat(call: HttpRequest, service: Service) -> Response:
         raise HttpError(400, "top_logprobs needs logprobs", param="top_logprobs")
     if fields.modalities not in (None, [], ["text"]):
         raise HttpError(400, "modalities other than text are not supported", param="modalities")
-    limits = fields.max_completion_tokens, fields.max_tokens
-    if None not in limits and limits[0] != limits[1]:
-        message = "max_tokens has two values, under this name and another; send one"
-        raise HttpError(400, message, param="max_tokens")
     top_logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
-    options = fields.options(service, limit_of(*limits, service.settings.max_tokens), top_logprobs)
-    options |= {"grammar": await fields.text_grammar()}
+    limit = fields.limit(service.settings.max_tokens)
+    options = await fields.options(service, limit, top_logprobs)
     talk = await planned(service, partial(fields.plan, service, options), "messages")
     return await answer(_ChatWriter(service, fields, talk), talk.requests)
 

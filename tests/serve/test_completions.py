@@ -14,7 +14,7 @@ from serving import Serving, bundled_engine, serving
 from toys import write_toy
 
 import llamabranch as lb
-from llamabranch.serve import fields
+from llamabranch.request import fields
 
 WARM: dict[str, Any] = {"temperature": 0.8, "seed": 42}
 

@@ -11,8 +11,8 @@ import pytest
 from serving import Serving, serving
 
 import llamabranch as lb
+from llamabranch.request.fields import _REFUSED, SamplingFields
 from llamabranch.serve.completions import ChatFields, CompletionFields
-from llamabranch.serve.fields import _REFUSED, SamplingFields
 
 # A value for each name of a setting, then what other names and values become.
 SENT: dict[str, Any] = {
@@ -94,6 +94,15 @@ def test_each_name_changes_its_setting_at_each_path(
         assert reached(path, **rest, **{name: value}) == plain.replace(**changed) != plain
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "ignore_eos"])
+def test_a_line_of_a_file_has_the_same_names(server: Serving, name: str) -> None:
+    line = lb.Request.from_json({"prompt": "a", name: SENT[name]}, "0")
+    assert line.sampling == lb.SamplingParams().replace(**expected(server, name))
+    based = lb.Request.from_json({"prompt": "a"}, "0", lb.SamplingParams(top_k=3))
+    assert based.sampling == lb.SamplingParams(top_k=3)
+    assert lb.Request.from_json({"prompt": "a"}, "0").sampling is None  # the engine's
+
+
 @pytest.mark.parametrize("name", _REFUSED)
 def test_names_of_other_programs_that_would_change_a_text_are_refused(
     server: Serving, name: str
@@ -104,6 +113,8 @@ def test_names_of_other_programs_that_would_change_a_text_are_refused(
             assert (error["code"], error["param"]) == (400, name)
             assert _REFUSED[name] in error["message"]
             assert client.post(path, json={**rest, name: None}).status_code == 200
+    with pytest.raises(lb.ConfigError, match=rf"{name} .*{_REFUSED[name]}"):
+        lb.Request.from_json({"prompt": "a", name: 2}, "0")
 
 
 @pytest.mark.parametrize("digits", ["99999999999", "9999999999", "-1", "9" * 40, "9" * 5000])

@@ -15,7 +15,7 @@ import llamabranch as lb
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Serving]:
-    with serving(alias="king", seed=7, sampling=lb.SamplingParams(top_k=9)) as running:
+    with serving(alias="king", sampling=lb.SamplingParams(seed=7, top_k=9)) as running:
         yield running
 
 

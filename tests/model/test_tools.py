@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ import llamabranch as lb
 from llamabranch.errors import ConfigError, GrammarError, UnsupportedError
 from llamabranch.model.functions import function_tool
 from llamabranch.model.history import written_history
-from llamabranch.model.tools import Tools, conversation, openai_call, openai_deltas
+from llamabranch.model.tools import Tools, conversation
 from llamabranch.model.turn_format import TurnFormat
 from llamabranch.sampling.grammar import turn_grammar
 
@@ -130,21 +129,6 @@ def test_what_a_template_does_not_write_becomes_text() -> None:
     developer: list[dict[str, object]] = [{"role": "developer", "content": "Be brief."}]
     assert written_history(developer, TurnFormat.of(SYSTEM_ONLY))[0]["role"] == "system"
     assert written_history(developer, TurnFormat.of(TOJSON))[0]["role"] == "developer"
-
-
-def test_calls_have_the_same_ids_again() -> None:
-    tools = Tools([TOOL], "auto", TurnFormat.of(TOJSON))
-    text = '<do>{"name": "find", "arguments": {"text": "x"}}</do>'
-    first, again = tools.read(text), tools.read(text)
-    assert first == again
-    call: Any = openai_call(first.calls[0])
-    assert json.loads(call["function"]["arguments"]) == {"text": "x"} and call["id"]
-    reader = tools.reader()
-    deltas = openai_deltas([*reader.feed("I see. " + text), *reader.finish()])
-    assert deltas[0] == {"content": "I see."}
-    assert deltas[1]["tool_calls"][0]["function"] == {"name": "find", "arguments": ""}  # type: ignore[index]
-    off = Tools([TOOL], "none", TurnFormat.of(TOJSON)).read(text)
-    assert off.content == text and off.calls == []
 
 
 def weather(city: str, days: int = 1, unit: Literal["C", "F"] = "C") -> str:

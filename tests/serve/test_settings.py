@@ -11,8 +11,8 @@ import pytest
 from serving import Serving, post, serving
 
 import llamabranch as lb
+from llamabranch.request.fields import _REFUSED, SamplingFields
 from llamabranch.serve.completions import ChatFields, CompletionFields
-from llamabranch.serve.fields import _REFUSED, SamplingFields
 
 # A value for each name of a setting, then what other names and values become.
 SENT: dict[str, Any] = {
@@ -36,7 +36,7 @@ NAMES = [
 ]  # fmt: skip
 
 
-SERVE: dict[str, Any] = {"seed": 7, "sampling": lb.SamplingParams(top_k=9)}
+SERVE = {"sampling": lb.SamplingParams(seed=7, top_k=9)}
 
 
 @pytest.fixture
@@ -90,6 +90,15 @@ def test_each_name_changes_its_setting_at_each_path(
         assert reached(path, **rest, **{name: value}) == plain.replace(**changed) != plain
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "ignore_eos"])
+def test_a_line_of_a_file_has_the_same_names(server: Serving, name: str) -> None:
+    line = lb.Request.from_json({"prompt": "a", name: SENT[name]}, "0")
+    assert line.sampling == lb.SamplingParams().replace(**expected(server, name))
+    based = lb.Request.from_json({"prompt": "a"}, "0", lb.SamplingParams(top_k=3))
+    assert based.sampling == lb.SamplingParams(top_k=3)
+    assert lb.Request.from_json({"prompt": "a"}, "0").sampling is None  # the engine's
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_names_of_other_programs_that_would_change_a_text_are_refused(api: Any, path: str) -> None:
     """Those that ask for nothing are not, nor fields that llama-server's clients always send."""
@@ -103,6 +112,8 @@ def test_names_of_other_programs_that_would_change_a_text_are_refused(api: Any, 
             error = post(api, 400, path, **{name: value}, **PATHS[path])["error"]
             assert (error["code"], error["param"]) == (400, name)
             assert instead in error["message"]
+        with pytest.raises(lb.ConfigError, match=rf"{name} .*{instead}"):
+            lb.Request.from_json({"prompt": "a", name: 2}, "0")
 
 
 @pytest.mark.parametrize("digits", ["99999999999", "9999999999", "-1", "9" * 40, "9" * 5000])

@@ -59,11 +59,11 @@ def serve(
     target, drafters = given.resolve(console)
     if given.draft in (None, "auto") and all(name == SUFFIX for name in drafters):
         drafters = ("grammar", *drafters)  # text that a schema forces cannot be copied
-    params = given.params()
+    params = given.params(given.seed)
     variable = os.environ.get(_KEY_VARIABLE)
     own: dict[str, Any] = {
         "host": host, "port": port, "parallel": parallel, "max_tokens": given.max_tokens,
-        "seed": given.seed, "sampling": params,
+        "sampling": params,
         "api_keys": _parts(api_key or ([variable] if variable else None)),
         "allow_origins": _parts(allow_origin),
     }  # fmt: skip

@@ -226,7 +226,7 @@ def test_a_chat_that_goes_on_opens_its_model(tmp_path: Path) -> None:
 
 
 def test_a_wrong_command_of_a_pipe_does_not_end_the_run() -> None:
-    lines = ["/undo", "One day", "/what", "/switch x", "/save", "/retry", "/edit 1", "/quit", "never"]
+    lines = "/undo|One day|/what|/switch x|/save|/retry|/edit 1|/quit|never".split("|")
     result = run(*OPTIONS, "-n", "4", stdin="\n".join(lines))
     assert result.exit_code == 1 and "never" not in result.stdout
     for message in ("there is no command /what", "an argument is missing", "no message yet"):

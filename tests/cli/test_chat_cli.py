@@ -226,8 +226,8 @@ def test_a_chat_that_goes_on_opens_its_model(tmp_path: Path) -> None:
 
 
 def test_a_wrong_command_of_a_pipe_does_not_end_the_run() -> None:
-    lines = "/undo|One day|/what|/switch x|/save|/retry|/edit 1|/quit|never".split("|")
-    result = run(*OPTIONS, "-n", "4", stdin="\n".join(lines))
+    lines = "/undo\nOne day\n/what\n/switch x\n/save\n/retry\n/edit 1\n/quit\nnever"
+    result = run(*OPTIONS, "-n", "4", stdin=lines)
     assert result.exit_code == 1 and "never" not in result.stdout
     for message in ("there is no command /what", "an argument is missing", "no message yet"):
         assert message in result.stderr

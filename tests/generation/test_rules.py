@@ -30,6 +30,7 @@ from llamabranch.errors import ConfigError
 from llamabranch.generation.verify import (
     RULES,
     Acceptance,
+    AcceptanceRule,
     Noise,
     RandomSource,
     apply_rule,
@@ -47,9 +48,6 @@ LIMIT = 5.6  # standard deviations; a right program exceeds it with odds of 1e-8
 
 Context = tuple[int, ...]
 Sources = list[Distribution]
-Rule = Callable[
-    [Sequence[int], Sequence[Distribution], Callable[[int], Distribution], RandomSource], Acceptance
-]
 Target = Callable[[int], Distribution]
 Drafting = Callable[["ModelPair", RandomSource], tuple[list[int], Sources]]
 
@@ -95,7 +93,7 @@ def draft_argmax(models: ModelPair, rng: RandomSource) -> tuple[list[int], Sourc
     return drafted, [Distribution.point(token) for token in drafted]
 
 
-def emitted_by(rule: Rule, models: ModelPair, drafting: Drafting = drafted_text) -> Law:
+def emitted_by(rule: AcceptanceRule, models: ModelPair, drafting: Drafting = drafted_text) -> Law:
     def program(walk: Outcomes) -> Context:
         drafted, sources = drafting(models, walk)
         acceptance = rule(drafted, sources, models.after(drafted), walk)
@@ -121,16 +119,12 @@ both_rules = pytest.mark.parametrize("rule", [token_rule, block_rule])
 
 
 @both_rules
+@pytest.mark.parametrize("gamma", range(4))
 @pytest.mark.parametrize("drafting", LOSSLESS)
-@pytest.mark.parametrize("kind", [*KINDS, "mixed"])
-def test_rule_is_lossless(rule: Rule, kind: str, drafting: Drafting) -> None:
-    """At any honest draft length."""
-    for gamma in range(4):
-        for seed in range(4 if gamma < 3 else 2):
-            models = random_pair(kind, gamma, seed)
-            emitted = emitted_by(rule, models, drafting)
-            assert math.isclose(sum(emitted.values()), 1.0, abs_tol=EXACT)
-            assert models.error(emitted) < EXACT
+def test_rule_is_lossless(rule: AcceptanceRule, drafting: Drafting, gamma: int) -> None:
+    """At any honest draft length, for models of every kind."""
+    n_pairs = 4 if gamma < 3 else 2
+    assert rule_error(rule, gamma=gamma, n_pairs=n_pairs, drafting=drafting) < EXACT
 
 
 def misreported(models: ModelPair, rng: RandomSource) -> tuple[list[int], Sources]:
@@ -141,14 +135,14 @@ def misreported(models: ModelPair, rng: RandomSource) -> tuple[list[int], Source
 
 @both_rules
 @pytest.mark.parametrize("drafting", [draft_until_unlikely_dropped, misreported])
-def test_faults_of_a_draft_are_seen(rule: Rule, drafting: Drafting) -> None:
+def test_faults_of_a_draft_are_seen(rule: AcceptanceRule, drafting: Drafting) -> None:
     """The proof must be able to fail. A draft that keeps the unlikely token passes, see below."""
     for seed in range(4):
         models = random_pair("dense", 2, seed)
         assert models.error(emitted_by(rule, models, drafting)) > 1e-3
 
 
-def test_the_public_proof_agrees_and_sees_a_rule_that_is_wrong() -> None:
+def test_the_proof_sees_a_rule_that_is_wrong() -> None:
     def wrong(
         _: object, sources: Sequence[Distribution], target: Target, rng: RandomSource
     ) -> Acceptance:
@@ -159,9 +153,6 @@ def test_the_public_proof_agrees_and_sees_a_rule_that_is_wrong() -> None:
         rng.coin(0, 0.5)
         return Acceptance(0, rng.draw(target(0), 0))
 
-    for rule in (token_rule, block_rule):
-        for gamma in range(3):
-            assert rule_error(rule, gamma=gamma, n_pairs=2) < EXACT
     assert rule_error(wrong, n_pairs=1) > 1e-2
     with pytest.raises(ConfigError, match="gamma"):
         rule_error(wrong, gamma=4)
@@ -171,7 +162,7 @@ def test_the_public_proof_agrees_and_sees_a_rule_that_is_wrong() -> None:
 
 @both_rules
 @pytest.mark.parametrize("drafting", [drafted_text, draft_until_unlikely_dropped])
-def test_point_source_is_right_for_any_draft(rule: Rule, drafting: Drafting) -> None:
+def test_point_source_is_right_for_any_draft(rule: AcceptanceRule, drafting: Drafting) -> None:
     # The rule does not depend on how the token was found; it only accepts fewer. So a draft whose
     # distribution is unknown or wrong can always be passed in this way.
     def as_points(models: ModelPair, rng: RandomSource) -> tuple[list[int], Sources]:
@@ -218,27 +209,6 @@ def test_acceptance_is_that_of_the_papers() -> None:
     for rule in (token_rule, block_rule):
         equal = emitted_by(rule, random_pair("equal", 3, 0))
         assert tokens_a_round(equal) == pytest.approx(4.0, abs=EXACT)
-
-
-def test_target_is_asked_in_order_and_no_further_than_needed() -> None:
-    models = random_pair("dense", 3, 1)
-    for seed in range(50):
-        for rule in RULES:
-            asked: list[int] = []
-            drafted, sources = drafted_text(models, Noise(seed + 1000, 0))
-            target = models.after(drafted)
-
-            def noting(
-                i: int,
-                asked: list[int] = asked,
-                target: Callable[[int], Distribution] = target,
-            ) -> Distribution:
-                asked.append(i)
-                return target(i)
-
-            acceptance = apply_rule(rule, drafted, sources, noting, seed=seed, position=0)
-            stop = acceptance.n_accepted if rule != "block" else max(acceptance.n_accepted, 2)
-            assert asked == list(range(stop + 1))
 
 
 # -- the real noise --------------------------------------------------------------------------------

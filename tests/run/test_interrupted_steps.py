@@ -106,6 +106,10 @@ def outcome(
             break
         if n_steps == 12:
             engine.abort("d")
+        if n_steps == 8:
+            engine.core.scheduler.pause("c")  # it is parked, in a step that may be interrupted
+        if n_steps == 16:
+            engine.core.scheduler.resume("c")
         if interrupter is not None and not interrupter.done:
             sys.settrace(interrupter)
         try:

@@ -31,7 +31,8 @@ def test_perplexity_is_the_programs(tmp_path: Path) -> None:
     path, model = tmp_path / "text.txt", lb.hub.resolve(lb.hub.BUNDLED_TARGET)
     names = ("README.md", "docs/architecture.md")
     path.write_text("\n".join((ROOT / name).read_text("utf-8") for name in names), "utf-8")
-    command = [program, "-m", model, "-f", path, "-t", "2", "-c", str(WINDOW), "-b", str(WINDOW)]
+    sizes = ["-t", "2", "-c", str(WINDOW), "-b", str(WINDOW)]
+    command = [program, "-m", str(model), "-f", str(path), *sizes]
     for _ in range(8):  # on a busy machine its last lines may be missing
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", check=False

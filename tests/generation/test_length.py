@@ -229,6 +229,19 @@ def test_unlucky_stretch_does_not_switch_a_good_drafter_off() -> None:
     assert not_asked < 0.03 * 10 * 1000  # the steps that measure t(1) are half of that
 
 
+def test_reading_is_no_drafted_tokens_time() -> None:
+    """The first draft also reads the prompt, for a hundred steps. Later ones do not."""
+    length = auto_length()
+    length.learn([PLAIN], 1, 1.0, 3)
+    assert length.plain_steps(1000) == 0
+    assert length.consider("model")
+    length.learn([Round(drafted("model", 3, seconds=100.0, n_read=1000), 3)], 4, 1.6)
+    world = World(length, always(0.8)).run(300)
+    assert is_on(length)
+    assert cost(length) == pytest.approx(world.c)
+    assert sum(k > 0 for k in world.drafted) > 280
+
+
 # -- how long ----------------------------------------------------------------------------------------
 
 

@@ -250,7 +250,7 @@ def test_a_loaded_chat_keeps_its_settings(tmp_path: Path) -> None:
     saved("-n", "3", "--seed", "4", "--top-k", "7", line="One day")
     same = saved("--load", str(kept), "-sys", "Be kind.")
     assert (same["sampling"]["top_k"], same["sampling"]["seed"], same["max_tokens"]) == (7, 4, 3)
-    assert same["lines"][0]["system"] == "Be kind."
+    assert same["system"] == "Be kind."
 
 
 def test_tilde_of_save_and_load_is_the_home_folder(

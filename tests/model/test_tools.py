@@ -172,14 +172,8 @@ def test_functions_are_tools(with_pydantic: bool, monkeypatch: pytest.MonkeyPatc
 
 
 def test_histories_reach_templates_in_their_form(open_model: Open) -> None:
-    model = open_model(ITERATES)
-    text = model.apply_chat_template(called('{"text": "x"}'))
+    text = open_model(ITERATES).apply_chat_template(called('{"text": "x"}'))
     assert "<do>find<k>text</k><v>x</v></do>" in text and "It is <do>x</do>." in text
-    assert "system\nBe brief." in open_model(SYSTEM_ONLY).apply_chat_template(
-        [("developer", "Be brief."), ("user", "Hm?")]
-    )
-    text = open_model(NO_ROLES).apply_chat_template(called('{"text": "x"}'))
-    assert text.count("Result of find") == 1
     assert open_model("chatml").apply_chat_template(called('{"text": "x"}')).count("find") == 2
     ignored = {"name": "b", "reasoning_content": "c", "refusal": None}
     message = {"role": "user", "content": "a", **ignored}

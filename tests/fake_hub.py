@@ -34,14 +34,13 @@ def empty_caches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @dataclass
 class FakeHub:
-    """What the server has and what it was asked; `endpoint` is for ``HF_ENDPOINT``.
+    """What the server has and what it was asked.
 
     Answers to ``faulty`` requests ("api", "head" or "get") have the ``status`` and the error code
     RepoNotFound if it is 404. A file breaks off after ``cut`` bytes, and its second half waits for
     ``gate``.
     """
 
-    endpoint: str = ""
     repositories: dict[str, dict[str, bytes]] = field(default_factory=dict)
     faulty: str = ""
     status: int = 0
@@ -123,13 +122,17 @@ def _commit(files: Mapping[str, bytes]) -> str:
 
 
 @contextmanager
-def serve() -> Iterator[FakeHub]:
-    """Run a fake hub until the block ends."""
+def running_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """Run a fake hub until the block ends, with empty caches; skip the test without huggingface_hub."""
+    pytest.importorskip("huggingface_hub", reason="downloads need huggingface_hub")
+    empty_caches(folder, monkeypatch)
+    # huggingface_hub reads this when it is imported, and a test of evaluation may have been offline then.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     hub = FakeHub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    hub.endpoint = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     try:
         yield hub
     finally:

@@ -18,15 +18,10 @@ from llamabranch.hub.choice import HubSpec, choose
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("user/repo", HubSpec("user/repo")),
-        ("hf:user/repo", HubSpec("user/repo")),
         ("hf.co/user/repo:Q4_K_M", HubSpec("user/repo", tag="Q4_K_M")),
         ("https://huggingface.co/user/repo", HubSpec("user/repo")),
-        ("user/My-Model-1.7B-GGUF:q8_0", HubSpec("user/My-Model-1.7B-GGUF", tag="q8_0")),
-        ("user/repo@v1.0:Q8_0", HubSpec("user/repo", "v1.0", "Q8_0")),
         ("user/repo:Q8_0@v1.0", HubSpec("user/repo", "v1.0", "Q8_0")),
         ("user/repo@refs/pr/3:F16", HubSpec("user/repo", "refs/pr/3", "F16")),
-        ("user/repo/model.gguf", HubSpec("user/repo", file="model.gguf")),
         ("user/repo@main/a/model.gguf", HubSpec("user/repo", "main", file="a/model.gguf")),
         ("user/repo.gguf/model.gguf", HubSpec("user/repo.gguf", file="model.gguf")),
     ],

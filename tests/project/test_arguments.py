@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drafts import FIXED
 
 import llamabranch as lb
 from llamabranch.arguments import finite, function, real, whole
@@ -224,16 +223,6 @@ def test_numpy_numbers_make_requests(ctx: lb.Context) -> None:
     for result in results:
         assert json.loads(json.dumps(result.as_dict()))["prompt"] == prompt
     assert hash(lb.Request(tuple(prompt))) == hash(lb.Request(tuple(prompt)))  # stays as it was
-
-
-def test_numpy_tokens_of_a_drafter_are_verified(ctx: lb.Context) -> None:
-    params = lb.SamplingParams(temperature=0.8, seed=2)
-    plain, drafted = (
-        lb.Speculator(ctx, drafter, FIXED).generate(STORY, max_tokens=12, sampling=params)
-        for drafter in (None, lb.FunctionDrafter(lambda _, n: [np.int64(t) for t in (3, 4, 5)][:n]))
-    )
-    assert drafted.finish().tokens == plain.finish().tokens
-    assert drafted.stats.num_drafts > 0
 
 
 # -- other kinds -----------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Raw
 
 from ..errors import ConfigError
-from ..serve.fields import SamplingFields
+from ..request.fields import SamplingFields
 from . import page
 from .document import AnyRecord, Document, Made, Node, Tokens, decoded
 from .journal import replay

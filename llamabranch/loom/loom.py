@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from asyncio import to_thread
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,11 +12,11 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from ..engine import Request
+from ..request.fields import SamplingFields, TextFields
 from ..sampling import SamplingParams
 from ..sampling.grammar import Grammar
 from ..sampling.noise import derive_seed
 from ..serve.errors import HttpError
-from ..serve.fields import SamplingFields, TextFields
 from ..serve.service import Service
 from .document import (
     Change,
@@ -89,13 +90,13 @@ async def text_grammar(settings: TextSettings | Made) -> Grammar | None:
     """Return the grammar that a text must follow, or None.
 
     Raises:
-        HttpError: the grammar is invalid, or there are several.
+        GrammarError, ConfigError: it is invalid, or there are several.
     """
     fields = TextFields(
         grammar=settings.grammar, json_schema=settings.json_schema,
         regex=settings.regex, choices=settings.choice,
     )  # fmt: skip
-    return await fields.text_grammar()
+    return await to_thread(fields.text_grammar)
 
 
 class Loom(Live):
@@ -201,7 +202,9 @@ class Loom(Live):
         """Return a node's sampling settings."""
         fields = msgspec.convert(made.sampling, SamplingFields)
         seed, service = None if made.seed is None else int(made.seed), self.service
-        return fields.sampling(service.model, service.settings).replace(seed=seed, logprobs=True)
+        return fields.sampling(service.settings.sampling, service.model).replace(
+            seed=seed, logprobs=True
+        )
 
     async def request(
         self, node: Node, max_tokens: int | None, *, draft: int | None = None

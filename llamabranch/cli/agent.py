@@ -13,18 +13,11 @@ import typer
 import llamabranch as lb
 from llamabranch.agents import Report, Step
 
+from . import options as opt
 from .console import Console, shortened
 from .files import load_functions, piped_or_read
 from .interrupts import EXIT_FAILURE
-from .options import (
-    MODEL_OPTIONS,
-    OUTPUT_OPTIONS,
-    SAMPLING_OPTIONS,
-    TEXT,
-    Given,
-    option,
-    with_options,
-)
+from .options import Given, option, with_options
 
 _SHOWN = 200  # characters of a call's result that are shown
 # Notes on an incomplete answer, by its ``finish_reason``.
@@ -35,14 +28,14 @@ _ENDS = {
 }
 
 
-@with_options("system", *SAMPLING_OPTIONS, *MODEL_OPTIONS, *OUTPUT_OPTIONS)
+@with_options("system", *opt.SAMPLING_OPTIONS, *opt.MODEL_OPTIONS, *opt.OUTPUT_OPTIONS)
 def agent(
     given: Given,
     console: Console,
     words: Annotated[list[str] | None, typer.Argument(metavar="TASK")] = None,
     tools: Annotated[
         list[Path] | None,
-        option("--tools", "Functions that may be called; it is run.", TEXT, metavar="FILE.py"),
+        option("--tools", "Functions that may be called; it is run.", opt.TEXT, metavar="FILE.py"),
     ] = None,
 ) -> None:
     """Do a task with a model that may call the functions of a Python file.
@@ -56,7 +49,7 @@ def agent(
         raise lb.ConfigError("no task was given", hint=hint)
     functions = [f for path in tools or () for f in load_functions(path)]
     context = given.open(given.announce(console), console)
-    params = given.without_eog(given.params(given.seed), context.model)
+    params = given.params(given.seed)
     run = lb.Agent(context, given.system or (), functions, sampling=params)
     console.out.file = sys.stdout
     # Functions may print too; only the answer goes to standard output.

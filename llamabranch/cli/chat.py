@@ -17,18 +17,10 @@ import llamabranch as lb
 from llamabranch import Chat
 from llamabranch.chat import Answer, saved_model
 
+from . import options as opt
 from .console import Console, shortened
 from .interrupts import EXIT_FAILURE, EXIT_INTERRUPTED, InterruptHandler
-from .options import (
-    DRAFT_OPTIONS,
-    OUTPUT_OPTIONS,
-    SAMPLING_OPTIONS,
-    TEXT,
-    Given,
-    option,
-    setting_value,
-    with_options,
-)
+from .options import Given, option, with_options
 
 _PROMPT = "> "
 _N_SEQ_MAX = 16  # sequences: two for each turn whose K/V is kept
@@ -43,7 +35,6 @@ USAGES = {
     "/system [TEXT]": "Print or set the system message; - removes it.",
     "/set [NAME VALUE]": "Print the settings, or change one: temperature 0.5, thinking off.",
     "/save FILE": "Save the chat with its branches.",
-    "/load FILE": "Continue a saved chat.",
     "/help": "Print this list.",
     "/quit": "End the program, as Ctrl-D does.",
 }
@@ -64,7 +55,7 @@ class ChatSession:
         console: where answers are printed.
 
     Attributes:
-        chat: the conversation. /load replaces it.
+        chat: the conversation.
         has_failed: whether an answer or a command has failed.
         is_typed: whether turns are typed, and not read from a pipe or a file.
     """
@@ -199,11 +190,6 @@ class ChatSession:
                 file = os.path.expanduser(rest)
                 chat.save(file)
                 note(f"saved in {file}")
-            case "/load":
-                file, engine = os.path.expanduser(rest), chat.engine
-                self.chat = lb.Chat.load(chat.ctx, file, engine.drafter, engine.config)
-                self.chat.set(on_prompt_progress=self._console.reading)
-                self.show_last()
             case "/help":
                 heading = "what it does"
                 self._console.table(("command", heading), list(USAGES.items()), left=(heading,))
@@ -214,7 +200,7 @@ class ChatSession:
 
     def _set(self, name: str = "", value: str = "") -> None:
         if name:
-            self.chat.set(**{name: _THINKING.get(value, setting_value(value))})
+            self.chat.set(**{name: _THINKING.get(value, opt.setting_value(value))})
             self._console.note(f"{name}: {value}")
             return
         rows = [(f.name, getattr(self.chat.sampling, f.name)) for f in fields(lb.SamplingParams)]
@@ -235,18 +221,18 @@ class ChatSession:
         self._console.note(f"branch {self.chat.current}{after}")
 
 
-@with_options("max_tokens", "system", *SAMPLING_OPTIONS, *DRAFT_OPTIONS, *OUTPUT_OPTIONS)
+@with_options("max_tokens", "system", *opt.SAMPLING_OPTIONS, *opt.DRAFT_OPTIONS, "verbose")
 def chat(
     given: Given,
     console: Console,
     prompt: Annotated[
-        str | None, option("-p --prompt", "The first message.", TEXT, metavar="TEXT")
+        str | None, option("-p --prompt", "The first message.", opt.TEXT, metavar="TEXT")
     ] = None,
     load: Annotated[
-        Path | None, option("--load", "Continue a chat that /save wrote.", TEXT, metavar="FILE")
+        Path | None, option("--load", "Continue a chat that /save wrote.", opt.TEXT, metavar="FILE")
     ] = None,
     think: Annotated[
-        str | None, option("--think", "Think before answers.", TEXT, metavar="on|off|N")
+        str | None, option("--think", "Think before answers.", opt.TEXT, metavar="on|off|N")
     ] = None,
 ) -> None:
     """Talk with a model in the terminal; retry, edit, fork and save turns.
@@ -263,8 +249,8 @@ def chat(
     if load is None:
         talk = Chat(
             context, drafter, config, system=given.system, max_tokens=given.max_tokens,
-            sampling=given.without_eog(params, context.model),
-            thinking=_THINKING.get(think or "auto", setting_value(think or "")),
+            sampling=params,
+            thinking=_THINKING.get(think or "auto", opt.setting_value(think or "")),
         )  # fmt: skip
     else:
         talk = Chat.load(context, load, drafter, config)
@@ -276,16 +262,5 @@ def chat(
         session.take(prompt)
     if sys.stdin is not None:  # None means that it was closed when the process started
         session.run()
-    talk = session.chat
-    console.answer(
-        {
-            "model": talk.ctx.model.name,
-            "seed": talk.sampling.seed,
-            "messages": talk.messages,
-            "finish_reasons": [exchange.finish_reason for exchange in talk.exchanges],
-            "branches": len(talk.branches),
-            "stats": talk.stats.as_dict(),
-        }
-    )
     if session.has_failed and not session.is_typed:
         raise typer.Exit(EXIT_FAILURE)

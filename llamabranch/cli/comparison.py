@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
+import llamabranch as lb
 from llamabranch import Engine, Request, Result
 from llamabranch.bench.timing import Maker, Series, Spread, Stopped, Timing, interleave
 
@@ -52,7 +53,7 @@ class DraftComparison:
         return None
 
 
-def statistics(stats: Any, compared: DraftComparison | None) -> dict[str, object]:
+def statistics(stats: lb.EngineStats, compared: DraftComparison | None) -> dict[str, Any]:
     """Return the figures of `print_statistics` by name: counts, ratios, tokens a second.
 
     An iteration is a pass of the target for one text: it checks a draft, if there is one, and adds
@@ -61,7 +62,7 @@ def statistics(stats: Any, compared: DraftComparison | None) -> dict[str, object
     counts = stats.speculative
     iterations = counts.num_drafts + counts.num_plain_steps
     accepted = counts.num_accepted_tokens
-    figures: dict[str, object] = {
+    figures = {
         "iterations": iterations,
         "drafted": counts.num_draft_tokens,
         "accepted": accepted,
@@ -71,41 +72,38 @@ def statistics(stats: Any, compared: DraftComparison | None) -> dict[str, object
         "decodes_of_draft": stats.draft_forward_passes,
         "tokens_a_second": stats.tokens_per_s,
     }
-    if compared is not None:
-        figures |= {
-            "tokens_a_second": compared.drafted.rate.median,
-            "plain_tokens_a_second": compared.plain.rate.median,
-            "speed_up": compared.speed_up,
-            "speed_up_range": [compared.range.low, compared.range.high],
-            "texts_equal": compared.parting is None,
-        }
-    return figures
+    if compared is None:
+        return figures
+    return figures | {
+        "tokens_a_second": compared.drafted.rate.median,
+        "plain_tokens_a_second": compared.plain.rate.median,
+        "speed_up": compared.speed_up,
+        "speed_up_range": [compared.range.low, compared.range.high],
+        "texts_equal": compared.parting is None,
+    }
 
 
 def print_statistics(
     console: Console, title: str, figures: Mapping[str, Any], compared: DraftComparison | None
 ) -> None:
     """Print the figures of `statistics` in aligned lines to standard error."""
-    shown = {name: cell(value) for name, value in figures.items()}
+    rows = {name.replace("_", " "): cell(value) for name, value in [*figures.items()][:8]}
     if figures["drafted"]:
         rate = f"{figures['accept_rate'] * 100:.0f} %"
-        shown["accept_rate"] = f"{rate} ({figures['accepted']} of {figures['drafted']})"
-    shown["tokens_a_pass"] = number(figures["tokens_a_pass"], 2)
-    shown["tokens_a_second"] = number(figures["tokens_a_second"], 1)
+        rows["accept rate"] = f"{rate} ({figures['accepted']} of {figures['drafted']})"
+    rows["tokens a pass"] = number(figures["tokens_a_pass"], 2)
+    rows["tokens a second"] = number(figures["tokens_a_second"], 1)
     if compared is not None:
-        low, high = (number(end, 2) for end in figures["speed_up_range"])
+        ratio, low, high = (
+            number(value, 2) for value in (figures["speed_up"], *figures["speed_up_range"])
+        )
         plain = number(figures["plain_tokens_a_second"], 1)
-        ratio = number(figures["speed_up"], 2)
-        shown["speed_up"] = f"{ratio} ({low} to {high}); plain decoding: {plain} a second"
+        rows["speed-up"] = f"{ratio} ({low} to {high}); plain decoding: {plain} a second"
         parting = compared.parting
-        shown["texts_equal"] = "yes" if parting is None else f"no, from token {parting} on"
-    if console.silent:
-        return
+        rows["texts equal"] = "yes" if parting is None else f"no, from token {parting} on"
     console.note(title, "bold")
-    for name, value in shown.items():
-        label = "speed-up" if name == "speed_up" else name.replace("_", " ")
-        if name not in ("speed_up_range", "plain_tokens_a_second"):
-            console.note(f"  {label:<17}  {value}", "")
+    for label, value in rows.items():
+        console.note(f"  {label:<17}  {value}", "")
 
 
 def compare(

@@ -108,21 +108,21 @@ def demo(given: Given, show: Console) -> None:
     with InterruptHandler([ctx]) as interrupts:
         token_s = _fork(ctx, show, interrupts)
         most = max(16, min(MOST_TOKENS, int(TEXT_S / token_s)))
-        show.heading("2. A function edited: drafts are copied from the prompt")
+        show.line("\n2. A function edited: drafts are copied from the prompt\n", "bold")
         show.line("`total` becomes `amount`. The prompt has the first three lines.")
         show.write(EDITED, "dim")
         # The bundled model would end the text at once.
         edit = _request(EDIT + EDITED, most, min_tokens=24 if is_bundled else 0)
         _compare(ctx, lb.SuffixDrafter(), edit, show, interrupts)
-        show.heading("3. A text as JSON: whatever the schema forces is drafted")
+        show.line("\n3. A text as JSON: whatever the schema forces is drafted\n", "bold")
         show.line(PERSON + "\n", "dim")
         grammar = lb.Grammar.from_json_schema(SCHEMA)
         extract = _request(f"Text: {PERSON}\nThe same as JSON: ", most, grammar=grammar)
         _compare(ctx, lb.GrammarDrafter.copying(), extract, show, interrupts)
-        show.heading("4. Three endings, ranked by the model")
+        show.line("\n4. Three endings, ranked by the model\n", "bold")
         show.line(f"{OPENING} ...")
         show.table(("perplexity", "text"), _ranked(ctx), left=("text",))
-    show.heading(f"This took {time.perf_counter() - start:.1f} s. Next:")
+    show.line(f"\nThis took {time.perf_counter() - start:.1f} s. Next:\n", "bold")
     show.write(NEXT)
 
 
@@ -155,7 +155,7 @@ def _fork(ctx: lb.Context, show: Console, interrupts: InterruptHandler) -> float
     together, together_s = timed(SEED, N_FORKS)
     alone = [timed(result.seed or 0, 1) for result in together[:N_ALONE]]
     same = all(a.tokens == b.tokens for a, ([b], _) in zip(together, alone, strict=False))
-    show.heading(f"1. Eight answers that share one prompt of {len(prompt)} tokens")
+    show.line(f"\n1. Eight answers that share one prompt of {len(prompt)} tokens\n", "bold")
     for result in together:
         show.line(f"  {shortened(result.text, min(76, show.out.width - 4))}", "dim")
     show.line()

@@ -21,7 +21,7 @@ from llamabranch import hub
 
 from .console import Console
 from .interrupts import EXIT_FAILURE
-from .options import OUTPUT_OPTIONS, Given, with_options
+from .options import Given, with_options
 
 if TYPE_CHECKING:
     from llamabranch.bench.machine import Machine
@@ -43,30 +43,27 @@ GPUS = {"nvidia-smi": "-DGGML_CUDA=on", "rocminfo": "-DGGML_HIP=on"}
 Check = tuple[str, bool, str]  # the name of a test, whether it passed, details
 
 
-@with_options("threads", *OUTPUT_OPTIONS)
+@with_options("threads", "verbose")
 def doctor(given: Given, console: Console) -> None:
     """Report what is installed on which machine, test it, and advise.
 
     llamabranch doctor
-    llamabranch doctor --json > report.json
+    llamabranch doctor > report.txt
 
     It takes about ten seconds. A bug report needs this output.
     """
-    sections: dict[str, dict[str, object]] = {}
 
-    def tell(name: str, rows: dict[str, str]) -> None:
-        sections[name] = {**rows}
+    def tell(rows: dict[str, str]) -> None:
         for label, value in rows.items():
             console.line(f"{label}: {value}")
 
-    tell("versions", _versions())
+    tell(_versions())
     checks, advice = list[Check](), list[str]()
     try:
         from llamabranch.bench.machine import Machine, processor_flags
 
         machine = Machine.now()
-        tell("machine", _described(machine))
-        sections["machine"] |= machine.as_dict()
+        tell(_described(machine))
         target, draft = (
             given.open(name, console, n_ctx=1024)
             for name in (hub.BUNDLED_TARGET, hub.BUNDLED_DRAFT)
@@ -74,9 +71,8 @@ def doctor(given: Given, console: Console) -> None:
     # A broken build can fail in any way, and this command must report it.
     except Exception as error:
         checks.append(_failed("loading llama.cpp and the bundled pair", error))
-        sections.setdefault("machine", {})
     else:
-        tell("context", _context(target))
+        tell(_context(target))
         checks += _self_test(target, draft)
         advice = advise(machine, processor_flags(), target.n_threads, on_gpu=target.model.on_gpu)
     for name, passed, detail in checks:
@@ -86,8 +82,6 @@ def doctor(given: Given, console: Console) -> None:
     failed = [] if all_passed else ["a test failed: please report it with everything above"]
     for line in [*advice, *failed] or ["nothing to improve was found"]:
         console.line(f"advice: {line}")
-    tests = [dict(zip(("name", "passed", "detail"), check, strict=True)) for check in checks]
-    console.answer({**sections, "self_test": tests, "advice": advice})
     if not all_passed:
         raise typer.Exit(EXIT_FAILURE)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import webbrowser
@@ -67,14 +68,11 @@ def open(
         loom.ready()
         console.note(f"{name} is loaded")
 
-    def listen(number: int) -> Server:
-        settings = ServeSettings(port=number, shutdown_timeout_s=0.0)
-        return Server(open_engine, settings, ready, console.note)
-
+    settings = ServeSettings(port=port, shutdown_timeout_s=0.0)
     try:
-        server = listen(port)
+        server = Server(open_engine, settings, ready, console.note)
     except ConfigError:
-        server = listen(0)
+        server = Server(open_engine, replace(settings, port=0), ready, console.note)
         console.note(f"port {port} is taken: using {server.port}")
     loom = Loom(
         _document(file, target), server.port, lambda: server.service,
@@ -127,17 +125,9 @@ def _show_link(loom: Loom, url: str, console: Console, *, browser: bool) -> None
             for _ in sys.stdin:
                 show()
 
-    if _reads_terminal():
+    with suppress(AttributeError, ValueError):  # Windows, or a thread
+        signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # in the background reading just fails
+    if sys.stdin is not None:  # None means that it was closed when the process started
         threading.Thread(target=listen, daemon=True).start()
     if browser:
         threading.Thread(target=webbrowser.open, args=(first,), daemon=True).start()
-
-
-def _reads_terminal() -> bool:
-    """Return whether standard input may be read; in the background this would stop the program."""
-    if sys.stdin is None:  # it was closed when the process started
-        return False
-    with suppress(OSError, ValueError):
-        if sys.platform != "win32" and sys.stdin.isatty():
-            return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
-    return True

@@ -8,10 +8,9 @@ NumPy and llama.cpp are imported when an option needs them, so that --help is fa
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -41,7 +40,7 @@ PromptT = TypeVar("PromptT")
 DEFAULT_PROMPT = "Once upon a time"
 MOST_CELLS = 8192  # cells of the cache, unless -c is given or the model was trained for less
 _SWITCH = {"on": True, "1": True, "off": False, "0": False, "auto": None}
-_REQUEST = {"n", "top_logprobs", "min_tokens", "stop", "ignore_eos"}  # of `Request`, by -S
+_REQUEST = {"n", "top_logprobs", "min_tokens", "stop"}  # of `Request`, by -S
 
 
 def option(names: str, text: str, panel: str, **more: Any) -> Any:
@@ -66,91 +65,86 @@ MorePrompts = Annotated[
     list[str] | None,
     option("-p --prompt --prompts", "What to continue, too.", TEXT, metavar="TEXT"),
 ]
-# The names, help and heading of each shared option, by its field of `Given`.
-_OPTIONS = {
-    "max_tokens": option(
-        "-n --n-predict --predict --max-tokens", "Tokens at most; -1: no limit.", TEXT, metavar="N",
-        callback=limit,
-    ),
-    "grammar": option(
-        "--grammar --grammar-file", "A grammar, or its file.", TEXT, metavar="GBNF|FILE|/REGEX/"
-    ),
-    "schema": option(
-        "-j --json-schema --json-schema-file -jf", "A JSON schema.", TEXT, metavar="JSON|FILE"
-    ),
-    "chat": option("--chat", "The prompt is a message, to answer.", TEXT),
-    "system": option("-sys --system-prompt", "The system message.", TEXT, metavar="TEXT"),
-    "temperature": option(
-        "--temp --temperature", "0: the most probable token.", SAMPLING, metavar="T",
-        callback=lambda value: max(value, 0.0),
-    ),
-    "top_k": option("--top-k", "Keep the k best; 0: all.", SAMPLING, metavar="K"),
-    "top_p": option("--top-p", "Nucleus sampling; 1: off.", SAMPLING, metavar="P"),
-    "min_p": option("--min-p", "Share of the best; 0: off.", SAMPLING, metavar="P"),
-    "seed": option(
-        "-s --seed", "With --exact: same seed, same text.", SAMPLING, metavar="N",
-        callback=lambda value: None if value == -1 else value,
-    ),
-    "settings": option(
-        "-S --set", "Any other setting, by its Python name.", SAMPLING, metavar="NAME=VALUE"
-    ),
-    "model": option(
-        "-m --model --target --target-model -hf -hfr --hf-repo", "A file, a name, user/repo[:tag].",
-        MODEL, metavar="MODEL",
-    ),
-    "draft": option(
-        "-md --draft --draft-model --model-draft -d -hfd --hf-repo-draft",
-        "Its drafter; suffix, mtp, none, auto.", MODEL, metavar="MODEL",
-    ),
-    "draft_max": option(
-        "-k --draft-max --draft-length --gamma", "Tokens a draft, or auto.", MODEL, metavar="N"
-    ),
-    "n_ctx": option(
-        "-c --ctx-size --n-ctx", "Context; 0: what it was trained for.", MODEL, metavar="N", min=0
-    ),
-    "threads": option("-t --threads", "CPU threads.", MODEL, metavar="N", min=1),
-    "gpu_layers": option(
-        "-ngl --gpu-layers --n-gpu-layers", "Layers on the GPU; all by default.", MODEL,
-        metavar="N|all", parser=lambda value: -1 if value in ("auto", "all") else int(value),
-    ),
-    "kv_type": option(
-        "-ctk --kv-type --cache-type-k", "K/V: f16, bf16, q8_0, ...", MODEL, metavar="TYPE"
-    ),
-    "flash_attn": option("-fa --flash-attn", "Flash attention.", MODEL, metavar="on|off|auto"),
-    "as_json": option("--json", "Print one JSON object and nothing else.", OUTPUT),
-    "verbose": option("-v --debug --verbose", "llama.cpp's log, and tracebacks of errors.", OUTPUT),
-}  # fmt: skip
 SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "seed", "settings")
 MODEL_OPTIONS = ("model", "n_ctx", "threads", "gpu_layers", "kv_type", "flash_attn")
 DRAFT_OPTIONS = ("model", "draft", "draft_max", *MODEL_OPTIONS[1:])
 OUTPUT_OPTIONS = ("as_json", "verbose")
 
 
+def shared(default: object, names: str, text: str, panel: str, **more: Any) -> Any:
+    """Return a field of `Given`: its value in commands that lack the option, and the option."""
+    return field(default=default, metadata={"option": option(names, text, panel, **more)})
+
+
 @dataclass(frozen=True)
 class Given:
-    """The values of the shared options; options that a command lacks have their defaults."""
+    """The values of the shared options."""
 
-    max_tokens: int | None = None
-    grammar: str | None = None
-    schema: str | None = None
-    chat: bool = False
-    system: str | None = None
-    temperature: float = DEFAULTS.temperature
-    top_k: int = DEFAULTS.top_k
-    top_p: float = DEFAULTS.top_p
-    min_p: float = DEFAULTS.min_p
-    seed: int | None = None
-    settings: list[str] | None = None
-    model: str | None = None
-    draft: str | None = None
-    draft_max: str = "auto"
-    n_ctx: int | None = None
-    threads: int | None = None
-    gpu_layers: int | None = None
-    kv_type: str | None = None
-    flash_attn: str = "auto"
-    as_json: bool = False
-    verbose: bool = False
+    max_tokens: int | None = shared(
+        None, "-n --n-predict --predict --max-tokens", "Tokens at most; -1: no limit.", TEXT,
+        metavar="N", callback=limit,
+    )  # fmt: skip
+    grammar: str | None = shared(
+        None, "--grammar --grammar-file", "A grammar, or its file.", TEXT,
+        metavar="GBNF|FILE|/REGEX/",
+    )  # fmt: skip
+    schema: str | None = shared(
+        None, "-j --json-schema --json-schema-file -jf", "A JSON schema.", TEXT, metavar="JSON|FILE"
+    )
+    chat: bool = shared(False, "--chat", "The prompt is a message, to answer.", TEXT)
+    system: str | None = shared(
+        None, "-sys --system-prompt", "The system message.", TEXT, metavar="TEXT"
+    )
+    temperature: float = shared(
+        DEFAULTS.temperature, "--temp --temperature", "0: the most probable token.", SAMPLING,
+        metavar="T", callback=lambda value: max(value, 0.0),
+    )  # fmt: skip
+    top_k: int = shared(
+        DEFAULTS.top_k, "--top-k", "Keep the k best; 0: all.", SAMPLING, metavar="K"
+    )
+    top_p: float = shared(
+        DEFAULTS.top_p, "--top-p", "Nucleus sampling; 1: off.", SAMPLING, metavar="P"
+    )
+    min_p: float = shared(
+        DEFAULTS.min_p, "--min-p", "Share of the best; 0: off.", SAMPLING, metavar="P"
+    )
+    seed: int | None = shared(
+        None, "-s --seed", "With --exact: same seed, same text.", SAMPLING, metavar="N",
+        callback=lambda value: None if value == -1 else value,
+    )  # fmt: skip
+    settings: list[str] | None = shared(
+        None, "-S --set", "Any other setting, by its Python name.", SAMPLING, metavar="NAME=VALUE"
+    )
+    model: str | None = shared(
+        None, "-m --model --target --target-model -hf -hfr --hf-repo",
+        "A file, a name, user/repo[:tag].", MODEL, metavar="MODEL",
+    )  # fmt: skip
+    draft: str | None = shared(
+        None, "-md --draft --draft-model --model-draft -d -hfd --hf-repo-draft",
+        "Its drafter; suffix, mtp, none, auto.", MODEL, metavar="MODEL",
+    )  # fmt: skip
+    draft_max: str = shared(
+        "auto", "-k --draft-max --draft-length --gamma", "Tokens a draft, or auto.", MODEL,
+        metavar="N",
+    )  # fmt: skip
+    n_ctx: int | None = shared(
+        None, "-c --ctx-size --n-ctx", "Context; 0: what it was trained for.", MODEL, metavar="N", min=0
+    )  # fmt: skip
+    threads: int | None = shared(None, "-t --threads", "CPU threads.", MODEL, metavar="N", min=1)
+    gpu_layers: int | None = shared(
+        None, "-ngl --gpu-layers --n-gpu-layers", "Layers on the GPU; all by default.", MODEL,
+        metavar="N|all", parser=lambda value: -1 if value in ("auto", "all") else int(value),
+    )  # fmt: skip
+    kv_type: str | None = shared(
+        None, "-ctk --kv-type --cache-type-k", "K/V: f16, bf16, q8_0, ...", MODEL, metavar="TYPE"
+    )
+    flash_attn: str = shared(
+        "auto", "-fa --flash-attn", "Flash attention.", MODEL, metavar="on|off|auto"
+    )
+    as_json: bool = shared(False, "--json", "Print one JSON object and nothing else.", OUTPUT)
+    verbose: bool = shared(
+        False, "-v --debug --verbose", "llama.cpp's log, and tracebacks of errors.", OUTPUT
+    )
 
     # -- settings by name --------------------------------------------------------------------------
 
@@ -174,13 +168,6 @@ class Given:
         SamplingParams(seed=self.seed)  # raises now where the engine gets the seed
         settings = {**flags, "seed": seed, **self.set("sampling")}
         return DEFAULTS.replace(**cast("lb.sampling.SamplingSettings", settings))
-
-    def without_eog(self, params: SamplingParams, model: lb.Model) -> SamplingParams:
-        """Return ``params`` without the model's EOG tokens if ``-S ignore_eos=true`` was given."""
-        if not self.set("request").get("ignore_eos"):
-            return params
-        banned = dict.fromkeys(model.eog_tokens, -math.inf)
-        return params.replace(logit_bias={**params.logit_bias, **banned})
 
     def config(self) -> lb.SpeculativeConfig:
         """Return the settings of drafting; ConfigError for a value out of range."""
@@ -303,7 +290,7 @@ def with_options(*names: str, **defaults: object) -> Callable[[Callable[..., Non
     The function is called with the `Given`, a console, and the values of its own options. Errors end
     the command with one line and an exit code.
     """
-    types, usual = get_type_hints(Given), Given()
+    types, known = get_type_hints(Given), {field.name: field for field in fields(Given)}
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         @wraps(function)
@@ -316,8 +303,8 @@ def with_options(*names: str, **defaults: object) -> Callable[[Callable[..., Non
         own = [*signature(function, eval_str=True).parameters.values()][2:]
         shared = [
             Parameter(
-                name, Parameter.KEYWORD_ONLY, annotation=Annotated[types[name], _OPTIONS[name]],
-                default=defaults.get(name, getattr(usual, name)),
+                name, Parameter.KEYWORD_ONLY, default=defaults.get(name, known[name].default),
+                annotation=Annotated[types[name], known[name].metadata["option"]],
             )
             for name in names
         ]  # fmt: skip
@@ -372,13 +359,8 @@ def setting_value(text: str) -> Any:
         return text
 
 
-def vocabulary(name: str) -> lb.Model:
-    """Open a model's vocabulary and metadata, without its weights."""
-    return lb.Model(hub.resolve(name, download=None), vocab_only=True)
-
-
 def trained_length(name: str) -> int | None:
     """Return the context length that a model was trained for; None if its file does not say."""
-    with vocabulary(name) as model:
+    with lb.Model(hub.resolve(name, download=None), vocab_only=True) as model:
         length = model.metadata.get(f"{model.architecture}.context_length", "")
     return int(length) if length.isdigit() and int(length) else None

@@ -11,26 +11,17 @@ from llamabranch import AsyncEngine
 from llamabranch import serve as server
 from llamabranch.serve import ServeSettings, require_server
 
+from . import options as opt
 from .console import Console
 from .drafters import SUFFIX
-from .options import (
-    DRAFT_OPTIONS,
-    OUTPUT_OPTIONS,
-    SAMPLING_OPTIONS,
-    Given,
-    named_values,
-    option,
-    setting_value,
-    vocabulary,
-    with_options,
-)
+from .options import Given, option, with_options
 
 SERVER = "Server"
 _FIELDS = [field.name for field in fields(ServeSettings)]
 _KEY_VARIABLE = "LLAMA_API_KEY"  # llama-server reads it too
 
 
-@with_options("max_tokens", *SAMPLING_OPTIONS, *DRAFT_OPTIONS, *OUTPUT_OPTIONS)
+@with_options("max_tokens", *opt.SAMPLING_OPTIONS, *opt.DRAFT_OPTIONS, *opt.OUTPUT_OPTIONS)
 def serve(
     given: Given,
     console: Console,
@@ -68,8 +59,7 @@ def serve(
     target, drafters = given.resolve(console)
     if given.draft in (None, "auto") and all(name == SUFFIX for name in drafters):
         drafters = ("grammar", *drafters)  # text that a schema forces cannot be copied
-    with vocabulary(target) as opened:
-        params = given.without_eog(given.params(), opened).replace(seed=given.seed)
+    params = given.params(given.seed)
     variable = os.environ.get(_KEY_VARIABLE)
     own: dict[str, Any] = {
         "host": host, "port": port, "parallel": parallel, "max_tokens": given.max_tokens,
@@ -78,8 +68,8 @@ def serve(
         "allow_origins": _parts(allow_origin),
     }  # fmt: skip
     more: dict[str, Any] = {
-        name: _parts([value]) if name == "allowed_hosts" else setting_value(value)
-        for name, value in named_values("--limit", limits, {*_FIELDS} - {*own})
+        name: _parts([value]) if name == "allowed_hosts" else opt.setting_value(value)
+        for name, value in opt.named_values("--limit", limits, {*_FIELDS} - {*own})
     }
     serving = ServeSettings(**own, **more)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import subprocess
 from dataclasses import replace
@@ -40,18 +39,10 @@ def test_doctor_reports_and_passes_its_own_test(monkeypatch: pytest.MonkeyPatch)
     assert all(f"{label}: " in result.stdout for label in labels.split())
     assert len(result.stdout.splitlines()) <= 40  # on one screen
     assert result.stdout.count("\nok  ") == 3
+    for line in (f"llamabranch: {lb.__version__} (", "runs on: the CPU\n", "threads: 1 "):
+        assert line in result.stdout
     assert "HF_TOKEN" in result.stdout
     assert "hf_secret" not in result.output
-
-
-def test_doctor_as_json_has_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = json.loads(run("--json").stdout)
-    assert {check["passed"] for check in answer["self_test"]} == {True}
-    assert answer["versions"]["llamabranch"].startswith(f"{lb.__version__} (")
-    assert answer["machine"]["cores"] > 0
-    assert answer["context"]["runs on"] == "the CPU"
-    assert answer["context"]["threads"].startswith("1 ")
-    assert isinstance(answer["advice"], list)
 
 
 def test_llama_cpp_that_cannot_be_loaded_is_a_failed_check_below_what_is_known() -> None:

@@ -201,11 +201,11 @@ def test_a_full_disk_is_told_and_nothing_is_lost(tmp_path: Path) -> None:
     assert len(read(tmp_path / FILE).nodes) == 3
 
 
-def test_a_file_of_another_model_is_read_and_can_be_imported(tmp_path: Path) -> None:
+def test_a_file_of_another_model_is_read(tmp_path: Path) -> None:
     with Paged(tmp_path) as page:
         root = page.type(START)
         node = page.grow(root["id"], max_tokens=6)["id"]
-        text, numbers = page.text(node), page.tokens(node, top=1)
+        numbers = page.tokens(node, top=1)
     file = tmp_path / FILE
     data = re.sub(rb'"fingerprint":"[^"]*"', b'"fingerprint":"other"', file.read_bytes(), count=1)
     file.write_bytes(data)
@@ -213,11 +213,6 @@ def test_a_file_of_another_model_is_read_and_can_be_imported(tmp_path: Path) -> 
         assert "import it into another document" in refusal(page)
         assert page.tokens(node, top=1) == numbers
     assert file.read_bytes() == data
-    (tmp_path / "other").mkdir()
-    with Paged(tmp_path / "other") as page:
-        assert page.api.post("/loom/import", content=data).status_code == 200
-        assert {page.text(each) for each in page.nodes()} == {START, text}
-        page.type(" and more", page.nodes()[-1])
 
 
 def test_a_folder_that_is_relative_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

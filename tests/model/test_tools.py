@@ -157,15 +157,10 @@ def test_functions_are_tools(with_pydantic: bool, monkeypatch: pytest.MonkeyPatc
 def test_histories_reach_templates_in_their_form(toy: lb.Model) -> None:
     text = lb.Model(toy.path, chat_template=ITERATES).apply_chat_template(called('{"text": "x"}'))
     assert "<do>find<k>text</k><v>x</v></do>" in text and "It is <do>x</do>." in text
-    assert (
-        lb.Model(toy.path, chat_template="chatml")
-        .apply_chat_template(called('{"text": "x"}'))
-        .count("find")
-        == 2
-    )
+    model = lb.Model(toy.path, chat_template="chatml")
+    assert model.apply_chat_template(called('{"text": "x"}')).count("find") == 2
     ignored = {"name": "b", "reasoning_content": "c", "refusal": None}
     message = {"role": "user", "content": "a", **ignored}
-    model = lb.Model(toy.path, chat_template="chatml")
     assert model.apply_chat_template([message]) == model.apply_chat_template([("user", "a")])
 
 

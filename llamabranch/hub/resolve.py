@@ -67,12 +67,11 @@ def resolve(name_or_path: str | os.PathLike[str], *, download: bool | None = Fal
         spec, local = parsed, find(parsed)
     if local is not None:
         return local
-    is_offline = _flag("HF_HUB_OFFLINE") is True
     allowed = _flag("LLAMABRANCH_DOWNLOAD") if download is None else download
     if allowed is None:
         allowed = sys.stderr is not None and sys.stderr.isatty()
-    if is_offline or not allowed:
-        raise _missing(text, entry, is_offline=is_offline and download is not False)
+    if not allowed or _flag("HF_HUB_OFFLINE"):
+        raise _missing(text, entry, is_offline=bool(_flag("HF_HUB_OFFLINE")))
     return download_files(spec)
 
 
@@ -99,7 +98,7 @@ def fetch(name: str | os.PathLike[str]) -> Path:
         UnsupportedError: huggingface_hub, the extra ``hub``, is not installed.
     """
     spec = _hub_spec(name)
-    if _flag("HF_HUB_OFFLINE") is True or spec is None or spec.tag or spec.file:
+    if spec is None or spec.tag or spec.file or _flag("HF_HUB_OFFLINE"):
         return resolve(name, download=True)
     return download_files(spec)
 

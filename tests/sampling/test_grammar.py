@@ -254,6 +254,13 @@ def test_id_that_the_vocabulary_lacks_is_refused_before_the_first_token(toy: lb.
             Grammar(text).start(toy)
 
 
+def test_many_rules_beside_one_another_are_a_grammar(toy: lb.Model) -> None:
+    """As for some hundred tools, whose calls each have several rules."""
+    rules = "".join(f'\nr{i}: "{i}," (r{i} | s{i})?\ns{i}: "{i};"' for i in range(600))
+    grammar = Grammar.from_lark(f"start: {' | '.join(f'r{i}' for i in range(600))}{rules}")
+    assert accepts(toy, grammar, "77,77,77;") and not accepts(toy, grammar, "77,78;")
+
+
 CHOICES = ["red", "red and blue", 'a "quote" \\ / [x]{2}', "line\nbreak", "é€😀", " "]
 TEXTS: list[tuple[Grammar, list[str], list[str]]] = [
     *((Grammar.from_regex(pattern), valid, invalid) for pattern, valid, invalid in (

@@ -24,9 +24,9 @@ GrammarState = Matcher | SamplerMatcher
 _KINDS = ("gbnf", "json_schema", "regex", "choice", "lark")
 _UNSUPPORTED = re.compile(r'Unimplemented keys: \["([^"]*)"')
 _MOST_BYTES = 1 << 20
-_RULE = re.compile(r"(?m)^[ \t]*(?:[?!]?\w.*?)?:")  # the beginning of a rule in Lark
+_RULE = re.compile(r"(?m)^[ \t]*(?:[?!]?(\w+).*?)?:")  # the beginning of a rule in Lark
 # In a chain of more than 2,000 rules llguidance's stack would end the process.
-_MOST_RULES = 1000
+_MOST_DEEP = 1000
 _REASONS = (  # rewrites llguidance's reasons without its expressions
     ("^the grammar is refused: ", ""),
     ("^regex parse error:.*error: ", "pattern: "),
@@ -241,13 +241,34 @@ class Grammar:
 
 def _check_lark(source: str) -> None:
     """Refuse rules and schemas that llguidance would enter too deep, one inside the other."""
-    n_rules = len(_RULE.findall(source))
-    if n_rules > _MOST_RULES:
-        raise GrammarError(f"the grammar has {n_rules} rules, above the limit of {_MOST_RULES}")
+    depth = _lark_depth(source)
+    if depth > _MOST_DEEP:
+        raise GrammarError(
+            f"the grammar is {depth} rules deep, rule in rule, above the limit of {_MOST_DEEP}"
+        )
     for place in re.finditer(r"%json\s*", source):
         with contextlib.suppress(ValueError, RecursionError):  # llguidance refuses these itself
             schema, _ = json.JSONDecoder().raw_decode(source, place.end())
             json_schemas.check_depth(schema)
+
+
+def _lark_depth(source: str) -> int:
+    """Return how many rules of a Lark grammar are inside one another, at most."""
+    heads = list(_RULE.finditer(source))
+    ends = [*(head.start() for head in heads), len(source)][1:]
+    bodies = {str(h[1]): source[h.end() : end] for h, end in zip(heads, ends, strict=True)}
+    inside = {name: bodies.keys() & set(re.findall(r"\w+", text)) for name, text in bodies.items()}
+    depths, entered, path = dict.fromkeys(inside, 0), set[str](), list(inside)
+    while path:  # a rule is left once those inside it were
+        name = path[-1]
+        if name not in entered:
+            entered.add(name)
+            path += inside[name] - entered
+            continue
+        path.pop()
+        if not depths[name]:
+            depths[name] = 1 + max((depths[inner] for inner in inside[name]), default=0)
+    return max(depths.values(), default=0)
 
 
 def _of_schema(schema: dict[str, object], whitespace: str) -> tuple[str, str]:

@@ -68,35 +68,38 @@ def called(
     ]  # fmt: skip
 
 
+TEXT = TOJSON.replace("c.function.arguments | tojson", "'' + c.function.arguments")
+QUOTED: dict[str, object] = {"text": 'a "b"'}
+
+
 @pytest.mark.parametrize("template", [ITERATES, TOJSON, NINE], ids=["iterates", "tojson", "nine"])
-def test_arguments_are_never_encoded_twice(template: str) -> None:
-    form = TurnFormat.of(template)
-    for arguments in ('{"text": "a \\"b\\""}', {"text": 'a "b"'}):
-        (_, answer, result) = written_history(called(arguments), form)
-        call: Any = answer["tool_calls"]
-        assert call[0]["function"]["arguments"] == {"text": 'a "b"'}
-        assert result["tool_call_id"] == call[0]["id"] and result["name"] == "find"
-        assert (len(call[0]["id"]) == 9) == (template == NINE)
-    for nothing in ("", None, "{}"):
-        answer = written_history(called(nothing), form)[1]
-        assert answer["tool_calls"][0]["function"]["arguments"] == {}  # type: ignore[index]
+@pytest.mark.parametrize(
+    ("arguments", "written"),
+    [
+        ('{"text": "a \\"b\\""}', QUOTED), (QUOTED, QUOTED), ("", {}), (None, {}), ("{}", {}),
+        ("{broken", "{broken"), ("[1]", "[1]"), (5, "5"),  # broken ones stay text
+    ],
+)  # fmt: skip
+def test_arguments_of_a_history_are_never_encoded_twice(
+    template: str, arguments: object, written: object
+) -> None:
+    (_, answer, result) = written_history(called(arguments), TurnFormat.of(template))
+    call: Any = answer["tool_calls"]
+    if template == ITERATES and isinstance(written, str):  # it needs an object
+        written = {"arguments": written}
+    assert call[0]["function"]["arguments"] == written
+    assert result["tool_call_id"] == call[0]["id"] and result["name"] == "find"
+    assert (len(call[0]["id"]) == 9) == (template == NINE)
 
 
-def test_a_template_that_wants_text_gets_text() -> None:
-    form = TurnFormat.of(
-        TOJSON.replace("c.function.arguments | tojson", "'' + c.function.arguments")
-    )
+def test_a_template_that_wants_text_gets_text_and_a_call_without_a_function_is_refused() -> None:
+    form = TurnFormat.of(TEXT)
     assert form.arguments_as_text
-    answer: Any = written_history(called({"text": "é"}), form)[1]
-    assert answer["tool_calls"][0]["function"]["arguments"] == '{"text": "é"}'
-
-
-@pytest.mark.parametrize(("broken", "text"), [("{broken", "{broken"), ("[1]", "[1]"), (5, "5")])
-def test_broken_arguments_in_a_history_stay_text(broken: object, text: str) -> None:
-    answer: Any = written_history(called(broken), TurnFormat.of(TOJSON))[1]
-    assert answer["tool_calls"][0]["function"]["arguments"] == text
+    user, answer, _ = written_history(called({"text": "é"}), form)
+    call: Any = answer["tool_calls"]
+    assert call[0]["function"]["arguments"] == '{"text": "é"}'
     with pytest.raises(ConfigError, match="a function with a name") as caught:
-        written_history([*called("{}")[:1], {**answer, "tool_calls": [{}]}], TurnFormat.of(TOJSON))
+        written_history([user, {**answer, "tool_calls": [{}]}], form)
     assert "messages[1]" in str(caught.value) and "tool_calls[0]" in str(caught.value)
 
 
@@ -157,15 +160,10 @@ def test_functions_are_tools(with_pydantic: bool, monkeypatch: pytest.MonkeyPatc
 def test_histories_reach_templates_in_their_form(toy: lb.Model) -> None:
     text = lb.Model(toy.path, chat_template=ITERATES).apply_chat_template(called('{"text": "x"}'))
     assert "<do>find<k>text</k><v>x</v></do>" in text and "It is <do>x</do>." in text
-    assert (
-        lb.Model(toy.path, chat_template="chatml")
-        .apply_chat_template(called('{"text": "x"}'))
-        .count("find")
-        == 2
-    )
+    model = lb.Model(toy.path, chat_template="chatml")
+    assert model.apply_chat_template(called('{"text": "x"}')).count("find") == 2
     ignored = {"name": "b", "reasoning_content": "c", "refusal": None}
     message = {"role": "user", "content": "a", **ignored}
-    model = lb.Model(toy.path, chat_template="chatml")
     assert model.apply_chat_template([message]) == model.apply_chat_template([("user", "a")])
 
 

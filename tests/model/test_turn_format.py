@@ -275,12 +275,13 @@ DESCRIBED_LATE = (  # describes calls to the model after a turn that has some, i
     "{% if add_generation_prompt %}<turn><bot>{% endif %}"
 )
 CHANNEL = '<|on|>tool to=fn.find <|as|>json<|say|>{"text": "x"}<|over|>'
-FOUND = ("find", {"text": "x"})
+FOUND: tuple[str, object] = ("find", {"text": "x"})
 TOLD = "<|on|>musing<|say|>Hm.<|over|><|go|>bot<|on|>tool<|say|>I look.<|over|><|go|>bot"
-JSON, PING = "tags around JSON", ("ping", {})
+JSON = "tags around JSON"
+PING: tuple[str, object] = ("ping", {})
 LATE = f'Do:\n[\n{{"tool": "find", "with": {{"text": "x"}}}}\n]\n<turn><sys>{WORDS}<eot>'
 # A template, the text of a turn, and what it says: thought, content, calls.
-SAID: list[tuple[str, str, str, str, list[object]]] = [
+SAID: list[tuple[str, str, str, str, Any]] = [
     ("channels", TOLD + CHANNEL, "Hm.", "I look.", [FOUND]),
     ("channels", CHANNEL.replace(" <|as|>json", " json"), "", "", [FOUND]),
     (DESCRIBED_LATE, LATE, "", "", [FOUND]),
